@@ -1,0 +1,115 @@
+"""Plan state: what a kernel needs to know about a batch, as tensors of fixed capacity.
+
+A plan is made outside the graph (:mod:`attn_ops.planner`, or the ops ``attn::plan_*``) and read
+inside it. It is one object to the user, a ``Tensor[]`` to the dispatcher, a pytree to export, and a
+run of plain inputs to an AOTInductor package, which takes its fields in order.
+
+CUDA-graph contract: re-planning writes new contents into the same tensors. Shapes and addresses never
+change, so a captured graph or compiled function replays with the new lengths and never recompiles.
+
+An all-zero plan is valid and means "no work".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+KV_UNIT = 64
+"""Tokens in the unit that work is measured and cut in; a cut falls on a multiple of it."""
+
+WORK_FIELDS = ("row", "rows", "kv_begin", "kv_end", "position", "page_start", "slot", "request")
+"""Columns of a work item, int32.
+
+row, rows    first query row of the tile, and how many
+kv_begin/end half-open range of the request's KV tokens to read
+position     position in the request's KV sequence of the tile's first row
+page_start   offset in ``kv_indices`` of the request's first page
+slot         where in the workspace the partial result goes; -1 when the item covers its whole tile
+request      index in the batch
+"""
+
+
+class PlanProblem(NamedTuple):
+    """What a plan was made for: the sizes of ``plan.problem`` after its leading 0."""
+
+    page_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    max_kv_len: int
+    tile_rows: int
+    window: int = 0
+    causal: int = 0
+
+    # max_kv_len  tokens a request may have; what `reference` reads of each one
+    # tile_rows   query rows in a work item, 1 for decode
+    # window      keys that a query row may see, itself included, 0 for all: window_left + 1
+    # causal      1 where work stops at the causal bound
+
+    @staticmethod
+    def of(problem: Tensor) -> PlanProblem:
+        return PlanProblem(*(int(size) for size in problem.shape[1:]))
+
+    def carrier(self, device: torch.device) -> Tensor:
+        """The tensor of no elements that carries these numbers through tracing and export in its shape."""
+        return torch.empty((0, *self), dtype=torch.int32, device=device)
+
+
+class DecodePlan(NamedTuple):
+    """One query row per request over a paged KV cache. All int32, on the device of the query.
+
+    problem       ``[0, *PlanProblem]``: no data, its shape says what the plan was made for
+    kv_indptr     ``[max_batch + 1]``: pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``
+    kv_indices    ``[max_pages]``: page numbers
+    kv_len        ``[max_batch]``: tokens of each request, 0 for an empty one and beyond the batch
+    work          ``[max_batch + num_ctas, 8]``: items of :data:`WORK_FIELDS`
+    work_indptr   ``[num_ctas + 1]``: CTA c of each KV head does ``work[work_indptr[c]:work_indptr[c + 1]]``
+    merge_indptr  ``[max_batch + 1]``: workspace slots to merge into row b, none where nothing was split
+    """
+
+    problem: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_len: Tensor
+    work: Tensor
+    work_indptr: Tensor
+    merge_indptr: Tensor
+
+
+class PrefillPlan(NamedTuple):
+    """Any number of query rows per request, over paged KV, or ragged KV (page size 1, no page table).
+
+    problem       ``[0, *PlanProblem]``
+    qo_indptr     ``[max_batch + 1]``: query rows of request b
+    kv_indptr     ``[max_batch + 1]``: pages of request b; tokens where the KV is ragged
+    kv_indices    ``[max_pages]``: page numbers; ``[0]`` where the KV is ragged
+    kv_len        ``[max_batch]``: tokens of each request
+    work          ``[max_tiles, 8]``: items of :data:`WORK_FIELDS`, longest first, zero rows past the last
+    """
+
+    problem: Tensor
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_len: Tensor
+    work: Tensor
+
+
+for _plan in (DecodePlan, PrefillPlan):
+    pytree._register_namedtuple(_plan, serialized_type_name=f"attn_ops.{_plan.__name__}")
+
+
+def num_slots(plan: DecodePlan) -> int:
+    """Partial results that a plan can ask for: every cut between CTAs makes at most two."""
+    return 2 * (int(plan.work_indptr.shape[0]) - 2)
+
+
+def workspace_size(plan: DecodePlan) -> int:
+    """float32 elements of workspace that ``batch_decode`` needs for this plan."""
+    problem = PlanProblem.of(plan.problem)
+    return num_slots(plan) * problem.num_qo_heads * (problem.head_dim_vo + 1)

@@ -1,0 +1,255 @@
+"""Planners own a plan's buffers and fill them again in place for every batch.
+
+Planning is eager and outside the graph. From CUDA tensors it launches one kernel and copies nothing
+back to the host, so it can be captured in a CUDA graph; lengths that are already on the host are
+accepted too, and checked there at no cost.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import CapacityError, OptionError, ShapeError
+from .inductor import mark_static
+from .page_table import check_indptr, check_pages
+from .plan import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan, workspace_size
+
+CTAS_PER_SM = 2
+"""CTAs that the decode work is cut for, per multiprocessor."""
+
+TILE_ROWS = 128
+"""Query rows times query heads per KV head in a prefill tile."""
+
+
+def _problem(capacities: dict[str, int], **sizes: int) -> PlanProblem:
+    problem = PlanProblem(**sizes)
+    at_least = dict.fromkeys((*sizes, *capacities), 1) | {"window": 0, "causal": 0, "max_pages": 0}
+    for name, value in {**sizes, **capacities}.items():
+        if value < at_least[name]:
+            raise OptionError(
+                f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger"
+            )
+    if problem.num_qo_heads % problem.num_kv_heads:
+        raise ShapeError(
+            f"planner: {problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly; expected "
+            "a query head count that is a multiple of the KV head count; repeat or regroup the heads"
+        )
+    return problem
+
+
+class _Planner:
+    """Brings page tables to the plan's device and dtype, checked on the way if they are on the host."""
+
+    problem: PlanProblem
+    max_pages: int
+    cache_pages: int | None
+    device: torch.device
+
+    def _inputs(
+        self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor
+    ) -> list[Tensor]:
+        tensors = [*indptrs.values(), indices, last]
+        if validate or (validate is None and not any(t.is_cuda for t in tensors)):
+            for name, indptr in indptrs.items():
+                check_indptr(name, indptr)
+            check_pages(self.problem, indptrs["kv_indptr"], indices, last, self.max_pages, self.cache_pages)
+        return [t.to(self.device, torch.int32, non_blocking=True) for t in tensors]
+
+
+class DecodePlanner(_Planner):
+    """Plans for ``torch.ops.attn.batch_decode``: one query row per request over a paged KV cache.
+
+    Args:
+        max_batch: requests the plan has room for.
+        max_pages: entries of ``kv_indices`` the plan has room for, over the whole batch.
+        page_size: tokens in a page.
+        num_qo_heads: query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: heads of the cache.
+        head_dim: size of a key, and of a value unless ``head_dim_vo`` is given.
+        max_kv_len: tokens one request may have; default as many as ``max_pages`` hold. Costs no memory:
+            the ``reference`` backend reads this many places of every request, the others what there is.
+        window_left: plan for a sliding window, so that keys outside of it count as no work; -1 for none.
+        cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
+        num_ctas: shares to cut the work of one KV head into; default by the device.
+        device: where the plan lives; default torch's default device.
+
+    Attributes:
+        state: the :class:`~attn_ops.DecodePlan`. ``workspace``: float32 scratch memory, the op's next
+            argument. Both keep their addresses for the planner's life.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        max_pages: int,
+        *,
+        page_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_vo: int | None = None,
+        max_kv_len: int | None = None,
+        window_left: int = -1,
+        cache_pages: int | None = None,
+        num_ctas: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self.problem = _problem(
+            {"max_batch": max_batch, "max_pages": max_pages},
+            page_size=page_size,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim,
+            head_dim_vo=head_dim_vo or head_dim,
+            max_kv_len=max_kv_len or max(max_pages, 1) * page_size,
+            tile_rows=1,
+            window=window_left + 1,
+        )
+        self.max_pages, self.cache_pages = max_pages, cache_pages
+        self.device = torch.empty(0, device=device).device
+        shares = num_ctas or _ctas_per_head(self.device, num_kv_heads)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+        self.state = DecodePlan(
+            problem=self.problem.carrier(self.device),
+            kv_indptr=zeros(max_batch + 1),
+            kv_indices=zeros(max_pages),
+            kv_len=zeros(max_batch),
+            work=zeros(max_batch + shares, len(WORK_FIELDS)),
+            work_indptr=zeros(shares + 1),
+            merge_indptr=zeros(max_batch + 1),
+        )
+        self.workspace = torch.zeros(workspace_size(self.state), device=self.device)
+        mark_static(*self.state, self.workspace)
+
+    def plan(
+        self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *, validate: bool | None = None
+    ) -> DecodePlan:
+        """Fill the plan for a batch and return it: always the same tensors, with new contents.
+
+        Args:
+            kv_indptr: int ``[batch + 1]``, pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``.
+            kv_indices: int ``[pages]``, page numbers.
+            kv_last_page_len: int ``[batch]``, tokens in each request's last page, 1 to ``page_size``.
+            validate: check the contents too. Default: where everything is on the host. On CUDA tensors
+                this synchronises; without it out-of-range entries are clamped on the device.
+
+        Raises:
+            CapacityError: the batch does not fit; the message names the capacity that would.
+            PageTableError: the contents are inconsistent (validating plans only).
+        """
+        inputs = self._inputs(validate, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
+        torch.ops.attn.plan_decode(*inputs, self.state)
+        return self.state
+
+
+class PrefillPlanner(_Planner):
+    """Plans for ``torch.ops.attn.batch_prefill`` and, with ``max_pages=0``, ``torch.ops.attn.ragged_prefill``.
+
+    Args:
+        max_batch: requests the plan has room for.
+        max_tokens: query rows the plan has room for, over the whole batch.
+        max_pages: entries of ``kv_indices`` the plan has room for; 0 for ragged KV.
+        max_kv_len: tokens one request may have, as for :class:`DecodePlanner`; ragged KV needs it given.
+        causal: plan for causal attention, so that keys after a tile's rows count as no work.
+        tile_rows: query rows in a work item; default 128 over the query heads per KV head.
+
+    The other arguments and attributes are those of :class:`DecodePlanner`.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        max_tokens: int,
+        max_pages: int,
+        *,
+        page_size: int = 1,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_vo: int | None = None,
+        max_kv_len: int | None = None,
+        causal: bool = False,
+        window_left: int = -1,
+        cache_pages: int | None = None,
+        tile_rows: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        if max_pages == 0 and (page_size != 1 or max_kv_len is None):
+            raise OptionError(
+                f"planner: ragged KV (max_pages 0) with page_size {page_size} and max_kv_len {max_kv_len}; expected "
+                "page_size 1 and a number of tokens; give max_kv_len, or max_pages for a paged cache"
+            )
+        self.problem = _problem(
+            {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages},
+            page_size=page_size,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim,
+            head_dim_vo=head_dim_vo or head_dim,
+            max_kv_len=max_kv_len or max_pages * page_size,
+            tile_rows=tile_rows or max(1, TILE_ROWS * num_kv_heads // num_qo_heads),
+            window=window_left + 1,
+            causal=int(causal),
+        )
+        self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
+        self.device = torch.empty(0, device=device).device
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+        tiles = -(-max_tokens // self.problem.tile_rows) + max_batch
+        self.state = PrefillPlan(
+            problem=self.problem.carrier(self.device),
+            qo_indptr=zeros(max_batch + 1),
+            kv_indptr=zeros(max_batch + 1),
+            kv_indices=zeros(max_pages),
+            kv_len=zeros(max_batch),
+            work=zeros(tiles, len(WORK_FIELDS)),
+        )
+        self.workspace = torch.zeros(0, device=self.device)
+        mark_static(*self.state, self.workspace)
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor | None = None,
+        kv_last_page_len: Tensor | None = None,
+        *,
+        validate: bool | None = None,
+    ) -> PrefillPlan:
+        """Fill the plan for a batch and return it: always the same tensors, with new contents.
+
+        ``qo_indptr`` int ``[batch + 1]`` holds the cumulative query rows. For ragged KV ``kv_indptr`` holds
+        the cumulative tokens and the next two are left out. The rest is as in :meth:`DecodePlanner.plan`.
+        """
+        if kv_indices is None or kv_last_page_len is None:
+            kv_indices = kv_indptr.new_zeros(0)
+            kv_last_page_len = torch.ones_like(kv_indptr[1:])
+        if validate or (validate is None and not qo_indptr.is_cuda):
+            self._check_rows(qo_indptr)
+        indptrs = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
+        inputs = self._inputs(validate, indptrs, kv_indices, kv_last_page_len)
+        torch.ops.attn.plan_prefill(*inputs, self.state)
+        return self.state
+
+    def _check_rows(self, qo_indptr: Tensor) -> None:
+        check_indptr("qo_indptr", qo_indptr)
+        rows = int(qo_indptr[-1])
+        if rows > self.max_tokens:
+            raise CapacityError(
+                f"plan: the batch has {rows} query rows and the plan room for {self.max_tokens}; expected max_tokens "
+                f"of at least {rows}; make the planner with that max_tokens"
+            )
+
+
+def _ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
+    if device.type != "cuda":
+        return 1
+    return max(
+        1, torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads
+    )

@@ -1,0 +1,125 @@
+"""Backends as data: each one's name, where its code is, and why it cannot run a given problem.
+
+A backend's module is imported when it is first chosen. ``auto`` takes the first backend of
+:data:`BACKENDS` without objections; a backend asked for by name is used or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import BackendError, OptionError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides which backend runs an op. Fields that an op does not have keep their defaults."""
+
+    op: str
+    device: str
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
+    num_qo_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim_qk: int = 1
+    head_dim_vo: int = 1
+    page_size: int = 1
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``module`` holds one function per op, named as the op and with the op's signature.
+
+    ``inline`` names the functions that Inductor lowers in the op's place; they may only use aten ops
+    and wrapped Triton kernels.
+    """
+
+    name: str
+    module: str
+    objections: Callable[[Problem], list[str]]
+
+    def implementation(self, op: str) -> Callable[..., Any]:
+        return getattr(importlib.import_module(self.module), op)
+
+
+@functools.cache
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def compute_capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+TRITON_OPS = frozenset(
+    {"plan_decode", "plan_prefill", "batch_decode", "append_kv", "merge_state", "merge_states"}
+)
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _triton_objections(p: Problem) -> list[str]:
+    capability = compute_capability()
+    checks = [
+        (p.op in TRITON_OPS, f"it has no kernel for {p.op}"),
+        (triton_installed(), "triton is not installed"),
+        (p.device == "cuda", f"it runs on cuda, not {p.device}"),
+        (
+            capability is None or capability >= (8, 0),
+            f"it needs compute capability 8.0 or newer, not {capability}",
+        ),
+        (p.dtype in TRITON_DTYPES, f"it does not compute in {p.dtype}"),
+        (p.kv_dtype == p.dtype, f"it needs query and cache of one dtype, not {p.dtype} and {p.kv_dtype}"),
+        (max(p.head_dim_qk, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
+        (p.num_qo_heads // p.num_kv_heads <= 128, "it needs at most 128 query heads per KV head"),
+    ]
+    return [reason for ok, reason in checks if not ok]
+
+
+def _reference_objections(p: Problem) -> list[str]:
+    return []
+
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend("triton", "attn_ops.kernels.triton", _triton_objections),
+    Backend("reference", "attn_ops.kernels.reference", _reference_objections),
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(problem: Problem, name: str = "auto") -> Backend:
+    """The backend that runs ``problem``; :class:`BackendError` with every reason if none does."""
+    candidates = [b for b in BACKENDS if name in ("auto", b.name)]
+    if not candidates:
+        raise OptionError(
+            f"{problem.op}: backend is {name}; expected auto or one of {', '.join(b.name for b in BACKENDS)}; "
+            "pass one of these names"
+        )
+    reasons = []
+    for backend in candidates:
+        objections = backend.objections(problem)
+        if not objections:
+            return backend
+        reasons.append(f"{backend.name}: {', '.join(objections)}")
+    raise BackendError(
+        f"{problem.op}: no backend runs this problem ({'; '.join(reasons)}); "
+        "change the problem, or pass backend=auto to let another backend take it"
+    )
+
+
+def explain(problem: Problem) -> str:
+    """A line a backend: which one ``auto`` takes for ``problem``, and why each other does not run it."""
+    lines, taken = [], False
+    for backend in BACKENDS:
+        objections = backend.objections(problem)
+        verdict = ", ".join(objections) if objections else ("can run it" if taken else "runs it")
+        taken = taken or not objections
+        lines.append(f"{backend.name}: {verdict}")
+    return "\n".join(lines)

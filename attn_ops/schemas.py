@@ -1,0 +1,53 @@
+"""Every op's schema: the library's contract with the dispatcher, the exporter and C++ callers.
+
+A schema changes only with a line in CHANGELOG.md; ``tests/test_schemas.py`` holds the snapshot.
+
+Conventions
+-----------
+* ``plan`` is a NamedTuple of tensors (:mod:`attn_ops.plan`), flattened in field order.
+* ``workspace`` is scratch memory of the planner. It is written by the op and means nothing between calls.
+* Attention ops return ``(out, lse)``; ``lse`` has zero elements unless ``return_lse``. LSE is base 2.
+* ``backend`` is ``"auto"`` or the name of one backend, which then never falls back.
+"""
+
+NAMESPACE = "attn"
+
+_OPTIONS = (
+    "*, float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? sinks=None, {extra}"
+    'bool return_lse=False, str backend="auto"'
+)
+
+SCHEMAS: dict[str, str] = {
+    "plan_decode": (
+        "(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, Tensor(a!)[] plan, *, "
+        'str backend="auto") -> ()'
+    ),
+    "plan_prefill": (
+        "(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, "
+        'Tensor(a!)[] plan, *, str backend="auto") -> ()'
+    ),
+    "batch_decode": (
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, "
+        + _OPTIONS.format(extra='str kv_layout="NHD", ')
+        + ") -> (Tensor, Tensor)"
+    ),
+    "batch_prefill": (
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, "
+        + _OPTIONS.format(extra='bool causal=False, str kv_layout="NHD", ')
+        + ") -> (Tensor, Tensor)"
+    ),
+    "ragged_prefill": (
+        "(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, "
+        + _OPTIONS.format(extra='bool causal=False, str kv_layout="NHD", ')
+        + ") -> (Tensor, Tensor)"
+    ),
+    "append_kv": (
+        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor batch_indices, "
+        "Tensor positions, Tensor kv_indices, Tensor kv_indptr, *, "
+        'str kv_layout="NHD", str backend="auto") -> ()'
+    ),
+    "merge_state": (
+        '(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, str backend="auto") -> (Tensor, Tensor)'
+    ),
+    "merge_states": '(Tensor v, Tensor s, *, str backend="auto") -> (Tensor, Tensor)',
+}

@@ -1,0 +1,162 @@
+"""Filling a plan, in closed form: cumulative sums, searches and scatters, no loop over requests.
+
+Decode. The KV units of all requests lie on one line, and ``num_ctas`` equal shares are cut from it, for
+every KV head alike. Where cutting only between requests is nearly as balanced, that is done instead,
+and so is any single cut that falls close to the end of a request: a piece costs a partial result and a
+place in the merge. Every nonempty request starts one work item and every cut inside one starts another.
+
+Prefill. Every request's query rows make tiles, which are ordered by the KV they read, longest first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...plan import KV_UNIT, DecodePlan, PlanProblem, PrefillPlan
+
+SLACK = 16
+"""A share may be longer than the mean by one part in ``SLACK`` where that saves a cut."""
+
+LENGTH_BUCKETS = 32
+"""Classes of KV extent that prefill tiles are ordered by."""
+
+
+def _lengths(kv_indptr: Tensor, last: Tensor, page_size: int, max_pages: int) -> Tensor:
+    """Tokens of each request; inconsistent entries are brought into range, as on the device."""
+    pages = (kv_indptr[1:].clamp(max=max_pages) - kv_indptr[:-1].clamp(min=0)).clamp(min=0)
+    return torch.where(pages > 0, (pages - 1) * page_size + last.clamp(1, page_size), 0)
+
+
+def _pad(x: Tensor, length: int, value: int | Tensor) -> Tensor:
+    out = x.new_zeros(length) + value
+    out[: x.shape[0]] = x
+    return out.int()
+
+
+def _copy_requests(
+    plan: DecodePlan | PrefillPlan, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor
+) -> None:
+    plan.kv_indptr.copy_(_pad(kv_indptr, plan.kv_indptr.shape[0], kv_indptr[-1:]))
+    plan.kv_len.copy_(_pad(kv_len, plan.kv_len.shape[0], 0))
+    plan.kv_indices[: kv_indices.shape[0]] = kv_indices
+
+
+def cut_line(ends: Tensor, num_ctas: int) -> Tensor:
+    """Where to cut a line of tiles with the given inclusive ``ends``: ``[num_ctas + 1]``, from 0 to its end."""
+    total = ends[-1]
+    even = torch.arange(num_ctas + 1, device=ends.device) * total // num_ctas
+    tile = torch.searchsorted(ends, even, right=True).clamp(max=ends.shape[0] - 1)
+    after = ends[tile]
+    before = torch.where(tile > 0, ends[tile - 1], 0)
+    snapped = torch.where(even - before < after - even, before, after)
+    whole = (snapped.diff().amax() * num_ctas * SLACK) <= total * (SLACK + 1)
+    near = (snapped - even).abs() * num_ctas * SLACK * 2 <= total
+    return torch.where(whole | near, snapped, even)
+
+
+def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
+    p = DecodePlan(*plan)
+    problem = PlanProblem.of(p.problem)
+    kv_len = _lengths(kv_indptr, kv_last_page_len, problem.page_size, p.kv_indices.shape[0])
+    _copy_requests(p, kv_indptr, kv_indices, kv_len)
+    kv_len, num_ctas, capacity = p.kv_len.long(), p.work_indptr.shape[0] - 1, p.work.shape[0]
+
+    start = (kv_len - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_len)
+    first_unit = start // KV_UNIT
+    units = (kv_len + KV_UNIT - 1) // KV_UNIT - first_unit
+    ends = units.cumsum(0)
+    begins = ends - units
+    nonempty = (units > 0).long()
+    rank = nonempty.cumsum(0) - nonempty
+
+    cut = cut_line(ends, num_ctas)
+    tile = torch.searchsorted(ends, cut, right=True)
+    tiles_before = torch.cat((rank, rank[-1:] + nonempty[-1:]))[tile]
+    tile = tile.clamp(max=ends.shape[0] - 1)
+    inside = (cut > begins[tile]) & (cut < ends[-1])
+    inside = inside & torch.cat((inside[:1], cut[1:] > cut[:-1]))
+    cuts_before = inside.long().cumsum(0)
+    p.work_indptr.copy_(tiles_before + cuts_before)
+
+    # Items: one where each nonempty request begins, one at each cut inside a request.
+    at_begin = torch.searchsorted(cut, begins, right=True) - 1
+    base = rank + cuts_before[at_begin]
+    cuts_inside = torch.zeros_like(kv_len).scatter_add_(0, tile, inside.long())
+    spare = capacity
+    index = torch.cat(
+        (torch.where(nonempty > 0, base, spare), torch.where(inside, tiles_before + cuts_before, spare))
+    )
+    item_begin = ends.new_full((capacity + 1,), 0).scatter_(0, index, torch.cat((begins, cut)))[:-1]
+    request = torch.cat((torch.arange(kv_len.shape[0], device=kv_len.device), tile))
+    item_request = ends.new_full((capacity + 1,), 0).scatter_(0, index, request)[:-1]
+    item = torch.arange(capacity, device=kv_len.device)
+    used = item < nonempty.sum() + cuts_before[-1]
+    r = item_request
+    item_end = torch.minimum(torch.cat((item_begin[1:], item_begin[-1:])), ends[r])
+    last_of_request = item - base[r] == cuts_inside[r]
+    item_end = torch.where(last_of_request, ends[r], item_end)
+
+    pieces = torch.where(cuts_inside > 0, cuts_inside + 1, 0)
+    merge_end = pieces.cumsum(0)
+    p.merge_indptr.copy_(torch.cat((merge_end.new_zeros(1), merge_end)))
+    offset = first_unit[r] - begins[r]
+    fields = (
+        r,
+        torch.ones_like(r),
+        torch.maximum((item_begin + offset) * KV_UNIT, start[r]),
+        torch.minimum((item_end + offset) * KV_UNIT, kv_len[r]),
+        kv_len[r] - 1,
+        p.kv_indptr[r].long(),
+        torch.where(pieces[r] > 0, merge_end[r] - pieces[r] + item - base[r], -1),
+        r,
+    )
+    p.work.copy_(torch.where(used[:, None], torch.stack(fields, 1), 0))
+
+
+def plan_prefill(
+    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]
+) -> None:
+    p = PrefillPlan(*plan)
+    problem = PlanProblem.of(p.problem)
+    paged = p.kv_indices.shape[0] > 0
+    kv_len = _lengths(
+        kv_indptr,
+        kv_last_page_len,
+        problem.page_size,
+        p.kv_indices.shape[0] if paged else torch.iinfo(torch.int32).max,
+    )
+    _copy_requests(p, kv_indptr, kv_indices, kv_len)
+    p.qo_indptr.copy_(_pad(qo_indptr, p.qo_indptr.shape[0], qo_indptr[-1:]))
+
+    capacity = p.work.shape[0]
+    kv_len, qo_begin = p.kv_len.long(), p.qo_indptr[:-1].long()
+    qo_len = p.qo_indptr.long().diff().clamp(min=0)
+    tiles_end = ((qo_len + problem.tile_rows - 1) // problem.tile_rows).cumsum(0)
+    tile = torch.arange(capacity, device=kv_len.device)
+    used = tile < tiles_end[-1]
+    r = torch.searchsorted(tiles_end, tile, right=True).clamp(max=kv_len.shape[0] - 1)
+    offset = (tile - torch.where(r > 0, tiles_end[r - 1], 0)) * problem.tile_rows
+    rows = (qo_len[r] - offset).clamp(max=problem.tile_rows)
+    position = kv_len[r] - qo_len[r] + offset
+    kv_end = torch.minimum(kv_len[r], (position + rows).clamp(min=0)) if problem.causal else kv_len[r]
+    kv_begin = (position + 1 - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_end)
+    kv_begin = torch.minimum(kv_begin, kv_end)
+    fields = (
+        r * 0 + qo_begin[r] + offset,
+        rows,
+        kv_begin,
+        kv_end,
+        position,
+        p.kv_indptr[r].long(),
+        r * 0 - 1,
+        r,
+    )
+
+    # Longest first, by classes of extent; the order within a class is the order of the batch.
+    extent = torch.where(used, kv_end - kv_begin, -1)
+    bucket = torch.where(
+        used, LENGTH_BUCKETS - 1 - extent * LENGTH_BUCKETS // (extent.amax() + 1), LENGTH_BUCKETS
+    )
+    order = torch.argsort(bucket, stable=True)
+    p.work.copy_(torch.where(used[:, None], torch.stack(fields, 1), 0)[order])
