@@ -12,14 +12,10 @@ from .plan import PlanProblem
 def check_indptr(name: str, indptr: Tensor) -> None:
     """Cumulative lengths: starting at 0, never decreasing."""
     if indptr.dim() != 1 or not indptr.numel():
-        raise ShapeError(
-            f"plan: {name} is {list(indptr.shape)}; expected [batch + 1]; pass cumulative lengths"
-        )
+        raise ShapeError(f"plan: {name} is {list(indptr.shape)}; expected [batch + 1]; pass cumulative lengths")
     values = indptr.cpu().long()
     if int(values[0]):
-        raise PageTableError(
-            f"plan: {name} starts at {int(values[0])}; expected 0; pass cumulative lengths from 0"
-        )
+        raise PageTableError(f"plan: {name} starts at {int(values[0])}; expected 0; pass cumulative lengths from 0")
     falls = values.diff() < 0
     if falls.any():
         b = int(falls.int().argmax())
@@ -56,9 +52,7 @@ def check_pages(
             f"plan: kv_last_page_len[{b}] is {int(last[b])}; expected 1 to page_size {problem.page_size}; a request "
             "whose last page is full has page_size there, an empty one has no page"
         )
-    longest = (
-        int(torch.where(pages > 0, (pages - 1) * problem.page_size + last, 0).amax()) if pages.numel() else 0
-    )
+    longest = int(torch.where(pages > 0, (pages - 1) * problem.page_size + last, 0).amax()) if pages.numel() else 0
     if longest > problem.max_kv_len:
         raise CapacityError(
             f"plan: a request has {longest} tokens and the plan room for {problem.max_kv_len}; expected max_kv_len "

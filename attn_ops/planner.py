@@ -27,9 +27,7 @@ def _problem(capacities: dict[str, int], **sizes: int) -> PlanProblem:
     at_least = dict.fromkeys((*sizes, *capacities), 1) | {"window": 0, "causal": 0, "max_pages": 0}
     for name, value in {**sizes, **capacities}.items():
         if value < at_least[name]:
-            raise OptionError(
-                f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger"
-            )
+            raise OptionError(f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger")
     if problem.num_qo_heads % problem.num_kv_heads:
         raise ShapeError(
             f"planner: {problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly; expected "
@@ -46,9 +44,7 @@ class _Planner:
     cache_pages: int | None
     device: torch.device
 
-    def _inputs(
-        self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor
-    ) -> list[Tensor]:
+    def _inputs(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> list[Tensor]:
         tensors = [*indptrs.values(), indices, last]
         if validate or (validate is None and not any(t.is_cuda for t in tensors)):
             for name, indptr in indptrs.items():
@@ -250,6 +246,4 @@ class PrefillPlanner(_Planner):
 def _ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
     if device.type != "cuda":
         return 1
-    return max(
-        1, torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads
-    )
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads)

@@ -59,9 +59,7 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-TRITON_OPS = frozenset(
-    {"plan_decode", "plan_prefill", "batch_decode", "append_kv", "merge_state", "merge_states"}
-)
+TRITON_OPS = frozenset({"plan_decode", "plan_prefill", "batch_decode", "append_kv", "merge_state", "merge_states"})
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

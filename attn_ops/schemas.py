@@ -19,8 +19,7 @@ _OPTIONS = (
 
 SCHEMAS: dict[str, str] = {
     "plan_decode": (
-        "(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, Tensor(a!)[] plan, *, "
-        'str backend="auto") -> ()'
+        '(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, Tensor(a!)[] plan, *, str backend="auto") -> ()'
     ),
     "plan_prefill": (
         "(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, "
@@ -46,8 +45,6 @@ SCHEMAS: dict[str, str] = {
         "Tensor positions, Tensor kv_indices, Tensor kv_indptr, *, "
         'str kv_layout="NHD", str backend="auto") -> ()'
     ),
-    "merge_state": (
-        '(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, str backend="auto") -> (Tensor, Tensor)'
-    ),
+    "merge_state": ('(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, str backend="auto") -> (Tensor, Tensor)'),
     "merge_states": '(Tensor v, Tensor s, *, str backend="auto") -> (Tensor, Tensor)',
 }

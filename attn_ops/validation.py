@@ -43,9 +43,7 @@ class Op:
     def fail(self, error: type[AttnOpsError], what: str, expected: str, fix: str) -> NoReturn:
         raise error(f"{self.name}: {what}; expected {expected}; {fix}")
 
-    def tensor(
-        self, name: str, t: Tensor, dims: str, dtypes: Sequence[torch.dtype], like: Tensor | None
-    ) -> None:
+    def tensor(self, name: str, t: Tensor, dims: str, dtypes: Sequence[torch.dtype], like: Tensor | None) -> None:
         """Rank (counted from ``dims``, such as ``"[batch, heads, head_dim]"``), dtype, device and last stride."""
         rank = dims.count(",") + 1
         if t.dim() != rank:
@@ -70,9 +68,7 @@ class Op:
 
     def size(self, name: str, dim: str, actual: Any, expected: Any, source: str) -> None:
         if actual != expected:
-            self.fail(
-                ShapeError, f"{name} has {dim} {actual}", f"{expected} as in {source}", "make the two agree"
-            )
+            self.fail(ShapeError, f"{name} has {dim} {actual}", f"{expected} as in {source}", "make the two agree")
 
     def no_grad(self, **tensors: Tensor | None) -> None:
         if torch.is_grad_enabled():
@@ -98,9 +94,7 @@ class Op:
                 "repeat or regroup the heads",
             )
 
-    def options(
-        self, q: Tensor, sm_scale: float | None, cap: float, window_left: int, sinks: Tensor | None
-    ) -> None:
+    def options(self, q: Tensor, sm_scale: float | None, cap: float, window_left: int, sinks: Tensor | None) -> None:
         if sm_scale is not None and not sm_scale > 0:
             self.fail(
                 OptionError,
@@ -109,9 +103,7 @@ class Op:
                 "change it",
             )
         if not cap >= 0:
-            self.fail(
-                OptionError, f"logits_soft_cap is {cap}", "a positive number, or 0 for none", "change it"
-            )
+            self.fail(OptionError, f"logits_soft_cap is {cap}", "a positive number, or 0 for none", "change it")
         if window_left < -1:
             self.fail(
                 OptionError,
@@ -123,9 +115,7 @@ class Op:
             self.tensor("sinks", sinks, "[num_qo_heads]", (torch.float32,), q)
             self.size("sinks", "length", sinks.shape[0], q.shape[-2], "the query heads of q")
 
-    def plan(
-        self, plan: Sequence[Tensor], kind: type[DecodePlan] | type[PrefillPlan], like: Tensor | None
-    ) -> Any:
+    def plan(self, plan: Sequence[Tensor], kind: type[DecodePlan] | type[PrefillPlan], like: Tensor | None) -> Any:
         """The plan as its NamedTuple, its fields checked for number, rank, dtype and device."""
         if len(plan) != len(kind._fields):
             self.fail(
@@ -213,9 +203,7 @@ def _caches(op: Op, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> tuple[in
         op.size(name, "dimension 1", cache.shape[1], k.shape[1], "k_cache")
         op.size(name, "dimension 2", cache.shape[2], k.shape[2], "k_cache")
     if k.dtype != v.dtype:
-        op.fail(
-            DTypeError, f"k_cache is {_dtype(k)} and v_cache {_dtype(v)}", "one dtype", "convert one of them"
-        )
+        op.fail(DTypeError, f"k_cache is {_dtype(k)} and v_cache {_dtype(v)}", "one dtype", "convert one of them")
     page_size, heads = (k.shape[1], k.shape[2]) if kv_layout == "NHD" else (k.shape[2], k.shape[1])
     return int(page_size), int(heads)
 
@@ -238,9 +226,7 @@ def _attention(
     op.heads(int(q.shape[1]), num_kv_heads)
     op.size("k", "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
     if k.dtype != q.dtype:
-        op.fail(
-            DTypeError, f"the keys are {_dtype(k)} and q {_dtype(q)}", "one dtype", "convert q or the cache"
-        )
+        op.fail(DTypeError, f"the keys are {_dtype(k)} and q {_dtype(q)}", "one dtype", "convert q or the cache")
     op.options(q, *options)
     typed = op.plan(plan, kind, q)
     problem = Problem(
@@ -352,9 +338,7 @@ def ragged_prefill(
         op.size("v", f"dimension {dim}", v.shape[dim], k.shape[dim], "k")
     heads = int(k.shape[1 if kv_layout == "NHD" else 0])
     options = (sm_scale, logits_soft_cap, window_left, sinks)
-    op, typed, problem = _attention(
-        "ragged_prefill", PrefillPlan, q, k, v, plan, workspace, 1, heads, options, causal
-    )
+    op, typed, problem = _attention("ragged_prefill", PrefillPlan, q, k, v, plan, workspace, 1, heads, options, causal)
     if typed.kv_indices.shape[0]:
         op.fail(
             PlanError,
@@ -417,9 +401,7 @@ def _page_table(op: Op, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len:
     op.tensor("kv_indptr", kv_indptr, "[batch + 1]", (torch.int32,), device)
     op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), device)
     op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), device)
-    op.size(
-        "kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1"
-    )
+    op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
     for what, needed, capacity, name in (
         ("requests", kv_indptr.shape[0] - 1, plan.kv_len.shape[0], "max_batch"),
         ("pages", kv_indices.shape[0], plan.kv_indices.shape[0], "max_pages"),

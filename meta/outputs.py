@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *_: Any, return_lse: bool = False, **__: Any
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> tuple[Tensor, Tensor]:
     """``out [rows, num_qo_heads, head_dim_vo]`` as q, ``lse [rows, num_qo_heads]`` float32 or ``[0]``."""
     rows, heads, _dim = q.shape
     out = q.new_empty((rows, heads, v.shape[-1]))

@@ -34,9 +34,7 @@ def _pad(x: Tensor, length: int, value: int | Tensor) -> Tensor:
     return out.int()
 
 
-def _copy_requests(
-    plan: DecodePlan | PrefillPlan, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor
-) -> None:
+def _copy_requests(plan: DecodePlan | PrefillPlan, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor) -> None:
     plan.kv_indptr.copy_(_pad(kv_indptr, plan.kv_indptr.shape[0], kv_indptr[-1:]))
     plan.kv_len.copy_(_pad(kv_len, plan.kv_len.shape[0], 0))
     plan.kv_indices[: kv_indices.shape[0]] = kv_indices
@@ -84,9 +82,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     base = rank + cuts_before[at_begin]
     cuts_inside = torch.zeros_like(kv_len).scatter_add_(0, tile, inside.long())
     spare = capacity
-    index = torch.cat(
-        (torch.where(nonempty > 0, base, spare), torch.where(inside, tiles_before + cuts_before, spare))
-    )
+    index = torch.cat((torch.where(nonempty > 0, base, spare), torch.where(inside, tiles_before + cuts_before, spare)))
     item_begin = ends.new_full((capacity + 1,), 0).scatter_(0, index, torch.cat((begins, cut)))[:-1]
     request = torch.cat((torch.arange(kv_len.shape[0], device=kv_len.device), tile))
     item_request = ends.new_full((capacity + 1,), 0).scatter_(0, index, request)[:-1]
@@ -155,8 +151,6 @@ def plan_prefill(
 
     # Longest first, by classes of extent; the order within a class is the order of the batch.
     extent = torch.where(used, kv_end - kv_begin, -1)
-    bucket = torch.where(
-        used, LENGTH_BUCKETS - 1 - extent * LENGTH_BUCKETS // (extent.amax() + 1), LENGTH_BUCKETS
-    )
+    bucket = torch.where(used, LENGTH_BUCKETS - 1 - extent * LENGTH_BUCKETS // (extent.amax() + 1), LENGTH_BUCKETS)
     order = torch.argsort(bucket, stable=True)
     p.work.copy_(torch.where(used[:, None], torch.stack(fields, 1), 0)[order])
