@@ -60,6 +60,7 @@ class PlanProblem(NamedTuple):
         return torch.empty((0, *self), dtype=torch.int32, device=device)
 
 
+# No field's name starts with another field's: torch.export's guards replace them textually.
 class DecodePlan(NamedTuple):
     """One query row per request over a paged KV cache. All int32, on the device of the query.
 
@@ -68,7 +69,7 @@ class DecodePlan(NamedTuple):
     kv_indices    ``[max_pages]``: page numbers
     kv_len        ``[max_batch]``: tokens of each request, 0 for an empty one and beyond the batch
     work          ``[max_batch + num_ctas, 8]``: items of :data:`WORK_FIELDS`
-    work_indptr   ``[num_ctas + 1]``: CTA c of each KV head does ``work[work_indptr[c]:work_indptr[c + 1]]``
+    cta_indptr   ``[num_ctas + 1]``: CTA c of each KV head does ``work[cta_indptr[c]:cta_indptr[c + 1]]``
     merge_indptr  ``[max_batch + 1]``: workspace slots to merge into row b, none where nothing was split
     """
 
@@ -77,7 +78,7 @@ class DecodePlan(NamedTuple):
     kv_indices: Tensor
     kv_len: Tensor
     work: Tensor
-    work_indptr: Tensor
+    cta_indptr: Tensor
     merge_indptr: Tensor
 
 
@@ -102,11 +103,13 @@ class PrefillPlan(NamedTuple):
 
 for _plan in (DecodePlan, PrefillPlan):
     pytree._register_namedtuple(_plan, serialized_type_name=f"attn_ops.{_plan.__name__}")
+# torch.export.load reads a program's example inputs, plans among them, with weights_only.
+torch.serialization.add_safe_globals([DecodePlan, PrefillPlan])
 
 
 def num_slots(plan: DecodePlan) -> int:
     """Partial results that a plan can ask for: every cut between CTAs makes at most two."""
-    return 2 * (int(plan.work_indptr.shape[0]) - 2)
+    return 2 * (int(plan.cta_indptr.shape[0]) - 2)
 
 
 def workspace_size(plan: DecodePlan) -> int:

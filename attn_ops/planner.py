@@ -115,7 +115,7 @@ class DecodePlanner(_Planner):
             kv_indices=zeros(max_pages),
             kv_len=zeros(max_batch),
             work=zeros(max_batch + shares, len(WORK_FIELDS)),
-            work_indptr=zeros(shares + 1),
+            cta_indptr=zeros(shares + 1),
             merge_indptr=zeros(max_batch + 1),
         )
         self.workspace = torch.zeros(workspace_size(self.state), device=self.device)

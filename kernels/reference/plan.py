@@ -58,7 +58,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     problem = PlanProblem.of(p.problem)
     kv_len = _lengths(kv_indptr, kv_last_page_len, problem.page_size, p.kv_indices.shape[0])
     _copy_requests(p, kv_indptr, kv_indices, kv_len)
-    kv_len, num_ctas, capacity = p.kv_len.long(), p.work_indptr.shape[0] - 1, p.work.shape[0]
+    kv_len, num_ctas, capacity = p.kv_len.long(), p.cta_indptr.shape[0] - 1, p.work.shape[0]
 
     start = (kv_len - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_len)
     first_unit = start // KV_UNIT
@@ -75,7 +75,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     inside = (cut > begins[tile]) & (cut < ends[-1])
     inside = inside & torch.cat((inside[:1], cut[1:] > cut[:-1]))
     cuts_before = inside.long().cumsum(0)
-    p.work_indptr.copy_(tiles_before + cuts_before)
+    p.cta_indptr.copy_(tiles_before + cuts_before)
 
     # Items: one where each nonempty request begins, one at each cut inside a request.
     at_begin = torch.searchsorted(cut, begins, right=True) - 1

@@ -1,0 +1,114 @@
+"""torch.compile: one graph, no recompile when lengths change, no copy of a cache, no stale result."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import decoder as d
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+STEPS = [[5, 3, 9, 1], [7, 0, 20, 2], [48, 48, 48, 48], [1, 1, 1, 1], [0, 0, 0, 0]]
+
+
+def _steps(batch: int) -> list[list[int]]:
+    return [[(7 * step + 11 * b) % d.MAX_KV_LEN for b in range(batch)] for step in range(20)]
+
+
+def test_compiled_equals_eager_and_copies_no_cache():
+    model, planner = d.decoder(), d.planner()
+    plan = planner.plan(*d.page_table(STEPS[0]))
+    args = d.inputs()
+    eager_args, compiled_args = d.clone(args), d.clone(args)
+    expected = model(*eager_args, plan, planner.workspace)
+    actual, code = run_and_get_code(torch.compile(model, fullgraph=True), *compiled_args, plan, planner.workspace)
+    torch.testing.assert_close(actual, expected)
+    for eager, compiled in zip(eager_args[1:], compiled_args[1:], strict=True):
+        torch.testing.assert_close(compiled, eager)
+    assert not torch.equal(eager_args[1], args[1]), "the step must have appended"
+
+    source = "\n".join(code)
+    assert "torch.ops.attn" not in source, "the ops are inlined"
+    half_a_cache = args[1].numel() // 2
+    buffers = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", source)
+    assert buffers, "the pattern must find Inductor's buffers"
+    assert max(math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in buffers) < half_a_cache
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed batch", "dynamic batch"])
+def test_no_recompile_over_twenty_steps(dynamic: bool):
+    model, planner = d.decoder(), d.planner()
+    compiled = torch.compile(model, fullgraph=True)
+    eager_args = d.inputs()
+    compiled_args = d.clone(eager_args)
+    for step, lengths in enumerate(_steps(d.BATCH)):
+        batch = d.BATCH - step % 3 if dynamic else d.BATCH
+        plan = planner.plan(*d.page_table(lengths[:batch], seed=step))
+        x = torch.randn(batch, d.WIDTH)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        expected = model(x, *eager_args[1:], plan, planner.workspace)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            actual = compiled(x, *compiled_args[1:], plan, planner.workspace)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_swapping_plans_of_one_shape_does_not_recompile():
+    model, planners = d.decoder(), [d.planner(), d.planner()]
+    compiled = torch.compile(model, fullgraph=True)
+    args = d.inputs()
+    for step, planner in enumerate(planners):
+        plan = planner.plan(*d.page_table(STEPS[step]))
+        expected = model(*d.clone(args), plan, planner.workspace)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            actual = compiled(*d.clone(args), plan, planner.workspace)
+        torch.testing.assert_close(actual, expected)
+
+
+COLD = """
+import torch, decoder as d
+model, planner = d.decoder(), d.planner()
+plan = planner.plan(*d.page_table([5, 3, 9, 1]))
+with torch.no_grad():
+    out = torch.compile(model, fullgraph=True)(*d.inputs(), plan, planner.workspace)
+print(d.attn_ops.__file__, out.double().sum().item())
+"""
+
+
+def _cold_process(cache: Path, path: str) -> float:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    command = [sys.executable, "-c", COLD]
+    done = subprocess.run(command, env=env, cwd=cache.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    location, result = done.stdout.split()
+    assert location.startswith(path.split(os.pathsep)[0]), "the copy must be the one imported"
+    return float(result)
+
+
+def test_cold_process_and_stale_cache(tmp_path: Path):
+    """A changed kernel body must not meet the compiled code of the old one in Inductor's disk cache."""
+    root = Path(__file__).parents[2]
+    package = tmp_path / "site" / "attn_ops"
+    shutil.copytree(root / "attn_ops", package)
+    for folder in ("kernels", "meta"):
+        shutil.copytree(root / folder, package / folder)
+    path = os.pathsep.join([str(package.parent), str(Path(__file__).parent)])
+    cache = tmp_path / "cache"
+
+    model, planner = d.decoder(), d.planner()
+    args = d.inputs()
+    expected = model(*d.clone(args), planner.plan(*d.page_table([5, 3, 9, 1])), planner.workspace).double().sum()
+    assert _cold_process(cache, path) == pytest.approx(expected.item(), rel=1e-4)
+
+    body = package / "kernels" / "reference" / "attention.py"
+    changed = body.read_text().replace("return out[:, 0].to(q.dtype)", "return 0 * out[:, 0].to(q.dtype)")
+    assert changed != body.read_text(), "the edit must find its place"
+    body.write_text(changed)
+    assert _cold_process(cache, path) == pytest.approx(args[0].double().sum().item(), rel=1e-4)
