@@ -1,0 +1,36 @@
+// Runs an AOTInductor package once in a process without Python: run_package MODEL.pt2 INPUTS.pt OUTPUTS.pt
+// INPUTS.pt is a list of tensors saved by torch.save; OUTPUTS.pt gets a tuple of the outputs, then the inputs as mutated.
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/torch.h>
+
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+int main(int argc, char** argv) {
+  if (argc != 4) return 2;
+  c10::InferenceMode inference;
+  std::ifstream file(argv[2], std::ios::binary);
+  const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
+  const c10::IValue saved = torch::pickle_load(bytes);
+  std::vector<at::Tensor> tensors;
+  for (const c10::IValue& value : saved.toListRef()) tensors.push_back(value.toTensor());
+
+  torch::inductor::AOTIModelPackageLoader package(argv[1]);
+  std::vector<at::Tensor> results = package.run(tensors);
+  results.insert(results.end(), tensors.begin(), tensors.end());
+
+  const std::vector<c10::IValue> values(results.begin(), results.end());
+  const std::vector<char> out = torch::pickle_save(c10::ivalue::Tuple::create(values));
+  std::ofstream(argv[3], std::ios::binary).write(out.data(), static_cast<std::streamsize>(out.size()));
+
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("libpython") != std::string::npos) {
+      std::cerr << "libpython is mapped: " << line << '\n';
+      return 3;
+    }
+  }
+}
