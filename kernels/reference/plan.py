@@ -150,7 +150,7 @@ def plan_prefill(
     )
 
     # Longest first, by classes of extent; the order within a class is the order of the batch.
-    extent = torch.where(used, kv_end - kv_begin, -1)
+    extent = torch.where(used, kv_end - kv_begin, 0)
     bucket = torch.where(used, LENGTH_BUCKETS - 1 - extent * LENGTH_BUCKETS // (extent.amax() + 1), LENGTH_BUCKETS)
     order = torch.argsort(bucket, stable=True)
     p.work.copy_(torch.where(used[:, None], torch.stack(fields, 1), 0)[order])

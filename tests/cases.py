@@ -1,0 +1,153 @@
+"""The table of attention problems that every backend is tested on.
+
+A case departs from the base in one axis, or, for the sampled ones, in all of them at once.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """``qo_lens`` is ``()`` for decode.
+
+    ``padding`` counts query rows that belong to no request, ``spare_batch`` requests that the plan has room for
+    beyond those rows. ``sinks`` is their standard deviation, 0 for none. ``planner`` are arguments of the planner.
+    """
+
+    name: str
+    kv_lens: tuple[int, ...] = (37, 0, 130, 1)
+    qo_lens: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    heads: tuple[int, int] = (4, 2)
+    head_dims: tuple[int, int] = (64, 64)
+    page_size: int = 16
+    kv_layout: str = "NHD"
+    storage: str = "pair"
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    sm_scale: float | None = None
+    sinks: float = 0.0
+    padding: int = 0
+    spare_batch: int = 0
+    planner: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+HEAD_DIMS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (64, 128), (256, 256), (512, 512))
+
+COMMON: dict[str, tuple[Any, ...]] = {
+    "dtype": (torch.float16, torch.bfloat16),
+    "heads": ((1, 1), (4, 4), (10, 2), (7, 1), (16, 2), (16, 1)),
+    "head_dims": HEAD_DIMS,
+    "kv_layout": ("HND",),
+    "storage": ("fused", "padded"),
+    "window_left": (0, 1, 33, 1000),
+    "logits_soft_cap": (5.0,),
+    "sm_scale": (0.01, 0.3, 30.0),
+    "sinks": (1.0, 100.0),
+    "padding": (3,),
+    "spare_batch": (5,),
+}
+
+PAGES: dict[str, tuple[Any, ...]] = {"page_size": (1, 3, 64, 257)}
+
+DECODE_AXES: dict[str, tuple[Any, ...]] = {
+    **COMMON,
+    **PAGES,
+    "kv_lens": (
+        (1,),
+        (0, 0),
+        (64, 128, 16, 32),
+        (63, 65, 127, 129),
+        (2, 700, 0, 5, 90, 1),
+        tuple(range(20)),
+        (0, 0, 40, 0),
+    ),
+    "planner": ({"num_ctas": 3}, {"num_ctas": 64}),
+}
+
+PREFILL_AXES: dict[str, tuple[Any, ...]] = {
+    **COMMON,
+    "causal": (True,),
+    "kv_lens": ((5, 0, 33, 1), (3, 0, 20, 0), (0, 0, 0, 0), (700, 9, 40, 2)),
+    "qo_lens": ((1, 1, 1, 1), (0, 0, 0, 0), (100, 3, 7, 0), (37, 2, 130, 1)),
+    "planner": ({"tile_rows": 1}, {"tile_rows": 7}, {"tile_rows": 128}),
+}
+
+RAGGED_AXES = {axis: values for axis, values in PREFILL_AXES.items() if axis != "storage"} | {"storage": ("padded",)}
+
+DECODE_BASE = Case("base")
+PREFILL_BASE = Case("base", qo_lens=(5, 2, 33, 1))
+
+
+def one_at_a_time(base: Case, axes: dict[str, tuple[Any, ...]]) -> list[Case]:
+    cases = [base]
+    for axis, values in axes.items():
+        cases += [replace(base, name=f"{axis}={_name(value)}", **{axis: value}) for value in values]
+    return cases
+
+
+def sampled(base: Case, axes: dict[str, tuple[Any, ...]], count: int, seed: int = 0) -> list[Case]:
+    """Cases with every axis drawn at random, the base's value included."""
+    draw = random.Random(seed)
+    cases = []
+    for i in range(count):
+        chosen = {axis: draw.choice((getattr(base, axis), *values)) for axis, values in axes.items()}
+        if chosen["head_dims"][0] != chosen["head_dims"][1] and chosen["storage"] == "fused":
+            chosen["storage"] = "padded"
+        cases.append(replace(base, name=f"sample{i}", **chosen))
+    return cases
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "-".join(map(str, value))
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{item}" for key, item in value.items())
+    return str(value).removeprefix("torch.")
+
+
+def empty_batches(base: Case) -> list[Case]:
+    return [replace(base, name=f"empty,padding={n}", kv_lens=(), qo_lens=(), padding=n) for n in (0, 2)]
+
+
+def planned(cases: list[Case], **options: Any) -> list[Case]:
+    """The same with a plan that leaves out what the window, or causality, hides."""
+    return [replace(c, name=f"{c.name},planned", planner={**c.planner, **options}) for c in cases]
+
+
+_WINDOWED = [replace(DECODE_BASE, name=f"window={w}", window_left=w) for w in (0, 33, 100)]
+_CAUSAL = [
+    replace(c, name=f"causal,{c.name}", causal=True)
+    for c in one_at_a_time(PREFILL_BASE, {k: PREFILL_AXES[k] for k in ("kv_lens", "qo_lens", "window_left", "sinks")})
+]
+
+DECODE = [
+    *one_at_a_time(DECODE_BASE, DECODE_AXES),
+    *planned(_WINDOWED, window_left=100, num_ctas=3),
+    *empty_batches(DECODE_BASE),
+    *sampled(DECODE_BASE, DECODE_AXES, 30),
+]
+PREFILL = [
+    *one_at_a_time(PREFILL_BASE, PREFILL_AXES | PAGES),
+    *_CAUSAL,
+    *planned(_CAUSAL, causal=True, tile_rows=8),
+    *empty_batches(PREFILL_BASE),
+    *sampled(PREFILL_BASE, PREFILL_AXES | PAGES, 30),
+]
+RAGGED = [
+    *one_at_a_time(PREFILL_BASE, RAGGED_AXES),
+    *_CAUSAL,
+    *planned(_CAUSAL, causal=True, tile_rows=8),
+    *empty_batches(PREFILL_BASE),
+    *sampled(PREFILL_BASE, RAGGED_AXES, 20, seed=1),
+]

@@ -1,0 +1,15 @@
+"""``attn::ragged_prefill`` against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+from cases import RAGGED, Case
+from harness import Setup
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_matches_oracle(case: Case) -> None:
+    setup = Setup("ragged", case)
+    setup.check(*setup.run())
