@@ -8,6 +8,8 @@ import hypothesis
 import pytest
 import torch
 
+import attn_ops  # noqa: F401  registers the ops
+
 hypothesis.settings.register_profile("attn_ops", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("attn_ops")
 

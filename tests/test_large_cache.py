@@ -1,0 +1,85 @@
+"""Caches of more than 2^31 elements: offsets must not be computed in 32 bits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from oracle import Expected
+from torch import Tensor
+
+import attn_ops
+
+PAGE, HEADS, DIM = 16, 8, 128
+PAGES = 2**31 // (2 * PAGE * HEADS * DIM) + 40
+TABLE = (PAGES - 1, 0, PAGES - 3, PAGES // 2)
+LENGTH = 3 * PAGE + 5
+
+
+class Large(NamedTuple):
+    k_cache: Tensor
+    v_cache: Tensor
+    keys: Tensor
+    values: Tensor
+    table: tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def large(request: pytest.FixtureRequest) -> Large:
+    """One request on four pages from both ends of the cache. On the CPU only the pages touched are committed."""
+    try:
+        cache = torch.empty(PAGES, 2, PAGE, HEADS, DIM, dtype=torch.float16, device=request.param)
+    except RuntimeError as error:
+        pytest.skip(f"no memory for a large cache: {error}")
+    assert cache.numel() > 2**31
+    keys, values = torch.randn(2, LENGTH, HEADS, DIM, generator=torch.Generator().manual_seed(0)).half()
+    for t in range(LENGTH):
+        page, slot = TABLE[t // PAGE], t % PAGE
+        cache[page, 0, slot], cache[page, 1, slot] = keys[t], values[t]
+    table = [[0, len(TABLE)], TABLE, [LENGTH % PAGE]]
+    kv_indptr, kv_indices, last = (torch.tensor(t, dtype=torch.int32, device=request.param) for t in table)
+    return Large(cache[:, 0], cache[:, 1], keys, values, (kv_indptr, kv_indices, last))
+
+
+def test_decode(large: Large) -> None:
+    planner = attn_ops.DecodePlanner(
+        1,
+        len(TABLE),
+        page_size=PAGE,
+        num_qo_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        device=large.k_cache.device,
+    )
+    plan = planner.plan(*large.table)
+    q = torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half()
+    out, lse = torch.ops.attn.batch_decode(
+        q.to(large.k_cache.device), large.k_cache, large.v_cache, plan, planner.workspace, return_lse=True
+    )
+    Expected.of([(q, large.keys, large.values)]).check(out, lse)
+
+
+def test_prefill(large: Large) -> None:
+    device = large.k_cache.device
+    planner = attn_ops.PrefillPlanner(
+        1, 9, len(TABLE), page_size=PAGE, num_qo_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, device=device
+    )
+    plan = planner.plan(torch.tensor([0, 9], dtype=torch.int32, device=device), *large.table)
+    q = torch.randn(9, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half()
+    out, lse = torch.ops.attn.batch_prefill(
+        q.to(device), large.k_cache, large.v_cache, plan, planner.workspace, causal=True, return_lse=True
+    )
+    Expected.of([(q, large.keys, large.values)], causal=True).check(out, lse)
+
+
+def test_append(large: Large) -> None:
+    device = large.k_cache.device
+    kv_indptr, kv_indices, _ = large.table
+    positions = torch.tensor([0, PAGE + 1, 2 * PAGE + 2, LENGTH], dtype=torch.int32, device=device)
+    new = torch.randn(4, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half().to(device)
+    zeros = torch.zeros_like(positions)
+    torch.ops.attn.append_kv(new, -new, large.k_cache, large.v_cache, zeros, positions, kv_indices, kv_indptr)
+    for i, (page, slot) in enumerate(((TABLE[0], 0), (TABLE[1], 1), (TABLE[2], 2), (TABLE[3], LENGTH % PAGE))):
+        assert torch.equal(large.k_cache[page, slot], new[i])
+        assert torch.equal(large.v_cache[page, slot], -new[i])
