@@ -30,8 +30,8 @@ def _problem(capacities: dict[str, int], **sizes: int) -> PlanProblem:
             raise OptionError(f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger")
     if problem.num_qo_heads % problem.num_kv_heads:
         raise ShapeError(
-            f"planner: {problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly; expected "
-            "a query head count that is a multiple of the KV head count; repeat or regroup the heads"
+            f"planner: {problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly; "
+            "expected a query head count that is a multiple of the KV head count; repeat or regroup the heads"
         )
     return problem
 

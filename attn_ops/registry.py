@@ -31,6 +31,8 @@ class Problem:
     head_dim_qk: int = 1
     head_dim_vo: int = 1
     page_size: int = 1
+    pos_encoding: str = "NONE"
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def _triton_objections(p: Problem) -> list[str]:
         ),
         (p.dtype in TRITON_DTYPES, f"it does not compute in {p.dtype}"),
         (p.kv_dtype == p.dtype, f"it needs query and cache of one dtype, not {p.dtype} and {p.kv_dtype}"),
+        (p.pos_encoding == "NONE", f"it does not apply {p.pos_encoding}"),
+        (not p.masked, "it does not take a custom mask"),
         (max(p.head_dim_qk, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
         (p.num_qo_heads // p.num_kv_heads <= 128, "it needs at most 128 query heads per KV head"),
     ]

@@ -7,15 +7,19 @@ Conventions
 * ``plan`` is a NamedTuple of tensors (:mod:`attn_ops.plan`), flattened in field order.
 * ``workspace`` is scratch memory of the planner. It is written by the op and means nothing between calls.
 * Attention ops return ``(out, lse)``; ``lse`` has zero elements unless ``return_lse``. LSE is base 2.
+* ``sinks`` is float32 ``[num_qo_heads]``; ``kv_scale`` float32 ``[2]``, the scales of an FP8 K and V;
+  ``mask`` uint8, the packed custom mask of all requests, which takes the place of ``causal``.
 * ``backend`` is ``"auto"`` or the name of one backend, which then never falls back.
 """
 
 NAMESPACE = "attn"
 
 _OPTIONS = (
-    "*, float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? sinks=None, {extra}"
-    'bool return_lse=False, str backend="auto"'
+    "*, float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? sinks=None, "
+    'Tensor? kv_scale=None, str pos_encoding="NONE", float rope_scale=1.0, float rope_theta=10000.0, '
 )
+_LAYOUT = 'str kv_layout="NHD", bool return_lse=False, str backend="auto"'
+_MASK = "bool causal=False, Tensor? mask=None, "
 
 SCHEMAS: dict[str, str] = {
     "plan_decode": (
@@ -27,19 +31,25 @@ SCHEMAS: dict[str, str] = {
     ),
     "batch_decode": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, "
-        + _OPTIONS.format(extra='str kv_layout="NHD", ')
+        + _OPTIONS
+        + _LAYOUT
         + ") -> (Tensor, Tensor)"
     ),
     "batch_prefill": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, "
-        + _OPTIONS.format(extra='bool causal=False, str kv_layout="NHD", ')
+        + _OPTIONS
+        + _MASK
+        + _LAYOUT
         + ") -> (Tensor, Tensor)"
     ),
     "ragged_prefill": (
         "(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, "
-        + _OPTIONS.format(extra='bool causal=False, str kv_layout="NHD", ')
+        + _OPTIONS
+        + _MASK
+        + _LAYOUT
         + ") -> (Tensor, Tensor)"
     ),
+    "single_prefill": ("(Tensor q, Tensor k, Tensor v, " + _OPTIONS + _MASK + _LAYOUT + ") -> (Tensor, Tensor)"),
     "append_kv": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor batch_indices, "
         "Tensor positions, Tensor kv_indices, Tensor kv_indptr, *, "

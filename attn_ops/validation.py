@@ -9,7 +9,7 @@ work (:mod:`attn_ops.planner`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,10 +28,27 @@ from .plan import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan, workspace_s
 from .registry import Problem
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 LAYOUTS = {
     "NHD": "[pages, page_size, num_kv_heads, head_dim]",
     "HND": "[pages, num_kv_heads, page_size, head_dim]",
 }
+
+
+class Options(NamedTuple):
+    """The options of an attention op, for their checks."""
+
+    sm_scale: float | None
+    logits_soft_cap: float
+    window_left: int
+    sinks: Tensor | None
+    kv_scale: Tensor | None
+    pos_encoding: str
+    rope_scale: float
+    rope_theta: float
+    causal: bool = True
+    mask: Tensor | None = None
 
 
 class Op:
@@ -94,26 +111,41 @@ class Op:
                 "repeat or regroup the heads",
             )
 
-    def options(self, q: Tensor, sm_scale: float | None, cap: float, window_left: int, sinks: Tensor | None) -> None:
-        if sm_scale is not None and not sm_scale > 0:
+    def options(self, q: Tensor, o: Options) -> None:
+        for what, value, ok, expected in (
+            (
+                "sm_scale",
+                o.sm_scale,
+                o.sm_scale is None or o.sm_scale > 0,
+                "a positive number, or None for the default",
+            ),
+            ("logits_soft_cap", o.logits_soft_cap, o.logits_soft_cap >= 0, "a positive number, or 0 for none"),
+            ("window_left", o.window_left, o.window_left >= -1, "0 or more tokens, or -1 for no window"),
+            ("pos_encoding", o.pos_encoding, o.pos_encoding in POS_ENCODINGS, ", ".join(POS_ENCODINGS)),
+            ("rope_scale", o.rope_scale, o.rope_scale > 0, "a positive number"),
+            ("rope_theta", o.rope_theta, o.rope_theta > 0, "a positive number"),
+        ):
+            if not ok:
+                self.fail(OptionError, f"{what} is {value}", expected, "change it")
+        if o.sinks is not None:
+            self.tensor("sinks", o.sinks, "[num_qo_heads]", (torch.float32,), q)
+            self.size("sinks", "length", o.sinks.shape[0], q.shape[-2], "the query heads of q")
+        if o.kv_scale is not None:
+            self.tensor("kv_scale", o.kv_scale, "[2]", (torch.float32,), q)
+            self.size("kv_scale", "length", o.kv_scale.shape[0], 2, "the scales of K and V")
+        if o.mask is not None:
+            self.tensor("mask", o.mask, "[bytes]", (torch.uint8,), q)
+
+    def kv_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if k.dtype != v.dtype:
+            self.fail(DTypeError, f"the keys are {_dtype(k)} and the values {_dtype(v)}", "one dtype", "convert one")
+        if k.dtype not in (q.dtype, *FP8):
             self.fail(
-                OptionError,
-                f"sm_scale is {sm_scale}",
-                "a positive number, or None for 1/sqrt(head_dim)",
-                "change it",
+                DTypeError,
+                f"the keys are {_dtype(k)} and q {_dtype(q)}",
+                "the dtype of q, or float8_e4m3fn or float8_e5m2",
+                "convert q or the cache",
             )
-        if not cap >= 0:
-            self.fail(OptionError, f"logits_soft_cap is {cap}", "a positive number, or 0 for none", "change it")
-        if window_left < -1:
-            self.fail(
-                OptionError,
-                f"window_left is {window_left}",
-                "0 or more tokens, or -1 for no window",
-                "change it",
-            )
-        if sinks is not None:
-            self.tensor("sinks", sinks, "[num_qo_heads]", (torch.float32,), q)
-            self.size("sinks", "length", sinks.shape[0], q.shape[-2], "the query heads of q")
 
     def plan(self, plan: Sequence[Tensor], kind: type[DecodePlan] | type[PrefillPlan], like: Tensor | None) -> Any:
         """The plan as its NamedTuple, its fields checked for number, rank, dtype and device."""
@@ -198,60 +230,54 @@ def _caches(op: Op, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> tuple[in
     """``(page_size, num_kv_heads)`` of a checked pair of paged caches."""
     op.layout(kv_layout)
     for name, cache in (("k_cache", k), ("v_cache", v)):
-        op.tensor(name, cache, LAYOUTS[kv_layout], FLOATS, q)
+        op.tensor(name, cache, LAYOUTS[kv_layout], FLOATS + FP8, q)
         op.size(name, "pages", cache.shape[0], k.shape[0], "k_cache")
         op.size(name, "dimension 1", cache.shape[1], k.shape[1], "k_cache")
         op.size(name, "dimension 2", cache.shape[2], k.shape[2], "k_cache")
-    if k.dtype != v.dtype:
-        op.fail(DTypeError, f"k_cache is {_dtype(k)} and v_cache {_dtype(v)}", "one dtype", "convert one of them")
     page_size, heads = (k.shape[1], k.shape[2]) if kv_layout == "NHD" else (k.shape[2], k.shape[1])
     return int(page_size), int(heads)
 
 
-def _attention(
-    name: str,
-    kind: type[DecodePlan] | type[PrefillPlan],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Sequence[Tensor],
-    workspace: Tensor,
-    page_size: int,
-    num_kv_heads: int,
-    options: tuple[float | None, float, int, Tensor | None],
-    causal: bool = True,
-) -> tuple[Op, Any, Problem]:
+def _attention(op: Op, q: Tensor, k: Tensor, v: Tensor, page_size: int, num_kv_heads: int, options: Options) -> Problem:
     """What every attention op checks once its KV is known to be well formed."""
-    op = Op(name)
     op.heads(int(q.shape[1]), num_kv_heads)
     op.size("k", "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
-    if k.dtype != q.dtype:
-        op.fail(DTypeError, f"the keys are {_dtype(k)} and q {_dtype(q)}", "one dtype", "convert q or the cache")
-    op.options(q, *options)
+    op.kv_dtype(q, k, v)
+    op.options(q, options)
+    if options.pos_encoding == "ROPE_LLAMA" and int(q.shape[2]) % 2:
+        op.fail(ShapeError, f"q has head_dim {q.shape[2]}", "an even one for ROPE_LLAMA", "pad the heads")
+    op.no_grad(q=q, k=k, v=v, sinks=options.sinks)
+    return Problem(
+        op=op.name,
+        device=q.device.type,
+        dtype=q.dtype,
+        kv_dtype=k.dtype,
+        num_qo_heads=int(q.shape[1]),
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=int(q.shape[2]),
+        head_dim_vo=int(v.shape[-1]),
+        page_size=page_size,
+        pos_encoding=options.pos_encoding,
+        masked=options.mask is not None,
+    )
+
+
+def _planned(
+    op: Op,
+    kind: type[DecodePlan] | type[PrefillPlan],
+    problem: Problem,
+    q: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    options: Options,
+) -> Any:
+    """The plan, which must be one for this problem, and its workspace large enough."""
     typed = op.plan(plan, kind, q)
-    problem = Problem(
-        name,
-        q.device.type,
-        q.dtype,
-        k.dtype,
-        int(q.shape[1]),
-        num_kv_heads,
-        int(q.shape[2]),
-        int(v.shape[-1]),
-        page_size,
-    )
-    op.planned_for(
-        typed,
-        page_size=problem.page_size,
-        num_qo_heads=problem.num_qo_heads,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim_qk=problem.head_dim_qk,
-        head_dim_vo=problem.head_dim_vo,
-    )
-    op.covered(typed, options[2], causal)
+    sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+    op.planned_for(typed, **{size: getattr(problem, size) for size in sizes})
+    op.covered(typed, options.window_left, options.causal and options.mask is None)
     op.workspace(workspace, workspace_size(typed) if isinstance(typed, DecodePlan) else 0, q)
-    op.no_grad(q=q, k=k, v=v, sinks=options[3])
-    return op, typed, problem
+    return typed
 
 
 def batch_decode(
@@ -265,17 +291,20 @@ def batch_decode(
     logits_soft_cap: float = 0.0,
     window_left: int = -1,
     sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
     kv_layout: str = "NHD",
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Problem:
     op = Op("batch_decode")
+    options = Options(sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta)
     op.tensor("q", q, "[batch, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = _caches(op, q, k_cache, v_cache, kv_layout)
-    options = (sm_scale, logits_soft_cap, window_left, sinks)
-    op, typed, problem = _attention(
-        "batch_decode", DecodePlan, q, k_cache, v_cache, plan, workspace, page_size, heads, options
-    )
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, options)
+    typed = _planned(op, DecodePlan, problem, q, plan, workspace, options)
     capacity = typed.kv_len.shape[0]
     if q.shape[0] > capacity:
         op.fail(
@@ -298,18 +327,37 @@ def batch_prefill(
     logits_soft_cap: float = 0.0,
     window_left: int = -1,
     sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
     causal: bool = False,
+    mask: Tensor | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Problem:
     op = Op("batch_prefill")
+    options = Options(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
+    )
     op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = _caches(op, q, k_cache, v_cache, kv_layout)
-    options = (sm_scale, logits_soft_cap, window_left, sinks)
-    return _attention(
-        "batch_prefill", PrefillPlan, q, k_cache, v_cache, plan, workspace, page_size, heads, options, causal
-    )[2]
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, options)
+    _planned(op, PrefillPlan, problem, q, plan, workspace, options)
+    return problem
+
+
+def _dense_kv(op: Op, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> int:
+    """The KV heads of checked keys and values that are not paged."""
+    op.layout(kv_layout)
+    dims = "[nnz_kv, num_kv_heads, head_dim]" if kv_layout == "NHD" else "[num_kv_heads, nnz_kv, head_dim]"
+    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
+    op.tensor("k", k, dims, FLOATS + FP8, q)
+    op.tensor("v", v, dims, FLOATS + FP8, q)
+    for dim in (0, 1):
+        op.size("v", f"dimension {dim}", v.shape[dim], k.shape[dim], "k")
+    return int(k.shape[1 if kv_layout == "NHD" else 0])
 
 
 def ragged_prefill(
@@ -323,29 +371,54 @@ def ragged_prefill(
     logits_soft_cap: float = 0.0,
     window_left: int = -1,
     sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
     causal: bool = False,
+    mask: Tensor | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Problem:
     op = Op("ragged_prefill")
-    op.layout(kv_layout)
-    dims = "[nnz_kv, num_kv_heads, head_dim]" if kv_layout == "NHD" else "[num_kv_heads, nnz_kv, head_dim]"
-    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
-    op.tensor("k", k, dims, FLOATS, q)
-    op.tensor("v", v, dims, (k.dtype,), q)
-    for dim in (0, 1):
-        op.size("v", f"dimension {dim}", v.shape[dim], k.shape[dim], "k")
-    heads = int(k.shape[1 if kv_layout == "NHD" else 0])
-    options = (sm_scale, logits_soft_cap, window_left, sinks)
-    op, typed, problem = _attention("ragged_prefill", PrefillPlan, q, k, v, plan, workspace, 1, heads, options, causal)
+    options = Options(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
+    )
+    problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
+    typed = _planned(op, PrefillPlan, problem, q, plan, workspace, options)
     if typed.kv_indices.shape[0]:
-        op.fail(
-            PlanError,
-            "the plan is for a paged cache",
-            "one for ragged KV",
-            "make the planner with max_pages=0",
-        )
+        op.fail(PlanError, "the plan is for a paged cache", "one for ragged KV", "make the planner with max_pages=0")
+    return problem
+
+
+def single_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = Op("single_prefill")
+    options = Options(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
+    )
+    problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
+    if mask is not None:
+        bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
+        op.size("mask", "bytes", mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
     return problem
 
 
@@ -363,8 +436,8 @@ def append_kv(
     backend: str = "auto",
 ) -> Problem:
     op = Op("append_kv")
-    op.tensor("k", k, "[nnz, num_kv_heads, head_dim]", FLOATS, None)
-    op.tensor("v", v, "[nnz, num_kv_heads, head_dim]", FLOATS, k)
+    op.tensor("k", k, "[nnz, num_kv_heads, head_dim]", FLOATS + FP8, None)
+    op.tensor("v", v, "[nnz, num_kv_heads, head_dim]", FLOATS + FP8, k)
     page_size, heads = _caches(op, k, k_cache, v_cache, kv_layout)
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         op.size(name, "tokens", t.shape[0], k.shape[0], "k")
@@ -488,6 +561,7 @@ CHECKS: dict[str, Callable[..., Problem]] = {
         batch_decode,
         batch_prefill,
         ragged_prefill,
+        single_prefill,
         append_kv,
         merge_state,
         merge_states,

@@ -40,6 +40,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     "batch_decode": attention,
     "batch_prefill": attention,
     "ragged_prefill": attention,
+    "single_prefill": attention,
     "append_kv": nothing,
     "merge_state": merge_state,
     "merge_states": merge_states,

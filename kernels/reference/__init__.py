@@ -4,7 +4,7 @@ Every function is traceable: no data-dependent shape, no ``.item()``, no loop ov
 proportional to a plan's capacity, not to the lengths it holds.
 """
 
-from .attention import batch_decode, batch_prefill, ragged_prefill
+from .attention import batch_decode, batch_prefill, ragged_prefill, single_prefill
 from .merge import merge_state, merge_states
 from .page import append_kv
 from .plan import plan_decode, plan_prefill
@@ -18,4 +18,5 @@ __all__ = [
     "plan_decode",
     "plan_prefill",
     "ragged_prefill",
+    "single_prefill",
 ]

@@ -7,51 +7,99 @@ tile is one row; for prefill the tiles are the plan's work items.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...meta.outputs import attention as allocate
 from ...plan import DecodePlan, PlanProblem, PrefillPlan
-from .page import as_nhd
+from .masks import byte_offsets, unpack
+from .page import as_nhd, gather
+from .positions import alibi_slopes, rotate_half
 
 LOG2E = math.log2(math.e)
 SCORES_AT_ONCE = 1 << 26
 
 
 class Options(NamedTuple):
-    sm_scale: float | None
-    logits_soft_cap: float
-    window_left: int
-    sinks: Tensor | None
-    causal: bool
+    """The options of the attention ops, under their names in the schemas."""
+
+    sm_scale: float | None = None
+    logits_soft_cap: float = 0.0
+    window_left: int = -1
+    sinks: Tensor | None = None
+    kv_scale: Tensor | None = None
+    pos_encoding: str = "NONE"
+    rope_scale: float = 1.0
+    rope_theta: float = 10000.0
+    causal: bool = False
 
 
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, position: Tensor, kv_len: Tensor, opts: Options
-) -> tuple[Tensor, Tensor]:
-    """``q [N, R, Hq, Dqk]`` at ``position [N, R]`` on ``keys [N, L, Hkv, Dqk]``, of which ``kv_len [N]`` exist.
+class Tiles(NamedTuple):
+    """Query rows and where they stand: ``N`` tiles of ``R`` rows, each of one request.
 
-    Returns float32 ``out [N, R, Hq, Dvo]`` and base-2 ``lse [N, R, Hq]``.
+    q         ``[N, R, num_qo_heads, head_dim_qk]``
+    row       ``[N, R]``: index among the request's query rows
+    position  ``[N, R]``: position in the request's KV sequence
+    kv_len    ``[N]``
+    keep      ``[N, R, L]`` custom mask, or None
     """
-    n, rows, num_qo_heads, dim = q.shape
-    length, num_kv_heads = keys.shape[1:3]
-    group = num_qo_heads // num_kv_heads
-    token = torch.arange(length, device=q.device)
-    visible = (token < kv_len[:, None])[:, None, :].expand(n, rows, length)
-    if opts.causal:
-        visible = visible & (token <= position[..., None])
-    if opts.window_left >= 0:
-        visible = visible & (token + opts.window_left >= position[..., None])
 
+    q: Tensor
+    row: Tensor
+    position: Tensor
+    kv_len: Tensor
+    keep: Tensor | None = None
+
+
+def _visible(t: Tiles, length: int, opts: Options) -> Tensor:
+    """bool ``[N, R, length]``: which keys a row sees."""
+    token = torch.arange(length, device=t.q.device)
+    visible = (token < t.kv_len[:, None])[:, None, :].expand(*t.position.shape, length)
+    if t.keep is not None:
+        visible = visible & t.keep
+    elif opts.causal:
+        visible = visible & (token <= t.position[..., None])
+    if opts.window_left >= 0:
+        visible = visible & (token + opts.window_left >= t.position[..., None])
+    return visible
+
+
+def _logits(t: Tiles, keys: Tensor, opts: Options) -> Tensor:
+    """float32 ``[N, num_kv_heads, R, group, L]``: scaled, biased and capped, natural base."""
+    q, k = t.q.float(), keys.float()
+    num_qo_heads, dim = q.shape[2:]
+    length, num_kv_heads = k.shape[1:3]
+    heads = (num_kv_heads, num_qo_heads // num_kv_heads)
+    token = torch.arange(length, device=q.device)
+    if opts.pos_encoding == "ROPE_LLAMA":
+        q = rotate_half(q, t.position, opts.rope_scale, opts.rope_theta)
+        k = rotate_half(k, token, opts.rope_scale, opts.rope_theta)
     # [N, Hkv, R * group, D] x [N, Hkv, D, L]
-    folded = q.float().unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    logits = folded @ keys.float().permute(0, 2, 3, 1)
-    logits = logits.unflatten(2, (rows, group)) * (opts.sm_scale or 1 / math.sqrt(dim))
+    folded = q.unflatten(2, heads).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    logits = (folded @ k.permute(0, 2, 3, 1)).unflatten(2, (q.shape[1], heads[1]))
+    logits = logits * (1 / math.sqrt(dim) if opts.sm_scale is None else opts.sm_scale)
+    if opts.kv_scale is not None:
+        logits = logits * opts.kv_scale[0]
+    if opts.pos_encoding == "ALIBI":
+        slopes = alibi_slopes(num_qo_heads, q.device).view(1, heads[0], 1, heads[1], 1)
+        logits = logits + slopes * (token - t.row[..., None]).float()[:, None, :, None, :]
     if opts.logits_soft_cap > 0:
         logits = opts.logits_soft_cap * torch.tanh(logits / opts.logits_soft_cap)
-    logits = torch.where(visible[:, None, :, None, :], logits * LOG2E, -torch.inf)
+    return logits
+
+
+def _attend(t: Tiles, keys: Tensor, values: Tensor, opts: Options) -> tuple[Tensor, Tensor]:
+    """``keys [N, L, num_kv_heads, head_dim_qk]``, ``values [..., head_dim_vo]``, of which ``kv_len`` exist.
+
+    Returns float32 ``out [N, R, num_qo_heads, head_dim_vo]`` and base-2 ``lse [N, R, num_qo_heads]``.
+    """
+    rows, num_qo_heads = t.q.shape[1:3]
+    length, num_kv_heads = keys.shape[1:3]
+    group = num_qo_heads // num_kv_heads
+    visible = _visible(t, length, opts)
+    logits = torch.where(visible[:, None, :, None, :], _logits(t, keys, opts) * LOG2E, -torch.inf)
 
     top = logits.amax(-1, keepdim=True)
     empty = top == -torch.inf
@@ -64,9 +112,12 @@ def _attend(
         total = total + torch.exp2(sink - top)
     total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, top + torch.log2(total))
+
     seen = visible.any(1)[:, :, None, None]
     used = torch.where(seen, values.float(), 0.0).permute(0, 2, 1, 3)
     out = (weight / total).flatten(2, 3) @ used
+    if opts.kv_scale is not None:
+        out = out * opts.kv_scale[1]
     out = out.unflatten(2, (rows, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     return out, lse.squeeze(-1).permute(0, 2, 1, 3).flatten(2, 3)
 
@@ -81,7 +132,7 @@ def _gather_pages(cache: Tensor, plan: DecodePlan | PrefillPlan, request: Tensor
     place = plan.kv_indptr[request][:, None] + torch.arange(num_pages, device=cache.device)
     paged = plan.kv_indices.shape[0] > 0
     page = plan.kv_indices[place.clamp(0, plan.kv_indices.shape[0] - 1)] if paged else place
-    return cache[page.clamp(0, cache.shape[0] - 1)].flatten(1, 2)
+    return gather(cache, page.clamp(0, cache.shape[0] - 1)).flatten(1, 2)
 
 
 def batch_decode(
@@ -91,12 +142,9 @@ def batch_decode(
     plan: list[Tensor],
     workspace: Tensor,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     p = DecodePlan(*plan)
     batch = q.shape[0]
@@ -104,10 +152,13 @@ def batch_decode(
         return _nothing_seen(q, k_cache, v_cache, return_lse)
     request = torch.arange(batch, device=q.device)
     kv_len = p.kv_len[:batch]
-    keys = _gather_pages(as_nhd(k_cache, kv_layout), p, request)
-    values = _gather_pages(as_nhd(v_cache, kv_layout), p, request)
-    opts = Options(sm_scale, logits_soft_cap, window_left, sinks, causal=False)
-    out, lse = _attend(q[:, None], keys, values, (kv_len - 1)[:, None], kv_len, opts)
+    position = (kv_len - 1)[:, None]
+    out, lse = _attend(
+        Tiles(q[:, None], torch.zeros_like(position), position, kv_len),
+        _gather_pages(as_nhd(k_cache, kv_layout), p, request),
+        _gather_pages(as_nhd(v_cache, kv_layout), p, request),
+        Options(**options),
+    )
     return out[:, 0].to(q.dtype), lse[:, 0] if return_lse else lse.new_empty(0)
 
 
@@ -117,30 +168,30 @@ def _nothing_seen(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Te
 
 
 def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, opts: Options, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, mask: Tensor | None, opts: Options, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """``k, v [pages, page_size, heads, dim]``; the plan's tiles a few at a time."""
     out, lse = _nothing_seen(q, k, v, return_lse=True)
     if 0 not in (q.shape[0], k.shape[0]):
         problem = PlanProblem.of(plan.problem)
-        tile_scores = problem.tile_rows * problem.num_qo_heads * problem.max_kv_len
-        step = max(1, SCORES_AT_ONCE // tile_scores)
+        step = max(1, SCORES_AT_ONCE // (problem.tile_rows * problem.num_qo_heads * problem.max_kv_len))
+        offsets = None if mask is None else byte_offsets(plan)
         # Rows past the end are written to a spare row, which is cut off again.
         out = torch.cat((out, out.new_zeros((1, *out.shape[1:]))))
         lse = torch.cat((lse, lse.new_zeros((1, lse.shape[1]))))
         for work in plan.work.split(step):
-            row, rows, _, _, position, _, _, request = work.unbind(1)
+            first, rows, _, _, position, _, _, request = work.unbind(1)
             offset = torch.arange(problem.tile_rows, device=q.device)
-            source = row[:, None] + offset
+            source = first[:, None] + offset
             inside = (offset < rows[:, None]) & (source < q.shape[0])
-            tile_out, tile_lse = _attend(
-                q[torch.where(inside, source, 0)],
-                _gather_pages(k, plan, request),
-                _gather_pages(v, plan, request),
-                position[:, None] + offset,
-                plan.kv_len[request],
-                opts,
-            )
+            row = source - plan.qo_indptr[request][:, None]
+            kv_len = plan.kv_len[request]
+            keys = _gather_pages(k, plan, request)
+            keep = None
+            if mask is not None and offsets is not None:
+                keep = unpack(mask, offsets[request], torch.where(inside, row, 0), kv_len, keys.shape[1])
+            tiles = Tiles(q[torch.where(inside, source, 0)], row, position[:, None] + offset, kv_len, keep)
+            tile_out, tile_lse = _attend(tiles, keys, _gather_pages(v, plan, request), opts)
             target = torch.where(inside, source, q.shape[0])
             out = out.index_put((target,), tile_out.to(out.dtype))
             lse = lse.index_put((target,), tile_lse)
@@ -155,17 +206,13 @@ def batch_prefill(
     plan: list[Tensor],
     workspace: Tensor,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
-    causal: bool = False,
+    mask: Tensor | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    opts = Options(sm_scale, logits_soft_cap, window_left, sinks, causal)
     k, v = as_nhd(k_cache, kv_layout), as_nhd(v_cache, kv_layout)
-    return _prefill(q, k, v, PrefillPlan(*plan), opts, return_lse)
+    return _prefill(q, k, v, PrefillPlan(*plan), mask, Options(**options), return_lse)
 
 
 def ragged_prefill(
@@ -175,14 +222,37 @@ def ragged_prefill(
     plan: list[Tensor],
     workspace: Tensor,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
-    causal: bool = False,
+    mask: Tensor | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    opts = Options(sm_scale, logits_soft_cap, window_left, sinks, causal)
     pages = [t[:, None] if kv_layout == "NHD" else t.transpose(0, 1)[:, None] for t in (k, v)]
-    return _prefill(q, *pages, PrefillPlan(*plan), opts, return_lse)
+    return _prefill(q, *pages, PrefillPlan(*plan), mask, Options(**options), return_lse)
+
+
+def single_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    keys, values = (t[None] if kv_layout == "NHD" else t.transpose(0, 1)[None] for t in (k, v))
+    rows, length = q.shape[0], keys.shape[1]
+    if 0 in (rows, length):
+        return _nothing_seen(q, k, v, return_lse)
+    kv_len = torch.full((1,), length, device=q.device)
+    outs, lses = [], []
+    step = max(1, SCORES_AT_ONCE // (q.shape[1] * length))
+    for begin in range(0, rows, step):
+        row = torch.arange(begin, min(begin + step, rows), device=q.device)[None]
+        keep = None if mask is None else unpack(mask, kv_len * 0, row, kv_len, length)
+        tiles = Tiles(q[None, begin : begin + step], row, row + length - rows, kv_len, keep)
+        out, lse = _attend(tiles, keys, values, Options(**options))
+        outs.append(out[0].to(q.dtype))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses) if return_lse else lses[0].new_empty(0)

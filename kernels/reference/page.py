@@ -11,6 +11,16 @@ def as_nhd(cache: Tensor, kv_layout: str) -> Tensor:
     return cache if kv_layout == "NHD" else cache.transpose(1, 2)
 
 
+def bits(cache: Tensor) -> Tensor:
+    """An FP8 tensor as bytes: indexing moves elements of any dtype, but is not implemented for all."""
+    return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
+
+
+def gather(cache: Tensor, index: Tensor) -> Tensor:
+    """``cache[index]`` for any dtype."""
+    return bits(cache)[index].view(cache.dtype)
+
+
 def append_kv(
     k: Tensor,
     v: Tensor,
@@ -44,5 +54,5 @@ def append_kv(
     source = torch.where(written, torch.arange(k.shape[0], device=k.device), written.int().argmax())
     page = page.clamp(0, keys.shape[0] - 1)[source]
     slot = (positions % page_size)[source]
-    for cache, new in ((keys, k), (values, v)):
+    for cache, new in ((bits(keys), bits(k)), (bits(values), bits(v))):
         cache.index_put_((page, slot), torch.where(written.any(), new[source], cache[page, slot]))

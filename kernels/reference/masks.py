@@ -1,0 +1,21 @@
+"""Packed custom masks: bits little-endian, each request padded to a whole byte (semantics: Masks)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...plan import PrefillPlan
+
+
+def byte_offsets(plan: PrefillPlan) -> Tensor:
+    """int64 ``[max_batch]``: where each request's bits begin."""
+    size = (plan.qo_indptr.long().diff() * plan.kv_len + 7) // 8
+    return size.cumsum(0) - size
+
+
+def unpack(mask: Tensor, offset: Tensor, row: Tensor, kv_len: Tensor, length: int) -> Tensor:
+    """bool ``[N, R, length]``: the bits of rows ``row [N, R]`` of requests whose bits begin at ``offset [N]``."""
+    bit = row.long()[..., None] * kv_len.long()[:, None, None] + torch.arange(length, device=mask.device)
+    byte = (offset[:, None, None] + bit // 8).clamp(0, mask.shape[0] - 1)
+    return (mask[byte] >> (bit % 8).to(torch.uint8)) & 1 > 0
