@@ -20,9 +20,7 @@ class Decoder(nn.Module):
         self.key_value = nn.Linear(WIDTH, 2 * KV_HEADS * DIM, bias=False)
         self.options = options
 
-    def forward(
-        self, x: Tensor, first: Tensor, second: Tensor, plan: attn_ops.DecodePlan, workspace: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, first: Tensor, second: Tensor, plan: attn_ops.DecodePlan, workspace: Tensor) -> Tensor:
         batch = x.shape[0]
         rows = torch.arange(batch, dtype=torch.int32, device=x.device)
         position = plan.kv_len[:batch] - 1

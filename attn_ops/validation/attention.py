@@ -1,0 +1,197 @@
+"""Checks of the attention ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import CapacityError, PlanError, ShapeError
+from ..plan import DecodePlan, PrefillPlan, workspace_size
+from ..registry import Problem
+from .common import FLOATS, FP8, Op, Options, caches
+
+
+def _attention(op: Op, q: Tensor, k: Tensor, v: Tensor, page_size: int, num_kv_heads: int, options: Options) -> Problem:
+    """What every attention op checks once its KV is known to be well formed."""
+    op.heads(int(q.shape[1]), num_kv_heads)
+    op.size("k", "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
+    op.kv_dtype(q, k, v)
+    op.options(q, options)
+    if options.pos_encoding == "ROPE_LLAMA" and int(q.shape[2]) % 2:
+        op.fail(ShapeError, f"q has head_dim {q.shape[2]}", "an even one for ROPE_LLAMA", "pad the heads")
+    op.no_grad(q=q, k=k, v=v, sinks=options.sinks)
+    return Problem(
+        op=op.name,
+        device=q.device.type,
+        dtype=q.dtype,
+        kv_dtype=k.dtype,
+        num_qo_heads=int(q.shape[1]),
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=int(q.shape[2]),
+        head_dim_vo=int(v.shape[-1]),
+        page_size=page_size,
+        pos_encoding=options.pos_encoding,
+        masked=options.mask is not None,
+    )
+
+
+def _planned(
+    op: Op,
+    kind: type[DecodePlan] | type[PrefillPlan],
+    problem: Problem,
+    q: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    options: Options,
+) -> Any:
+    """The plan, which must be one for this problem, and its workspace large enough."""
+    typed = op.plan(plan, kind, q)
+    sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+    op.planned_for(typed, **{size: getattr(problem, size) for size in sizes})
+    op.covered(typed, options.window_left, options.causal and options.mask is None)
+    op.workspace(workspace, workspace_size(typed) if isinstance(typed, DecodePlan) else 0, q)
+    return typed
+
+
+def batch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = Op("batch_decode")
+    options = Options(sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta)
+    op.tensor("q", q, "[batch, num_qo_heads, head_dim]", FLOATS, None)
+    page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, options)
+    typed = _planned(op, DecodePlan, problem, q, plan, workspace, options)
+    capacity = typed.kv_len.shape[0]
+    if q.shape[0] > capacity:
+        op.fail(
+            CapacityError,
+            f"q has {q.shape[0]} rows and the plan room for {capacity} requests",
+            f"max_batch of at least {q.shape[0]}",
+            "make the planner with that max_batch",
+        )
+    return problem
+
+
+def batch_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = Op("batch_prefill")
+    options = Options(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
+    )
+    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
+    page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, options)
+    _planned(op, PrefillPlan, problem, q, plan, workspace, options)
+    return problem
+
+
+def _dense_kv(op: Op, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> int:
+    """The KV heads of checked keys and values that are not paged."""
+    op.layout(kv_layout)
+    dims = "[nnz_kv, num_kv_heads, head_dim]" if kv_layout == "NHD" else "[num_kv_heads, nnz_kv, head_dim]"
+    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
+    op.tensor("k", k, dims, FLOATS + FP8, q)
+    op.tensor("v", v, dims, FLOATS + FP8, q)
+    for dim in (0, 1):
+        op.size("v", f"dimension {dim}", v.shape[dim], k.shape[dim], "k")
+    return int(k.shape[1 if kv_layout == "NHD" else 0])
+
+
+def ragged_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = Op("ragged_prefill")
+    options = Options(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
+    )
+    problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
+    typed = _planned(op, PrefillPlan, problem, q, plan, workspace, options)
+    if typed.kv_indices.shape[0]:
+        op.fail(PlanError, "the plan is for a paged cache", "one for ragged KV", "make the planner with max_pages=0")
+    return problem
+
+
+def single_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = Op("single_prefill")
+    options = Options(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
+    )
+    problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
+    if mask is not None:
+        bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
+        op.size("mask", "bytes", mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
+    return problem

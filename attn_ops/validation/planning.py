@@ -1,0 +1,64 @@
+"""Checks of the planning ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CapacityError
+from ..plan import DecodePlan, PrefillPlan
+from ..registry import Problem
+from .common import Op
+
+
+def _page_table(op: Op, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: Any) -> None:
+    device = plan.kv_len
+    op.tensor("kv_indptr", kv_indptr, "[batch + 1]", (torch.int32,), device)
+    op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), device)
+    op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), device)
+    op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
+    for what, needed, capacity, name in (
+        ("requests", kv_indptr.shape[0] - 1, plan.kv_len.shape[0], "max_batch"),
+        ("pages", kv_indices.shape[0], plan.kv_indices.shape[0], "max_pages"),
+    ):
+        if needed > capacity:
+            op.fail(
+                CapacityError,
+                f"the batch has {needed} {what} and the plan room for {capacity}",
+                f"{name} of at least {needed}",
+                f"make the planner with that {name}",
+            )
+
+
+def plan_decode(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    plan: Sequence[Tensor],
+    *,
+    backend: str = "auto",
+) -> Problem:
+    op = Op("plan_decode")
+    typed = op.plan(plan, DecodePlan, plan[0] if plan else None)
+    _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed)
+    return Problem("plan_decode", typed.kv_len.device.type)
+
+
+def plan_prefill(
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    plan: Sequence[Tensor],
+    *,
+    backend: str = "auto",
+) -> Problem:
+    op = Op("plan_prefill")
+    typed = op.plan(plan, PrefillPlan, plan[0] if plan else None)
+    op.tensor("qo_indptr", qo_indptr, "[batch + 1]", (torch.int32,), typed.kv_len)
+    op.size("qo_indptr", "length", qo_indptr.shape[0], kv_indptr.shape[0], "kv_indptr")
+    _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed)
+    return Problem("plan_prefill", typed.kv_len.device.type)
