@@ -1,0 +1,229 @@
+"""``attn::batch_decode``: a persistent grid over the plan's work items, then a merge of what was split.
+
+Program ``c * num_kv_heads + h`` does the items of CTA ``c`` for KV head ``h``, so that the programs that
+run side by side read the same tokens of neighbouring heads. All items of a program make one software
+pipeline: its loop goes over blocks of KV tokens and steps to the next item where one ends, so the loads
+of the next item are in flight before the last one is finished.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...meta.outputs import attention as allocate
+from ...plan import DecodePlan, PlanProblem, num_slots
+from .launch import launch
+from .merge import merge_pieces
+from .primitives import LOG2E, add_sink, finite, inverse, log_sum, soft_cap, within
+from .tiles import decode_tile
+
+
+@triton.jit
+def load_item(work, index, stop, max_tokens, window_left, WINDOW: tl.constexpr):
+    """``(row, begin, end, page_start, slot)`` of work items; from ``stop`` on they have no tokens.
+
+    ``begin`` leaves out what is left of the window; ``end`` is in reach of the page table.
+    """
+    record, mask = work + index * 8, index < stop
+    row = tl.load(record + 0, mask=mask, other=-1)
+    begin = tl.maximum(tl.load(record + 2, mask=mask, other=0), 0)
+    end = tl.minimum(tl.load(record + 3, mask=mask, other=0), max_tokens)
+    if WINDOW:
+        begin = tl.maximum(begin, tl.load(record + 4, mask=mask, other=0) - window_left)
+    return row, begin, end, tl.load(record + 5, mask=mask, other=0), tl.load(record + 6, mask=mask, other=-1)
+
+
+@triton.jit
+def count_blocks(work, first, stop, max_tokens, window_left, WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Blocks of KV tokens in the items ``[first, stop)``, at least one each."""
+    blocks = 0
+    for i in range(first, stop, 32):
+        index = i + tl.arange(0, 32)
+        _, begin, end, _, _ = load_item(work, index, stop, max_tokens, window_left, WINDOW)
+        count = tl.maximum(tl.cdiv(end, BLOCK_KV) - begin // BLOCK_KV, 1)
+        blocks += tl.sum(tl.where(index < stop, count, 0), 0)
+    return blocks
+
+
+@triton.jit
+def load_pages(kv_indices, max_pages, page_start, tokens, PAGE_SIZE: tl.constexpr):
+    """The page of each token, -1 where the page table has none."""
+    at = page_start + tokens // PAGE_SIZE
+    return tl.load(kv_indices + at, mask=within(at, max_pages), other=-1)
+
+
+@triton.jit
+def load_tokens(cache, pages, tokens, mask, stride_page, stride_slot, d, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """``[tokens, d]`` of one head of a paged cache, 0 where masked: what is there may be NaN."""
+    at = pages.to(tl.int64) * stride_page + tokens % PAGE_SIZE * stride_slot
+    return tl.load(cache + at[:, None] + d[None, :], mask=mask[:, None] & (d < DIM)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["scale", "cap", "window_left", "rows", "num_pages", "max_pages", "max_items", "slots"])
+def decode_kernel(
+    q,  # [rows, num_qo_heads, DIM_QK]
+    k_cache,  # [num_pages, ...] of pages of PAGE_SIZE tokens, as the strides say
+    v_cache,
+    sinks,  # [num_qo_heads] or None
+    out,  # [rows, num_qo_heads, DIM_VO]
+    lse,  # [rows, num_qo_heads] or [0]
+    partial,  # [slots, num_qo_heads, DIM_VO], then [slots, num_qo_heads]
+    kv_indices,  # [max_pages]
+    work,  # [max_items, 8]
+    cta_indptr,  # [num_ctas + 1]
+    scale,
+    cap,
+    window_left,
+    rows,
+    num_pages,
+    max_pages,
+    max_items,
+    slots,
+    stride_q_row,
+    stride_q_head,
+    stride_k_page,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_page,
+    stride_v_slot,
+    stride_v_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM_QK: tl.constexpr,
+    DIM_VO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_VO: tl.constexpr,
+):
+    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    program = tl.program_id(0)
+    cta = program // (NUM_KV_HEADS * HEAD_BLOCKS)
+    kv_head = program // HEAD_BLOCKS % NUM_KV_HEADS
+    in_group = program % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    heads, head_mask = kv_head * GROUP + in_group, in_group < GROUP
+    n, d_qk, d_vo = tl.arange(0, BLOCK_KV), tl.arange(0, BLOCK_QK), tl.arange(0, BLOCK_VO)
+    q += heads[:, None] * stride_q_head + d_qk
+    q_mask = head_mask[:, None] & (d_qk < DIM_QK)
+    k_cache += kv_head * stride_k_head
+    v_cache += kv_head * stride_v_head
+    sink = tl.load(sinks + heads, mask=head_mask, other=0.0) * LOG2E if SINKS else 0.0
+    logit_scale = tl.cast(scale, tl.float32) if CAP else tl.cast(scale, tl.float32) * LOG2E
+    max_tokens = max_pages * PAGE_SIZE
+
+    item = tl.maximum(tl.load(cta_indptr + cta), 0)
+    stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
+    row, begin, end, page_start, slot = load_item(work, item, stop, max_tokens, window_left, WINDOW)
+    next_row, next_begin, next_end, next_page_start, next_slot = load_item(
+        work, item + 1, stop, max_tokens, window_left, WINDOW
+    )
+    block = begin // BLOCK_KV * BLOCK_KV
+    pages = load_pages(kv_indices, max_pages, page_start, block + n, PAGE_SIZE)
+
+    m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
+    acc = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
+    for _ in range(count_blocks(work, item, stop, max_tokens, window_left, WINDOW, BLOCK_KV)):
+        tokens = block + n
+        visible = (tokens >= begin) & (tokens < end)
+        mask = visible & within(pages, num_pages)
+        k = load_tokens(k_cache, pages, tokens, mask, stride_k_page, stride_k_slot, d_qk, DIM_QK, PAGE_SIZE)
+        v = load_tokens(v_cache, pages, tokens, mask, stride_v_page, stride_v_slot, d_vo, DIM_VO, PAGE_SIZE)
+        query = tl.load(q + row.to(tl.int64) * stride_q_row, mask=q_mask & within(row, rows), other=0.0)
+
+        logits = tl.dot(query, tl.trans(k), input_precision="ieee") * logit_scale
+        if CAP:
+            logits = soft_cap(logits, tl.cast(cap, tl.float32)) * LOG2E
+        logits = tl.where(visible[None, :], logits, float("-inf"))
+        top = tl.maximum(m, tl.max(logits, 1))
+        weights = tl.exp2(logits - finite(top)[:, None])
+        decay = tl.exp2(m - finite(top))
+        m, total = top, total * decay[:, None] + weights
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+
+        last = block + BLOCK_KV >= end
+        if last:
+            norm = tl.sum(total, 1)
+            if slot < 0:
+                if SINKS:
+                    m, norm, acc = add_sink(m, norm, acc, sink)
+                if within(row, rows):
+                    at = row.to(tl.int64) * NUM_HEADS + heads
+                    value = (acc * inverse(norm)[:, None]).to(out.dtype.element_ty)
+                    tl.store(out + at[:, None] * DIM_VO + d_vo, value, mask=head_mask[:, None] & (d_vo < DIM_VO))
+                    if LSE:
+                        tl.store(lse + at, log_sum(m, norm), mask=head_mask)
+            elif slot < slots:
+                at = slot.to(tl.int64) * NUM_HEADS + heads
+                value = acc * inverse(norm)[:, None]
+                tl.store(partial + at[:, None] * DIM_VO + d_vo, value, mask=head_mask[:, None] & (d_vo < DIM_VO))
+                sums = partial + slots.to(tl.int64) * (NUM_HEADS * DIM_VO)
+                tl.store(sums + at, log_sum(m, norm), mask=head_mask)
+            m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+            total = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
+            acc = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
+
+        block = tl.where(last, next_begin // BLOCK_KV * BLOCK_KV, block + BLOCK_KV)
+        row, slot = tl.where(last, next_row, row), tl.where(last, next_slot, slot)
+        begin, end = tl.where(last, next_begin, begin), tl.where(last, next_end, end)
+        page_start = tl.where(last, next_page_start, page_start)
+        item += last.to(tl.int32)
+        next_row, next_begin, next_end, next_page_start, next_slot = load_item(
+            work, item + 1, stop, max_tokens, window_left, WINDOW
+        )
+        pages = load_pages(kv_indices, max_pages, page_start, block + n, PAGE_SIZE)
+
+
+def batch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: list[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    p = DecodePlan(*plan)
+    problem = PlanProblem.of(p.problem)
+    out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse)
+    rows, group = q.shape[0], problem.num_qo_heads // problem.num_kv_heads
+    tile = decode_tile(q.device, q.dtype, problem.head_dim_qk, problem.head_dim_vo, group)
+    slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
+    slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
+    launch(
+        decode_kernel,
+        (num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads),),
+        (q, k_cache, v_cache, sinks, out, lse, workspace, p.kv_indices, p.work, p.cta_indptr),
+        (
+            *(sm_scale or 1 / math.sqrt(problem.head_dim_qk), logits_soft_cap, window_left),
+            *(rows, k_cache.shape[0], p.kv_indices.shape[0], p.work.shape[0], slots),
+        ),
+        (
+            *(q.stride(0), q.stride(1)),
+            *(k_cache.stride(0), k_cache.stride(slot_dim), k_cache.stride(head_dim)),
+            *(v_cache.stride(0), v_cache.stride(slot_dim), v_cache.stride(head_dim)),
+        ),
+        (
+            *(problem.num_kv_heads, group, problem.head_dim_qk, problem.head_dim_vo, problem.page_size),
+            *(logits_soft_cap > 0, window_left >= 0, sinks is not None, return_lse),
+            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
+        ),
+        tile.options,
+    )
+    merge_pieces(out, lse, workspace, sinks, p, return_lse)
+    return out, lse

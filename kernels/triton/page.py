@@ -1,0 +1,95 @@
+"""Writing into a paged cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Options, launch
+from .primitives import within
+
+ELEMENTS = 4096
+"""Elements of a token that a program copies."""
+
+
+@triton.jit(do_not_specialize=["batch", "num_indices", "num_pages"])
+def append_kernel(
+    k,  # [tokens, HEADS, DIM_QK]
+    v,  # [tokens, HEADS, DIM_VO]
+    k_cache,  # [num_pages, ...] of pages of PAGE_SIZE tokens, as the strides say
+    v_cache,
+    batch_indices,  # [tokens]
+    positions,  # [tokens]
+    kv_indices,  # [num_indices]
+    kv_indptr,  # [batch + 1]
+    batch,
+    num_indices,
+    num_pages,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_kc_page,
+    stride_kc_slot,
+    stride_kc_head,
+    stride_vc_page,
+    stride_vc_slot,
+    stride_vc_head,
+    HEADS: tl.constexpr,
+    DIM_QK: tl.constexpr,
+    DIM_VO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_VO: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    request, position = tl.load(batch_indices + token), tl.load(positions + token)
+    known = within(request, batch)
+    place = tl.load(kv_indptr + request, mask=known, other=0) + position // PAGE_SIZE
+    listed = known & (position >= 0) & (place < tl.load(kv_indptr + request + 1, mask=known, other=0))
+    page = tl.load(kv_indices + place, mask=listed & within(place, num_indices), other=-1)
+    if within(page, num_pages):
+        slot = position % PAGE_SIZE
+        heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        d_qk, d_vo = tl.arange(0, BLOCK_QK)[None, :], tl.arange(0, BLOCK_VO)[None, :]
+        k_mask, v_mask = (heads < HEADS) & (d_qk < DIM_QK), (heads < HEADS) & (d_vo < DIM_VO)
+        key = tl.load(k + token * stride_k_token + heads * stride_k_head + d_qk, mask=k_mask)
+        value = tl.load(v + token * stride_v_token + heads * stride_v_head + d_vo, mask=v_mask)
+        k_cache += page.to(tl.int64) * stride_kc_page + slot * stride_kc_slot
+        v_cache += page.to(tl.int64) * stride_vc_page + slot * stride_vc_slot
+        tl.store(k_cache + heads * stride_kc_head + d_qk, key, mask=k_mask)
+        tl.store(v_cache + heads * stride_vc_head + d_vo, value, mask=v_mask)
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    *,
+    kv_layout: str = "NHD",
+) -> None:
+    slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
+    tokens, heads, dim_qk = k.shape
+    dim_vo = v.shape[2]
+    block_qk, block_vo = triton.next_power_of_2(dim_qk), triton.next_power_of_2(dim_vo)
+    block_heads = min(triton.next_power_of_2(heads), max(1, ELEMENTS // max(block_qk, block_vo)))
+    launch(
+        append_kernel,
+        (tokens, triton.cdiv(heads, block_heads)),
+        (k, v, k_cache, v_cache, batch_indices, positions, kv_indices, kv_indptr),
+        (kv_indptr.shape[0] - 1, kv_indices.shape[0], k_cache.shape[0]),
+        (
+            *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+            *(k_cache.stride(0), k_cache.stride(slot_dim), k_cache.stride(head_dim)),
+            *(v_cache.stride(0), v_cache.stride(slot_dim), v_cache.stride(head_dim)),
+        ),
+        (heads, dim_qk, dim_vo, k_cache.shape[slot_dim], block_heads, block_qk, block_vo),
+        Options(),
+    )

@@ -1,0 +1,195 @@
+"""``attn::plan_decode`` in one launch: program 0 makes the schedule in registers, the others copy page numbers.
+
+The integers are those of :mod:`attn_ops.kernels.reference.plan`, which says what they mean. Nothing is
+read back from memory: requests ask for what they need of cuts, and cuts of requests, by gathers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...plan import KV_UNIT, DecodePlan, PlanProblem
+from ..reference.plan import SLACK
+from ..reference.plan import plan_decode as plan_in_closed_form
+from .launch import Options, launch
+from .primitives import count_at_most
+
+MAX_REQUESTS = 32768
+"""Requests whose line fits in shared memory; longer ones are planned by tensor operations."""
+
+COPY = 4096
+"""Page numbers that a program copies."""
+
+
+@triton.jit
+def request_lengths(kv_indptr, last_page_len, batch, max_pages, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """``(first page, one past the last page, tokens)`` of each request, empty ones beyond the batch."""
+    i = tl.arange(0, BLOCK)
+    first = tl.load(kv_indptr + tl.minimum(i, batch))
+    end = tl.load(kv_indptr + tl.minimum(i + 1, batch))
+    last = tl.load(last_page_len + i, mask=i < batch, other=1)
+    pages = tl.where(i < batch, tl.minimum(end, max_pages) - tl.maximum(first, 0), 0)
+    tokens = (pages - 1) * PAGE_SIZE + tl.minimum(tl.maximum(last, 1), PAGE_SIZE)
+    return first, end, tl.where(pages > 0, tokens, 0)
+
+
+@triton.jit
+def copy_page_numbers(source, target, count, chunk, COPY: tl.constexpr):
+    i = chunk * COPY + tl.arange(0, COPY)
+    tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
+
+
+@triton.jit
+def at_previous(values, i, first):
+    """``values[i - 1]``, and ``first`` before the first."""
+    return tl.where(i > 0, tl.gather(values, tl.maximum(i - 1, 0), 0), first)
+
+
+@triton.jit
+def at_next(values, i, SIZE: tl.constexpr):
+    """``values[i + 1]``, the last one after itself."""
+    return tl.gather(values, tl.minimum(i + 1, SIZE - 1), 0)
+
+
+@triton.jit
+def cut_line(ends, num_ctas, SLACK: tl.constexpr, B: tl.constexpr, LOG_B: tl.constexpr, C: tl.constexpr):
+    """Cuts ``[C]`` of a line of requests with inclusive ``ends [B]``; those after the last are at the line's end.
+
+    Returns ``(cut, even, passed, before)``: for each even cut, how many requests end before it and where the
+    last of them does.
+    """
+    c = tl.arange(0, C)
+    total = tl.max(ends, 0)
+    even = (tl.minimum(c, num_ctas).to(tl.int64) * total // num_ctas).to(tl.int32)
+    passed = count_at_most(ends, even, B, LOG_B)
+    after = tl.gather(ends, tl.minimum(passed, B - 1), 0)
+    before = at_previous(ends, tl.minimum(passed, B - 1), 0)
+    snapped = tl.where(even - before < after - even, before, after)
+    longest = tl.max(at_next(snapped, c, C) - snapped, 0).to(tl.int64)
+    whole = longest * num_ctas * SLACK <= total.to(tl.int64) * (SLACK + 1)
+    near = tl.abs(snapped - even).to(tl.int64) * num_ctas * SLACK * 2 <= total
+    return tl.where(whole | near, snapped, even), even, passed, before
+
+
+@triton.jit
+def store_item(work, item, mask, row, begin, end, offset, start, kv_len, page_start, slot, KV_UNIT: tl.constexpr):
+    """One record of ``WORK_FIELDS`` for each ``item``; ``begin`` and ``end`` are on the line, in units."""
+    record = work + item * 8
+    tl.store(record + 0, row, mask=mask)
+    tl.store(record + 1, 1, mask=mask)
+    tl.store(record + 2, tl.maximum((begin + offset) * KV_UNIT, start), mask=mask)
+    tl.store(record + 3, tl.minimum((end + offset) * KV_UNIT, kv_len), mask=mask)
+    tl.store(record + 4, kv_len - 1, mask=mask)
+    tl.store(record + 5, page_start, mask=mask)
+    tl.store(record + 6, slot, mask=mask)
+    tl.store(record + 7, row, mask=mask)
+
+
+@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "num_ctas"])
+def plan_decode_kernel(
+    kv_indptr,  # [batch + 1]
+    kv_indices,  # [num_indices]
+    last_page_len,  # [batch]
+    plan_kv_indptr,  # [max_batch + 1]
+    plan_kv_indices,  # [max_pages]
+    plan_kv_len,  # [max_batch]
+    work,  # [max_batch + num_ctas, 8]
+    cta_indptr,  # [num_ctas + 1]
+    merge_indptr,  # [max_batch + 1]
+    batch,
+    num_indices,
+    max_batch,
+    max_pages,
+    num_ctas,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KV_UNIT: tl.constexpr,
+    SLACK: tl.constexpr,
+    B: tl.constexpr,  # power of 2, at least max_batch
+    LOG_B: tl.constexpr,
+    C: tl.constexpr,  # power of 2, more than num_ctas
+    LOG_C: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    if tl.program_id(0) > 0:
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
+        return
+    b, c = tl.arange(0, B), tl.arange(0, C)
+    first_page, end_page, kv_len = request_lengths(kv_indptr, last_page_len, batch, max_pages, PAGE_SIZE, B)
+    start = tl.maximum(kv_len - WINDOW, 0) if WINDOW else tl.zeros_like(kv_len)
+    first_unit = start // KV_UNIT
+    units = tl.cdiv(kv_len, KV_UNIT) - first_unit
+    ends = tl.cumsum(units, 0)
+    begins = ends - units
+    nonempty = (units > 0).to(tl.int32)
+    requests_until = tl.cumsum(nonempty, 0)
+
+    # The cuts, those inside a request among them, and the items that begin before each.
+    cut, even, passed, before = cut_line(ends, num_ctas, SLACK, B, LOG_B, C)
+    previous_cut, next_cut = at_previous(cut, c, -1), at_next(cut, c, C)
+    inside = (cut == even) & (cut > before) & (cut < tl.max(ends, 0)) & (cut > previous_cut)
+    cuts_until = tl.cumsum(inside.to(tl.int32), 0)
+    cut_item = at_previous(requests_until, passed, 0) + (cut > even) + cuts_until
+
+    # The requests: their first item, how many cuts are inside, and the slots of their pieces.
+    at_begin = count_at_most(cut, begins, C, LOG_C) - 1
+    cuts_before = tl.gather(cuts_until, at_begin, 0)
+    item = requests_until - nonempty + cuts_before
+    cuts_inside = tl.where(b == B - 1, tl.max(cuts_until, 0), at_next(cuts_before, b, B)) - cuts_before
+    pieces = tl.where(cuts_inside > 0, cuts_inside + 1, 0)
+    merge_end = tl.cumsum(pieces, 0)
+    first_slot = merge_end - pieces
+    slot = tl.where(pieces > 0, first_slot, -1)
+    offset = first_unit - begins
+    end = tl.minimum(ends, at_next(cut, at_begin, C))
+    store_item(work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_UNIT)
+
+    # A piece ends at the next cut that is another place, or with its request.
+    request = tl.minimum(passed, B - 1)
+    end = tl.minimum(tl.gather(ends, request, 0), tl.maximum(next_cut, cut + 1))
+    offset, start = tl.gather(offset, request, 0), tl.gather(start, request, 0)
+    length, page = tl.gather(kv_len, request, 0), tl.gather(first_page, request, 0)
+    slot = tl.gather(first_slot - item, request, 0) + cut_item
+    store_item(work, cut_item, inside, request, cut, end, offset, start, length, page, slot, KV_UNIT)
+
+    used = tl.max(requests_until, 0) + tl.max(cuts_until, 0)
+    field = tl.arange(0, 8)
+    for i in range(0, max_batch + num_ctas, C):
+        rest = i + c
+        blank = (rest >= used) & (rest < max_batch + num_ctas)
+        tl.store(work + rest[:, None] * 8 + field, tl.zeros((C, 8), tl.int32), mask=blank[:, None])
+
+    tl.store(cta_indptr + c, cut_item, mask=c <= num_ctas)
+    tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
+    tl.store(plan_kv_indptr + b, first_page, mask=b == 0)
+    tl.store(plan_kv_indptr + 1 + b, end_page, mask=b < max_batch)
+    tl.store(merge_indptr + b, first_slot, mask=b == 0)
+    tl.store(merge_indptr + 1 + b, merge_end, mask=b < max_batch)
+
+
+def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
+    p = DecodePlan(*plan)
+    problem = PlanProblem.of(p.problem)
+    max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
+    if max_batch > MAX_REQUESTS:
+        plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan)
+        return
+    block_batch, block_cuts = triton.next_power_of_2(max_batch), triton.next_power_of_2(num_ctas + 1)
+    num_indices = kv_indices.shape[0]
+    launch(
+        plan_decode_kernel,
+        (1 + triton.cdiv(num_indices, COPY),),
+        (
+            *(kv_indptr, kv_indices, kv_last_page_len),
+            *(p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr),
+        ),
+        (kv_indptr.shape[0] - 1, num_indices, max_batch, p.kv_indices.shape[0], num_ctas),
+        (),
+        (
+            *(problem.page_size, problem.window, KV_UNIT, SLACK),
+            *(block_batch, block_batch.bit_length() - 1, block_cuts, block_cuts.bit_length() - 1, COPY),
+        ),
+        Options(num_warps=4 if block_batch <= 512 else 8),
+    )
