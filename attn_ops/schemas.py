@@ -50,11 +50,35 @@ SCHEMAS: dict[str, str] = {
         + ") -> (Tensor, Tensor)"
     ),
     "single_prefill": ("(Tensor q, Tensor k, Tensor v, " + _OPTIONS + _MASK + _LAYOUT + ") -> (Tensor, Tensor)"),
+    "batch_mla": (
+        "(Tensor q_nope, Tensor q_pe, Tensor ckv_cache, Tensor kpe_cache, Tensor[] plan, Tensor(a!) workspace, *, "
+        "float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? sinks=None, "
+        'Tensor? kv_scale=None, bool causal=False, bool return_lse=False, str backend="auto") -> (Tensor, Tensor)'
+    ),
     "append_kv": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor batch_indices, "
         "Tensor positions, Tensor kv_indices, Tensor kv_indptr, *, "
         'str kv_layout="NHD", str backend="auto") -> ()'
     ),
+    "append_mla_kv": (
+        "(Tensor ckv, Tensor kpe, Tensor(a!) ckv_cache, Tensor(b!) kpe_cache, Tensor batch_indices, "
+        'Tensor positions, Tensor kv_indices, Tensor kv_indptr, *, str backend="auto") -> ()'
+    ),
+    "batch_indices_positions": (
+        '(Tensor append_indptr, Tensor seq_lens, SymInt nnz, *, str backend="auto") -> (Tensor, Tensor)'
+    ),
+    "seq_lens": '(Tensor kv_indptr, Tensor kv_last_page_len, int page_size, *, str backend="auto") -> Tensor',
+    "page_table": (
+        '(Tensor block_tables, Tensor seq_lens, int page_size, *, str backend="auto") -> (Tensor, Tensor, Tensor)'
+    ),
     "merge_state": ('(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, str backend="auto") -> (Tensor, Tensor)'),
     "merge_states": '(Tensor v, Tensor s, *, str backend="auto") -> (Tensor, Tensor)',
+    "merge_state_in_place": (
+        '(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, Tensor? mask=None, *, str backend="auto") -> ()'
+    ),
+    "merge_states_varlen": '(Tensor v, Tensor s, Tensor indptr, *, str backend="auto") -> (Tensor, Tensor)',
+    "packbits": '(Tensor x, *, str bitorder="big", str backend="auto") -> Tensor',
+    "segment_packbits": (
+        '(Tensor x, Tensor indptr, SymInt num_bytes, *, str bitorder="big", str backend="auto") -> (Tensor, Tensor)'
+    ),
 }

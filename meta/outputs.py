@@ -30,6 +30,39 @@ def merge_states(v: Tensor, s: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return v.new_empty((rows, heads, dim)), s.new_empty((rows, heads))
 
 
+def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    rows = indptr.shape[0] - 1
+    return v.new_empty((rows, *v.shape[1:])), s.new_empty((rows, *s.shape[1:]))
+
+
+def batch_mla(q_nope: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> tuple[Tensor, Tensor]:
+    """``out [rows, num_heads, head_dim_ckv]`` and lse as :func:`attention`."""
+    return attention(q_nope, q_nope, q_nope, return_lse=return_lse)
+
+
+def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, **_: Any) -> tuple[Tensor, Tensor]:
+    return append_indptr.new_empty(nnz), append_indptr.new_empty(nnz)
+
+
+def seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int, **_: Any) -> Tensor:
+    return kv_last_page_len.new_empty(kv_last_page_len.shape)
+
+
+def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``kv_indptr [batch + 1]``, ``kv_indices [batch * max_pages_per_request]``, ``kv_last_page_len [batch]``."""
+    batch, width = block_tables.shape
+    empty = block_tables.new_empty
+    return empty(batch + 1), empty(batch * width), empty(batch)
+
+
+def packbits(x: Tensor, **_: Any) -> Tensor:
+    return x.new_empty((x.shape[0] + 7) // 8, dtype=torch.uint8)
+
+
+def segment_packbits(x: Tensor, indptr: Tensor, num_bytes: int, **_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(num_bytes, dtype=torch.uint8), indptr.new_empty(indptr.shape)
+
+
 def nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -41,7 +74,16 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     "batch_prefill": attention,
     "ragged_prefill": attention,
     "single_prefill": attention,
+    "batch_mla": batch_mla,
     "append_kv": nothing,
+    "append_mla_kv": nothing,
+    "batch_indices_positions": batch_indices_positions,
+    "seq_lens": seq_lens,
+    "page_table": page_table,
     "merge_state": merge_state,
     "merge_states": merge_states,
+    "merge_state_in_place": nothing,
+    "merge_states_varlen": merge_states_varlen,
+    "packbits": packbits,
+    "segment_packbits": segment_packbits,
 }

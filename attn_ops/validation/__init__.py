@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..registry import Problem
-from . import attention, merging, pages, planning
+from . import attention, bits, merging, pages, planning
 
 CHECKS: dict[str, Callable[..., Problem]] = {
     check.__name__: check
@@ -22,8 +22,17 @@ CHECKS: dict[str, Callable[..., Problem]] = {
         attention.batch_prefill,
         attention.ragged_prefill,
         attention.single_prefill,
+        attention.batch_mla,
         pages.append_kv,
+        pages.append_mla_kv,
+        pages.batch_indices_positions,
+        pages.seq_lens,
+        pages.page_table,
         merging.merge_state,
         merging.merge_states,
+        merging.merge_state_in_place,
+        merging.merge_states_varlen,
+        bits.packbits,
+        bits.segment_packbits,
     )
 }

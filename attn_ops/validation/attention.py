@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import CapacityError, PlanError, ShapeError
+from ..errors import CapacityError, OptionError, PlanError, ShapeError
 from ..plan import DecodePlan, PrefillPlan, workspace_size
 from ..registry import Problem
 from .common import FLOATS, FP8, Op, Options, caches
@@ -194,4 +194,53 @@ def single_prefill(
     if mask is not None:
         bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
         op.size("mask", "bytes", mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
+    return problem
+
+
+def batch_mla(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    causal: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = Op("batch_mla")
+    options = Options(sm_scale, logits_soft_cap, window_left, sinks, kv_scale, causal=causal)
+    op.tensor("q_nope", q_nope, "[nnz_qo, num_heads, head_dim_ckv]", FLOATS, None)
+    op.tensor("q_pe", q_pe, "[nnz_qo, num_heads, head_dim_kpe]", (q_nope.dtype,), q_nope)
+    op.tensor("ckv_cache", ckv_cache, "[pages, page_size, head_dim_ckv]", FLOATS + FP8, q_nope)
+    op.tensor("kpe_cache", kpe_cache, "[pages, page_size, head_dim_kpe]", FLOATS + FP8, q_nope)
+    for dim in (0, 1):
+        op.size("q_pe", f"dimension {dim}", q_pe.shape[dim], q_nope.shape[dim], "q_nope")
+        op.size("kpe_cache", f"dimension {dim}", kpe_cache.shape[dim], ckv_cache.shape[dim], "ckv_cache")
+    op.size("ckv_cache", "head_dim", int(ckv_cache.shape[2]), int(q_nope.shape[2]), "q_nope")
+    op.size("kpe_cache", "head_dim", int(kpe_cache.shape[2]), int(q_pe.shape[2]), "q_pe")
+    op.kv_dtype(q_nope, ckv_cache, kpe_cache)
+    dims = int(q_nope.shape[2]), int(q_pe.shape[2])
+    if sm_scale is None and dims != (512, 64):
+        op.fail(OptionError, f"sm_scale is None with head_dim {dims[0]} + {dims[1]}", "a number", "pass sm_scale")
+    op.options(q_nope, options)
+    op.no_grad(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, sinks=sinks)
+    problem = Problem(
+        op=op.name,
+        device=q_nope.device.type,
+        dtype=q_nope.dtype,
+        kv_dtype=ckv_cache.dtype,
+        num_qo_heads=int(q_nope.shape[1]),
+        num_kv_heads=1,
+        head_dim_qk=int(q_nope.shape[2]) + int(q_pe.shape[2]),
+        head_dim_vo=int(q_nope.shape[2]),
+        page_size=int(ckv_cache.shape[1]),
+    )
+    _planned(op, PrefillPlan, problem, q_nope, plan, workspace, options)
     return problem

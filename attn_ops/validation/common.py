@@ -37,9 +37,9 @@ class Options(NamedTuple):
     window_left: int
     sinks: Tensor | None
     kv_scale: Tensor | None
-    pos_encoding: str
-    rope_scale: float
-    rope_theta: float
+    pos_encoding: str = "NONE"
+    rope_scale: float = 1.0
+    rope_theta: float = 10000.0
     causal: bool = True
     mask: Tensor | None = None
 

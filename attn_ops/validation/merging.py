@@ -22,17 +22,21 @@ def _states(op: Op, v: Tensor, s: Tensor, dims: str, like: Tensor | None, suffix
         )
 
 
+def _alike(op: Op, a: Tensor, b: Tensor, name_a: str, name_b: str) -> None:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        op.fail(
+            ShapeError,
+            f"{name_b} is {list(b.shape)} {dtype_name(b)}",
+            f"{list(a.shape)} {dtype_name(a)} as {name_a}",
+            "make the two agree",
+        )
+
+
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, *, backend: str = "auto") -> Problem:
     op = Op("merge_state")
     _states(op, v_a, s_a, "rows, heads", None, "_a")
     _states(op, v_b, s_b, "rows, heads", v_a, "_b")
-    if v_a.shape != v_b.shape or v_a.dtype != v_b.dtype:
-        op.fail(
-            ShapeError,
-            f"v_b is {list(v_b.shape)} {dtype_name(v_b)}",
-            f"{list(v_a.shape)} {dtype_name(v_a)} as v_a",
-            "make the two agree",
-        )
+    _alike(op, v_a, v_b, "v_a", "v_b")
     op.no_grad(v_a=v_a, v_b=v_b)
     return Problem("merge_state", v_a.device.type, v_a.dtype, v_a.dtype, head_dim_vo=int(v_a.shape[-1]))
 
@@ -42,3 +46,25 @@ def merge_states(v: Tensor, s: Tensor, *, backend: str = "auto") -> Problem:
     _states(op, v, s, "rows, states, heads", None)
     op.no_grad(v=v)
     return Problem("merge_states", v.device.type, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
+
+
+def merge_state_in_place(
+    v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None, *, backend: str = "auto"
+) -> Problem:
+    op = Op("merge_state_in_place")
+    _states(op, v, s, "rows, heads", None)
+    _states(op, v_other, s_other, "rows, heads", v, "_other")
+    _alike(op, v, v_other, "v", "v_other")
+    if mask is not None:
+        op.tensor("mask", mask, "[rows]", (torch.bool, torch.uint8), v)
+        op.size("mask", "rows", mask.shape[0], v.shape[0], "v")
+    op.no_grad(v=v, v_other=v_other)
+    return Problem(op.name, v.device.type, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
+
+
+def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, *, backend: str = "auto") -> Problem:
+    op = Op("merge_states_varlen")
+    _states(op, v, s, "states, heads", None)
+    op.tensor("indptr", indptr, "[rows + 1]", (torch.int32,), v)
+    op.no_grad(v=v)
+    return Problem(op.name, v.device.type, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))

@@ -5,18 +5,29 @@ proportional to a plan's capacity, not to the lengths it holds.
 """
 
 from .attention import batch_decode, batch_prefill, ragged_prefill, single_prefill
-from .merge import merge_state, merge_states
-from .page import append_kv
+from .bits import packbits, segment_packbits
+from .merge import merge_state, merge_state_in_place, merge_states, merge_states_varlen
+from .mla import batch_mla
+from .page import append_kv, append_mla_kv, batch_indices_positions, page_table, seq_lens
 from .plan import plan_decode, plan_prefill
 
 __all__ = [
     "append_kv",
+    "append_mla_kv",
     "batch_decode",
+    "batch_indices_positions",
+    "batch_mla",
     "batch_prefill",
     "merge_state",
+    "merge_state_in_place",
     "merge_states",
+    "merge_states_varlen",
+    "packbits",
+    "page_table",
     "plan_decode",
     "plan_prefill",
     "ragged_prefill",
+    "segment_packbits",
+    "seq_lens",
     "single_prefill",
 ]

@@ -167,7 +167,7 @@ def _nothing_seen(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Te
     return out.zero_(), lse.fill_(-torch.inf)
 
 
-def _prefill(
+def prefill(
     q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, mask: Tensor | None, opts: Options, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """``k, v [pages, page_size, heads, dim]``; the plan's tiles a few at a time."""
@@ -212,7 +212,7 @@ def batch_prefill(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     k, v = as_nhd(k_cache, kv_layout), as_nhd(v_cache, kv_layout)
-    return _prefill(q, k, v, PrefillPlan(*plan), mask, Options(**options), return_lse)
+    return prefill(q, k, v, PrefillPlan(*plan), mask, Options(**options), return_lse)
 
 
 def ragged_prefill(
@@ -228,7 +228,7 @@ def ragged_prefill(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     pages = [t[:, None] if kv_layout == "NHD" else t.transpose(0, 1)[:, None] for t in (k, v)]
-    return _prefill(q, *pages, PrefillPlan(*plan), mask, Options(**options), return_lse)
+    return prefill(q, *pages, PrefillPlan(*plan), mask, Options(**options), return_lse)
 
 
 def single_prefill(

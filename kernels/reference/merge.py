@@ -28,3 +28,28 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         return v.new_zeros((rows, heads, dim)), s.new_full((rows, heads), -torch.inf)
     merged, lse = combine(v.float(), s, 1)
     return merged.to(v.dtype), lse
+
+
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+    merged, lse = merge_state(v, s, v_other, s_other)
+    if mask is not None:
+        keep = mask.bool()[:, None]
+        merged, lse = torch.where(keep[..., None], merged, v), torch.where(keep, lse, s)
+    v.copy_(merged)
+    s.copy_(lse)
+
+
+def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge states ``indptr[r]:indptr[r + 1]`` of ``v [states, heads, dim]`` into row r."""
+    rows, states = indptr.shape[0] - 1, v.shape[0]
+    state = torch.arange(states, device=v.device)
+    row = torch.searchsorted(indptr.contiguous(), state, right=True) - 1
+    row = torch.where((row >= 0) & (row < rows), row, rows)[:, None].expand(states, v.shape[1])
+    top = s.new_full((rows + 1, v.shape[1]), -torch.inf).scatter_reduce(0, row, s, "amax")
+    weight = torch.where(s > -torch.inf, torch.exp2(s - top.gather(0, row)), 0.0)
+    total = s.new_zeros(top.shape).scatter_add(0, row, weight)
+    weighted = torch.where(weight[..., None] > 0, v.float() * weight[..., None], 0.0)
+    summed = weighted.new_zeros((rows + 1, *v.shape[1:]))
+    summed = summed.scatter_add(0, row[..., None].expand(v.shape), weighted)
+    out = summed / torch.where(total > 0, total, 1.0)[..., None]
+    return out[:-1].to(v.dtype), (top + torch.log2(total))[:-1]

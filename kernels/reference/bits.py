@@ -1,0 +1,32 @@
+"""Packing booleans into bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _pack(bits: Tensor, bitorder: str) -> Tensor:
+    """uint8 ``[bytes]`` of bool ``[bytes, 8]``."""
+    place = torch.arange(8, device=bits.device)
+    weight = 1 << (place if bitorder == "little" else 7 - place)
+    return (bits.int() * weight).sum(1).to(torch.uint8)
+
+
+def packbits(x: Tensor, *, bitorder: str = "big") -> Tensor:
+    padded = torch.nn.functional.pad(x.bool(), (0, -x.shape[0] % 8))
+    return _pack(padded.view(-1, 8), bitorder)
+
+
+def segment_packbits(x: Tensor, indptr: Tensor, num_bytes: int, *, bitorder: str = "big") -> tuple[Tensor, Tensor]:
+    """Each segment ``x[indptr[i]:indptr[i + 1]]`` begins at a byte of its own."""
+    length = indptr.diff()
+    byte_indptr = torch.nn.functional.pad(((length + 7) // 8).cumsum(0), (1, 0))
+    if 0 in (num_bytes, x.shape[0]) or length.shape[0] == 0:
+        return x.new_zeros(num_bytes, dtype=torch.uint8), byte_indptr.int()
+    byte = torch.arange(num_bytes, device=x.device)
+    segment = torch.searchsorted(byte_indptr[1:].contiguous(), byte, right=True).clamp(max=length.shape[0] - 1)
+    bit = (byte - byte_indptr[segment])[:, None] * 8 + torch.arange(8, device=x.device)
+    inside = (bit < length[segment][:, None]) & (byte < byte_indptr[-1])[:, None]
+    source = (indptr[segment][:, None] + bit).clamp(0, x.shape[0] - 1)
+    return _pack(x[source].bool() & inside, bitorder), byte_indptr.int()
