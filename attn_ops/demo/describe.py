@@ -1,0 +1,62 @@
+"""The lines above the table: what was run, on what, with which backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import dispatch
+from ..version import __version__
+from .engine import Request
+from .memory import Memory
+from .model import ModelConfig
+
+
+def header(
+    config: ModelConfig, weights: str, memory: Memory, dtype: torch.dtype, requests: Sequence[Request]
+) -> list[str]:
+    capacity, lengths = memory.capacity, [len(request.prompt) for request in requests]
+    return [
+        f"attn_ops {__version__}, torch {torch.__version__}, {_device_name(memory.device)}, "
+        f"{str(dtype).removeprefix('torch.')}",
+        f"model     {config.num_layers} layers, hidden {config.hidden_size}, {config.num_qo_heads} query and "
+        f"{config.num_kv_heads} KV heads of {config.head_dim}, vocabulary {config.vocab_size}; weights: {weights}",
+        f"requests  {len(requests)}, prompts of {min(lengths)} to {max(lengths)} tokens, at most "
+        f"{requests[0].max_new_tokens} new tokens each",
+        f"engine    {capacity.max_batch} slots, {capacity.num_pages} pages of {capacity.page_size} tokens, "
+        f"prefill of {capacity.prefill_tokens} tokens a step",
+        f"backends  {', '.join(f'{op} {name}' for op, name in backends(memory).items())}",
+    ]
+
+
+def backends(memory: Memory) -> dict[str, str]:
+    """The backend that runs each attention op here: the one whose line of ``explain`` says so."""
+    keys, values = memory.caches[0].unbind(1)
+    q = keys.new_empty((1, memory.decode.problem.num_qo_heads, keys.shape[-1]))
+    window_left = memory.decode.problem.window - 1
+    verdicts = {
+        "batch_decode": dispatch.explain(
+            "batch_decode", q, keys, values, memory.decode.state, memory.decode.workspace, window_left=window_left
+        ),
+        "batch_prefill": dispatch.explain(
+            "batch_prefill",
+            q,
+            keys,
+            values,
+            memory.prefill.state,
+            memory.prefill.workspace,
+            window_left=window_left,
+            causal=True,
+        ),
+    }
+    return {
+        op: next(line.split(":")[0] for line in text.splitlines() if line.endswith(": runs it"))
+        for op, text in verdicts.items()
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

@@ -1,0 +1,123 @@
+"""From the decode step to a C++ process: export, AOTInductor packages, the runner, its answer.
+
+Two packages are made, one that plans a batch and one that decodes it. ``runner.cpp`` loads them and a file
+of input tensors, and decodes greedily with neither Python nor this library in the process.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import cpp_extension
+
+from .engine import Snapshot
+from .errors import DemoError
+from .memory import Memory
+from .model import LanguageModel
+from .pages import page_table
+from .steps import DecodeStep, PlanStep
+
+RUNNER_SOURCE = Path(__file__).with_name("runner.cpp")
+
+
+class RunnerResult(NamedTuple):
+    """What the C++ process found: ``tokens [steps][max_batch]``, its best time, and whether Python was mapped."""
+
+    tokens: list[list[int]]
+    seconds: float
+    python_mapped: bool
+
+
+class Artifact(NamedTuple):
+    """Files of a package made for a model and a memory."""
+
+    plan: Path
+    decode: Path
+    folder: Path
+
+
+@torch.no_grad()
+def build(model: LanguageModel, memory: Memory, folder: Path) -> Artifact:
+    """Export the plan and decode steps at ``memory``'s shapes and compile each to a package in ``folder``."""
+    artifact = Artifact(folder / "plan.pt2", folder / "decode.pt2", folder)
+    empty = page_table([[]] * memory.capacity.max_batch, [0] * memory.capacity.max_batch, 1, memory.decode.max_pages)
+    table = [t.to(memory.device) for t in empty]
+    tokens = torch.zeros(memory.capacity.max_batch, dtype=torch.int64, device=memory.device)
+    _package(PlanStep(), (*table, memory.decode.state), artifact.plan)
+    inputs = (tokens, memory.caches, memory.decode.state, memory.decode.workspace)
+    _package(DecodeStep(model), inputs, artifact.decode)
+    return artifact
+
+
+def _package(step: nn.Module, inputs: tuple[object, ...], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        program = torch.export.export(step, inputs)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+
+
+def compile_runner(folder: Path, device: torch.device) -> Path:
+    """Compile ``runner.cpp`` with the machine's g++ against torch's own headers."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise DemoError(
+            "g++ is not on the PATH, so the C++ runner was not built and the package not checked; install g++"
+        )
+    binary = folder / "runner"
+    libraries = ["torch", "torch_cpu", "c10"] + (["torch_cuda", "c10_cuda"] if device.type == "cuda" else [])
+    command = [compiler, "-std=c++20", "-O1", str(RUNNER_SOURCE), "-o", str(binary)]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    command += [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    for path in cpp_extension.library_paths():
+        command += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    command += ["-Wl,--no-as-needed", *[f"-l{library}" for library in libraries]]
+    _check(subprocess.run(command, capture_output=True, text=True, check=False), "g++ could not compile the C++ runner")
+    return binary
+
+
+def save_state(memory: Memory, start: Snapshot, path: Path) -> None:
+    """Write the inputs of decoding from ``start`` as ``runner.cpp`` reads them."""
+    reserved = torch.zeros(len(start.pages), memory.capacity.pages_per_request, dtype=torch.int32)
+    for row, pages in zip(reserved, start.pages, strict=True):
+        row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    state: dict[str, Tensor | list[Tensor]] = {
+        "tokens": torch.tensor(start.tokens),
+        "lengths": torch.tensor(start.lengths, dtype=torch.int32),
+        "page_table": reserved,
+        "page_size": torch.tensor(memory.capacity.page_size, dtype=torch.int32),
+        "kv_indices": torch.zeros(memory.decode.max_pages, dtype=torch.int32),
+        "caches": [cache.cpu() for cache in memory.caches],
+        "plan": [t.cpu() for t in memory.decode.state],
+        "workspace": memory.decode.workspace.cpu(),
+    }
+    torch.save(state, path)
+
+
+def run(runner: Path, artifact: Artifact, memory: Memory, start: Snapshot, steps: int, repeats: int) -> RunnerResult:
+    """Decode ``steps`` tokens from ``start`` in the C++ process."""
+    state = artifact.folder / "state.pt"
+    save_state(memory, start, state)
+    device = str(torch.empty(0, device=memory.device).device)
+    command = [runner, artifact.plan, artifact.decode, state, steps, repeats, device]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    _check(done, "the C++ runner failed")
+    return _parse(done.stdout.splitlines())
+
+
+def _parse(lines: Sequence[str]) -> RunnerResult:
+    words = [line.split() for line in lines]
+    fields = {line[0]: line[1] for line in words if line[0] != "tokens"}
+    tokens = [[int(token) for token in line[1:]] for line in words if line[0] == "tokens"]
+    return RunnerResult(tokens, float(fields["seconds"]), fields["python"] != "absent")
+
+
+def _check(done: subprocess.CompletedProcess[str], what: str) -> None:
+    if done.returncode:
+        raise DemoError(f"{what} (exit status {done.returncode}):\n{done.stderr.strip()[-2000:]}")

@@ -1,0 +1,37 @@
+"""Progress on stderr: a bar over the stages of a run, and one over the tokens of the stage in hand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from .errors import DemoError
+
+
+class Progress:
+    """``stages`` is how many times :meth:`stage` will be entered; a silent one shows nothing."""
+
+    def __init__(self, stages: int, silent: bool = False) -> None:
+        try:
+            from tqdm import tqdm
+        except ImportError as error:
+            raise DemoError('the demo shows its progress with tqdm; pip install "attn-ops[demo]"') from error
+        self._tqdm, self._silent = tqdm, silent
+        self._bar = tqdm(
+            total=stages, unit="stage", disable=silent, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed}"
+        )
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._bar.set_description(name)
+        yield
+        self._bar.update()
+
+    @contextlib.contextmanager
+    def tokens(self, name: str, total: int) -> Iterator[Callable[[int], object]]:
+        """A stage that reports its tokens: yields the function to tell of new ones."""
+        with self.stage(name), self._tqdm(total=total, unit="tok", leave=False, disable=self._silent or None) as bar:
+            yield bar.update
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,85 @@
+"""What a run found, as a table, and whether it kept every promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .compiling import Counts
+from .dense import Comparison
+
+STEPS = ("prefill", "decode")
+
+
+@dataclass
+class Row:
+    """One way of running the model: rates in tokens/s, and its greedy tokens against the dense run's."""
+
+    name: str
+    decode_rate: float | None = None
+    serving_rate: float | None = None
+    equal: Comparison | None = None
+
+    def cells(self) -> tuple[str, str, str, str]:
+        decode, serving = ("-" if rate is None else f"{rate:,.0f}" for rate in (self.decode_rate, self.serving_rate))
+        return self.name, decode, serving, "-" if self.equal is None else str(self.equal)
+
+
+@dataclass
+class Report:
+    """``compiled`` counts the warm-up, ``after`` everything compiled steps did later; None where not reached."""
+
+    header: list[str]
+    rows: list[Row] = field(default_factory=list)
+    compiled: Counts | None = None
+    after: Counts | None = None
+    pages: list[tuple[int, int]] = field(default_factory=list)
+    python_mapped: bool | None = None
+    skipped: list[str] = field(default_factory=list)
+
+    def failures(self) -> list[str]:
+        """One sentence for every promise not kept; a check that could not run is one."""
+        found = [f"{row.name}: tokens differ from the dense run" for row in self.rows if row.equal and not row.equal.ok]
+        for counts, when in ((self.compiled, "in warm-up"), (self.after, "after warm-up")):
+            if counts and counts.graph_breaks:
+                found.append(f"{counts.graph_breaks} graph breaks {when}")
+            if counts and counts.cudagraph_skips:
+                found.append(f"{counts.cudagraph_skips} graphs ran without a CUDA graph {when}")
+        if self.compiled and self.compiled.compilations != len(STEPS):
+            found.append(f"{self.compiled.compilations} graphs were compiled for the {len(STEPS)} steps")
+        if self.after and self.after.compilations:
+            found.append(f"{self.after.compilations} recompiles after warm-up")
+        if any(free != total for free, total in self.pages):
+            found.append("a finished run has not freed all its pages")
+        if self.python_mapped:
+            found.append("libpython is mapped in the C++ process")
+        return found + [f"not checked: {what}" for what in self.skipped]
+
+    def render(self) -> str:
+        table = [("", "decode tokens/s", "serving tokens/s", "tokens equal to the dense run's")]
+        lines = [*self.header, "", *_columns(table + [row.cells() for row in self.rows]), ""]
+        if self.compiled and self.after:
+            lines += [
+                f"compiled graphs           {self.compiled.compilations}",
+                f"graph breaks              {self.compiled.graph_breaks + self.after.graph_breaks}",
+                f"recompiles after warm-up  {self.after.compilations}",
+            ]
+            if self.cuda_graphs:
+                lines.append(f"CUDA graphs skipped       {self.compiled.cudagraph_skips + self.after.cudagraph_skips}")
+        if self.pages:
+            lines.append("pages freed               " + ", ".join(f"{free} of {total}" for free, total in self.pages))
+        if self.python_mapped is not None:
+            lines.append(f"libpython in C++ process  {'mapped' if self.python_mapped else 'absent'}")
+        return "\n".join(lines)
+
+    cuda_graphs: bool = False
+
+
+def _columns(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:-1], strict=True)), row[-1]]
+        ).rstrip()
+        for row in table
+    ]

@@ -1,0 +1,142 @@
+// Greedy decoding from two AOTInductor packages, in a process without Python.
+//
+//   runner plan.pt2 decode.pt2 state.pt steps repeats device
+//
+// state.pt, written with torch.save, is a dictionary of what the steps were exported for:
+//   tokens      int64 [batch]            each request's newest token, not in the cache yet
+//   lengths     int32 [batch]            tokens of each request in the cache, 0 for a slot without one
+//   page_table  int32 [batch, per_slot]  pages reserved for each request
+//   page_size   int32 []
+//   kv_indices  int32 [capacity]         its size is the number of pages a plan has room for
+//   caches, plan, workspace              as the decode step takes them
+// on the device that the packages were compiled for.
+
+#include <ATen/ATen.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using Loader = torch::inductor::AOTIModelPackageLoader;
+
+struct State {
+  explicit State(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    TORCH_CHECK(file, "cannot read ", path);
+    const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+    const auto dict = torch::jit::pickle_load(bytes).toGenericDict();
+    tokens = dict.at("tokens").toTensor();
+    lengths = dict.at("lengths").toTensor();
+    pages = dict.at("page_table").toTensor();
+    page_size = dict.at("page_size").toTensor().item<int32_t>();
+    kv_indices = dict.at("kv_indices").toTensor();
+    for (const auto& cache : dict.at("caches").toListRef()) caches.push_back(cache.toTensor());
+    for (const auto& field : dict.at("plan").toListRef()) plan.push_back(field.toTensor());
+    workspace = dict.at("workspace").toTensor();
+  }
+
+  void to(c10::Device device) {
+    for (Tensor* t : {&tokens, &workspace}) *t = t->to(device);
+    for (auto* list : {&caches, &plan})
+      for (Tensor& t : *list) t = t.to(device);
+  }
+
+  Tensor tokens, lengths, pages, kv_indices, workspace;
+  std::vector<Tensor> caches, plan;
+  int32_t page_size = 0;
+};
+
+// The page table of a batch whose requests have `lengths` tokens, in the plan step's order of inputs.
+std::vector<Tensor> page_table(const State& state, const Tensor& lengths) {
+  const int64_t batch = lengths.numel();
+  auto indptr = at::zeros({batch + 1}, at::kInt);
+  auto indices = at::zeros_like(state.kv_indices);
+  auto last = at::zeros({batch}, at::kInt);
+  const auto pages = state.pages.accessor<int32_t, 2>();
+  const auto length = lengths.accessor<int32_t, 1>();
+  int32_t* end = indices.data_ptr<int32_t>();
+  for (int64_t b = 0; b < batch; ++b) {
+    const int32_t count = (length[b] + state.page_size - 1) / state.page_size;
+    TORCH_CHECK(count <= pages.size(1), "request ", b, " outgrew its pages");
+    end = std::copy_n(pages[b].data(), count, end);
+    indptr[b + 1] = end - indices.data_ptr<int32_t>();
+    last[b] = length[b] - std::max(count - 1, 0) * state.page_size;
+  }
+  return {indptr, indices, last};
+}
+
+// `steps` greedy tokens of every request, int64 [steps, batch]. Repeating it writes the same cache again.
+Tensor decode(Loader& planner, Loader& decoder, const State& state, int steps, c10::Device device) {
+  Tensor tokens = state.tokens, lengths = state.lengths;
+  const Tensor active = (lengths > 0).to(at::kInt);
+  std::vector<Tensor> chosen;
+  for (int step = 0; step < steps; ++step) {
+    lengths = lengths + active;
+    std::vector<Tensor> inputs;
+    for (const Tensor& t : page_table(state, lengths)) inputs.push_back(t.to(device));
+    inputs.insert(inputs.end(), state.plan.begin(), state.plan.end());
+    planner.run(inputs);
+
+    inputs = {tokens};
+    inputs.insert(inputs.end(), state.caches.begin(), state.caches.end());
+    inputs.insert(inputs.end(), state.plan.begin(), state.plan.end());
+    inputs.push_back(state.workspace);
+    tokens = decoder.run(inputs).at(0);
+    chosen.push_back(tokens);
+  }
+  return at::stack(chosen).cpu();
+}
+
+bool maps_python() {
+  std::ifstream maps("/proc/self/maps");
+  const std::string text{std::istreambuf_iterator<char>(maps), {}};
+  return text.find("libpython") != std::string::npos || text.find("libtorch_python") != std::string::npos;
+}
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  TORCH_CHECK(argc == 7, "usage: runner plan.pt2 decode.pt2 state.pt steps repeats device");
+  const c10::InferenceMode guard;
+  Loader planner(argv[1]), decoder(argv[2]);
+  State state(argv[3]);
+  const int steps = std::stoi(argv[4]), repeats = std::stoi(argv[5]);
+  const c10::Device device(argv[6]);
+  state.to(device);
+
+  Tensor chosen = decode(planner, decoder, state, steps, device);
+  double best = std::numeric_limits<double>::infinity();
+  for (int i = 0; i < repeats; ++i) {
+    const double start = seconds_now();
+    chosen = decode(planner, decoder, state, steps, device);
+    best = std::min(best, seconds_now() - start);
+  }
+
+  std::cout << "python " << (maps_python() ? "mapped" : "absent") << "\nseconds " << best << "\n";
+  for (int64_t step = 0; step < chosen.size(0); ++step) {
+    std::cout << "tokens";
+    for (int64_t b = 0; b < chosen.size(1); ++b) std::cout << ' ' << chosen[step][b].item<int64_t>();
+    std::cout << '\n';
+  }
+  return 0;
+} catch (const c10::Error& error) {
+  std::cerr << error.what_without_backtrace() << '\n';
+  return 1;
+} catch (const std::exception& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
+}

@@ -1,0 +1,180 @@
+"""The run itself: serve eager and compiled, check both, package the decode step and run it in C++."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import checkpoint, compiling, decoding, dense, describe, package, requests
+from .compiling import Counts
+from .decoding import Decoded
+from .engine import Engine, Request, Snapshot
+from .errors import DemoError
+from .memory import Capacity, Memory, Step
+from .model import ModelConfig, seeded
+from .pages import pages_for
+from .progress import Progress
+from .report import Report, Row
+from .steps import DecodeStep, PrefillStep
+
+SEEDED_MODEL = ModelConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_layers=4,
+    num_qo_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    windows=(-1,) * 4,
+)
+Steps = tuple[Step, Step]
+
+PAGE_SIZE = 16
+PREFILL_TOKENS = 128
+REQUESTS_PER_SLOT = 2
+REPEATS = 3
+STAGES = 12
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for. ``output`` keeps the packages and the runner; else they are temporary."""
+
+    device: torch.device
+    dtype: torch.dtype
+    model: Path | None = None
+    prompts: tuple[str, ...] = ()
+    batch: int = 8
+    max_new_tokens: int = 32
+    seed: int = 0
+    output: Path | None = None
+
+
+class Session:
+    """A model, its memory and its requests, and the report that the stages fill in."""
+
+    def __init__(self, options: Options, progress: Progress) -> None:
+        self.options, self.progress = options, progress
+        with progress.stage("loading the model"):
+            self.model, self.tokenizer, self.stop_tokens = _load(options)
+            self.requests = self._requests()
+            self.memory = Memory(self.model.config, self._capacity(), options.dtype, options.device)
+        weights = f"seed {options.seed}" if options.model is None else str(options.model)
+        lines = describe.header(self.model.config, weights, self.memory, options.dtype, self.requests)
+        self.report = Report(lines, cuda_graphs=options.device.type == "cuda")
+
+    @torch.no_grad()
+    def run(self) -> Report:
+        eager: Steps = (PrefillStep(self.model), DecodeStep(self.model))
+        rows = self.report.rows
+        rows.append(Row("eager"))
+        compiling.warm_up(self.memory, *eager)
+        self._serve(rows[0], eager)
+        if shutil.which("g++") is None:
+            self.report.skipped.append("compiled steps and the C++ runner, which need g++, and it is not on the PATH")
+            return self.report
+
+        before = Counts.now()
+        with self.progress.stage("compiling the prefill and decode steps"):
+            compiled = compiling.compile_steps(self.model, self.memory)
+        warm = Counts.now()
+        rows.append(Row("compiled"))
+        self._serve(rows[1], compiled)
+        start = Engine(self.memory, *compiled).snapshot([Request(r.prompt, r.max_new_tokens) for r in self.requests])
+        for row, step in ((rows[0], eager[1]), (rows[1], compiled[1])):
+            self._decode(row, step, start)
+        self.report.compiled, self.report.after = warm.since(before), Counts.now().since(warm)
+        rows.append(Row("AOTInductor, C++"))
+        with self._folder() as folder:
+            self._decode_in_cpp(rows[2], start, folder)
+        return self.report
+
+    def _serve(self, row: Row, steps: Steps) -> None:
+        """All requests through continuous batching, checked against the dense run."""
+        served = [request.fresh() for request in self.requests]
+        engine = Engine(self.memory, *steps, self.stop_tokens)
+        engine.submit(served)
+        total = sum(request.max_new_tokens for request in served)
+        with self.progress.tokens(f"serving, {row.name}", total) as on_tokens:
+            seconds = engine.run(on_tokens)
+        row.serving_rate = sum(len(request.output) for request in served) / seconds
+        self.report.pages.append((engine.allocator.num_free, engine.allocator.num_pages))
+        with self.progress.stage("comparing with the dense run"):
+            row.equal = dense.compare(self.model, [(request.prompt, request.output) for request in served])
+        self.served = served
+
+    def completions(self, count: int) -> list[str]:
+        """The first ``count`` requests as text, where there is a tokenizer."""
+        if self.tokenizer is None:
+            return []
+        return [self.tokenizer.decode([*r.prompt, *r.output]) for r in self.served[:count]]
+
+    def _decode(self, row: Row, step: Step, start: Snapshot) -> None:
+        with self.progress.stage(f"decoding, {row.name}"):
+            decoded = decoding.decode(step, self.memory, start, self._horizon, REPEATS)
+        self._enter(row, start, decoded)
+
+    def _decode_in_cpp(self, row: Row, start: Snapshot, folder: Path) -> None:
+        device = self.options.device
+        with self.progress.stage("exporting and packaging the decode step"):
+            artifact = package.build(self.model, self.memory, folder)
+        with self.progress.stage("compiling the C++ runner"):
+            runner = package.compile_runner(folder, device)
+        with self.progress.stage("decoding in C++"):
+            result = package.run(runner, artifact, self.memory, start, self._horizon, REPEATS)
+        self.report.python_mapped = result.python_mapped
+        self._enter(row, start, Decoded(result.tokens, result.seconds))
+
+    def _enter(self, row: Row, start: Snapshot, decoded: Decoded) -> None:
+        """A decoding's rate, and its tokens' comparison with the dense run on top of what the row has."""
+        sequences = start.sequences(decoded.tokens)
+        row.decode_rate = len(sequences) * self._horizon / decoded.seconds
+        found = dense.compare(self.model, sequences)
+        row.equal = found if row.equal is None else row.equal + found
+
+    @property
+    def _horizon(self) -> int:
+        """Decode steps that a request takes: its first token is the prefill's."""
+        return self.options.max_new_tokens - 1
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[Path]:
+        if self.options.output is None:
+            with tempfile.TemporaryDirectory(prefix="attn_ops_demo_") as folder:
+                yield Path(folder)
+        else:
+            self.options.output.mkdir(parents=True, exist_ok=True)
+            yield self.options.output
+
+    def _requests(self) -> list[Request]:
+        count, new = REQUESTS_PER_SLOT * self.options.batch, self.options.max_new_tokens
+        if self.options.model is None or (self.tokenizer is None and not self.options.prompts):
+            return requests.from_seed(count, self.model.config.vocab_size, new, self.options.seed)
+        if self.tokenizer is None:
+            raise DemoError(f"--prompt needs a tokenizer, and {self.options.model} holds no tokenizer.json")
+        return requests.from_texts(self.options.prompts or requests.TEXTS, self.tokenizer, count, new)
+
+    def _capacity(self) -> Capacity:
+        """Room for every request, and for two thirds of a full batch of the longest."""
+        longest = max(request.max_tokens for request in self.requests)
+        if longest > self.model.config.max_positions:
+            raise DemoError(
+                f"the longest request has {longest} tokens and the model {self.model.config.max_positions} "
+                "positions; shorten the prompt or --max-new-tokens"
+            )
+        each = pages_for(longest, PAGE_SIZE)
+        pages = max(each, 2 * each * self.options.batch // 3)
+        return Capacity(self.options.batch, PAGE_SIZE, pages, longest, PREFILL_TOKENS)
+
+
+def _load(options: Options) -> checkpoint.Checkpoint:
+    if options.model is None:
+        model = seeded(SEEDED_MODEL, options.seed, options.dtype, options.device)
+        return checkpoint.Checkpoint(model, None, frozenset())
+    return checkpoint.load(options.model, options.dtype, options.device)
