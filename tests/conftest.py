@@ -11,6 +11,7 @@ import torch
 import attn_ops  # noqa: F401  registers the ops
 
 hypothesis.settings.register_profile("attn_ops", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=5000)
 hypothesis.settings.load_profile("attn_ops")
 
 
