@@ -24,7 +24,7 @@ LENGTH_BUCKETS = 32
 
 def _lengths(kv_indptr: Tensor, last: Tensor, page_size: int, max_pages: int) -> Tensor:
     """Tokens of each request; inconsistent entries are brought into range, as on the device."""
-    pages = (kv_indptr[1:].clamp(max=max_pages) - kv_indptr[:-1].clamp(min=0)).clamp(min=0)
+    pages = kv_indptr.clamp(0, max_pages).diff().clamp(min=0)
     return torch.where(pages > 0, (pages - 1) * page_size + last.clamp(1, page_size), 0)
 
 
@@ -123,6 +123,7 @@ def plan_prefill(
         p.kv_indices.shape[0] if paged else torch.iinfo(torch.int32).max,
     )
     _copy_requests(p, kv_indptr, kv_indices, kv_len)
+    qo_indptr = qo_indptr.clamp(min=0)
     p.qo_indptr.copy_(_pad(qo_indptr, p.qo_indptr.shape[0], qo_indptr[-1:]))
 
     capacity = p.work.shape[0]
