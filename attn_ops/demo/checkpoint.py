@@ -152,6 +152,7 @@ def _load_model(folder: Path, config: ModelConfig, dtype: torch.dtype, device: t
 
 def _read_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError as error:
         raise DemoError('--model needs the safetensors package; pip install "attn-ops[demo]"') from error
@@ -166,7 +167,10 @@ def _read_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> dic
     for shard in shards:
         if not (folder / shard).exists():
             raise DemoError(f"{folder / shard} is named in the index and does not exist; is the download complete?")
-        loaded = load_file(folder / shard, device=str(device))
+        try:
+            loaded = load_file(folder / shard, device=str(device))
+        except SafetensorError as error:
+            raise DemoError(f"{folder / shard} cannot be read ({error}); is the download complete?") from error
         weights |= {name: t.to(dtype) for name, t in loaded.items()}
     return weights
 
@@ -178,7 +182,10 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise DemoError('tokenizer.json needs the tokenizers package; pip install "attn-ops[demo]"') from error
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the type that tokenizers raises is Exception itself
+        raise DemoError(f"{folder / 'tokenizer.json'} cannot be read ({error})") from error
 
 
 def _stop_tokens(folder: Path, raw: dict[str, Any]) -> frozenset[int]:

@@ -30,6 +30,7 @@ class Report:
     """``compiled`` counts the warm-up, ``after`` everything compiled steps did later; None where not reached."""
 
     header: list[str]
+    cuda_graphs: bool = False
     rows: list[Row] = field(default_factory=list)
     compiled: Counts | None = None
     after: Counts | None = None
@@ -71,8 +72,6 @@ class Report:
         if self.python_mapped is not None:
             lines.append(f"libpython in C++ process  {'mapped' if self.python_mapped else 'absent'}")
         return "\n".join(lines)
-
-    cuda_graphs: bool = False
 
 
 def _columns(table: Sequence[Sequence[str]]) -> list[str]:

@@ -1,0 +1,184 @@
+"""The demo as its user runs it: what it prints, what it refuses and what it exits with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from demo import golden
+from safetensors.torch import save_file
+
+from attn_ops.demo.__main__ import main
+from attn_ops.demo.compiling import Counts
+from attn_ops.demo.dense import Comparison
+from attn_ops.demo.report import Report, Row
+
+CASE = json.loads(golden.FILE.read_text(encoding="utf-8"))["qwen3-window"]
+CLEAN = Report(
+    ["header"],
+    rows=[Row("eager", 10.0, 5.0, Comparison(8)), Row("compiled", 1234.0, None, Comparison(8, near_ties=1))],
+    compiled=Counts(2, 0, 0),
+    after=Counts(0, 0, 0),
+    pages=[(4, 4)],
+    python_mapped=False,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with mixed windows and a tokenizer of numbered words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / "config.json").write_text(json.dumps(CASE["config"] | {"eos_token_id": None}), encoding="utf-8")
+    save_file(
+        {name: golden.weight(name, shape) for name, shape in CASE["weights"].items()}, folder / "model.safetensors"
+    )
+    vocabulary = {f"w{i}": i for i in range(golden.SIZES["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def demo(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "attn_ops.demo", "--device", "cpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+
+@pytest.fixture(scope="module")
+def kept(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A whole run, and the folder of what it built."""
+    output = tmp_path_factory.mktemp("output") / "kept"
+    prompts = [f"--prompt={' '.join(f'w{i}' for i in range(1, n))}" for n in (3, 9, 20)]
+    sizes = ["--batch", "3", "--max-new-tokens", "5", "--output", str(output)]
+    return output, demo("--model", str(checkpoint), *prompts, *sizes)
+
+
+@pytest.mark.slow
+def test_every_check_of_a_whole_run_holds(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    _, done = kept
+    assert done.returncode == 0, done.stderr
+    lines = {line.split("  ")[0]: " ".join(line.split()) for line in done.stdout.splitlines()}
+    assert lines["eager"].endswith("yes, 45 of 45")
+    assert lines["compiled"].endswith("yes, 45 of 45")
+    assert lines["AOTInductor, C++"].endswith("yes, 15 of 15")
+    assert lines["compiled graphs"] == "compiled graphs 2"
+    assert lines["graph breaks"] == "graph breaks 0"
+    assert lines["recompiles after warm-up"] == "recompiles after warm-up 0"
+    assert lines["libpython in C++ process"] == "libpython in C++ process absent"
+    assert "serving, compiled" in done.stderr
+    assert "\nw1 w2 " in done.stdout
+
+
+@pytest.mark.slow
+def test_the_runner_refuses_what_it_cannot_do(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    output, _ = kept
+    runner, files = output / "runner", [str(output / name) for name in ("plan.pt2", "decode.pt2", "state.pt")]
+
+    def refused(*arguments: str) -> str:
+        done = subprocess.run([str(runner), *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        return done.stderr
+
+    assert "outgrew its pages" in refused(*files, "1000", "1", "cpu")
+    assert "cannot read absent.pt" in refused(*files[:2], "absent.pt", "1", "1", "cpu")
+    assert "usage: runner" in refused()
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_rest_runs_and_the_exit_status_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    done = demo("--model", str(checkpoint), "--batch", "2", "--max-new-tokens", "3", env={"PATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert "eager" in done.stdout
+    assert "FAILED: not checked: compiled steps and the C++ runner, which need g++" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/absent"], "error: --model /absent is not a folder"),
+        (["--device", "tpu"], "error: --device tpu is not"),
+        (["--device", "meta"], "error: --device meta is not supported"),
+        (["--prompt", "hello"], "--prompt needs --model"),
+        (["--batch", "0"], "--batch is the number"),
+        (["--max-new-tokens", "1"], "--max-new-tokens is at least 2"),
+        (["--max-new-tokens", "4000"], "error: the longest request has 40"),
+    ],
+)
+def test_a_run_that_cannot_start_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(arguments if "--device" in arguments else [*arguments, "--device", "cpu"])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda"]) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_a_prompt_without_a_tokenizer(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    assert main(["--device", "cpu", "--model", str(tmp_path), "--prompt", "w1"]) == 2
+    assert "holds no tokenizer.json" in capsys.readouterr().err
+
+
+def test_recompiles_are_counted() -> None:
+    torch._dynamo.reset()
+    twice = torch.compile(lambda x: x + x, backend="eager", fullgraph=True, dynamic=False)
+    start = Counts.now()
+    twice(torch.ones(3))
+    twice(torch.zeros(3))
+    assert Counts.now().since(start).compilations == 1
+    twice(torch.ones(4))
+    assert Counts.now().since(start).compilations == 2
+
+
+def test_graph_breaks_are_counted() -> None:
+    torch._dynamo.reset()
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    start = Counts.now()
+    torch.compile(broken, backend="eager")(torch.ones(3))
+    assert Counts.now().since(start).graph_breaks == 1
+
+
+def test_a_clean_report_has_no_failures() -> None:
+    assert CLEAN.failures() == []
+    text = CLEAN.render()
+    assert "compiled            1,234                 -  yes, 8 of 8, 1 near ties" in text
+    assert "recompiles after warm-up  0" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": [Row("eager", 1.0, 1.0, Comparison(8, different=1))]}, "eager: tokens differ from the dense run"),
+        ({"rows": [Row("eager", 1.0, 1.0, Comparison(0))]}, "eager: tokens differ"),
+        ({"compiled": Counts(2, 1, 0)}, "1 graph breaks in warm-up"),
+        ({"compiled": Counts(3, 0, 0)}, "3 graphs were compiled for the 2 steps"),
+        ({"after": Counts(1, 0, 0)}, "1 recompiles after warm-up"),
+        ({"after": Counts(0, 0, 2)}, "2 graphs ran without a CUDA graph after warm-up"),
+        ({"pages": [(3, 4)]}, "not freed all its pages"),
+        ({"python_mapped": True}, "libpython is mapped"),
+        ({"skipped": ["the runner"]}, "not checked: the runner"),
+    ],
+)
+def test_every_broken_promise_is_a_failure(changes: dict[str, object], message: str) -> None:
+    (failure,) = Report(**(vars(CLEAN) | changes)).failures()  # type: ignore[arg-type]
+    assert message in failure
