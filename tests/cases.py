@@ -17,7 +17,8 @@ class Case:
     """``qo_lens`` is ``()`` for decode.
 
     ``padding`` counts query rows that belong to no request, ``spare_batch`` requests that the plan has room for
-    beyond those rows. ``sinks`` is their standard deviation, 0 for none. ``planner`` are arguments of the planner.
+    beyond those rows. ``sinks`` is their standard deviation, 0 for none. ``kv_dtype`` None is that of the query.
+    ``masked`` is the share of a custom mask that keeps. ``planner`` are arguments of the planner.
     """
 
     name: str
@@ -36,6 +37,11 @@ class Case:
     sinks: float = 0.0
     padding: int = 0
     spare_batch: int = 0
+    kv_dtype: torch.dtype | None = None
+    kv_scale: tuple[float, float] | None = None
+    pos_encoding: str = "NONE"
+    rope: tuple[float, float] = (1.0, 1e4)  # scale, theta
+    masked: float | None = None
     planner: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -104,7 +110,7 @@ def sampled(base: Case, axes: dict[str, tuple[Any, ...]], count: int, seed: int 
         chosen = {axis: draw.choice((getattr(base, axis), *values)) for axis, values in axes.items()}
         if chosen["head_dims"][0] != chosen["head_dims"][1] and chosen["storage"] == "fused":
             chosen["storage"] = "padded"
-        cases.append(replace(base, name=f"sample{i}", **chosen))
+        cases.append(replace(base, name=f"sample{seed}-{i}", **chosen))
     return cases
 
 
@@ -151,3 +157,26 @@ RAGGED = [
     *empty_batches(PREFILL_BASE),
     *sampled(PREFILL_BASE, RAGGED_AXES, 20, seed=1),
 ]
+
+# What not every backend takes: FP8 caches, positions, custom masks.
+_POSITIONS: dict[str, tuple[Any, ...]] = {
+    "kv_scale": ((0.5, 3.0),),
+    "rope": ((2.0, 1e4), (1.0, 500.0)),
+    "kv_dtype": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "pos_encoding": ("ROPE_LLAMA", "ALIBI"),
+}
+_MASKS: dict[str, tuple[Any, ...]] = {"masked": (0.5, 0.02, 1.0)}
+
+
+def special(base: Case, axes: dict[str, tuple[Any, ...]], more: dict[str, tuple[Any, ...]]) -> list[Case]:
+    rope = replace(base, name="rope", pos_encoding="ROPE_LLAMA")
+    return [
+        *one_at_a_time(base, more)[1:],
+        *one_at_a_time(rope, {"rope": _POSITIONS["rope"]}),
+        *sampled(base, axes | more, 25, seed=2),
+    ]
+
+
+DECODE_SPECIAL = special(DECODE_BASE, DECODE_AXES, _POSITIONS)
+PREFILL_SPECIAL = special(PREFILL_BASE, PREFILL_AXES | PAGES, _POSITIONS | _MASKS)
+RAGGED_SPECIAL = special(PREFILL_BASE, RAGGED_AXES, _POSITIONS | _MASKS)

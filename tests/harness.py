@@ -6,6 +6,7 @@ import math
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from cases import Case
 from oracle import GARBAGE, Expected, PagedBatch
@@ -28,6 +29,7 @@ class Setup:
         (self._ragged if kind == "ragged" else self._paged)()
         sinks = torch.randn(self.num_qo_heads, generator=self.generator) * case.sinks
         self.sinks = sinks if case.sinks else None
+        self._mask()
         self._plan()
 
     def run(self, backend: str = "auto", **overrides: Any) -> tuple[Tensor, Tensor]:
@@ -43,7 +45,7 @@ class Setup:
     @property
     def arguments(self) -> dict[str, Any]:
         keys = ("k", "v") if self.kind == "ragged" else ("k_cache", "v_cache")
-        causal = {} if self.kind == "decode" else {"causal": self.case.causal}
+        more = {} if self.kind == "decode" else {"causal": self.case.causal, "mask": self.packed_mask}
         return {
             "q": self.q,
             **dict(zip(keys, (self.k, self.v), strict=True)),
@@ -55,23 +57,34 @@ class Setup:
             "sinks": None if self.sinks is None else self.sinks.to(self.device),
             "kv_layout": self.case.kv_layout,
             "return_lse": True,
-            **causal,
+            "kv_scale": None if self.case.kv_scale is None else torch.tensor(self.case.kv_scale, device=self.device),
+            "pos_encoding": self.case.pos_encoding,
+            "rope_scale": self.case.rope[0],
+            "rope_theta": self.case.rope[1],
+            **more,
         }
 
     @cached_property
     def expected(self) -> Expected:
         # A decode row is the last of its sequence, so the causal bound hides nothing from it.
         rows = self.q[: sum(self.qo_lens)].split(self.qo_lens)
-        requests = list(zip(rows, self.keys, self.values, strict=True))
+        k_scale, v_scale = self.case.kv_scale or (1.0, 1.0)
+        requests = [
+            (q, k.double() * k_scale, v.double() * v_scale, mask)
+            for q, k, v, mask in zip(rows, self.keys, self.values, self.masks, strict=True)
+        ]
         no_keys, no_values = (torch.zeros(0, self.num_kv_heads, dim) for dim in self.case.head_dims)
         return Expected.of(
-            [*requests, (self.q[:0], no_keys, no_values)],
+            [*requests, (self.q[:0], no_keys, no_values, None)],
             padding=self.case.padding,
             causal=self.case.causal,
             window_left=self.case.window_left,
             logits_soft_cap=self.case.logits_soft_cap,
             sm_scale=self.case.sm_scale,
             sinks=self.sinks,
+            pos_encoding=self.case.pos_encoding,
+            rope_scale=self.case.rope[0],
+            rope_theta=self.case.rope[1],
         )
 
     def replan(self) -> None:
@@ -89,6 +102,16 @@ class Setup:
         memory[:rows, : self.num_qo_heads] = random.to(self.case.dtype)
         self.q = memory.to(self.device)[:, : self.num_qo_heads]
 
+    def _mask(self) -> None:
+        """Bits little-endian, every request padded to a whole byte."""
+        shapes, share = list(zip(self.qo_lens, self.case.kv_lens, strict=True)), self.case.masked
+        self.masks: list[Tensor | None] = [None] * len(shapes)
+        self.packed_mask = None
+        if share is not None:
+            self.masks = [torch.rand(shape, generator=self.generator) < share for shape in shapes]
+            packed = [np.packbits(mask.flatten().numpy(), bitorder="little") for mask in self.masks]
+            self.packed_mask = torch.from_numpy(np.concatenate([*packed, np.zeros(1, np.uint8)])).to(self.device)
+
     def _paged(self) -> None:
         case = self.case
         batch = PagedBatch(
@@ -98,7 +121,7 @@ class Setup:
             head_dim=self.head_dim,
             head_dim_vo=self.head_dim_vo,
             kv_layout=case.kv_layout,
-            dtype=case.dtype,
+            dtype=case.kv_dtype or case.dtype,
             device=self.device,
             storage=case.storage,
             generator=self.generator,
@@ -109,18 +132,18 @@ class Setup:
 
     def _ragged(self) -> None:
         """All tokens in a row, followed by NaN that belongs to no request."""
-        spare = 2 if self.case.storage == "padded" else 0
+        spare, dtype = 2 if self.case.storage == "padded" else 0, self.case.kv_dtype or self.case.dtype
 
         def tokens(dim: int) -> tuple[list[Tensor], Tensor]:
             shapes = [(n, self.num_kv_heads, dim) for n in self.case.kv_lens]
-            each = [torch.randn(shape, generator=self.generator).to(self.case.dtype) for shape in shapes]
-            after = torch.full((spare, self.num_kv_heads, dim), math.nan, dtype=self.case.dtype)
-            flat = torch.cat((*each, after))
+            each = [torch.randn(shape, generator=self.generator).to(dtype) for shape in shapes]
+            after = torch.full((spare, self.num_kv_heads, dim), math.nan)
+            flat = torch.cat((*(t.float() for t in each), after))
             if self.case.kv_layout == "HND":
                 flat = flat.transpose(0, 1).contiguous()
-            memory = torch.full((*flat.shape[:2], dim + 8 * spare), math.nan, dtype=self.case.dtype)
+            memory = torch.full((*flat.shape[:2], dim + 8 * spare), math.nan)
             memory[..., :dim] = flat
-            return each, memory.to(self.device)[..., :dim]
+            return each, memory.to(self.device, dtype)[..., :dim]
 
         self.keys, self.k = tokens(self.head_dim)
         self.values, self.v = tokens(self.head_dim_vo)

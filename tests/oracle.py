@@ -30,7 +30,7 @@ def attention(
     sm_scale: float | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
-    pos_encoding_mode: str = "NONE",
+    pos_encoding: str = "NONE",
     rope_theta: float = 1e4,
     rope_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -42,10 +42,10 @@ def attention(
     q, k, v = (t.detach().cpu().double() for t in (q, k, v))
     (n, num_qo_heads, dim), (m, num_kv_heads, _) = q.shape, k.shape
     scale = 1 / math.sqrt(dim) if sm_scale is None else sm_scale
-    if pos_encoding_mode == "ROPE_LLAMA":
+    if pos_encoding == "ROPE_LLAMA":
         q = rope_llama(q, torch.arange(m - n, m), rope_theta, rope_scale)
         k = rope_llama(k, torch.arange(m), rope_theta, rope_scale)
-    slopes = alibi_slopes(num_qo_heads) if pos_encoding_mode == "ALIBI" else [0.0] * num_qo_heads
+    slopes = alibi_slopes(num_qo_heads) if pos_encoding == "ALIBI" else [0.0] * num_qo_heads
     keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
 
     out = torch.zeros(n, num_qo_heads, v.shape[-1], dtype=torch.float64)
@@ -119,7 +119,8 @@ class Expected:
 
     ``reach`` is the largest ``sum_d |q_d k_d| * sm_scale`` of a row: float32 sums err by a few eps of it in
     every logit, and so in LSE, whatever the dtype, and in the weights; so they do of LSE, a sink's size in it.
-    Below the dtype's smallest normal number nothing is promised.
+    Rotation by an angle errs by an eps of the angle, which is as large as the position. Below the dtype's
+    smallest normal number nothing is promised.
     """
 
     out: Tensor
@@ -128,18 +129,25 @@ class Expected:
     reach: Tensor
 
     @classmethod
-    def of(cls, requests: Sequence[tuple[Tensor, Tensor, Tensor]], padding: int = 0, **options: Any) -> Expected:
-        """Of ``(q, k, v)`` of every request; ``padding`` rows that belong to none follow."""
+    def of(cls, requests: Sequence[tuple[Tensor | None, ...]], padding: int = 0, **options: Any) -> Expected:
+        """Of ``(q, k, v)`` or ``(q, k, v, mask)`` of every request; ``padding`` rows that belong to none follow."""
         rows = []
-        for q, k, v in requests:
-            both, lse = attention(q, k, torch.cat((v, v.abs()), -1), **options)
-            rows.append((*both.split(v.shape[-1], -1), lse, _reach(q, k, options.get("sm_scale"))))
+        for q, k, v, *mask in requests:
+            v = v.double()
+            both, lse = attention(q, k, torch.cat((v, v.abs()), -1), mask=mask[0] if mask else None, **options)
+            reach = _reach(q, k, options.get("sm_scale"))
+            if options.get("pos_encoding") == "ROPE_LLAMA":
+                reach = reach * (1 + len(k))
+            rows.append((*both.split(v.shape[-1], -1), lse, reach))
         out, spread, lse, reach = (torch.cat(column) for column in zip(*rows, strict=True))
 
         def pad(t: Tensor, value: float) -> Tensor:
             return torch.cat((t, t.new_full((padding, *t.shape[1:]), value)))
 
         return cls(pad(out, 0), pad(lse, -math.inf), pad(spread, 0), pad(reach, 0))
+
+    def rows(self, rows: slice) -> Expected:
+        return Expected(self.out[rows], self.lse[rows], self.spread[rows], self.reach[rows])
 
     def check(self, out: Tensor, lse: Tensor | None = None, *, float32_eps: float = 2**-23) -> None:
         """Raise unless the result is within tolerance; ``float32_eps`` is for kernels that compute with less."""
@@ -218,7 +226,7 @@ class PagedBatch:
         for b, n in enumerate(self.lengths):
             token = torch.arange(n)
             page, slot = shuffled[kv_indptr[b] + token // self.page_size], token % self.page_size
-            for cache, tokens in ((self.k_cache, self.keys[b]), (self.v_cache, self.values[b])):
+            for cache, tokens in ((self.k_cache, self.keys[b].float()), (self.v_cache, self.values[b].float())):
                 nhd = cache if self.kv_layout == "NHD" else cache.transpose(1, 2)
                 nhd[page, slot] = tokens
         self._move()
@@ -237,12 +245,12 @@ class PagedBatch:
     def _allocate(self) -> None:
         k, v = self._shape(self.head_dim), self._shape(self.head_dim_vo)
         if self.storage == "pair":
-            self.memory = [torch.full(k, math.nan, dtype=self.dtype), torch.full(v, math.nan, dtype=self.dtype)]
+            self.memory = [torch.full(k, math.nan), torch.full(v, math.nan)]
         elif self.storage == "fused":
-            self.memory = [torch.full((k[0], 2, *k[1:]), math.nan, dtype=self.dtype)]
+            self.memory = [torch.full((k[0], 2, *k[1:]), math.nan)]
         else:
             padded = (k[0], k[1] + 1, k[2], k[3] + 8), (v[0], v[1], v[2] + 2, v[3] + 16)
-            self.memory = [torch.full(shape, math.nan, dtype=self.dtype) for shape in padded]
+            self.memory = [torch.full(shape, math.nan) for shape in padded]
         self._views()
 
     def _views(self) -> None:
@@ -255,5 +263,5 @@ class PagedBatch:
             )
 
     def _move(self) -> None:
-        self.memory = [t.to(self.device) for t in self.memory]
+        self.memory = [t.to(self.device, self.dtype) for t in self.memory]
         self._views()

@@ -14,7 +14,7 @@ KV_LENS = (37, 0, 130, 1)
 """Tokens that the page table of each request has room for, up to the end of the last page."""
 
 AXES = {
-    "dtype": (torch.float16, torch.bfloat16),
+    "dtype": (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     "heads": ((1, 1), (8, 8)),
     "head_dims": ((16, 16), (80, 80), (192, 128), (512, 512)),
     "page_size": (1, 3, 64, 257),
@@ -70,6 +70,11 @@ def _tokens(case: Case, count: int) -> tuple[Tensor, Tensor]:
     return both.split((dim, dim_vo), -1)
 
 
+def _same(memory: list[Tensor], expected: list[Tensor]) -> None:
+    for actual, wanted in zip(memory, expected, strict=True):
+        torch.testing.assert_close(actual.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def _write(case: Case, batch: PagedBatch, rows: list[tuple[int, int]], k: Tensor, v: Tensor) -> None:
     """What must happen, a token at a time."""
     indptr, indices = batch.kv_indptr.tolist(), batch.kv_indices.tolist()
@@ -99,8 +104,7 @@ def test_append(case: Case, rows: list[tuple[int, int]]) -> None:
     k, v = _tokens(case, len(rows))
     _append(case, batch, rows, k, v)
     _write(case, expected, rows, k, v)
-    for actual, wanted in zip(batch.memory, expected.memory, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+    _same(batch.memory, expected.memory)
 
 
 @pytest.mark.parametrize("case", BASES, ids=str)
@@ -108,15 +112,14 @@ def test_whole_cache_token_by_token(case: Case) -> None:
     """Appended in any order, the tokens of all requests are the cache that holds them."""
     batch, expected = _batch(case), _batch(case)
     for memory in batch.memory:
-        memory.fill_(torch.nan)
+        memory.copy_(torch.tensor(torch.nan))
     rows = [(b, t) for b, length in enumerate(KV_LENS) for t in range(length)]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(2))
     k, v = torch.cat(batch.keys)[order], torch.cat(batch.values)[order]
     shuffled = [rows[i] for i in order]
     for part in (slice(0, 1), slice(1, 60), slice(60, None)):
         _append(case, batch, shuffled[part], k[part], v[part])
-    for actual, wanted in zip(batch.memory, expected.memory, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+    _same(batch.memory, expected.memory)
 
 
 def test_empty_cache_and_empty_batch() -> None:
@@ -134,5 +137,4 @@ def test_empty_cache_and_empty_batch() -> None:
         ((batch.k_cache, batch.v_cache), none, none),
     ):
         torch.ops.attn.append_kv(k, v, *caches, zero, zero, indices, indptr)
-    for actual, wanted in zip(batch.memory, before, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+    _same(batch.memory, before)

@@ -78,3 +78,35 @@ def test_any_partition_merges_to_the_whole(seed: int, keys: int, cuts: list[int]
     rounding = 4e-7 * (1 + float(lses.abs().nan_to_num(posinf=0).max()))
     torch.testing.assert_close(out.double(), whole_out, rtol=rounding, atol=rounding * 4)
     torch.testing.assert_close(lse.double(), whole_lse, rtol=1e-6, atol=rounding)
+
+
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None) -> None:
+    """Rows that the mask leaves out keep every bit, whatever the other state holds."""
+    v, s = _states((6, 2, 4, 32), dtype, 3.0, 0.3)
+    v_other, s_other = v[:, 1].contiguous(), s[:, 1].contiguous()
+    merged = torch.tensor([True, False, True, True, False, False])
+    keep = None if mask is None else merged.to(mask)
+    if mask is not None:
+        v_other[~merged], s_other[~merged] = math.nan, math.nan
+    out, lse = v[:, 0].clone(), s[:, 0].clone()
+    torch.ops.attn.merge_state_in_place(out, lse, v_other, s_other, keep)
+    rows = merged if mask is not None else torch.ones_like(merged)
+    _check(out[rows], lse[rows], v[rows], s[rows])
+    torch.testing.assert_close(out[~rows], v[:, 0][~rows], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(lse[~rows], s[:, 0][~rows], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("empty", [0.0, 0.6])
+@pytest.mark.parametrize("counts", [(3, 0, 1, 7), (0, 0), (1,), (), (5, 5)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_states_varlen(dtype: torch.dtype, counts: tuple[int, ...], empty: float) -> None:
+    """Two more states than the rows own stand behind the last."""
+    v, s = _states((sum(counts) + 2, 3, 16), dtype, 3.0, empty)
+    v[-2:] = math.nan
+    indptr = torch.tensor([0, *counts]).cumsum(0).int()
+    out, lse = torch.ops.attn.merge_states_varlen(v, s, indptr)
+    assert out.shape == (len(counts), 3, 16)
+    for row, (begin, end) in enumerate(pairwise(indptr.tolist())):
+        _check(out[row, None], lse[row, None], v[None, begin:end], s[None, begin:end])
