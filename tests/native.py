@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-
 from torch.utils.cpp_extension import include_paths, library_paths
 
 SOURCE = Path(__file__).with_name("run_package.cpp")

@@ -1,5 +1,5 @@
-// Runs an AOTInductor package once in a process without Python: run_package MODEL.pt2 INPUTS.pt OUTPUTS.pt
-// INPUTS.pt is a list of tensors saved by torch.save; OUTPUTS.pt gets a tuple of the outputs, then the inputs as mutated.
+// Runs an AOTInductor package once in a process without Python: run_package MODEL.pt2 INPUTS.pt OUTPUTS.pt DEVICE
+// INPUTS.pt is a list of tensors saved by torch.save; OUTPUTS.pt gets a tuple of the outputs and the mutated inputs.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
 
@@ -10,19 +10,20 @@
 #include <vector>
 
 int main(int argc, char** argv) {
-  if (argc != 4) return 2;
+  if (argc != 5) return 2;
   c10::InferenceMode inference;
   std::ifstream file(argv[2], std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
   const c10::IValue saved = torch::pickle_load(bytes);
   std::vector<at::Tensor> tensors;
-  for (const c10::IValue& value : saved.toListRef()) tensors.push_back(value.toTensor());
+  for (const c10::IValue& value : saved.toListRef()) tensors.push_back(value.toTensor().to(at::Device(argv[4])));
 
   torch::inductor::AOTIModelPackageLoader package(argv[1]);
   std::vector<at::Tensor> results = package.run(tensors);
   results.insert(results.end(), tensors.begin(), tensors.end());
 
-  const std::vector<c10::IValue> values(results.begin(), results.end());
+  std::vector<c10::IValue> values;
+  for (const at::Tensor& t : results) values.emplace_back(t.cpu());
   const std::vector<char> out = torch::pickle_save(c10::ivalue::Tuple::create(values));
   std::ofstream(argv[3], std::ios::binary).write(out.data(), static_cast<std::streamsize>(out.size()));
 
