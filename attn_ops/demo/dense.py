@@ -52,16 +52,14 @@ class Comparison:
     near_ties: int = 0
     different: int = 0
 
-    @property
-    def ok(self) -> bool:
-        return self.tokens > 0 and not self.different
-
     def __add__(self, other: Comparison) -> Comparison:
         return Comparison(
             self.tokens + other.tokens, self.near_ties + other.near_ties, self.different + other.different
         )
 
     def __str__(self) -> str:
+        if not self.tokens:
+            return "not compared"
         if self.different:
             return f"no: {self.different} of {self.tokens} differ"
         ties = f", {self.near_ties} near ties" if self.near_ties else ""

@@ -57,6 +57,11 @@ class Memory:
         self.caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         mark_static(*self.caches)
 
+    def forget(self) -> None:
+        """Fill the caches with NaN, so that reading a place that nobody has written since shows in the tokens."""
+        for cache in self.caches:
+            cache.fill_(torch.nan)
+
     def plan_decode(self, pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         self.decode.plan(*page_table(pages, lengths, self.capacity.page_size, self.decode.max_pages))
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import cpp_extension
 
 from .engine import Snapshot
 from .errors import DemoError
@@ -72,11 +71,11 @@ def compile_runner(folder: Path, device: torch.device) -> Path:
         )
     binary = folder / "runner"
     libraries = ["torch", "torch_cpu", "c10"] + (["torch_cuda", "c10_cuda"] if device.type == "cuda" else [])
+    torch_folder = Path(torch.__file__).parent
+    include, lib = torch_folder / "include", torch_folder / "lib"
     command = [compiler, "-std=c++20", "-O1", str(RUNNER_SOURCE), "-o", str(binary)]
-    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    command += [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    for path in cpp_extension.library_paths():
-        command += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-isystem{include}"]
+    command += [f"-isystem{include / 'torch/csrc/api/include'}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
     command += ["-Wl,--no-as-needed", *[f"-l{library}" for library in libraries]]
     _check(subprocess.run(command, capture_output=True, text=True, check=False), "g++ could not compile the C++ runner")
     return binary
@@ -104,8 +103,7 @@ def run(runner: Path, artifact: Artifact, memory: Memory, start: Snapshot, steps
     """Decode ``steps`` tokens from ``start`` in the C++ process."""
     state = artifact.folder / "state.pt"
     save_state(memory, start, state)
-    device = str(torch.empty(0, device=memory.device).device)
-    command = [runner, artifact.plan, artifact.decode, state, steps, repeats, device]
+    command = [runner, artifact.plan, artifact.decode, state, steps, repeats, memory.device]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     _check(done, "the C++ runner failed")
     return _parse(done.stdout.splitlines())

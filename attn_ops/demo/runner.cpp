@@ -12,6 +12,7 @@
 // on the device that the packages were compiled for.
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
@@ -111,11 +112,12 @@ double seconds_now() {
 
 int main(int argc, char** argv) try {
   TORCH_CHECK(argc == 7, "usage: runner plan.pt2 decode.pt2 state.pt steps repeats device");
-  const c10::InferenceMode guard;
-  Loader planner(argv[1]), decoder(argv[2]);
+  const c10::InferenceMode inference_mode;
+  const c10::Device device(argv[6]);
+  const c10::DeviceGuard device_guard(device);
+  Loader planner(argv[1], "model", false, 1, device.index()), decoder(argv[2], "model", false, 1, device.index());
   State state(argv[3]);
   const int steps = std::stoi(argv[4]), repeats = std::stoi(argv[5]);
-  const c10::Device device(argv[6]);
   state.to(device);
 
   Tensor chosen = decode(planner, decoder, state, steps, device);

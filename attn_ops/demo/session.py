@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ PAGE_SIZE = 16
 PREFILL_TOKENS = 128
 REQUESTS_PER_SLOT = 2
 REPEATS = 3
-STAGES = 12
+STAGES = 13
 
 
 @dataclass(frozen=True)
@@ -72,42 +72,30 @@ class Session:
     @torch.no_grad()
     def run(self) -> Report:
         eager: Steps = (PrefillStep(self.model), DecodeStep(self.model))
-        rows = self.report.rows
-        rows.append(Row("eager"))
         compiling.warm_up(self.memory, *eager)
-        self._serve(rows[0], eager)
+        row = self._row("eager")
+        self._serve(row, eager)
         if shutil.which("g++") is None:
             self.report.skipped.append("compiled steps and the C++ runner, which need g++, and it is not on the PATH")
             return self.report
+        self._decode(row, eager)
 
         before = Counts.now()
         with self.progress.stage("compiling the prefill and decode steps"):
             compiled = compiling.compile_steps(self.model, self.memory)
         warm = Counts.now()
-        rows.append(Row("compiled"))
-        self._serve(rows[1], compiled)
-        start = Engine(self.memory, *compiled).snapshot([Request(r.prompt, r.max_new_tokens) for r in self.requests])
-        for row, step in ((rows[0], eager[1]), (rows[1], compiled[1])):
-            self._decode(row, step, start)
+        row = self._row("compiled")
+        self._serve(row, compiled)
+        self._decode(row, compiled)
         self.report.compiled, self.report.after = warm.since(before), Counts.now().since(warm)
-        rows.append(Row("AOTInductor, C++"))
-        with self._folder() as folder:
-            self._decode_in_cpp(rows[2], start, folder)
-        return self.report
 
-    def _serve(self, row: Row, steps: Steps) -> None:
-        """All requests through continuous batching, checked against the dense run."""
-        served = [request.fresh() for request in self.requests]
-        engine = Engine(self.memory, *steps, self.stop_tokens)
-        engine.submit(served)
-        total = sum(request.max_new_tokens for request in served)
-        with self.progress.tokens(f"serving, {row.name}", total) as on_tokens:
-            seconds = engine.run(on_tokens)
-        row.serving_rate = sum(len(request.output) for request in served) / seconds
-        self.report.pages.append((engine.allocator.num_free, engine.allocator.num_pages))
-        with self.progress.stage("comparing with the dense run"):
-            row.equal = dense.compare(self.model, [(request.prompt, request.output) for request in served])
-        self.served = served
+        row = self._row("AOTInductor, C++")
+        with self._folder() as folder:
+            try:
+                self._decode_in_cpp(row, compiled, folder)
+            except DemoError as error:
+                self.report.skipped.append(str(error))
+        return self.report
 
     def completions(self, count: int) -> list[str]:
         """The first ``count`` requests as text, where there is a tokenizer."""
@@ -115,28 +103,54 @@ class Session:
             return []
         return [self.tokenizer.decode([*r.prompt, *r.output]) for r in self.served[:count]]
 
-    def _decode(self, row: Row, step: Step, start: Snapshot) -> None:
+    def _row(self, name: str) -> Row:
+        self.report.rows.append(Row(name))
+        return self.report.rows[-1]
+
+    def _serve(self, row: Row, steps: Steps) -> None:
+        """All requests through continuous batching, checked against the dense run."""
+        self.memory.forget()
+        self.served = [request.fresh() for request in self.requests]
+        engine = Engine(self.memory, *steps, self.stop_tokens)
+        engine.submit(self.served)
+        total = sum(request.max_new_tokens for request in self.served)
+        with self.progress.tokens(f"serving, {row.name}", total) as on_tokens:
+            seconds = engine.run(on_tokens)
+        row.serving_rate = sum(len(request.output) for request in self.served) / seconds
+        self.report.pages.append((engine.allocator.num_free, engine.allocator.num_pages))
+        self._compare(row, [(request.prompt, request.output) for request in self.served])
+
+    def _decode(self, row: Row, steps: Steps) -> None:
+        """The first requests at a fixed horizon, which is what the C++ runner does too."""
         with self.progress.stage(f"decoding, {row.name}"):
-            decoded = decoding.decode(step, self.memory, start, self._horizon, REPEATS)
+            start = self._snapshot(steps)
+            decoded = decoding.decode(steps[1], self.memory, start, self._horizon, REPEATS)
         self._enter(row, start, decoded)
 
-    def _decode_in_cpp(self, row: Row, start: Snapshot, folder: Path) -> None:
-        device = self.options.device
+    def _decode_in_cpp(self, row: Row, steps: Steps, folder: Path) -> None:
         with self.progress.stage("exporting and packaging the decode step"):
             artifact = package.build(self.model, self.memory, folder)
         with self.progress.stage("compiling the C++ runner"):
-            runner = package.compile_runner(folder, device)
-        with self.progress.stage("decoding in C++"):
+            runner = package.compile_runner(folder, self.options.device)
+        with self.progress.stage(f"decoding, {row.name}"):
+            start = self._snapshot(steps)
             result = package.run(runner, artifact, self.memory, start, self._horizon, REPEATS)
         self.report.python_mapped = result.python_mapped
         self._enter(row, start, Decoded(result.tokens, result.seconds))
 
+    def _snapshot(self, steps: Steps) -> Snapshot:
+        """The first requests prefilled, in a cache that holds nothing else."""
+        self.memory.forget()
+        return Engine(self.memory, *steps).snapshot([Request(r.prompt, r.max_new_tokens) for r in self.requests])
+
     def _enter(self, row: Row, start: Snapshot, decoded: Decoded) -> None:
-        """A decoding's rate, and its tokens' comparison with the dense run on top of what the row has."""
         sequences = start.sequences(decoded.tokens)
         row.decode_rate = len(sequences) * self._horizon / decoded.seconds
-        found = dense.compare(self.model, sequences)
-        row.equal = found if row.equal is None else row.equal + found
+        self._compare(row, sequences)
+
+    def _compare(self, row: Row, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+        with self.progress.stage("comparing with the dense run"):
+            row.equal = row.equal + dense.compare(self.model, sequences)
 
     @property
     def _horizon(self) -> int:
