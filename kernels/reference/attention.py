@@ -227,8 +227,8 @@ def ragged_prefill(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    pages = [t[:, None] if kv_layout == "NHD" else t.transpose(0, 1)[:, None] for t in (k, v)]
-    return prefill(q, *pages, PrefillPlan(*plan), mask, Options(**options), return_lse)
+    keys, values = (t[:, None] if kv_layout == "NHD" else t.transpose(0, 1)[:, None] for t in (k, v))
+    return prefill(q, keys, values, PrefillPlan(*plan), mask, Options(**options), return_lse)
 
 
 def single_prefill(
