@@ -33,6 +33,7 @@ class Problem:
     page_size: int = 1
     pos_encoding: str = "NONE"
     masked: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def _triton_objections(p: Problem) -> list[str]:
         (p.kv_dtype == p.dtype, f"it needs query and cache of one dtype, not {p.dtype} and {p.kv_dtype}"),
         (p.pos_encoding == "NONE", f"it does not apply {p.pos_encoding}"),
         (not p.masked, "it does not take a custom mask"),
+        (not p.scaled, "it does not take kv_scale"),
         (max(p.head_dim_qk, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
         (p.num_qo_heads // p.num_kv_heads <= 128, "it needs at most 128 query heads per KV head"),
     ]

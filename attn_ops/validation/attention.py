@@ -34,6 +34,7 @@ def _attention(op: Op, q: Tensor, k: Tensor, v: Tensor, page_size: int, num_kv_h
         page_size=page_size,
         pos_encoding=options.pos_encoding,
         masked=options.mask is not None,
+        scaled=options.kv_scale is not None,
     )
 
 
@@ -241,6 +242,7 @@ def batch_mla(
         head_dim_qk=int(q_nope.shape[2]) + int(q_pe.shape[2]),
         head_dim_vo=int(q_nope.shape[2]),
         page_size=int(ckv_cache.shape[1]),
+        scaled=kv_scale is not None,
     )
     _planned(op, PrefillPlan, problem, q_nope, plan, workspace, options)
     return problem
