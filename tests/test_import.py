@@ -1,0 +1,66 @@
+"""``import attn_ops`` is cheap, and needs torch alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUDGET = 0.150
+"""Seconds that the import may add to that of torch."""
+
+MEASURE = """
+import sys, time, json
+import torch
+before, start = set(sys.modules), time.process_time()
+import attn_ops
+spent = time.process_time() - start
+print(json.dumps({"spent": spent, "modules": sorted(set(sys.modules) - before)}))
+"""
+
+MERGE = """
+import attn_ops, torch
+v, s = torch.ones(2, 1, 1, 8), torch.zeros(2, 1, 1)
+out, lse = torch.ops.attn.merge_states(v, s)
+assert torch.equal(out, v[:, 0]), out
+print(attn_ops.explain("merge_states", v, s))
+"""
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[dict[str, Any]]:
+    return [json.loads(_python(MEASURE)) for _ in range(5)]
+
+
+def test_import_is_fast(imports: list[dict[str, Any]]) -> None:
+    """CPU time of the import alone, so that a busy machine does not count."""
+    assert statistics.median(run["spent"] for run in imports) < BUDGET
+
+
+@pytest.mark.parametrize("module", ["triton", "torch._inductor", "torch._dynamo", "numpy", "attn_ops.kernels.triton"])
+def test_import_leaves_out(imports: list[dict[str, Any]], module: str) -> None:
+    assert not [name for name in imports[0]["modules"] if name == module or name.startswith(f"{module}.")]
+
+
+def test_works_where_triton_is_not_installed() -> None:
+    lines = _python("import sys; sys.modules['triton'] = None\n" + MERGE).splitlines()
+    assert "triton is not installed" in lines[0]
+    assert lines[1] == "reference: runs it"
+
+
+def test_works_where_triton_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1 is missing')")
+    lines = _python(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + MERGE).splitlines()
+    assert lines[1] == "reference: runs it"
