@@ -51,6 +51,6 @@ def warm_up(memory: Memory, prefill: Step, decode: Step) -> None:
     batch = memory.capacity.max_batch
     nobody: list[list[int]] = [[]] * batch
     memory.plan_prefill(nobody, [0] * batch, [0] * batch)
-    run_prefill(prefill, memory, [], [], [])
+    run_prefill(prefill, memory, [])
     memory.plan_decode(nobody, [0] * batch)
     run_decode(decode, memory, torch.zeros(batch, dtype=torch.int64))

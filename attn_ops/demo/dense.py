@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .model import LanguageModel
 
-TIE_TOLERANCE = 8
-"""Two logits closer than this many units of rounding, of the row's largest magnitude, count as a tie."""
+TIE_TOLERANCE = 8.0
+"""Two logits are a near tie if no further apart than this many roundings of the row's largest magnitude."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window_left: int) -> Tensor:
@@ -46,15 +46,24 @@ def logits(model: LanguageModel, tokens: Tensor, first: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many of ``tokens`` greedy choices are ties that fell the other way in the dense run, or differ from it."""
+    """Greedy tokens against the dense run's choices.
+
+    near_ties  tokens that the dense run did not choose, by less than :data:`TIE_TOLERANCE`
+    widest     the widest gap of these, in the same unit
+    different  tokens that the dense run did not choose, by more
+    """
 
     tokens: int = 0
     near_ties: int = 0
+    widest: float = 0.0
     different: int = 0
 
     def __add__(self, other: Comparison) -> Comparison:
         return Comparison(
-            self.tokens + other.tokens, self.near_ties + other.near_ties, self.different + other.different
+            self.tokens + other.tokens,
+            self.near_ties + other.near_ties,
+            max(self.widest, other.widest),
+            self.different + other.different,
         )
 
     def __str__(self) -> str:
@@ -62,7 +71,7 @@ class Comparison:
             return "not compared"
         if self.different:
             return f"no: {self.different} of {self.tokens} differ"
-        ties = f", {self.near_ties} near ties" if self.near_ties else ""
+        ties = f", {self.near_ties} near ties, the widest of {self.widest:.1f} roundings" if self.near_ties else ""
         return f"yes, {self.tokens} of {self.tokens}{ties}"
 
 
@@ -70,14 +79,15 @@ class Comparison:
 def compare(model: LanguageModel, sequences: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Comparison:
     """Check ``(prompt, output)`` pairs of greedy decoding against the dense run."""
     total = Comparison()
-    device = model.lm_head.weight.device
+    weight = model.lm_head.weight
     for prompt, output in sequences:
-        tokens = torch.tensor([*prompt, *output], device=device)
+        tokens = torch.tensor([*prompt, *output], device=weight.device)
         rows = logits(model, tokens[:-1], first=len(prompt) - 1).float()
-        chosen = rows.gather(1, tokens[len(prompt) :, None]).squeeze(1)
-        best = rows.amax(1)
-        tolerance = TIE_TOLERANCE * torch.finfo(model.lm_head.weight.dtype).eps * rows.abs().amax(1)
-        wrong = best - chosen > tolerance
-        tied = (rows.argmax(1) != tokens[len(prompt) :]) & ~wrong
-        total = total + Comparison(len(output), int(tied.sum()), int(wrong.sum()))
+        chosen = tokens[len(prompt) :]
+        gap = rows.amax(1) - rows.gather(1, chosen[:, None]).squeeze(1)
+        gap = gap / (torch.finfo(weight.dtype).eps * rows.abs().amax(1))
+        other = rows.argmax(1) != chosen
+        near = other & (gap <= TIE_TOLERANCE)
+        widest = float(torch.where(near, gap, 0.0).amax())
+        total = total + Comparison(len(output), int(near.sum()), widest, int((other & ~near).sum()))
     return total

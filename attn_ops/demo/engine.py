@@ -117,23 +117,19 @@ class Engine:
         budget = self.capacity.prefill_tokens
         lengths, chunks = [0] * len(self.slots), [0] * len(self.slots)
         tokens: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
         for slot, request in enumerate(self.slots):
             if request is None or not request.prefilling:
                 continue
             end = min(len(request.prompt), request.cached + budget - len(tokens))
-            chunk = range(request.cached, end)
-            tokens += request.prompt[chunk.start : chunk.stop]
-            slots += [slot] * len(chunk)
-            positions += chunk
+            chunk = request.prompt[request.cached : end]
             if chunk:
-                request.cached = lengths[slot] = end
+                tokens += chunk
                 chunks[slot] = len(chunk)
+                request.cached = lengths[slot] = end
         if not tokens:
             return 0
         self.memory.plan_prefill(self._pages(), lengths, chunks)
-        next_tokens = run_prefill(self._prefill, self.memory, tokens, slots, positions).tolist()
+        next_tokens = run_prefill(self._prefill, self.memory, tokens).tolist()
         return self._produce(next_tokens, [chunk > 0 for chunk in chunks])
 
     def decode(self) -> int:

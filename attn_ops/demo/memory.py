@@ -71,19 +71,12 @@ class Memory:
         self.prefill.plan(qo_indptr, *page_table(pages, lengths, self.capacity.page_size, self.prefill.max_pages))
 
 
-def run_prefill(
-    step: Step, memory: Memory, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]
-) -> Tensor:
+def run_prefill(step: Step, memory: Memory, tokens: Sequence[int]) -> Tensor:
     """The prefill step on packed tokens, padded to its fixed number of rows; next tokens ``[max_batch]``."""
-    padding = memory.capacity.prefill_tokens - len(tokens)
-    inputs = (
-        torch.tensor([*tokens, *[0] * padding]),
-        torch.tensor([*slots, *[-1] * padding], dtype=torch.int32),
-        torch.tensor([*positions, *[0] * padding], dtype=torch.int32),
-    )
+    padded = torch.zeros(memory.capacity.prefill_tokens, dtype=torch.int64)
+    padded[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
     torch.compiler.cudagraph_mark_step_begin()
-    on_device = [t.to(memory.device, non_blocking=True) for t in inputs]
-    return step(*on_device, memory.caches, memory.prefill.state, memory.prefill.workspace)
+    return step(padded.to(memory.device), memory.caches, memory.prefill.state, memory.prefill.workspace)
 
 
 def run_decode(step: Step, memory: Memory, tokens: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ PAGE_SIZE = 16
 PREFILL_TOKENS = 128
 REQUESTS_PER_SLOT = 2
 REPEATS = 3
-STAGES = 13
+STAGES = 15
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Session:
     @torch.no_grad()
     def run(self) -> Report:
         eager: Steps = (PrefillStep(self.model), DecodeStep(self.model))
-        compiling.warm_up(self.memory, *eager)
+        with self.progress.stage("warming up"):
+            compiling.warm_up(self.memory, *eager)
         row = self._row("eager")
         self._serve(row, eager)
         if shutil.which("g++") is None:

@@ -49,25 +49,20 @@ class PrefillStep(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        tokens: Tensor,
-        slot: Tensor,
-        positions: Tensor,
-        caches: list[Tensor],
-        plan: PrefillPlan,
-        workspace: Tensor,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, caches: list[Tensor], plan: PrefillPlan, workspace: Tensor) -> Tensor:
         """Next tokens, ``[max_batch]`` int64, of meaning only for a slot whose prompt ends in this chunk.
 
         Args:
-            tokens: ``[max_tokens]`` int64, the chunks one after another, then padding.
-            slot: ``[max_tokens]`` int32, the slot each token belongs to, -1 for padding.
-            positions: ``[max_tokens]`` int32, places in the prompts.
+            tokens: ``[max_tokens]`` int64, the slots' chunks one after another, then padding.
             caches: per layer ``[pages, 2, page_size, Hkv, D]``, appended to.
             plan: query rows and lengths of each slot's chunk; the lengths count the chunk already.
             workspace: the planner's.
         """
+        row = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        ends = plan.qo_indptr[1:]
+        slot = torch.searchsorted(ends, row, right=True, out_int32=True)
+        slot = torch.where(slot < ends.shape[0], slot, -1)
+        positions = (row - ends[slot] + plan.kv_len[slot]).clamp(min=0)
         windows = self.model.config.windows
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,8 +73,7 @@ class PrefillStep(nn.Module):
             )[0]
 
         hidden = self.model(tokens, positions, attend)
-        last = (plan.qo_indptr[1:] - 1).clamp(min=0)
-        return self.model.logits(hidden[last]).argmax(-1)
+        return self.model.logits(hidden[(ends - 1).clamp(min=0)]).argmax(-1)
 
 
 class PlanStep(nn.Module):

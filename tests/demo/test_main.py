@@ -20,7 +20,10 @@ from attn_ops.demo.report import Report, Row
 CASE = json.loads(golden.FILE.read_text(encoding="utf-8"))["qwen3-window"]
 CLEAN = Report(
     ["header"],
-    rows=[Row("eager", 10.0, 5.0, Comparison(8)), Row("compiled", 1234.0, None, Comparison(8, near_ties=1))],
+    rows=[
+        Row("eager", 10.0, 5.0, Comparison(8)),
+        Row("compiled", 1234.0, None, Comparison(8, near_ties=1, widest=0.51)),
+    ],
     compiled=Counts(2, 0, 0),
     after=Counts(0, 0, 0),
     pages=[(4, 4)],
@@ -161,7 +164,7 @@ def test_graph_breaks_are_counted() -> None:
 def test_a_clean_report_has_no_failures() -> None:
     assert CLEAN.failures() == []
     text = CLEAN.render()
-    assert "compiled            1,234                 -  yes, 8 of 8, 1 near ties" in text
+    assert "compiled            1,234                 -  yes, 8 of 8, 1 near ties, the widest of 0.5 roundings" in text
     assert "recompiles after warm-up  0" in text
 
 
