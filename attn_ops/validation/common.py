@@ -188,7 +188,7 @@ class Op:
                     "make a planner for this problem",
                 )
 
-    def covered(self, plan: DecodePlan | PrefillPlan, window_left: int, causal: bool) -> None:
+    def covered(self, plan: DecodePlan | PrefillPlan, window_left: int, causal: bool, masked: bool) -> None:
         """The plan leaves out no key that the call may see."""
         planned = PlanProblem.of(plan.problem)
         if planned.window and not 0 <= window_left < planned.window:
@@ -197,6 +197,13 @@ class Op:
                 f"window_left is {window_left} and the plan was made for window_left {planned.window - 1}",
                 "a window no wider than the planned one",
                 "make a planner for the widest window, or without one",
+            )
+        if planned.causal and masked:
+            self.fail(
+                PlanError,
+                "the plan was made for causal attention and a mask takes its place",
+                "no mask",
+                "make the planner with causal=False",
             )
         if planned.causal and not causal:
             self.fail(

@@ -59,6 +59,6 @@ def plan_prefill(
     op = Op("plan_prefill")
     typed = op.plan(plan, PrefillPlan, plan[0] if plan else None)
     op.tensor("qo_indptr", qo_indptr, "[batch + 1]", (torch.int32,), typed.kv_len)
-    op.size("qo_indptr", "length", qo_indptr.shape[0], kv_indptr.shape[0], "kv_indptr")
     _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed)
+    op.size("qo_indptr", "length", qo_indptr.shape[0], kv_indptr.shape[0], "kv_indptr")
     return Problem("plan_prefill", typed.kv_len.device.type)
