@@ -24,8 +24,8 @@ TILE_ROWS = 128
 
 def _problem(capacities: dict[str, int], **sizes: int) -> PlanProblem:
     problem = PlanProblem(**sizes)
-    at_least = dict.fromkeys((*sizes, *capacities), 1) | {"window": 0, "causal": 0, "max_pages": 0}
-    for name, value in {**sizes, **capacities}.items():
+    at_least = dict.fromkeys((*sizes, *capacities), 1) | {"window_left": -1, "window": 0, "causal": 0, "max_pages": 0}
+    for name, value in {**capacities, **sizes}.items():
         if value < at_least[name]:
             raise OptionError(f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger")
     if problem.num_qo_heads % problem.num_kv_heads:
@@ -92,7 +92,7 @@ class DecodePlanner(_Planner):
         device: str | torch.device | None = None,
     ) -> None:
         self.problem = _problem(
-            {"max_batch": max_batch, "max_pages": max_pages},
+            {"max_batch": max_batch, "max_pages": max_pages, "window_left": window_left, "num_ctas": num_ctas or 1},
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -180,7 +180,7 @@ class PrefillPlanner(_Planner):
                 "page_size 1 and a number of tokens; give max_kv_len, or max_pages for a paged cache"
             )
         self.problem = _problem(
-            {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages},
+            {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages, "window_left": window_left},
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
