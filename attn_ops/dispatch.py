@@ -1,6 +1,6 @@
 """From a schema to a running op: define, implement, fake, lower.
 
-Eager     schema -> checks -> registry -> the backend's function
+Eager     schema -> checks -> registry -> the backend's function; on CUDA remembered (:mod:`attn_ops.repeat`)
 Traced    schema -> checks -> output allocation (:mod:`attn_ops.meta`)
 Inductor  schema -> checks -> registry -> the backend's function, inlined (:mod:`attn_ops.inductor`)
 
@@ -19,6 +19,7 @@ from torch.library import Library
 from . import registry
 from .inductor import Lowerings
 from .meta.outputs import OUTPUTS
+from .repeat import Repeats, key_of, tensors_of
 from .schemas import NAMESPACE, SCHEMAS
 from .validation import CHECKS
 
@@ -32,6 +33,29 @@ def _real(op: str) -> Callable[..., Any]:
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         problem = check(*args, backend=backend, **kwargs)
         return registry.choose(problem, backend).implementation(op)(*args, **kwargs)
+
+    return implementation
+
+
+def _repeated(op: str) -> Callable[..., Any]:
+    """As :func:`_real`, remembering the calls whose backend can repeat them."""
+    check, outputs, repeats = CHECKS[op], OUTPUTS[op], Repeats()
+
+    def implementation(*args: Any, **kwargs: Any) -> Any:
+        key = key_of(args, kwargs)
+        repeat = repeats.get(key)
+        if repeat is not None:
+            result = outputs(*args, **kwargs)
+            if repeat(tensors_of(args, kwargs, result)):
+                return result
+        name = kwargs.pop("backend", "auto")
+        backend = registry.choose(check(*args, backend=name, **kwargs), name)
+        if backend.record is None:
+            return backend.implementation(op)(*args, **kwargs)
+        result, recorded = backend.recorder()(backend.implementation(op), args, kwargs)
+        if recorded is not None:
+            repeats.add(key, recorded, args)
+        return result
 
     return implementation
 
@@ -52,8 +76,8 @@ def register() -> None:
     for op, schema in SCHEMAS.items():
         LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         real = _real(op)
-        for key in ("CPU", "CUDA"):
-            LIBRARY.impl(op, real, key)
+        LIBRARY.impl(op, real, "CPU")
+        LIBRARY.impl(op, _repeated(op), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op), lib=LIBRARY)
         LOWERINGS.add(getattr(getattr(torch.ops, NAMESPACE), op).default, real)
 
