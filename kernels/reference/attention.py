@@ -183,7 +183,7 @@ def prefill(
             first, rows, _, _, position, _, _, request = work.unbind(1)
             offset = torch.arange(problem.tile_rows, device=q.device)
             source = first[:, None] + offset
-            inside = (offset < rows[:, None]) & (source >= 0) & (source < q.shape[0])
+            inside = (offset < rows[:, None]) & (source < q.shape[0])
             row = source - plan.qo_indptr[request][:, None]
             kv_len = plan.kv_len[request]
             keys = _gather_pages(k, plan, request)
