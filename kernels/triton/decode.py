@@ -13,54 +13,70 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...meta.outputs import attention as allocate
 from ...plan import DecodePlan, PlanProblem, num_slots
 from .launch import launch
 from .merge import merge_pieces
-from .primitives import LOG2E, add_sink, finite, inverse, log_sum, soft_cap, within
+from .primitives import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum, soft_cap, within
 from .tiles import decode_tile
 
 
 @triton.jit
-def load_item(work, index, stop, max_tokens, window_left, WINDOW: tl.constexpr):
-    """``(row, begin, end, page_start, slot)`` of work items; from ``stop`` on they have no tokens.
+def load_item(
+    work, index, mask, row, begin, end, page_start, slot, max_pages, window_left,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """``(row, begin, end, page_start, slot)`` of work items, or what is given of them where masked.
 
     ``begin`` leaves out what is left of the window; ``end`` is in reach of the page table.
     """
-    record, mask = work + index * 8, index < stop
-    row = tl.load(record + 0, mask=mask, other=-1)
-    begin = tl.maximum(tl.load(record + 2, mask=mask, other=0), 0)
-    end = tl.minimum(tl.load(record + 3, mask=mask, other=0), max_tokens)
+    record = work + index * 8
+    row = tl.load(record + 0, mask=mask, other=row)
+    begin = tl.maximum(tl.load(record + 2, mask=mask, other=begin), 0)
+    end = tl.load(record + 3, mask=mask, other=end)
+    page_start = tl.minimum(tl.maximum(tl.load(record + 5, mask=mask, other=page_start), 0), max_pages)
+    slot = tl.load(record + 6, mask=mask, other=slot)
     if WINDOW:
         begin = tl.maximum(begin, tl.load(record + 4, mask=mask, other=0) - window_left)
-    return row, begin, end, tl.load(record + 5, mask=mask, other=0), tl.load(record + 6, mask=mask, other=-1)
+    end = tl.maximum(tl.minimum(end, (max_pages - page_start) * PAGE_SIZE), begin)
+    return row, begin, end, page_start, slot
 
 
 @triton.jit
-def count_blocks(work, first, stop, max_tokens, window_left, WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr):
+def count_blocks(
+    work, first, stop, max_pages, window_left, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr
+):
     """Blocks of KV tokens in the items ``[first, stop)``, at least one each."""
     blocks = 0
     for i in range(first, stop, 32):
         index = i + tl.arange(0, 32)
-        _, begin, end, _, _ = load_item(work, index, stop, max_tokens, window_left, WINDOW)
+        _, begin, end, _, _ = load_item(
+            work, index, index < stop, 0, 0, 0, 0, 0, max_pages, window_left, PAGE_SIZE, WINDOW
+        )
         count = tl.maximum(tl.cdiv(end, BLOCK_KV) - begin // BLOCK_KV, 1)
         blocks += tl.sum(tl.where(index < stop, count, 0), 0)
     return blocks
 
 
 @triton.jit
-def load_pages(kv_indices, max_pages, page_start, tokens, PAGE_SIZE: tl.constexpr):
-    """The page of each token, -1 where the page table has none."""
-    at = page_start + tokens // PAGE_SIZE
-    return tl.load(kv_indices + at, mask=within(at, max_pages), other=-1)
+def load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The page of each token of a block, which may be none of the cache's; 0 beyond the page table."""
+    if BLOCK_KV % PAGE_SIZE == 0:
+        at = page_start + block // PAGE_SIZE + tl.arange(0, BLOCK_KV) // PAGE_SIZE
+    else:
+        at = page_start + (block + tl.arange(0, BLOCK_KV)) // PAGE_SIZE
+    return tl.load(kv_indices + at, mask=within(at, max_pages), other=0)
 
 
 @triton.jit
-def load_tokens(cache, pages, tokens, mask, stride_page, stride_slot, d, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """``[tokens, d]`` of one head of a paged cache, 0 where masked: what is there may be NaN."""
-    at = pages.to(tl.int64) * stride_page + tokens % PAGE_SIZE * stride_slot
-    return tl.load(cache + at[:, None] + d[None, :], mask=mask[:, None] & (d < DIM)[None, :], other=0.0)
+def page_offsets(pages, num_pages, block, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Where each token of a block is in a paged cache, on a page that it has."""
+    n = tl.arange(0, BLOCK_KV)
+    slot = n % PAGE_SIZE if BLOCK_KV % PAGE_SIZE == 0 else (block + n) % PAGE_SIZE
+    page = tl.minimum(pages.to(tl.uint32), tl.cast(num_pages, tl.uint32) - 1)
+    return page.to(tl.int64) * stride_page + slot * stride_slot
 
 
 @triton.jit(do_not_specialize=["scale", "cap", "window_left", "rows", "num_pages", "max_pages", "max_items", "slots"])
@@ -83,14 +99,14 @@ def decode_kernel(
     max_pages,
     max_items,
     slots,
-    stride_q_row,
-    stride_q_head,
-    stride_k_page,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_page,
-    stride_v_slot,
-    stride_v_head,
+    stride_q_row: tl.constexpr,
+    stride_q_head: tl.constexpr,
+    stride_k_page: tl.constexpr,
+    stride_k_slot: tl.constexpr,
+    stride_k_head: tl.constexpr,
+    stride_v_page: tl.constexpr,
+    stride_v_slot: tl.constexpr,
+    stride_v_head: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM_QK: tl.constexpr,
@@ -104,7 +120,13 @@ def decode_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_VO: tl.constexpr,
+    PDL: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
+    if PDL > 1:
+        gdc_wait()
+    if PDL > 0:
+        gdc_launch_dependents()
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     program = tl.program_id(0)
@@ -114,74 +136,88 @@ def decode_kernel(
     heads, head_mask = kv_head * GROUP + in_group, in_group < GROUP
     n, d_qk, d_vo = tl.arange(0, BLOCK_KV), tl.arange(0, BLOCK_QK), tl.arange(0, BLOCK_VO)
     q += heads[:, None] * stride_q_head + d_qk
-    q_mask = head_mask[:, None] & (d_qk < DIM_QK)
-    k_cache += kv_head * stride_k_head
-    v_cache += kv_head * stride_v_head
+    k_cache += kv_head * stride_k_head + d_qk[None, :]
+    v_cache += kv_head * stride_v_head + d_vo[None, :]
     sink = tl.load(sinks + heads, mask=head_mask, other=0.0) * LOG2E if SINKS else 0.0
     logit_scale = tl.cast(scale, tl.float32) if CAP else tl.cast(scale, tl.float32) * LOG2E
-    max_tokens = max_pages * PAGE_SIZE
+    max_pages = tl.where(num_pages > 0, max_pages, 0)
 
     item = tl.maximum(tl.load(cta_indptr + cta), 0)
     stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
-    row, begin, end, page_start, slot = load_item(work, item, stop, max_tokens, window_left, WINDOW)
-    next_row, next_begin, next_end, next_page_start, next_slot = load_item(
-        work, item + 1, stop, max_tokens, window_left, WINDOW
+    row, begin, end, page_start, slot = load_item(
+        work, item, item < stop, 0, 0, 0, 0, -1, max_pages, window_left, PAGE_SIZE, WINDOW
     )
     block = begin // BLOCK_KV * BLOCK_KV
-    pages = load_pages(kv_indices, max_pages, page_start, block + n, PAGE_SIZE)
+    pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV)
 
-    m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
-    acc = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
-    for _ in range(count_blocks(work, item, stop, max_tokens, window_left, WINDOW, BLOCK_KV)):
-        tokens = block + n
-        visible = (tokens >= begin) & (tokens < end)
-        mask = visible & within(pages, num_pages)
-        k = load_tokens(k_cache, pages, tokens, mask, stride_k_page, stride_k_slot, d_qk, DIM_QK, PAGE_SIZE)
-        v = load_tokens(v_cache, pages, tokens, mask, stride_v_page, stride_v_slot, d_vo, DIM_VO, PAGE_SIZE)
-        query = tl.load(q + row.to(tl.int64) * stride_q_row, mask=q_mask & within(row, rows), other=0.0)
+    m = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_KV, BLOCK_HEADS) if SWAP else (BLOCK_HEADS, BLOCK_KV), tl.float32)
+    acc = tl.zeros((BLOCK_VO, BLOCK_HEADS) if SWAP else (BLOCK_HEADS, BLOCK_VO), tl.float32)
+    for _ in range(count_blocks(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)):
+        last = block + BLOCK_KV >= end
+        next_item = item + last.to(tl.int32)
+        next_row, next_begin, next_end, next_page_start, next_slot = load_item(
+            work, next_item, last & (next_item < stop), row, begin, end, page_start, slot,
+            max_pages, window_left, PAGE_SIZE, WINDOW,
+        )  # fmt: skip
+        next_block = tl.where(last, next_begin // BLOCK_KV * BLOCK_KV, block + BLOCK_KV)
+        next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV)
 
-        logits = tl.dot(query, tl.trans(k), input_precision="ieee") * logit_scale
+        visible = (block + n - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
+        k_at = page_offsets(pages, num_pages, block, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_KV)
+        v_at = page_offsets(pages, num_pages, block, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_KV)
+        k = tl.load(k_cache + k_at[:, None], mask=visible[:, None] & (d_qk < DIM_QK), other=0.0)
+        v = tl.load(v_cache + v_at[:, None], mask=visible[:, None] & (d_vo < DIM_VO), other=0.0)
+        query_mask = head_mask[:, None] & (d_qk < DIM_QK) & within(row, rows)
+        query = tl.load(q + row.to(tl.int64) * stride_q_row, mask=query_mask, other=0.0)
+
+        if SWAP:
+            logits = tl.dot(k, tl.trans(query), input_precision="ieee") * logit_scale
+        else:
+            logits = tl.dot(query, tl.trans(k), input_precision="ieee") * logit_scale
         if CAP:
             logits = soft_cap(logits, tl.cast(cap, tl.float32)) * LOG2E
-        logits = tl.where(visible[None, :], logits, float("-inf"))
-        top = tl.maximum(m, tl.max(logits, 1))
-        weights = tl.exp2(logits - finite(top)[:, None])
-        decay = tl.exp2(m - finite(top))
-        m, total = top, total * decay[:, None] + weights
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        if SWAP:
+            logits = tl.where(visible[:, None], logits, float("-inf"))
+            top = tl.maximum(m, tl.max(logits, 0))
+            weights = exp2(logits - top[None, :])
+            decay = exp2(m - top)
+            m, total = top, total * decay[None, :] + weights
+            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :], input_precision="ieee")
+        else:
+            logits = tl.where(visible[None, :], logits, float("-inf"))
+            top = tl.maximum(m, tl.max(logits, 1))
+            weights = exp2(logits - top[:, None])
+            decay = exp2(m - top)
+            m, total = top, total * decay[:, None] + weights
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
 
-        last = block + BLOCK_KV >= end
         if last:
-            norm = tl.sum(total, 1)
+            if SWAP:
+                norm, value = tl.sum(total, 0), tl.trans(acc)
+            else:
+                norm, value = tl.sum(total, 1), acc
+            mask = head_mask[:, None] & (d_vo < DIM_VO)
             if slot < 0:
                 if SINKS:
-                    m, norm, acc = add_sink(m, norm, acc, sink)
+                    m, norm, value = add_sink(m, norm, value, sink)
                 if within(row, rows):
                     at = row.to(tl.int64) * NUM_HEADS + heads
-                    value = (acc * inverse(norm)[:, None]).to(out.dtype.element_ty)
-                    tl.store(out + at[:, None] * DIM_VO + d_vo, value, mask=head_mask[:, None] & (d_vo < DIM_VO))
+                    result = (value * inverse(norm)[:, None]).to(out.dtype.element_ty)
+                    tl.store(out + at[:, None] * DIM_VO + d_vo, result, mask=mask)
                     if LSE:
                         tl.store(lse + at, log_sum(m, norm), mask=head_mask)
             elif slot < slots:
                 at = slot.to(tl.int64) * NUM_HEADS + heads
-                value = acc * inverse(norm)[:, None]
-                tl.store(partial + at[:, None] * DIM_VO + d_vo, value, mask=head_mask[:, None] & (d_vo < DIM_VO))
-                sums = partial + slots.to(tl.int64) * (NUM_HEADS * DIM_VO)
+                tl.store(partial + at[:, None] * DIM_VO + d_vo, value * inverse(norm)[:, None], mask=mask)
+                sums = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM_VO)
                 tl.store(sums + at, log_sum(m, norm), mask=head_mask)
-            m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
-            total = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
-            acc = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
+            m = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
+            total = tl.zeros_like(total)
+            acc = tl.zeros_like(acc)
 
-        block = tl.where(last, next_begin // BLOCK_KV * BLOCK_KV, block + BLOCK_KV)
-        row, slot = tl.where(last, next_row, row), tl.where(last, next_slot, slot)
-        begin, end = tl.where(last, next_begin, begin), tl.where(last, next_end, end)
-        page_start = tl.where(last, next_page_start, page_start)
-        item += last.to(tl.int32)
-        next_row, next_begin, next_end, next_page_start, next_slot = load_item(
-            work, item + 1, stop, max_tokens, window_left, WINDOW
-        )
-        pages = load_pages(kv_indices, max_pages, page_start, block + n, PAGE_SIZE)
+        item, row, begin, end, page_start, slot = next_item, next_row, next_begin, next_end, next_page_start, next_slot
+        block, pages = next_block, next_pages
 
 
 def batch_decode(
@@ -195,6 +231,10 @@ def batch_decode(
     logits_soft_cap: float = 0.0,
     window_left: int = -1,
     sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
     kv_layout: str = "NHD",
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -221,9 +261,9 @@ def batch_decode(
         (
             *(problem.num_kv_heads, group, problem.head_dim_qk, problem.head_dim_vo, problem.page_size),
             *(logits_soft_cap > 0, window_left >= 0, sinks is not None, return_lse),
-            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
+            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo, tile.pdl, tile.swap),
         ),
-        tile.options,
+        tile.options._replace(launch_pdl=tile.pdl > 1),
     )
-    merge_pieces(out, lse, workspace, sinks, p, return_lse)
+    merge_pieces(out, lse, workspace, sinks, p, return_lse, tile.pdl)
     return out, lse

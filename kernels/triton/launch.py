@@ -17,7 +17,10 @@ import torch
 import triton
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
+
+from ...repeat import tensors_of
 
 DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Releases whose compiled kernels have ``run(grid, stream, function, metadata, hooks, *args)``."""
@@ -29,6 +32,10 @@ ALIGNMENT = 15
 class Options(NamedTuple):
     num_warps: int = 4
     num_stages: int = 1
+    launch_pdl: bool = False
+
+    def keywords(self) -> dict[str, Any]:
+        return {name: value for name, value in self._asdict().items() if name != "launch_pdl" or value}
 
 
 class Launch:
@@ -49,6 +56,7 @@ class Launch:
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_recorded: list[tuple[Launch, Sequence[Tensor | None]] | None] | None = None
 
 
 def launch(
@@ -59,20 +67,22 @@ def launch(
     strides: Sequence[Any],
     constants: Sequence[Any],
     options: Options,
-) -> Launch | None:
+) -> None:
     """Launch ``kernel`` with the arguments ``(*tensors, *scalars, *strides, *constants)``.
 
     ``scalars`` are the arguments that the kernel lists in ``do_not_specialize``; ``constants`` its
-    ``tl.constexpr`` ones. Returns the launch to be repeated on other tensors, if it can be.
+    ``tl.constexpr`` ones.
     """
     first = tensors[0]
     assert first is not None
     if isinstance(first, FakeTensor):
         kernel = torch.library.wrap_triton(kernel)
     elif DIRECT and isinstance(kernel, JITFunction):
-        return _launch_direct(kernel, grid, tensors, scalars, strides, constants, options)
-    kernel[tuple(grid)](*tensors, *scalars, *strides, *constants, **options._asdict())
-    return None
+        _launch_direct(kernel, grid, tensors, scalars, strides, constants, options)
+        return
+    if _recorded is not None:
+        _recorded.append(None)
+    kernel[tuple(grid)](*tensors, *scalars, *strides, *constants, **options.keywords())
 
 
 def _launch_direct(
@@ -83,20 +93,81 @@ def _launch_direct(
     strides: Sequence[int],
     constants: Sequence[Any],
     options: Options,
-) -> Launch | None:
+) -> None:
     device = tensors[0].device.index  # type: ignore[union-attr]
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return _launch_direct(kernel, grid, tensors, scalars, strides, constants, options)
+            _launch_direct(kernel, grid, tensors, scalars, strides, constants, options)
+            return
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     kinds = tuple(None if t is None else (t.dtype, not p & ALIGNMENT) for t, p in zip(tensors, pointers, strict=True))
     key = (kernel, device, kinds, tuple(strides), tuple(constants), options)
     compiled = _compiled.get(key)
     if compiled is None:
-        compiled = kernel.warmup(*tensors, *scalars, *strides, *constants, grid=tuple(grid), **options._asdict())
+        compiled = kernel.warmup(*tensors, *scalars, *strides, *constants, grid=tuple(grid), **options.keywords())
         if hasattr(compiled, "result"):
             compiled = compiled.result()
         _compiled[key] = compiled
     prepared = Launch(compiled, grid, (*scalars, *strides, *constants))
+    if _recorded is not None:
+        _recorded.append((prepared, tensors))
     prepared(torch._C._cuda_getCurrentRawStream(device), *pointers)
-    return prepared
+
+
+class Repeat:
+    """The launches of a call, to be made again on the tensors of a call like it (:mod:`attn_ops.repeat`)."""
+
+    __slots__ = ("_device", "_launches")
+
+    def __init__(self, device: int, launches: list[tuple[Launch, list[int | None]]]) -> None:
+        self._device, self._launches = device, launches
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> bool:
+        """False, and nothing done, for unaligned tensors and from another current device."""
+        pointers = [0 if t is None else t.data_ptr() for t in tensors]
+        together = 0
+        for pointer in pointers:
+            together |= pointer
+        if together & ALIGNMENT or self._device != torch._C._cuda_getDevice():
+            return False
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        for again, places in self._launches:
+            again(stream, *[None if place is None else pointers[place] for place in places])
+        return True
+
+
+class _Watch(TorchDispatchMode):
+    """Notices ops other than allocations."""
+
+    ALLOCATIONS = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.computed |= func.overloadpacket.__name__ not in self.ALLOCATIONS
+        return func(*args, **(kwargs or {}))
+
+
+def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Repeat | None]:
+    """Call ``function``; a repeat if it only launched kernels, on tensors that were given or are returned."""
+    global _recorded
+    outer, _recorded = _recorded, []
+    try:
+        with _Watch() as watch:
+            result = function(*args, **kwargs)
+        recorded = _recorded
+    finally:
+        _recorded = outer
+    tensors = tensors_of(args, kwargs, result)
+    if watch.computed or any(t is not None and t.data_ptr() & ALIGNMENT for t in tensors):
+        return result, None
+    place = {id(t): i for i, t in enumerate(tensors) if t is not None}
+    launches = []
+    for entry in recorded:
+        if entry is None or any(t is not None and id(t) not in place for t in entry[1]):
+            return result, None
+        launches.append((entry[0], [None if t is None else place[id(t)] for t in entry[1]]))
+    device = next((t.get_device() for t in tensors if t is not None), -1)
+    return result, Repeat(device, launches) if launches and device == torch.cuda.current_device() else None

@@ -5,21 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ...meta.outputs import merge_state as allocate_one
 from ...meta.outputs import merge_states as allocate_many
 from ...plan import DecodePlan, num_slots
 from .launch import Options, launch
-from .primitives import LOG2E, add_sink, finite, inverse, log_sum
+from .primitives import LOG2E, LOWEST, add_sink, exp2, finite, inverse, log_sum
 
 PAIRS = 16
 """Pairs of a row and a head that a program of ``merge_states`` does."""
 
-SLOTS = 32
+SLOTS = 64
 """Pieces that ``merge_pieces`` reads at a time."""
 
-MERGE_ROWS = 32
-"""Programs along the rows of ``merge_pieces``, each of which does ``max_batch / MERGE_ROWS`` of them."""
+MERGE_PROGRAMS = 512
+"""Programs of ``merge_pieces``, about: each does as many rows as it takes, most of which have nothing to merge."""
 
 
 @triton.jit
@@ -109,6 +110,36 @@ def merge_state_kernel(
     store_merged(out, lse, m, total, acc, pair, mask, d, DIM)
 
 
+@triton.jit
+def merge_row(
+    out, lse, partial, sinks, row, begin, end, head, num_slots,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SLOTS: tl.constexpr, SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge the pieces in ``[begin, end)`` into one row and head of the outputs; none make it empty."""
+    d = tl.arange(0, BLOCK_DIM)
+    sums = partial + tl.cast(num_slots, tl.int64) * (HEADS * DIM)
+    m = tl.full((1,), LOWEST, tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, BLOCK_DIM), tl.float32)
+    for slot in range(begin, end, SLOTS):
+        slots = slot + tl.arange(0, SLOTS)
+        at, mask = slots.to(tl.int64) * HEADS + head, slots < end
+        s = tl.load(sums + at, mask=mask, other=float("-inf"))
+        v = tl.load(partial + at[:, None] * DIM + d, mask=mask[:, None] & (d < DIM), other=0.0)
+        top = tl.maximum(m, tl.max(s, 0, keep_dims=True))
+        decay, weight = exp2(m - top), exp2(s - top)
+        m, total = top, total * decay + tl.sum(weight, 0, keep_dims=True)
+        acc = acc * decay[:, None] + tl.sum(weight[:, None] * v, 0, keep_dims=True)
+    if SINKS:
+        m, total, acc = add_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
+    at = tl.cast(row, tl.int64) * HEADS + head + tl.zeros((1,), tl.int64)
+    value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * DIM + d, value, mask=d[None, :] < DIM)
+    if LSE:
+        tl.store(lse + at, log_sum(m, total))
+
+
 @triton.jit(do_not_specialize=["rows", "max_batch", "num_slots"])
 def merge_pieces_kernel(
     out,  # [rows, HEADS, DIM]
@@ -127,39 +158,27 @@ def merge_pieces_kernel(
     SLOTS: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    head, i = tl.program_id(1), tl.arange(0, ROWS)
-    first_row = tl.program_id(0) * ROWS
-    planned = first_row + i < max_batch
-    begin = tl.load(merge_indptr + first_row + i, mask=planned, other=0)
-    end = tl.load(merge_indptr + first_row + i + 1, mask=planned, other=0)
-    empty = tl.load(kv_len + first_row + i, mask=planned, other=0) <= 0
-    todo = (first_row + i < rows) & (empty | (end > begin))
-    d = tl.arange(0, BLOCK_DIM)
-    sums = partial + num_slots.to(tl.int64) * (HEADS * DIM)
-    for j in range(tl.max(tl.where(todo, i + 1, 0), 0)):
-        if tl.max(((i == j) & todo).to(tl.int32), 0) > 0:
-            first = tl.maximum(tl.max(tl.where(i == j, begin, 0), 0), 0)
-            stop = tl.minimum(tl.max(tl.where(i == j, end, 0), 0), num_slots)
-            m = tl.full((1,), float("-inf"), tl.float32)
-            total = tl.zeros((1,), tl.float32)
-            acc = tl.zeros((1, BLOCK_DIM), tl.float32)
-            for slot in range(first, stop, SLOTS):
-                slots = slot + tl.arange(0, SLOTS)
-                at, mask = slots.to(tl.int64) * HEADS + head, slots < stop
-                s = tl.load(sums + at, mask=mask, other=float("-inf"))
-                v = tl.load(partial + at[:, None] * DIM + d, mask=mask[:, None] & (d < DIM), other=0.0)
-                top = tl.maximum(m, tl.max(s, 0, keep_dims=True))
-                decay, weight = tl.exp2(m - finite(top)), tl.exp2(s - finite(top))
-                m, total = top, total * decay + tl.sum(weight, 0, keep_dims=True)
-                acc = acc * decay[:, None] + tl.sum(weight[:, None] * v, 0, keep_dims=True)
-            if SINKS:
-                m, total, acc = add_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
-            at = (first_row + j).to(tl.int64) * HEADS + head + tl.zeros((1,), tl.int64)
-            value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
-            tl.store(out + at[:, None] * DIM + d, value, mask=d[None, :] < DIM)
-            if LSE:
-                tl.store(lse + at, log_sum(m, total))
+    head, first = tl.program_id(1), tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)
+    planned = row < max_batch
+    begin = tl.load(merge_indptr + row, mask=planned, other=0)
+    end = tl.load(merge_indptr + row + 1, mask=planned, other=0)
+    empty = tl.load(kv_len + row, mask=planned, other=0) <= 0
+    todo = ((row < rows) & (empty | (end > begin))).to(tl.int32)
+    if PDL:
+        gdc_wait()
+    if tl.sum(todo, 0) > 0:
+        for i in range(ROWS):
+            here = (row == first + i).to(tl.int32)
+            if tl.sum(todo * here, 0) > 0:
+                slot = tl.maximum(tl.sum(begin * here, 0), 0)
+                stop = tl.minimum(tl.sum(end * here, 0), num_slots)
+                merge_row(
+                    out, lse, partial, sinks, first + i, slot, stop, head, num_slots,
+                    HEADS, DIM, BLOCK_DIM, SLOTS, SINKS, LSE,
+                )  # fmt: skip
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,18 +212,18 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 
 def merge_pieces(
-    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool
+    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool, pdl: int
 ) -> None:
     """Write the rows of a decode that came in pieces, and zeros to those of empty requests."""
     rows, heads, dim = out.shape
     max_batch = plan.kv_len.shape[0]
-    block = triton.next_power_of_2(triton.cdiv(max_batch, MERGE_ROWS))
+    block = triton.next_power_of_2(triton.cdiv(max_batch, max(1, MERGE_PROGRAMS // heads)))
     launch(
         merge_pieces_kernel,
         (triton.cdiv(rows, block), heads),
         (out, lse, workspace, sinks, plan.kv_len, plan.merge_indptr),
         (rows, max_batch, num_slots(plan)),
         (),
-        (heads, dim, triton.next_power_of_2(dim), block, SLOTS, sinks is not None, return_lse),
-        Options(),
+        (heads, dim, triton.next_power_of_2(dim), block, SLOTS, sinks is not None, return_lse, pdl > 0),
+        Options(launch_pdl=pdl > 0),
     )

@@ -1,7 +1,8 @@
 """The steps that the kernels share, each with a name.
 
 A *state* of attention is ``(m, total, acc)``: the largest base-2 logit, the sum of ``2^(logit - m)``, and the
-sum of ``2^(logit - m) * value``. An empty state is ``(-inf, 0, 0)`` and no step makes a NaN of it.
+sum of ``2^(logit - m) * value``. An empty state is ``(m, 0, 0)``, m being -inf or :data:`LOWEST`, and no step makes
+a NaN of it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,22 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+LOWEST = tl.constexpr(-3.0e38)
+"""The largest logit of an empty state: finite, so that no step ever takes -inf from -inf."""
+
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def exp2(x):
+        return tl.exp2(x)
+
+else:
+
+    @triton.jit
+    def exp2(x):
+        """``2^x`` in one instruction; what would be denormal is 0."""
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -20,16 +37,18 @@ def finite(m):
 
 @triton.jit
 def soft_cap(logits, cap):
-    """``cap * tanh(logits / cap)`` by an exponential that saturates instead of overflowing into NaN."""
-    return cap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2E / cap)) + 1.0))
+    """``cap * tanh(logits / cap)``, by an exponential that cannot overflow."""
+    decay = exp2(tl.abs(logits) * (-2.0 * LOG2E / cap))
+    magnitude = cap * ((1.0 - decay) / (1.0 + decay))
+    return tl.where(logits < 0.0, -magnitude, magnitude)
 
 
 @triton.jit
 def add_sink(m, total, acc, sink):
     """The states ``(m [P], total [P], acc [P, D])`` with a base-2 logit of value 0 in each; empty ones stay empty."""
-    top = tl.where(m > float("-inf"), tl.maximum(m, sink), m)
+    top = tl.where(total > 0.0, tl.maximum(m, sink), m)
     decay = tl.exp2(m - finite(top))
-    return top, total * decay + tl.exp2(tl.where(m > float("-inf"), sink, top) - finite(top)), acc * decay[:, None]
+    return top, total * decay + tl.where(total > 0.0, tl.exp2(sink - finite(top)), 0.0), acc * decay[:, None]
 
 
 @triton.jit
@@ -47,7 +66,7 @@ def inverse(total):
 @triton.jit
 def within(index, size):
     """``0 <= index < size`` in one comparison."""
-    return index.to(tl.uint32) < size.to(tl.uint32)
+    return tl.cast(index, tl.uint32) < tl.cast(size, tl.uint32)
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""``python -m benchmarks --help``: what is measured, how, and against which goals."""

@@ -1,0 +1,58 @@
+"""The decode problems that are measured, with the times to reach in microseconds on one H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    name: str
+    lengths: tuple[int, ...]
+    num_qo_heads: int
+    num_kv_heads: int
+    goal: float
+    head_dim: int = 128
+    page_size: int = 16
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def equal_length(self) -> int | None:
+        """The one length of all requests, which a contiguous cache needs."""
+        return self.lengths[0] if len(set(self.lengths)) == 1 else None
+
+    def kv_bytes(self, element: int = 2) -> int:
+        return 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim * element
+
+    def bytes(self, element: int = 2) -> int:
+        """KV read once, queries read once, outputs written once."""
+        return self.kv_bytes(element) + 2 * self.batch * self.num_qo_heads * self.head_dim * element
+
+
+def _even(batch: int, length: int, heads: tuple[int, int], goal: float, **options: int) -> DecodeRow:
+    size = f"{length // 1024}k" if length >= 1024 else str(length)
+    name = f"{batch} x {size}, {heads[0]}/{heads[1]}"
+    name += "".join(f", {key} {value}" for key, value in options.items())
+    return DecodeRow(name, (length,) * batch, *heads, goal, **options)
+
+
+ROWS: tuple[DecodeRow, ...] = (
+    _even(1, 4096, (32, 8), 8),
+    _even(1, 32768, (32, 8), 36),
+    _even(1, 131072, (32, 8), 127),
+    _even(8, 8192, (32, 8), 66),
+    _even(32, 4096, (32, 8), 125),
+    _even(64, 2048, (32, 8), 126),
+    _even(128, 1024, (32, 8), 127),
+    _even(128, 8192, (32, 8), 965),
+    _even(256, 2048, (32, 8), 482),
+    _even(256, 128, (32, 8), 40),
+    _even(64, 2048, (64, 8), 126),
+    _even(32, 2048, (32, 32), 243),
+    DecodeRow("1 x 64k + 63 x 512, 32/8", (65536, *[512] * 63), 32, 8, 96),
+    _even(32, 4096, (32, 8), 131, page_size=1),
+    _even(32, 4096, (32, 8), 131, page_size=64),
+)

@@ -1,0 +1,139 @@
+"""Prefill and MLA rows made into random tensors, plans, calls and a float32 check."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import attn_ops
+
+from .prefill_rows import MlaRow, PrefillRow
+from .timing import copies_for
+
+
+def indptr(lengths: tuple[int, ...], device: str) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+class PageTable:
+    """Shuffled pages of requests of ``lengths`` tokens."""
+
+    def __init__(self, lengths: tuple[int, ...], page_size: int, generator: torch.Generator, device: str) -> None:
+        pages = tuple(-(-length // page_size) for length in lengths)
+        self.num_pages = sum(pages)
+        self.indptr = indptr(pages, device)
+        self.indices = torch.randperm(self.num_pages, generator=generator, device=device).int()
+        last = [(length - 1) % page_size + 1 for length in lengths]
+        self.last_page_len = torch.tensor(last, dtype=torch.int32, device=device)
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.indptr, self.indices, self.last_page_len
+
+    def tokens(self, cache: Tensor, b: int, length: int) -> Tensor:
+        """``[length, ...]`` of request b, from a cache ``[pages, page_size, ...]``."""
+        return cache[self.indices[self.indptr[b] : self.indptr[b + 1]].long()].flatten(0, 1)[:length]
+
+
+class PrefillProblem:
+    """Copies ``i`` of a paged cache and of the same tokens in a row: ``k_caches[i]`` and ``keys[i]``, NHD."""
+
+    def __init__(self, row: PrefillRow, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
+        self.row, self.dtype, self.device = row, dtype, device
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        self.table = PageTable(row.kv_lens, row.page_size, generator, device)
+        self.copies = copies_for(row.kv_bytes())
+        shape = (self.table.num_pages, row.page_size, row.num_kv_heads, row.head_dim)
+        self.k_caches = [random(*shape) for _ in range(self.copies)]
+        self.v_caches = [random(*shape) for _ in range(self.copies)]
+        self.q = random(sum(row.qo_lens), row.num_qo_heads, row.head_dim)
+        self.qo_indptr, self.kv_indptr = indptr(row.qo_lens, device), indptr(row.kv_lens, device)
+        self.keys, self.values = (
+            [torch.cat([self.table.tokens(c, b, n) for b, n in enumerate(row.kv_lens)]) for c in caches]
+            for caches in (self.k_caches, self.v_caches)
+        )
+
+    def planner(self, paged: bool, **options: int) -> attn_ops.PrefillPlanner:
+        row = self.row
+        planner = attn_ops.PrefillPlanner(
+            row.batch,
+            sum(row.qo_lens),
+            self.table.num_pages if paged else 0,
+            page_size=row.page_size if paged else 1,
+            num_qo_heads=row.num_qo_heads,
+            num_kv_heads=row.num_kv_heads,
+            head_dim=row.head_dim,
+            max_kv_len=max(row.kv_lens),
+            causal=row.causal,
+            device=self.device,
+            **options,
+        )
+        planner.plan(self.qo_indptr, *(self.table.arguments if paged else (self.kv_indptr,)))
+        return planner
+
+    def error(self, out: Tensor, copy: int = 0, rows: int = 64) -> float:
+        """Relative error in norm against float32 of the last ``rows`` query rows and of some in the middle."""
+        row, worst = self.row, 0.0
+        for b in {0, row.batch - 1}:
+            n, m = row.qo_lens[b], row.kv_lens[b]
+            first_q, first_kv = int(self.qo_indptr[b]), int(self.kv_indptr[b])
+            k, v = (t[copy][first_kv : first_kv + m].float() for t in (self.keys, self.values))
+            for begin in {max(0, n - rows), max(0, n // 2 - rows // 2), 0}:
+                i = torch.arange(begin, min(n, begin + rows), device=self.device)
+                q = self.q[first_q + i].float().unflatten(1, (row.num_kv_heads, -1))
+                logits = torch.einsum("nhgd,mhd->nhgm", q, k) * row.head_dim**-0.5
+                if row.causal:
+                    hidden = torch.arange(m, device=self.device) > (i + m - n)[:, None]
+                    logits.masked_fill_(hidden[:, None, None], -torch.inf)
+                expected = torch.einsum("nhgm,mhd->nhgd", logits.softmax(-1), v).flatten(1, 2)
+                actual = out[first_q + i].float()
+                worst = max(worst, float((actual - expected).norm() / expected.norm()))
+        return worst
+
+
+class MlaProblem:
+    def __init__(self, row: MlaRow, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
+        self.row, self.dtype, self.device = row, dtype, device
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        self.table = PageTable(row.kv_lens, row.page_size, generator, device)
+        self.copies = copies_for(row.kv_bytes())
+        pages = (self.table.num_pages, row.page_size)
+        self.ckv = [random(*pages, 512) for _ in range(self.copies)]
+        self.kpe = [random(*pages, 64) for _ in range(self.copies)]
+        self.q_nope, self.q_pe = random(row.batch, row.num_heads, 512), random(row.batch, row.num_heads, 64)
+        self.qo_indptr = indptr((1,) * row.batch, device)
+
+    def planner(self, **options: int) -> attn_ops.PrefillPlanner:
+        row = self.row
+        planner = attn_ops.PrefillPlanner(
+            row.batch,
+            row.batch,
+            self.table.num_pages,
+            page_size=row.page_size,
+            num_qo_heads=row.num_heads,
+            num_kv_heads=1,
+            head_dim=576,
+            head_dim_vo=512,
+            device=self.device,
+            **options,
+        )
+        planner.plan(self.qo_indptr, *self.table.arguments)
+        return planner
+
+    def error(self, out: Tensor, copy: int = 0) -> float:
+        """Relative error in norm against float32 of the first and the last request."""
+        worst = 0.0
+        for b in {0, self.row.batch - 1}:
+            ckv, kpe = (self.table.tokens(c[copy], b, self.row.kv_lens[b]).float() for c in (self.ckv, self.kpe))
+            q = torch.cat((self.q_nope[b], self.q_pe[b]), -1).float()
+            expected = (q @ torch.cat((ckv, kpe), -1).T * 192**-0.5).softmax(-1) @ ckv
+            worst = max(worst, float((out[b].float() - expected).norm() / expected.norm()))
+        return worst

@@ -1,0 +1,77 @@
+"""The prefill and MLA problems that are measured, with the goals on one H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """``goal`` in TFLOP/s, at 4 * num_qo_heads * head_dim operations per visible pair of query row and key."""
+
+    name: str
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    goal: float
+    causal: bool = True
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+
+    @property
+    def batch(self) -> int:
+        return len(self.kv_lens)
+
+    def flops(self) -> int:
+        pairs = sum(
+            n * m - (n * (n - 1) // 2 if self.causal else 0) for n, m in zip(self.qo_lens, self.kv_lens, strict=True)
+        )
+        return 4 * self.num_qo_heads * self.head_dim * pairs
+
+    def kv_bytes(self, element: int = 2) -> int:
+        return 2 * sum(self.kv_lens) * self.num_kv_heads * self.head_dim * element
+
+
+@dataclass(frozen=True)
+class MlaRow:
+    """Decode with keys of 512 + 64 and values of 512, one row a request; ``goal`` in microseconds."""
+
+    name: str
+    kv_lens: tuple[int, ...]
+    goal: float
+    num_heads: int = 128
+    page_size: int = 64
+
+    @property
+    def batch(self) -> int:
+        return len(self.kv_lens)
+
+    def flops(self) -> int:
+        return 2 * self.num_heads * (576 + 512) * sum(self.kv_lens)
+
+    def kv_bytes(self, element: int = 2) -> int:
+        return sum(self.kv_lens) * 576 * element
+
+
+def _prefill(batch: int, new: int, context: int, goal: float, causal: bool = True) -> PrefillRow:
+    size = f"{context // 1024}k"
+    name = f"{batch} x {size}" if new == context else f"{batch} x ({new} new on {size})"
+    return PrefillRow(name + ("" if causal else ", not causal"), (new,) * batch, (context,) * batch, goal, causal)
+
+
+PREFILL_ROWS: tuple[PrefillRow, ...] = (
+    _prefill(1, 4096, 4096, 515),
+    _prefill(1, 8192, 8192, 635),
+    _prefill(1, 16384, 16384, 650),
+    _prefill(8, 512, 8192, 640),
+    _prefill(32, 16, 4096, 250),
+    _prefill(4, 4096, 4096, 680, causal=False),
+)
+
+MLA_ROWS: tuple[MlaRow, ...] = (
+    MlaRow("1 x 8k", (8192,), 15),
+    MlaRow("16 x 4k", (4096,) * 16, 38),
+    MlaRow("64 x 4k", (4096,) * 64, 115),
+    MlaRow("128 x 8k", (8192,) * 128, 450),
+)

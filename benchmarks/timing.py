@@ -1,0 +1,70 @@
+"""Timing on the device: graphs of many launches over rotating inputs, contenders in turn, medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+L2_BYTES = 60 << 20
+ROTATION_BYTES = 5 * L2_BYTES
+GRAPH_MICROSECONDS = 3000.0
+"""Device time that a graph should take, so that its own start costs nothing."""
+
+Call = Callable[[int], object]
+"""Launches the work on input copy ``i``."""
+
+
+def copies_for(num_bytes: int) -> int:
+    """Copies of an input of ``num_bytes`` among which the last-level cache keeps none until its next turn."""
+    return max(1, -(-ROTATION_BYTES // num_bytes))
+
+
+def graph_of(call: Call, copies: int, launches: int) -> torch.cuda.CUDAGraph:
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            call(i % copies)
+    return graph
+
+
+def replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000
+
+
+def device_microseconds(calls: dict[str, Call], copies: int, expected: float, rounds: int = 9) -> dict[str, float]:
+    """Median time of one launch of each contender, which take turns. ``expected`` sizes the graphs."""
+    launches = copies * max(1, round(GRAPH_MICROSECONDS / expected / copies))
+    graphs = {name: graph_of(call, copies, launches) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for round_ in range(rounds + 1):
+        for name, graph in graphs.items():
+            elapsed = replay_microseconds(graph) / launches
+            if round_:
+                times[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def host_microseconds(call: Callable[[], object], calls: int = 300, rounds: int = 7) -> float:
+    """Median host time of one call that only enqueues work; the queue is empty before each round."""
+    times: Sequence[float] = [_host_round(call, calls) for _ in range(rounds + 1)][1:]
+    return statistics.median(times)
+
+
+def _host_round(call: Callable[[], object], calls: int) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return elapsed / calls * 1e6
