@@ -99,15 +99,22 @@ def test_checks_have_the_schemas_signature(op: str) -> None:
     assert _signature(CHECKS[op]) == _parameters(op)
 
 
+def _not_taken(function: Any, op: str) -> set[str]:
+    """Options of the schema that a backend's function, otherwise like it, does not take.
+
+    None are missing from one that takes ``**options``, which need not be named.
+    """
+    named = {name for name, *_ in _signature(function)}
+    parameters = [p for p in _parameters(op) if p[0] != "backend"]
+    assert _signature(function) == [p for p in parameters if p[0] in named or not p[1]]
+    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+        return set()
+    return {name for name, *_ in parameters} - named
+
+
 @pytest.mark.parametrize("op", SCHEMAS)
 def test_reference_has_the_schemas_signature(op: str) -> None:
-    """Less ``backend``. What a function takes as ``**options`` need not be named."""
-    function = REFERENCE.implementation(op)
-    parameters = [p for p in _parameters(op) if p[0] != "backend"]
-    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
-        named = {name for name, *_ in _signature(function)}
-        parameters = [p for p in parameters if p[0] in named or not p[1]]
-    assert _signature(function) == parameters
+    assert not _not_taken(REFERENCE.implementation(op), op)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -121,11 +128,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("op", sorted(TRITON_OPS))
 def test_triton_takes_an_option_or_refuses_it(op: str) -> None:
     pytest.importorskip("triton")
-    actual = _signature(TRITON.implementation(op))
-    named = {name for name, *_ in actual}
-    assert actual == [p for p in _parameters(op) if p[0] in named]
     plain = Problem(op, "cuda")
-    for name, *_ in _parameters(op):
-        if name not in named | {"backend"}:
-            refusing = TRITON.objections(replace(plain, **REFUSED[name]))
-            assert set(refusing) > set(TRITON.objections(plain)), f"triton ignores {name}"
+    for name in _not_taken(TRITON.implementation(op), op):
+        refusing = TRITON.objections(replace(plain, **REFUSED[name]))
+        assert set(refusing) > set(TRITON.objections(plain)), f"triton ignores {name}"
