@@ -5,14 +5,48 @@
     planner = attn_ops.DecodePlanner(max_batch, max_pages, page_size=16, num_qo_heads=32, num_kv_heads=8, head_dim=128)
     plan = planner.plan(kv_indptr, kv_indices, kv_last_page_len)
     out, lse = torch.ops.attn.batch_decode(q, k_cache, v_cache, plan, planner.workspace)
+
+On top of the ops lie FlashInfer's names, in its modules and here (:mod:`attn_ops.exports`)::
+
+    import attn_ops as flashinfer
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, kv_layout="NHD")
 """
+
+import importlib
+from typing import Any
 
 from . import dispatch, errors
 from .dispatch import explain
+from .exports import EXPORTS, HOMES
 from .plan import DecodePlan, PrefillPlan
 from .planner import DecodePlanner, PrefillPlanner
 from .version import __version__
 
 dispatch.register()
 
-__all__ = ["DecodePlan", "DecodePlanner", "PrefillPlan", "PrefillPlanner", "__version__", "errors", "explain"]
+__all__ = [
+    "DecodePlan",
+    "DecodePlanner",
+    "PrefillPlan",
+    "PrefillPlanner",
+    "__version__",
+    "errors",
+    "explain",
+    *HOMES,
+]
+
+
+def __getattr__(name: str) -> Any:
+    """FlashInfer's modules and names, imported when first used."""
+    if name in HOMES:
+        value = getattr(importlib.import_module(f".{HOMES[name]}", __name__), name)
+    elif name in EXPORTS:
+        value = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES, *EXPORTS})

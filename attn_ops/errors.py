@@ -7,6 +7,7 @@ The same check raises the same text in eager mode and, from the fake implementat
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "AttnOpsError",
     "BackendError",
     "CapacityError",
@@ -17,6 +18,7 @@ __all__ = [
     "PageTableError",
     "PlanError",
     "ShapeError",
+    "UnsupportedError",
 ]
 
 
@@ -38,6 +40,14 @@ class DeviceError(AttnOpsError, ValueError):
 
 class OptionError(AttnOpsError, ValueError):
     """An option has a value that means nothing (layout, scale, window, cap)."""
+
+
+class UnsupportedError(OptionError):
+    """An argument asks for something that this library does not do; leaving it out gives what it does."""
+
+
+class ArgumentError(AttnOpsError, TypeError):
+    """An argument is missing, given twice, or given under two names."""
 
 
 class PlanError(AttnOpsError, ValueError):

@@ -107,12 +107,52 @@ for _plan in (DecodePlan, PrefillPlan):
 torch.serialization.add_safe_globals([DecodePlan, PrefillPlan])
 
 
+def allocate_decode(
+    problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int, device: torch.device
+) -> DecodePlan:
+    """An all-zero plan of this capacity. Traceable: a graph may make, fill and use a plan of its own."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return DecodePlan(
+        problem=problem.carrier(device),
+        kv_indptr=zeros(max_batch + 1),
+        kv_indices=zeros(max_pages),
+        kv_len=zeros(max_batch),
+        work=zeros(max_batch + num_ctas, len(WORK_FIELDS)),
+        cta_indptr=zeros(num_ctas + 1),
+        merge_indptr=zeros(max_batch + 1),
+    )
+
+
+def allocate_prefill(
+    problem: PlanProblem, max_batch: int, max_tokens: int, max_pages: int, device: torch.device
+) -> PrefillPlan:
+    """As :func:`allocate_decode`, with room for ``max_tokens`` query rows; ``max_pages`` 0 for ragged KV."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    tiles = (max_tokens + problem.tile_rows - 1) // problem.tile_rows + max_batch
+    return PrefillPlan(
+        problem=problem.carrier(device),
+        qo_indptr=zeros(max_batch + 1),
+        kv_indptr=zeros(max_batch + 1),
+        kv_indices=zeros(max_pages),
+        kv_len=zeros(max_batch),
+        work=zeros(tiles, len(WORK_FIELDS)),
+    )
+
+
 def num_slots(plan: DecodePlan) -> int:
     """Partial results that a plan can ask for: every cut between CTAs makes at most two."""
     return 2 * (int(plan.cta_indptr.shape[0]) - 2)
 
 
-def workspace_size(plan: DecodePlan) -> int:
-    """float32 elements of workspace that ``batch_decode`` needs for this plan."""
+def workspace_size(plan: DecodePlan | PrefillPlan) -> int:
+    """float32 elements of workspace that an attention op needs for this plan."""
+    if isinstance(plan, PrefillPlan):
+        return 0
     problem = PlanProblem.of(plan.problem)
     return num_slots(plan) * problem.num_qo_heads * (problem.head_dim_vo + 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .errors import CapacityError, OptionError, ShapeError
 from .inductor import mark_static
 from .page_table import check_indptr, check_pages
-from .plan import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan, workspace_size
+from .plan import DecodePlan, PlanProblem, PrefillPlan, allocate_decode, allocate_prefill, workspace_size
 
 CTAS_PER_SM = 2
 """CTAs that the decode work is cut for, per multiprocessor."""
@@ -104,20 +104,8 @@ class DecodePlanner(_Planner):
         )
         self.max_pages, self.cache_pages = max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
-        shares = num_ctas or _ctas_per_head(self.device, num_kv_heads)
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=self.device)
-
-        self.state = DecodePlan(
-            problem=self.problem.carrier(self.device),
-            kv_indptr=zeros(max_batch + 1),
-            kv_indices=zeros(max_pages),
-            kv_len=zeros(max_batch),
-            work=zeros(max_batch + shares, len(WORK_FIELDS)),
-            cta_indptr=zeros(shares + 1),
-            merge_indptr=zeros(max_batch + 1),
-        )
+        shares = num_ctas or ctas_per_head(self.device, num_kv_heads)
+        self.state = allocate_decode(self.problem, max_batch, max_pages, shares, self.device)
         self.workspace = torch.zeros(workspace_size(self.state), device=self.device)
         mark_static(*self.state, self.workspace)
 
@@ -187,25 +175,13 @@ class PrefillPlanner(_Planner):
             head_dim_qk=head_dim,
             head_dim_vo=head_dim_vo or head_dim,
             max_kv_len=max_kv_len or max_pages * page_size,
-            tile_rows=tile_rows or max(1, TILE_ROWS * num_kv_heads // num_qo_heads),
+            tile_rows=tile_rows or rows_per_tile(num_qo_heads, num_kv_heads),
             window=window_left + 1,
             causal=int(causal),
         )
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=self.device)
-
-        tiles = -(-max_tokens // self.problem.tile_rows) + max_batch
-        self.state = PrefillPlan(
-            problem=self.problem.carrier(self.device),
-            qo_indptr=zeros(max_batch + 1),
-            kv_indptr=zeros(max_batch + 1),
-            kv_indices=zeros(max_pages),
-            kv_len=zeros(max_batch),
-            work=zeros(tiles, len(WORK_FIELDS)),
-        )
+        self.state = allocate_prefill(self.problem, max_batch, max_tokens, max_pages, self.device)
         self.workspace = torch.zeros(0, device=self.device)
         mark_static(*self.state, self.workspace)
 
@@ -243,7 +219,13 @@ class PrefillPlanner(_Planner):
             )
 
 
-def _ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
+def rows_per_tile(num_qo_heads: int, num_kv_heads: int) -> int:
+    """Query rows in a prefill tile unless a planner names another number."""
+    return max(1, TILE_ROWS * num_kv_heads // num_qo_heads)
+
+
+def ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
+    """Shares that the decode work of one KV head is cut into unless a planner names another number."""
     if device.type != "cuda":
         return 1
     return max(1, torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads)

@@ -1,0 +1,214 @@
+"""One interface for batches that mix prefill and decoding, and attention with a sink."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compat.arguments import DType, attention_options, fail, refuse
+from .compat.caches import PagedCache
+from .compat.paged import PagedWrapper
+from .compat.results import Wanted
+from .compat.scales import Scale
+from .compat.shapes import prefill_shape
+from .compat.tables import Tables, by_length
+from .errors import ArgumentError
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
+
+__all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
+
+
+class BatchAttention(PagedWrapper):
+    """Any number of query rows per request over a paged cache, or over plain 3-D keys and values.
+
+    dtypes follow the tensors of run(). ``device`` is theirs.
+    """
+
+    def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda") -> None:
+        super().__init__(None, kv_layout, device=device)
+        self._by_token: PagedWrapper | None = None
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: DType = torch.bfloat16,
+        kv_data_type: DType = torch.bfloat16,
+        use_profiler: bool = False,
+    ) -> None:
+        """Plan a batch.
+
+        Args:
+            qo_indptr: int ``[batch + 1]``, cumulative query rows.
+            kv_indptr, kv_indices: the page table; a request may hold more pages than its tokens need.
+            kv_len_arr: int ``[batch]``, tokens of each request.
+
+        Where every request has as many entries as tokens, the entries may be tokens too: run() then also takes 3-D
+        keys and values, whatever ``page_size`` (semantics: calls that must both work).
+        """
+        where = f"{self._name}.plan"
+        refuse(where, use_profiler=use_profiler)
+        shape = prefill_shape(where, num_qo_heads, num_kv_heads, None, head_dim_qk, head_dim_vo, page_size)
+        shape = shape._replace(causal=causal)
+        options = attention_options(where, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
+        options.update(causal=causal, kv_layout=self._kv_layout)
+        pages = by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)._replace(qo_indptr=qo_indptr)
+        self._plan(where, "batch_prefill", pages, shape, options)
+        self._by_token = None
+        if page_size > 1 and torch.equal(kv_indptr.cpu().long().diff(), kv_len_arr.cpu().long()):
+            tokens = Tables.of(where, kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), qo_indptr)
+            self._by_token = PagedWrapper(None, self._kv_layout, device=self.device)
+            self._by_token._plan(where, "batch_prefill", tokens, shape._replace(page_size=1), options)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        kv_cache: PagedCache,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        logits_soft_cap: float = 0.0,
+        profiler_buffer: Tensor | None = None,
+        kv_cache_sf: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)`` of ``q [nnz_qo, num_qo_heads, head_dim_qk]``; the cache as for the prefill wrapper.
+
+        ``logits_soft_cap`` 0 leaves the planned cap; another value replaces it for this call.
+        """
+        where = f"{self._name}.run"
+        refuse(where, profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        by_token = self._by_token is not None and not isinstance(kv_cache, Tensor) and kv_cache[0].dim() == 3
+        wrapper: PagedWrapper = self._by_token if by_token and self._by_token is not None else self
+        return wrapper._attend(
+            where,
+            q,
+            kv_cache,
+            Wanted(out, lse, return_lse=True),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            logits_soft_cap=logits_soft_cap or None,
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output of :meth:`run` over the pair ``(k, v)``, paged or 3-D."""
+        return self.run(q, (k, v))[0]
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """The paged prefill wrapper with a sink: run() takes ``sinks`` and ``sm_scale`` by position, after the cache.
+
+    ``pos_encoding_mode``, ``window_left``, the dtypes and the head dimensions are what plan() uses where it is not
+    told. ``sinks`` float32 ``[num_qo_heads]``: a natural-log logit in each row's denominator.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: DType = torch.bfloat16,
+        kv_data_type: DType = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+            custom_mask_buf,
+            mask_indptr_buf,
+            backend,
+        )
+        self._defaults = {
+            "pos_encoding_mode": pos_encoding_mode,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+            "head_dim_vo": head_dim_vo,
+            "window_left": window_left,
+        }
+        self._head_dim_qk = head_dim_qk
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int | None = None,
+        page_size: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As the base class's, with the constructor's defaults for what is not given by name."""
+        if args:
+            fail(
+                ArgumentError,
+                f"{self._name}.plan",
+                f"{len(args)} arguments follow page_size by position",
+                "names for them",
+                "pass them by name",
+            )
+        if head_dim_qk is None and "head_dim" not in kwargs:
+            head_dim_qk = self._head_dim_qk
+        tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        defaults = dict(self._defaults)
+        if "data_type" in kwargs:
+            del defaults["q_data_type"], defaults["kv_data_type"]
+        super().plan(*tables, num_qo_heads, num_kv_heads, head_dim_qk, page_size, **{**defaults, **kwargs})
+
+    begin_forward = plan
+
+    def run(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
+        """As the base class's; ``args``: ``sinks``, then ``sm_scale``, which replaces the planned one."""
+        where = f"{self._name}.run"
+        if len(args) > 2 or (args and "sinks" in kwargs):
+            fail(
+                ArgumentError,
+                where,
+                f"{len(args)} arguments follow the KV cache by position",
+                "sinks and sm_scale",
+                "pass each once",
+            )
+        if args:
+            kwargs["sinks"] = args[0]
+        if len(args) == 2 and args[1] is not None:
+            return self._with_scale(float(args[1]), where, q, paged_kv_cache, kwargs)
+        return super().run(q, paged_kv_cache, **kwargs)
+
+    def _with_scale(self, sm_scale: float, where: str, q: Tensor, cache: PagedCache, kwargs: dict[str, Any]) -> Any:
+        planned = self._planned
+        if planned is not None:
+            default = planned.options["sm_scale"] or planned.shape.head_dim_qk**-0.5
+            kwargs["q_scale"] = sm_scale / default * (1.0 if kwargs.get("q_scale") is None else kwargs["q_scale"])
+        return super().run(q, cache, **kwargs)

@@ -1,0 +1,254 @@
+"""Attention over parts of the KV, merged: levels of a shared prefix tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compat.arguments import DType, fail
+from .compat.caches import PagedCache
+from .compat.merging import merge_state, merge_state_in_place, merge_states, variable_length_merge_states
+from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .errors import ShapeError
+from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+
+__all__ = [
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "variable_length_merge_states",
+]
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Several page tables over one cache, from the most shared to the least; each query row sees one entry of each.
+
+    Args:
+        num_levels: page tables. Level i groups the query rows by ``qo_indptr_arr[i]``.
+        float_workspace_buffer, kv_layout: as for the prefill wrapper.
+        use_cuda_graph: with it one buffer a level in each of the ``*_buf_arr`` lists.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: list[Tensor] | None = None,
+        paged_kv_indptr_buf_arr: list[Tensor] | None = None,
+        paged_kv_indices_buf_arr: list[Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
+    ) -> None:
+        self._use_cuda_graph = use_cuda_graph
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf_arr,
+            "paged_kv_indptr_buf": paged_kv_indptr_buf_arr,
+            "paged_kv_indices_buf": paged_kv_indices_buf_arr,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf_arr,
+        }
+        if num_levels < 1:
+            fail(ShapeError, type(self).__name__, f"num_levels is {num_levels}", "1 or more", "change it")
+        if use_cuda_graph:
+            _check_levels(type(self).__name__, num_levels, {f"{name}_arr": arr or [] for name, arr in buffers.items()})
+        self._levels = []
+        for i in range(num_levels):
+            mine: dict[str, Any] = {name: arr[i] for name, arr in buffers.items() if use_cuda_graph and arr}
+            level = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, **mine)
+            self._levels.append(level)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: Any = None) -> None:
+        for level in self._levels:
+            level.reset_workspace_buffer(float_workspace_buffer)
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Nothing to do: one kernel reads caches of any strides."""
+
+    def plan(
+        self,
+        qo_indptr_arr: list[Tensor],
+        paged_kv_indptr_arr: list[Tensor],
+        paged_kv_indices_arr: list[Tensor],
+        paged_kv_last_page_len: list[Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+    ) -> None:
+        """Plan every level; lists have one tensor a level, as for the prefill wrapper. ``causal`` is the last's."""
+        arrays = {
+            "qo_indptr_arr": qo_indptr_arr,
+            "paged_kv_indptr_arr": paged_kv_indptr_arr,
+            "paged_kv_indices_arr": paged_kv_indices_arr,
+            "paged_kv_last_page_len": paged_kv_last_page_len,
+        }
+        _check_levels(f"{type(self).__name__}.plan", len(self._levels), arrays)
+        for i, (level, *tables) in enumerate(zip(self._levels, *arrays.values(), strict=True)):
+            level.plan(
+                *tables,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                causal=causal and i == len(self._levels) - 1,
+                pos_encoding_mode=pos_encoding_mode,
+                sm_scale=sm_scale,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+            )
+
+    begin_forward = plan
+
+    def run(self, q: Tensor, paged_kv_cache: PagedCache) -> Tensor:
+        """``q [nnz_qo, num_qo_heads, head_dim]``, the cache as for the prefill wrapper; the output as q."""
+        states = [level.run(q, paged_kv_cache, return_lse=True) for level in self._levels]
+        if len(states) == 1:
+            return states[0][0]
+        return merge_states(torch.stack([v for v, _ in states], 1), torch.stack([s for _, s in states], 1))[0]
+
+    forward = run
+
+    def end_forward(self) -> None:
+        """Nothing to do: a plan needs no end."""
+
+
+def _check_levels(where: str, num_levels: int, arrays: dict[str, list[Tensor]]) -> None:
+    for name, array in arrays.items():
+        if len(array) != num_levels:
+            fail(ShapeError, where, f"{name} has {len(array)} tensors", f"{num_levels}, one a level", "correct it")
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+    """Decoding for requests that share a prefix, kept as plain tensors, and go on in pages of their own."""
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._kv_layout = kv_layout
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
+        self._unique.reset_workspace_buffer(float_workspace_buffer)
+
+    def begin_forward(
+        self,
+        unique_kv_indptr: Tensor,
+        unique_kv_indices: Tensor,
+        unique_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: DType = "float16",
+    ) -> None:
+        """Plan the pages of the requests, without the prefix; arguments as for the decode wrapper."""
+        self._unique.plan(
+            unique_kv_indptr,
+            unique_kv_indices,
+            unique_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            data_type=data_type,
+        )
+
+    plan = begin_forward
+
+    def forward(self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: PagedCache) -> Tensor:
+        """``q [batch, num_qo_heads, head_dim]``; ``k_shared, v_shared [prefix, num_kv_heads, head_dim]`` by layout."""
+        shared = single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True)
+        return merge_state(*shared, *self._unique.run(q, unique_kv_cache, return_lse=True))[0]
+
+    run = forward
+
+    def end_forward(self) -> None:
+        """Nothing to do: a plan needs no end."""
+
+
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+    """Prefill or append for requests that share a prefix, kept as plain tensors. dtypes follow the query."""
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._kv_layout = kv_layout
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
+        self._unique.reset_workspace_buffer(float_workspace_buffer)
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Nothing to do: one kernel reads caches of any strides."""
+
+    def begin_forward(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> None:
+        """Plan the pages of the requests, without the prefix; arguments as for the prefill wrapper."""
+        self._unique.plan(
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+        )
+        self._unique.dtypes_follow_query()
+
+    plan = begin_forward
+
+    def forward(
+        self,
+        q: Tensor,
+        k_shared: Tensor,
+        v_shared: Tensor,
+        unique_kv_cache: PagedCache,
+        causal: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor:
+        """``q [nnz_qo, num_qo_heads, head_dim]`` sees the whole prefix, and its own pages by ``causal``.
+
+        No positional encoding is applied, so ``rope_scale`` and ``rope_theta`` have no effect.
+        """
+        shared = single_prefill_with_kv_cache(
+            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True
+        )
+        unique = self._unique.forward(q, unique_kv_cache, causal=causal, sm_scale=sm_scale, return_lse=True)
+        return merge_state(*shared, *unique)[0]
+
+    run = forward
+
+    def end_forward(self) -> None:
+        """Nothing to do: a plan needs no end."""

@@ -1,0 +1,250 @@
+"""``cudnn_batch_*``: lengths per request, caches in layout HND, tensors that are packed without gaps.
+
+Offsets of queries, outputs and ragged KV are accepted where they say what packing says already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, OptionError, UnsupportedError
+from . import inline
+from .arguments import fail, output_dtype, own_backend, required
+from .growing import Shape
+from .results import Wanted
+from .scales import Scale, fold
+from .tabled import attend, block_table, lengths, uniform_rows
+
+OFFSET_UNITS = ("elements", "tokens")
+
+
+def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tuple[Tensor | None, int]]) -> None:
+    """Each given tensor is ``indptr`` times its elements per token (or 1). Not seen while tracing or capturing."""
+    if units not in OFFSET_UNITS:
+        fail(OptionError, where, f"batch_offsets_units is {units!r}", " or ".join(OFFSET_UNITS), "pass one of the two")
+    given = {name: pair for name, pair in offsets.items() if pair[0] is not None}
+    if not given or torch.compiler.is_compiling() or (indptr.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    for name, (tensor, elements) in given.items():
+        assert tensor is not None
+        packed = indptr.cpu().long() * (elements if units == "elements" else 1)
+        flat = tensor.cpu().long().flatten()
+        if flat.shape[0] > packed.shape[0] or not torch.equal(flat, packed[: flat.shape[0]]):
+            fail(
+                UnsupportedError,
+                where,
+                f"{name} leaves gaps between requests",
+                "tokens packed without gaps",
+                "pack the tensor",
+            )
+
+
+def _indptr(where: str, name: str, seq_lens: Tensor, device: torch.device) -> Tensor:
+    ends = lengths(where, name, seq_lens, seq_lens.numel(), device).cumsum(0)
+    return torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+
+
+def cudnn_batch_decode_with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    workspace_buffer: Tensor,
+    *,
+    max_sequence_kv: int,
+    actual_seq_lens_kv: Tensor | None = None,
+    block_tables: Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    batch_offsets_q: Tensor | None = None,
+    batch_offsets_o: Tensor | None = None,
+    batch_offsets_k: Tensor | None = None,
+    batch_offsets_v: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    lse: Tensor | None = None,
+    q_len_per_req: int = 1,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Decode a batch by block tables.
+
+    Args:
+        q: ``[batch * q_len_per_req, num_qo_heads, head_dim]``; several rows of a request are causal.
+        k_cache, v_cache: ``[pages, num_kv_heads, page_size, head_dim]``.
+        scale: the softmax scale.
+        actual_seq_lens_kv: int ``[batch]``, or with dimensions of size 1 after it.
+        block_tables: int ``[batch, max_pages_per_request]``.
+        batch_offsets_q, batch_offsets_o: first element of each request, refused unless packed without gaps.
+
+    Returns:
+        ``out`` as q, with ``return_lse`` also float32 ``lse``, base 2.
+    """
+    where = "cudnn_batch_decode_with_kv_cache"
+    required(where, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables)
+    assert actual_seq_lens_kv is not None
+    assert block_tables is not None
+    _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
+    tables = block_table(where, "block_tables", block_tables, q.device)
+    rows = uniform_rows(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
+    even = torch.arange(tables.shape[0] + 1) * q_len_per_req
+    per_row = q.shape[1] * q.shape[2], q.shape[1] * v_cache.shape[-1]
+    _check_offsets(
+        where,
+        "elements",
+        even,
+        {"batch_offsets_q": (batch_offsets_q, per_row[0]), "batch_offsets_o": (batch_offsets_o, per_row[1])},
+    )
+    return attend(
+        where,
+        q,
+        k_cache,
+        v_cache,
+        "HND",
+        tables,
+        actual_seq_lens_kv,
+        Wanted(out, lse, return_lse, q.dtype),
+        qo_indptr=rows,
+        causal=True,
+        sm_scale=scale,
+        logit_scales={},
+        value_scales={},
+        window_left=window_left,
+        sinks=sinks,
+    )
+
+
+def _no_offsets(where: str, **offsets: Tensor | None) -> None:
+    for name, value in offsets.items():
+        if value is not None:
+            fail(
+                ArgumentError,
+                where,
+                f"{name} is given with a paged cache",
+                "offsets of ragged KV only",
+                "leave it out; block_tables says where pages are",
+            )
+
+
+def cudnn_batch_prefill_with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    workspace_buffer: Tensor,
+    *,
+    max_token_per_sequence: int,
+    max_sequence_kv: int,
+    actual_seq_lens_q: Tensor | None = None,
+    actual_seq_lens_kv: Tensor | None = None,
+    block_tables: Tensor | None = None,
+    causal: bool,
+    return_lse: bool,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    batch_offsets_q: Tensor | None = None,
+    batch_offsets_o: Tensor | None = None,
+    batch_offsets_k: Tensor | None = None,
+    batch_offsets_v: Tensor | None = None,
+    batch_offsets_stats: Tensor | None = None,
+    batch_offsets_units: str = "elements",
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    backend: str | None = None,
+    o_data_type: torch.dtype | None = None,
+    lse_base: str = "log2",
+) -> tuple[Tensor, Tensor | None]:
+    """Prefill or append a batch, over a paged cache by ``block_tables``, or over ragged KV without them.
+
+    Args:
+        q: ``[nnz_qo, num_qo_heads, head_dim]``, packed by ``actual_seq_lens_q``.
+        k_cache, v_cache: ``[pages, num_kv_heads, page_size, head_dim]``, or ragged ``[nnz_kv, num_kv_heads, head_dim]``
+            packed by ``actual_seq_lens_kv``.
+        scale: the softmax scale; ``q_scale``, ``k_scale`` multiply it, ``v_scale`` the output: one value each.
+        batch_offsets_*: refused unless packed without gaps, in ``batch_offsets_units`` elements or tokens.
+
+    Returns:
+        ``(out, lse)``; ``lse`` is None unless ``return_lse``.
+    """
+    where = "cudnn_batch_prefill_with_kv_cache"
+    required(where, actual_seq_lens_q=actual_seq_lens_q, actual_seq_lens_kv=actual_seq_lens_kv)
+    assert actual_seq_lens_q is not None
+    assert actual_seq_lens_kv is not None
+    qo_indptr = _indptr(where, "actual_seq_lens_q", actual_seq_lens_q, q.device)
+    heads = q.shape[1]
+    _check_offsets(
+        where,
+        batch_offsets_units,
+        qo_indptr,
+        {
+            "batch_offsets_q": (batch_offsets_q, heads * q.shape[2]),
+            "batch_offsets_o": (batch_offsets_o, heads * v_cache.shape[-1]),
+            "batch_offsets_stats": (batch_offsets_stats, heads),
+        },
+    )
+    dtype = q.dtype if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
+    wanted = Wanted(out, lse, return_lse, dtype, lse_base)
+    result: Any
+    logit_scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale}
+    backend = own_backend(backend or "auto")
+    if block_tables is not None:
+        _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
+        result = attend(
+            where,
+            q,
+            k_cache,
+            v_cache,
+            "HND",
+            block_table(where, "block_tables", block_tables, q.device),
+            actual_seq_lens_kv,
+            wanted,
+            qo_indptr=qo_indptr,
+            causal=causal,
+            sm_scale=scale,
+            logit_scales=logit_scales,
+            value_scales={"v_scale": v_scale},
+            backend=backend,
+        )
+        return result if return_lse else (result, None)
+    kv_indptr = _indptr(where, "actual_seq_lens_kv", actual_seq_lens_kv, q.device)
+    kv_heads = k_cache.shape[1]
+    _check_offsets(
+        where,
+        batch_offsets_units,
+        kv_indptr,
+        {
+            "batch_offsets_k": (batch_offsets_k, kv_heads * q.shape[2]),
+            "batch_offsets_v": (batch_offsets_v, kv_heads * v_cache.shape[-1]),
+        },
+    )
+    wanted.check(where, q, v_cache.shape[-1])
+    shape = Shape(
+        decode=False,
+        paged=False,
+        page_size=1,
+        num_qo_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim_qk=q.shape[2],
+        head_dim_vo=v_cache.shape[-1],
+        causal=causal,
+    )
+    plan = inline.plan_ragged(shape, qo_indptr, kv_indptr, q.shape[0], k_cache.shape[0])
+    scales = fold(where, scale, q.shape[2], q.device, logit_scales, {"v_scale": v_scale})
+    values, sums = torch.ops.attn.ragged_prefill(
+        q,
+        k_cache,
+        v_cache,
+        plan,
+        inline.scratch(plan),
+        sm_scale=scales.sm_scale,
+        kv_scale=scales.kv_scale,
+        causal=causal,
+        return_lse=wanted.needs_lse,
+        backend=backend,
+    )
+    result = wanted.finish(values, sums, scales.output)
+    return result if return_lse else (result, None)

@@ -1,0 +1,120 @@
+"""CUDA-graph mode: the caller's buffers are the plan's memory, and their sizes its room.
+
+The buffers of ``qo_indptr``, ``kv_indptr``, ``kv_indices`` and (MLA) ``kv_len_arr`` become fields of the plan; a
+buffer of last page lengths, which a plan does not hold, is copied into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError
+from .arguments import fail
+from .tables import Extent, Tables
+
+PLAN_FIELDS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len")
+
+
+@dataclass
+class GraphBuffers:
+    """``buffers``: plan field, or ``kv_last_page_len`` or ``mask`` -> (the argument's name, its tensor)."""
+
+    where: str
+    device: torch.device
+    buffers: dict[str, tuple[str, Tensor]]
+    storage: dict[str, Tensor] = field(init=False)
+    batch: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for key, (name, buffer) in self.buffers.items():
+            self._check(name, buffer, torch.uint8 if key == "mask" else torch.int32)
+        name, indptr = self.buffers["kv_indptr"]
+        self.batch = indptr.shape[0] - 1
+        for key, extra in (("qo_indptr", 1), ("kv_last_page_len", 0), ("kv_len", 0)):
+            if key in self.buffers and self.buffers[key][1].shape[0] != self.batch + extra:
+                other, buffer = self.buffers[key]
+                fail(
+                    ShapeError,
+                    self.where,
+                    f"{other} has {buffer.shape[0]} elements and {name} {indptr.shape[0]}",
+                    f"{self.batch + extra}, for the {self.batch} requests of {name}",
+                    "make the two agree",
+                )
+        self.storage = {key: self.buffers[key][1] for key in PLAN_FIELDS if key in self.buffers}
+
+    def _check(self, name: str, buffer: Tensor, dtype: torch.dtype) -> None:
+        if buffer is None:
+            fail(ArgumentError, self.where, f"{name} is missing", "a buffer, in CUDA-graph mode", f"pass {name}")
+        if buffer.dtype != dtype:
+            fail(
+                DTypeError,
+                self.where,
+                f"{name} is {str(buffer.dtype).removeprefix('torch.')}",
+                str(dtype).removeprefix("torch."),
+                "allocate it in that dtype",
+            )
+        if buffer.device != self.device:
+            fail(DeviceError, self.where, f"{name} is on {buffer.device}", f"{self.device}", "allocate it there")
+        if buffer.dim() != 1 or not buffer.is_contiguous():
+            fail(ShapeError, self.where, f"{name} has {buffer.dim()} dimensions", "a contiguous vector", "reshape it")
+
+    def room(self, page_size: int, rows: int, kv_len: int) -> Extent:
+        """The largest batch that the buffers hold, with ``rows`` query rows."""
+        if "kv_indices" not in self.buffers:
+            return Extent(self.batch, max(rows, 1), 0, max(kv_len, 1))
+        pages = self.buffers["kv_indices"][1].shape[0]
+        return Extent(self.batch, max(rows, 1), pages, max(pages * page_size, 1))
+
+    def check(self, where: str, needed: Extent, room: Extent) -> None:
+        """The batch is the fixed one, and it fits."""
+        if needed.batch != self.batch:
+            fail(
+                PlanError,
+                where,
+                f"the batch has {needed.batch} requests and the buffers are for {self.batch}",
+                "the same number at every plan in CUDA-graph mode",
+                f"fill up to {self.batch} with empty requests, or make another wrapper",
+            )
+        pages = self.buffers["kv_indices"][0] if "kv_indices" in self.buffers else "max_pages"
+        for what, want, have, name in (
+            ("pages", needed.pages, room.pages, pages),
+            ("query rows", needed.rows, room.rows, "the first plan"),
+            ("tokens in a request", needed.kv_len, room.kv_len, "the first plan" if not room.pages else pages),
+        ):
+            if want > have:
+                fail(
+                    CapacityError,
+                    where,
+                    f"the batch has {want} {what} and {name} room for {have}",
+                    f"room for at least {want}",
+                    "make the wrapper, or its first plan, that large",
+                )
+
+    def copy(self, tables: Tables) -> None:
+        """What the plan does not hold."""
+        if "kv_last_page_len" in self.buffers and tables.kv_last_page_len is not None:
+            self.buffers["kv_last_page_len"][1].copy_(tables.kv_last_page_len)
+
+    def hold_mask(self, where: str, mask: Tensor) -> Tensor:
+        if "mask" not in self.buffers:
+            fail(
+                ArgumentError,
+                where,
+                "a mask is given and custom_mask_buf is not",
+                "a buffer for it, in CUDA-graph mode",
+                f"make the wrapper with custom_mask_buf of at least {mask.shape[0]} bytes",
+            )
+        name, buffer = self.buffers["mask"]
+        if mask.shape[0] > buffer.shape[0]:
+            fail(
+                CapacityError,
+                where,
+                f"the packed mask has {mask.shape[0]} bytes and {name} {buffer.shape[0]}",
+                f"at least {mask.shape[0]}",
+                "make the wrapper with such a buffer",
+            )
+        buffer[: mask.shape[0]] = mask
+        return buffer

@@ -1,0 +1,116 @@
+"""Plans that grow: a planner is kept while batches fit it, and made larger, by powers of two, when one does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..inductor import mark_static
+from ..planner import DecodePlanner, PrefillPlanner
+from .tables import Extent, Tables
+
+FLOOR = Extent(batch=4, rows=64, pages=64, kv_len=256)
+"""Room in the smallest plan. ``reference`` computes on all of it, so it is modest."""
+
+
+class Shape(NamedTuple):
+    """What a plan is made for beside its room; a change makes another plan."""
+
+    decode: bool
+    paged: bool
+    page_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    window_left: int = -1
+    causal: bool = False
+    unsplit: bool = False
+
+
+class Room(NamedTuple):
+    """A planner, what it is for, and how much it holds."""
+
+    shape: Shape
+    extent: Extent
+    planner: DecodePlanner | PrefillPlanner
+
+
+@dataclass
+class Growing:
+    """One planner at a time.
+
+    ``fixed`` is the room of a wrapper in CUDA-graph mode: more is an error, less makes no smaller plan. ``storage``
+    holds fields of the plan that live in the caller's buffers.
+    """
+
+    device: torch.device
+    fixed: Extent | None = None
+    storage: dict[str, Tensor] | None = None
+    held: Room | None = None
+
+    def fit(self, shape: Shape, needed: Extent) -> Room:
+        """A plan with room: the held one, or one that :meth:`fill` will hold from then on."""
+        held = self.held if self.held is not None and self.held.shape == shape else None
+        extent = self.fixed
+        if extent is None:
+            have = FLOOR if held is None else held.extent
+            extent = Extent(*(_grown(size, want) for size, want in zip(have, needed, strict=True)))
+        if held is not None and held.extent == extent:
+            return held
+        return Room(shape, extent, self._make(shape, extent))
+
+    def fill(self, room: Room, tables: Tables) -> None:
+        """Plan the batch, and hold the planner."""
+        planner = room.planner
+        if isinstance(planner, DecodePlanner):
+            assert tables.kv_indices is not None
+            assert tables.kv_last_page_len is not None
+            planner.plan(tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
+        else:
+            assert tables.qo_indptr is not None
+            planner.plan(tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
+        self.held = room
+
+    def _make(self, shape: Shape, extent: Extent) -> DecodePlanner | PrefillPlanner:
+        planner: DecodePlanner | PrefillPlanner
+        if shape.decode:
+            planner = DecodePlanner(
+                extent.batch,
+                extent.pages,
+                page_size=shape.page_size,
+                num_qo_heads=shape.num_qo_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim_qk,
+                head_dim_vo=shape.head_dim_vo,
+                max_kv_len=extent.kv_len,
+                window_left=shape.window_left,
+                num_ctas=1 if shape.unsplit else None,
+                device=self.device,
+            )
+        else:
+            planner = PrefillPlanner(
+                extent.batch,
+                extent.rows,
+                extent.pages if shape.paged else 0,
+                page_size=shape.page_size,
+                num_qo_heads=shape.num_qo_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim_qk,
+                head_dim_vo=shape.head_dim_vo,
+                max_kv_len=extent.kv_len,
+                causal=shape.causal,
+                window_left=shape.window_left,
+                device=self.device,
+            )
+        if self.storage:
+            planner.state = planner.state._replace(**self.storage)
+            mark_static(*self.storage.values())
+        return planner
+
+
+def _grown(have: int, want: int) -> int:
+    return have if want <= have else 1 << (want - 1).bit_length()

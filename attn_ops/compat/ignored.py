@@ -1,0 +1,59 @@
+"""Arguments of the public signatures that are accepted and have no effect on any result.
+
+They steer another library's internals, or say again what other arguments say. Every other argument either changes
+the result or is refused (:mod:`attn_ops.compat.refused`); ``tests/api/test_arguments.py`` holds this to be so.
+"""
+
+from __future__ import annotations
+
+_JIT = "kernels are not generated from a user's source; use the named options"
+_BOUND = "a bound on lengths that the lengths themselves give"
+_AGAIN = "says again what the page table says"
+_ACCURACY = "accumulation and softmax are float32"
+_LAUNCH = "a launch attribute of another library's kernels"
+_SCRATCH = "scratch memory that these ops do not need"
+
+IGNORED: dict[str, str] = {
+    "allow_fp16_qk_reduction": _ACCURACY,
+    "use_fp16_qk_reduction": _ACCURACY,
+    "use_fp16_softmax": _ACCURACY,
+    "backend": "names another library's kernels; `reference` and `triton` choose this library's where it has such a "
+    "choice, and `auto` the first that can",
+    "use_tensor_cores": "the backend decides",
+    "cute_dsl_impl": "names another library's kernels",
+    "bf16q_fp8kv_transform_mode": "FP8 keys and values are converted as they are read",
+    "enable_pdl": _LAUNCH,
+    "sm_count": _LAUNCH,
+    "request_order": "the order in which requests are scheduled",
+    "request_order_plan": "the order in which requests are scheduled",
+    "is_cuda_graph_compatible": "every call is capturable",
+    "is_var_seq": "lengths may always differ",
+    "jit_args": _JIT,
+    "jit_kwargs": _JIT,
+    "variant_owns_mask": _JIT,
+    "non_blocking": "host tensors are always copied without waiting, in stream order",
+    "fixed_split_size": "any value plans unsplit work, which is batch-invariant whatever the size",
+    "disable_split_kv": "splits change no more than rounding; True plans unsplit work",
+    "uniform_q_len": _AGAIN,
+    "block_tables": _AGAIN,
+    "seq_lens": _AGAIN,
+    "seq_lens_q": _AGAIN,
+    "q_seq_lens_cpu": _AGAIN,
+    "kv_seq_lens_cpu": _AGAIN,
+    "max_token_per_sequence": _BOUND,
+    "max_sequence_kv": _BOUND,
+    "max_seq_len": _BOUND,
+    "max_q_len": _BOUND,
+    "max_kv_len": _BOUND,
+    "int_workspace_buffer": "a plan owns its integers",
+    "int_workspace_buffers": "a plan owns its integers",
+    "multi_ctas_kv_counter_buffer": _SCRATCH,
+    "semaphores": _SCRATCH,
+    "workspace_buffer": "a call without a plan() allocates its own; wrappers do compute in it",
+    "cum_seq_lens_kv": _AGAIN,
+    "variant": "one kernel reads caches of any strides",
+    "skip_all_rows_active_check": "rows without a key are always handled",
+    "mask_indptr_buf": "the offsets of the masks follow from the lengths",
+    "kv_last_page_len": "a token's place follows from kv_indptr and its position",
+}
+"""name -> why. ``block_tables`` and the lengths matter where a function takes its page table from them."""

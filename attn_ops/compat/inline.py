@@ -1,0 +1,73 @@
+"""Plans made inside a call, for functions without a plan(): shapes alone decide their size, so they trace.
+
+Under ``torch.compile`` and ``torch.export`` such a call is a page-table op, a plan op and an attention op.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..plan import DecodePlan, PlanProblem, PrefillPlan, allocate_decode, allocate_prefill, workspace_size
+from ..planner import ctas_per_head, rows_per_tile
+from .growing import Shape
+
+
+def problem_of(shape: Shape, max_kv_len: int) -> PlanProblem:
+    return PlanProblem(
+        page_size=shape.page_size,
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim_qk=shape.head_dim_qk,
+        head_dim_vo=shape.head_dim_vo,
+        max_kv_len=max(max_kv_len, 1),
+        tile_rows=1 if shape.decode else rows_per_tile(shape.num_qo_heads, shape.num_kv_heads),
+        window=shape.window_left + 1,
+        causal=int(shape.causal),
+    )
+
+
+def plan_block_tables(
+    shape: Shape, block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None = None, max_rows: int = 0
+) -> DecodePlan | PrefillPlan:
+    """A plan for ``block_tables [batch, width]`` and ``seq_lens [batch]``, int32 on the query's device."""
+    batch, width = block_tables.shape
+    page_size, device = shape.page_size, block_tables.device
+    kv_indptr, kv_indices, last = torch.ops.attn.page_table(block_tables, seq_lens, page_size)
+    problem = problem_of(shape, width * page_size)
+    if qo_indptr is None:
+        decode = allocate_decode(problem, batch, batch * width, ctas_per_head(device, shape.num_kv_heads), device)
+        torch.ops.attn.plan_decode(kv_indptr, kv_indices, last, decode)
+        return decode
+    prefill = allocate_prefill(problem, batch, max_rows, batch * width, device)
+    torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, kv_indices, last, prefill)
+    return prefill
+
+
+def plan_ragged(shape: Shape, qo_indptr: Tensor, kv_indptr: Tensor, max_rows: int, max_kv_len: int) -> PrefillPlan:
+    """A plan for ragged KV; both indptr int32 ``[batch + 1]`` on the query's device."""
+    batch = qo_indptr.shape[0] - 1
+    plan = allocate_prefill(problem_of(shape, max_kv_len), batch, max_rows, 0, qo_indptr.device)
+    none, ones = kv_indptr.new_zeros(0), torch.ones_like(kv_indptr[1:])
+    torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, none, ones, plan)
+    return plan
+
+
+def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
+    """The same batch planned anew for calls that see beyond the planned window."""
+    problem = PlanProblem.of(plan.problem)._replace(window=0)
+    batch, pages, device = plan.kv_len.shape[0], plan.kv_indices.shape[0], plan.kv_len.device
+    last = (plan.kv_len - 1) % problem.page_size + 1
+    if isinstance(plan, DecodePlan):
+        decode = allocate_decode(problem, batch, pages, plan.cta_indptr.shape[0] - 1, device)
+        torch.ops.attn.plan_decode(plan.kv_indptr, plan.kv_indices, last, decode)
+        return decode
+    tokens = (plan.work.shape[0] - batch) * problem.tile_rows
+    prefill = allocate_prefill(problem, batch, tokens, pages, device)
+    torch.ops.attn.plan_prefill(plan.qo_indptr, plan.kv_indptr, plan.kv_indices, last, prefill)
+    return prefill
+
+
+def scratch(plan: DecodePlan | PrefillPlan) -> Tensor:
+    """A new workspace for the plan."""
+    return torch.empty(workspace_size(plan), dtype=torch.float32, device=plan.kv_len.device)

@@ -1,0 +1,56 @@
+"""Custom masks, packed as the ops read them (semantics: Masks): little-endian, every request from a byte of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import DTypeError, ShapeError
+from .arguments import fail
+
+
+def packed(
+    where: str,
+    custom_mask: Tensor | None,
+    packed_custom_mask: Tensor | None,
+    qo_len: Tensor,
+    kv_len: Tensor,
+    device: torch.device,
+) -> Tensor | None:
+    """uint8 ``[bytes]`` of a batch with the given host lengths, or None. A packed mask is taken before a bool one."""
+    bits = qo_len * kv_len
+    if packed_custom_mask is not None:
+        _check(
+            where,
+            "packed_custom_mask",
+            packed_custom_mask,
+            (torch.uint8,),
+            int(((bits + 7) // 8).sum()),
+            "a byte for every 8 pairs of query row and key, each request's padded to a whole byte",
+        )
+        return packed_custom_mask.to(device)
+    if custom_mask is None:
+        return None
+    pairs = "one for every pair of query row and key"
+    _check(where, "custom_mask", custom_mask, (torch.bool, torch.uint8), int(bits.sum()), pairs)
+    return pack(custom_mask.to(device), bits)
+
+
+def pack(mask: Tensor, bits: Tensor) -> Tensor:
+    """``mask [sum(bits)]`` packed by request; ``bits`` on the host."""
+    indptr = torch.cat((bits.new_zeros(1), bits.cumsum(0))).to(mask.device, torch.int32)
+    size = int(((bits + 7) // 8).sum())
+    return torch.ops.attn.segment_packbits(mask.bool(), indptr, size, bitorder="little")[0]
+
+
+def _check(where: str, name: str, mask: Tensor, dtypes: tuple[torch.dtype, ...], length: int, meaning: str) -> None:
+    if mask.dtype not in dtypes:
+        fail(
+            DTypeError,
+            where,
+            f"{name} is {str(mask.dtype).removeprefix('torch.')}",
+            str(dtypes[0]).removeprefix("torch."),
+            "convert it",
+        )
+    if mask.dim() != 1 or mask.shape[0] != length:
+        fail(ShapeError, where, f"{name} is {list(mask.shape)}", f"[{length}], {meaning}", "make it of that length")

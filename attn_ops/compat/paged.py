@@ -1,0 +1,76 @@
+"""Wrappers over a paged KV cache: reading the cache, and the options that ``forward`` of 0.1 takes per call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..plan import workspace_size
+from .arguments import attention_options
+from .caches import PagedCache, paged
+from .growing import Shape
+from .results import Wanted
+from .scales import Scale
+from .tables import Tables
+from .wrapper import Wrapper
+
+
+class PagedWrapper(Wrapper):
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Nothing to do: one kernel reads caches of any strides."""
+
+    def _attend(
+        self,
+        where: str,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        wanted: Wanted,
+        *,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        sinks: Any = None,
+        **changes: Any,
+    ) -> Any:
+        return self._run(
+            where,
+            (q, *paged(where, paged_kv_cache, self._kv_layout)),
+            wanted,
+            logit_scales={"q_scale": q_scale, "k_scale": k_scale},
+            value_scales={"v_scale": v_scale},
+            sinks=sinks,
+            **changes,
+        )
+
+    def _sizes(self, tables: Tables, shape: Shape) -> tuple[int, int]:
+        """Bytes of float workspace that the batch needs, and bytes of integers that its plan holds by itself."""
+        tables, extent = tables.measured(shape.page_size)
+        plan = self._growing.fit(shape, extent).planner.state
+        return 4 * workspace_size(plan), 4 * sum(t.numel() for t in plan)
+
+
+def forward_changes(
+    where: str,
+    *,
+    causal: bool = False,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+) -> dict[str, Any]:
+    """What ``forward`` changes for its call: each option that departs from its default; the others stay as planned."""
+    given = attention_options(
+        where,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )
+    default = attention_options(where)
+    changes = {name: None if value == default[name] else value for name, value in given.items()}
+    return {**changes, "causal": True} if causal else changes

@@ -1,0 +1,35 @@
+"""The sizes that a plan is made for, from the arguments of plan()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ArgumentError
+from .arguments import fail, renamed, required
+from .growing import Shape
+
+
+def prefill_shape(
+    where: str,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int | None,
+    head_dim_qk: int | None,
+    head_dim_vo: Any = None,
+    page_size: int | None = 1,
+) -> Shape:
+    """``head_dim`` and ``head_dim_qk`` are one argument; ``page_size`` 1 of ragged KV too."""
+    dim = renamed(where, "head_dim", head_dim, "head_dim_qk", head_dim_qk)
+    required(where, head_dim_qk=dim, page_size=page_size)
+    if head_dim_vo is not None and not isinstance(head_dim_vo, int):
+        fail(ArgumentError, where, "head_dim_vo is not a number", "one", "pass what follows page_size by name")
+    assert page_size is not None
+    return Shape(
+        decode=False,
+        paged=True,
+        page_size=page_size,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=dim,
+        head_dim_vo=dim if head_dim_vo is None else head_dim_vo,
+    )

@@ -1,0 +1,40 @@
+"""One request whose keys and values are plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .results import Wanted
+from .scales import Scale, fold
+
+
+def attend_dense(
+    where: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str,
+    options: dict[str, Any],
+    wanted: Wanted,
+    *,
+    logit_scales: dict[str, Scale],
+    value_scales: dict[str, Scale],
+) -> Any:
+    """``q [qo_len, num_qo_heads, head_dim]`` over ``k, v [kv_len, num_kv_heads, head_dim]`` (HND: heads first)."""
+    wanted.check(where, q, v.shape[-1])
+    options = dict(options)
+    scales = fold(where, options.pop("sm_scale"), q.shape[-1], q.device, logit_scales, value_scales)
+    out, lse = torch.ops.attn.single_prefill(
+        q,
+        k,
+        v,
+        sm_scale=scales.sm_scale,
+        kv_scale=scales.kv_scale,
+        kv_layout=kv_layout,
+        return_lse=wanted.needs_lse,
+        **options,
+    )
+    return wanted.finish(out, lse, scales.output)

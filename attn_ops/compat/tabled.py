@@ -1,0 +1,120 @@
+"""Attention over block tables in one call, without a plan(): what ``trtllm_*``, ``cudnn_*`` and ``xqa`` do.
+
+Lengths and pages may be on the query's device. The plan is made by ops inside the call, from shapes alone, so the
+call traces. On host tensors lengths are checked against the table; on a GPU longer ones are cut off at its width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PageTableError, ShapeError
+from . import inline
+from .arguments import fail
+from .caches import paged_sizes
+from .growing import Shape
+from .results import Wanted
+from .scales import Scale, fold
+from .wrapper import as_sinks
+
+
+def lengths(where: str, name: str, t: Tensor, batch: int, device: torch.device) -> Tensor:
+    """int32 ``[batch]`` of lengths of any integer dtype, which may have further dimensions of size 1."""
+    if t.numel() != batch:
+        fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch}], one a request", "correct it")
+    if t.dtype == torch.uint32:
+        t = t.view(torch.int32)
+    return t.reshape(batch).to(device, torch.int32)
+
+
+def block_table(where: str, name: str, t: Tensor, device: torch.device) -> Tensor:
+    if t.dim() != 2:
+        fail(ShapeError, where, f"{name} is {list(t.shape)}", "[batch, max_pages_per_request]", "reshape it")
+    return t.to(device, torch.int32).contiguous()
+
+
+def uniform_rows(where: str, rows: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:
+    """``qo_indptr`` of ``q_len`` query rows for every request; None where that is one, which is decoding."""
+    if rows != batch * q_len:
+        fail(
+            ShapeError,
+            where,
+            f"the query has {rows} rows for {batch} requests",
+            f"{batch * q_len}, {q_len} a request",
+            "correct the query, or the number of rows a request has",
+        )
+    return None if q_len == 1 else torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
+
+
+def check_fits(where: str, seq_lens: Tensor, capacity: int) -> None:
+    """No request is longer than its row of pages, as far as that can be seen without waiting for a device."""
+    if torch.compiler.is_compiling() or seq_lens.is_cuda or not seq_lens.numel():
+        return
+    longest = int(seq_lens.max())
+    if longest > capacity:
+        fail(
+            PageTableError,
+            where,
+            f"a request has {longest} tokens and its row of the page table places for {capacity}",
+            f"at most {capacity}",
+            "pass wider tables",
+        )
+
+
+def attend(
+    where: str,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_layout: str,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    wanted: Wanted,
+    *,
+    qo_indptr: Tensor | None,
+    causal: bool,
+    sm_scale: float | None,
+    logit_scales: dict[str, Scale],
+    value_scales: dict[str, Scale],
+    window_left: int = -1,
+    sinks: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """``q [rows, num_qo_heads, head_dim]``; ``qo_indptr`` None for decoding, one row a request."""
+    page_size, num_kv_heads = paged_sizes(k_cache, kv_layout)
+    shape = Shape(
+        decode=qo_indptr is None,
+        paged=True,
+        page_size=page_size,
+        num_qo_heads=q.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=q.shape[2],
+        head_dim_vo=v_cache.shape[-1],
+        window_left=window_left,
+        causal=causal and qo_indptr is not None,
+    )
+    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q.device)
+    check_fits(where, seq_lens, block_tables.shape[1] * page_size)
+    options: dict[str, Any] = {"window_left": window_left, "kv_layout": kv_layout, "backend": backend}
+    if not shape.decode:
+        options["causal"] = causal
+    wanted.check(where, q, shape.head_dim_vo)
+    scales = fold(where, sm_scale, q.shape[2], q.device, logit_scales, value_scales)
+    plan = inline.plan_block_tables(shape, block_tables, seq_lens, qo_indptr, q.shape[0])
+    op = torch.ops.attn.batch_decode if shape.decode else torch.ops.attn.batch_prefill
+    out, lse = op(
+        q,
+        k_cache,
+        v_cache,
+        plan,
+        inline.scratch(plan),
+        sm_scale=scales.sm_scale,
+        kv_scale=scales.kv_scale,
+        sinks=as_sinks(where, sinks, q.device),
+        return_lse=wanted.needs_lse,
+        **options,
+    )
+    return wanted.finish(out, lse, scales.output)

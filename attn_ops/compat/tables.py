@@ -1,0 +1,133 @@
+"""Page tables as callers give them, and how much room a plan for them needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import DTypeError, PageTableError, ShapeError
+from ..page_table import check_indptr
+from .arguments import fail
+
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+class Extent(NamedTuple):
+    """What a batch asks of a plan: ``pages`` and query ``rows`` of all requests, ``kv_len`` of the longest."""
+
+    batch: int
+    rows: int
+    pages: int
+    kv_len: int
+
+
+class Tables(NamedTuple):
+    """One batch. ``kv_indices`` is None for ragged KV, ``qo_indptr`` None for one query row per request."""
+
+    kv_indptr: Tensor
+    kv_indices: Tensor | None
+    kv_last_page_len: Tensor | None
+    qo_indptr: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        where: str,
+        kv_indptr: Tensor,
+        kv_indices: Tensor | None = None,
+        kv_last_page_len: Tensor | None = None,
+        qo_indptr: Tensor | None = None,
+    ) -> Tables:
+        """Checked for rank, dtype and agreement of their lengths; any device, int32."""
+        optional = {"kv_indices": kv_indices, "kv_last_page_len": kv_last_page_len, "qo_indptr": qo_indptr}
+        tables = cls(
+            index(where, "kv_indptr", kv_indptr),
+            *(None if t is None else index(where, name, t) for name, t in optional.items()),
+        )
+        batch = tables.kv_indptr.shape[0] - 1
+        for name, t, length in (
+            ("kv_last_page_len", tables.kv_last_page_len, batch),
+            ("qo_indptr", tables.qo_indptr, batch + 1),
+        ):
+            if t is not None and t.shape[0] != length:
+                fail(ShapeError, where, f"{name} has length {t.shape[0]}", f"{length} as kv_indptr has", "correct it")
+        return tables
+
+    def measured(self, page_size: int) -> tuple[Tables, Extent]:
+        """The tables without what follows the last page, and their extent. Reads the lengths on the host."""
+        kv_indptr = self.kv_indptr.cpu()
+        check_indptr("kv_indptr", kv_indptr)
+        steps, batch, rows = kv_indptr.diff(), kv_indptr.shape[0] - 1, kv_indptr.shape[0] - 1
+        if self.qo_indptr is not None:
+            qo_indptr = self.qo_indptr.cpu()
+            check_indptr("qo_indptr", qo_indptr)
+            rows = int(qo_indptr[-1])
+        if self.kv_indices is None:
+            return self, Extent(batch, rows, 0, _largest(steps))
+        used = int(kv_indptr[-1])
+        last = page_size if self.kv_last_page_len is None else self.kv_last_page_len.cpu()
+        kv_len = _largest(torch.where(steps > 0, (steps - 1) * page_size + last, 0))
+        return self._replace(kv_indices=self.kv_indices[:used]), Extent(batch, rows, used, kv_len)
+
+    def lengths(self, page_size: int) -> tuple[Tensor, Tensor]:
+        """int64 ``[batch]`` on the host: query rows and KV tokens of each request."""
+        kv_steps = self.kv_indptr.cpu().long().diff()
+        qo = torch.ones_like(kv_steps) if self.qo_indptr is None else self.qo_indptr.cpu().long().diff()
+        if self.kv_last_page_len is None:
+            return qo, kv_steps
+        return qo, torch.where(kv_steps > 0, (kv_steps - 1) * page_size + self.kv_last_page_len.cpu(), 0)
+
+
+def _largest(lengths: Tensor) -> int:
+    return int(lengths.amax()) if lengths.numel() else 0
+
+
+def index(where: str, name: str, t: Tensor) -> Tensor:
+    """``t`` as int32, which it need not be yet."""
+    if t.dim() != 1:
+        fail(ShapeError, where, f"{name} is {list(t.shape)}", "one dimension", f"reshape {name}")
+    if t.dtype not in _INTEGERS:
+        fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
+    return t.to(torch.int32)
+
+
+def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> Tables:
+    """A page table whose lengths are given in tokens; its rows may hold more pages than those need.
+
+    The pages in use are moved together, so that the last of each request is its last page.
+    """
+    indptr, indices, lengths = (
+        index(where, name, t)
+        for name, t in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_len_arr", kv_len))
+    )
+    if lengths.shape[0] != indptr.shape[0] - 1:
+        fail(
+            ShapeError,
+            where,
+            f"kv_len_arr has length {lengths.shape[0]}",
+            f"{indptr.shape[0] - 1}, one a request as in kv_indptr",
+            "make the two agree",
+        )
+    lengths, indices = lengths.to(indptr.device), indices.to(indptr.device)
+    held = indptr.diff()
+    pages = torch.where(held > 0, (lengths + page_size - 1) // page_size, 0)
+    if not indptr.is_cuda and bool((pages > held).any()):
+        b = int((pages > held).int().argmax())
+        fail(
+            PageTableError,
+            where,
+            f"request {b} has {int(lengths[b])} tokens and {int(held[b])} pages of {page_size}",
+            f"{int(pages[b])} pages",
+            "pass the pages of all tokens",
+        )
+    ends = pages.cumsum(0)
+    compact = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+    if indices.numel() and pages.numel():
+        place = torch.arange(indices.shape[0], device=indptr.device)
+        request = torch.searchsorted(ends, place, right=True).clamp(max=pages.shape[0] - 1)
+        source = indptr[request] + place - compact[request]
+        indices = indices[source.clamp(0, indices.shape[0] - 1)]
+    last = torch.where(pages > 0, (lengths - 1) % page_size + 1, 0)
+    return Tables(compact, indices, last.to(torch.int32))

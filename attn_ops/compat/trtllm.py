@@ -1,0 +1,274 @@
+"""``trtllm_*`` and ``xqa_batch_decode``: block tables, layout HND by default, one scale for each product.
+
+``bmm1_scale`` takes the place of ``sm_scale`` and of all scales of query and keys, ``bmm2_scale`` multiplies the
+output; each is a number or a 0-d tensor. They run on this library's kernels whatever their name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from .arguments import DType, fail, layout, output_dtype, own_backend, refuse
+from .caches import PagedCache, paged
+from .results import Wanted
+from .tabled import attend, block_table, uniform_rows
+
+
+def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
+    if out_dtype is not None:
+        return output_dtype(where, "out_dtype", out_dtype)
+    return None if out is None else output_dtype(where, "out", out.dtype)
+
+
+def _inverse(scale: float | None) -> float | None:
+    return None if scale is None or scale == 1.0 else 1.0 / scale
+
+
+def _decode(
+    where: str,
+    query: Tensor,
+    kv_cache: PagedCache,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scales: tuple[Any, Any, float | None],
+    window_left: int,
+    wanted: Wanted,
+    sinks: Any,
+    kv_layout: str,
+    q_len_per_req: int | None,
+    cum_seq_lens_q: Tensor | None,
+    backend: str = "auto",
+) -> Any:
+    tables = block_table(where, "block_tables", block_tables, query.device)
+    k, v = paged(where, kv_cache, layout(where, kv_layout))
+    if cum_seq_lens_q is None:
+        rows = uniform_rows(where, query.shape[0], tables.shape[0], q_len_per_req or 1, query.device)
+    else:
+        rows = cum_seq_lens_q.to(query.device, torch.int32)
+    bmm1_scale, bmm2_scale, o_scale = scales
+    return attend(
+        where,
+        query,
+        k,
+        v,
+        kv_layout,
+        tables,
+        seq_lens,
+        wanted,
+        qo_indptr=rows,
+        causal=True,
+        sm_scale=1.0,
+        logit_scales={"bmm1_scale": bmm1_scale},
+        value_scales={"bmm2_scale": bmm2_scale, "o_scale": _inverse(o_scale)},
+        window_left=window_left,
+        sinks=sinks,
+        backend=own_backend(backend),
+    )
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: Tensor,
+    kv_cache: PagedCache,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    out_dtype: DType | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: Any = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: Any = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: Tensor | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None,
+    bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: Tensor | None = None,
+    request_order_plan: Any = None,
+) -> Any:
+    """Decode a batch by block tables.
+
+    Args:
+        query: ``[batch * q_len_per_req, num_qo_heads, head_dim]``, or by ``cum_seq_lens_q [batch + 1]``. Several rows
+            of a request are its last tokens, causal among themselves.
+        kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair.
+        block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
+        o_scale: the output is divided by it. ``sinks``: float32 ``[num_qo_heads]``, or a list of that one tensor.
+
+    Returns:
+        ``out`` as the query, in ``out_dtype``; with ``return_lse`` also float32 ``lse``, base 2.
+    """
+    where = "trtllm_batch_decode_with_kv_cache"
+    refuse(
+        where,
+        o_sf_scale=o_sf_scale,
+        o_sf_vec_size=o_sf_vec_size,
+        mask=mask,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        kv_cache_sf=kv_cache_sf,
+        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
+        bmm1_scale_log2=bmm1_scale_log2,
+        enable_block_sparse_attention=enable_block_sparse_attention,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
+    )
+    return _decode(
+        where,
+        query,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        (bmm1_scale, bmm2_scale, o_scale),
+        window_left,
+        Wanted(out, lse, return_lse, _output(where, out, out_dtype)),
+        sinks,
+        kv_layout,
+        q_len_per_req,
+        cum_seq_lens_q,
+        backend,
+    )
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: Tensor,
+    kv_cache: PagedCache,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: Tensor | None = None,
+    kv_cache_sf: Any = None,
+    q_cu_seq_lens: Tensor | None = None,
+) -> Tensor:
+    """:func:`trtllm_batch_decode_with_kv_cache` under its other name, layout NHD; ``q_cu_seq_lens`` for ragged rows."""
+    where = "xqa_batch_decode_with_kv_cache"
+    refuse(where, mask=mask, kv_cache_sf=kv_cache_sf)
+    return _decode(
+        where,
+        query,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        (bmm1_scale, bmm2_scale, o_scale),
+        window_left,
+        Wanted(out, dtype=_output(where, out, None)),
+        sinks,
+        kv_layout,
+        q_len_per_req,
+        q_cu_seq_lens,
+    )
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: Tensor,
+    kv_cache: PagedCache,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor,
+    batch_size: int,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    out_dtype: DType | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: Any = None,
+    kv_cache_sf: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
+) -> Any:
+    """Prefill or append a batch by block tables.
+
+    Args:
+        query: ``[nnz_qo, num_qo_heads, head_dim]``, of request b the rows ``cum_seq_lens_q[b]`` to ``[b + 1]``.
+        kv_cache, block_tables, seq_lens, scales: as for :func:`trtllm_batch_decode_with_kv_cache`.
+        batch_size: rows of ``block_tables``.
+        causal: aligned bottom-right.
+
+    Returns:
+        ``out`` as the query, in ``out_dtype``; with ``return_lse`` also float32 ``lse``, base 2.
+    """
+    where = "trtllm_batch_context_with_kv_cache"
+    refuse(
+        where,
+        o_sf_scale=o_sf_scale,
+        o_sf_vec_size=o_sf_vec_size,
+        kv_cache_sf=kv_cache_sf,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
+        uses_spcompress=uses_spcompress,
+    )
+    tables = block_table(where, "block_tables", block_tables, query.device)
+    if tables.shape[0] != batch_size:
+        fail(
+            ShapeError,
+            where,
+            f"batch_size is {batch_size}",
+            f"{tables.shape[0]}, the rows of block_tables",
+            "correct it",
+        )
+    k, v = paged(where, kv_cache, layout(where, kv_layout))
+    return attend(
+        where,
+        query,
+        k,
+        v,
+        kv_layout,
+        tables,
+        seq_lens,
+        Wanted(out, lse, return_lse, _output(where, out, out_dtype)),
+        qo_indptr=cum_seq_lens_q.to(query.device, torch.int32),
+        causal=causal,
+        sm_scale=1.0,
+        logit_scales={"bmm1_scale": bmm1_scale},
+        value_scales={"bmm2_scale": bmm2_scale},
+        window_left=window_left,
+        sinks=sinks,
+        backend=own_backend(backend),
+    )

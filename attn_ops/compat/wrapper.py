@@ -1,0 +1,260 @@
+"""What every wrapper is: a caller's workspace, a plan that grows, and one call of one op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError
+from ..inductor import mark_static
+from ..plan import DecodePlan, PrefillPlan, workspace_size
+from . import inline, masks
+from .arguments import DTypes, fail, layout, own_backend
+from .graphs import GraphBuffers
+from .growing import Growing, Shape
+from .results import Wanted
+from .scales import Scale, fold
+from .tables import Tables
+
+
+@dataclass
+class Planned:
+    """What plan() leaves for run(): the op, its plan and its options.
+
+    ``rows [n, 0]`` holds the planned number of query rows in its shape, which a compiled run() need not
+    specialise on as it would on an int. ``exact``: the query has that many; otherwise it may have more, which are
+    padding. ``dtypes`` None means those of the query.
+    """
+
+    op: str
+    plan: DecodePlan | PrefillPlan
+    workspace: Tensor
+    shape: Shape
+    options: dict[str, Any]
+    dtypes: DTypes | None
+    rows: Tensor
+    exact: bool
+
+    def check(self, where: str, q: Tensor, kv: Tensor) -> None:
+        if self.dtypes is not None:
+            for name, t, dtype in (("q", q, self.dtypes.q), ("the KV cache", kv, self.dtypes.kv)):
+                if t.dtype != dtype:
+                    fail(
+                        DTypeError,
+                        where,
+                        f"{name} is {str(t.dtype).removeprefix('torch.')}",
+                        f"{str(dtype).removeprefix('torch.')} as planned",
+                        "name its dtype in plan(), as q_data_type and kv_data_type, or convert it",
+                    )
+        rows, planned = q.shape[0], self.rows.shape[0]
+        if rows != planned and (self.exact or rows < planned):
+            fail(
+                ShapeError,
+                where,
+                f"q has {rows} rows",
+                f"{planned} as planned{'' if self.exact else ', or more'}",
+                "call plan() for this batch first",
+            )
+
+
+class Wrapper:
+    """Holds a plan between calls.
+
+    ``float_workspace_buffer`` of any dtype is the op's scratch memory, and its device is the wrapper's. A wrapper
+    serves calls that run one after another.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor | None,
+        kv_layout: str = "NHD",
+        *,
+        backend: str = "auto",
+        device: str | torch.device | None = None,
+        buffers: dict[str, tuple[str, Tensor]] | None = None,
+    ) -> None:
+        self._name = type(self).__name__
+        self._kv_layout = layout(self._name, kv_layout)
+        self._workspace = float_workspace_buffer
+        self.device = (
+            torch.empty(0, device=device).device if float_workspace_buffer is None else (float_workspace_buffer.device)
+        )
+        self._backend = own_backend(backend)
+        self._graph = None if buffers is None else GraphBuffers(self._name, self.device, buffers)
+        self._growing = Growing(self.device, storage=None if self._graph is None else self._graph.storage)
+        self._planned: Planned | None = None
+        self._mask: Tensor | None = None
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._graph is not None
+
+    def resolved_backend(self) -> str:
+        """The backend named to the constructor, or ``"auto"``: which one runs is decided per call."""
+        return self._backend
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
+        """Use another workspace, on the same device. The plan stays; plans own their integers."""
+        where = f"{self._name}.reset_workspace_buffer"
+        if float_workspace_buffer.device != self.device:
+            fail(DeviceError, where, f"the buffer is on {float_workspace_buffer.device}", f"{self.device}", "move it")
+        workspace = self._workspace
+        self._workspace = float_workspace_buffer
+        if self._planned is not None:
+            try:
+                self._planned = replace(self._planned, workspace=self._scratch(where, self._planned.plan))
+            except CapacityError:
+                self._workspace = workspace
+                raise
+
+    def dtypes_follow_query(self) -> None:
+        """Let run() take any dtype that its op takes, whatever plan() was told."""
+        if self._planned is not None:
+            self._planned = replace(self._planned, dtypes=None)
+
+    def end_forward(self) -> None:
+        """Nothing to do: a plan needs no end. Kept for callers of the 0.1 interface."""
+
+    def _scratch(self, where: str, plan: DecodePlan | PrefillPlan) -> Tensor:
+        """float32 memory for ``plan`` in the caller's workspace."""
+        needed = workspace_size(plan)
+        if self._workspace is None:
+            return torch.empty(needed, device=self.device)
+        if not self._workspace.is_contiguous():
+            fail(ShapeError, where, "the workspace is not contiguous", "one piece of memory", "pass a new buffer")
+        memory = self._workspace.view(-1).view(torch.uint8)
+        start = -memory.data_ptr() % 4
+        if memory.shape[0] < start + 4 * needed:
+            fail(
+                CapacityError,
+                where,
+                f"the float workspace has {memory.shape[0]} bytes",
+                f"at least {start + 4 * needed} bytes for this plan",
+                "pass a larger float_workspace_buffer",
+            )
+        scratch = memory[start : start + 4 * needed].view(torch.float32)
+        mark_static(scratch)
+        return scratch
+
+    def _plan(
+        self,
+        where: str,
+        op: str,
+        tables: Tables,
+        shape: Shape,
+        options: dict[str, Any],
+        dtypes: DTypes | None = None,
+        *,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+    ) -> None:
+        """Settle everything that run() needs. Nothing of the wrapper changes if this raises."""
+        if shape.num_kv_heads < 1 or shape.num_qo_heads % shape.num_kv_heads:
+            fail(
+                ShapeError,
+                where,
+                f"{shape.num_qo_heads} query heads do not share {shape.num_kv_heads} KV heads evenly",
+                "a multiple of num_kv_heads",
+                "correct num_qo_heads or num_kv_heads",
+            )
+        mask = None
+        if custom_mask is not None or packed_custom_mask is not None:
+            lengths = tables.lengths(shape.page_size)
+            mask = masks.packed(where, custom_mask, packed_custom_mask, *lengths, self.device)
+            shape = shape._replace(causal=False)
+        tables, extent = tables.measured(shape.page_size)
+        if self._graph is not None:
+            if self._growing.fixed is None:
+                self._growing.fixed = self._graph.room(shape.page_size, extent.rows, extent.kv_len)
+            self._graph.check(where, extent, self._growing.fixed)
+        room = self._growing.fit(shape, extent)
+        workspace = self._scratch(where, room.planner.state)
+        if mask is not None:
+            mask = self._hold_mask(where, mask)
+        self._growing.fill(room, tables)
+        if self._graph is not None:
+            self._graph.copy(tables)
+        if not shape.decode and op != "batch_mla":
+            options = {**options, "mask": mask}
+        self._planned = Planned(
+            op=op,
+            plan=room.planner.state,
+            workspace=workspace,
+            shape=shape,
+            options={**options, "backend": self._backend},
+            dtypes=dtypes,
+            rows=torch.empty(extent.rows, 0, device=self.device),
+            exact=self._graph is None,
+        )
+
+    def _hold_mask(self, where: str, mask: Tensor) -> Tensor:
+        """``mask`` at an address and of a size that the next batch's has too."""
+        if self._graph is not None:
+            return self._graph.hold_mask(where, mask)
+        size = max(64, 1 << (max(mask.shape[0], 1) - 1).bit_length())
+        if self._mask is None or self._mask.shape[0] < size:
+            self._mask = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self._mask[: mask.shape[0]] = mask
+        return self._mask
+
+    def _run(
+        self,
+        where: str,
+        tensors: tuple[Tensor, ...],
+        wanted: Wanted,
+        *,
+        logit_scales: dict[str, Scale],
+        value_scales: dict[str, Scale],
+        sinks: Any = None,
+        **changes: Any,
+    ) -> Any:
+        """Attend as planned: ``tensors`` are the query and what it attends to, ``changes`` options of this call.
+
+        A change that is None keeps what was planned.
+        """
+        p = self._planned
+        if p is None:
+            fail(PlanError, where, "there is no plan", "plan() before run()", "call plan() for this batch")
+        q = tensors[0]
+        p.check(where, q, tensors[-1])
+        if p.dtypes is not None and wanted.dtype is None:
+            wanted = wanted._replace(dtype=p.dtypes.o)
+        wanted.check(where, q, p.shape.head_dim_vo)
+        options = dict(p.options)
+        for name, value in changes.items():
+            if value is not None:
+                options[name] = value
+        plan = p.plan
+        if p.shape.window_left >= 0 and not 0 <= options["window_left"] <= p.shape.window_left:
+            plan = inline.without_window(plan)
+        scales = fold(where, options.pop("sm_scale"), p.shape.head_dim_qk, q.device, logit_scales, value_scales)
+        out, lse = getattr(torch.ops.attn, p.op)(
+            *tensors,
+            plan,
+            p.workspace,
+            sm_scale=scales.sm_scale,
+            kv_scale=scales.kv_scale,
+            sinks=as_sinks(where, sinks, q.device),
+            return_lse=wanted.needs_lse,
+            **options,
+        )
+        return wanted.finish(out, lse, scales.output)
+
+
+def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:
+    """float32 ``[num_qo_heads]`` on the query's device; a list of one tensor is that tensor."""
+    if isinstance(sinks, list | tuple):
+        if len(sinks) != 1:
+            fail(ArgumentError, where, f"sinks has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
+        sinks = sinks[0]
+    return None if sinks is None else sinks.to(device, torch.float32)
+
+
+def graph_buffers(use_cuda_graph: bool, **buffers: tuple[str, Tensor | None]) -> Any:
+    """The buffers of a wrapper in CUDA-graph mode, a missing ``mask`` left out; otherwise None."""
+    if not use_cuda_graph:
+        return None
+    return {key: named for key, named in buffers.items() if key != "mask" or named[1] is not None}

@@ -1,0 +1,232 @@
+"""``xqa`` and ``xqa_mla``: decoding by a page table, in the forms that the documents and 0.7.2 call them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from . import inline
+from .arguments import fail, layout, refuse, required
+from .caches import paged_sizes
+from .growing import Shape
+from .results import Wanted
+from .scales import fold
+from .tabled import attend, block_table, check_fits, lengths, uniform_rows
+
+
+def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
+    """q as ``[rows, num_qo_heads, head_dim]``, and the query rows of each request."""
+    if q.dim() in (4, 5) and q.shape[1] != 1:
+        fail(ShapeError, where, f"q has a beam of {q.shape[1]}", "1", "pass [batch, 1, ...]")
+    if q.dim() == 5:
+        return q.flatten(0, 2), q.shape[2]
+    if q.dim() == 4:
+        return q.flatten(0, 1), q_seq_len
+    if q.dim() != 3:
+        fail(
+            ShapeError,
+            where,
+            f"q is {list(q.shape)}",
+            "[batch, heads, dim], [batch, 1, heads, dim] or [batch, 1, q_seq_len, heads, dim]",
+            "reshape it",
+        )
+    return q, q_seq_len
+
+
+def _agree(where: str, **pairs: tuple[int | None, int]) -> None:
+    """Sizes given as arguments are those of the tensors."""
+    for name, (given, actual) in pairs.items():
+        if given is not None and given != actual:
+            fail(ShapeError, where, f"{name} is {given}", f"{actual} as the tensors have", "correct one")
+
+
+def _deliver(q: Tensor, out: Tensor, output: Tensor | None) -> Tensor | None:
+    """``out`` in the form of q: copied to ``output``, or returned where that is None."""
+    shaped = out.view(*q.shape[:-1], out.shape[-1])
+    if output is None:
+        return shaped
+    output.copy_(shaped)
+    return None
+
+
+def _check_output(where: str, q: Tensor, head_dim: int, output: Tensor | None) -> None:
+    Wanted(output).check(where, q, head_dim)
+
+
+def xqa(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    output: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
+    semaphores: Tensor | None = None,
+    num_kv_heads: int | None = None,
+    page_size: int | None = None,
+    sinks: Tensor | None = None,
+    q_scale: float | Tensor = 1.0,
+    kv_scale: float | Tensor = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: Tensor | None = None,
+    *,
+    q_cu_seq_lens: Tensor | None = None,
+    k_sf_cache: Tensor | None = None,
+    v_sf_cache: Tensor | None = None,
+    head_dim: int | None = None,
+) -> Tensor | None:
+    """Decode a batch by a page table; logits are scaled by ``q_scale * kv_scale / sqrt(head_dim)``.
+
+    Args:
+        q: ``[batch, num_qo_heads, head_dim]``, ``[batch, 1, num_qo_heads, head_dim]`` or
+            ``[batch, 1, q_seq_len, num_qo_heads, head_dim]``; several rows of a request are causal. With
+            ``q_cu_seq_lens [batch + 1]``: ``[rows, num_qo_heads, head_dim]``.
+        k_cache, v_cache: ``[pages, page_size, num_kv_heads, head_dim]`` (HND: heads before places). Of a 5-D tensor
+            ``[pages, 2, ...]`` the keys, or the values.
+        page_table: int ``[batch, max_pages_per_request]``. ``seq_lens``: int or uint32 ``[batch]`` or ``[batch, 1]``.
+        output: filled, and None returned; without it the output is returned.
+        kv_scale: multiplies the output too, as ``rcp_out_scale`` does.
+        sliding_win_size: keys that a query sees, itself included; 0 for all.
+        num_kv_heads, page_size, head_dim: checked against the tensors where given.
+    """
+    where = "xqa"
+    refuse(where, mask=mask, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
+    required(where, page_table=page_table, seq_lens=seq_lens)
+    k = k_cache[:, 0] if k_cache.dim() == 5 else k_cache
+    v = v_cache[:, 1] if v_cache.dim() == 5 else v_cache
+    places, heads = paged_sizes(k, layout(where, kv_layout))
+    _agree(where, num_kv_heads=(num_kv_heads, heads), page_size=(page_size, places), head_dim=(head_dim, q.shape[-1]))
+    tables = block_table(where, "page_table", page_table, q.device)
+    if q_cu_seq_lens is None:
+        flat, q_len = _rows(where, q, q_seq_len)
+        qo_indptr = uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
+    else:
+        flat, qo_indptr = q, q_cu_seq_lens.to(q.device, torch.int32)
+    if sliding_win_size < 0:
+        fail(ShapeError, where, f"sliding_win_size is {sliding_win_size}", "tokens, or 0 for no window", "change it")
+    _check_output(where, q, v.shape[-1], output)
+    out = attend(
+        where,
+        flat,
+        k,
+        v,
+        kv_layout,
+        tables,
+        seq_lens,
+        Wanted(),
+        qo_indptr=qo_indptr,
+        causal=True,
+        sm_scale=None,
+        logit_scales={"q_scale": q_scale, "kv_scale": kv_scale},
+        value_scales={"kv_scale": kv_scale, "rcp_out_scale": rcp_out_scale},
+        window_left=sliding_win_size - 1,
+        sinks=sinks,
+    )
+    return _deliver(q, out, output)
+
+
+def xqa_mla(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    output: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
+    semaphores: Tensor | None = None,
+    page_size: int | None = None,
+    q_scale: float | Tensor = 1.0,
+    kv_scale: float | Tensor = 1.0,
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor | None:
+    """Decode a batch over a latent cache; logits are scaled by ``q_scale * kv_scale / sqrt(q.shape[-1])``.
+
+    Args:
+        q: ``[batch, num_heads, ckv + kpe]``, or with a beam of 1 as for :func:`xqa`.
+        k_cache: ``[pages, page_size, ckv + kpe]``. ``v_cache``: ``[pages, page_size, ckv or more]``, whose width gives
+            that of the values unless it is k_cache's; then it is 512. The values are those of ``k_cache``.
+        page_table, seq_lens, output: as for :func:`xqa`; the output is ``[..., num_heads, ckv]``.
+    """
+    where = "xqa_mla"
+    ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else 512
+    caches = [t.squeeze(2) if t.dim() == 4 and t.shape[2] == 1 else t for t in (k_cache, v_cache)]
+    cache: Any = caches[0]
+    if cache.dim() != 3 or cache.shape[2] <= ckv:
+        fail(ShapeError, where, f"k_cache is {list(k_cache.shape)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
+    _agree(where, page_size=(page_size, cache.shape[1]))
+    flat, q_len = _rows(where, q, 1)
+    tables = block_table(where, "page_table", page_table, q.device)
+    uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
+    _check_output(where, q, ckv, output)
+    out, _ = attend_latent(
+        where,
+        flat[..., :ckv],
+        flat[..., ckv:],
+        cache[..., :ckv],
+        cache[..., ckv:],
+        tables,
+        seq_lens,
+        torch.arange(tables.shape[0] + 1, dtype=torch.int32, device=q.device) * q_len,
+        1 / math.sqrt(q.shape[-1]),
+        logit_scales={"q_scale": q_scale, "kv_scale": kv_scale},
+        value_scales={"kv_scale": kv_scale},
+    )
+    return _deliver(q, out, output)
+
+
+def attend_latent(
+    where: str,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv: Tensor,
+    kpe: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    sm_scale: float,
+    *,
+    logit_scales: dict[str, Any],
+    value_scales: dict[str, Any],
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """MLA by block tables in one call: ``out [rows, num_heads, ckv]`` and base-2 ``lse``."""
+    shape = Shape(
+        decode=False,
+        paged=True,
+        page_size=ckv.shape[1],
+        num_qo_heads=q_nope.shape[1],
+        num_kv_heads=1,
+        head_dim_qk=q_nope.shape[2] + q_pe.shape[2],
+        head_dim_vo=q_nope.shape[2],
+        causal=causal,
+    )
+    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q_nope.device)
+    check_fits(where, seq_lens, block_tables.shape[1] * shape.page_size)
+    scales = fold(where, sm_scale, shape.head_dim_qk, q_nope.device, logit_scales, value_scales)
+    plan = inline.plan_block_tables(shape, block_tables, seq_lens, qo_indptr, q_nope.shape[0])
+    out, lse = torch.ops.attn.batch_mla(
+        q_nope,
+        q_pe,
+        ckv,
+        kpe,
+        plan,
+        inline.scratch(plan),
+        sm_scale=scales.sm_scale,
+        kv_scale=scales.kv_scale,
+        sinks=sinks,
+        causal=causal,
+        return_lse=return_lse,
+    )
+    return (out if scales.output == 1.0 else out * scales.output), lse

@@ -1,0 +1,457 @@
+"""Decoding: one query row per request (or a few, ``q_len_per_req``) over a KV cache.
+
+FlashInfer's names and arguments; shapes and meaning as in the specification's semantics page. LSE is base 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compat.arguments import DType, DTypes, attention_options, fail, layout, positional, refuse
+from .compat.caches import PagedCache
+from .compat.cudnn import cudnn_batch_decode_with_kv_cache
+from .compat.growing import Shape
+from .compat.paged import PagedWrapper, forward_changes
+from .compat.results import Wanted
+from .compat.single import attend_dense
+from .compat.tables import Tables
+from .compat.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from .compat.wrapper import graph_buffers
+from .errors import ShapeError
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
+]
+
+
+def single_decode_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One query row of one request over all its keys.
+
+    Args:
+        q: ``[num_qo_heads, head_dim]``.
+        k, v: ``[kv_len, num_kv_heads, head_dim]``, or ``[num_kv_heads, kv_len, head_dim]`` with layout HND.
+
+    Returns:
+        ``out [num_qo_heads, head_dim]``, with ``return_lse`` also float32 ``lse [num_qo_heads]``.
+    """
+    where = "single_decode_with_kv_cache"
+    if q.dim() != 2:
+        fail(ShapeError, where, f"q is {list(q.shape)}", "[num_qo_heads, head_dim]", "pass one query row")
+    options = attention_options(
+        where,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )
+    result = attend_dense(
+        where,
+        q[None],
+        k,
+        v,
+        layout(where, kv_layout),
+        options,
+        Wanted(return_lse=return_lse),
+        logit_scales={"q_scale": q_scale, "k_scale": k_scale},
+        value_scales={"v_scale": v_scale},
+    )
+    return (result[0][0], result[1][0]) if return_lse else result[0]
+
+
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
+    """Decoding for a batch over a paged KV cache: plan() once for a batch, run() in every layer.
+
+    Args:
+        float_workspace_buffer: scratch memory on the device of the query, any dtype; plans need less than 16 MB.
+        kv_layout: ``"NHD"`` or ``"HND"``.
+        use_cuda_graph: the three buffers, int32, become the plan's memory. The batch size is then fixed, by
+            ``paged_kv_indptr_buffer [batch + 1]`` and ``paged_kv_last_page_len_buffer [batch]``, and
+            ``paged_kv_indices_buffer`` bounds the pages. Without it the buffers have no effect.
+        use_tensor_cores, backend, jit_args: no effect on results (:mod:`attn_ops.compat.ignored`).
+
+    run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_decode`` node. The plan's tensors keep
+    their sizes while batches fit, and grow by powers of two when one does not, which compiles once more.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            backend=backend,
+            buffers=graph_buffers(
+                use_cuda_graph,
+                kv_indptr=("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
+                kv_indices=("paged_kv_indices_buffer", paged_kv_indices_buffer),
+                kv_last_page_len=("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
+            ),
+        )
+        self._use_tensor_cores = use_tensor_cores
+        self._q_len_per_req = 1
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """As given to the constructor; which units compute is the backend's choice."""
+        return self._use_tensor_cores
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: DType | None = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        data_type: DType | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        *,
+        window_right: int = 0,
+        is_causal: bool | None = None,
+    ) -> None:
+        """Plan a batch. Eager, never inside a graph.
+
+        Args:
+            indptr: int ``[batch + 1]``: the pages of request b are ``indices[indptr[b]:indptr[b + 1]]``.
+            indices: int ``[pages]``, page numbers.
+            last_page_len: int ``[batch]``, tokens in each request's last page, 1 to ``page_size``.
+            q_data_type, kv_data_type, o_data_type, data_type: dtypes or their names; ``data_type`` is both of the
+                query and the KV, of the KV alone where it is FP8 or ``q_data_type`` says otherwise.
+            q_len_per_req: query rows of each request. With more than 1 they are the last tokens of the request,
+                causal among themselves unless ``is_causal`` is False.
+            fixed_split_size, disable_split_kv: plan unsplit work, whose results do not depend on the batch.
+
+        Raises:
+            PageTableError: the table is inconsistent; CapacityError: it exceeds the buffers of CUDA-graph mode.
+        """
+        where = f"{self._name}.plan"
+        refuse(where, window_right=window_right)
+        if q_len_per_req < 1:
+            fail(ShapeError, where, f"q_len_per_req is {q_len_per_req}", "1 or more", "change it")
+        tables, shape = self._problem(
+            where,
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            window_left,
+            fixed_split_size,
+            disable_split_kv,
+            q_len_per_req,
+            is_causal,
+        )
+        options = attention_options(
+            where,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        options["kv_layout"] = self._kv_layout
+        if not shape.decode:
+            options["causal"] = shape.causal
+        dtypes = DTypes(where, q_data_type, kv_data_type, o_data_type, data_type)
+        self._plan(where, "batch_decode" if shape.decode else "batch_prefill", tables, shape, options, dtypes)
+        self._q_len_per_req = q_len_per_req
+
+    begin_forward = plan
+
+    def _problem(
+        self,
+        where: str,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        window_left: int,
+        fixed_split_size: int | None,
+        disable_split_kv: bool,
+        q_len_per_req: int,
+        is_causal: bool | None,
+    ) -> tuple[Tables, Shape]:
+        qo_indptr = None if q_len_per_req == 1 else torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
+        shape = Shape(
+            decode=q_len_per_req == 1,
+            paged=True,
+            page_size=page_size,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim,
+            head_dim_vo=head_dim,
+            window_left=window_left,
+            causal=q_len_per_req > 1 and is_causal is not False,
+            unsplit=disable_split_kv or fixed_split_size is not None,
+        )
+        return Tables.of(where, indptr, indices, last_page_len, qo_indptr), shape
+
+    def workspace_size(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: DType | None = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        data_type: DType | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> tuple[int, int]:
+        """Bytes that plan() with these arguments needs of the float workspace, and bytes of integers it holds."""
+        where = f"{self._name}.workspace_size"
+        return self._sizes(
+            *self._problem(
+                where,
+                indptr,
+                indices,
+                last_page_len,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                window_left,
+                fixed_split_size,
+                disable_split_kv,
+                q_len_per_req,
+                None,
+            )
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """Attend as planned.
+
+        Args:
+            q: ``[batch, num_qo_heads, head_dim]``; ``[batch * q_len_per_req, ...]`` with more rows per request.
+            paged_kv_cache: one tensor ``[pages, 2, page_size, num_kv_heads, head_dim]`` (HND: heads before places), or
+                a pair of caches; without the dimension of places the page size is 1.
+            args: ``k_scale``, ``v_scale`` by position.
+            out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
+
+        Returns:
+            ``out`` as q, with ``return_lse`` also float32 ``lse [batch, num_qo_heads]``.
+        """
+        where = f"{self._name}.run"
+        refuse(where, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
+        if q_len_per_req is not None and q_len_per_req != self._q_len_per_req:
+            fail(
+                ShapeError, where, f"q_len_per_req is {q_len_per_req}", f"{self._q_len_per_req} as planned", "plan anew"
+            )
+        if args:
+            k_scale, v_scale = positional(where, ("k_scale", "v_scale"), args, (k_scale, v_scale))
+        wanted = Wanted(out, lse, return_lse)
+        return self._attend(
+            where,
+            q,
+            paged_kv_cache,
+            wanted,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
+            window_left=window_left,
+        )
+
+    def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`run` with ``return_lse``."""
+        return self.run(q, paged_kv_cache, *args, **kwargs, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """:meth:`run` of the 0.1 interface: an option that is not at its default replaces the planned one."""
+        where = f"{self._name}.forward"
+        changes = forward_changes(
+            where,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        wanted = Wanted(return_lse=return_lse)
+        return self._attend(
+            where, q, paged_kv_cache, wanted, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **changes
+        )
+
+    def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`forward` with the LSE."""
+        return self.forward(q, paged_kv_cache, *args, **kwargs, return_lse=True)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """:class:`BatchDecodeWithPagedKVCacheWrapper` in CUDA-graph mode: one wrapper per captured batch size.
+
+    ``indptr_buffer [batch + 1]``, ``indices_buffer [max_pages]`` and ``last_page_len_buffer [batch]`` are int32 on the
+    device of ``workspace_buffer``. plan() writes them in place, and a captured run() replays with the new batch.
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            use_cuda_graph=True,
+            use_tensor_cores=use_tensor_cores,
+            paged_kv_indptr_buffer=indptr_buffer,
+            paged_kv_indices_buffer=indices_buffer,
+            paged_kv_last_page_len_buffer=last_page_len_buffer,
+        )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: DType | None = None,
+    kv_data_type: DType | None = None,
+    data_type: DType | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
+    """``self.plan(...)``, with ``global_override_indptr_cpu`` in the place of ``indptr`` where it is given."""
+    self.plan(
+        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        pos_encoding_mode,
+        window_left,
+        logits_soft_cap,
+        q_data_type,
+        kv_data_type,
+        None,
+        data_type,
+        sm_scale,
+        rope_scale,
+        rope_theta,
+        non_blocking,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )

@@ -1,0 +1,38 @@
+"""Names of the modules over the ops, which ``attn_ops`` imports when one is first asked for."""
+
+EXPORTS: dict[str, tuple[str, ...]] = {
+    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
+    "cascade": (
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+        "variable_length_merge_states",
+    ),
+    "decode": (
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "cudnn_batch_decode_with_kv_cache",
+        "fast_decode_plan",
+        "single_decode_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache",
+        "xqa_batch_decode_with_kv_cache",
+    ),
+    "mla": ("BatchMLAPagedAttentionWrapper",),
+    "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
+    "prefill": (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "cudnn_batch_prefill_with_kv_cache",
+        "single_prefill_with_kv_cache",
+        "single_prefill_with_kv_cache_return_lse",
+        "trtllm_batch_context_with_kv_cache",
+    ),
+    "quantization": ("packbits", "segment_packbits"),
+    "xqa": ("xqa", "xqa_mla"),
+}
+
+HOMES: dict[str, str] = {name: module for module, names in EXPORTS.items() for name in names}

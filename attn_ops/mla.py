@@ -1,0 +1,356 @@
+"""Multi-head latent attention over a paged cache: one latent vector a token, shared by all heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compat.arguments import DType, DTypes, as_dtype, fail, output_dtype, refuse, required
+from .compat.caches import PagedCache, latent
+from .compat.growing import Shape
+from .compat.results import Wanted
+from .compat.scales import Scale
+from .compat.tabled import block_table, lengths
+from .compat.tables import Tables, by_length, index
+from .compat.wrapper import Wrapper, as_sinks, graph_buffers
+from .compat.xqa import attend_latent
+from .errors import ArgumentError, OptionError, ShapeError
+
+__all__ = ["BatchMLAPagedAttentionWrapper"]
+
+Latent = Tensor | tuple[Tensor, Tensor] | list[Tensor]
+LSE_MODES = {"none": None, "base2": "log2", "basee": "ln"}
+
+
+def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
+    """Of 512 + 64, whose keys are 128 + 64 wide before they are absorbed; other sizes have to name theirs."""
+    if (head_dim_ckv, head_dim_kpe) != (512, 64):
+        fail(
+            OptionError,
+            where,
+            f"sm_scale is missing for head dimensions {head_dim_ckv} + {head_dim_kpe}",
+            "a number",
+            "pass sm_scale, 1 / sqrt of the key's width before absorption",
+        )
+    return 1 / math.sqrt(128 + 64)
+
+
+class BatchMLAPagedAttentionWrapper(Wrapper):
+    """MLA for a batch: plan() once for a batch, run() in every layer; or forward() with a page table at hand.
+
+    Args:
+        float_workspace_buffer: scratch memory on the device of the query.
+        use_cuda_graph: ``qo_indptr [batch + 1]``, ``kv_indptr [batch + 1]``, ``kv_indices [max_pages]`` and
+            ``kv_len_arr [batch]``, int32, become the plan's memory, and the batch size is fixed. Without it they have
+            no effect.
+        kv_layout: ``"NHD"`` or ``"HND"``, which are the same for a cache without heads.
+        backend: no effect on results (:mod:`attn_ops.compat.ignored`).
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+        *,
+        kv_layout: str = "NHD",
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            backend=backend,
+            buffers=graph_buffers(
+                use_cuda_graph,
+                qo_indptr=("qo_indptr", qo_indptr),
+                kv_indptr=("kv_indptr", kv_indptr),
+                kv_indices=("kv_indices", kv_indices),
+                kv_len=("kv_len_arr", kv_len_arr),
+            ),
+        )
+        self._lse_base: str | None = None
+        self._output_dtype: torch.dtype | None = None
+
+    def plan(
+        self,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: DType | None = None,
+        kv_data_type: DType | None = None,
+        use_profiler: bool = False,
+        *,
+        metadata: Any = None,
+        cum_seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        max_q_len: int | None = None,
+        query_layout: str | None = None,
+        kv_cache_layout: str | None = None,
+        lse_mode: str = "none",
+        output_dtype: DType | None = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
+    ) -> None:
+        """Plan a batch.
+
+        Args:
+            qo_indptr: int ``[batch + 1]``, cumulative query rows (``cum_seq_lens_q`` is another name).
+            kv_indptr, kv_indices, kv_len_arr: the page table, and the tokens of each request; or ``block_tables
+                [batch, max_pages_per_request]`` and ``seq_lens [batch]``.
+            head_dim_ckv, head_dim_kpe: 512 and 64 unless given.
+            sm_scale: default ``1 / sqrt(128 + 64)`` for 512 + 64; other sizes have none.
+            lse_mode: ``"basee"`` makes natural LSEs the default of run(); ``output_dtype``: of its output.
+        """
+        where = f"{self._name}.plan"
+        refuse(
+            where, use_profiler=use_profiler, metadata=metadata, skip_softmax=skip_softmax, output_scale=output_scale
+        )
+        if lse_mode not in LSE_MODES:
+            fail(OptionError, where, f"lse_mode is {lse_mode!r}", ", ".join(LSE_MODES), "pass one of these")
+        if qo_indptr is not None and cum_seq_lens_q is not None:
+            fail(
+                ArgumentError,
+                where,
+                "qo_indptr and cum_seq_lens_q are both given",
+                "one, they are the same",
+                "drop one",
+            )
+        rows = qo_indptr if cum_seq_lens_q is None else cum_seq_lens_q
+        required(where, qo_indptr=rows, num_heads=num_heads, page_size=page_size)
+        assert rows is not None
+        assert num_heads is not None
+        assert page_size is not None
+        tables = self._tables(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
+        ckv, kpe = head_dim_ckv or 512, 64 if head_dim_kpe is None else head_dim_kpe
+        shape = Shape(
+            decode=False,
+            paged=True,
+            page_size=page_size,
+            num_qo_heads=num_heads,
+            num_kv_heads=1,
+            head_dim_qk=ckv + kpe,
+            head_dim_vo=ckv,
+            causal=bool(causal),
+        )
+        scale = default_scale(where, ckv, kpe) if sm_scale is None else sm_scale
+        dtypes = None
+        if q_data_type is not None:
+            dtypes = DTypes(where, q_data_type, kv_data_type, output_dtype)
+        elif kv_data_type is not None:
+            as_dtype(where, "kv_data_type", kv_data_type)
+        options = {"sm_scale": scale, "causal": bool(causal), "window_left": -1}
+        tables = tables._replace(qo_indptr=index(where, "qo_indptr", rows))
+        self._plan(where, "batch_mla", tables, shape, options, dtypes)
+        self._lse_base = LSE_MODES[lse_mode]
+        self._output_dtype = None if output_dtype is None else _output(where, output_dtype)
+
+    begin_forward = plan
+
+    def _tables(
+        self,
+        where: str,
+        page_size: int,
+        listed: tuple[Tensor | None, Tensor | None, Tensor | None],
+        block_tables: Tensor | None,
+        seq_lens: Tensor | None,
+    ) -> Tables:
+        kv_indptr, kv_indices, kv_len_arr = listed
+        if block_tables is None:
+            required(where, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
+            assert kv_indptr is not None
+            assert kv_indices is not None
+            assert kv_len_arr is not None
+            return by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)
+        if any(t is not None for t in listed):
+            fail(ArgumentError, where, "kv_indptr and block_tables are both given", "one page table", "drop one")
+        required(where, seq_lens=seq_lens)
+        assert seq_lens is not None
+        pages = block_table(where, "block_tables", block_tables, block_tables.device)
+        tokens = lengths(where, "seq_lens", seq_lens, pages.shape[0], pages.device)
+        return Tables.of(where, *torch.ops.attn.page_table(pages, tokens, page_size))
+
+    def run(
+        self,
+        q_nope: Tensor | None = None,
+        q_pe: Tensor | None = None,
+        ckv_cache: Tensor | None = None,
+        kpe_cache: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: Tensor | None = None,
+        kv_len: Tensor | None = None,
+        page_table: Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        *,
+        query: Latent | None = None,
+        kv_cache: Latent | None = None,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: Tensor | None = None,
+        kpe_scale: float | None = None,
+        sinks: Tensor | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: Scale = None,
+        bmm2_scale: Scale = None,
+    ) -> Any:
+        """Attend as planned, or, with ``page_table`` and ``kv_len``, over that table without a plan.
+
+        Args:
+            q_nope, q_pe: ``[rows, num_heads, ckv]`` and ``[rows, num_heads, kpe]``; or ``query``, the pair, or both
+                packed in one tensor of width ``ckv + kpe``.
+            ckv_cache, kpe_cache: ``[pages, page_size, ckv]`` and ``[pages, page_size, kpe]``; or ``kv_cache``.
+            page_table: int ``[batch, max_pages_per_request]``, ``kv_len``: int ``[batch]``; the query has the same
+                number of rows for every request.
+            return_lse_base_on_e: natural LSE in the place of base 2.
+            ckv_scale, kpe_scale: of an FP8 cache; the output is multiplied by ``ckv_scale`` too. Where the two differ,
+                ``q_pe`` takes up their ratio, rounded to its dtype.
+            bmm1_scale: takes the place of ``sm_scale``. ``bmm2_scale`` multiplies the output.
+
+        Returns:
+            ``out [rows, num_heads, ckv]``, with ``return_lse`` also float32 ``lse [rows, num_heads]``.
+        """
+        where = f"{self._name}.run"
+        refuse(
+            where,
+            profiler_buffer=profiler_buffer,
+            o_scale=o_scale,
+            ckv_scale_arr=ckv_scale_arr,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        )
+        nope, pe = self._query(where, q_nope, q_pe, query)
+        ckv, kpe = self._cache(where, ckv_cache, kpe_cache, kv_cache, nope.shape[-1])
+        logit_scales: dict[str, Scale] = {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale}
+        value_scales: dict[str, Scale] = {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale}
+        if (kpe_scale or 1.0) != (ckv_scale or 1.0):
+            pe = pe * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
+        base = "ln" if return_lse_base_on_e else self._lse_base or "log2"
+        wanted = Wanted(out, lse, return_lse, self._output_dtype or nope.dtype, base)
+        if page_table is not None:
+            scale = 1.0 if bmm1_scale is not None else self._scale(where, nope, pe)
+            return self._by_page_table(
+                where, (nope, pe, ckv, kpe), page_table, kv_len, scale, wanted, sinks, logit_scales, value_scales
+            )
+        return self._run(
+            where,
+            (nope, pe, ckv, kpe),
+            wanted,
+            logit_scales=logit_scales,
+            value_scales=value_scales,
+            sinks=sinks,
+            sm_scale=None if bmm1_scale is None else 1.0,
+        )
+
+    def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Tensor:
+        """Decode without a plan: ``q [batch, num_heads, ckv + kpe]`` or a pair, by ``page_table`` and ``seq_lens``.
+
+        Several rows of a request are causal. ``sm_scale`` and the split of a packed query are those of the plan if
+        there is one, else those of 512 + 64.
+        """
+        return self.run(query=q, kv_cache=kv_cache, page_table=page_table, kv_len=seq_lens)
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`run` with ``return_lse``."""
+        return self.run(*args, **{**kwargs, "return_lse": True})
+
+    def _query(
+        self, where: str, q_nope: Tensor | None, q_pe: Tensor | None, query: Latent | None
+    ) -> tuple[Tensor, Tensor]:
+        if query is None:
+            required(where, q_nope=q_nope, q_pe=q_pe)
+            assert q_nope is not None
+            assert q_pe is not None
+            return q_nope, q_pe
+        if q_nope is not None or q_pe is not None:
+            fail(ArgumentError, where, "query and q_nope, q_pe are both given", "one form", "drop one")
+        if not isinstance(query, Tensor):
+            return query[0], query[1]
+        if query.dim() == 4 and query.shape[1] == 1:
+            query = query.squeeze(1)
+        ckv = 512 if self._planned is None else self._planned.shape.head_dim_vo
+        if query.dim() != 3 or query.shape[2] <= ckv:
+            fail(
+                ShapeError,
+                where,
+                f"the packed query is {list(query.shape)}",
+                f"[rows, num_heads, {ckv} + head_dim_kpe]",
+                "pass such a tensor, or the pair (q_nope, q_pe)",
+            )
+        return query[..., :ckv], query[..., ckv:]
+
+    def _cache(
+        self, where: str, ckv_cache: Tensor | None, kpe_cache: Tensor | None, kv_cache: PagedCache | None, ckv: int
+    ) -> tuple[Tensor, Tensor]:
+        if kv_cache is not None:
+            if ckv_cache is not None or kpe_cache is not None:
+                fail(ArgumentError, where, "kv_cache and ckv_cache, kpe_cache are both given", "one form", "drop one")
+            return latent(where, kv_cache, ckv)
+        required(where, ckv_cache=ckv_cache)
+        assert ckv_cache is not None
+        return latent(where, ckv_cache, ckv) if kpe_cache is None else (ckv_cache, kpe_cache)
+
+    def _scale(self, where: str, q_nope: Tensor, q_pe: Tensor) -> float:
+        if self._planned is not None:
+            return self._planned.options["sm_scale"]
+        return default_scale(where, q_nope.shape[-1], q_pe.shape[-1])
+
+    def _by_page_table(
+        self,
+        where: str,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+        page_table: Tensor,
+        kv_len: Tensor | None,
+        sm_scale: float,
+        wanted: Wanted,
+        sinks: Any,
+        logit_scales: dict[str, Scale],
+        value_scales: dict[str, Scale],
+    ) -> Any:
+        required(where, kv_len=kv_len)
+        assert kv_len is not None
+        q = tensors[0]
+        pages = block_table(where, "page_table", page_table, q.device)
+        batch = pages.shape[0]
+        if batch < 1 or q.shape[0] % batch:
+            fail(
+                ShapeError,
+                where,
+                f"the query has {q.shape[0]} rows for the {batch} requests of page_table",
+                "the same number of rows for every request",
+                "plan() with qo_indptr for ragged rows",
+            )
+        wanted.check(where, q, q.shape[-1])
+        out, lse = attend_latent(
+            where,
+            *tensors,
+            pages,
+            kv_len,
+            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * (q.shape[0] // batch),
+            sm_scale,
+            logit_scales=logit_scales,
+            value_scales=value_scales,
+            sinks=as_sinks(where, sinks, q.device),
+            return_lse=wanted.needs_lse,
+        )
+        return wanted.finish(out, lse)
+
+
+def _output(where: str, dtype: DType) -> torch.dtype:
+    return output_dtype(where, "output_dtype", dtype)

@@ -1,0 +1,118 @@
+"""Page tables, and writing new tokens into a paged cache. All of it runs on any device and traces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .compat.arguments import fail, layout
+from .compat.caches import PagedCache, paged
+from .compat.tables import index
+from .errors import ArgumentError
+
+__all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+
+
+def get_batch_indices_positions(
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Request and position of every appended token.
+
+    Args:
+        append_indptr: int ``[batch + 1]``, cumulative appended tokens.
+        seq_lens: int ``[batch]``, lengths **after** the append.
+        nnz: rows of the result; those past ``append_indptr[-1]`` get -1.
+        batch_indices, positions: int32 ``[nnz]`` to fill and return.
+    """
+    where = "get_batch_indices_positions"
+    indptr = index(where, "append_indptr", append_indptr)
+    lengths = index(where, "seq_lens", seq_lens).to(indptr.device)
+    found = torch.ops.attn.batch_indices_positions(indptr, lengths, nnz)
+    given = {"batch_indices": batch_indices, "positions": positions}
+    for name, buffer in given.items():
+        if buffer is not None and (buffer.dtype != torch.int32 or tuple(buffer.shape) != (nnz,)):
+            fail(
+                ArgumentError,
+                where,
+                f"{name} is {str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}",
+                f"int32 [{nnz}]",
+                "pass such a buffer, or none",
+            )
+    first, second = (t if buffer is None else buffer.copy_(t) for t, buffer in zip(found, given.values(), strict=True))
+    return first, second
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """int32 ``[batch]``, tokens of each request: ``(pages - 1) * page_size + last``, 0 where there is no page."""
+    indptr = index("get_seq_lens", "kv_indptr", kv_indptr)
+    last = index("get_seq_lens", "kv_last_page_len", kv_last_page_len).to(indptr.device)
+    return torch.ops.attn.seq_lens(indptr, last, page_size)
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: PagedCache,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write tokens to their places in the cache, in place.
+
+    Args:
+        append_key, append_value: ``[nnz, num_kv_heads, head_dim]``, of the cache's dtype.
+        batch_indices, positions: int ``[nnz]``, as :func:`get_batch_indices_positions` gives them. A row whose request
+            is -1 is skipped.
+        paged_kv_cache: one tensor or a pair, as for the wrappers.
+        kv_indices, kv_indptr: the page table **after** the append. ``kv_last_page_len`` is not needed.
+    """
+    where = "append_paged_kv_cache"
+    k_cache, v_cache = paged(where, paged_kv_cache, layout(where, kv_layout))
+    places = _places(where, append_key, batch_indices, positions, kv_indices, kv_indptr)
+    torch.ops.attn.append_kv(append_key, append_value, k_cache, v_cache, *places, kv_layout=kv_layout)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor | None,
+    kpe_cache: Tensor | None,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
+    """Write latent tokens, in place: ``append_ckv [nnz, ckv]`` and ``append_kpe [nnz, kpe]``, or only one of them.
+
+    Caches are ``[pages, page_size, dim]``; None leaves that part out. The rest is as for :func:`append_paged_kv_cache`.
+    """
+    where = "append_paged_mla_kv_cache"
+    places = _places(where, append_ckv, batch_indices, positions, kv_indices, kv_indptr)
+    parts = [(new, cache) for new, cache in ((append_ckv, ckv_cache), (append_kpe, kpe_cache)) if cache is not None]
+    if len(parts) == 1:
+        # The op writes two parts: give it an empty one, of width 0.
+        new, cache = parts[0]
+        parts.append((new[:, :0], cache[..., :0]))
+    if parts:
+        (ckv, ckv_pages), (kpe, kpe_pages) = parts
+        torch.ops.attn.append_mla_kv(ckv, kpe, ckv_pages, kpe_pages, *places)
+
+
+def _places(
+    where: str, new: Tensor, batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor
+) -> tuple[Tensor, ...]:
+    named = {
+        "batch_indices": batch_indices,
+        "positions": positions,
+        "kv_indices": kv_indices,
+        "kv_indptr": kv_indptr,
+    }
+    return tuple(index(where, name, t).to(new.device) for name, t in named.items())

@@ -1,0 +1,389 @@
+"""Prefill and append: any number of query rows per request, over paged, ragged or plain keys and values.
+
+FlashInfer's names and arguments; shapes and meaning as in the specification's semantics page. LSE is base 2 unless
+``lse_base="ln"``. A causal mask is aligned bottom-right: the last query row sees every key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compat.arguments import (
+    DType,
+    DTypes,
+    attention_options,
+    layout,
+    output_dtype,
+    own_backend,
+    positional,
+    refuse,
+    renamed,
+)
+from .compat.caches import PagedCache
+from .compat.cudnn import cudnn_batch_prefill_with_kv_cache
+from .compat.masks import packed
+from .compat.paged import PagedWrapper, forward_changes
+from .compat.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from .compat.results import Wanted
+from .compat.scales import Scale
+from .compat.shapes import prefill_shape
+from .compat.single import attend_dense
+from .compat.tables import Tables
+from .compat.trtllm import trtllm_batch_context_with_kv_cache
+from .compat.wrapper import graph_buffers
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "cudnn_batch_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
+]
+
+
+def single_prefill_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale_q: Tensor | None = None,
+    scale_k: Tensor | None = None,
+    scale_v: Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: Any = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    *,
+    allow_fp16_qk_reduction: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The query rows of one request over all its keys.
+
+    Args:
+        q: ``[qo_len, num_qo_heads, head_dim_qk]``.
+        k, v: ``[kv_len, num_kv_heads, head_dim]``, or ``[num_kv_heads, kv_len, head_dim]`` with layout HND; the
+            values may have a head dimension of their own.
+        scale_q, scale_k, scale_v, k_scale, v_scale: per tensor. Those of query and keys multiply ``sm_scale``, those
+            of the values the output.
+        custom_mask: bool ``[qo_len, kv_len]`` or flat, True keeps; overrides ``causal``. ``packed_custom_mask``:
+            its bits, little-endian in uint8, taken before it.
+
+    Returns:
+        ``out [qo_len, num_qo_heads, head_dim_vo]``, with ``return_lse`` also float32 ``lse [qo_len, num_qo_heads]``.
+    """
+    where = "single_prefill_with_kv_cache"
+    refuse(where, kv_cache_sf=kv_cache_sf)
+    renamed(
+        where,
+        "allow_fp16_qk_reduction",
+        allow_fp16_qk_reduction,
+        "use_fp16_qk_reduction",
+        use_fp16_qk_reduction,
+        absent=False,
+    )
+    options: dict[str, Any] = attention_options(
+        where,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )
+    kv_dim = 0 if layout(where, kv_layout) == "NHD" else 1
+    if custom_mask is not None:
+        custom_mask = custom_mask.flatten()
+    mask = None
+    if custom_mask is not None or packed_custom_mask is not None:
+        lengths = torch.tensor([q.shape[0]]), torch.tensor([k.shape[kv_dim]])
+        mask = packed(where, custom_mask, packed_custom_mask, *lengths, q.device)
+    options.update(causal=causal, mask=mask, backend=own_backend(backend))
+    return attend_dense(
+        where,
+        q,
+        k,
+        v,
+        kv_layout,
+        options,
+        Wanted(return_lse=return_lse, dtype=None if o_dtype is None else output_dtype(where, "o_dtype", o_dtype)),
+        logit_scales={"scale_q": scale_q, "scale_k": scale_k, "k_scale": k_scale},
+        value_scales={"scale_v": scale_v, "v_scale": v_scale},
+    )
+
+
+def single_prefill_with_kv_cache_return_lse(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """:func:`single_prefill_with_kv_cache` with ``return_lse``."""
+    return single_prefill_with_kv_cache(q, k, v, *args, **{**kwargs, "return_lse": True})
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
+    """Prefill or append for a batch over a paged KV cache: plan() once for a batch, run() in every layer.
+
+    Args:
+        float_workspace_buffer: scratch memory on the device of the query, any dtype.
+        use_cuda_graph: the buffers, int32, become the plan's memory: ``qo_indptr_buf [batch + 1]``,
+            ``paged_kv_indptr_buf [batch + 1]``, ``paged_kv_indices_buf [max_pages]``,
+            ``paged_kv_last_page_len_buf [batch]``; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and
+            the first plan's query rows are the most. Without it the buffers have no effect.
+        mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_args, jit_kwargs, variant_owns_mask: no effect on
+            results (:mod:`attn_ops.compat.ignored`).
+
+    run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_prefill`` node.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+        *,
+        qk_indptr_buf: Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            backend=backend,
+            buffers=graph_buffers(
+                use_cuda_graph,
+                qo_indptr=("qo_indptr_buf", qo_indptr_buf),
+                kv_indptr=("paged_kv_indptr_buf", paged_kv_indptr_buf),
+                kv_indices=("paged_kv_indices_buf", paged_kv_indices_buf),
+                kv_last_page_len=("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+                mask=("custom_mask_buf", custom_mask_buf),
+            ),
+        )
+        renamed(self._name, "qk_indptr_buf", qk_indptr_buf, "mask_indptr_buf", mask_indptr_buf)
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int | None = None,
+        page_size: int | None = None,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+        *,
+        data_type: DType | None = None,
+        head_dim: int | None = None,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> None:
+        """Plan a batch. Eager, never inside a graph.
+
+        Args:
+            qo_indptr: int ``[batch + 1]``: the query rows of request b are ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
+            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: the page table, as for decoding.
+            head_dim_qk: alias ``head_dim``; ``head_dim_vo`` is the same unless given.
+            custom_mask: bool, for every request ``[qo_len * kv_len]`` row by row, concatenated; True keeps. Overrides
+                ``causal``. ``packed_custom_mask``: uint8, its bits little-endian, every request padded to whole bytes.
+            q_data_type, kv_data_type, o_data_type, data_type: as for decoding.
+
+        Raises:
+            ShapeError: a mask's length does not follow from the lengths of the batch. Others as for decoding.
+        """
+        where = f"{self._name}.plan"
+        refuse(
+            where,
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            token_pos_in_items_len=token_pos_in_items_len,
+            max_item_len_ptr=max_item_len_ptr,
+        )
+        renamed(
+            where,
+            "allow_fp16_qk_reduction",
+            allow_fp16_qk_reduction,
+            "use_fp16_qk_reduction",
+            use_fp16_qk_reduction,
+            absent=False,
+        )
+        shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
+        tables = Tables.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
+        options = attention_options(
+            where,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        self._plan(
+            where,
+            "batch_prefill",
+            tables,
+            shape._replace(causal=causal, window_left=window_left),
+            {**options, "causal": causal, "kv_layout": self._kv_layout},
+            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+        )
+
+    begin_forward = plan
+
+    def workspace_size(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int | None = None,
+        page_size: int | None = None,
+        head_dim_vo: int | None = None,
+        *args: Any,
+        head_dim: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[int, int]:
+        """Bytes of float workspace that plan() with these arguments needs, and bytes of integers it holds."""
+        where = f"{self._name}.workspace_size"
+        shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
+        tables = Tables.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
+        return self._sizes(tables, shape)
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        *args: Any,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> Any:
+        """Attend as planned.
+
+        Args:
+            q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``; in CUDA-graph mode rows of padding may follow.
+            paged_kv_cache: as for decoding. ``args``: ``k_scale``, ``v_scale`` by position.
+            lse_base: ``"log2"`` or ``"ln"``. ``lse_layout``: ``"NH"`` ``[rows, heads]`` or ``"HN"`` ``[heads, rows]``.
+            out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
+
+        Returns:
+            ``out [rows, num_qo_heads, head_dim_vo]``, with ``return_lse`` also float32 ``lse``.
+        """
+        where = f"{self._name}.run"
+        refuse(
+            where,
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            uses_spcompress=uses_spcompress,
+        )
+        if args:
+            k_scale, v_scale = positional(where, ("k_scale", "v_scale"), args, (k_scale, v_scale))
+        return self._attend(
+            where,
+            q,
+            paged_kv_cache,
+            Wanted(out, lse, return_lse, None, lse_base, lse_layout),
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
+            window_left=window_left,
+        )
+
+    def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`run` with ``return_lse``."""
+        return self.run(q, paged_kv_cache, *args, **kwargs, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """:meth:`run` of the 0.1 interface: an option that is not at its default replaces the planned one."""
+        where = f"{self._name}.forward"
+        changes = forward_changes(
+            where,
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        wanted = Wanted(return_lse=return_lse)
+        return self._attend(where, q, paged_kv_cache, wanted, k_scale=k_scale, v_scale=v_scale, **changes)
+
+    def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`forward` with the LSE."""
+        return self.forward(q, paged_kv_cache, *args, **kwargs, return_lse=True)

@@ -1,0 +1,27 @@
+"""Packing booleans into bytes, for custom masks: those are little-endian, NumPy's default and this one is big."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .compat.tables import index
+
+__all__ = ["packbits", "segment_packbits"]
+
+
+def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
+    """uint8 ``[ceil(n / 8)]`` of bool ``x [n]``, the last byte filled with zeros; ``bitorder`` big or little."""
+    return torch.ops.attn.packbits(x, bitorder=bitorder)
+
+
+def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[Tensor, Tensor]:
+    """Pack each segment ``x[indptr[i]:indptr[i + 1]]`` from a byte of its own.
+
+    Returns:
+        ``packed`` uint8 ``[bytes]`` and ``byte_indptr`` int32 ``[segments + 1]``. Their number of bytes depends on the
+        data, so this reads ``indptr`` on the host; ``torch.ops.attn.segment_packbits`` takes the number instead.
+    """
+    indptr = index("segment_packbits", "indptr", indptr)
+    size = int(((indptr.cpu().long().diff() + 7) // 8).sum())
+    return torch.ops.attn.segment_packbits(x, indptr.to(x.device), size, bitorder=bitorder)
