@@ -1,0 +1,50 @@
+"""Markdown that is made from the code at build time.
+
+A line ``<!-- generated: NAME -->`` in a page is replaced by what the function ``PAGES[NAME]`` returns. What is wrong
+with the data that it reads, such as an op's argument without a description, is a warning, so ``-W`` fails on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import api_reference
+import benchmark_results
+import docstrings
+import flashinfer_names
+import op_reference
+from markdown import Page
+from sphinx.util import logging
+
+log = logging.getLogger(__name__)
+
+PAGES: dict[str, Callable[[], Page]] = {
+    "ops": op_reference.ops,
+    "op summary": op_reference.summary,
+    "flashinfer names": flashinfer_names.names,
+    "ignored arguments": flashinfer_names.ignored,
+    "refused arguments": flashinfer_names.refused,
+    "api": api_reference.modules,
+    "benchmarks": benchmark_results.results,
+}
+MARK = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
+
+
+def replace_marks(app: Any, docname: str, source: list[str]) -> None:
+    def replacement(match: re.Match[str]) -> str:
+        page = PAGES[match[1]]()
+        for problem in page.problems:
+            log.warning(problem, location=docname)
+        app.env.note_reread()  # what the text is made from is not watched
+        return page.text
+
+    source[0] = MARK.sub(replacement, source[0])
+
+
+def setup(app: Any) -> dict[str, Any]:
+    app.connect("source-read", replace_marks)
+    app.connect("autodoc-process-docstring", docstrings.columns_to_lists, priority=100)
+    app.connect("autodoc-skip-member", docstrings.skip_tuple_fields)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,101 @@
+"""What the documentation says runs: its code blocks, and its build without a warning."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_ops import registry
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass
+class Block:
+    """A fenced block: its language, the words behind it, its text, and the line of the page that it begins on."""
+
+    language: str
+    words: list[str]
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found[1], found[2].split(), found[3], text.count("\n", 0, found.start(3)))
+        for found in FENCE.finditer(text)
+    ]
+
+
+def with_blocks() -> list[object]:
+    """Pages with something to run, those that compile C++ marked slow."""
+    params = []
+    for page in PAGES:
+        languages = {block.language for block in blocks(page)}
+        if languages & {"python", "cpp"}:
+            marks = [pytest.mark.slow] if "cpp" in languages else []
+            params.append(pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks))
+    return params
+
+
+@pytest.mark.parametrize("page", with_blocks())
+def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page's blocks in order, in one namespace and one folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(registry, "BACKENDS", registry.BACKENDS)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": page.stem}
+    try:
+        for block in blocks(page):
+            run(block, page, namespace)
+    finally:
+        registry.choose.cache_clear()
+
+
+def run(block: Block, page: Path, namespace: dict[str, object]) -> None:
+    if block.language == "python" and (torch.cuda.is_available() or "cuda" not in block.words):
+        # Blank lines before the block, so that an error names the line of the page.
+        exec(compile("\n" * block.line + block.text, page, "exec"), namespace)
+    elif block.language == "cpp":
+        (name,) = (word.removeprefix("file=") for word in block.words if word.startswith("file="))
+        Path(name).write_text(block.text, encoding="utf-8")
+    elif block.language == "bash" and "run" in block.words:
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{page}, line {block.line}:\n{done.stderr}"
+
+
+def test_the_fences_are_known() -> None:
+    """A misspelt word would leave a block unrun."""
+    known = {"python": {"cuda"}, "bash": {"run"}, "cpp": {"file=serve.cpp"}, "text": set()}
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in known, (page, block.line)
+            assert set(block.words) <= known[block.language], (page, block.line)
+        assert len(re.findall("^```", page.read_text(encoding="utf-8"), re.MULTILINE)) % 2 == 0, page
+
+
+def test_site_builds_without_a_warning_and_stands_alone(tmp_path: Path) -> None:
+    """No page loads anything from another host."""
+    for package in ("sphinx", "myst_parser", "pytorch_sphinx_theme2"):
+        pytest.importorskip(package)
+    site = tmp_path / "html"
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", ROOT / "docs", site]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loads = re.compile(r"""(?:<(?:script|img|iframe)[^>]*\ssrc|<link[^>]*\shref)=["'](?:https?:)?//[^"']*""")
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > len(PAGES) - 1
+    for page in pages:
+        assert not loads.findall(page.read_text(encoding="utf-8")), page
