@@ -24,9 +24,11 @@ PAGES: dict[str, Callable[[], Page]] = {
     "ops": op_reference.ops,
     "op summary": op_reference.summary,
     "flashinfer names": flashinfer_names.names,
+    "absent names": flashinfer_names.absent,
     "ignored arguments": flashinfer_names.ignored,
     "refused arguments": flashinfer_names.refused,
     "api": api_reference.modules,
+    "flashinfer api": api_reference.exports,
     "benchmarks": benchmark_results.results,
 }
 MARK = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)

@@ -52,7 +52,9 @@ class OpWords:
             if name not in names:
                 self._problem(f"has no argument {name}")
         if len(self.own.get("outputs", [])) != len(self.schema.returns):
-            self._problem(f"returns {len(self.schema.returns)} tensors and {len(self.own.get('outputs', []))} are named")
+            self._problem(
+                f"returns {len(self.schema.returns)} tensors and {len(self.own.get('outputs', []))} are named"
+            )
         if ("flops" in self.own) != (self.packet in flop_registry):
             self._problem("FLOP formula is described and not registered, or registered and not described")
 
@@ -136,8 +138,8 @@ def _argument_row(op: OpWords, argument: Any) -> list[str]:
 def _objections(backend: registry.Backend, problem: Problem) -> list[str]:
     """On a machine that has what the backend needs."""
     with (
-        mock.patch.object(registry, "triton_installed", lambda: True),
-        mock.patch.object(registry, "compute_capability", lambda: (9, 0)),
+        mock.patch.object(registry, "triton_installed", return_value=True),
+        mock.patch.object(registry, "compute_capability", return_value=(9, 0)),
     ):
         return backend.objections(problem)
 

@@ -72,7 +72,9 @@ def run(block: Block, page: Path, namespace: dict[str, object]) -> None:
         (name,) = (word.removeprefix("file=") for word in block.words if word.startswith("file="))
         Path(name).write_text(block.text, encoding="utf-8")
     elif block.language == "bash" and "run" in block.words:
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"{page}, line {block.line}:\n{done.stderr}"
 
 
