@@ -1,0 +1,1 @@
+"""Serving, compiling, exporting and packaging a Llama-architecture decoder: ``python -m attn_ops.demo``."""

@@ -60,7 +60,7 @@ class PrefillStep(nn.Module):
         """
         row = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
         ends = plan.qo_indptr[1:]
-        slot = torch.searchsorted(ends, row, right=True, out_int32=True)
+        slot = (ends <= row[:, None]).sum(1, dtype=torch.int32)
         slot = torch.where(slot < ends.shape[0], slot, -1)
         positions = (row - ends[slot] + plan.kv_len[slot]).clamp(min=0)
         windows = self.model.config.windows
