@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 from collections.abc import Iterator
 
@@ -28,21 +29,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiles", type=lambda t: [parse(x) for x in t.split(":")], help="kv,warps,stages:...")
     parser.add_argument("--shares", type=parse, default=[2], help="CTAs per multiprocessor to cut the work for")
     parser.add_argument("--pdl", type=parse, default=[0])
+    parser.add_argument("--slack", type=int)
+    parser.add_argument("--merge", type=parse, default=None, help="slots,programs,warps")
     parser.add_argument("--hnd", action="store_true")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--shard", type=lambda t: tuple(map(int, t.split("/"))), default=(0, 1))
 
 
 def tiles(args: argparse.Namespace, row: DecodeRow) -> Iterator[tuple[str, DecodeTile]]:
-    for (kv, warps, stages, swap), pdl in itertools.product(args.tiles, args.pdl):
-        heads = max(16, row.num_qo_heads // row.num_kv_heads)
+    for (kv, warps, stages, heads), pdl in itertools.product(args.tiles, args.pdl):
         yield (
-            f"{kv},{warps},{stages},{swap} pdl{pdl}",
-            DecodeTile(kv, heads, row.head_dim, row.head_dim, Options(warps, stages), pdl, bool(swap)),
+            f"{kv},{warps},{stages},{heads} pdl{pdl}",
+            DecodeTile(kv, heads, row.head_dim, row.head_dim, Options(warps, stages), pdl),
         )
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.merge:
+        merge = importlib.import_module("attn_ops.kernels.triton.merge")
+        merge.SLOTS, merge.MERGE_PROGRAMS, merge.MERGE_WARPS = args.merge
+    if args.slack:
+        importlib.import_module("attn_ops.kernels.triton.plan_decode").SLACK = args.slack
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     for index in args.rows:
         row = ROWS[index]

@@ -121,7 +121,6 @@ def decode_kernel(
     BLOCK_QK: tl.constexpr,
     BLOCK_VO: tl.constexpr,
     PDL: tl.constexpr,
-    SWAP: tl.constexpr,
 ):
     if PDL > 1:
         gdc_wait()
@@ -151,16 +150,18 @@ def decode_kernel(
     pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV)
 
     m = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_KV, BLOCK_HEADS) if SWAP else (BLOCK_HEADS, BLOCK_KV), tl.float32)
-    acc = tl.zeros((BLOCK_VO, BLOCK_HEADS) if SWAP else (BLOCK_HEADS, BLOCK_VO), tl.float32)
+    total = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
+    acc = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
     for _ in range(count_blocks(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)):
         last = block + BLOCK_KV >= end
-        next_item = item + last.to(tl.int32)
-        next_row, next_begin, next_end, next_page_start, next_slot = load_item(
-            work, next_item, last & (next_item < stop), row, begin, end, page_start, slot,
-            max_pages, window_left, PAGE_SIZE, WINDOW,
-        )  # fmt: skip
-        next_block = tl.where(last, next_begin // BLOCK_KV * BLOCK_KV, block + BLOCK_KV)
+        next_item, next_block = item, block + BLOCK_KV
+        next_row, next_begin, next_end, next_page_start, next_slot = row, begin, end, page_start, slot
+        if last:
+            next_item += 1
+            next_row, next_begin, next_end, next_page_start, next_slot = load_item(
+                work, next_item, next_item < stop, 0, 0, 0, 0, -1, max_pages, window_left, PAGE_SIZE, WINDOW
+            )
+            next_block = next_begin // BLOCK_KV * BLOCK_KV
         next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV)
 
         visible = (block + n - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
@@ -171,32 +172,17 @@ def decode_kernel(
         query_mask = head_mask[:, None] & (d_qk < DIM_QK) & within(row, rows)
         query = tl.load(q + row.to(tl.int64) * stride_q_row, mask=query_mask, other=0.0)
 
-        if SWAP:
-            logits = tl.dot(k, tl.trans(query), input_precision="ieee") * logit_scale
-        else:
-            logits = tl.dot(query, tl.trans(k), input_precision="ieee") * logit_scale
+        logits = tl.dot(query, tl.trans(k), input_precision="ieee") * logit_scale
         if CAP:
             logits = soft_cap(logits, tl.cast(cap, tl.float32)) * LOG2E
-        if SWAP:
-            logits = tl.where(visible[:, None], logits, float("-inf"))
-            top = tl.maximum(m, tl.max(logits, 0))
-            weights = exp2(logits - top[None, :])
-            decay = exp2(m - top)
-            m, total = top, total * decay[None, :] + weights
-            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :], input_precision="ieee")
-        else:
-            logits = tl.where(visible[None, :], logits, float("-inf"))
-            top = tl.maximum(m, tl.max(logits, 1))
-            weights = exp2(logits - top[:, None])
-            decay = exp2(m - top)
-            m, total = top, total * decay[:, None] + weights
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        logits = tl.where(visible[None, :], logits, float("-inf"))
+        top = tl.maximum(m, tl.max(logits, 1))
+        weights, decay = exp2(logits - top[:, None]), exp2(m - top)
+        m, total = top, total * decay[:, None] + weights
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
 
         if last:
-            if SWAP:
-                norm, value = tl.sum(total, 0), tl.trans(acc)
-            else:
-                norm, value = tl.sum(total, 1), acc
+            norm, value = tl.sum(total, 1), acc
             mask = head_mask[:, None] & (d_vo < DIM_VO)
             if slot < 0:
                 if SINKS:
@@ -261,7 +247,7 @@ def batch_decode(
         (
             *(problem.num_kv_heads, group, problem.head_dim_qk, problem.head_dim_vo, problem.page_size),
             *(logits_soft_cap > 0, window_left >= 0, sinks is not None, return_lse),
-            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo, tile.pdl, tile.swap),
+            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo, tile.pdl),
         ),
         tile.options._replace(launch_pdl=tile.pdl > 1),
     )

@@ -19,6 +19,8 @@ PAIRS = 16
 SLOTS = 64
 """Pieces that ``merge_pieces`` reads at a time."""
 
+MERGE_WARPS = 4
+
 MERGE_PROGRAMS = 512
 """Programs of ``merge_pieces``, about: each does as many rows as it takes, most of which have nothing to merge."""
 
@@ -225,5 +227,5 @@ def merge_pieces(
         (rows, max_batch, num_slots(plan)),
         (),
         (heads, dim, triton.next_power_of_2(dim), block, SLOTS, sinks is not None, return_lse, pdl > 0),
-        Options(launch_pdl=pdl > 0),
+        Options(MERGE_WARPS, launch_pdl=pdl > 0),
     )

@@ -27,7 +27,6 @@ class DecodeTile(NamedTuple):
     dim_vo: int
     options: Options
     pdl: int = 0
-    swap: bool = False
 
 
 @functools.cache
