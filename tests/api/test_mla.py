@@ -1,0 +1,176 @@
+"""MLA through FlashInfer's names, on the float64 oracle: one KV head whose value is a part of its key."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from api.requests import DEVICE, ln, workspace
+from batches import indptr, page_table
+from oracle import Expected
+from torch import Tensor
+
+import attn_ops as flashinfer
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+class Latents:
+    """``lengths``: (query rows, tokens) of each request."""
+
+    def __init__(
+        self,
+        lengths: tuple[tuple[int, int], ...] = ((1, 70), (5, 9), (0, 3), (20, 130)),
+        dims: tuple[int, int] = (64, 16),
+        dtype: torch.dtype = torch.float16,
+        kv_dtype: torch.dtype | None = None,
+        page_size: int = 16,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows, self.tokens = (list(column) for column in zip(*lengths, strict=True))
+        self.dims, self.page_size, width = dims, page_size, sum(dims)
+        q = torch.randn(sum(self.rows), 3, width, generator=generator).to(dtype)
+        self.latents = [torch.randn(n, width, generator=generator).to(kv_dtype or dtype) for n in self.tokens]
+        kv_indptr, kv_indices, _ = page_table(self.tokens, page_size)
+        cache = torch.full((len(kv_indices) + 1, page_size, width), math.nan, dtype=kv_dtype or dtype)
+        for b, latent in enumerate(self.latents):
+            place = torch.arange(len(latent))
+            cache[kv_indices[kv_indptr[b] + place // page_size].long(), place % page_size] = latent
+        self.q, self.cache = q.to(DEVICE), cache.to(DEVICE)
+        self.table = kv_indptr.to(DEVICE), kv_indices.to(DEVICE), torch.tensor(self.tokens, device=DEVICE)
+        self.qo_indptr = indptr(self.rows).to(DEVICE)
+
+    @property
+    def block_tables(self) -> Tensor:
+        starts, indices, _ = (t.tolist() for t in self.table)
+        width = max(b - a for a, b in itertools.pairwise(starts))
+        rows = [(indices[a:b] + [0] * width)[:width] for a, b in itertools.pairwise(starts)]
+        return torch.tensor(rows, device=DEVICE)
+
+    def split(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        return t[..., : self.dims[0]], t[..., self.dims[0] :]
+
+    def expected(self, scale: float = 1.0, pe_scale: float | None = None, **options: Any) -> Expected:
+        factor = torch.full((sum(self.dims),), scale, dtype=torch.float64)
+        factor[self.dims[0] :] = scale if pe_scale is None else pe_scale
+        keys = [(latent.double() * factor)[:, None] for latent in self.latents]
+        parts = zip(self.q.split(self.rows), keys, strict=True)
+        return Expected.of([(q, k, k[..., : self.dims[0]], None) for q, k in parts], **options)
+
+
+def planned(m: Latents, **options: Any) -> Any:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    wrapper.plan(m.qo_indptr, *m.table, 3, *m.dims, m.page_size, **{"sm_scale": 0.1, **options})
+    return wrapper
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_split_and_packed(causal: bool, page_size: int) -> None:
+    m = Latents(page_size=page_size)
+    wrapper = planned(m, causal=causal, q_data_type=torch.float16, kv_data_type=torch.float16)
+    expected = m.expected(sm_scale=0.1, causal=causal)
+    for queries in ({"query": m.q}, {"query": m.split(m.q)}, dict(zip(("q_nope", "q_pe"), m.split(m.q), strict=True))):
+        for caches in (
+            {"kv_cache": m.cache},
+            {"kv_cache": list(m.split(m.cache))},
+            dict(zip(("ckv_cache", "kpe_cache"), m.split(m.cache), strict=True)),
+        ):
+            expected.check(*wrapper.run(**queries, **caches, return_lse=True))
+
+
+def test_default_scale_of_512_and_64() -> None:
+    m = Latents(((1, 40), (3, 20)), dims=(512, 64))
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    wrapper.plan(m.qo_indptr, *m.table, 3, 512, 64, 16, False)
+    m.expected(sm_scale=1 / math.sqrt(192)).check(wrapper.run(*m.split(m.q), *m.split(m.cache)))
+
+
+def test_lse_and_buffers() -> None:
+    m = Latents()
+    wrapper, tensors = planned(m), (*m.split(m.q), *m.split(m.cache))
+    out, lse = torch.empty(26, 3, 64, dtype=torch.float16, device=DEVICE), torch.empty(26, 3, device=DEVICE)
+    got = wrapper.run(*tensors, out, lse, True, return_lse_base_on_e=True)
+    assert got[0] is out
+    assert got[1] is lse
+    m.expected(sm_scale=0.1).check(out, ln(lse))
+    _, natural = planned(m, lse_mode="basee").run_return_lse(*tensors)
+    torch.testing.assert_close(natural, lse)
+    assert planned(m, output_dtype="float32").run(*tensors).dtype == torch.float32
+
+
+def test_scales_and_sinks() -> None:
+    m = Latents(kv_dtype=torch.float8_e4m3fn, dtype=torch.float32)
+    sinks = torch.randn(3, device=DEVICE)
+    wrapper, tensors = planned(m), (*m.split(m.q), *m.split(m.cache))
+    m.expected(0.5, 2.0, sm_scale=0.1, sinks=sinks).check(
+        *wrapper.run(*tensors, return_lse=True, ckv_scale=0.5, kpe_scale=2.0, sinks=sinks)
+    )
+    out = wrapper.run(*tensors, bmm1_scale=torch.tensor(0.3, device=DEVICE), bmm2_scale=4.0)
+    m.expected(sm_scale=0.3).check(out / 4)
+
+
+def test_table_with_more_pages_than_tokens() -> None:
+    m = Latents()
+    starts, indices, tokens = (t.tolist() for t in m.table)
+    padded, ends = [], [0]
+    for a, b in itertools.pairwise(starts):
+        padded += [*indices[a:b], 10**6, 10**6]
+        ends.append(len(padded))
+    m.table = tuple(torch.tensor(t, device=DEVICE) for t in (ends, padded, tokens))  # type: ignore[assignment]
+    m.expected(sm_scale=0.1).check(planned(m).run(query=m.q, kv_cache=m.cache))
+
+
+def test_plan_from_block_tables() -> None:
+    m = Latents()
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    wrapper.plan(
+        num_heads=3,
+        head_dim_ckv=64,
+        head_dim_kpe=16,
+        page_size=16,
+        sm_scale=0.1,
+        cum_seq_lens_q=m.qo_indptr,
+        block_tables=m.block_tables,
+        seq_lens=m.table[2],
+    )
+    m.expected(sm_scale=0.1).check(wrapper.run(query=m.q, kv_cache=m.cache))
+
+
+def test_without_a_plan() -> None:
+    m = Latents(((1, 40), (1, 0), (1, 20)), dims=(512, 64))
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    expected = m.expected(sm_scale=1 / math.sqrt(192))
+    expected.check(wrapper.forward(m.q, m.cache, m.block_tables, m.table[2]))
+    expected.check(wrapper.forward(m.q[:, None], m.cache[:, :, None], m.block_tables, m.table[2]))
+    tensors = (*m.split(m.q), *m.split(m.cache))
+    expected.check(*wrapper.run(*tensors, return_lse=True, page_table=m.block_tables, kv_len=m.table[2]))
+
+
+def test_cuda_graph_mode() -> None:
+    m = Latents()
+    names, sizes = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), (5, 5, 40, 4)
+    buffers = {n: torch.zeros(s, dtype=torch.int32, device=DEVICE) for n, s in zip(names, sizes, strict=True)}
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(), use_cuda_graph=True, **buffers)
+    for lengths in (((1, 70), (5, 9), (0, 3), (20, 130)), ((1, 1), (1, 100), (1, 0), (1, 16))):
+        m = Latents(lengths)
+        wrapper.plan(m.qo_indptr, *m.table, 3, *m.dims, 16, False, 0.1)
+        assert buffers["kv_len_arr"].tolist() == m.table[2].tolist()
+        m.expected(sm_scale=0.1).check(wrapper.run(query=m.q, kv_cache=m.cache))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_xqa_mla(given: bool) -> None:
+    m = Latents(((1, 40), (1, 5), (1, 20)), dims=(512, 64), page_size=32)
+    out = torch.empty(3, 1, 3, 512, dtype=torch.float16, device=DEVICE) if given else None
+    tables = (m.block_tables, m.table[2].to(torch.int32).view(torch.uint32)[:, None])
+    result = flashinfer.xqa_mla(
+        m.q[:, None], m.cache, m.cache[..., :512], *tables, out, page_size=32, q_scale=0.5, kv_scale=2.0
+    )
+    assert (result is None) == given
+    output = out if result is None else result
+    assert output is not None
+    m.expected(sm_scale=1 / math.sqrt(576)).check(output[:, 0] / 2)

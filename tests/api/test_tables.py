@@ -1,0 +1,184 @@
+"""Functions over block tables: trtllm, cuDNN and XQA forms, on the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from api.requests import DEVICE, Requests, ln, workspace
+
+import attn_ops as flashinfer
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+SCALE = 0.125
+
+
+def scales(as_tensor: bool, *values: float) -> Any:
+    return [torch.tensor(v, device=DEVICE) if as_tensor else v for v in values]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_trtllm_decode(kv_layout: str, as_tensor: bool) -> None:
+    r = Requests(kv_layout=kv_layout)
+    bmm1, bmm2 = scales(as_tensor, 0.2, 3.0)
+    out = torch.empty_like(r.q)
+    got, lse = flashinfer.trtllm_batch_decode_with_kv_cache(
+        r.q,
+        r.cache("tensor"),
+        workspace(),
+        r.block_tables(),
+        r.seq_lens,
+        130,
+        bmm1,
+        bmm2,
+        window_left=40,
+        out=out,
+        sinks=[r.sinks],
+        kv_layout=kv_layout,
+        return_lse=True,
+    )
+    assert got is out
+    r.expected(sm_scale=0.2, v_scale=3.0, window_left=40, sinks=True).check(out, lse)
+
+
+def test_trtllm_decode_of_several_rows() -> None:
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
+    tables = (r.block_tables(), r.seq_lens, 130, SCALE)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(r.q, r.cache(), workspace(), *tables, q_len_per_req=3)
+    r.expected(causal=True).check(out)
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 0, 5), kv_layout="HND")
+    tables = (r.block_tables(), r.seq_lens, 130, SCALE)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(
+        r.q, r.cache(), workspace(), *tables, cum_seq_lens_q=r.qo_indptr, max_q_len=5, o_scale=0.5
+    )
+    r.expected(causal=True, v_scale=2.0).check(out)
+
+
+def test_xqa_batch_decode() -> None:
+    r = Requests()
+    tables = (workspace(), r.block_tables(), r.seq_lens, 130, SCALE)
+    out = flashinfer.xqa_batch_decode_with_kv_cache(r.q, r.cache(), *tables, sinks=r.sinks)
+    r.expected(sinks=True).check(out)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_trtllm_context(causal: bool) -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND", dtype=torch.bfloat16)
+    out, lse = flashinfer.trtllm_batch_context_with_kv_cache(
+        r.q,
+        r.cache(),
+        workspace(),
+        r.block_tables(),
+        r.seq_lens,
+        40,
+        130,
+        SCALE,
+        1.0,
+        4,
+        r.qo_indptr,
+        r.kv_indptr,
+        causal=causal,
+        return_lse=True,
+        out_dtype="float32",
+    )
+    assert out.dtype == torch.float32
+    r.expected(causal=causal).check(out.bfloat16(), lse)
+
+
+def test_cudnn_decode() -> None:
+    r = Requests(kv_layout="HND")
+    out, lse = flashinfer.cudnn_batch_decode_with_kv_cache(
+        r.q,
+        *r.cache(),
+        SCALE,
+        workspace(),
+        max_sequence_kv=130,
+        actual_seq_lens_kv=r.seq_lens.view(-1, 1, 1, 1),
+        block_tables=r.block_tables(),
+        batch_offsets_q=torch.arange(5) * 256,
+        return_lse=True,
+    )
+    r.expected().check(out, lse)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_cudnn_prefill(paged: bool) -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
+    lengths = torch.tensor(r.qo_lens, device=DEVICE).view(-1, 1, 1, 1)
+    k, v = r.cache() if paged else r.ragged()
+    options: dict[str, Any] = {"block_tables": r.block_tables()} if paged else {}
+    if not paged:
+        options = {"batch_offsets_k": r.kv_indptr, "batch_offsets_units": "tokens", "batch_offsets_q": r.qo_indptr}
+    out, lse = flashinfer.cudnn_batch_prefill_with_kv_cache(
+        r.q,
+        k,
+        v,
+        SCALE,
+        workspace(),
+        max_token_per_sequence=40,
+        max_sequence_kv=130,
+        actual_seq_lens_q=lengths,
+        actual_seq_lens_kv=r.seq_lens,
+        causal=True,
+        return_lse=True,
+        q_scale=torch.tensor(0.5, device=DEVICE),
+        v_scale=torch.tensor(3.0, device=DEVICE),
+        lse_base="ln",
+        **options,
+    )
+    r.expected(causal=True, sm_scale=SCALE / 2, v_scale=3.0).check(out, ln(lse))
+
+
+@pytest.mark.parametrize("form", ["[B, H, D]", "[B, 1, H, D]", "[B, 1, Q, H, D]"])
+@pytest.mark.parametrize("lengths", ["int32", "uint32 [B, 1]"])
+def test_xqa(form: str, lengths: str) -> None:
+    rows = 2 if "Q" in form else 1
+    r = Requests((37, 5, 130, 3), (rows,) * 4)
+    seq_lens = r.seq_lens if lengths == "int32" else r.seq_lens.view(torch.uint32)[:, None]
+    q = {"[B, H, D]": r.q, "[B, 1, H, D]": r.q[:, None], "[B, 1, Q, H, D]": r.q.view(4, 1, rows, 4, 64)}[form]
+    cache = r.cache("tensor")
+    out = flashinfer.xqa(q, cache, cache, r.block_tables(), seq_lens, head_dim=64, page_size=16)
+    assert out is not None
+    assert out.shape == q.shape
+    r.expected(causal=True).check(out.view(r.q.shape))
+
+
+def test_xqa_fills_output() -> None:
+    from attn_ops.xqa import xqa
+
+    r = Requests()
+    out = torch.empty_like(r.q)
+    semaphores = torch.zeros(8, dtype=torch.uint32, device=DEVICE)
+    none = xqa(
+        r.q,
+        *r.cache(),
+        r.block_tables(),
+        r.seq_lens,
+        out,
+        workspace(),
+        semaphores,
+        2,
+        16,
+        r.sinks,
+        0.5,
+        2.0,
+        sliding_win_size=8,
+        rcp_out_scale=3.0,
+    )
+    assert none is None
+    r.expected(sm_scale=SCALE, v_scale=6.0, window_left=7, sinks=True).check(out)
+
+
+def test_xqa_of_ragged_rows() -> None:
+    r = Requests((37, 3, 130), (3, 0, 5))
+    out = flashinfer.xqa(r.q, *r.cache(), r.block_tables(), r.seq_lens, q_cu_seq_lens=r.qo_indptr)
+    r.expected(causal=True).check(out)
+
+
+def test_xqa_is_a_module_and_a_function() -> None:
+    import attn_ops.xqa as module
+
+    assert module.xqa is flashinfer.xqa
+    assert flashinfer.xqa.xqa_mla is flashinfer.xqa_mla
