@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -29,6 +30,7 @@ def columns_to_lists(app: Any, what: str, name: str, obj: Any, options: Any, lin
     lines[:] = result[:-1] if lines and lines[-1].strip() else result
 
 
-def skip_tuple_fields(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """A NamedTuple's fields are described in its docstring; autodoc knows only that each is a field."""
-    return True if type(obj).__name__ == "_tuplegetter" else None
+def skip_what_is_told_elsewhere(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """A NamedTuple's fields are described in its docstring; a second name of a method has the first one's words."""
+    second_name = inspect.isfunction(obj) and obj.__name__ not in (name, "<lambda>")
+    return True if type(obj).__name__ == "_tuplegetter" or second_name else None

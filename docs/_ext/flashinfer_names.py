@@ -24,7 +24,10 @@ def names() -> Page:
             f"docs/flashinfer.toml: {module}.{name} has no entry" for name in public if name not in entries
         ]
         page.problems += [f"docs/flashinfer.toml: {module} has no {name}" for name in entries if name not in public]
-        rows = [[code(name), kind(exported(module, name)), entries.get(name) or "nothing"] for name in public]
+        rows = [
+            [f"{{py:obj}}`~attn_ops.{name}`", kind(exported(module, name)), entries.get(name) or "nothing"]
+            for name in public
+        ]
         parts.append(f"### {module}\n\n" + table(["name", "is a", "what differs"], rows))
     page.problems += [f"docs/flashinfer.toml: there is no module {module}" for module in words if module not in EXPORTS]
     page.text = "\n\n".join(parts)

@@ -48,5 +48,5 @@ def replace_marks(app: Any, docname: str, source: list[str]) -> None:
 def setup(app: Any) -> dict[str, Any]:
     app.connect("source-read", replace_marks)
     app.connect("autodoc-process-docstring", docstrings.columns_to_lists, priority=100)
-    app.connect("autodoc-skip-member", docstrings.skip_tuple_fields)
+    app.connect("autodoc-skip-member", docstrings.skip_what_is_told_elsewhere)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

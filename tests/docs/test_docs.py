@@ -88,6 +88,28 @@ def test_the_fences_are_known() -> None:
         assert len(re.findall("^```", page.read_text(encoding="utf-8"), re.MULTILINE)) % 2 == 0, page
 
 
+def test_words_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument, an output, a formula or an op without words, and words without an op."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    import op_reference
+
+    assert op_reference.ops().problems == []
+    words = op_reference.data("ops.toml")
+    del words["arguments"]["window_left"], words["ops"]["merge_state"]["flops"], words["ops"]["packbits"]
+    words["ops"]["seq_lens"]["outputs"] = []
+    words["ops"]["gone"] = {"text": "an op of long ago"}
+    monkeypatch.setattr(op_reference, "data", lambda _: words)
+    told = "\n".join(op_reference.ops().problems)
+    for problem in (
+        "op batch_decode: argument window_left has no text",
+        "op merge_state: FLOP formula",
+        "op packbits: has no text",
+        "op seq_lens: returns 1 tensors and 0 are named",
+        "there is no op gone",
+    ):
+        assert problem in told
+
+
 def test_site_builds_without_a_warning_and_stands_alone(tmp_path: Path) -> None:
     """No page loads anything from another host."""
     for package in ("sphinx", "myst_parser", "pytorch_sphinx_theme2"):
