@@ -26,6 +26,7 @@ class Requests:
     dtype: torch.dtype = torch.float16
     kv_dtype: torch.dtype | None = None
     storage: str = "fused"
+    num_pages: int | None = None
     seed: int = 0
     rows: tuple[int, ...] = field(init=False)
 
@@ -34,6 +35,7 @@ class Requests:
         self.rows = self.qo_lens or (1,) * len(self.kv_lens)
         self.q = torch.randn(sum(self.rows), self.heads[0], self.head_dims[0], generator=generator)
         self.q = self.q.to(DEVICE, self.dtype)
+        used = sum(-(-n // self.page_size) for n in self.kv_lens)
         self.batch = PagedBatch(
             self.kv_lens,
             self.page_size,
@@ -44,6 +46,7 @@ class Requests:
             DEVICE,
             self.storage if self.head_dims[0] == self.head_dims[1] else "pair",
             generator,
+            spare_pages=2 if self.num_pages is None else self.num_pages - used,
         )
         self.sinks = torch.randn(self.heads[0], generator=generator).to(DEVICE)
         shapes = list(zip(self.rows, self.kv_lens, strict=True))
