@@ -25,7 +25,7 @@ def segment_packbits(x: Tensor, indptr: Tensor, num_bytes: int, *, bitorder: str
     if 0 in (num_bytes, x.shape[0]) or length.shape[0] == 0:
         return x.new_zeros(num_bytes, dtype=torch.uint8), byte_indptr.int()
     byte = torch.arange(num_bytes, device=x.device)
-    segment = torch.searchsorted(byte_indptr[1:].contiguous(), byte, right=True).clamp(max=length.shape[0] - 1)
+    segment = (torch.searchsorted(byte_indptr, byte, right=True) - 1).clamp(max=length.shape[0] - 1)
     bit = (byte - byte_indptr[segment])[:, None] * 8 + torch.arange(8, device=x.device)
     inside = (bit < length[segment][:, None]) & (byte < byte_indptr[-1])[:, None]
     source = (indptr[segment][:, None] + bit).clamp(0, x.shape[0] - 1)

@@ -91,7 +91,7 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -
     if seq_lens.shape[0] == 0:
         nothing = torch.full_like(row, -1).int()
         return nothing, nothing.clone()
-    request = torch.searchsorted(append_indptr[1:].contiguous(), row, right=True)
+    request = torch.searchsorted(append_indptr, row, right=True) - 1
     used = request < seq_lens.shape[0]
     safe = request.clamp(max=seq_lens.shape[0] - 1)
     position = row - append_indptr[safe + 1] + seq_lens[safe]
