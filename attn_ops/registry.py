@@ -40,16 +40,21 @@ class Problem:
 class Backend:
     """``module`` holds one function per op, named as the op and with the op's signature.
 
-    ``inline`` names the functions that Inductor lowers in the op's place; they may only use aten ops
-    and wrapped Triton kernels.
+    Inductor lowers these functions in the op's place, so they use only aten ops and wrapped Triton kernels.
+    ``record`` names the module's function that makes a call so that it can be repeated
+    (:mod:`attn_ops.repeat`), if it has one.
     """
 
     name: str
     module: str
     objections: Callable[[Problem], list[str]]
+    record: str | None = None
 
     def implementation(self, op: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(self.module), op)
+
+    def recorder(self) -> Callable[..., Any]:
+        return self.implementation(self.record or "")
 
 
 @functools.cache
@@ -62,12 +67,20 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-TRITON_OPS = frozenset({"plan_decode", "plan_prefill", "batch_decode", "append_kv", "merge_state", "merge_states"})
+TRITON_PREFILL = frozenset({"batch_prefill", "ragged_prefill", "single_prefill", "batch_mla"})
+"""The ops of one kernel, which takes every option: FP8 KV, positional encodings and custom masks too."""
+
+TRITON_OPS = TRITON_PREFILL | {
+    "plan_decode", "plan_prefill", "batch_decode", "append_kv", "merge_state", "merge_states"
+}  # fmt: skip
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _triton_objections(p: Problem) -> list[str]:
     capability = compute_capability()
+    prefill = p.op in TRITON_PREFILL
+    # The key of MLA comes in two parts, of which the first is as wide as the value.
+    key_dim = max(p.head_dim_vo, p.head_dim_qk - p.head_dim_vo) if p.op == "batch_mla" else p.head_dim_qk
     checks = [
         (p.op in TRITON_OPS, f"it has no kernel for {p.op}"),
         (triton_installed(), "triton is not installed"),
@@ -77,12 +90,15 @@ def _triton_objections(p: Problem) -> list[str]:
             f"it needs compute capability 8.0 or newer, not {capability}",
         ),
         (p.dtype in TRITON_DTYPES, f"it does not compute in {p.dtype}"),
-        (p.kv_dtype == p.dtype, f"it needs query and cache of one dtype, not {p.dtype} and {p.kv_dtype}"),
-        (p.pos_encoding == "NONE", f"it does not apply {p.pos_encoding}"),
-        (not p.masked, "it does not take a custom mask"),
-        (not p.scaled, "it does not take kv_scale"),
-        (max(p.head_dim_qk, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
-        (p.num_qo_heads // p.num_kv_heads <= 128, "it needs at most 128 query heads per KV head"),
+        (prefill or p.kv_dtype == p.dtype, f"it needs query and cache of one dtype, not {p.dtype} and {p.kv_dtype}"),
+        (
+            capability is None or capability >= (8, 9) or p.kv_dtype != torch.float8_e4m3fn,
+            f"it needs compute capability 8.9 or newer for {p.kv_dtype}, not {capability}",
+        ),
+        (prefill or p.pos_encoding == "NONE", f"it does not apply {p.pos_encoding}"),
+        (prefill or not p.scaled, "it does not take kv_scale"),
+        (max(key_dim, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
+        (prefill or p.num_qo_heads // p.num_kv_heads <= 128, "it needs at most 128 query heads per KV head"),
     ]
     return [reason for ok, reason in checks if not ok]
 
@@ -92,7 +108,7 @@ def _reference_objections(p: Problem) -> list[str]:
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("triton", "attn_ops.kernels.triton", _triton_objections),
+    Backend("triton", "attn_ops.kernels.triton", _triton_objections, record="record"),
     Backend("reference", "attn_ops.kernels.reference", _reference_objections),
 )
 

@@ -3,123 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from batches import indptr, page_table
-from oracle import Expected
-from torch import Tensor
+from batches import page_table
+from mla import CASES, Mla, check, random
 
 import attn_ops
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@dataclass(frozen=True)
-class Mla:
-    name: str
-    qo_lens: tuple[int, ...] = (1, 5, 0, 40)
-    kv_lens: tuple[int, ...] = (70, 3, 9, 130)
-    dims: tuple[int, int] = (32, 8)
-    heads: int = 3
-    page_size: int = 16
-    dtype: torch.dtype = torch.float32
-    kv_dtype: torch.dtype | None = None
-    kv_scale: tuple[float, float] | None = None
-    sm_scale: float | None = 0.2
-    packed: bool = False
-    causal: bool = False
-    window_left: int = -1
-    logits_soft_cap: float = 0.0
-    sinks: bool = False
-
-    def __str__(self) -> str:
-        return self.name
-
-
-CASES = (
-    Mla("base"),
-    Mla("causal", causal=True),
-    Mla("default scale", dims=(512, 64), sm_scale=None, causal=True),
-    Mla("named scale", dims=(512, 64)),
-    Mla("packed", packed=True, causal=True, page_size=3),
-    Mla("decode", qo_lens=(1, 1, 1, 1), page_size=1),
-    Mla("no queries", qo_lens=(0, 0, 0, 0)),
-    Mla("no keys", kv_lens=(0, 0, 0, 0)),
-    Mla("window", causal=True, window_left=20),
-    Mla("cap", logits_soft_cap=2.0),
-    Mla("sinks", sinks=True),
-    Mla("float16", dtype=torch.float16),
-    Mla("bfloat16", dtype=torch.bfloat16, causal=True),
-    Mla("fp8", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, kv_scale=(0.5, 2.0), packed=True),
-)
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_oracle(case: Mla) -> None:
-    ckv_dim, kpe_dim = case.dims
-    width, dtype = ckv_dim + kpe_dim, case.kv_dtype or case.dtype
-    tokens = [_random((n, width), dtype, 10 + b) for b, n in enumerate(case.kv_lens)]
-    table = page_table(case.kv_lens, case.page_size)
-    cache = _cache(case, tokens, table, dtype)
-    ckv, kpe = cache.split(case.dims, -1)
-    if not case.packed:
-        ckv, kpe = ckv.contiguous(), kpe.contiguous()
-    q = _random((sum(case.qo_lens), case.heads, width), case.dtype, 1)
-    sinks = _random((case.heads,), torch.float32, 2) if case.sinks else None
-    planner = attn_ops.PrefillPlanner(
-        len(case.kv_lens),
-        max(1, sum(case.qo_lens)),
-        max(1, len(table[1])),
-        page_size=case.page_size,
-        num_qo_heads=case.heads,
-        num_kv_heads=1,
-        head_dim=width,
-        head_dim_vo=ckv_dim,
-        causal=case.causal,
-    )
-    plan = planner.plan(indptr(case.qo_lens), *table)
-    options: dict[str, Any] = {
-        "sm_scale": case.sm_scale,
-        "causal": case.causal,
-        "window_left": case.window_left,
-        "logits_soft_cap": case.logits_soft_cap,
-        "sinks": sinks,
-    }
-    out, lse = torch.ops.attn.batch_mla(
-        q[..., :ckv_dim],
-        q[..., ckv_dim:],
-        ckv,
-        kpe,
-        plan,
-        planner.workspace,
-        kv_scale=None if case.kv_scale is None else torch.tensor(case.kv_scale),
-        return_lse=True,
-        **options,
-    )
-    k_scale, v_scale = case.kv_scale or (1.0, 1.0)
-    options["sm_scale"] = 1 / math.sqrt(128 + 64) if case.sm_scale is None else case.sm_scale
-    requests = [
-        (rows, t.double()[:, None] * k_scale, t.double()[:, None, :ckv_dim] * v_scale)
-        for rows, t in zip(q.split(case.qo_lens), tokens, strict=True)
-    ]
-    assert out.dtype == case.dtype
-    Expected.of(requests, **options).check(out, lse)
-
-
-def _cache(case: Mla, tokens: list[Tensor], table: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """``[pages, page_size, ckv + kpe]``, NaN where there is no token."""
-    cache = torch.full((len(table[1]) + 1, case.page_size, sum(case.dims)), math.nan)
-    for b, request in enumerate(tokens):
-        for t, token in enumerate(request.float()):
-            cache[table[1][table[0][b] + t // case.page_size], t % case.page_size] = token
-    return cache.to(dtype)
+    check(case)
 
 
 def test_other_sizes_must_name_their_scale() -> None:
@@ -139,7 +36,7 @@ def test_append(dtype: torch.dtype, packed: bool) -> None:
     kv_indptr, kv_indices, _ = page_table(case.kv_lens, case.page_size)
     rows = [(0, 69), (-1, 0), (3, 17), (1, 16), (2, 8), (3, 0)]
     request, position = torch.tensor(rows, dtype=torch.int32).T.contiguous()
-    new = _random((len(rows), sum(case.dims)), dtype, 1)
+    new = random((len(rows), sum(case.dims)), dtype, 1)
     before = torch.full((len(kv_indices) + 1, case.page_size, sum(case.dims)), math.nan).to(dtype)
     ckv, kpe = (t if packed else t.contiguous() for t in before.clone().split(case.dims, -1))
     new_ckv, new_kpe = new.split(case.dims, -1)

@@ -14,7 +14,11 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pytest.mark.parametrize("case", [*(c for c in RAGGED if "planned" not in c.name), *RAGGED_SPECIAL], ids=str)
 def test_matches_oracle(case: Case) -> None:
-    setup = Setup("ragged", case)
+    check_single(case)
+
+
+def check_single(case: Case, device: str = "cpu", backend: str = "auto", **tolerance: float) -> None:
+    setup = Setup("ragged", case, device)
     options = {name: value for name, value in setup.arguments.items() if name not in ("q", "k", "v", "plan", "mask")}
     del options["workspace"]
     sizes = list(zip(setup.qo_lens, case.kv_lens, strict=True))
@@ -30,6 +34,6 @@ def test_matches_oracle(case: Case) -> None:
         mask = setup.packed_mask
         if mask is not None:
             mask = mask[ends["bytes"][b] - -(-n * m // 8) : ends["bytes"][b]]
-        out, lse = torch.ops.attn.single_prefill(setup.q[rows], k, v, mask=mask, **options)
+        out, lse = torch.ops.attn.single_prefill(setup.q[rows], k, v, mask=mask, backend=backend, **options)
         assert out.dtype == case.dtype
-        setup.expected.rows(rows).check(out, lse)
+        setup.expected.rows(rows).check(out, lse, **tolerance)

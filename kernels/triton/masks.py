@@ -1,0 +1,56 @@
+"""Which keys a query row sees: packed custom masks, the causal bound and the sliding window (semantics: Masks)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mask_offset(qo_indptr, kv_len, request, max_batch, BLOCK: tl.constexpr):
+    """Byte at which the bits of ``request`` begin: those of each request before it fill whole bytes."""
+    total = tl.zeros((BLOCK,), tl.int64)
+    stop = tl.minimum(request, max_batch)
+    for first in range(0, stop, BLOCK):
+        b = first + tl.arange(0, BLOCK)
+        begin, end = tl.load(qo_indptr + b, mask=b < stop, other=0), tl.load(qo_indptr + b + 1, mask=b < stop, other=0)
+        bits = (end - begin).to(tl.int64) * tl.load(kv_len + b, mask=b < stop, other=0)
+        total += (bits + 7) // 8
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def mask_bits(mask, offset, row, length, tokens, mask_bytes):
+    """bool ``[rows, tokens]`` of the bits at ``row * length + token`` after byte ``offset``; False out of range."""
+    bit = row.to(tl.int64)[:, None] * length + tokens[None, :]
+    byte = offset + (bit >> 3)
+    bits = tl.load(mask + byte, mask=(byte >= 0) & (byte < mask_bytes), other=0)
+    return ((bits >> (bit & 7).to(tl.uint8)) & 1) > 0
+
+
+@triton.jit
+def causal_or_window(tokens, position, window_left, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """bool ``[rows, tokens]``, for rows at ``position`` in the KV sequence."""
+    distance = position[:, None] - tokens[None, :]
+    visible = distance >= -(1 << 30)
+    if CAUSAL:
+        visible = distance >= 0
+    if WINDOW:
+        visible = visible & (distance <= window_left)
+    return visible
+
+
+@triton.jit
+def full_blocks(
+    begin, end, first_position, last_position, window_left,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``(first, stop, blocks)``: of the blocks from ``begin`` on, every row sees those in ``[first, stop)`` whole."""
+    blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
+    seen_by_all = tl.minimum(end, first_position + 1) if CAUSAL else end
+    stop = tl.maximum(seen_by_all - begin, 0) // BLOCK
+    if WINDOW:
+        first = tl.minimum(tl.cdiv(tl.maximum(last_position - window_left - begin, 0), BLOCK), blocks)
+    else:
+        first = blocks * 0
+    return first, tl.maximum(stop, first), blocks

@@ -1,0 +1,45 @@
+"""``attn::batch_mla``: prefill of one KV head whose key is ``[ckv, kpe]`` and whose value is ``ckv``, read once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...meta.outputs import batch_mla as allocate
+from ...plan import PrefillPlan
+from ..reference.mla import DEFAULT_SM_SCALE
+from .prefill import Operands, Options, attend
+
+
+def batch_mla(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    plan: list[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    out, lse = allocate(q_nope, return_lse=return_lse)
+    x = Operands(
+        q=q_nope,
+        q_b=q_pe,
+        k=ckv_cache,
+        k_b=kpe_cache,
+        v=ckv_cache,
+        dims=(q_nope.shape[2], q_pe.shape[2], q_nope.shape[2]),
+        offset_b=0,
+        heads=(q_nope.shape[1], 1),
+        k_strides=(ckv_cache.stride(0), ckv_cache.stride(1), 0),
+        k_b_strides=(kpe_cache.stride(0), kpe_cache.stride(1)),
+        v_strides=(0, 0, 0),
+        kv_rows=0,
+        shared=True,
+    )
+    scale = DEFAULT_SM_SCALE if sm_scale is None else sm_scale
+    attend(x, out, lse, PrefillPlan(*plan), workspace, Options(scale, **options))
+    return out, lse

@@ -1,0 +1,45 @@
+"""Positional encodings inside attention (semantics: Positions)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotation_partner(d, DIM: tl.constexpr):
+    """The dimension that ``d`` is rotated with: halves of the head are paired."""
+    return tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+
+
+@triton.jit
+def sin_cos(turns):
+    """Sine and cosine of ``2 pi turns``, by Taylor's series at half the angle, which is at most a quarter turn.
+
+    About as exact as the library's in float32 and, unlike those, without code for huge angles, which
+    would take most of the compilation.
+    """
+    x = (turns - tl.floor(turns + 0.5)) * 3.141592653589793
+    y = x * x
+    sin = 1.0 + y * (-1 / 6 + y * (1 / 120 + y * (-1 / 5040 + y * (1 / 362880 + y * (-1 / 39916800 + y / 6227020800)))))
+    cos = 1.0 + y * (-1 / 2 + y * (1 / 24 + y * (-1 / 720 + y * (1 / 40320 + y * (-1 / 3628800 + y / 479001600)))))
+    sin *= x
+    return 2.0 * sin * cos, 1.0 - 2.0 * sin * sin
+
+
+@triton.jit
+def rotate(x, partner, position, d, log2_theta, inverse_scale, DIM: tl.constexpr):
+    """ROPE_LLAMA of ``x [tokens, d]`` with its partner dimensions at ``position [tokens]``, in float32."""
+    exponent = (d % (DIM // 2)).to(tl.float32) * (tl.cast(log2_theta, tl.float32) * (-2.0 / DIM))
+    frequency = tl.exp2(exponent) * (tl.cast(inverse_scale, tl.float32) * 0.15915494309189535)
+    sin, cos = sin_cos(position.to(tl.float32)[:, None] * frequency[None, :])
+    sign = tl.where(d < DIM // 2, -1.0, 1.0)
+    return x.to(tl.float32) * cos + partner.to(tl.float32) * (sin * sign[None, :])
+
+
+@triton.jit
+def alibi_slopes(head, NUM_HEADS: tl.constexpr, LOG2_HEADS: tl.constexpr):
+    """Powers of ``2^(-8 / n)``, n = 2^LOG2_HEADS the largest power of two in NUM_HEADS, then those between."""
+    n: tl.constexpr = 1 << LOG2_HEADS
+    head = head.to(tl.float32)
+    return tl.where(head < n, tl.exp2(-8.0 / n * (head + 1.0)), tl.exp2(-4.0 / n * (2.0 * (head - n) + 1.0)))
