@@ -7,27 +7,35 @@ import re
 from typing import Any
 
 COLUMNS = re.compile(r"^(\S.*?) {2,}(\S.*)$")
+CONTINUED = re.compile(r"^ {2,}(\S.*)$")
 
 
 def columns_to_lists(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Paragraphs all of whose lines are ``name   meaning`` are written that way to be read in the source."""
-    result: list[str] = []
-    paragraph: list[str] = []
-    for line in [*lines, ""]:
+    """Rewrite paragraphs of ``name   meaning`` a line, where a line may go on below, indented."""
+    paragraphs: list[list[str]] = [[]]
+    for line in lines:
         if line.strip():
-            paragraph.append(line)
-            continue
-        found = [COLUMNS.match(text) for text in paragraph]
-        if paragraph and all(found):
-            for match in found:
-                assert match is not None
-                term = match[1] if match[1].startswith("`") else f"``{match[1]}``"
-                result += [term, f"    {match[2]}"]
+            paragraphs[-1].append(line)
         else:
-            result += paragraph
-        result.append("")
-        paragraph = []
-    lines[:] = result[:-1] if lines and lines[-1].strip() else result
+            paragraphs.append([])
+    result: list[str] = []
+    for paragraph in paragraphs:
+        result += [*(_definitions(paragraph) or paragraph), ""]
+    lines[:] = result
+
+
+def _definitions(paragraph: list[str]) -> list[str] | None:
+    """The paragraph as a definition list, None if it is something else."""
+    result: list[str] = []
+    for line in paragraph:
+        if found := COLUMNS.match(line):
+            term = found[1] if found[1].startswith("`") else f"``{found[1]}``"
+            result += [term, f"    {found[2]}"]
+        elif result and (found := CONTINUED.match(line)):
+            result.append(f"    {found[1]}")
+        else:
+            return None
+    return result
 
 
 def skip_what_is_told_elsewhere(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
