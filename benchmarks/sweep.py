@@ -27,10 +27,10 @@ def parse(text: str) -> list[int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=parse, default=[0, 4, 6, 9, 12], help="indices of the decode table")
     parser.add_argument("--tiles", type=lambda t: [parse(x) for x in t.split(":")], help="kv,warps,stages:...")
-    parser.add_argument("--shares", type=parse, default=[2], help="CTAs per multiprocessor to cut the work for")
+    parser.add_argument("--shares", type=parse, default=[2], help="CTAs per multiprocessor, or above 8 per KV head")
     parser.add_argument("--pdl", type=parse, default=[0])
     parser.add_argument("--slack", type=int)
-    parser.add_argument("--merge", type=parse, default=None, help="slots,programs,warps")
+    parser.add_argument("--merge", type=parse, default=None, help="few,many,programs")
     parser.add_argument("--hnd", action="store_true")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--shard", type=lambda t: tuple(map(int, t.split("/"))), default=(0, 1))
@@ -47,7 +47,7 @@ def tiles(args: argparse.Namespace, row: DecodeRow) -> Iterator[tuple[str, Decod
 def run(args: argparse.Namespace) -> None:
     if args.merge:
         merge = importlib.import_module("attn_ops.kernels.triton.merge")
-        merge.SLOTS, merge.MERGE_PROGRAMS, merge.MERGE_WARPS = args.merge
+        merge.FEW, merge.MANY, merge.MERGE_PROGRAMS = args.merge
     if args.slack:
         importlib.import_module("attn_ops.kernels.triton.plan_decode").SLACK = args.slack
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
         for number, ((name, tile), share) in enumerate(configurations):
             if number % args.shard[1] != args.shard[0]:
                 continue
-            planner = problem.planner(num_ctas=max(1, multiprocessors * share // row.num_kv_heads))
+            ctas = share if share > 8 else max(1, multiprocessors * share // row.num_kv_heads)
+            planner = problem.planner(num_ctas=ctas)
             plan = planner.plan(*problem.page_table)
             decode.decode_tile = lambda *_, tile=tile: tile
             decode.merge_pieces = MERGE if tile.pdl >= 0 else lambda *_: None

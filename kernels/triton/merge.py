@@ -16,13 +16,11 @@ from .primitives import LOG2E, LOWEST, add_sink, exp2, finite, inverse, log_sum
 PAIRS = 16
 """Pairs of a row and a head that a program of ``merge_states`` does."""
 
-SLOTS = 64
-"""Pieces that ``merge_pieces`` reads at a time."""
+FEW, MANY = 2, 64
+"""Pieces that ``merge_pieces`` reads at a time: of most rows, and of those with more pieces than ``FEW``."""
 
-MERGE_WARPS = 4
-
-MERGE_PROGRAMS = 512
-"""Programs of ``merge_pieces``, about: each does as many rows as it takes, most of which have nothing to merge."""
+MERGE_PROGRAMS = 256
+"""Programs of ``merge_pieces`` at most: mostly there is nothing to merge, and each takes time to find that out."""
 
 
 @triton.jit
@@ -113,33 +111,29 @@ def merge_state_kernel(
 
 
 @triton.jit
-def merge_row(
-    out, lse, partial, sinks, row, begin, end, head, num_slots,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SLOTS: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr,
+def add_pieces(
+    m, total, acc, partial, slot, stop, head, num_slots,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces in ``[begin, end)`` into one row and head of the outputs; none make it empty."""
+    """The state of one row and head with the pieces in ``[slot, slot + SLOTS)``, as far as ``stop``, counted in."""
     d = tl.arange(0, BLOCK_DIM)
+    slots = slot + tl.arange(0, SLOTS)
+    at, mask = slots.to(tl.int64) * HEADS + head, slots < stop
     sums = partial + tl.cast(num_slots, tl.int64) * (HEADS * DIM)
-    m = tl.full((1,), LOWEST, tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, BLOCK_DIM), tl.float32)
-    for slot in range(begin, end, SLOTS):
-        slots = slot + tl.arange(0, SLOTS)
-        at, mask = slots.to(tl.int64) * HEADS + head, slots < end
-        s = tl.load(sums + at, mask=mask, other=float("-inf"))
-        v = tl.load(partial + at[:, None] * DIM + d, mask=mask[:, None] & (d < DIM), other=0.0)
-        top = tl.maximum(m, tl.max(s, 0, keep_dims=True))
-        decay, weight = exp2(m - top), exp2(s - top)
-        m, total = top, total * decay + tl.sum(weight, 0, keep_dims=True)
-        acc = acc * decay[:, None] + tl.sum(weight[:, None] * v, 0, keep_dims=True)
-    if SINKS:
-        m, total, acc = add_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
-    at = tl.cast(row, tl.int64) * HEADS + head + tl.zeros((1,), tl.int64)
-    value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] * DIM + d, value, mask=d[None, :] < DIM)
-    if LSE:
-        tl.store(lse + at, log_sum(m, total))
+    s = tl.load(sums + at, mask=mask, other=float("-inf"))
+    v = tl.load(partial + at[:, None] * DIM + d, mask=mask[:, None] & (d < DIM), other=0.0)
+    top = tl.maximum(m, tl.max(s, 0, keep_dims=True))
+    decay, weight = exp2(m - top), exp2(s - top)
+    acc = acc * decay[:, None] + tl.sum(weight[:, None] * v, 0, keep_dims=True)
+    return top, total * decay + tl.sum(weight, 0, keep_dims=True), acc
+
+
+@triton.jit
+def find_row(todo, begin, end, rank, BLOCK_BATCH: tl.constexpr):
+    """``(row, begin, end)`` of the row with ``todo`` that has ``rank`` such rows before it."""
+    here = ((tl.cumsum(todo, 0) == rank + 1) & (todo > 0)).to(tl.int32)
+    row = tl.sum(here * tl.arange(0, BLOCK_BATCH), 0)
+    return row, tl.sum(here * begin, 0), tl.sum(here * end, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "max_batch", "num_slots"])
@@ -156,31 +150,45 @@ def merge_pieces_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head, first = tl.program_id(1), tl.program_id(0) * ROWS
-    row = first + tl.arange(0, ROWS)
-    planned = row < max_batch
-    begin = tl.load(merge_indptr + row, mask=planned, other=0)
-    end = tl.load(merge_indptr + row + 1, mask=planned, other=0)
-    empty = tl.load(kv_len + row, mask=planned, other=0) <= 0
-    todo = ((row < rows) & (empty | (end > begin))).to(tl.int32)
+    # What is read of the plan was there before the pieces were.
+    b = tl.arange(0, BLOCK_BATCH)
+    planned = b < max_batch
+    begin = tl.maximum(tl.load(merge_indptr + b, mask=planned, other=0), 0)
+    end = tl.minimum(tl.load(merge_indptr + b + 1, mask=planned, other=0), num_slots)
+    empty = tl.load(kv_len + b, mask=planned, other=0) <= 0
+    todo = ((b < rows) & (empty | (end > begin))).to(tl.int32)
+    jobs, job, d = tl.sum(todo, 0) * HEADS, tl.program_id(0), tl.arange(0, BLOCK_DIM)
+    row, slot, stop = find_row(todo, begin, end, job // HEADS, BLOCK_BATCH)
     if PDL:
         gdc_wait()
-    if tl.sum(todo, 0) > 0:
-        for i in range(ROWS):
-            here = (row == first + i).to(tl.int32)
-            if tl.sum(todo * here, 0) > 0:
-                slot = tl.maximum(tl.sum(begin * here, 0), 0)
-                stop = tl.minimum(tl.sum(end * here, 0), num_slots)
-                merge_row(
-                    out, lse, partial, sinks, first + i, slot, stop, head, num_slots,
-                    HEADS, DIM, BLOCK_DIM, SLOTS, SINKS, LSE,
-                )  # fmt: skip
+    while job < jobs:
+        head = job % HEADS
+        m = tl.full((1,), LOWEST, tl.float32)
+        total = tl.zeros((1,), tl.float32)
+        acc = tl.zeros((1, BLOCK_DIM), tl.float32)
+        if stop - slot <= FEW:
+            m, total, acc = add_pieces(m, total, acc, partial, slot, stop, head, num_slots, HEADS, DIM, BLOCK_DIM, FEW)
+        else:
+            for i in range(slot, stop, MANY):
+                m, total, acc = add_pieces(
+                    m, total, acc, partial, i, stop, head, num_slots, HEADS, DIM, BLOCK_DIM, MANY
+                )
+        if SINKS:
+            m, total, acc = add_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
+        at = row.to(tl.int64) * HEADS + head + tl.zeros((1,), tl.int64)
+        value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at[:, None] * DIM + d, value, mask=d[None, :] < DIM)
+        if LSE:
+            tl.store(lse + at, log_sum(m, total))
+        job += tl.num_programs(0)
+        row, slot, stop = find_row(todo, begin, end, job // HEADS, BLOCK_BATCH)
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,16 +224,21 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 def merge_pieces(
     out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool, pdl: int
 ) -> None:
-    """Write the rows of a decode that came in pieces, and zeros to those of empty requests."""
+    """Write the rows of a decode that came in pieces, and zeros to those of empty requests.
+
+    The rows and heads that have something to do are dealt out to the programs, wherever they are.
+    """
     rows, heads, dim = out.shape
     max_batch = plan.kv_len.shape[0]
-    block = triton.next_power_of_2(triton.cdiv(max_batch, max(1, MERGE_PROGRAMS // heads)))
     launch(
         merge_pieces_kernel,
-        (triton.cdiv(rows, block), heads),
+        (min(max_batch * heads, MERGE_PROGRAMS),),
         (out, lse, workspace, sinks, plan.kv_len, plan.merge_indptr),
         (rows, max_batch, num_slots(plan)),
         (),
-        (heads, dim, triton.next_power_of_2(dim), block, SLOTS, sinks is not None, return_lse, pdl > 0),
-        Options(MERGE_WARPS, launch_pdl=pdl > 0),
+        (
+            *(heads, dim, triton.next_power_of_2(dim), triton.next_power_of_2(max_batch)),
+            *(FEW, MANY if dim <= 128 else 16, sinks is not None, return_lse, pdl > 0),
+        ),
+        Options(4 if max_batch <= 4096 else 16, launch_pdl=pdl > 0),
     )
