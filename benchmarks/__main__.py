@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from . import sweep
+from . import decode, overheads, prefill, sweep
 
-COMMANDS = {"sweep": sweep}
+COMMANDS = {"decode": decode, "prefill": prefill, "overheads": overheads, "sweep": sweep}
 
 
 def main() -> None:

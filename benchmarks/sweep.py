@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-
 from attn_ops.kernels.triton import decode
 from attn_ops.kernels.triton.launch import Options
 from attn_ops.kernels.triton.tiles import DecodeTile

@@ -1,0 +1,73 @@
+"""Results as files: JSON with the versions they belong to, and the same as a Markdown table."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attn_ops
+
+RESULTS = Path(__file__).with_name("results")
+READ_RATE = 4.45e6
+"""Bytes per microsecond: the largest read rate seen in an attention kernel on an H200."""
+
+Row = dict[str, Any]
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
+
+
+def environment() -> dict[str, str]:
+    import triton
+
+    found = {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "attn_ops": attn_ops.__version__,
+    }
+    try:
+        import flashinfer
+
+        found["flashinfer"] = flashinfer.__version__
+    except ImportError:
+        found["flashinfer"] = "not installed"
+    return found
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return "-" if value is None else str(value)
+
+
+def markdown(title: str, note: str, versions: dict[str, str], rows: Sequence[Row]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [f"# {title}", "", note, "", ", ".join(f"{name} {value}" for name, value in versions.items()), ""]
+    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def save(name: str, title: str, note: str, rows: Sequence[Row], folder: Path) -> None:
+    """Write ``NAME.json`` and ``NAME.md`` to ``folder`` and print the table."""
+    versions = environment()
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {"title": title, "note": note, "environment": versions, "rows": list(rows)}
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    text = markdown(title, note, versions, rows)
+    (folder / f"{name}.md").write_text(text)
+    print(text, flush=True)
