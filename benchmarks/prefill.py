@@ -58,6 +58,9 @@ def _sdpa(p: PrefillProblem) -> Call | None:
     return call
 
 
+PREFILL: dict[str, Callable[[PrefillProblem], Call | None]] = {"paged": _paged, "ragged": _ragged, "sdpa cudnn": _sdpa}
+
+
 def _mla(p: MlaProblem) -> Call:
     planner = p.planner()
     return lambda i: torch.ops.attn.batch_mla(
