@@ -57,3 +57,20 @@ IGNORED: dict[str, str] = {
     "kv_last_page_len": "a token's place follows from kv_indptr and its position",
 }
 """name -> why. ``block_tables`` and the lengths matter where a function takes its page table from them."""
+
+_FOLLOW = "dtypes follow the tensors of run()"
+_NO_ROTATION = "no positional encoding is applied"
+_ONE_ROW = "one query row sees every key, causal or not"
+HERE: dict[str, str] = {
+    "attention.plan.q_data_type": _FOLLOW,
+    "attention.plan.kv_data_type": _FOLLOW,
+    "mla.plan.query_layout": "run() recognises packed and split queries",
+    "mla.plan.kv_cache_layout": "run() recognises packed and split caches",
+    "mla.plan.scale_mode": "run() takes numbers and tensors",
+    "mla.plan.use_sinks": "run() honours sinks wherever they are given",
+    "pod.run.causal_d": _ONE_ROW,
+    "decode.plan.is_causal": _ONE_ROW,
+    "shared prefix, prefill.forward.rope_scale": _NO_ROTATION,
+    "shared prefix, prefill.forward.rope_theta": _NO_ROTATION,
+}
+"""Arguments that have no effect in one place, named by the surfaces of ``tests/api/surfaces.py``."""

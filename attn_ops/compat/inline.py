@@ -8,7 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan import DecodePlan, PlanProblem, PrefillPlan, allocate_decode, allocate_prefill, workspace_size
+from ..plan import (
+    DecodePlan,
+    PlanProblem,
+    PrefillPlan,
+    allocate_decode,
+    allocate_prefill,
+    workspace_size,
+)
 from ..planner import ctas_per_head, rows_per_tile
 from .growing import Shape
 
@@ -54,18 +61,15 @@ def plan_ragged(shape: Shape, qo_indptr: Tensor, kv_indptr: Tensor, max_rows: in
 
 
 def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
-    """The same batch planned anew for calls that see beyond the planned window."""
+    """The same batch planned anew, into as much room, for calls that see beyond the planned window."""
     problem = PlanProblem.of(plan.problem)._replace(window=0)
-    batch, pages, device = plan.kv_len.shape[0], plan.kv_indices.shape[0], plan.kv_len.device
-    last = (plan.kv_len - 1) % problem.page_size + 1
+    fields = [problem.carrier(plan.kv_len.device), *(torch.zeros_like(t) for t in plan[1:])]
+    table = plan.kv_indptr, plan.kv_indices, (plan.kv_len - 1) % problem.page_size + 1
     if isinstance(plan, DecodePlan):
-        decode = allocate_decode(problem, batch, pages, plan.cta_indptr.shape[0] - 1, device)
-        torch.ops.attn.plan_decode(plan.kv_indptr, plan.kv_indices, last, decode)
-        return decode
-    tokens = (plan.work.shape[0] - batch) * problem.tile_rows
-    prefill = allocate_prefill(problem, batch, tokens, pages, device)
-    torch.ops.attn.plan_prefill(plan.qo_indptr, plan.kv_indptr, plan.kv_indices, last, prefill)
-    return prefill
+        torch.ops.attn.plan_decode(*table, fields)
+        return DecodePlan(*fields)
+    torch.ops.attn.plan_prefill(plan.qo_indptr, *table, fields)
+    return PrefillPlan(*fields)
 
 
 def scratch(plan: DecodePlan | PrefillPlan) -> Tensor:

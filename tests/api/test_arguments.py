@@ -1,0 +1,115 @@
+"""No argument is silently ignored: each changes the result, or is refused, or stands in the table of the ignored."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from api.requests import DEVICE
+from api.surfaces import ELSEWHERE, SURFACES, Raises, Surface
+
+from attn_ops import errors, exports
+from attn_ops.compat.ignored import HERE, IGNORED
+from attn_ops.compat.refused import REFUSED
+
+NEEDED_IN_GRAPH_MODE = {
+    "paged_kv_indptr_buffer",
+    "paged_kv_indices_buffer",
+    "paged_kv_last_page_len_buffer",
+    "qo_indptr_buf",
+    "paged_kv_indptr_buf",
+    "paged_kv_indices_buf",
+    "paged_kv_last_page_len_buf",
+    "kv_indptr_buf",
+    "qo_indptr",
+    "kv_indptr",
+    "kv_indices",
+    "kv_len_arr",
+}
+"""Without CUDA-graph mode they have no effect, as documented; in it they are missed by name."""
+
+IN_OTHER_TESTS = {
+    "args": "positional scales: test_prefill, test_decode, test_cascade",
+    "kwargs": "those of the base class",
+    "qo_indptr_buf_arr": "test_cascade.test_cascade",
+    "paged_kv_indptr_buf_arr": "test_cascade.test_cascade",
+    "paged_kv_indices_buf_arr": "test_cascade.test_cascade",
+    "paged_kv_last_page_len_buf_arr": "test_cascade.test_cascade",
+    "custom_mask_buf": "test_prefill.test_cuda_graph_mode",
+    "qk_indptr_buf": "another name of mask_indptr_buf: test_bad_input",
+    "return_lse_base_on_e": "test_mla.test_lse_and_buffers",
+    "kv_len": "test_mla.test_without_a_plan",
+    "seq_lens": "test_mla.test_plan_from_block_tables",
+}
+
+
+def parameters() -> list[Any]:
+    cases = []
+    seen = set()
+    for surface in SURFACES:
+        for stage in surface.stages:
+            function = surface.function(stage)
+            for name in inspect.signature(function).parameters:
+                if name == "self" or (name in surface.stages[stage] and name not in surface.effects.get(stage, {})):
+                    continue
+                if name not in surface.effects.get(stage, {}) and (function, name) in seen:
+                    continue
+                seen.add((function, name))
+                cases.append(pytest.param(surface, stage, name, id=f"{surface.name}.{stage}.{name}"))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def base() -> dict[str, Any]:
+    return {}
+
+
+def of(base: dict[str, Any], surface: Surface) -> Any:
+    if surface.name not in base:
+        base[surface.name] = surface.outcome()
+    return base[surface.name]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) or isinstance(b, tuple):
+        return isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("surface", "stage", "name"), parameters())
+def test_parameter(surface: Surface, stage: str, name: str, base: dict[str, Any]) -> None:
+    effect = surface.effects.get(stage, {}).get(name)
+    if effect is not None:
+        if isinstance(effect, Raises):
+            with pytest.raises(errors.AttnOpsError):
+                surface.outcome(stage, **{name: effect.value})
+            return
+        result = surface.outcome(stage, **{name: effect})
+        if isinstance(effect, torch.Tensor) and name in ("out", "lse", "output"):
+            assert effect.abs().sum() > 0, f"{name} is not filled"
+        else:
+            assert not same(result, of(base, surface)), f"{name} changes nothing"
+    elif f"{surface.name}.{stage}.{name}" in HERE or (name in IGNORED and name not in REFUSED):
+        assert same(surface.outcome(stage, **{name: object()}), of(base, surface)), f"{name} is not ignored"
+    elif name in REFUSED:
+        with pytest.raises(errors.UnsupportedError, match=name):
+            surface.outcome(stage, **{name: torch.ones(1, device=DEVICE)})
+    elif name in NEEDED_IN_GRAPH_MODE:
+        with pytest.raises(errors.ArgumentError, match="is missing; expected a buffer"):
+            surface.outcome(stage, use_cuda_graph=True)
+    else:
+        assert name in IN_OTHER_TESTS, f"{name} has no entry: does it change the result, or is it refused or ignored?"
+
+
+def test_every_name_is_covered() -> None:
+    assert {surface.make.__name__ for surface in SURFACES} | set(ELSEWHERE) == set(exports.HOMES)
+
+
+def test_tables_do_not_overlap() -> None:
+    assert not set(IGNORED) & set(REFUSED)
+    assert all(reason for reason in IGNORED.values())
+    assert all(reason for _, reason in REFUSED.values())
