@@ -16,8 +16,6 @@ from .decode_problem import DecodeProblem
 from .decode_rows import ROWS, DecodeRow
 from .timing import device_microseconds
 
-MERGE = decode.merge_pieces
-
 
 def parse(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
@@ -27,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=parse, default=[0, 4, 6, 9, 12], help="indices of the decode table")
     parser.add_argument("--tiles", type=lambda t: [parse(x) for x in t.split(":")], help="kv,warps,stages:...")
     parser.add_argument("--shares", type=parse, default=[2], help="CTAs per multiprocessor, or above 8 per KV head")
-    parser.add_argument("--pdl", type=parse, default=[0])
     parser.add_argument("--slack", type=int)
     parser.add_argument("--merge", type=parse, default=None, help="few,many,programs")
     parser.add_argument("--hnd", action="store_true")
@@ -36,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tiles(args: argparse.Namespace, row: DecodeRow) -> Iterator[tuple[str, DecodeTile]]:
-    for (kv, warps, stages, heads), pdl in itertools.product(args.tiles, args.pdl):
+    for kv, warps, stages, heads in args.tiles:
         yield (
-            f"{kv},{warps},{stages},{heads} pdl{pdl}",
-            DecodeTile(kv, heads, row.head_dim, row.head_dim, Options(warps, stages), pdl),
+            f"{kv},{warps},{stages},{heads}",
+            DecodeTile(kv, heads, row.head_dim, row.head_dim, Options(warps, stages)),
         )
 
 
@@ -67,7 +64,6 @@ def run(args: argparse.Namespace) -> None:
             planner = problem.planner(num_ctas=ctas)
             plan = planner.plan(*problem.page_table)
             decode.decode_tile = lambda *_, tile=tile: tile
-            decode.merge_pieces = MERGE if tile.pdl >= 0 else lambda *_: None
 
             def call(i: int, planner=planner, plan=plan) -> torch.Tensor:
                 out, _ = torch.ops.attn.batch_decode(

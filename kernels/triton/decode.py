@@ -17,31 +17,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...meta.outputs import attention as allocate
 from ...plan import DecodePlan, PlanProblem, num_slots
-from .launch import launch
+from .launch import launch, starts_early
 from .merge import merge_pieces
 from .primitives import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum, soft_cap, within
 from .tiles import decode_tile
 
 
 @triton.jit
-def load_item(
-    work, index, mask, row, begin, end, page_start, slot, max_pages, window_left,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """``(row, begin, end, page_start, slot)`` of work items, or what is given of them where masked.
+def load_extent(record, mask, max_pages, window_left, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr):
+    """``(begin, end, page_start)`` of work items, which have no tokens where masked.
 
     ``begin`` leaves out what is left of the window; ``end`` is in reach of the page table.
     """
-    record = work + index * 8
-    row = tl.load(record + 0, mask=mask, other=row)
-    begin = tl.maximum(tl.load(record + 2, mask=mask, other=begin), 0)
-    end = tl.load(record + 3, mask=mask, other=end)
-    page_start = tl.minimum(tl.maximum(tl.load(record + 5, mask=mask, other=page_start), 0), max_pages)
-    slot = tl.load(record + 6, mask=mask, other=slot)
+    begin = tl.maximum(tl.load(record + 2, mask=mask, other=0), 0)
+    end = tl.load(record + 3, mask=mask, other=0)
+    page_start = tl.minimum(tl.maximum(tl.load(record + 5, mask=mask, other=0), 0), max_pages)
     if WINDOW:
         begin = tl.maximum(begin, tl.load(record + 4, mask=mask, other=0) - window_left)
-    end = tl.maximum(tl.minimum(end, (max_pages - page_start) * PAGE_SIZE), begin)
-    return row, begin, end, page_start, slot
+    return begin, tl.maximum(tl.minimum(end, (max_pages - page_start) * PAGE_SIZE), begin), page_start
 
 
 @triton.jit
@@ -52,9 +45,7 @@ def count_blocks(
     blocks = 0
     for i in range(first, stop, 32):
         index = i + tl.arange(0, 32)
-        _, begin, end, _, _ = load_item(
-            work, index, index < stop, 0, 0, 0, 0, 0, max_pages, window_left, PAGE_SIZE, WINDOW
-        )
+        begin, end, _ = load_extent(work + index * 8, index < stop, max_pages, window_left, PAGE_SIZE, WINDOW)
         count = tl.maximum(tl.cdiv(end, BLOCK_KV) - begin // BLOCK_KV, 1)
         blocks += tl.sum(tl.where(index < stop, count, 0), 0)
     return blocks
@@ -122,9 +113,8 @@ def decode_kernel(
     BLOCK_VO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL > 1:
+    if PDL:
         gdc_wait()
-    if PDL > 0:
         gdc_launch_dependents()
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -143,9 +133,11 @@ def decode_kernel(
 
     item = tl.maximum(tl.load(cta_indptr + cta), 0)
     stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
-    row, begin, end, page_start, slot = load_item(
-        work, item, item < stop, 0, 0, 0, 0, -1, max_pages, window_left, PAGE_SIZE, WINDOW
-    )
+    # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
+    # writes takes for an alias of the pointers it was given.
+    row = tl.load(work + item * 8, mask=item < stop, other=-1)
+    slot = tl.load(work + item * 8 + 6, mask=item < stop, other=-1)
+    begin, end, page_start = load_extent(work + item * 8, item < stop, max_pages, window_left, PAGE_SIZE, WINDOW)
     block = begin // BLOCK_KV * BLOCK_KV
     pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV)
 
@@ -158,9 +150,9 @@ def decode_kernel(
         next_row, next_begin, next_end, next_page_start, next_slot = row, begin, end, page_start, slot
         if last:
             next_item += 1
-            next_row, next_begin, next_end, next_page_start, next_slot = load_item(
-                work, next_item, next_item < stop, 0, 0, 0, 0, -1, max_pages, window_left, PAGE_SIZE, WINDOW
-            )
+            record, more = work + next_item * 8, next_item < stop
+            next_row, next_slot = tl.load(record, mask=more, other=-1), tl.load(record + 6, mask=more, other=-1)
+            next_begin, next_end, next_page_start = load_extent(record, more, max_pages, window_left, PAGE_SIZE, WINDOW)
             next_block = next_begin // BLOCK_KV * BLOCK_KV
         next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV)
 
@@ -231,6 +223,7 @@ def batch_decode(
     tile = decode_tile(q.device, q.dtype, problem.head_dim_qk, problem.head_dim_vo, group)
     slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
+    pdl = starts_early(q)
     launch(
         decode_kernel,
         (num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads),),
@@ -247,9 +240,9 @@ def batch_decode(
         (
             *(problem.num_kv_heads, group, problem.head_dim_qk, problem.head_dim_vo, problem.page_size),
             *(logits_soft_cap > 0, window_left >= 0, sinks is not None, return_lse),
-            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo, tile.pdl),
+            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo, pdl),
         ),
-        tile.options._replace(launch_pdl=tile.pdl > 1),
+        tile.options._replace(launch_pdl=pdl),
     )
-    merge_pieces(out, lse, workspace, sinks, p, return_lse, tile.pdl)
+    merge_pieces(out, lse, workspace, sinks, p, return_lse)
     return out, lse

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_wait
 from ...meta.outputs import merge_state as allocate_one
 from ...meta.outputs import merge_states as allocate_many
 from ...plan import DecodePlan, num_slots
-from .launch import Options, launch
+from .launch import Options, launch, starts_early
 from .primitives import LOG2E, LOWEST, add_sink, exp2, finite, inverse, log_sum
 
 PAIRS = 16
@@ -222,14 +222,14 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 
 def merge_pieces(
-    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool, pdl: int
+    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool
 ) -> None:
     """Write the rows of a decode that came in pieces, and zeros to those of empty requests.
 
     The rows and heads that have something to do are dealt out to the programs, wherever they are.
     """
     rows, heads, dim = out.shape
-    max_batch = plan.kv_len.shape[0]
+    max_batch, pdl = plan.kv_len.shape[0], starts_early(out)
     launch(
         merge_pieces_kernel,
         (min(max_batch * heads, MERGE_PROGRAMS),),
@@ -238,7 +238,7 @@ def merge_pieces(
         (),
         (
             *(heads, dim, triton.next_power_of_2(dim), triton.next_power_of_2(max_batch)),
-            *(FEW, MANY if dim <= 128 else 16, sinks is not None, return_lse, pdl > 0),
+            *(FEW, MANY if dim <= 128 else 16, sinks is not None, return_lse, pdl),
         ),
-        Options(4 if max_batch <= 4096 else 16, launch_pdl=pdl > 0),
+        Options(4 if max_batch <= 4096 else 16, launch_pdl=pdl),
     )

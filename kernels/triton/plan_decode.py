@@ -24,15 +24,21 @@ COPY = 4096
 
 
 @triton.jit
+def count_tokens(first_page, end_page, last_page_len, max_pages, PAGE_SIZE: tl.constexpr):
+    """Tokens of requests whose pages and last page may be inconsistent."""
+    pages = tl.minimum(end_page, max_pages) - tl.maximum(first_page, 0)
+    tokens = (pages - 1) * PAGE_SIZE + tl.minimum(tl.maximum(last_page_len, 1), PAGE_SIZE)
+    return tl.where(pages > 0, tokens, 0)
+
+
+@triton.jit
 def request_lengths(kv_indptr, last_page_len, batch, max_pages, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """``(first page, one past the last page, tokens)`` of each request, empty ones beyond the batch."""
     i = tl.arange(0, BLOCK)
     first = tl.load(kv_indptr + tl.minimum(i, batch))
     end = tl.load(kv_indptr + tl.minimum(i + 1, batch))
     last = tl.load(last_page_len + i, mask=i < batch, other=1)
-    pages = tl.where(i < batch, tl.minimum(end, max_pages) - tl.maximum(first, 0), 0)
-    tokens = (pages - 1) * PAGE_SIZE + tl.minimum(tl.maximum(last, 1), PAGE_SIZE)
-    return first, end, tl.where(pages > 0, tokens, 0)
+    return first, end, tl.where(i < batch, count_tokens(first, end, last, max_pages, PAGE_SIZE), 0)
 
 
 @triton.jit
@@ -117,7 +123,12 @@ def plan_decode_kernel(
         copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
         return
     b, c = tl.arange(0, B), tl.arange(0, C)
-    first_page, end_page, kv_len = request_lengths(kv_indptr, last_page_len, batch, max_pages, PAGE_SIZE, B)
+    # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
+    # the pointers it was given.
+    first_page = tl.load(kv_indptr + tl.minimum(b, batch))
+    end_page = tl.load(kv_indptr + tl.minimum(b + 1, batch))
+    last_len = tl.load(last_page_len + b, mask=b < batch, other=1)
+    kv_len = tl.where(b < batch, count_tokens(first_page, end_page, last_len, max_pages, PAGE_SIZE), 0)
     start = tl.maximum(kv_len - WINDOW, 0) if WINDOW else tl.zeros_like(kv_len)
     first_unit = start // KV_UNIT
     units = tl.cdiv(kv_len, KV_UNIT) - first_unit

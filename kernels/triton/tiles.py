@@ -1,7 +1,8 @@
 """Decode tiles, as a pure function of the problem: no autotuning, which AOTInductor would run on zeros.
 
-From sweeps on an H200 (``python -m benchmarks sweep``): memory is kept busy by two CTAs on a multiprocessor,
-each with a step in flight while it works on the one before.
+From sweeps on an H200 (``python -m benchmarks sweep``). Memory is busiest with two CTAs on a multiprocessor,
+each of which works on one step while the next is on its way; three CTAs, or more steps on their way, are
+no faster, and steps of half or twice the size a little slower.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from .launch import Options
 
 WARPS = 4
 CTAS_PER_SM = 2
-STEPS = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 3), (16, 2))
-"""``(KV tokens, pipeline stages)``, the first that fits in shared memory is taken."""
+STAGES = 3
+STEP_BYTES = 32 << 10
+"""Keys and values of a step, where that is 16 to 128 tokens."""
 
 
 class DecodeTile(NamedTuple):
@@ -26,7 +28,6 @@ class DecodeTile(NamedTuple):
     dim_qk: int  # head_dim of keys, padded to a power of 2
     dim_vo: int
     options: Options
-    pdl: int = 0
 
 
 @functools.cache
@@ -49,14 +50,16 @@ def decode_tile(device: torch.device, dtype: torch.dtype, head_dim_qk: int, head
     dim_qk, dim_vo = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim_qk, head_dim_vo))
     # Tensor cores take no fewer than 16 rows; float32 is computed outside of them.
     wide = max(dim_qk, dim_vo)
-    if dtype == torch.float32:
-        least, most = 1, 16 if wide <= 256 else 4
+    if dtype == torch.float32:  # computed outside of the tensor cores
+        most = 16 if wide <= 256 else 4
     else:
-        least, most = 16, 64 if wide <= 128 else 32 if wide <= 256 else 16
-    heads = min(most, max(least, triton.next_power_of_2(group)))
+        most = 64 if wide <= 128 else 32 if wide <= 256 else 16
+    heads = min(most, triton.next_power_of_2(group))
+    kv = min(128, max(16, STEP_BYTES // ((dim_qk + dim_vo) * dtype.itemsize)))
+    kv = 1 << (kv.bit_length() - 1)
     per_block, per_sm = shared_memory(device)
     for budget in (per_sm // CTAS_PER_SM - 1024, per_block):
-        for kv, stages in STEPS:
-            if shared_bytes(kv, stages, heads, dim_qk, dim_vo, dtype.itemsize) <= budget:
-                return DecodeTile(kv, heads, dim_qk, dim_vo, Options(WARPS, stages))
+        for tokens, stages in ((kv, STAGES), (kv, 2), (max(16, kv // 2), 2)):
+            if shared_bytes(tokens, stages, heads, dim_qk, dim_vo, dtype.itemsize) <= budget:
+                return DecodeTile(tokens, heads, dim_qk, dim_vo, Options(WARPS, stages))
     raise AssertionError("the smallest tile fits every supported multiprocessor")
