@@ -6,6 +6,7 @@ FlashInfer's names and arguments; shapes and meaning as in the specification's s
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -289,11 +290,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         head_dim: int | None = None,
         **kwargs: Any,
     ) -> tuple[int, int]:
-        """Bytes of float workspace that plan() with these arguments needs, and bytes of integers it holds."""
+        """Bytes of float workspace that plan() with these arguments needs, and bytes of integers it holds.
+
+        The arguments that follow are plan()'s; none of them changes these numbers.
+        """
         where = f"{self._name}.workspace_size"
+        tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        sized = num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo
+        inspect.signature(self.plan).bind(*tables, *sized, *args, head_dim=head_dim, **kwargs)
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
-        tables = Tables.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
-        return self._sizes(tables, shape)
+        return self._sizes(Tables.of(where, *tables[1:], qo_indptr), shape)
 
     def run(
         self,

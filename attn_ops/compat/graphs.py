@@ -61,15 +61,17 @@ class GraphBuffers:
         if buffer.dim() != 1 or not buffer.is_contiguous():
             fail(ShapeError, self.where, f"{name} has {buffer.dim()} dimensions", "a contiguous vector", "reshape it")
 
-    def room(self, page_size: int, rows: int, kv_len: int) -> Extent:
-        """The largest batch that the buffers hold, with ``rows`` query rows."""
+    def room(self, page_size: int, first: Extent) -> Extent:
+        """The largest batch that the buffers hold; what they do not say is as in the first plan."""
         if "kv_indices" not in self.buffers:
-            return Extent(self.batch, max(rows, 1), 0, max(kv_len, 1))
+            return Extent(self.batch, max(first.rows, 1), 0, max(first.kv_len, 1))
         pages = self.buffers["kv_indices"][1].shape[0]
-        return Extent(self.batch, max(rows, 1), pages, max(pages * page_size, 1))
+        return Extent(self.batch, max(first.rows, 1), pages, max(pages * page_size, 1))
 
-    def check(self, where: str, needed: Extent, room: Extent) -> None:
+    def check(self, where: str, needed: Extent, room: Extent, mask: Tensor | None) -> None:
         """The batch is the fixed one, and it fits."""
+        if mask is not None:
+            self._check_mask(where, mask)
         if needed.batch != self.batch:
             fail(
                 PlanError,
@@ -98,7 +100,13 @@ class GraphBuffers:
         if "kv_last_page_len" in self.buffers and tables.kv_last_page_len is not None:
             self.buffers["kv_last_page_len"][1].copy_(tables.kv_last_page_len)
 
-    def hold_mask(self, where: str, mask: Tensor) -> Tensor:
+    def hold_mask(self, mask: Tensor) -> Tensor:
+        """The buffer, with ``mask`` at its beginning."""
+        buffer = self.buffers["mask"][1]
+        buffer[: mask.shape[0]] = mask
+        return buffer
+
+    def _check_mask(self, where: str, mask: Tensor) -> None:
         if "mask" not in self.buffers:
             fail(
                 ArgumentError,
@@ -116,5 +124,3 @@ class GraphBuffers:
                 f"at least {mask.shape[0]}",
                 "make the wrapper with such a buffer",
             )
-        buffer[: mask.shape[0]] = mask
-        return buffer

@@ -31,6 +31,10 @@ class Shape(NamedTuple):
     unsplit: bool = False
 
 
+READ_WHOLE_PLANS = frozenset({"reference"})
+"""Backends whose work is a plan's room; that of the others is the lengths that a plan holds."""
+
+
 class Room(NamedTuple):
     """A planner, what it is for, and how much it holds."""
 
@@ -41,21 +45,19 @@ class Room(NamedTuple):
 
 @dataclass
 class Growing:
-    """One planner at a time.
-
-    ``fixed`` is the room of a wrapper in CUDA-graph mode: more is an error, less makes no smaller plan. ``storage``
-    holds fields of the plan that live in the caller's buffers.
-    """
+    """One planner at a time. ``storage`` holds fields of the plan that live in the caller's buffers."""
 
     device: torch.device
-    fixed: Extent | None = None
     storage: dict[str, Tensor] | None = None
     held: Room | None = None
 
-    def fit(self, shape: Shape, needed: Extent) -> Room:
-        """A plan with room: the held one, or one that :meth:`fill` will hold from then on."""
+    def fit(self, shape: Shape, needed: Extent, fixed: Extent | None = None) -> Room:
+        """A plan with room: the held one, or one that :meth:`fill` will hold from then on.
+
+        ``fixed`` is its exact room, in CUDA-graph mode.
+        """
         held = self.held if self.held is not None and self.held.shape == shape else None
-        extent = self.fixed
+        extent = fixed
         if extent is None:
             have = FLOOR if held is None else held.extent
             extent = Extent(*(_grown(size, want) for size, want in zip(have, needed, strict=True)))

@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
             out = out * scale
         if self.out is not None:
             out = self.out.copy_(out)
-        elif self.dtype is not None:
+        elif self.dtype is not None and self.dtype != out.dtype:
             out = out.to(self.dtype)
         if not self.needs_lse:
             return out

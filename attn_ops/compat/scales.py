@@ -47,7 +47,7 @@ def fold(
     values: dict[str, Scale],
 ) -> Scales:
     """The softmax scale times all of ``logits``, and the output scale times all of ``values``."""
-    if all(scale is None for scale in (*logits.values(), *values.values())):
+    if not _given(logits) and not _given(values):
         return Scales(sm_scale, None)
     scale, key = _product([scalar(where, name, s, device) for name, s in logits.items()])
     output, value = _product([scalar(where, name, s, device) for name, s in values.items()])
@@ -60,6 +60,13 @@ def fold(
         return Scales(sm_scale, None, output)
     one = torch.ones((), device=device)
     return Scales(sm_scale, torch.stack((one if key is None else key, one if value is None else value)), output)
+
+
+def _given(scales: dict[str, Scale]) -> bool:
+    for scale in scales.values():  # noqa: SIM110  a loop is a microsecond faster, in every call
+        if scale is not None:
+            return True
+    return False
 
 
 def _product(scales: Sequence[Scale]) -> tuple[float, Tensor | None]:

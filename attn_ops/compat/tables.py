@@ -71,6 +71,12 @@ class Tables(NamedTuple):
         kv_len = _largest(torch.where(steps > 0, (steps - 1) * page_size + last, 0))
         return self._replace(kv_indices=self.kv_indices[:used]), Extent(batch, rows, used, kv_len)
 
+    def bounded(self, page_size: int) -> tuple[Tables, Extent]:
+        """As :meth:`measured` without reading a length, for one query row a request: the most that shapes allow."""
+        assert self.kv_indices is not None
+        batch, pages = self.kv_indptr.shape[0] - 1, self.kv_indices.shape[0]
+        return self, Extent(batch, batch, pages, pages * page_size)
+
     def lengths(self, page_size: int) -> tuple[Tensor, Tensor]:
         """int64 ``[batch]`` on the host: query rows and KV tokens of each request."""
         kv_steps = self.kv_indptr.cpu().long().diff()

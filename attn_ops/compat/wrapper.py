@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import registry
 from ..errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError
 from ..inductor import mark_static
 from ..plan import DecodePlan, PrefillPlan, workspace_size
 from . import inline, masks
 from .arguments import DTypes, fail, layout, own_backend
 from .graphs import GraphBuffers
-from .growing import Growing, Shape
+from .growing import READ_WHOLE_PLANS, Growing, Shape
 from .results import Wanted
 from .scales import Scale, fold
-from .tables import Tables
+from .tables import Extent, Tables
 
 
 @dataclass
@@ -165,16 +166,17 @@ class Wrapper:
             lengths = tables.lengths(shape.page_size)
             mask = masks.packed(where, custom_mask, packed_custom_mask, *lengths, self.device)
             shape = shape._replace(causal=False)
-        tables, extent = tables.measured(shape.page_size)
+        tables, extent = self._extent(op, tables, shape, options, dtypes)
+        fixed = None
         if self._graph is not None:
-            if self._growing.fixed is None:
-                self._growing.fixed = self._graph.room(shape.page_size, extent.rows, extent.kv_len)
-            self._graph.check(where, extent, self._growing.fixed)
-        room = self._growing.fit(shape, extent)
+            held = self._growing.held
+            fixed = self._graph.room(shape.page_size, extent if held is None else held.extent)
+            self._graph.check(where, extent, fixed, mask)
+        room = self._growing.fit(shape, extent, fixed)
         workspace = self._scratch(where, room.planner.state)
-        if mask is not None:
-            mask = self._hold_mask(where, mask)
         self._growing.fill(room, tables)
+        if mask is not None:
+            mask = self._hold_mask(mask)
         if self._graph is not None:
             self._graph.copy(tables)
         if not shape.decode and op != "batch_mla":
@@ -190,10 +192,31 @@ class Wrapper:
             exact=self._graph is None,
         )
 
-    def _hold_mask(self, where: str, mask: Tensor) -> Tensor:
+    def _extent(
+        self, op: str, tables: Tables, shape: Shape, options: dict[str, Any], dtypes: DTypes | None
+    ) -> tuple[Tables, Extent]:
+        """What the batch needs; without waiting for a GPU where no more than its kernels' room depends on it."""
+        if shape.decode and tables.kv_indptr.is_cuda and dtypes is not None:
+            problem = registry.Problem(
+                op=op,
+                device="cuda",
+                dtype=dtypes.q,
+                kv_dtype=dtypes.kv,
+                num_qo_heads=shape.num_qo_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim_qk=shape.head_dim_qk,
+                head_dim_vo=shape.head_dim_vo,
+                page_size=shape.page_size,
+                pos_encoding=options["pos_encoding"],
+            )
+            if registry.choose(problem, self._backend).name not in READ_WHOLE_PLANS:
+                return tables.bounded(shape.page_size)
+        return tables.measured(shape.page_size)
+
+    def _hold_mask(self, mask: Tensor) -> Tensor:
         """``mask`` at an address and of a size that the next batch's has too."""
         if self._graph is not None:
-            return self._graph.hold_mask(where, mask)
+            return self._graph.hold_mask(mask)
         size = max(64, 1 << (max(mask.shape[0], 1) - 1).bit_length())
         if self._mask is None or self._mask.shape[0] < size:
             self._mask = torch.zeros(size, dtype=torch.uint8, device=self.device)

@@ -10,6 +10,7 @@ import torch
 from api.requests import DEVICE, Requests, workspace
 
 import attn_ops as flashinfer
+from attn_ops.compat.tables import Tables
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -148,6 +149,13 @@ def test_int64_tables_and_lengths_of_the_next_batch() -> None:
     for batch in (s, r, s):
         wrapper.plan(*(t.long() for t in batch.table), *batch.sizes)
         batch.expected().check(*wrapper.run(batch.q, batch.cache(), return_lse=True))
+
+
+def test_room_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan on a GPU does, so as not to wait for the lengths."""
+    monkeypatch.setattr(Tables, "measured", Tables.bounded)
+    for r in (Requests(), Requests(kv_lens=(1, 600, 2, 0, 77))):
+        r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
 
 
 def test_cuda_graph_mode_fills_the_callers_buffers() -> None:

@@ -160,6 +160,16 @@ def test_old_names_and_interface(kind: str) -> None:
     wrapper.end_forward()
 
 
+def test_workspace_size_takes_the_arguments_of_plan() -> None:
+    r = requests("paged")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    size, integers = wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, causal=True, sm_scale=0.1)
+    assert 0 <= size < 16 << 20
+    assert 0 < integers < 16 << 20
+    with pytest.raises(TypeError, match="casual"):
+        wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, casual=True)
+
+
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
 def test_cuda_graph_mode(kind: str) -> None:
     r, s = requests(kind), requests(kind, kv_lens=(7, 8, 100, 1), qo_lens=(3, 0, 20, 1), seed=1)
