@@ -78,6 +78,14 @@ def test_every_check_of_a_whole_run_holds(kept: tuple[Path, subprocess.Completed
     assert "\nw1 w2 " in done.stdout
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_every_check_holds_on_a_gpu() -> None:
+    done = demo("--device", "cuda", "--batch", "4", "--max-new-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    assert "CUDA graphs skipped       0" in done.stdout
+
+
 @pytest.mark.slow
 def test_the_runner_refuses_what_it_cannot_do(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     output, _ = kept
