@@ -7,12 +7,12 @@ import random
 
 import pytest
 import torch
-
-import attn_ops
 from attn_ops.kernels import reference
-from cases import Case, DECODE
+from cases import DECODE, Case
 from harness import Setup
 from oracle import merge
+
+import attn_ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -57,7 +57,7 @@ def test_plans_are_those_of_the_reference(seed: int) -> None:
                 inputs = [kv_indptr, kv_indices, last]
             else:
                 planner = attn_ops.PrefillPlanner(
-                    max_batch, rows, pages, causal=causal, tile_rows=tile_rows, device=device, **common
+                    max_batch, rows, pages, causal=causal, tile_rows=tile_rows, num_ctas=ctas, device=device, **common
                 )
                 inputs = [qo_indptr, kv_indptr, kv_indices, last]
             for t in planner.state:
