@@ -18,6 +18,9 @@ from .plan import DecodePlan, PlanProblem, PrefillPlan, allocate_decode, allocat
 CTAS_PER_SM = 2
 """CTAs that the decode work is cut for, per multiprocessor."""
 
+EVEN_SHARES = 8
+"""Shares are a multiple of this, if that many, so that batches of 2^n requests often need no cut."""
+
 TILE_ROWS = 128
 """Query rows times query heads per KV head in a prefill tile."""
 
@@ -228,4 +231,5 @@ def ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
     """Shares that the decode work of one KV head is cut into unless a planner names another number."""
     if device.type != "cuda":
         return 1
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads)
+    shares = torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads
+    return max(1, shares // EVEN_SHARES * EVEN_SHARES or shares)

@@ -1,0 +1,131 @@
+"""Triton kernels in Triton's interpreter on the CPU, against the oracle and the reference.
+
+The interpreter is chosen when the kernels are imported, so these tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_ops.kernels import reference
+from cases import DECODE, Case
+from harness import Setup
+from oracle import merge
+
+import attn_ops
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLAIN = [c for c in DECODE if c.pos_encoding == "NONE" and c.kv_dtype is None and c.kv_scale is None]
+SUPPORTED = [c for c in PLAIN if not c.name.startswith("sample")] + [c for c in PLAIN if c.name.startswith("sample")][
+    :6
+]
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_in_the_interpreter")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter")
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@inside
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_decode_matches_oracle(case: Case) -> None:
+    from attn_ops.kernels.triton import batch_decode
+
+    if case.dtype == torch.bfloat16:  # NumPy has none
+        case = replace(case, dtype=torch.float16)
+    setup = Setup("decode", case)
+    setup.check(*batch_decode(**setup.arguments))
+
+
+def _page_table(draw: random.Random, batch: int, page_size: int) -> list[torch.Tensor]:
+    longest = draw.choice([1, 30, 300, 3000])
+    lengths = [0 if draw.random() < 0.2 else draw.randint(1, longest) for _ in range(batch)]
+    if draw.random() < 0.3:
+        lengths = [longest] * batch
+    pages = [-(-length // page_size) for length in lengths]
+    indptr = torch.tensor([0, *pages]).cumsum(0)
+    if draw.random() < 0.2:
+        indptr = indptr + torch.randint(-3, 4, indptr.shape)
+    last = torch.tensor([(length - 1) % page_size + 1 if length else -3 for length in lengths])
+    return [t.int() for t in (indptr, torch.arange(sum(pages) + 2), last)]
+
+
+@inside
+@pytest.mark.parametrize("seed", range(40))
+def test_decode_plans_are_those_of_the_reference(seed: int) -> None:
+    from attn_ops.kernels.triton import plan_decode
+
+    draw = random.Random(seed)
+    max_batch, page_size = draw.choice([1, 2, 5, 17, 64]), draw.choice([1, 3, 16, 64])
+    table = _page_table(draw, draw.randint(0, max_batch), page_size)
+    options = {"window_left": draw.choice([-1, 0, 63, 500]), "num_ctas": draw.choice([1, 2, 7, 33, 66])}
+    plans = []
+    for function in (reference.plan_decode, plan_decode):
+        planner = attn_ops.DecodePlanner(
+            max_batch,
+            table[1].shape[0] + 3,
+            page_size=page_size,
+            num_qo_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            device="cpu",
+            **options,
+        )
+        for field in planner.state:
+            field.fill_(7)
+        function(*table, list(planner.state))
+        plans.append(planner.state)
+    for name, expected, actual in zip(plans[0]._fields, *plans, strict=True):
+        assert torch.equal(expected, actual), name
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (33, 7, 3, 80), (5, 2, 4, 64), (0, 2, 2, 16), (3, 0, 2, 16)], ids=str)
+def test_merge_states(shape: tuple[int, ...]) -> None:
+    from attn_ops.kernels.triton import merge_state, merge_states
+
+    generator = torch.Generator().manual_seed(0)
+    v, s = torch.randn(shape, generator=generator), torch.randn(shape[:-1], generator=generator) * 5
+    s[torch.rand(s.shape, generator=generator) < 0.3] = -math.inf
+    v[s == -math.inf] = math.nan
+    results = [merge_states(v, s)]
+    if shape[1] == 2:
+        results.append(merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]))
+    for merged, sums in results:
+        for actual, expected in zip((merged, sums), merge(v, s), strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@inside
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_append_skips_what_has_no_place(layout: str) -> None:
+    from attn_ops.kernels.triton import append_kv
+
+    generator = torch.Generator().manual_seed(0)
+    middle = (4, 3) if layout == "NHD" else (3, 4)
+    expected = [torch.randn(6, *middle, dim, generator=generator) for dim in (80, 16)]
+    actual = [t.clone() for t in expected]
+    tokens = [torch.randn(7, 3, dim, generator=generator) for dim in (80, 16)]
+    request = torch.tensor([0, 0, -1, 1, 1, 5, 1]).int()
+    position = torch.tensor([0, 5, 2, 3, 400, 1, -1]).int()
+    table = [request, position, torch.tensor([3, 99, 0, 2]).int(), torch.tensor([0, 2, 4]).int()]
+    reference.append_kv(*tokens, *expected, *table, kv_layout=layout)
+    append_kv(*tokens, *actual, *table, kv_layout=layout)
+    for want, got in zip(expected, actual, strict=True):
+        assert torch.equal(want, got)
