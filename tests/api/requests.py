@@ -106,14 +106,17 @@ class Requests:
         masks: list[Any] = list(self.masks) if masked else [None] * len(self.rows)
         parts = zip(self.q.split(self.rows), self.batch.keys, self.batch.values, masks, strict=True)
         requests = [(q, k.double() * k_scale, v.double() * v_scale, mask) for q, k, v, mask in parts]
-        return Expected.of(requests, sinks=self.sinks if sinks else None, **options)
+        expected = Expected.of(requests, sinks=self.sinks if sinks else None, **options)
+        if DEVICE == "cuda" and options.get("pos_encoding") == "ROPE_LLAMA":
+            expected.reach *= 64  # kernels round what they have rotated to the dtype of the query
+        return expected
 
 
 def _cumulative(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
 
 
-def workspace(size: int = 1 << 20) -> Tensor:
+def workspace(size: int = 1 << 20 if DEVICE == "cpu" else 1 << 25) -> Tensor:
     return torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
 
 
