@@ -253,6 +253,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         tables = Tables.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
+        unsplit = disable_split_kv or fixed_split_size is not None
         options = attention_options(
             where,
             pos_encoding_mode=pos_encoding_mode,
@@ -266,7 +267,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             where,
             "batch_prefill",
             tables,
-            shape._replace(causal=causal, window_left=window_left),
+            shape._replace(causal=causal, window_left=window_left, unsplit=unsplit),
             {**options, "causal": causal, "kv_layout": self._kv_layout},
             DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
             custom_mask=custom_mask,

@@ -122,9 +122,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             use_fp16_qk_reduction,
             absent=False,
         )
-        shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)._replace(
-            paged=False, causal=causal, window_left=window_left
-        )
+        shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
+        unsplit = disable_split_kv or fixed_split_size is not None
+        shape = shape._replace(paged=False, causal=causal, window_left=window_left, unsplit=unsplit)
         options = attention_options(
             where,
             pos_encoding_mode=pos_encoding_mode,
