@@ -33,6 +33,10 @@ request      index in the batch
 """
 
 
+MERGE_FIELDS = ("row", "rows", "slot", "slots")
+"""Columns of ``PrefillPlan.merges``, int32."""
+
+
 class PlanProblem(NamedTuple):
     """What a plan was made for: the sizes of ``plan.problem`` after its leading 0."""
 
@@ -90,7 +94,9 @@ class PrefillPlan(NamedTuple):
     kv_indptr     ``[max_batch + 1]``: pages of request b; tokens where the KV is ragged
     kv_indices    ``[max_pages]``: page numbers; ``[0]`` where the KV is ragged
     kv_len        ``[max_batch]``: tokens of each request
-    work          ``[max_tiles, 8]``: items of :data:`WORK_FIELDS`, longest first, zero rows past the last
+    work          ``[max_tiles + max_pieces, 8]``: items of :data:`WORK_FIELDS`, longest first, zero rows past the last
+    merges        ``[max_pieces // 2, 4]``: the tiles whose KV was split over several items, as their first row, rows,
+                  first slot and number of slots; zeros past the last
     """
 
     problem: Tensor
@@ -99,6 +105,7 @@ class PrefillPlan(NamedTuple):
     kv_indices: Tensor
     kv_len: Tensor
     work: Tensor
+    merges: Tensor
 
 
 for _plan in (DecodePlan, PrefillPlan):
@@ -127,9 +134,12 @@ def allocate_decode(
 
 
 def allocate_prefill(
-    problem: PlanProblem, max_batch: int, max_tokens: int, max_pages: int, device: torch.device
+    problem: PlanProblem, max_batch: int, max_tokens: int, max_pages: int, device: torch.device, max_pieces: int = 0
 ) -> PrefillPlan:
-    """As :func:`allocate_decode`, with room for ``max_tokens`` query rows; ``max_pages`` 0 for ragged KV."""
+    """As :func:`allocate_decode`, with room for ``max_tokens`` query rows; ``max_pages`` 0 for ragged KV.
+
+    Few and long tiles are split into ``max_pieces`` items at most.
+    """
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -141,7 +151,8 @@ def allocate_prefill(
         kv_indptr=zeros(max_batch + 1),
         kv_indices=zeros(max_pages),
         kv_len=zeros(max_batch),
-        work=zeros(tiles, len(WORK_FIELDS)),
+        work=zeros(tiles + max_pieces, len(WORK_FIELDS)),
+        merges=zeros(max_pieces // 2, len(MERGE_FIELDS)),
     )
 
 
@@ -150,9 +161,13 @@ def num_slots(plan: DecodePlan) -> int:
     return 2 * (int(plan.cta_indptr.shape[0]) - 2)
 
 
+def num_pieces(plan: PrefillPlan) -> int:
+    """Partial results that a plan can ask for."""
+    return 2 * int(plan.merges.shape[0])
+
+
 def workspace_size(plan: DecodePlan | PrefillPlan) -> int:
     """float32 elements of workspace that an attention op needs for this plan."""
-    if isinstance(plan, PrefillPlan):
-        return 0
     problem = PlanProblem.of(plan.problem)
-    return num_slots(plan) * problem.num_qo_heads * (problem.head_dim_vo + 1)
+    slots = num_pieces(plan) * problem.tile_rows if isinstance(plan, PrefillPlan) else num_slots(plan)
+    return slots * problem.num_qo_heads * (problem.head_dim_vo + 1)

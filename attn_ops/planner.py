@@ -21,8 +21,15 @@ CTAS_PER_SM = 2
 EVEN_SHARES = 8
 """Shares are a multiple of this, if that many, so that batches of 2^n requests often need no cut."""
 
-TILE_ROWS = 128
-"""Query rows times query heads per KV head in a prefill tile."""
+TILE_ROWS = 256
+"""Query rows times query heads per KV head in a prefill tile, and what it has at least."""
+MIN_TILE_ROWS = 64
+
+WIDE_HEAD = 256
+"""Heads wider than this leave room for so few rows as a tile has at least in a CTA."""
+
+WORKSPACE_BYTES = 20 << 20
+"""Most memory for the partial results of split prefill tiles."""
 
 
 def _problem(capacities: dict[str, int], **sizes: int) -> PlanProblem:
@@ -142,7 +149,9 @@ class PrefillPlanner(_Planner):
         max_pages: entries of ``kv_indices`` the plan has room for; 0 for ragged KV.
         max_kv_len: tokens one request may have, as for :class:`DecodePlanner`; ragged KV needs it given.
         causal: plan for causal attention, so that keys after a tile's rows count as no work.
-        tile_rows: query rows in a work item; default 128 over the query heads per KV head.
+        tile_rows: query rows in a work item; default 256 over the query heads per KV head, or fewer where
+            ``max_tokens`` are not that many per request.
+        num_ctas: pieces to split few and long tiles of one KV head into; 0 never splits; default by the device.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """
@@ -163,6 +172,7 @@ class PrefillPlanner(_Planner):
         window_left: int = -1,
         cache_pages: int | None = None,
         tile_rows: int | None = None,
+        num_ctas: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         if max_pages == 0 and (page_size != 1 or max_kv_len is None):
@@ -178,14 +188,15 @@ class PrefillPlanner(_Planner):
             head_dim_qk=head_dim,
             head_dim_vo=head_dim_vo or head_dim,
             max_kv_len=max_kv_len or max_pages * page_size,
-            tile_rows=tile_rows or rows_per_tile(num_qo_heads, num_kv_heads),
+            tile_rows=tile_rows or rows_per_tile(num_qo_heads, num_kv_heads, -(-max_tokens // max(1, max_batch))),
             window=window_left + 1,
             causal=int(causal),
         )
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
-        self.state = allocate_prefill(self.problem, max_batch, max_tokens, max_pages, self.device)
-        self.workspace = torch.zeros(0, device=self.device)
+        pieces = pieces_per_head(self.device, self.problem) if num_ctas is None else num_ctas
+        self.state = allocate_prefill(self.problem, max_batch, max_tokens, max_pages, self.device, pieces)
+        self.workspace = torch.zeros(workspace_size(self.state), device=self.device)
         mark_static(*self.state, self.workspace)
 
     def plan(
@@ -222,9 +233,27 @@ class PrefillPlanner(_Planner):
             )
 
 
-def rows_per_tile(num_qo_heads: int, num_kv_heads: int) -> int:
-    """Query rows in a prefill tile unless a planner names another number."""
-    return max(1, TILE_ROWS * num_kv_heads // num_qo_heads)
+def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = TILE_ROWS) -> int:
+    """Query rows in a prefill tile unless a planner names another number; ``rows`` is how many a request has."""
+    group = num_qo_heads // num_kv_heads
+    pairs = min(TILE_ROWS, max(MIN_TILE_ROWS, 1 << (rows * group - 1).bit_length()))
+    return max(1, pairs // group)
+
+
+def pieces_per_head(device: torch.device, problem: PlanProblem) -> int:
+    """Pieces that the prefill tiles of one KV head are split into, so that they fill the device once.
+
+    A tile of wide heads takes several CTAs, which split its KV alike.
+    """
+    if device.type != "cuda":
+        return 0
+    pairs = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
+    wide = max(problem.head_dim_qk, problem.head_dim_vo) > WIDE_HEAD
+    ctas = problem.num_kv_heads * (-(-pairs // MIN_TILE_ROWS) if wide else 1)
+    slots = torch.cuda.get_device_properties(device).multi_processor_count
+    slots *= 1 if wide or pairs > MIN_TILE_ROWS else CTAS_PER_SM
+    slot_bytes = 4 * problem.tile_rows * problem.num_qo_heads * (problem.head_dim_vo + 1)
+    return max(1, min(slots // ctas, WORKSPACE_BYTES // slot_bytes)) // 2 * 2
 
 
 def ctas_per_head(device: torch.device, num_kv_heads: int) -> int:

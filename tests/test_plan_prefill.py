@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from batches import LENGTHS, PAGE_SIZES, Item, disjoint, indptr, items, page_table
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from oracle import GARBAGE
 
 from attn_ops import PrefillPlan, PrefillPlanner
+from attn_ops.plan import KV_UNIT, num_pieces
 
 CLASSES = 32
 """Tiles may stand out of order by one part in so many of the longest."""
@@ -24,6 +27,7 @@ batches = st.fixed_dictionaries(
         "spare_batch": st.integers(0, 3),
         "spare_tokens": st.integers(0, 200),
         "ragged": st.booleans(),
+        "num_ctas": st.sampled_from([0, 0, 2, 6, 64]),
     }
 )
 
@@ -37,6 +41,7 @@ def _plan(
     spare_batch: int = 0,
     spare_tokens: int = 0,
     ragged: bool = False,
+    num_ctas: int = 0,
 ) -> PrefillPlan:
     qo_lens, kv_lens = zip(*requests, strict=True)
     table = (indptr(kv_lens),) if ragged else page_table(kv_lens, page_size)
@@ -52,18 +57,30 @@ def _plan(
         causal=causal,
         window_left=window_left,
         tile_rows=tile_rows,
+        num_ctas=num_ctas,
     )
     for t in planner.state:
         t.fill_(GARBAGE)
     return planner.plan(indptr(qo_lens), *table)
 
 
-def _tiles(plan: PrefillPlan) -> list[Item]:
-    """The tiles, of which nothing but zeros may follow the last."""
-    tiles = items(plan)
-    count = sum(tile.rows > 0 for tile in tiles)
+def _items(plan: PrefillPlan) -> list[Item]:
+    """The work items, of which nothing but zeros may follow the last."""
+    work = items(plan)
+    count = sum(item.rows > 0 for item in work)
     assert (plan.work[count:] == 0).all()
-    return tiles[:count]
+    return work[:count]
+
+
+def _tiles(plan: PrefillPlan) -> list[Item]:
+    """The tiles, put together from the pieces that they were split into."""
+    pieces: dict[int, list[Item]] = {}
+    for item in _items(plan):
+        pieces.setdefault(item.row, []).append(item)
+    return [
+        parts[0]._replace(kv_begin=min(p.kv_begin for p in parts), kv_end=max(p.kv_end for p in parts), slot=-1)
+        for parts in pieces.values()
+    ]
 
 
 @given(batches)
@@ -89,7 +106,6 @@ def test_every_row_is_in_one_tile(batch: dict) -> None:
             assert t.rows <= batch["tile_rows"]
             assert t.position == kv_len - qo_len + t.row - begins[b]
             assert t.page_start == plan.kv_indptr[b]
-            assert t.slot == -1
     assert sum(t.rows for t in tiles) == begins[-1]
 
 
@@ -111,13 +127,49 @@ def test_tiles_read_what_their_rows_see_and_little_more(batch: dict) -> None:
 
 
 @given(batches)
+def test_pieces_are_what_is_merged(batch: dict) -> None:
+    """A split tile's pieces cover its KV, meet at whole units, are about equal and have their own slots in order."""
+    plan = _plan(**batch)
+    work = _items(plan)
+    whole = [item for item in work if item.slot < 0]
+    assert len({item.row for item in whole}) == len(whole)
+    merges = [record for record in plan.merges.tolist() if any(record)]
+    assert (plan.merges[len(merges) :] == 0).all()
+    slots: list[int] = []
+    for row, rows, first, count in merges:
+        pieces = sorted((item for item in work if item.row == row), key=lambda item: item.slot)
+        assert count > 1
+        assert [item.slot for item in pieces] == list(range(first, first + count))
+        assert {item.rows for item in pieces} == {rows}
+        for a, b in pairwise(pieces):
+            assert a.kv_end == b.kv_begin
+            assert a.kv_end % KV_UNIT == 0
+        lengths = [-(-p.kv_end // KV_UNIT) - p.kv_begin // KV_UNIT for p in pieces]
+        assert max(lengths) - min(lengths) <= 1
+        slots += range(first, first + count)
+    assert slots == list(range(len(slots)))
+    assert len(slots) + len(whole) == len(work)
+    assert len(slots) <= num_pieces(plan)
+
+
+@given(st.integers(1, 4), st.integers(1, 40))
+def test_few_long_tiles_are_split_evenly(count: int, units: int) -> None:
+    """No item is longer than twice an equal share."""
+    plan = _plan([(1, units * KV_UNIT * 8)] * count, num_ctas=16)
+    lengths = [item.kv_end - item.kv_begin for item in _items(plan)]
+    assert max(lengths) <= 2 * max(sum(lengths) / 16, 2 * KV_UNIT) + KV_UNIT
+
+
+@given(batches)
 def test_longest_first(batch: dict) -> None:
-    """No tile is followed, however late, by one that is longer than it by more than a class."""
-    extents = [t.kv_end - t.kv_begin for t in _tiles(_plan(**batch))]
+    """No item is followed, however late, by one that is longer than it by more than a class, or a unit if split."""
+    plan = _plan(**batch)
+    extents = [t.kv_end - t.kv_begin for t in _items(plan)]
+    unit = KV_UNIT if plan.merges.any() else 0
     longest_after = 0
     for extent in reversed(extents):
         longest_after = max(longest_after, extent)
-        assert longest_after - extent <= max(extents) // CLASSES + 1
+        assert longest_after - extent <= (max(extents) + unit) // CLASSES + 1 + 2 * unit
 
 
 def test_zero_plan_has_no_work() -> None:

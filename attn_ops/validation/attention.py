@@ -52,7 +52,7 @@ def _planned(
     sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
     op.planned_for(typed, **{size: getattr(problem, size) for size in sizes})
     op.covered(typed, options.window_left, options.causal, options.mask is not None)
-    op.workspace(workspace, workspace_size(typed) if isinstance(typed, DecodePlan) else 0, q)
+    op.workspace(workspace, workspace_size(typed), q)
     return typed
 
 

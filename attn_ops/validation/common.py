@@ -152,7 +152,7 @@ class Op:
                 f"pass what {kind.__name__.removesuffix('Plan')}Planner.plan() returned",
             )
         typed = kind(*plan)
-        ranks = {"problem": len(PlanProblem._fields) + 1, "work": 2}
+        ranks = {"problem": len(PlanProblem._fields) + 1, "work": 2, "merges": 2}
         for field, t in zip(kind._fields, typed, strict=True):
             if t.dtype != torch.int32 or t.dim() != ranks.get(field, 1) or not t.is_contiguous():
                 self.fail(

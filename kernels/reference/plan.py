@@ -5,7 +5,8 @@ every KV head alike. Where cutting only between requests is nearly as balanced, 
 and so is any single cut that falls close to the end of a request: a piece costs a partial result and a
 place in the merge. Every nonempty request starts one work item and every cut inside one starts another.
 
-Prefill. Every request's query rows make tiles, which are ordered by the KV they read, longest first.
+Prefill. Every request's query rows make tiles, which are ordered by the KV they read, longest first. Tiles
+much longer than an equal share of all KV, as there are when tiles are few, are split into equal pieces.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ SLACK = 16
 
 LENGTH_BUCKETS = 32
 """Classes of KV extent that prefill tiles are ordered by."""
+
+
+MIN_PIECE_UNITS = 2
+"""KV units in the shortest piece that a prefill tile is split into."""
 
 
 def _lengths(kv_indptr: Tensor, last: Tensor, page_size: int, max_pages: int) -> Tensor:
@@ -139,19 +144,37 @@ def plan_prefill(
     kv_end = torch.minimum(kv_len[r], (position + rows).clamp(min=0)) if problem.causal else kv_len[r]
     kv_begin = (position + 1 - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_end)
     kv_begin = torch.minimum(kv_begin, kv_end)
-    fields = (
-        r * 0 + qo_begin[r] + offset,
-        rows,
-        kv_begin,
-        kv_end,
-        position,
-        p.kv_indptr[r].long(),
-        r * 0 - 1,
-        r,
-    )
+    first_row = qo_begin[r] + offset
 
-    # Longest first, by classes of extent; the order within a class is the order of the batch.
     extent = torch.where(used, kv_end - kv_begin, 0)
+    first_unit = kv_begin // KV_UNIT
+    units = torch.where(extent > 0, (kv_end + KV_UNIT - 1) // KV_UNIT - first_unit, 0)
+    pieces = torch.where(used, 1, 0)
+    max_splits = p.merges.shape[0]
+    if max_splits:
+        share = ((units.sum() + 2 * max_splits - 1) // (2 * max_splits)).clamp(min=MIN_PIECE_UNITS)
+        pieces = pieces * (units // share).clamp(min=1)
+    split = pieces > 1
+    slot_end = torch.where(split, pieces, 0).cumsum(0)
+    slot = torch.where(split, slot_end - pieces, -1)
+
+    # Longest first, by classes of the piece's extent; the order within a class is the order of the batch.
+    extent = torch.where(split, (units + pieces - 1) // pieces.clamp(min=1) * KV_UNIT, extent)
     bucket = torch.where(used, LENGTH_BUCKETS - 1 - extent * LENGTH_BUCKETS // (extent.amax() + 1), LENGTH_BUCKETS)
     order = torch.argsort(bucket, stable=True)
-    p.work.copy_(torch.where(used[:, None], torch.stack(fields, 1), 0)[order])
+    ends = pieces[order].cumsum(0)
+    place = torch.searchsorted(ends, tile, right=True).clamp(max=capacity - 1)
+    t = order[place]
+    piece = tile - (ends[place] - pieces[t])
+    begin = torch.where(piece > 0, (first_unit[t] + units[t] * piece // pieces[t].clamp(min=1)) * KV_UNIT, kv_begin[t])
+    end = (first_unit[t] + units[t] * (piece + 1) // pieces[t].clamp(min=1)) * KV_UNIT
+    end = torch.where(piece + 1 < pieces[t], end, kv_end[t])
+    item_slot = torch.where(split[t], slot[t] + piece, -1)
+    columns = (first_row[t], rows[t], begin, end, position[t], p.kv_indptr[r[t]].long(), item_slot, r[t])
+    p.work.copy_(torch.where((tile < ends[-1])[:, None], torch.stack(columns, 1), 0))
+
+    if max_splits:
+        at = torch.where(split, split.long().cumsum(0) - 1, max_splits).clamp(max=max_splits)
+        merges = torch.stack((first_row, rows, slot, pieces), 1)
+        spare = merges.new_zeros(max_splits + 1, merges.shape[1])
+        p.merges.copy_(spare.scatter_(0, at[:, None].expand_as(merges), merges)[:-1])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...plan import PlanProblem, PrefillPlan
+from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .launch import Options, launch
 from .primitives import LOG2E, add_sink, finite, inverse, log_sum, within
 
@@ -78,7 +78,3 @@ def merge_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | Non
         (heads, dim, triton.next_power_of_2(dim), tile_rows, SLOTS, sinks is not None, lse.dim() > 1),
         Options(),
     )
-
-
-def num_pieces(plan: PrefillPlan) -> int:
-    return 0

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...plan import PlanProblem, PrefillPlan
-from ..reference.plan import LENGTH_BUCKETS
+from ...plan import KV_UNIT, PlanProblem, PrefillPlan
+from ..reference.plan import LENGTH_BUCKETS, MIN_PIECE_UNITS
 from ..reference.plan import plan_prefill as plan_in_closed_form
 from .launch import Options, launch
 from .plan_decode import COPY, MAX_REQUESTS, at_previous, copy_page_numbers, request_lengths
@@ -44,7 +44,25 @@ def length_bucket(extent, longest, used, BUCKETS: tl.constexpr):
     return tl.where(used, BUCKETS - 1 - (extent.to(tl.int64) * BUCKETS // (longest + 1)).to(tl.int32), BUCKETS)
 
 
-@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "max_tiles"])
+@triton.jit
+def store_zeros(records, begin, end, TILES: tl.constexpr, FIELDS: tl.constexpr):
+    for first in range(begin, end, TILES):
+        i = first + tl.arange(0, TILES)
+        at = i[:, None] * FIELDS + tl.arange(0, FIELDS)[None, :]
+        tl.store(records + at, tl.zeros((TILES, FIELDS), tl.int32), mask=(i < end)[:, None])
+
+
+@triton.jit
+def count_pieces(begin, end, used, share, UNIT: tl.constexpr):
+    """``(first unit, units, pieces, extent of a piece)`` of tiles of which none is split below ``share`` units."""
+    first_unit = begin // UNIT
+    units = tl.where(used & (end > begin), tl.cdiv(end, UNIT) - first_unit, 0)
+    pieces = tl.where(used, tl.maximum(units // share, 1), 0)
+    extent = tl.where(pieces > 1, tl.cdiv(units, tl.maximum(pieces, 1)) * UNIT, end - begin)
+    return first_unit, units, pieces, tl.where(used, extent, 0)
+
+
+@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "max_items", "max_splits"])
 def plan_prefill_kernel(
     qo_indptr,  # [batch + 1]
     kv_indptr,  # [batch + 1]
@@ -54,17 +72,21 @@ def plan_prefill_kernel(
     plan_kv_indptr,  # [max_batch + 1]
     plan_kv_indices,  # [max_pages]
     plan_kv_len,  # [max_batch]
-    work,  # [max_tiles, 8]
+    work,  # [max_items, 8]
+    merges,  # [max_splits, 4]
     batch,
     num_indices,
     max_batch,
     max_pages,
-    max_tiles,
+    max_items,
+    max_splits,
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
     BUCKETS: tl.constexpr,
+    UNIT: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
     B: tl.constexpr,  # power of 2, at least max_batch
     LOG_B: tl.constexpr,
     TILES: tl.constexpr,
@@ -79,44 +101,73 @@ def plan_prefill_kernel(
     end_row = tl.load(qo_indptr + tl.minimum(b + 1, batch))
     qo_len = tl.maximum(end_row - first_row, 0)
     tiles_end = tl.cumsum(tl.cdiv(qo_len, ROWS), 0)
-    num_tiles = tl.minimum(tl.max(tiles_end, 0), max_tiles)
+    num_tiles = tl.minimum(tl.max(tiles_end, 0), max_items)
 
     t, bucket_id = tl.arange(0, TILES), tl.arange(0, BUCKETS)
+    share = 1 << 30
+    if max_splits > 0:
+        total = tl.full((), 0, tl.int64)
+        for first in range(0, num_tiles, TILES):
+            tile = first + t
+            _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
+            _, units, _, _ = count_pieces(begin, end, tile < num_tiles, share, UNIT)
+            total += tl.sum(units.to(tl.int64), 0)
+        share = tl.maximum(tl.cdiv(total, 2 * max_splits), MIN_UNITS).to(tl.int32)
     longest = 0
     for first in range(0, num_tiles, TILES):
         tile = first + t
         _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
-        longest = tl.maximum(longest, tl.max(tl.where(tile < num_tiles, end - begin, 0), 0))
+        _, _, _, extent = count_pieces(begin, end, tile < num_tiles, share, UNIT)
+        longest = tl.maximum(longest, tl.max(extent, 0))
     count = tl.zeros((BUCKETS,), tl.int32)
     for first in range(0, num_tiles, TILES):
         tile = first + t
         _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
-        bucket = length_bucket(end - begin, longest, tile < num_tiles, BUCKETS)
-        count += tl.sum((bucket[:, None] == bucket_id[None, :]).to(tl.int32), 0)
+        _, _, pieces, extent = count_pieces(begin, end, tile < num_tiles, share, UNIT)
+        bucket = length_bucket(extent, longest, tile < num_tiles, BUCKETS)
+        count += tl.sum(tl.where(bucket[:, None] == bucket_id[None, :], pieces[:, None], 0), 0)
     place = tl.cumsum(count, 0) - count
+    num_items, slots, splits = tl.sum(count, 0), 0, 0
     for first in range(0, num_tiles, TILES):
         tile = first + t
         used = tile < num_tiles
         request, offset, rows, position, begin, end = tile_extent(
             tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B
         )
-        bucket = length_bucket(end - begin, longest, used, BUCKETS)
-        member = (bucket[:, None] == bucket_id[None, :]).to(tl.int32)
-        at = tl.sum(member * (place[None, :] + tl.cumsum(member, 0) - 1), 1)
-        record = work + at * 8
-        tl.store(record + 0, tl.gather(first_row, request, 0) + offset, mask=used)
-        tl.store(record + 1, rows, mask=used)
-        tl.store(record + 2, begin, mask=used)
-        tl.store(record + 3, end, mask=used)
-        tl.store(record + 4, position, mask=used)
-        tl.store(record + 5, tl.gather(first_page, request, 0), mask=used)
-        tl.store(record + 6, -1, mask=used)
-        tl.store(record + 7, request, mask=used)
+        first_unit, units, pieces, extent = count_pieces(begin, end, used, share, UNIT)
+        bucket = length_bucket(extent, longest, used, BUCKETS)
+        member = tl.where(bucket[:, None] == bucket_id[None, :], pieces[:, None], 0)
+        until = tl.cumsum(member, 0)
+        at = tl.sum(tl.where(member > 0, place[None, :] + until - member, 0), 1)
+        is_split = pieces > 1
+        slots_until = tl.cumsum(tl.where(is_split, pieces, 0), 0)
+        splits_until = tl.cumsum(is_split.to(tl.int32), 0)
+        slot = tl.where(is_split, slots + slots_until - pieces, -1)
+        row, page = tl.gather(first_row, request, 0) + offset, tl.gather(first_page, request, 0)
+        for piece in range(tl.max(pieces, 0)):
+            mask = used & (piece < pieces)
+            divisor = tl.maximum(pieces, 1)
+            cut = (first_unit + (units.to(tl.int64) * piece // divisor).to(tl.int32)) * UNIT
+            next_cut = (first_unit + (units.to(tl.int64) * (piece + 1) // divisor).to(tl.int32)) * UNIT
+            record = work + (at + piece) * 8
+            tl.store(record + 0, row, mask=mask)
+            tl.store(record + 1, rows, mask=mask)
+            tl.store(record + 2, tl.where(piece > 0, cut, begin), mask=mask)
+            tl.store(record + 3, tl.where(piece + 1 < pieces, next_cut, end), mask=mask)
+            tl.store(record + 4, position, mask=mask)
+            tl.store(record + 5, page, mask=mask)
+            tl.store(record + 6, tl.where(is_split, slot + piece, -1), mask=mask)
+            tl.store(record + 7, request, mask=mask)
+        record = merges + (splits + splits_until - 1) * 4
+        tl.store(record + 0, row, mask=is_split)
+        tl.store(record + 1, rows, mask=is_split)
+        tl.store(record + 2, slot, mask=is_split)
+        tl.store(record + 3, pieces, mask=is_split)
         place += tl.sum(member, 0)
-    for first in range(num_tiles, max_tiles, TILES):
-        rest = first + t
-        blank = (rest < max_tiles)[:, None]
-        tl.store(work + rest[:, None] * 8 + tl.arange(0, 8), tl.zeros((TILES, 8), tl.int32), mask=blank)
+        slots += tl.max(slots_until, 0)
+        splits += tl.max(splits_until, 0)
+    store_zeros(work, num_items, max_items, TILES, 8)
+    store_zeros(merges, splits, max_splits, TILES, 4)
 
     tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
     tl.store(plan_kv_indptr + b, first_page, mask=b == 0)
@@ -141,15 +192,16 @@ def plan_prefill(
         (1 + triton.cdiv(num_indices, COPY),),
         (
             *(qo_indptr, kv_indptr, kv_indices, kv_last_page_len),
-            *(p.qo_indptr, p.kv_indptr, p.kv_indices, p.kv_len, p.work),
+            *(p.qo_indptr, p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.merges),
         ),
         (
             *(kv_indptr.shape[0] - 1, num_indices, max_batch),
-            *(max_pages or torch.iinfo(torch.int32).max, p.work.shape[0]),
+            *(max_pages or torch.iinfo(torch.int32).max, p.work.shape[0], p.merges.shape[0]),
         ),
         (),
         (
-            *(problem.page_size, problem.tile_rows, problem.window, problem.causal, LENGTH_BUCKETS),
+            *(problem.page_size, problem.tile_rows, problem.window, problem.causal),
+            *(LENGTH_BUCKETS, KV_UNIT, MIN_PIECE_UNITS),
             *(block_batch, block_batch.bit_length() - 1, TILES, COPY),
         ),
         Options(num_warps=8),

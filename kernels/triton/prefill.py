@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.outputs import attention as allocate
-from ...plan import PlanProblem, PrefillPlan
+from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .launch import launch
 from .masks import causal_or_window, full_blocks, mask_bits, mask_offset
-from .merge_tiles import merge_tiles, num_pieces
+from .merge_tiles import merge_tiles
 from .positions import alibi_slopes, rotate, rotation_partner
 from .prefill_tiles import pad, prefill_tile, run_length, split_dim
 from .primitives import LOG2E, add_sink, finite, inverse, log_sum, soft_cap, within
@@ -370,7 +370,7 @@ def attend(
     group, (dim_a, dim_b, dim_vo) = num_heads // num_kv_heads, x.dims
     problem = None if plan is None else PlanProblem.of(plan.problem)
     tile_rows = max(1, SINGLE_PAIRS // group) if problem is None else problem.tile_rows
-    tile = prefill_tile(x.q.dtype, x.k.dtype, dim_a + dim_b, dim_vo, tile_rows * group)
+    tile = prefill_tile(x.q.device, x.q.dtype, dim_a + dim_b, dim_vo, x.shared, tile_rows * group)
     num_items = triton.cdiv(rows, tile_rows)
     if plan is not None:
         num_items = num_items + plan.kv_len.shape[0] + num_pieces(plan)
@@ -405,7 +405,7 @@ def attend(
         merge_tiles(out, lse, workspace, o.sinks, plan)
 
 
-SINGLE_PAIRS = 128
+SINGLE_PAIRS = 256
 """Query rows times heads per KV head in a tile of ``single_prefill``, which has no plan."""
 
 

@@ -10,6 +10,10 @@ import triton
 
 from ...plan import KV_UNIT
 from .launch import Options
+from .tiles import shared_memory
+
+RESERVED = 2048
+"""Bytes of shared memory that a kernel takes beside its operands."""
 
 
 class PrefillTile(NamedTuple):
@@ -37,14 +41,43 @@ def run_length(page_size: int, block: int) -> int:
     return min(page_size & -page_size, block, KV_UNIT)
 
 
+# Best first, as measured on an H200; warpgroup matrix instructions take no fewer than 64 rows. The tables end
+# with tiles that fit smaller multiprocessors.
+NARROW = (
+    PrefillTile(256, 64, Options(16, 3)),
+    PrefillTile(128, 64, Options(8, 3)),
+    PrefillTile(128, 64, Options(8, 2)),
+    PrefillTile(64, 64, Options(4, 2)),
+    PrefillTile(64, 32, Options(4, 2)),
+    PrefillTile(32, 64, Options(4, 2)),
+    PrefillTile(32, 32, Options(4, 2)),
+    PrefillTile(16, 64, Options(4, 2)),
+    PrefillTile(16, 16, Options(4, 1)),
+)
+MEDIUM = (PrefillTile(128, 64, Options(8, 2)), *NARROW[3:])
+WIDE = (PrefillTile(64, 64, Options(8, 2)), PrefillTile(64, 32, Options(8, 2)), *NARROW[5:])
+EXACT = (PrefillTile(32, 32, Options(4, 1)), PrefillTile(16, 32, Options(4, 1)), PrefillTile(16, 16, Options(4, 1)))
+"""For float32, which is computed outside of the tensor cores."""
+
+
 @functools.cache
-def prefill_tile(dtype: torch.dtype, kv_dtype: torch.dtype, dim_qk: int, dim_vo: int, pairs: int) -> PrefillTile:
-    """``pairs`` query rows times heads per KV head in the plan's tiles; more than ``rows`` take several programs."""
-    pairs, dim = max(16, triton.next_power_of_2(pairs)), max(dim_qk, dim_vo)
+def prefill_tile(
+    device: torch.device, dtype: torch.dtype, dim_qk: int, dim_vo: int, shared: bool, pairs: int
+) -> PrefillTile:
+    """``pairs`` query rows times heads per KV head in the plan's tiles; more than ``rows`` take several programs.
+
+    ``shared`` values are a part of the keys.
+    """
+    wide = max(pad(dim_qk), pad(dim_vo)) if not shared else 512
     if dtype == torch.float32:
-        return PrefillTile(min(pairs, 32 if dim <= 128 else 16), 32 if dim <= 128 else 16, Options(4, 1))
-    if dim > 256:
-        return PrefillTile(min(pairs, 64), 32, Options(8 if pairs > 32 else 4, 2))
-    if pairs <= 64:
-        return PrefillTile(pairs, 64 if dim <= 128 else 32, Options(4, 3))
-    return PrefillTile(128, 64, Options(8, 3 if dim <= 128 else 2))
+        table = EXACT if wide <= 128 else EXACT[2:]
+    else:
+        table = NARROW if wide <= 128 else MEDIUM if wide <= 256 else WIDE
+    budget = shared_memory(device)[0]
+    for tile in table:
+        row_bytes = pad(dim_qk) * dtype.itemsize if not shared else dim_qk * dtype.itemsize
+        token_bytes = row_bytes + (0 if shared else pad(dim_vo) * dtype.itemsize)
+        fits = tile.rows * row_bytes + tile.options.num_stages * tile.kv * token_bytes <= budget - RESERVED
+        if fits and tile.rows <= max(16, triton.next_power_of_2(pairs)):
+            return tile
+    return table[-1]
