@@ -106,6 +106,7 @@ class Growing:
                 max_kv_len=extent.kv_len,
                 causal=shape.causal,
                 window_left=shape.window_left,
+                num_ctas=0 if shape.unsplit else None,
                 device=self.device,
             )
         if self.storage:

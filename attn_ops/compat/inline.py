@@ -16,11 +16,12 @@ from ..plan import (
     allocate_prefill,
     workspace_size,
 )
-from ..planner import ctas_per_head, rows_per_tile
+from ..planner import ctas_per_head, pieces_per_head, rows_per_tile
 from .growing import Shape
 
 
-def problem_of(shape: Shape, max_kv_len: int) -> PlanProblem:
+def problem_of(shape: Shape, max_kv_len: int, rows: int = 1) -> PlanProblem:
+    """``rows``: query rows that a request has, about."""
     return PlanProblem(
         page_size=shape.page_size,
         num_qo_heads=shape.num_qo_heads,
@@ -28,7 +29,7 @@ def problem_of(shape: Shape, max_kv_len: int) -> PlanProblem:
         head_dim_qk=shape.head_dim_qk,
         head_dim_vo=shape.head_dim_vo,
         max_kv_len=max(max_kv_len, 1),
-        tile_rows=1 if shape.decode else rows_per_tile(shape.num_qo_heads, shape.num_kv_heads),
+        tile_rows=1 if shape.decode else rows_per_tile(shape.num_qo_heads, shape.num_kv_heads, rows),
         window=shape.window_left + 1,
         causal=int(shape.causal),
     )
@@ -41,12 +42,13 @@ def plan_block_tables(
     batch, width = block_tables.shape
     page_size, device = shape.page_size, block_tables.device
     kv_indptr, kv_indices, last = torch.ops.attn.page_table(block_tables, seq_lens, page_size)
-    problem = problem_of(shape, width * page_size)
+    problem = problem_of(shape, width * page_size, _share(max_rows, batch))
     if qo_indptr is None:
         decode = allocate_decode(problem, batch, batch * width, ctas_per_head(device, shape.num_kv_heads), device)
         torch.ops.attn.plan_decode(kv_indptr, kv_indices, last, decode)
         return decode
-    prefill = allocate_prefill(problem, batch, max_rows, batch * width, device)
+    pieces = pieces_per_head(device, problem)
+    prefill = allocate_prefill(problem, batch, max_rows, batch * width, device, pieces)
     torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, kv_indices, last, prefill)
     return prefill
 
@@ -54,7 +56,8 @@ def plan_block_tables(
 def plan_ragged(shape: Shape, qo_indptr: Tensor, kv_indptr: Tensor, max_rows: int, max_kv_len: int) -> PrefillPlan:
     """A plan for ragged KV; both indptr int32 ``[batch + 1]`` on the query's device."""
     batch = qo_indptr.shape[0] - 1
-    plan = allocate_prefill(problem_of(shape, max_kv_len), batch, max_rows, 0, qo_indptr.device)
+    problem, device = problem_of(shape, max_kv_len, _share(max_rows, batch)), qo_indptr.device
+    plan = allocate_prefill(problem, batch, max_rows, 0, device, pieces_per_head(device, problem))
     none, ones = kv_indptr.new_zeros(0), torch.ones_like(kv_indptr[1:])
     torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, none, ones, plan)
     return plan
@@ -70,6 +73,10 @@ def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
         return DecodePlan(*fields)
     torch.ops.attn.plan_prefill(plan.qo_indptr, *table, fields)
     return PrefillPlan(*fields)
+
+
+def _share(rows: int, batch: int) -> int:
+    return max(1, -(-rows // max(1, batch)))
 
 
 def scratch(plan: DecodePlan | PrefillPlan) -> Tensor:
