@@ -235,7 +235,7 @@ class PrefillPlanner(_Planner):
 
 def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = TILE_ROWS) -> int:
     """Query rows in a prefill tile unless a planner names another number; ``rows`` is how many a request has."""
-    group = num_qo_heads // num_kv_heads
+    group = max(1, num_qo_heads // max(1, num_kv_heads))  # sizes are checked later, with a message
     pairs = min(TILE_ROWS, max(MIN_TILE_ROWS, 1 << (rows * group - 1).bit_length()))
     return max(1, pairs // group)
 
