@@ -148,6 +148,7 @@ def test_page_numbers_beyond_int32_are_found_before_they_are_converted() -> None
         ({"head_dim": 0}, OptionError, "head_dim_qk is 0", "at least 1"),
         ({"num_kv_heads": 0}, OptionError, "num_kv_heads is 0", "at least 1"),
         ({"window_left": -2}, OptionError, "window_left is -2", "at least -1"),
+        ({"num_qo_heads": 1}, ShapeError, "1 query heads do not share 2 KV heads", "a query head count"),
         ({"num_qo_heads": 5}, ShapeError, "5 query heads do not share 2 KV heads", "a query head count"),
     ],
 )
