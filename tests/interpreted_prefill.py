@@ -19,8 +19,8 @@ from attn_ops import registry
 
 OPS = ("batch_prefill", "ragged_prefill", "batch_mla")
 SPLIT = [
-    replace(PREFILL_BASE, name=f"split{i}", kv_lens=(700, 0, 1500, 130), planner={"num_ctas": 12, "tile_rows": 16}, **o)
-    for i, o in enumerate(({}, {"causal": True, "sinks": 1.0}, {"window_left": 600, "page_size": 64}, {"masked": 0.5}))
+    replace(PREFILL_BASE, name=f"split{i}", kv_lens=(300, 0, 700, 130), planner={"num_ctas": 12, "tile_rows": 16}, **o)
+    for i, o in enumerate(({"causal": True, "sinks": 1.0}, {"window_left": 600, "page_size": 64}, {"masked": 0.5}))
 ]
 
 
@@ -54,12 +54,12 @@ if __name__ == "__main__":
     registry.BACKENDS = (interpreted("interpreted"), *registry.BACKENDS)
     failures = 0
     for kind, cases in (
-        ("prefill", [*SPLIT, *every(PREFILL, 11), *every(PREFILL_SPECIAL, 5)]),
-        ("ragged", [*every(RAGGED, 19), *every(RAGGED_SPECIAL, 9)]),
+        ("prefill", [*SPLIT, *every(PREFILL, 23), *every(PREFILL_SPECIAL, 9)]),
+        ("ragged", [*every(RAGGED, 29), *every(RAGGED_SPECIAL, 13)]),
     ):
         for case in cases:
             failures += attempt(f"{kind} {case}", check, kind, case)
     for mla in CASES:
-        if mla.dtype != torch.bfloat16:
+        if mla.dtype != torch.bfloat16 and mla.dims[0] * mla.heads < 1000:
             failures += attempt(f"mla {mla}", check_mla, mla, backend="interpreted")
     sys.exit(failures)

@@ -154,7 +154,7 @@ class Expected:
         assert out.shape == self.out.shape, f"out is {list(out.shape)}, expected {list(self.out.shape)}"
         arithmetic = 8 * float32_eps * (1 + self.reach + self.lse.abs().nan_to_num(posinf=0))
         rounding = 0 if out.dtype == torch.float32 else 2 * torch.finfo(out.dtype).eps
-        smallest = torch.where(self.spread > 0, torch.finfo(out.dtype).smallest_normal, 0.0)
+        smallest = torch.where(self.spread > 0, 4 * torch.finfo(out.dtype).smallest_normal, 0.0)
         _compare("out", out, self.out, (arithmetic[..., None] + rounding) * self.spread + smallest)
         if lse is not None:
             assert lse.dtype == torch.float32
