@@ -19,7 +19,8 @@ from .page import as_nhd, gather
 from .positions import alibi_slopes, rotate_half
 
 LOG2E = math.log2(math.e)
-SCORES_AT_ONCE = 1 << 26
+ELEMENTS_AT_ONCE = 1 << 26
+"""Of scores, or of gathered keys, in prefill."""
 
 
 class Options(NamedTuple):
@@ -174,7 +175,8 @@ def prefill(
     out, lse = _nothing_seen(q, k, v, return_lse=True)
     if 0 not in (q.shape[0], k.shape[0]):
         problem = PlanProblem.of(plan.problem)
-        step = max(1, SCORES_AT_ONCE // (problem.tile_rows * problem.num_qo_heads * problem.max_kv_len))
+        scores, keys = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
+        step = max(1, ELEMENTS_AT_ONCE // (max(scores, keys) * problem.max_kv_len))
         offsets = None if mask is None else byte_offsets(plan)
         # Rows past the end are written to a spare row, which is cut off again.
         out = torch.cat((out, out.new_zeros((1, *out.shape[1:]))))
@@ -247,7 +249,7 @@ def single_prefill(
         return _nothing_seen(q, k, v, return_lse)
     kv_len = torch.full((1,), length, device=q.device)
     outs, lses = [], []
-    step = max(1, SCORES_AT_ONCE // (q.shape[1] * length))
+    step = max(1, ELEMENTS_AT_ONCE // (q.shape[1] * length))
     for begin in range(0, rows, step):
         row = torch.arange(begin, min(begin + step, rows), device=q.device)[None]
         keep = None if mask is None else unpack(mask, kv_len * 0, row, kv_len, length)
