@@ -23,7 +23,7 @@ int main(int argc, char** argv) {
   results.insert(results.end(), tensors.begin(), tensors.end());
 
   std::vector<c10::IValue> values;
-  for (const at::Tensor& t : results) values.emplace_back(t.cpu());
+  for (const at::Tensor& t : results) values.emplace_back(t.defined() ? t.cpu() : at::empty(0));
   const std::vector<char> out = torch::pickle_save(c10::ivalue::Tuple::create(values));
   std::ofstream(argv[3], std::ios::binary).write(out.data(), static_cast<std::streamsize>(out.size()));
 
