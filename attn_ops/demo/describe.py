@@ -59,4 +59,4 @@ def backends(memory: Memory) -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"CPU {torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}"

@@ -6,6 +6,7 @@ of input tensors, and decodes greedily with neither Python nor this library in t
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import warnings
@@ -100,11 +101,14 @@ def save_state(memory: Memory, start: Snapshot, path: Path) -> None:
 
 
 def run(runner: Path, artifact: Artifact, memory: Memory, start: Snapshot, steps: int, repeats: int) -> RunnerResult:
-    """Decode ``steps`` tokens from ``start`` in the C++ process."""
+    """Decode ``steps`` tokens from ``start`` in the C++ process, on as many threads as this one uses."""
     state = artifact.folder / "state.pt"
     save_state(memory, start, state)
     command = [runner, artifact.plan, artifact.decode, state, steps, repeats, memory.device]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False, env=os.environ | threads
+    )
     _check(done, "the C++ runner failed")
     return _parse(done.stdout.splitlines())
 

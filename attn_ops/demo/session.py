@@ -40,6 +40,8 @@ PREFILL_TOKENS = 128
 REQUESTS_PER_SLOT = 2
 REPEATS = 3
 STAGES = 15
+ONE_THREAD_BELOW = 1 << 27
+"""Parameters under which a step on the CPU runs on one thread: its ops are too short to be worth sharing."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Session:
         self.options, self.progress = options, progress
         with progress.stage("loading the model"):
             self.model, self.tokenizer, self.stop_tokens = _load(options)
+            if options.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < ONE_THREAD_BELOW:
+                torch.set_num_threads(1)
             self.requests = self._requests()
             self.memory = Memory(self.model.config, self._capacity(), options.dtype, options.device)
         weights = f"seed {options.seed}" if options.model is None else str(options.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,14 @@ CLEAN = Report(
     pages=[(4, 4)],
     python_mapped=False,
 )
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """A small model on the CPU leaves the process with one thread."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
