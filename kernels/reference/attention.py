@@ -175,8 +175,8 @@ def prefill(
     out, lse = _nothing_seen(q, k, v, return_lse=True)
     if 0 not in (q.shape[0], k.shape[0]):
         problem = PlanProblem.of(plan.problem)
-        scores, keys = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
-        step = max(1, ELEMENTS_AT_ONCE // (max(scores, keys) * problem.max_kv_len))
+        scores, kv = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
+        step = max(1, ELEMENTS_AT_ONCE // (max(scores, kv) * problem.max_kv_len))
         offsets = None if mask is None else byte_offsets(plan)
         # Rows past the end are written to a spare row, which is cut off again.
         out = torch.cat((out, out.new_zeros((1, *out.shape[1:]))))

@@ -114,7 +114,9 @@ def _launch_direct(
             _launch_direct(kernel, grid, tensors, scalars, strides, constants, options)
             return
     pointers = [None if t is None else t.data_ptr() for t in tensors]
-    kinds = tuple(None if t is None else (t.dtype, not p & ALIGNMENT) for t, p in zip(tensors, pointers, strict=True))
+    kinds = tuple(
+        None if t is None or p is None else (t.dtype, not p & ALIGNMENT) for t, p in zip(tensors, pointers, strict=True)
+    )
     key = (kernel, device, kinds, tuple(strides), tuple(constants), options)
     compiled = _compiled.get(key)
     if compiled is None:

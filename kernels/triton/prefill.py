@@ -47,7 +47,7 @@ def load_pages(
     if PAGED:
         at = page_start + (first + tl.arange(0, BLOCK // RUN) * RUN) // PAGE_SIZE
         pages = tl.load(kv_indices + at, mask=within(at, max_pages), other=0)
-        return tl.minimum(pages.to(tl.uint32), (num_pages - 1).to(tl.uint32))
+        return tl.minimum(pages.to(tl.uint32), tl.cast(num_pages, tl.uint32) - 1)
     else:  # noqa: RET505  what follows a return is compiled too
         return tl.zeros((BLOCK // RUN,), tl.uint32)
 
@@ -289,7 +289,7 @@ def prefill_kernel(
             if not FOLD:
                 logits *= logit_scale
                 if ALIBI:
-                    logits += slope[:, None] * (tokens[None, :] - row_in_request[:, None]).to(tl.float32)
+                    logits += slope[:, None] * (tokens[None, :] - row_in_request[:, None]).to(tl.float32)  # type: ignore[index]
                 if CAP:
                     logits = soft_cap(logits, tl.cast(cap, tl.float32))
                 logits *= LOG2E
@@ -375,8 +375,8 @@ def attend(
     if plan is not None:
         num_items = num_items + plan.kv_len.shape[0] + num_pieces(plan)
     blocks = triton.cdiv(tile_rows * group, tile.rows)
-    run = tile.kv if problem is None or plan.kv_indices.shape[0] == 0 else run_length(problem.page_size, tile.kv)
     paged = plan is not None and plan.kv_indices.shape[0] > 0
+    run = run_length(problem.page_size, tile.kv) if problem is not None and paged else tile.kv
     launch(
         prefill_kernel,
         (num_items * num_kv_heads * blocks,),

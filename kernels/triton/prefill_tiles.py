@@ -68,6 +68,7 @@ def prefill_tile(
 
     ``shared`` values are a part of the keys.
     """
+    table: tuple[PrefillTile, ...]
     wide = max(pad(dim_qk), pad(dim_vo)) if not shared else 512
     if dtype == torch.float32:
         table = EXACT if wide <= 128 else EXACT[2:]

@@ -36,7 +36,8 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
     if not torch.cuda.is_available():
         return 227 << 10, 228 << 10
     properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor
+    optin = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return optin, properties.shared_memory_per_multiprocessor
 
 
 def shared_bytes(kv: int, stages: int, heads: int, dim_qk: int, dim_vo: int, element: int) -> int:
