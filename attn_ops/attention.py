@@ -56,7 +56,7 @@ class BatchAttention(PagedWrapper):
             kv_len_arr: int ``[batch]``, tokens of each request.
 
         Where every request has as many entries as tokens, the entries may be tokens too: run() then also takes 3-D
-        keys and values, whatever ``page_size`` (semantics: calls that must both work).
+        keys and values, whatever ``page_size`` (docs/flashinfer.md).
         """
         where = f"{self._name}.plan"
         refuse(where, use_profiler=use_profiler)

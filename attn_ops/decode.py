@@ -1,6 +1,6 @@
 """Decoding: one query row per request (or a few, ``q_len_per_req``) over a KV cache.
 
-FlashInfer's names and arguments; shapes and meaning as in the specification's semantics page. LSE is base 2.
+FlashInfer's names and arguments; shapes and meaning as in the user guide (docs/guide/). LSE is base 2.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Decoding for a batch over a paged KV cache: plan() once for a batch, run() in every layer.
 
     Args:
-        float_workspace_buffer: scratch memory on the device of the query, any dtype; plans need less than 16 MB.
+        float_workspace_buffer: scratch memory on the device of the query, any dtype; 16 MB are enough.
         kv_layout: ``"NHD"`` or ``"HND"``.
         use_cuda_graph: the three buffers, int32, become the plan's memory. The batch size is then fixed, by
             ``paged_kv_indptr_buffer [batch + 1]`` and ``paged_kv_last_page_len_buffer [batch]``, and

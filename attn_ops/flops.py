@@ -26,6 +26,12 @@ def visible_pairs(qo_len: Tensor, kv_len: Tensor, causal: bool, window_left: int
     return total
 
 
+def _planned_pairs(plan: list[Tensor], causal: bool, window_left: int) -> int:
+    typed = PrefillPlan(*plan)
+    qo_len, kv_len = typed.qo_indptr.long().cpu().diff(), typed.kv_len.long().cpu()
+    return visible_pairs(qo_len, kv_len, causal, window_left)
+
+
 def _attention(q: Tensor, v: Tensor, pairs: int) -> int:
     return 2 * q.shape[1] * (q.shape[2] + v.shape[-1]) * pairs
 
@@ -47,23 +53,64 @@ def prefill(
     window_left: int = -1,
     **__: Any,
 ) -> int:
-    typed = PrefillPlan(*plan)
-    qo_len, kv_len = typed.qo_indptr.long().cpu().diff(), typed.kv_len.long().cpu()
-    return _attention(q, v, visible_pairs(qo_len, kv_len, causal, window_left))
+    return _attention(q, v, _planned_pairs(plan, causal, window_left))
 
 
-@register_flop_formula(torch.ops.attn.merge_state, get_raw=True)
+@register_flop_formula(torch.ops.attn.single_prefill, get_raw=True)
+def single_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_left: int = -1,
+    kv_layout: str = "NHD",
+    **_: Any,
+) -> int:
+    lengths = torch.tensor([q.shape[0]]), torch.tensor([k.shape[0 if kv_layout == "NHD" else 1]])
+    return _attention(q, v, visible_pairs(*lengths, causal, window_left))
+
+
+@register_flop_formula(torch.ops.attn.batch_mla, get_raw=True)
+def batch_mla(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    plan: list[Tensor],
+    *_: Any,
+    causal: bool = False,
+    window_left: int = -1,
+    **__: Any,
+) -> int:
+    pairs = _planned_pairs(plan, causal, window_left)
+    return 2 * q_nope.shape[1] * (2 * q_nope.shape[2] + q_pe.shape[2]) * pairs
+
+
+@register_flop_formula([torch.ops.attn.merge_state, torch.ops.attn.merge_state_in_place], get_raw=True)
 def merge_state(v_a: Tensor, *_: Any, **__: Any) -> int:
     return 4 * v_a.numel()
 
 
-@register_flop_formula(torch.ops.attn.merge_states, get_raw=True)
+@register_flop_formula([torch.ops.attn.merge_states, torch.ops.attn.merge_states_varlen], get_raw=True)
 def merge_states(v: Tensor, *_: Any, **__: Any) -> int:
     return 2 * v.numel()
 
 
-@register_flop_formula(
-    [torch.ops.attn.append_kv, torch.ops.attn.plan_decode, torch.ops.attn.plan_prefill], get_raw=True
+MOVERS = (
+    "append_kv",
+    "append_mla_kv",
+    "batch_indices_positions",
+    "packbits",
+    "page_table",
+    "plan_decode",
+    "plan_prefill",
+    "segment_packbits",
+    "seq_lens",
 )
+"""Ops that move or count and compute nothing."""
+
+
+@register_flop_formula([getattr(torch.ops.attn, op) for op in MOVERS], get_raw=True)
 def nothing(*_: Any, **__: Any) -> int:
     return 0

@@ -1,6 +1,6 @@
 """Prefill and append: any number of query rows per request, over paged, ragged or plain keys and values.
 
-FlashInfer's names and arguments; shapes and meaning as in the specification's semantics page. LSE is base 2 unless
+FlashInfer's names and arguments; shapes and meaning as in the user guide (docs/guide/). LSE is base 2 unless
 ``lse_base="ln"``. A causal mask is aligned bottom-right: the last query row sees every key.
 """
 

@@ -32,7 +32,7 @@ class DTypes:
     """dtypes of query, KV and output, from the four arguments that name them.
 
     ``data_type`` is that of the KV, and of the query too unless it is FP8 or ``q_data_type`` names another
-    (semantics: decode ``plan(data_type=bf16)`` alone). The output is as the query unless ``o_data_type`` is given.
+    (docs/flashinfer.md). The output is as the query unless ``o_data_type`` is given.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ def attention_options(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
 ) -> dict[str, Any]:
-    """The options of an attention op under its names, with the defaults of semantics.md."""
+    """The options of an attention op under its names, with their defaults."""
     if pos_encoding_mode not in POS_ENCODINGS:
         fail(
             OptionError,

@@ -1,4 +1,4 @@
-"""KV caches in the forms that callers hold them, as the views that the ops take (semantics: Tensors)."""
+"""KV caches in the forms that callers hold them, as the views that the ops take (docs/guide/layouts.md)."""
 
 from __future__ import annotations
 

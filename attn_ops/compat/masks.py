@@ -1,4 +1,4 @@
-"""Custom masks, packed as the ops read them (semantics: Masks): little-endian, every request from a byte of its own."""
+"""Custom masks, packed as the ops read them (docs/guide/masks.md): little-endian bits, whole bytes per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales of query, keys and values: numbers are folded, tensors go to the op (semantics: Softmax and LSE, FP8 KV)."""
+"""Scales of query, keys and values: numbers are folded, tensors go to the op (docs/guide/fp8.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed custom masks: bits little-endian, each request padded to a whole byte (semantics: Masks)."""
+"""Packed custom masks: bits little-endian, each request padded to a whole byte (docs/guide/masks.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positional encodings inside attention (semantics: Positions)."""
+"""Positional encodings inside attention (docs/guide/masks.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys a query row sees: packed custom masks, the causal bound and the sliding window (semantics: Masks)."""
+"""Which keys a query row sees: packed custom masks, the causal bound and the sliding window (docs/guide/masks.md)."""
 
 from __future__ import annotations
 
