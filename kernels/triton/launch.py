@@ -180,6 +180,8 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
     if watch.computed or any(t is not None and t.data_ptr() & ALIGNMENT for t in tensors):
         return result, None
     place = {id(t): i for i, t in enumerate(tensors) if t is not None}
+    if len(place) < sum(t is not None for t in tensors):
+        return result, None  # one tensor twice: another call may pass two, and which is meant is not known
     launches = []
     for entry in recorded:
         if entry is None or any(t is not None and id(t) not in place for t in entry[1]):
