@@ -19,7 +19,7 @@ from torch.library import Library
 from . import registry
 from .inductor import Lowerings
 from .meta.outputs import OUTPUTS
-from .repeat import Repeats, key_of, tensors_of
+from .repeat import Repeats
 from .schemas import NAMESPACE, SCHEMAS
 from .validation import CHECKS
 
@@ -39,22 +39,19 @@ def _real(op: str) -> Callable[..., Any]:
 
 def _repeated(op: str) -> Callable[..., Any]:
     """As :func:`_real`, remembering the calls whose backend can repeat them."""
-    check, outputs, repeats = CHECKS[op], OUTPUTS[op], Repeats()
+    check, repeats = CHECKS[op], Repeats()
 
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        key = key_of(args, kwargs)
-        repeat = repeats.get(key)
+        key, repeat, addresses = repeats.find(args, kwargs)
         if repeat is not None:
-            result = outputs(*args, **kwargs)
-            if repeat(tensors_of(args, kwargs, result)):
-                return result
+            return repeat(addresses)
         name = kwargs.pop("backend", "auto")
         backend = registry.choose(check(*args, backend=name, **kwargs), name)
         if backend.record is None:
             return backend.implementation(op)(*args, **kwargs)
-        result, recorded = backend.recorder()(backend.implementation(op), args, kwargs)
-        if recorded is not None:
-            repeats.add(key, recorded, args)
+        result, repeat = backend.recorder()(backend.implementation(op), args, kwargs)
+        if repeat is not None:
+            repeats.add(key, repeat, args, kwargs)
         return result
 
     return implementation

@@ -9,65 +9,83 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
-Repeat = Callable[[Sequence[Tensor | None]], bool]
-"""Makes the call again on other tensors, of :func:`tensors_of`, and says whether it could."""
+Repeat = Callable[[list[int]], Any]
+"""Makes the call again on tensors at other addresses, those of :func:`moving`, and returns its result."""
 
-MOST = 4096
-"""Calls remembered of one op; then all are forgotten."""
+ALIGNMENT = 15
+"""Kernels are compiled for pointers that are multiples of 16."""
 
-
-def key_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """Equal for calls that pass the same checks and launch the same kernels.
-
-    A tensor counts by shape, stride, dtype and device, a list of tensors (a plan) by identity.
-    """
-    grad = torch.is_grad_enabled()
-    parts: list[Any] = [grad]
-    for x in args:
-        if isinstance(x, Tensor):
-            parts += (x.shape, x.stride(), x.dtype, x.get_device(), grad and x.requires_grad)
-        elif isinstance(x, (list, tuple)):
-            parts.append(tuple(map(id, x)))
-        else:
-            parts.append(x)
-    for name, x in kwargs.items():
-        parts.append(name)
-        if isinstance(x, Tensor):
-            parts += (x.shape, x.stride(), x.dtype, x.get_device(), grad and x.requires_grad)
-        else:
-            parts.append(x)
-    return tuple(parts)
+MOST, ALIKE = 4096, 16
+"""Calls remembered of one op, and of those that differ in their tensors alone; then all of them are forgotten."""
 
 
-def tensors_of(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor | None]:
-    """The tensors of a call and of its result, always in the same order."""
-    tensors: list[Any] = []
-    for x in (*args, *kwargs.values(), result):
-        if isinstance(x, Tensor):
-            tensors.append(x)
-        elif isinstance(x, (list, tuple)):
-            tensors += x
-    return tensors
+def moving(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a call but those in lists, which are plans and stay where they are."""
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+
+
+def held(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors of the plans of a call."""
+    return [t for x in args if isinstance(x, (list, tuple)) for t in x]
 
 
 class Repeats:
-    """What one op remembers of its calls."""
+    """What one op remembers of its calls.
+
+    Calls are alike if a thread makes them with the same options, plans, grad mode and device, and with tensors
+    of the same type, sizes, strides, dtype, device, need of a gradient and alignment.
+    """
 
     def __init__(self) -> None:
-        self._calls: dict[Hashable, tuple[Repeat, list[weakref.ref[Tensor]]]] = {}
+        self._calls: dict[Hashable, list[tuple[TensorGuards, Repeat]]] = {}
+        self._plans: dict[Hashable, list[weakref.ref[Tensor]]] = {}
 
-    def get(self, key: Hashable) -> Repeat | None:
-        found = self._calls.get(key)
-        return None if found is None else found[0]
+    def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hashable, Repeat | None, list[int]]:
+        """``(key, repeat, addresses)``: what to :meth:`add` a call under, or how to repeat it."""
+        values = (*args, *kwargs.values()) if kwargs else args
+        tensors, addresses, together, options = [], [], 0, [*kwargs]
+        for x in values:
+            if isinstance(x, Tensor):
+                address = x.data_ptr()
+                tensors.append(x)
+                addresses.append(address)
+                together |= address
+                options.append(Tensor)
+            elif isinstance(x, list):
+                options += map(id, x)
+            else:
+                options.append(x)
+        key = (
+            get_ident(),
+            torch.is_grad_enabled(),
+            torch._C._cuda_getDevice(),
+            together & ALIGNMENT,
+            tensors[0].shape,
+            *options,
+        )
+        for like, repeat in self._calls.get(key, ()):
+            if like.check(*tensors):
+                return key, repeat, addresses
+        return key, None, addresses
 
-    def add(self, key: Hashable, repeat: Repeat, args: Sequence[Any]) -> None:
-        """Remember a call for as long as the plans in ``args`` live: their identity is part of its key."""
-        if len(self._calls) >= MOST:
+    def add(self, key: Hashable, repeat: Repeat, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Remember a call for as long as its plans live: their identity is part of the key."""
+        if len(self._plans) >= MOST:
             self._calls.clear()
-        plans = [t for x in args if isinstance(x, (list, tuple)) for t in x]
-        self._calls[key] = repeat, [weakref.ref(t, lambda _: self._calls.pop(key, None)) for t in plans]
+            self._plans.clear()
+        calls = self._calls.setdefault(key, [])
+        if len(calls) >= ALIKE:
+            calls.clear()
+        calls.append((TensorGuards(*moving(args, kwargs), dynamic_dims_sizes=None, dynamic_dims_strides=None), repeat))
+        self._plans[key] = [weakref.ref(t, lambda _: self._forget(key)) for t in held(args)]
+
+    def _forget(self, key: Hashable) -> None:
+        self._calls.pop(key, None)
+        self._plans.pop(key, None)

@@ -10,6 +10,7 @@ as much host time as a small kernel runs. A :class:`Launch` is that work done on
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,13 +22,11 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from ...repeat import tensors_of
+from ...repeat import ALIGNMENT, held, moving
+from .driver import Launch, layout
 
 DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Releases whose compiled kernels have ``run(grid, stream, function, metadata, hooks, *args)``."""
-
-ALIGNMENT = 15
-"""Triton compiles wide accesses for pointers that are multiples of 16."""
 
 
 class Options(NamedTuple):
@@ -52,25 +51,17 @@ def starts_early(t: Tensor) -> bool:
     return DIRECT and not isinstance(t, FakeTensor) and _hopper(t.device)
 
 
-class Launch:
-    """A compiled kernel with its grid and every argument but the tensors."""
+class Recorded(NamedTuple):
+    """A launch of a compiled kernel with the arguments ``(*tensors, *rest)``."""
 
-    __slots__ = ("_function", "_grid", "_metadata", "_rest", "_run")
-
-    def __init__(self, compiled: Any, grid: Sequence[int], rest: tuple[Any, ...]) -> None:
-        self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
-        self._grid = (*grid, 1, 1)[:3]
-        self._rest = rest
-
-    def __call__(self, stream: int, *pointers: int | None) -> None:
-        """Launch on the current device; ``pointers`` are 16-byte aligned if the first launch's were."""
-        x, y, z = self._grid
-        if x and y and z:
-            self._run(x, y, z, stream, self._function, self._metadata, None, None, None, *pointers, *self._rest)
+    compiled: Any
+    grid: tuple[int, ...]
+    tensors: Sequence[Tensor | None]
+    rest: tuple[Any, ...]
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
-_recorded: list[tuple[Launch, Sequence[Tensor | None]] | None] | None = None
+_recorded: list[Recorded | None] | None = None
 
 
 def launch(
@@ -124,32 +115,50 @@ def _launch_direct(
         if hasattr(compiled, "result"):
             compiled = compiled.result()
         _compiled[key] = compiled
-    prepared = Launch(compiled, grid, (*scalars, *strides, *constants))
+    rest = (*scalars, *strides, *constants)
     if _recorded is not None:
-        _recorded.append((prepared, tensors))
-    prepared(torch._C._cuda_getCurrentRawStream(device), *pointers)
+        _recorded.append(Recorded(compiled, tuple(grid), tensors, rest))
+    if all(grid):
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        x, y, z = (*grid, 1, 1)[:3]
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *rest)
+
+
+def _tensors_of(result: Any) -> list[Tensor]:
+    return [] if result is None else [result] if isinstance(result, Tensor) else list(result)
 
 
 class Repeat:
-    """The launches of a call, to be made again on the tensors of a call like it (:mod:`attn_ops.repeat`)."""
+    """The launches of a call, to be made again on the tensors of a call like it (:mod:`attn_ops.repeat`).
 
-    __slots__ = ("_device", "_launches")
+    The kernels read the addresses of ``moving`` tensors and of the ``result`` from cells that they share.
+    """
 
-    def __init__(self, device: int, launches: list[tuple[Launch, list[int | None]]]) -> None:
-        self._device, self._launches = device, launches
+    __slots__ = ("_cells", "_device", "_launches", "_outputs", "_pack")
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> bool:
-        """False, and nothing done, for unaligned tensors and from another current device."""
-        pointers = [0 if t is None else t.data_ptr() for t in tensors]
-        together = 0
-        for pointer in pointers:
-            together |= pointer
-        if together & ALIGNMENT or self._device != torch._C._cuda_getDevice():
-            return False
+    def __init__(self, moving: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) -> None:
+        outputs = _tensors_of(result)
+        places = {id(t): i for i, t in enumerate((*moving, *outputs))}
+        self._cells = (ctypes.c_uint64 * len(places))()
+        self._device = recorded[0].tensors[0].get_device()  # type: ignore[union-attr]
+        self._outputs = [torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape) for t in outputs]
+        self._pack = tuple if isinstance(result, tuple) else (lambda made: made[0]) if outputs else (lambda made: None)
+
+        def cell(t: Tensor | None) -> ctypes.c_uint64 | None:
+            if t is None:
+                return None
+            at = places.get(id(t))
+            return ctypes.c_uint64(t.data_ptr()) if at is None else ctypes.c_uint64.from_buffer(self._cells, 8 * at)
+
+        self._launches = [Launch(r.compiled, r.grid, (*map(cell, r.tensors), *r.rest)) for r in recorded if all(r.grid)]
+
+    def __call__(self, addresses: list[int]) -> Any:
+        made = [torch.empty_like(like) for like in self._outputs]
+        self._cells[:] = addresses + [t.data_ptr() for t in made]
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        for again, places in self._launches:
-            again(stream, *[None if place is None else pointers[place] for place in places])
-        return True
+        for launch_again in self._launches:
+            launch_again(stream)
+        return self._pack(made)
 
 
 class _Watch(TorchDispatchMode):
@@ -173,19 +182,20 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
     try:
         with _Watch() as watch:
             result = function(*args, **kwargs)
-        recorded = _recorded
+        recorded = [entry for entry in _recorded if entry is not None]
+        known = len(recorded) == len(_recorded) > 0 and all(layout(r.compiled) is not None for r in recorded)
     finally:
         _recorded = outer
-    tensors = tensors_of(args, kwargs, result)
-    if watch.computed or any(t is not None and t.data_ptr() & ALIGNMENT for t in tensors):
-        return result, None
-    place = {id(t): i for i, t in enumerate(tensors) if t is not None}
-    if len(place) < sum(t is not None for t in tensors):
-        return result, None  # one tensor twice: another call may pass two, and which is meant is not known
-    launches = []
-    for entry in recorded:
-        if entry is None or any(t is not None and id(t) not in place for t in entry[1]):
-            return result, None
-        launches.append((entry[0], [None if t is None else place[id(t)] for t in entry[1]]))
-    device = next((t.get_device() for t in tensors if t is not None), -1)
-    return result, Repeat(device, launches) if launches and device == torch.cuda.current_device() else None
+    given, outputs = moving(args, kwargs), _tensors_of(result)
+    free, device = [*given, *outputs], torch.cuda.current_device()
+    there = {id(t) for t in (*free, *held(args))}
+    repeats = (
+        known
+        and not watch.computed
+        and len({id(t) for t in free})
+        == len(free)  # another call may pass two tensors, and which is meant is not known
+        and all(t.get_device() == device and not t.data_ptr() & ALIGNMENT for t in free)
+        and all(t.is_contiguous() for t in outputs)
+        and all(t is None or id(t) in there for r in recorded for t in r.tensors)
+    )
+    return result, Repeat(given, result, recorded) if repeats else None
