@@ -68,7 +68,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 TRITON_PREFILL = frozenset({"batch_prefill", "ragged_prefill", "single_prefill", "batch_mla"})
-"""The ops of one kernel, which takes every option: FP8 KV, positional encodings and custom masks too."""
+"""The ops of one kernel, which goes over any number of query heads per KV head in blocks."""
 
 TRITON_OPS = TRITON_PREFILL | {
     "plan_decode", "plan_prefill", "batch_decode", "append_kv", "merge_state", "merge_states"
@@ -90,13 +90,10 @@ def _triton_objections(p: Problem) -> list[str]:
             f"it needs compute capability 8.0 or newer, not {capability}",
         ),
         (p.dtype in TRITON_DTYPES, f"it does not compute in {p.dtype}"),
-        (prefill or p.kv_dtype == p.dtype, f"it needs query and cache of one dtype, not {p.dtype} and {p.kv_dtype}"),
         (
             capability is None or capability >= (8, 9) or p.kv_dtype != torch.float8_e4m3fn,
             f"it needs compute capability 8.9 or newer for {p.kv_dtype}, not {capability}",
         ),
-        (prefill or p.pos_encoding == "NONE", f"it does not apply {p.pos_encoding}"),
-        (prefill or not p.scaled, "it does not take kv_scale"),
         (max(key_dim, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
         (prefill or p.num_qo_heads // p.num_kv_heads <= 128, "it needs at most 128 query heads per KV head"),
     ]

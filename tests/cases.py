@@ -47,6 +47,11 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def tolerance(self) -> dict[str, float]:
+        """Of kernels that round rotated queries and keys to the dtype before they are multiplied."""
+        return {"float32_eps": torch.finfo(self.dtype).eps / 8} if self.pos_encoding == "ROPE_LLAMA" else {}
+
 
 HEAD_DIMS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (64, 128), (256, 256), (512, 512))
 
@@ -180,3 +185,22 @@ def special(base: Case, axes: dict[str, tuple[Any, ...]], more: dict[str, tuple[
 DECODE_SPECIAL = special(DECODE_BASE, DECODE_AXES, _POSITIONS)
 PREFILL_SPECIAL = special(PREFILL_BASE, PREFILL_AXES | PAGES, _POSITIONS | _MASKS)
 RAGGED_SPECIAL = special(PREFILL_BASE, RAGGED_AXES, _POSITIONS | _MASKS)
+
+# Every option of decode at once, whole requests and pieces, with query heads of every group size.
+DECODE_OPTIONS = sampled(
+    replace(DECODE_BASE, kv_lens=(300, 0, 70, 513)),
+    _POSITIONS
+    | {
+        "dtype": (torch.float16, torch.bfloat16),
+        "heads": tuple((2 * group, 2) for group in range(1, 9)),
+        "head_dims": ((128, 128), (256, 256)),
+        "page_size": (1, 64),
+        "window_left": (64, 400),
+        "logits_soft_cap": (5.0,),
+        "sinks": (1.0,),
+        "storage": ("fused", "padded"),
+        "planner": ({"num_ctas": 6}, {"num_ctas": 40}),
+    },
+    48,
+    seed=3,
+)

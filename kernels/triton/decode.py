@@ -19,6 +19,7 @@ from ...meta.outputs import attention as allocate
 from ...plan import DecodePlan, PlanProblem, num_slots
 from .launch import launch, starts_early
 from .merge import merge_pieces
+from .positions import alibi_slopes, rotate_halves
 from .primitives import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum, soft_cap, within
 from .tiles import decode_tile
 
@@ -70,12 +71,35 @@ def page_offsets(pages, num_pages, block, stride_page, stride_slot, PAGE_SIZE: t
     return page.to(tl.int64) * stride_page + slot * stride_slot
 
 
-@triton.jit(do_not_specialize=["scale", "cap", "window_left", "rows", "num_pages", "max_pages", "max_items", "slots"])
+@triton.jit
+def unpack(pairs, DTYPE: tl.constexpr):
+    """The first and the second FP8 number of each int16."""
+    return pairs.to(tl.uint8).to(DTYPE, bitcast=True), (pairs >> 8).to(tl.uint8).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def float16_scale(q, row, rows, mask, stride_row, PART: tl.constexpr, ROPE: tl.constexpr):
+    """The power of 2 that brings a query's largest element to 2^14: float16 then holds all that matters beside it."""
+    at, used = q + row.to(tl.int64) * stride_row, mask & within(row, rows)
+    size = tl.abs(tl.load(at, mask=used, other=0.0).to(tl.float32))
+    if ROPE:
+        size = tl.maximum(size, tl.abs(tl.load(at + PART, mask=used, other=0.0).to(tl.float32)))
+    exponent = tl.max(tl.max(size, 1), 0).to(tl.int32, bitcast=True) >> 23
+    return (tl.minimum(268 - exponent, 247) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("scale", "cap", "window_left", "log2_theta", "inverse_rope_scale"),
+        *("rows", "num_pages", "max_pages", "max_items", "slots"),
+    ]
+)
 def decode_kernel(
     q,  # [rows, num_qo_heads, DIM_QK]
     k_cache,  # [num_pages, ...] of pages of PAGE_SIZE tokens, as the strides say
     v_cache,
     sinks,  # [num_qo_heads] or None
+    kv_scale,  # [2] or None
     out,  # [rows, num_qo_heads, DIM_VO]
     lse,  # [rows, num_qo_heads] or [0]
     partial,  # [slots, num_qo_heads, DIM_VO], then [slots, num_qo_heads]
@@ -85,6 +109,8 @@ def decode_kernel(
     scale,
     cap,
     window_left,
+    log2_theta,
+    inverse_rope_scale,
     rows,
     num_pages,
     max_pages,
@@ -106,16 +132,25 @@ def decode_kernel(
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    KV_SCALE: tl.constexpr,
+    ROPE: tl.constexpr,
+    ALIBI: tl.constexpr,
+    LOG2_HEADS: tl.constexpr,
     LSE: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_VO: tl.constexpr,
+    PAIRED: tl.constexpr,  # FP8 values are read two at a time
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    FP8: tl.constexpr = k_cache.dtype.element_ty.is_fp8()
+    COMPUTE: tl.constexpr = tl.float16 if FP8 and q.dtype.element_ty != tl.float32 else q.dtype.element_ty
+    RESCALE: tl.constexpr = q.dtype.element_ty != COMPUTE
+    PART: tl.constexpr = DIM_QK // 2 if ROPE else DIM_QK
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     program = tl.program_id(0)
@@ -123,12 +158,23 @@ def decode_kernel(
     kv_head = program // HEAD_BLOCKS % NUM_KV_HEADS
     in_group = program % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     heads, head_mask = kv_head * GROUP + in_group, in_group < GROUP
+    PACK: tl.constexpr = 2 if PAIRED else 1
+    FP8_TYPE: tl.constexpr = v_cache.dtype.element_ty
     n, d_qk, d_vo = tl.arange(0, BLOCK_KV), tl.arange(0, BLOCK_QK), tl.arange(0, BLOCK_VO)
+    d_pair = tl.arange(0, BLOCK_VO // PACK)
+    if PAIRED:
+        v_cache = v_cache.to(tl.pointer_type(tl.int16))
     q += heads[:, None] * stride_q_head + d_qk
     k_cache += kv_head * stride_k_head + d_qk[None, :]
-    v_cache += kv_head * stride_v_head + d_vo[None, :]
+    v_cache += kv_head * (stride_v_head // PACK) + d_pair[None, :]
     sink = tl.load(sinks + heads, mask=head_mask, other=0.0) * LOG2E if SINKS else 0.0
-    logit_scale = tl.cast(scale, tl.float32) if CAP else tl.cast(scale, tl.float32) * LOG2E
+    unit = 1.0 if CAP else LOG2E
+    logit_scale = tl.cast(scale, tl.float32) * unit
+    slope = alibi_slopes(heads, NUM_HEADS, LOG2_HEADS) * unit if ALIBI else 0.0
+    value_scale = 1.0
+    if KV_SCALE:
+        logit_scale *= tl.load(kv_scale)
+        value_scale = tl.load(kv_scale + 1)
     max_pages = tl.where(num_pages > 0, max_pages, 0)
 
     item = tl.maximum(tl.load(cta_indptr + cta), 0)
@@ -140,54 +186,88 @@ def decode_kernel(
     begin, end, page_start = load_extent(work + item * 8, item < stop, max_pages, window_left, PAGE_SIZE, WINDOW)
     block = begin // BLOCK_KV * BLOCK_KV
     pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV)
+    query_mask = head_mask[:, None] & (d_qk < PART)
+    position = tl.load(work + item * 8 + 4, mask=item < stop, other=0) if ROPE else 0
+    query_scale = 1.0
+    if RESCALE:
+        query_scale = float16_scale(q, row, rows, query_mask, stride_q_row, PART, ROPE)
 
     m = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
-    acc = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
+    acc = tl.zeros((BLOCK_HEADS, BLOCK_VO // PACK), tl.float32)
+    acc_odd = tl.zeros((BLOCK_HEADS, BLOCK_VO // PACK), tl.float32) if PAIRED else 0.0
     for _ in range(count_blocks(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)):
         last = block + BLOCK_KV >= end
         next_item, next_block = item, block + BLOCK_KV
         next_row, next_begin, next_end, next_page_start, next_slot = row, begin, end, page_start, slot
+        next_position, next_query_scale = position, query_scale
         if last:
             next_item += 1
             record, more = work + next_item * 8, next_item < stop
             next_row, next_slot = tl.load(record, mask=more, other=-1), tl.load(record + 6, mask=more, other=-1)
             next_begin, next_end, next_page_start = load_extent(record, more, max_pages, window_left, PAGE_SIZE, WINDOW)
             next_block = next_begin // BLOCK_KV * BLOCK_KV
+            if ROPE:
+                next_position = tl.load(record + 4, mask=more, other=0)
+            if RESCALE:
+                next_query_scale = float16_scale(q, next_row, rows, query_mask, stride_q_row, PART, ROPE)
         next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV)
 
         visible = (block + n - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
         k_at = page_offsets(pages, num_pages, block, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_KV)
-        v_at = page_offsets(pages, num_pages, block, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_KV)
-        k = tl.load(k_cache + k_at[:, None], mask=visible[:, None] & (d_qk < DIM_QK), other=0.0)
-        v = tl.load(v_cache + v_at[:, None], mask=visible[:, None] & (d_vo < DIM_VO), other=0.0)
-        query_mask = head_mask[:, None] & (d_qk < DIM_QK) & within(row, rows)
+        v_at = page_offsets(pages, num_pages, block, stride_v_page // PACK, stride_v_slot // PACK, PAGE_SIZE, BLOCK_KV)
+        k = tl.load(k_cache + k_at[:, None], mask=visible[:, None] & (d_qk < PART), other=0.0)
+        v = tl.load(v_cache + v_at[:, None], mask=visible[:, None] & (d_pair < DIM_VO // PACK), other=0)
+        query_mask = head_mask[:, None] & (d_qk < PART) & within(row, rows)
         query = tl.load(q + row.to(tl.int64) * stride_q_row, mask=query_mask, other=0.0)
+        if ROPE:
+            far_k = tl.load(k_cache + PART + k_at[:, None], mask=visible[:, None] & (d_qk < PART), other=0.0)
+            far_query = tl.load(q + PART + row.to(tl.int64) * stride_q_row, mask=query_mask, other=0.0)
+            k, far_k = rotate_halves(k, far_k, block + n, d_qk, log2_theta, inverse_rope_scale, DIM_QK)
+            place = position + tl.zeros((1,), tl.int32)
+            query, far_query = rotate_halves(query, far_query, place, d_qk, log2_theta, inverse_rope_scale, DIM_QK)
+            far_query = (far_query * query_scale).to(COMPUTE)
+            far_logits = tl.dot(far_query, tl.trans(far_k.to(COMPUTE)), input_precision="ieee")
+        if RESCALE:
+            query = query.to(tl.float32) * query_scale
 
-        logits = tl.dot(query, tl.trans(k), input_precision="ieee") * logit_scale
+        logits = tl.dot(query.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee")
+        if ROPE:
+            logits += far_logits
+        logits *= logit_scale / query_scale if RESCALE else logit_scale
+        if ALIBI:
+            logits += slope[:, None] * (block + n).to(tl.float32)[None, :]
         if CAP:
             logits = soft_cap(logits, tl.cast(cap, tl.float32)) * LOG2E
         logits = tl.where(visible[None, :], logits, float("-inf"))
         top = tl.maximum(m, tl.max(logits, 1))
         weights, decay = exp2(logits - top[:, None]), exp2(m - top)
         m, total = top, total * decay[:, None] + weights
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        weights = weights.to(COMPUTE)
+        if PAIRED:
+            v, v_odd = unpack(v, FP8_TYPE)
+            acc_odd = tl.dot(weights, v_odd.to(COMPUTE), acc_odd * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights, v.to(COMPUTE), acc * decay[:, None], input_precision="ieee")
 
         if last:
             norm, value = tl.sum(total, 1), acc
+            if PAIRED:
+                value = tl.reshape(tl.join(acc, acc_odd), (BLOCK_HEADS, BLOCK_VO))
+                acc_odd = tl.zeros_like(acc_odd)
             mask = head_mask[:, None] & (d_vo < DIM_VO)
             if slot < 0:
                 if SINKS:
                     m, norm, value = add_sink(m, norm, value, sink)
                 if within(row, rows):
                     at = row.to(tl.int64) * NUM_HEADS + heads
-                    result = (value * inverse(norm)[:, None]).to(out.dtype.element_ty)
+                    result = (value * (inverse(norm) * value_scale)[:, None]).to(out.dtype.element_ty)
                     tl.store(out + at[:, None] * DIM_VO + d_vo, result, mask=mask)
                     if LSE:
                         tl.store(lse + at, log_sum(m, norm), mask=head_mask)
             elif slot < slots:
                 at = slot.to(tl.int64) * NUM_HEADS + heads
-                tl.store(partial + at[:, None] * DIM_VO + d_vo, value * inverse(norm)[:, None], mask=mask)
+                result = value * (inverse(norm) * value_scale)[:, None]
+                tl.store(partial + at[:, None] * DIM_VO + d_vo, result, mask=mask)
                 sums = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM_VO)
                 tl.store(sums + at, log_sum(m, norm), mask=head_mask)
             m = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
@@ -195,7 +275,12 @@ def decode_kernel(
             acc = tl.zeros_like(acc)
 
         item, row, begin, end, page_start, slot = next_item, next_row, next_begin, next_end, next_page_start, next_slot
-        block, pages = next_block, next_pages
+        block, pages, position, query_scale = next_block, next_pages, next_position, next_query_scale
+
+
+def _paired(cache: Tensor) -> bool:
+    """Whether an FP8 cache can be read as pairs of neighbouring dimensions."""
+    return cache.dtype.itemsize == 1 and not any(x % 2 for x in (cache.storage_offset(), *cache.stride()[:3]))
 
 
 def batch_decode(
@@ -220,16 +305,18 @@ def batch_decode(
     problem = PlanProblem.of(p.problem)
     out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse)
     rows, group = q.shape[0], problem.num_qo_heads // problem.num_kv_heads
-    tile = decode_tile(q.device, q.dtype, problem.head_dim_qk, problem.head_dim_vo, group)
+    rope = pos_encoding == "ROPE_LLAMA"
+    tile = decode_tile(q.device, q.dtype, k_cache.dtype, problem.head_dim_qk, problem.head_dim_vo, group, rope)
     slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
     pdl = starts_early(q)
     launch(
         decode_kernel,
         (num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads),),
-        (q, k_cache, v_cache, sinks, out, lse, workspace, p.kv_indices, p.work, p.cta_indptr),
+        (q, k_cache, v_cache, sinks, kv_scale, out, lse, workspace, p.kv_indices, p.work, p.cta_indptr),
         (
             *(sm_scale or 1 / math.sqrt(problem.head_dim_qk), logits_soft_cap, window_left),
+            *(math.log2(rope_theta), 1 / rope_scale),
             *(rows, k_cache.shape[0], p.kv_indices.shape[0], p.work.shape[0], slots),
         ),
         (
@@ -239,8 +326,9 @@ def batch_decode(
         ),
         (
             *(problem.num_kv_heads, group, problem.head_dim_qk, problem.head_dim_vo, problem.page_size),
-            *(logits_soft_cap > 0, window_left >= 0, sinks is not None, return_lse),
-            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo, pdl),
+            *(logits_soft_cap > 0, window_left >= 0, sinks is not None, kv_scale is not None),
+            *(rope, pos_encoding == "ALIBI", problem.num_qo_heads.bit_length() - 1, return_lse),
+            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo, _paired(v_cache), pdl),
         ),
         tile.options._replace(launch_pdl=pdl),
     )

@@ -22,6 +22,8 @@ MAX_REQUESTS = 32768
 COPY = 4096
 """Page numbers that a program copies."""
 
+REQUESTS_PER_WARP = 128
+
 
 @triton.jit
 def count_tokens(first_page, end_page, last_page_len, max_pages, PAGE_SIZE: tl.constexpr):
@@ -29,16 +31,6 @@ def count_tokens(first_page, end_page, last_page_len, max_pages, PAGE_SIZE: tl.c
     pages = tl.minimum(end_page, max_pages) - tl.maximum(first_page, 0)
     tokens = (pages - 1) * PAGE_SIZE + tl.minimum(tl.maximum(last_page_len, 1), PAGE_SIZE)
     return tl.where(pages > 0, tokens, 0)
-
-
-@triton.jit
-def request_lengths(kv_indptr, last_page_len, batch, max_pages, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """``(first page, one past the last page, tokens)`` of each request, empty ones beyond the batch."""
-    i = tl.arange(0, BLOCK)
-    first = tl.load(kv_indptr + tl.minimum(i, batch))
-    end = tl.load(kv_indptr + tl.minimum(i + 1, batch))
-    last = tl.load(last_page_len + i, mask=i < batch, other=1)
-    return first, end, tl.where(i < batch, count_tokens(first, end, last, max_pages, PAGE_SIZE), 0)
 
 
 @triton.jit
@@ -80,17 +72,31 @@ def cut_line(ends, num_ctas, SLACK: tl.constexpr, B: tl.constexpr, LOG_B: tl.con
 
 
 @triton.jit
-def store_item(work, item, mask, row, begin, end, offset, start, kv_len, page_start, slot, KV_UNIT: tl.constexpr):
-    """One record of ``WORK_FIELDS`` for each ``item``; ``begin`` and ``end`` are on the line, in units."""
-    record = work + item * 8
-    tl.store(record + 0, row, mask=mask)
-    tl.store(record + 1, 1, mask=mask)
-    tl.store(record + 2, tl.maximum((begin + offset) * KV_UNIT, start), mask=mask)
-    tl.store(record + 3, tl.minimum((end + offset) * KV_UNIT, kv_len), mask=mask)
-    tl.store(record + 4, kv_len - 1, mask=mask)
-    tl.store(record + 5, page_start, mask=mask)
-    tl.store(record + 6, slot, mask=mask)
-    tl.store(record + 7, row, mask=mask)
+def store_items(
+    work, item, mask, row, begin, end, offset, start, kv_len, page_start, slot,
+    KV_UNIT: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """One record of ``WORK_FIELDS`` for each ``item``; ``begin`` and ``end`` are on the line, in units.
+
+    ``WHOLE`` exchanges the fields between threads and stores records in one piece: for many items.
+    """
+    kv_begin, kv_end = tl.maximum((begin + offset) * KV_UNIT, start), tl.minimum((end + offset) * KV_UNIT, kv_len)
+    position, rows = kv_len - 1, tl.zeros_like(row) + 1
+    if WHOLE:
+        even = tl.join(tl.join(row, position), tl.join(kv_begin, slot))
+        odd = tl.join(tl.join(rows, page_start), tl.join(kv_end, row))
+        record = tl.reshape(tl.join(even, odd), (item.shape[0], 8))
+        tl.store(work + item[:, None] * 8 + tl.arange(0, 8), record, mask=mask[:, None])
+    else:
+        record = work + item * 8
+        tl.store(record + 0, row, mask=mask)
+        tl.store(record + 1, rows, mask=mask)
+        tl.store(record + 2, kv_begin, mask=mask)
+        tl.store(record + 3, kv_end, mask=mask)
+        tl.store(record + 4, position, mask=mask)
+        tl.store(record + 5, page_start, mask=mask)
+        tl.store(record + 6, slot, mask=mask)
+        tl.store(record + 7, row, mask=mask)
 
 
 @triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "num_ctas"])
@@ -155,7 +161,7 @@ def plan_decode_kernel(
     slot = tl.where(pieces > 0, first_slot, -1)
     offset = first_unit - begins
     end = tl.minimum(ends, at_next(cut, at_begin, C))
-    store_item(work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_UNIT)
+    store_items(work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_UNIT, B > 128)
 
     # A piece ends at the next cut that is another place, or with its request.
     request = tl.minimum(passed, B - 1)
@@ -163,14 +169,12 @@ def plan_decode_kernel(
     offset, start = tl.gather(offset, request, 0), tl.gather(start, request, 0)
     length, page = tl.gather(kv_len, request, 0), tl.gather(first_page, request, 0)
     slot = tl.gather(first_slot - item, request, 0) + cut_item
-    store_item(work, cut_item, inside, request, cut, end, offset, start, length, page, slot, KV_UNIT)
+    store_items(work, cut_item, inside, request, cut, end, offset, start, length, page, slot, KV_UNIT, False)
 
-    used = tl.max(requests_until, 0) + tl.max(cuts_until, 0)
-    field = tl.arange(0, 8)
-    for i in range(0, max_batch + num_ctas, C):
-        rest = i + c
-        blank = (rest >= used) & (rest < max_batch + num_ctas)
-        tl.store(work + rest[:, None] * 8 + field, tl.zeros((C, 8), tl.int32), mask=blank[:, None])
+    max_items, field = max_batch + num_ctas, tl.arange(0, 8)
+    for i in range(tl.max(requests_until, 0) + tl.max(cuts_until, 0), max_items, C):
+        rest = (i + c)[:, None]
+        tl.store(work + rest * 8 + field, tl.zeros((C, 8), tl.int32), mask=rest < max_items)
 
     tl.store(cta_indptr + c, cut_item, mask=c <= num_ctas)
     tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
@@ -202,5 +206,5 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
             *(problem.page_size, problem.window, KV_UNIT, SLACK),
             *(block_batch, block_batch.bit_length() - 1, block_cuts, block_cuts.bit_length() - 1, COPY),
         ),
-        Options(num_warps=4 if block_batch <= 512 else 8),
+        Options(num_warps=min(32, max(4, block_batch // REQUESTS_PER_WARP))),
     )

@@ -15,7 +15,7 @@ from ...plan import KV_UNIT, PlanProblem, PrefillPlan
 from ..reference.plan import LENGTH_BUCKETS, MIN_PIECE_UNITS
 from ..reference.plan import plan_prefill as plan_in_closed_form
 from .launch import Options, launch
-from .plan_decode import COPY, MAX_REQUESTS, at_previous, copy_page_numbers, request_lengths
+from .plan_decode import COPY, MAX_REQUESTS, at_previous, copy_page_numbers, count_tokens
 from .primitives import count_at_most
 
 TILES = 256
@@ -96,7 +96,11 @@ def plan_prefill_kernel(
         copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
         return
     b = tl.arange(0, B)
-    first_page, end_page, kv_len = request_lengths(kv_indptr, last_page_len, batch, max_pages, PAGE_SIZE, B)
+    # Loaded here, not by a helper, as in plan_decode.
+    first_page = tl.load(kv_indptr + tl.minimum(b, batch))
+    end_page = tl.load(kv_indptr + tl.minimum(b + 1, batch))
+    last_len = tl.load(last_page_len + b, mask=b < batch, other=1)
+    kv_len = tl.where(b < batch, count_tokens(first_page, end_page, last_len, max_pages, PAGE_SIZE), 0)
     first_row = tl.load(qo_indptr + tl.minimum(b, batch))
     end_row = tl.load(qo_indptr + tl.minimum(b + 1, batch))
     qo_len = tl.maximum(end_row - first_row, 0)

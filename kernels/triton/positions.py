@@ -28,13 +28,27 @@ def sin_cos(turns):
 
 
 @triton.jit
+def angles(position, pair, log2_theta, inverse_scale, DIM: tl.constexpr):
+    """Sine and cosine ``[tokens, pairs]`` of what ROPE_LLAMA turns pair ``pair`` of a head by at ``position``."""
+    exponent = pair.to(tl.float32) * (tl.cast(log2_theta, tl.float32) * (-2.0 / DIM))
+    frequency = tl.exp2(exponent) * (tl.cast(inverse_scale, tl.float32) * 0.15915494309189535)
+    return sin_cos(position.to(tl.float32)[:, None] * frequency[None, :])
+
+
+@triton.jit
 def rotate(x, partner, position, d, log2_theta, inverse_scale, DIM: tl.constexpr):
     """ROPE_LLAMA of ``x [tokens, d]`` with its partner dimensions at ``position [tokens]``, in float32."""
-    exponent = (d % (DIM // 2)).to(tl.float32) * (tl.cast(log2_theta, tl.float32) * (-2.0 / DIM))
-    frequency = tl.exp2(exponent) * (tl.cast(inverse_scale, tl.float32) * 0.15915494309189535)
-    sin, cos = sin_cos(position.to(tl.float32)[:, None] * frequency[None, :])
+    sin, cos = angles(position, d % (DIM // 2), log2_theta, inverse_scale, DIM)
     sign = tl.where(d < DIM // 2, -1.0, 1.0)
     return x.to(tl.float32) * cos + partner.to(tl.float32) * (sin * sign[None, :])
+
+
+@triton.jit
+def rotate_halves(low, high, position, pair, log2_theta, inverse_scale, DIM: tl.constexpr):
+    """:func:`rotate` of the dimensions ``pair`` and of their partners, ``low`` and ``high [tokens, pairs]``."""
+    sin, cos = angles(position, pair, log2_theta, inverse_scale, DIM)
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    return low * cos - high * sin, high * cos + low * sin
 
 
 @triton.jit

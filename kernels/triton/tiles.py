@@ -40,27 +40,38 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
     return optin, properties.shared_memory_per_multiprocessor
 
 
-def shared_bytes(kv: int, stages: int, heads: int, dim_qk: int, dim_vo: int, element: int) -> int:
+def shared_bytes(kv: int, stages: int, heads: int, dim_qk: int, dim_vo: int, element: int, kv_element: int) -> int:
     """What the pipeline of a tile takes, and the exchange of its result. Wide tiles need a buffer more."""
     buffers = stages if heads >= 64 else stages - 1
-    return buffers * (kv * (dim_qk + dim_vo) + heads * dim_qk) * element + 4 * heads * dim_vo
+    return buffers * (kv * (dim_qk + dim_vo) * kv_element + heads * dim_qk * element) + 4 * heads * dim_vo
 
 
 @functools.cache
-def decode_tile(device: torch.device, dtype: torch.dtype, head_dim_qk: int, head_dim_vo: int, group: int) -> DecodeTile:
-    dim_qk, dim_vo = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim_qk, head_dim_vo))
-    # Tensor cores take no fewer than 16 rows; float32 is computed outside of them.
+def decode_tile(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    group: int,
+    halves: bool = False,
+) -> DecodeTile:
+    """``halves``: keys are read in two halves, each of them padded."""
+    parts = 2 if halves else 1
+    dim_part, dim_vo = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim_qk // parts, head_dim_vo))
+    dim_qk = parts * dim_part
     wide = max(dim_qk, dim_vo)
     if dtype == torch.float32:  # computed outside of the tensor cores
         most = 16 if wide <= 256 else 4
     else:
         most = 64 if wide <= 128 else 32 if wide <= 256 else 16
     heads = min(most, triton.next_power_of_2(group))
-    kv = min(128, max(16, STEP_BYTES // ((dim_qk + dim_vo) * dtype.itemsize)))
+    element = dtype.itemsize if dtype == torch.float32 else kv_dtype.itemsize
+    kv = min(128 // parts, max(16, STEP_BYTES // ((dim_qk + dim_vo) * element)))
     kv = 1 << (kv.bit_length() - 1)
     per_block, per_sm = shared_memory(device)
     for budget in (per_sm // CTAS_PER_SM - 1024, per_block):
         for tokens, stages in ((kv, STAGES), (kv, 2), (max(16, kv // 2), 2)):
-            if shared_bytes(tokens, stages, heads, dim_qk, dim_vo, dtype.itemsize) <= budget:
-                return DecodeTile(tokens, heads, dim_qk, dim_vo, Options(WARPS, stages))
+            if shared_bytes(tokens, stages, heads, dim_qk, dim_vo, dtype.itemsize, kv_dtype.itemsize) <= budget:
+                return DecodeTile(tokens, heads, dim_part, dim_vo, Options(WARPS, stages))
     raise AssertionError("the smallest tile fits every supported multiprocessor")

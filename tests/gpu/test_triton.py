@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from attn_ops.kernels import reference
-from cases import DECODE, Case
+from cases import DECODE, DECODE_OPTIONS, DECODE_SPECIAL, Case
 from harness import Setup
 from oracle import merge
 
@@ -17,9 +17,28 @@ import attn_ops
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 
-@pytest.mark.parametrize("case", DECODE, ids=str)
+@pytest.mark.parametrize("case", [*DECODE, *DECODE_SPECIAL, *DECODE_OPTIONS], ids=str)
 def test_decode_matches_oracle(case: Case) -> None:
     setup = Setup("decode", case, "cuda")
+    setup.check(*setup.run("triton"), **case.tolerance)
+
+
+@pytest.mark.parametrize("exponent", [-100, -20, 20, 90])
+def test_fp8_cache_under_a_bfloat16_query_of_any_size(exponent: int) -> None:
+    case = Case("wide", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, sm_scale=0.1 * 2.0**-exponent)
+    setup = Setup("decode", case, "cuda")
+    setup.q.mul_(2.0**exponent)
+    setup.check(*setup.run("triton"))
+
+
+def test_fp8_cache_at_an_odd_address() -> None:
+    """Values that cannot be read in pairs."""
+    setup = Setup("decode", Case("odd", dtype=torch.float16, kv_dtype=torch.float8_e5m2), "cuda")
+    shape = setup.v.shape
+    memory = torch.full((setup.v.numel() + 1,), math.nan).to(setup.v.dtype).cuda()
+    values = memory[1:].view(shape)
+    values.copy_(setup.v)
+    setup.v = values
     setup.check(*setup.run("triton"))
 
 
