@@ -79,10 +79,14 @@ def _register(op: torch._ops.OpOverload, body: Body) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     num_returns = len(op._schema.returns)
+    names = [argument.name for argument in op._schema.arguments]
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         node = V.graph.current_node
         call = (tuple(node.args), dict(node.kwargs))
+        # Inductor may have brought the arguments into the schema's form and order: take them as the node has them.
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        args, kwargs = tuple(named[name] for name in names[: len(call[0])]), {name: named[name] for name in call[1]}
         fake_call = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], call)
         leaves, spec = pytree.tree_flatten(fake_call)
         values = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: not isinstance(x, (list, tuple, dict)))
