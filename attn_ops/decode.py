@@ -16,6 +16,7 @@ from .compat.cudnn import cudnn_batch_decode_with_kv_cache
 from .compat.growing import Shape
 from .compat.paged import PagedWrapper, forward_changes
 from .compat.results import Wanted
+from .compat.shapes import splitting
 from .compat.single import attend_dense
 from .compat.tables import Tables
 from .compat.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
@@ -170,7 +171,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 query and the KV, of the KV alone where it is FP8 or ``q_data_type`` says otherwise.
             q_len_per_req: query rows of each request. With more than 1 they are the last tokens of the request,
                 causal among themselves unless ``is_causal`` is False.
-            fixed_split_size, disable_split_kv: plan unsplit work, whose results do not depend on the batch.
+            fixed_split_size: cut every request into pieces of this many pages, rounded up to whole units of 64
+                tokens; None or -1 cuts for balance. ``disable_split_kv`` cuts none. With either the result of a
+                request is the same, bit for bit, in every batch (docs/guide/plans.md).
 
         Raises:
             PageTableError: the table is inconsistent; CapacityError: it exceeds the buffers of CUDA-graph mode.
@@ -239,7 +242,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             head_dim_vo=head_dim,
             window_left=window_left,
             causal=q_len_per_req > 1 and is_causal is not False,
-            unsplit=disable_split_kv or fixed_split_size is not None,
+            **splitting(where, fixed_split_size, disable_split_kv),
+            rows=q_len_per_req,
         )
         return Tables.of(where, indptr, indices, last_page_len, qo_indptr), shape
 

@@ -49,11 +49,13 @@ class PlanProblem(NamedTuple):
     tile_rows: int
     window: int = 0
     causal: int = 0
+    split: int = 0
 
     # max_kv_len  tokens a request may have; what `reference` reads of each one
     # tile_rows   query rows in a work item, 1 for decode
     # window      keys that a query row may see, itself included, 0 for all: window_left + 1
     # causal      1 where work stops at the causal bound
+    # split       KV tokens in every piece but a request's or a tile's last, 0 where work is cut for balance
 
     @staticmethod
     def of(problem: Tensor) -> PlanProblem:
@@ -64,6 +66,11 @@ class PlanProblem(NamedTuple):
         return torch.empty((0, *self), dtype=torch.int32, device=device)
 
 
+def split_tokens(fixed_split_size: int | None, page_size: int) -> int:
+    """``PlanProblem.split`` for pieces of so many pages: their tokens, rounded up to whole units."""
+    return 0 if fixed_split_size is None else -(-fixed_split_size * page_size // KV_UNIT) * KV_UNIT
+
+
 # No field's name starts with another field's: torch.export's guards replace them textually.
 class DecodePlan(NamedTuple):
     """One query row per request over a paged KV cache. All int32, on the device of the query.
@@ -72,7 +79,8 @@ class DecodePlan(NamedTuple):
     kv_indptr     ``[max_batch + 1]``: pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``
     kv_indices    ``[max_pages]``: page numbers
     kv_len        ``[max_batch]``: tokens of each request, 0 for an empty one and beyond the batch
-    work          ``[max_batch + num_ctas, 8]``: items of :data:`WORK_FIELDS`
+    work          ``[max_batch + num_ctas, 8]``: items of :data:`WORK_FIELDS`; with pieces of a fixed size as many as
+                  ``max_pages`` make in place of ``num_ctas``
     cta_indptr   ``[num_ctas + 1]``: CTA c of each KV head does ``work[cta_indptr[c]:cta_indptr[c + 1]]``
     merge_indptr  ``[max_batch + 1]``: workspace slots to merge into row b, none where nothing was split
     """
@@ -127,7 +135,7 @@ def allocate_decode(
         kv_indptr=zeros(max_batch + 1),
         kv_indices=zeros(max_pages),
         kv_len=zeros(max_batch),
-        work=zeros(max_batch + num_ctas, len(WORK_FIELDS)),
+        work=zeros(max_batch + (_whole_pieces(problem, max_pages) if problem.split else num_ctas), len(WORK_FIELDS)),
         cta_indptr=zeros(num_ctas + 1),
         merge_indptr=zeros(max_batch + 1),
     )
@@ -138,7 +146,7 @@ def allocate_prefill(
 ) -> PrefillPlan:
     """As :func:`allocate_decode`, with room for ``max_tokens`` query rows; ``max_pages`` 0 for ragged KV.
 
-    Few and long tiles are split into ``max_pieces`` items at most.
+    ``max_pieces`` is how many items there may be of tiles that are split.
     """
 
     def zeros(*shape: int) -> Tensor:
@@ -156,8 +164,20 @@ def allocate_prefill(
     )
 
 
+def _whole_pieces(problem: PlanProblem, max_pages: int) -> int:
+    """Pieces of the fixed size in all pages; a batch has at most one more for each of its requests."""
+    return max_pages * problem.page_size // problem.split
+
+
 def num_slots(plan: DecodePlan) -> int:
-    """Partial results that a plan can ask for: every cut between CTAs makes at most two."""
+    """Partial results that a plan can ask for.
+
+    Every cut between CTAs makes at most two. Of a fixed size are the pieces of requests that are longer than one.
+    """
+    problem = PlanProblem.of(plan.problem)
+    if problem.split:
+        whole = _whole_pieces(problem, int(plan.kv_indices.shape[0]))
+        return whole + min(int(plan.kv_len.shape[0]), whole)
     return 2 * (int(plan.cta_indptr.shape[0]) - 2)
 
 

@@ -13,7 +13,17 @@ from torch import Tensor
 from .errors import CapacityError, OptionError, ShapeError
 from .inductor import mark_static
 from .page_table import check_indptr, check_pages
-from .plan import DecodePlan, PlanProblem, PrefillPlan, allocate_decode, allocate_prefill, workspace_size
+from .plan import (
+    DecodePlan,
+    PlanProblem,
+    PrefillPlan,
+    allocate_decode,
+    allocate_prefill,
+    num_pieces,
+    split_tokens,
+    workspace_size,
+)
+from .tiling import most_pieces, pieces_of
 
 CTAS_PER_SM = 2
 """CTAs that the decode work is cut for, per multiprocessor."""
@@ -31,10 +41,16 @@ WIDE_HEAD = 256
 WORKSPACE_BYTES = 20 << 20
 """Most memory for the partial results of split prefill tiles."""
 
+MAY_BE_NONE = {"window_left": -1, "window": 0, "causal": 0, "max_pages": 0, "split": 0}
+"""The least of what need not be positive."""
 
-def _problem(capacities: dict[str, int], **sizes: int) -> PlanProblem:
+
+def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: int) -> PlanProblem:
+    if fixed_split_size is not None:
+        capacities = {**capacities, "fixed_split_size": fixed_split_size}
+    sizes["split"] = split_tokens(fixed_split_size, sizes["page_size"])
     problem = PlanProblem(**sizes)
-    at_least = dict.fromkeys((*sizes, *capacities), 1) | {"window_left": -1, "window": 0, "causal": 0, "max_pages": 0}
+    at_least = dict.fromkeys((*sizes, *capacities), 1) | MAY_BE_NONE
     for name, value in {**capacities, **sizes}.items():
         if value < at_least[name]:
             raise OptionError(f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger")
@@ -78,6 +94,9 @@ class DecodePlanner(_Planner):
         window_left: plan for a sliding window, so that keys outside of it count as no work; -1 for none.
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: shares to cut the work of one KV head into; default by the device.
+        fixed_split_size: cut each request into pieces of this many pages, rounded up to whole units of
+            :data:`~attn_ops.plan.KV_UNIT` tokens, whatever else is in the batch. Its result is then the same, bit for
+            bit, in every batch. None cuts for balance.
         device: where the plan lives; default torch's default device.
 
     Attributes:
@@ -99,10 +118,12 @@ class DecodePlanner(_Planner):
         window_left: int = -1,
         cache_pages: int | None = None,
         num_ctas: int | None = None,
+        fixed_split_size: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         self.problem = _problem(
             {"max_batch": max_batch, "max_pages": max_pages, "window_left": window_left, "num_ctas": num_ctas or 1},
+            fixed_split_size,
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -152,6 +173,10 @@ class PrefillPlanner(_Planner):
         tile_rows: query rows in a work item; default 256 over the query heads per KV head, or fewer where
             ``max_tokens`` are not that many per request.
         num_ctas: pieces to split few and long tiles of one KV head into; 0 never splits; default by the device.
+        fixed_split_size: as for :class:`DecodePlanner`, of every tile. ``num_ctas`` is then how many pieces the plan
+            has room for, by default the most that ``max_tokens`` and ``max_kv_len`` make, and ``tile_rows`` does not
+            depend on the capacities. A batch that needs more pieces is refused where its lengths are on the host;
+            from lengths on the device it is planned without splits.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """
@@ -173,6 +198,7 @@ class PrefillPlanner(_Planner):
         cache_pages: int | None = None,
         tile_rows: int | None = None,
         num_ctas: int | None = None,
+        fixed_split_size: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         if max_pages == 0 and (page_size != 1 or max_kv_len is None):
@@ -180,21 +206,27 @@ class PrefillPlanner(_Planner):
                 f"planner: ragged KV (max_pages 0) with page_size {page_size} and max_kv_len {max_kv_len}; expected "
                 "page_size 1 and a number of tokens; give max_kv_len, or max_pages for a paged cache"
             )
+        rows = TILE_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         self.problem = _problem(
             {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages, "window_left": window_left},
+            fixed_split_size,
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim,
             head_dim_vo=head_dim_vo or head_dim,
             max_kv_len=max_kv_len or max_pages * page_size,
-            tile_rows=tile_rows or rows_per_tile(num_qo_heads, num_kv_heads, -(-max_tokens // max(1, max_batch))),
+            tile_rows=tile_rows or rows_per_tile(num_qo_heads, num_kv_heads, rows),
             window=window_left + 1,
             causal=int(causal),
         )
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
-        pieces = pieces_per_head(self.device, self.problem) if num_ctas is None else num_ctas
+        pieces = num_ctas
+        if pieces is None:
+            pieces = pieces_per_head(self.device, self.problem)
+            if self.problem.split:
+                pieces = most_pieces(self.problem, max_batch, max_tokens)
         self.state = allocate_prefill(self.problem, max_batch, max_tokens, max_pages, self.device, pieces)
         self.workspace = torch.zeros(workspace_size(self.state), device=self.device)
         mark_static(*self.state, self.workspace)
@@ -218,6 +250,8 @@ class PrefillPlanner(_Planner):
             kv_last_page_len = torch.ones_like(kv_indptr[1:])
         if validate or (validate is None and not qo_indptr.is_cuda):
             self._check_rows(qo_indptr)
+            if self.problem.split and (validate or not (kv_indptr.is_cuda or kv_last_page_len.is_cuda)):
+                self._check_pieces(qo_indptr, kv_indptr, kv_last_page_len)
         indptrs = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
         inputs = self._inputs(validate, indptrs, kv_indices, kv_last_page_len)
         torch.ops.attn.plan_prefill(*inputs, self.state)
@@ -230,6 +264,17 @@ class PrefillPlanner(_Planner):
             raise CapacityError(
                 f"plan: the batch has {rows} query rows and the plan room for {self.max_tokens}; expected max_tokens "
                 f"of at least {rows}; make the planner with that max_tokens"
+            )
+
+    def _check_pieces(self, qo_indptr: Tensor, kv_indptr: Tensor, last: Tensor) -> None:
+        pages, room = kv_indptr.cpu().long().diff(), num_pieces(self.state)
+        kv_len = torch.where(pages > 0, (pages - 1) * self.problem.page_size + last.cpu(), 0)
+        needed = pieces_of(self.problem, qo_indptr.cpu().long().diff(), kv_len)
+        if needed > room:
+            raise CapacityError(
+                f"plan: the batch needs room for {needed} pieces of {self.problem.split} tokens and the plan has room "
+                f"for {room}; expected num_ctas of at least {needed}; make the planner with that num_ctas, or with a "
+                "larger fixed_split_size"
             )
 
 

@@ -30,7 +30,7 @@ from .compat.paged import PagedWrapper, forward_changes
 from .compat.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from .compat.results import Wanted
 from .compat.scales import Scale
-from .compat.shapes import prefill_shape
+from .compat.shapes import prefill_shape, splitting
 from .compat.single import attend_dense
 from .compat.tables import Tables
 from .compat.trtllm import trtllm_batch_context_with_kv_cache
@@ -231,6 +231,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             custom_mask: bool, for every request ``[qo_len * kv_len]`` row by row, concatenated; True keeps. Overrides
                 ``causal``. ``packed_custom_mask``: uint8, its bits little-endian, every request padded to whole bytes.
             q_data_type, kv_data_type, o_data_type, data_type: as for decoding.
+            fixed_split_size, disable_split_kv: as for decoding.
 
         Raises:
             ShapeError: a mask's length does not follow from the lengths of the batch. Others as for decoding.
@@ -253,7 +254,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         tables = Tables.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
-        unsplit = disable_split_kv or fixed_split_size is not None
+        split = splitting(where, fixed_split_size, disable_split_kv)
         options = attention_options(
             where,
             pos_encoding_mode=pos_encoding_mode,
@@ -267,7 +268,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             where,
             "batch_prefill",
             tables,
-            shape._replace(causal=causal, window_left=window_left, unsplit=unsplit),
+            shape._replace(causal=causal, window_left=window_left, **split),
             {**options, "causal": causal, "kv_layout": self._kv_layout},
             DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
             custom_mask=custom_mask,
@@ -293,13 +294,19 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     ) -> tuple[int, int]:
         """Bytes of float workspace that plan() with these arguments needs, and bytes of integers it holds.
 
-        The arguments that follow are plan()'s; none of them changes these numbers.
+        The arguments that follow are plan()'s, of which those about splits, masks and windows count.
         """
         where = f"{self._name}.workspace_size"
         tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         sized = num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo
-        inspect.signature(self.plan).bind(*tables, *sized, *args, head_dim=head_dim, **kwargs)
+        given = inspect.signature(self.plan).bind(*tables, *sized, *args, head_dim=head_dim, **kwargs).arguments
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
+        masked = any(given.get(mask) is not None for mask in ("custom_mask", "packed_custom_mask"))
+        shape = shape._replace(
+            causal=given.get("causal", False) and not masked,
+            window_left=given.get("window_left", -1),
+            **splitting(where, given.get("fixed_split_size"), given.get("disable_split_kv", False)),
+        )
         return self._sizes(Tables.of(where, *tables[1:], qo_indptr), shape)
 
     def run(

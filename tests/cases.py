@@ -142,11 +142,22 @@ _CAUSAL = [
     for c in one_at_a_time(PREFILL_BASE, {k: PREFILL_AXES[k] for k in ("kv_lens", "qo_lens", "window_left", "sinks")})
 ]
 
+_LONG = (2, 700, 0, 5, 90, 128)
+_DECODE_PIECES = [
+    replace(DECODE_BASE, name=f"pieces{i}", kv_lens=_LONG, planner={"fixed_split_size": 4, "num_ctas": 3}, **options)
+    for i, options in enumerate(({}, {"sinks": 1.0, "dtype": torch.float16}, {"window_left": 300, "page_size": 3}))
+]
+_PREFILL_PIECES = [
+    replace(PREFILL_BASE, name=f"pieces{i}", kv_lens=(300, 0, 700, 130), planner={"fixed_split_size": 8}, **options)
+    for i, options in enumerate(({"causal": True, "sinks": 1.0}, {"window_left": 300, "heads": (4, 4)}))
+]
+
 DECODE = [
     *one_at_a_time(DECODE_BASE, DECODE_AXES),
     *planned(_WINDOWED, window_left=100, num_ctas=3),
     *empty_batches(DECODE_BASE),
     *sampled(DECODE_BASE, DECODE_AXES, 30),
+    *_DECODE_PIECES,
 ]
 PREFILL = [
     *one_at_a_time(PREFILL_BASE, PREFILL_AXES | PAGES),
@@ -154,6 +165,7 @@ PREFILL = [
     *planned(_CAUSAL, causal=True, tile_rows=8),
     *empty_batches(PREFILL_BASE),
     *sampled(PREFILL_BASE, PREFILL_AXES | PAGES, 30),
+    *_PREFILL_PIECES,
 ]
 RAGGED = [
     *one_at_a_time(PREFILL_BASE, RAGGED_AXES),

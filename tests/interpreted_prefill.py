@@ -22,6 +22,7 @@ SPLIT = [
     replace(PREFILL_BASE, name=f"split{i}", kv_lens=(300, 0, 700, 130), planner={"num_ctas": 12, "tile_rows": 16}, **o)
     for i, o in enumerate(({"causal": True, "sinks": 1.0}, {"window_left": 600, "page_size": 64}, {"masked": 0.5}))
 ]
+PIECES = [case for case in PREFILL if case.name.startswith("pieces")]
 
 
 def interpreted(name: str) -> registry.Backend:
@@ -54,7 +55,7 @@ if __name__ == "__main__":
     registry.BACKENDS = (interpreted("interpreted"), *registry.BACKENDS)
     failures = 0
     for kind, cases in (
-        ("prefill", [*SPLIT, *every(PREFILL, 23), *every(PREFILL_SPECIAL, 9)]),
+        ("prefill", [*SPLIT, *PIECES, *every(PREFILL, 23), *every(PREFILL_SPECIAL, 9)]),
         ("ragged", [*every(RAGGED, 29), *every(RAGGED_SPECIAL, 13)]),
     ):
         for case in cases:

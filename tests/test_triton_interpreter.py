@@ -73,7 +73,11 @@ def test_decode_plans_are_those_of_the_reference(seed: int) -> None:
     draw = random.Random(seed)
     max_batch, page_size = draw.choice([1, 2, 5, 17, 64]), draw.choice([1, 3, 16, 64])
     table = _page_table(draw, draw.randint(0, max_batch), page_size)
-    options = {"window_left": draw.choice([-1, 0, 63, 500]), "num_ctas": draw.choice([1, 2, 7, 33, 66])}
+    options = {
+        "window_left": draw.choice([-1, 0, 63, 500]),
+        "num_ctas": draw.choice([1, 2, 7, 33, 66]),
+        "fixed_split_size": draw.choice([None, None, 1, 4, 50]),
+    }
     plans = []
     for function in (reference.plan_decode, plan_decode):
         planner = attn_ops.DecodePlanner(
@@ -92,6 +96,70 @@ def test_decode_plans_are_those_of_the_reference(seed: int) -> None:
         plans.append(planner.state)
     for name, expected, actual in zip(plans[0]._fields, *plans, strict=True):
         assert torch.equal(expected, actual), name
+
+
+@inside
+@pytest.mark.parametrize("seed", range(20))
+def test_prefill_plans_are_those_of_the_reference(seed: int) -> None:
+    from attn_ops.kernels.triton import plan_prefill
+
+    draw = random.Random(seed)
+    max_batch, page_size = draw.choice([1, 2, 5, 17]), draw.choice([3, 16, 64])
+    table = _page_table(draw, draw.randint(1, max_batch), page_size)
+    rows = torch.tensor([draw.choice([0, 1, 7, 100]) for _ in table[2]])
+    qo_indptr = torch.cat((torch.zeros(1), rows.cumsum(0))).int()
+    options = {
+        "window_left": draw.choice([-1, 0, 63, 500]),
+        "causal": draw.random() < 0.5,
+        "tile_rows": draw.choice([7, 32]),
+        "num_ctas": draw.choice([0, 6, 66, 1000]),
+        "fixed_split_size": draw.choice([None, 1, 4, 50]),
+    }
+    plans = []
+    for function in (reference.plan_prefill, plan_prefill):
+        planner = attn_ops.PrefillPlanner(
+            max_batch,
+            int(rows.sum()) + 1,
+            table[1].shape[0] + 3,
+            page_size=page_size,
+            num_qo_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            device="cpu",
+            **options,
+        )
+        for field in planner.state:
+            field.fill_(7)
+        function(qo_indptr, *table, list(planner.state))
+        plans.append(planner.state)
+    for name, expected, actual in zip(plans[0]._fields, *plans, strict=True):
+        assert torch.equal(expected, actual), name
+
+
+@inside
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_pieces_of_a_fixed_size_give_the_same_bits_in_every_batch() -> None:
+    from attn_ops.kernels.triton import batch_decode, plan_decode
+
+    generator = torch.Generator().manual_seed(0)
+    q, cache = torch.randn(4, 4, 32, generator=generator), torch.randn(2, 80, 16, 2, 32, generator=generator)
+    tables = [(0, 30, 31, 31, 50), (0, 2, 32), (0, 30)]  # the first request's pages alone, among others, and last
+    places = [(0, range(50)), (1, (60, 61, *range(30))), (0, range(30))]
+    results = []
+    for indptr, (row, pages), ctas in zip(tables, places, (2, 7, 1), strict=True):
+        batch = len(indptr) - 1
+        planner = attn_ops.DecodePlanner(
+            batch, 64, page_size=16, num_qo_heads=4, num_kv_heads=2, head_dim=32, num_ctas=ctas, fixed_split_size=8
+        )
+        last = torch.tensor([9] * batch).int()
+        plan_decode(torch.tensor(indptr).int(), torch.tensor(pages).int(), last, list(planner.state))
+        rows = q[:1].expand(batch, -1, -1).contiguous()
+        out, lse = batch_decode(rows, *cache, list(planner.state), planner.workspace, return_lse=True)
+        results.append((out[row], lse[row]))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
 
 
 @inside

@@ -79,8 +79,14 @@ def _others() -> None:
     backend.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
     cache, i = torch.zeros(10, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.int32)
     backend.append_kv(cache[0, :6], cache[0, :6], cache, cache, i, i, i, i)
-    planner = attn_ops.DecodePlanner(5, 100, page_size=16, num_qo_heads=32, num_kv_heads=8, head_dim=128, num_ctas=33)
-    backend.plan_decode(i, i, i[1:], list(planner.state))
+    for split in (None, 8):
+        planner = attn_ops.DecodePlanner(
+            5, 100, page_size=16, num_qo_heads=32, num_kv_heads=8, head_dim=128, num_ctas=33, fixed_split_size=split
+        )
+        backend.plan_decode(i, i, i[1:], list(planner.state))
+    sizes = {"page_size": 16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    prefill = attn_ops.PrefillPlanner(5, 100, 100, **sizes, fixed_split_size=8)
+    backend.plan_prefill(i, i, i, i[1:], list(prefill.state))
 
 
 DECODES: list[tuple[torch.dtype, int, tuple[int, int], dict[str, Any]]] = [
@@ -112,13 +118,16 @@ def test_the_others_assemble(capability: int, compile_for: Callable[[int], Compi
     assert [kernel.metadata.name for kernel, _ in compiled] == list(WRITTEN)[2:]
 
 
+DECODE_PLAN = {"plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "cta_indptr", "merge_indptr"}
 WRITTEN = {
     "decode_kernel": {"out", "lse", "partial"},
     "merge_pieces_kernel": {"out", "lse"},
     "merge_states_kernel": {"out", "lse"},
     "merge_state_kernel": {"out", "lse"},
     "append_kernel": {"k_cache", "v_cache"},
-    "plan_decode_kernel": {"plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "cta_indptr", "merge_indptr"},
+    "plan_decode_kernel": DECODE_PLAN,
+    "plan_pieces_kernel": DECODE_PLAN,
+    "plan_prefill_kernel": {"plan_qo_indptr", "plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "merges"},
 }
 
 

@@ -64,9 +64,9 @@ class GraphBuffers:
     def room(self, page_size: int, first: Extent) -> Extent:
         """The largest batch that the buffers hold; what they do not say is as in the first plan."""
         if "kv_indices" not in self.buffers:
-            return Extent(self.batch, max(first.rows, 1), 0, max(first.kv_len, 1))
+            return Extent(self.batch, max(first.rows, 1), 0, max(first.kv_len, 1), first.pieces)
         pages = self.buffers["kv_indices"][1].shape[0]
-        return Extent(self.batch, max(first.rows, 1), pages, max(pages * page_size, 1))
+        return Extent(self.batch, max(first.rows, 1), pages, max(pages * page_size, 1), first.pieces)
 
     def check(self, where: str, needed: Extent, room: Extent, mask: Tensor | None) -> None:
         """The batch is the fixed one, and it fits."""
@@ -84,6 +84,7 @@ class GraphBuffers:
         for what, want, have, name in (
             ("pages", needed.pages, room.pages, pages),
             ("query rows", needed.rows, room.rows, "the first plan"),
+            ("pieces of KV", needed.pieces, room.pieces, "the first plan"),
             ("tokens in a request", needed.kv_len, room.kv_len, "the first plan" if not room.pages else pages),
         ):
             if want > have:

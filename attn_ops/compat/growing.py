@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..inductor import mark_static
-from ..planner import DecodePlanner, PrefillPlanner
+from ..planner import TILE_ROWS, DecodePlanner, PrefillPlanner, rows_per_tile
 from .tables import Extent, Tables
 
 FLOOR = Extent(batch=4, rows=64, pages=64, kv_len=256)
@@ -17,7 +17,11 @@ FLOOR = Extent(batch=4, rows=64, pages=64, kv_len=256)
 
 
 class Shape(NamedTuple):
-    """What a plan is made for beside its room; a change makes another plan."""
+    """What a plan is made for beside its room; a change makes another plan.
+
+    ``unsplit`` and ``fixed_split_size`` cut a request alike in every batch: not at all, or into pieces of so many
+    pages. ``rows`` is how many query rows every request has, if that is one number.
+    """
 
     decode: bool
     paged: bool
@@ -29,6 +33,15 @@ class Shape(NamedTuple):
     window_left: int = -1
     causal: bool = False
     unsplit: bool = False
+    fixed_split_size: int | None = None
+    rows: int | None = None
+
+    @property
+    def tile_rows(self) -> int | None:
+        """Rows in a prefill tile where they must not depend on the batch."""
+        if not self.unsplit and self.fixed_split_size is None:
+            return None
+        return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows or TILE_ROWS)
 
 
 READ_WHOLE_PLANS = frozenset({"reference"})
@@ -90,7 +103,7 @@ class Growing:
                 head_dim_vo=shape.head_dim_vo,
                 max_kv_len=extent.kv_len,
                 window_left=shape.window_left,
-                num_ctas=1 if shape.unsplit else None,
+                fixed_split_size=max(extent.pages, 1) if shape.unsplit else shape.fixed_split_size,
                 device=self.device,
             )
         else:
@@ -106,7 +119,9 @@ class Growing:
                 max_kv_len=extent.kv_len,
                 causal=shape.causal,
                 window_left=shape.window_left,
-                num_ctas=0 if shape.unsplit else None,
+                tile_rows=shape.tile_rows,
+                num_ctas=0 if shape.unsplit else extent.pieces if shape.fixed_split_size else None,
+                fixed_split_size=shape.fixed_split_size,
                 device=self.device,
             )
         if self.storage:

@@ -32,7 +32,6 @@ IGNORED: dict[str, str] = {
     "jit_kwargs": _JIT,
     "variant_owns_mask": _JIT,
     "non_blocking": "host tensors are always copied without waiting, in stream order",
-    "fixed_split_size": "any value plans unsplit work, which is batch-invariant whatever the size",
     "disable_split_kv": "splits change no more than rounding; True plans unsplit work",
     "uniform_q_len": _AGAIN,
     "block_tables": _AGAIN,

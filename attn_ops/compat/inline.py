@@ -14,6 +14,7 @@ from ..plan import (
     PrefillPlan,
     allocate_decode,
     allocate_prefill,
+    split_tokens,
     workspace_size,
 )
 from ..planner import ctas_per_head, pieces_per_head, rows_per_tile
@@ -22,6 +23,7 @@ from .growing import Shape
 
 def problem_of(shape: Shape, max_kv_len: int, rows: int = 1) -> PlanProblem:
     """``rows``: query rows that a request has, about."""
+    tile_rows = shape.tile_rows or rows_per_tile(shape.num_qo_heads, shape.num_kv_heads, rows)
     return PlanProblem(
         page_size=shape.page_size,
         num_qo_heads=shape.num_qo_heads,
@@ -29,9 +31,10 @@ def problem_of(shape: Shape, max_kv_len: int, rows: int = 1) -> PlanProblem:
         head_dim_qk=shape.head_dim_qk,
         head_dim_vo=shape.head_dim_vo,
         max_kv_len=max(max_kv_len, 1),
-        tile_rows=1 if shape.decode else rows_per_tile(shape.num_qo_heads, shape.num_kv_heads, rows),
+        tile_rows=1 if shape.decode else tile_rows,
         window=shape.window_left + 1,
         causal=int(shape.causal),
+        split=split_tokens(shape.fixed_split_size, shape.page_size),
     )
 
 

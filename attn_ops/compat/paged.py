@@ -13,7 +13,7 @@ from .growing import Shape
 from .results import Wanted
 from .scales import Scale
 from .tables import Tables
-from .wrapper import Wrapper
+from .wrapper import Wrapper, measured
 
 
 class PagedWrapper(Wrapper):
@@ -45,7 +45,7 @@ class PagedWrapper(Wrapper):
 
     def _sizes(self, tables: Tables, shape: Shape) -> tuple[int, int]:
         """Bytes of float workspace that the batch needs, and bytes of integers that its plan holds by itself."""
-        tables, extent = tables.measured(shape.page_size)
+        tables, extent = measured(tables, shape)
         plan = self._growing.fit(shape, extent).planner.state
         return 4 * workspace_size(plan), 4 * sum(t.numel() for t in plan)
 

@@ -10,7 +10,7 @@ from .arguments import DType, DTypes, attention_options, positional, refuse, ren
 from .paged import forward_changes
 from .results import Wanted
 from .scales import Scale
-from .shapes import prefill_shape
+from .shapes import prefill_shape, splitting
 from .tables import Tables
 from .wrapper import Wrapper, graph_buffers
 
@@ -123,8 +123,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             absent=False,
         )
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
-        unsplit = disable_split_kv or fixed_split_size is not None
-        shape = shape._replace(paged=False, causal=causal, window_left=window_left, unsplit=unsplit)
+        split = splitting(where, fixed_split_size, disable_split_kv)
+        shape = shape._replace(paged=False, causal=causal, window_left=window_left, **split)
         options = attention_options(
             where,
             pos_encoding_mode=pos_encoding_mode,

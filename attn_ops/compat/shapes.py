@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, OptionError
 from .arguments import fail, renamed, required
 from .growing import Shape
 
@@ -33,3 +33,11 @@ def prefill_shape(
         head_dim_qk=dim,
         head_dim_vo=dim if head_dim_vo is None else head_dim_vo,
     )
+
+
+def splitting(where: str, fixed_split_size: int | None, disable_split_kv: bool) -> dict[str, Any]:
+    """``unsplit`` and ``fixed_split_size`` of a shape; -1 is no size, and nothing is split if both are given."""
+    size = None if fixed_split_size == -1 else fixed_split_size
+    if size is not None and size < 1:
+        fail(OptionError, where, f"fixed_split_size is {size}", "1 page or more, or None", "change it")
+    return {"unsplit": disable_split_kv, "fixed_split_size": None if disable_split_kv else size}

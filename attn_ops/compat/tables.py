@@ -15,12 +15,16 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class Extent(NamedTuple):
-    """What a batch asks of a plan: ``pages`` and query ``rows`` of all requests, ``kv_len`` of the longest."""
+    """What a batch asks of a plan: ``pages`` and query ``rows`` of all requests, ``kv_len`` of the longest.
+
+    ``pieces`` of a fixed size that prefill tiles make.
+    """
 
     batch: int
     rows: int
     pages: int
     kv_len: int
+    pieces: int = 0
 
 
 class Tables(NamedTuple):

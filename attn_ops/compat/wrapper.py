@@ -12,6 +12,7 @@ from .. import registry
 from ..errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError
 from ..inductor import mark_static
 from ..plan import DecodePlan, PrefillPlan, workspace_size
+from ..tiling import pieces_of
 from . import inline, masks
 from .arguments import DTypes, fail, layout, own_backend
 from .graphs import GraphBuffers
@@ -211,7 +212,7 @@ class Wrapper:
             )
             if registry.choose(problem, self._backend).name not in READ_WHOLE_PLANS:
                 return tables.bounded(shape.page_size)
-        return tables.measured(shape.page_size)
+        return measured(tables, shape)
 
     def _hold_mask(self, mask: Tensor) -> Tensor:
         """``mask`` at an address and of a size that the next batch's has too."""
@@ -265,6 +266,15 @@ class Wrapper:
             **options,
         )
         return wanted.finish(out, lse, scales.output)
+
+
+def measured(tables: Tables, shape: Shape) -> tuple[Tables, Extent]:
+    """:meth:`Tables.measured`, and how many pieces of a fixed size the tiles of a prefill make."""
+    trimmed, extent = tables.measured(shape.page_size)
+    if shape.fixed_split_size is None or shape.decode:
+        return trimmed, extent
+    problem = inline.problem_of(shape, extent.kv_len)
+    return trimmed, extent._replace(pieces=pieces_of(problem, *tables.lengths(shape.page_size)))
 
 
 def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:

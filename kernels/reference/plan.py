@@ -4,9 +4,12 @@ Decode. The KV units of all requests lie on one line, and ``num_ctas`` equal sha
 every KV head alike. Where cutting only between requests is nearly as balanced, that is done instead,
 and so is any single cut that falls close to the end of a request: a piece costs a partial result and a
 place in the merge. Every nonempty request starts one work item and every cut inside one starts another.
+With ``problem.split`` every request is cut at multiples of so many tokens from where its work begins, whatever
+else is in the batch, and a share has the pieces that begin in it.
 
 Prefill. Every request's query rows make tiles, which are ordered by the KV they read, longest first. Tiles
-much longer than an equal share of all KV, as there are when tiles are few, are split into equal pieces.
+much longer than an equal share of all KV, as there are when tiles are few, are split into equal pieces; with
+``problem.split`` all tiles are, into pieces of that size, if there is room for so many.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...plan import KV_UNIT, DecodePlan, PlanProblem, PrefillPlan
+from ...tiling import fixed_pieces, tiles_of
 
 SLACK = 16
 """A share may be longer than the mean by one part in ``SLACK`` where that saves a cut."""
@@ -63,11 +67,23 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     problem = PlanProblem.of(p.problem)
     kv_len = _lengths(kv_indptr, kv_last_page_len, problem.page_size, p.kv_indices.shape[0])
     _copy_requests(p, kv_indptr, kv_indices, kv_len)
-    kv_len, num_ctas, capacity = p.kv_len.long(), p.cta_indptr.shape[0] - 1, p.work.shape[0]
+    if problem.split:
+        _plan_pieces(p, problem)
+    else:
+        _plan_shares(p, problem)
 
+
+def _line(p: DecodePlan, problem: PlanProblem) -> tuple[Tensor, Tensor, Tensor]:
+    """``(first token, first unit, units)`` of the work of each request."""
+    kv_len = p.kv_len.long()
     start = (kv_len - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_len)
     first_unit = start // KV_UNIT
-    units = (kv_len + KV_UNIT - 1) // KV_UNIT - first_unit
+    return start, first_unit, (kv_len + KV_UNIT - 1) // KV_UNIT - first_unit
+
+
+def _plan_shares(p: DecodePlan, problem: PlanProblem) -> None:
+    kv_len, num_ctas, capacity = p.kv_len.long(), p.cta_indptr.shape[0] - 1, p.work.shape[0]
+    start, first_unit, units = _line(p, problem)
     ends = units.cumsum(0)
     begins = ends - units
     nonempty = (units > 0).long()
@@ -115,6 +131,40 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     p.work.copy_(torch.where(used[:, None], torch.stack(fields, 1), 0))
 
 
+def _plan_pieces(p: DecodePlan, problem: PlanProblem) -> None:
+    kv_len, num_ctas, capacity = p.kv_len.long(), p.cta_indptr.shape[0] - 1, p.work.shape[0]
+    start, first_unit, units = _line(p, problem)
+    size = problem.split // KV_UNIT
+    pieces = torch.where(units > 0, fixed_pieces(problem, units), 0)
+    piece_end, slots = pieces.cumsum(0), torch.where(pieces > 1, pieces, 0)
+    first_piece, merge_end = piece_end - pieces, slots.cumsum(0)
+    p.merge_indptr.copy_(torch.cat((merge_end.new_zeros(1), merge_end)))
+
+    item = torch.arange(capacity, device=kv_len.device)
+    r = torch.searchsorted(piece_end, item, right=True).clamp(max=kv_len.shape[0] - 1)
+    piece = item - first_piece[r]
+    begin = (first_unit[r] + piece * size) * KV_UNIT
+    fields = (
+        r,
+        torch.ones_like(r),
+        torch.maximum(begin, start[r]),
+        torch.minimum(begin + problem.split, kv_len[r]),
+        kv_len[r] - 1,
+        p.kv_indptr[r].long(),
+        torch.where(slots[r] > 0, merge_end[r] - slots[r] + piece, -1),
+        r,
+    )
+    p.work.copy_(torch.where((item < piece_end[-1])[:, None], torch.stack(fields, 1), 0))
+
+    ends = units.cumsum(0)
+    cut = torch.arange(num_ctas + 1, device=kv_len.device) * ends[-1] // num_ctas
+    passed = torch.searchsorted(ends, cut, right=True)
+    r = passed.clamp(max=kv_len.shape[0] - 1)
+    begun = first_piece[r] + (cut - (ends - units)[r] + size - 1) // size
+    begun = torch.where(passed < kv_len.shape[0], begun, piece_end[-1])
+    p.cta_indptr.copy_(begun.clamp(max=capacity))
+
+
 def plan_prefill(
     qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]
 ) -> None:
@@ -134,24 +184,21 @@ def plan_prefill(
     capacity = p.work.shape[0]
     kv_len, qo_begin = p.kv_len.long(), p.qo_indptr[:-1].long()
     qo_len = p.qo_indptr.long().diff().clamp(min=0)
-    tiles_end = ((qo_len + problem.tile_rows - 1) // problem.tile_rows).cumsum(0)
-    tile = torch.arange(capacity, device=kv_len.device)
-    used = tile < tiles_end[-1]
-    r = torch.searchsorted(tiles_end, tile, right=True).clamp(max=kv_len.shape[0] - 1)
-    offset = (tile - torch.where(r > 0, tiles_end[r - 1], 0)) * problem.tile_rows
-    rows = (qo_len[r] - offset).clamp(max=problem.tile_rows)
-    position = kv_len[r] - qo_len[r] + offset
-    kv_end = torch.minimum(kv_len[r], (position + rows).clamp(min=0)) if problem.causal else kv_len[r]
-    kv_begin = (position + 1 - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_end)
-    kv_begin = torch.minimum(kv_begin, kv_end)
-    first_row = qo_begin[r] + offset
+    tiles = tiles_of(problem, qo_len, kv_len, capacity)
+    used, r, rows, position = tiles.used, tiles.request, tiles.rows, tiles.position
+    kv_begin, kv_end = tiles.begin, tiles.end
+    first_row = qo_begin[r] + tiles.offset
 
     extent = torch.where(used, kv_end - kv_begin, 0)
-    first_unit = kv_begin // KV_UNIT
-    units = torch.where(extent > 0, (kv_end + KV_UNIT - 1) // KV_UNIT - first_unit, 0)
-    pieces = torch.where(used, 1, 0)
+    first_unit, units = tiles.units()
+    pieces, size = torch.where(used, 1, 0), 0
     max_splits = p.merges.shape[0]
-    if max_splits:
+    if max_splits and problem.split:
+        size = problem.split // KV_UNIT
+        fixed = pieces * fixed_pieces(problem, units)
+        fits = torch.where(fixed > 1, fixed, 0).sum() <= 2 * max_splits
+        pieces = torch.where(fits, fixed, pieces)
+    elif max_splits:
         share = ((units.sum() + 2 * max_splits - 1) // (2 * max_splits)).clamp(min=MIN_PIECE_UNITS)
         pieces = pieces * (units // share).clamp(min=1)
     split = pieces > 1
@@ -159,15 +206,17 @@ def plan_prefill(
     slot = torch.where(split, slot_end - pieces, -1)
 
     # Longest first, by classes of the piece's extent; the order within a class is the order of the batch.
-    extent = torch.where(split, (units + pieces - 1) // pieces.clamp(min=1) * KV_UNIT, extent)
+    extent = torch.where(split, (size or (units + pieces - 1) // pieces.clamp(min=1)) * KV_UNIT, extent)
     bucket = torch.where(used, LENGTH_BUCKETS - 1 - extent * LENGTH_BUCKETS // (extent.amax() + 1), LENGTH_BUCKETS)
     order = torch.argsort(bucket, stable=True)
     ends = pieces[order].cumsum(0)
+    tile = torch.arange(capacity, device=kv_len.device)
     place = torch.searchsorted(ends, tile, right=True).clamp(max=capacity - 1)
     t = order[place]
     piece = tile - (ends[place] - pieces[t])
-    begin = torch.where(piece > 0, (first_unit[t] + units[t] * piece // pieces[t].clamp(min=1)) * KV_UNIT, kv_begin[t])
-    end = (first_unit[t] + units[t] * (piece + 1) // pieces[t].clamp(min=1)) * KV_UNIT
+    cuts = [at * size if size else units[t] * at // pieces[t].clamp(min=1) for at in (piece, piece + 1)]
+    begin, end = ((first_unit[t] + cut) * KV_UNIT for cut in cuts)
+    begin = torch.where(piece > 0, begin, kv_begin[t])
     end = torch.where(piece + 1 < pieces[t], end, kv_end[t])
     item_slot = torch.where(split[t], slot[t] + piece, -1)
     columns = (first_row[t], rows[t], begin, end, position[t], p.kv_indptr[r[t]].long(), item_slot, r[t])

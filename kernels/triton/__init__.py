@@ -5,7 +5,7 @@ from .launch import record
 from .merge import merge_state, merge_states
 from .mla import batch_mla
 from .page import append_kv
-from .plan_decode import plan_decode
+from .plan_pieces import plan_decode
 from .plan_prefill import plan_prefill
 from .prefill import batch_prefill, ragged_prefill, single_prefill
 

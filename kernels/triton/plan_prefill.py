@@ -53,12 +53,16 @@ def store_zeros(records, begin, end, TILES: tl.constexpr, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def count_pieces(begin, end, used, share, UNIT: tl.constexpr):
-    """``(first unit, units, pieces, extent of a piece)`` of tiles of which none is split below ``share`` units."""
+def count_pieces(begin, end, used, share, UNIT: tl.constexpr, FIXED: tl.constexpr):
+    """``(first unit, units, pieces, extent of a piece)`` of tiles of which none is split below ``share`` units.
+
+    ``FIXED`` splits at every ``share`` units, instead of into equal pieces.
+    """
     first_unit = begin // UNIT
     units = tl.where(used & (end > begin), tl.cdiv(end, UNIT) - first_unit, 0)
-    pieces = tl.where(used, tl.maximum(units // share, 1), 0)
-    extent = tl.where(pieces > 1, tl.cdiv(units, tl.maximum(pieces, 1)) * UNIT, end - begin)
+    pieces = tl.where(used, tl.maximum(tl.cdiv(units, share) if FIXED else units // share, 1), 0)
+    length = share if FIXED else tl.cdiv(units, tl.maximum(pieces, 1))
+    extent = tl.where(pieces > 1, length * UNIT, end - begin)
     return first_unit, units, pieces, tl.where(used, extent, 0)
 
 
@@ -87,6 +91,7 @@ def plan_prefill_kernel(
     BUCKETS: tl.constexpr,
     UNIT: tl.constexpr,
     MIN_UNITS: tl.constexpr,
+    SIZE: tl.constexpr,  # units in a piece of fixed size, 0 for equal ones
     B: tl.constexpr,  # power of 2, at least max_batch
     LOG_B: tl.constexpr,
     TILES: tl.constexpr,
@@ -114,20 +119,25 @@ def plan_prefill_kernel(
         for first in range(0, num_tiles, TILES):
             tile = first + t
             _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
-            _, units, _, _ = count_pieces(begin, end, tile < num_tiles, share, UNIT)
+            _, units, _, _ = count_pieces(begin, end, tile < num_tiles, share, UNIT, False)
+            if SIZE:
+                units = tl.where(units > SIZE, tl.cdiv(units, SIZE), 0)
             total += tl.sum(units.to(tl.int64), 0)
-        share = tl.maximum(tl.cdiv(total, 2 * max_splits), MIN_UNITS).to(tl.int32)
+        if SIZE:
+            share = tl.where(total <= 2 * max_splits, SIZE, share)
+        else:
+            share = tl.maximum(tl.cdiv(total, 2 * max_splits), MIN_UNITS).to(tl.int32)
     longest = 0
     for first in range(0, num_tiles, TILES):
         tile = first + t
         _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
-        _, _, _, extent = count_pieces(begin, end, tile < num_tiles, share, UNIT)
+        _, _, _, extent = count_pieces(begin, end, tile < num_tiles, share, UNIT, SIZE > 0)
         longest = tl.maximum(longest, tl.max(extent, 0))
     count = tl.zeros((BUCKETS,), tl.int32)
     for first in range(0, num_tiles, TILES):
         tile = first + t
         _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
-        _, _, pieces, extent = count_pieces(begin, end, tile < num_tiles, share, UNIT)
+        _, _, pieces, extent = count_pieces(begin, end, tile < num_tiles, share, UNIT, SIZE > 0)
         bucket = length_bucket(extent, longest, tile < num_tiles, BUCKETS)
         count += tl.sum(tl.where(bucket[:, None] == bucket_id[None, :], pieces[:, None], 0), 0)
     place = tl.cumsum(count, 0) - count
@@ -138,7 +148,7 @@ def plan_prefill_kernel(
         request, offset, rows, position, begin, end = tile_extent(
             tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B
         )
-        first_unit, units, pieces, extent = count_pieces(begin, end, used, share, UNIT)
+        first_unit, units, pieces, extent = count_pieces(begin, end, used, share, UNIT, SIZE > 0)
         bucket = length_bucket(extent, longest, used, BUCKETS)
         member = tl.where(bucket[:, None] == bucket_id[None, :], pieces[:, None], 0)
         until = tl.cumsum(member, 0)
@@ -153,6 +163,8 @@ def plan_prefill_kernel(
             divisor = tl.maximum(pieces, 1)
             cut = (first_unit + (units.to(tl.int64) * piece // divisor).to(tl.int32)) * UNIT
             next_cut = (first_unit + (units.to(tl.int64) * (piece + 1) // divisor).to(tl.int32)) * UNIT
+            if SIZE:
+                cut, next_cut = (first_unit + piece * SIZE) * UNIT, (first_unit + (piece + 1) * SIZE) * UNIT
             record = work + (at + piece) * 8
             tl.store(record + 0, row, mask=mask)
             tl.store(record + 1, rows, mask=mask)
@@ -205,7 +217,7 @@ def plan_prefill(
         (),
         (
             *(problem.page_size, problem.tile_rows, problem.window, problem.causal),
-            *(LENGTH_BUCKETS, KV_UNIT, MIN_PIECE_UNITS),
+            *(LENGTH_BUCKETS, KV_UNIT, MIN_PIECE_UNITS, problem.split // KV_UNIT),
             *(block_batch, block_batch.bit_length() - 1, TILES, COPY),
         ),
         Options(num_warps=8),

@@ -66,6 +66,8 @@ ROPE: dict[str, Any] = {"rope_scale": 4.0, "rope_theta": 100.0}
 UNCAPPED = {name: value for name, value in {**OPTIONS, **ROPE}.items() if name != "logits_soft_cap"}
 SCALES: dict[str, Any] = {"q_scale": 2.0, "k_scale": 2.0, "v_scale": 2.0}
 LSE: dict[str, Any] = {"return_lse": True}
+SPLIT = {"fixed_split_size": Raises(0)}
+"""Splits change no more than rounding: test_splits."""
 
 
 def buffers(r: Requests) -> dict[str, Any]:
@@ -108,6 +110,7 @@ PREFILL_OPTIONS = {
     **ROPE,
     **DTYPES,
     **MASKS,
+    **SPLIT,
     "causal": True,
     "head_dim_vo": Raises(32),
     "head_dim": Raises(64),
@@ -158,7 +161,7 @@ SURFACES = [
         },
         {
             "init": {"kv_layout": Raises("HND"), **GRAPH},
-            "plan": {**OPTIONS, **ROPE, **DTYPES, "q_len_per_req": Raises(2)},
+            "plan": {**OPTIONS, **ROPE, **DTYPES, **SPLIT, "q_len_per_req": Raises(2)},
             "run": {
                 **SCALES,
                 **LSE,
