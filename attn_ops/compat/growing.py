@@ -58,9 +58,13 @@ class Room(NamedTuple):
 
 @dataclass
 class Growing:
-    """One planner at a time. ``storage`` holds fields of the plan that live in the caller's buffers."""
+    """One planner at a time. ``storage`` holds fields of the plan that live in the caller's buffers.
+
+    ``scratch``: planners keep their workspace, since the caller has none.
+    """
 
     device: torch.device
+    scratch: bool = False
     storage: dict[str, Tensor] | None = None
     held: Room | None = None
 
@@ -124,6 +128,8 @@ class Growing:
                 fixed_split_size=shape.fixed_split_size,
                 device=self.device,
             )
+        if not self.scratch:
+            planner.workspace = planner.workspace.new_empty(0)
         if self.storage:
             planner.state = planner.state._replace(**self.storage)
             mark_static(*self.storage.values())

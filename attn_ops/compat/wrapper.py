@@ -86,7 +86,9 @@ class Wrapper:
         )
         self._backend = own_backend(backend)
         self._graph = None if buffers is None else GraphBuffers(self._name, self.device, buffers)
-        self._growing = Growing(self.device, storage=None if self._graph is None else self._graph.storage)
+        self._growing = Growing(
+            self.device, self._workspace is None, storage=None if self._graph is None else self._graph.storage
+        )
         self._planned: Planned | None = None
         self._mask: Tensor | None = None
 
@@ -123,8 +125,7 @@ class Wrapper:
     def _scratch(self, where: str, plan: DecodePlan | PrefillPlan) -> Tensor:
         """float32 memory for ``plan`` in the caller's workspace."""
         needed = workspace_size(plan)
-        if self._workspace is None:
-            return torch.empty(needed, device=self.device)
+        assert self._workspace is not None
         if not self._workspace.is_contiguous():
             fail(ShapeError, where, "the workspace is not contiguous", "one piece of memory", "pass a new buffer")
         memory = self._workspace.view(-1).view(torch.uint8)
@@ -174,7 +175,7 @@ class Wrapper:
             fixed = self._graph.room(shape.page_size, extent if held is None else held.extent)
             self._graph.check(where, extent, fixed, mask)
         room = self._growing.fit(shape, extent, fixed)
-        workspace = self._scratch(where, room.planner.state)
+        workspace = room.planner.workspace if self._workspace is None else self._scratch(where, room.planner.state)
         self._growing.fill(room, tables)
         if mask is not None:
             mask = self._hold_mask(mask)
