@@ -70,8 +70,15 @@ def compute_capability() -> tuple[int, int] | None:
 TRITON_PREFILL = frozenset({"batch_prefill", "ragged_prefill", "single_prefill", "batch_mla"})
 """The ops of one kernel, which goes over any number of query heads per KV head in blocks."""
 
-TRITON_OPS = TRITON_PREFILL | {
-    "plan_decode", "plan_prefill", "batch_decode", "append_kv", "merge_state", "merge_states"
+TRITON_MLA = frozenset({"batch_mla", "append_mla_kv"})
+"""The ops whose key comes in two parts, of which the first is as wide as the value."""
+
+TRITON_COPIES = frozenset({"append_kv", "append_mla_kv"})
+"""The ops that move elements of any dtype."""
+
+TRITON_OPS = TRITON_PREFILL | TRITON_COPIES | {
+    "plan_decode", "plan_prefill", "batch_decode", "merge_state", "merge_states", "merge_state_in_place",
+    "merge_states_varlen", "batch_indices_positions", "seq_lens", "page_table", "packbits", "segment_packbits",
 }  # fmt: skip
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -79,8 +86,7 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def _triton_objections(p: Problem) -> list[str]:
     capability = compute_capability()
     prefill = p.op in TRITON_PREFILL
-    # The key of MLA comes in two parts, of which the first is as wide as the value.
-    key_dim = max(p.head_dim_vo, p.head_dim_qk - p.head_dim_vo) if p.op == "batch_mla" else p.head_dim_qk
+    key_dim = max(p.head_dim_vo, p.head_dim_qk - p.head_dim_vo) if p.op in TRITON_MLA else p.head_dim_qk
     checks = [
         (p.op in TRITON_OPS, f"it has no kernel for {p.op}"),
         (triton_installed(), "triton is not installed"),
@@ -89,7 +95,7 @@ def _triton_objections(p: Problem) -> list[str]:
             capability is None or capability >= (8, 0),
             f"it needs compute capability 8.0 or newer, not {capability}",
         ),
-        (p.dtype in TRITON_DTYPES, f"it does not compute in {p.dtype}"),
+        (p.dtype in TRITON_DTYPES or p.op in TRITON_COPIES, f"it does not compute in {p.dtype}"),
         (
             capability is None or capability >= (8, 9) or p.kv_dtype != torch.float8_e4m3fn,
             f"it needs compute capability 8.9 or newer for {p.kv_dtype}, not {capability}",

@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 from batches import indptr
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 ORDERS = st.sampled_from(["big", "little"])
 BITS = st.lists(st.booleans(), max_size=70)
 
+MANY = [[j % 3 == 0 for j in range(i * 7 % 19)] for i in range(1100)]
+"""More segments, and more bytes, than a program works on at a time."""
+
 
 @given(BITS, ORDERS, st.sampled_from([torch.bool, torch.uint8]))
+@example([i % 7 < 3 for i in range(9001)], "big", torch.uint8)
 def test_packbits(bits: list[bool], order: str, dtype: torch.dtype) -> None:
     """Any number but 0 is a 1."""
     x = (torch.tensor(bits, dtype=torch.bool).to(torch.uint8) * 200).to(dtype)
@@ -29,6 +33,8 @@ def test_big_endian_is_the_default() -> None:
 
 
 @given(st.lists(BITS, max_size=6), ORDERS, st.integers(0, 3))
+@example(MANY, "little", 2)
+@example([[]] * 600 + [[True, True]], "big", 0)
 def test_segment_packbits(segments: list[list[bool]], order: str, spare: int) -> None:
     """Every segment begins at a byte of its own; bytes behind the last are 0."""
     packed = [np.packbits(np.array(bits, bool), bitorder=order).tolist() for bits in segments]

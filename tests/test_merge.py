@@ -80,22 +80,27 @@ def test_any_partition_merges_to_the_whole(seed: int, keys: int, cuts: list[int]
     torch.testing.assert_close(lse.double(), whole_lse, rtol=1e-6, atol=rounding)
 
 
+@pytest.mark.parametrize("spare", [0, 8])
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.uint8], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None) -> None:
-    """Rows that the mask leaves out keep every bit, whatever the other state holds."""
+def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None, spare: int) -> None:
+    """Rows that the mask leaves out keep every bit, whatever the other state holds; so does what lies between rows."""
     v, s = _states((6, 2, 4, 32), dtype, 3.0, 0.3)
     v_other, s_other = v[:, 1].contiguous(), s[:, 1].contiguous()
     merged = torch.tensor([True, False, True, True, False, False])
     keep = None if mask is None else merged.to(mask)
     if mask is not None:
         v_other[~merged], s_other[~merged] = math.nan, math.nan
-    out, lse = v[:, 0].clone(), s[:, 0].clone()
+    memory = torch.full((6, 4 + spare, 32 + spare), 7.0, dtype=dtype), torch.full((6, 4 + spare), 7.0)
+    out, lse = memory[0][:, :4, :32].copy_(v[:, 0]), memory[1][:, :4].copy_(s[:, 0])
     torch.ops.attn.merge_state_in_place(out, lse, v_other, s_other, keep)
     rows = merged if mask is not None else torch.ones_like(merged)
     _check(out[rows], lse[rows], v[rows], s[rows])
     torch.testing.assert_close(out[~rows], v[:, 0][~rows], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(lse[~rows], s[:, 0][~rows], rtol=0, atol=0, equal_nan=True)
+    for written, whole in zip((out, lse), memory, strict=True):
+        written.fill_(7.0)
+        assert (whole == 7.0).all()
 
 
 @pytest.mark.parametrize("empty", [0.0, 0.6])

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 from batches import PAGE_SIZES, indptr, int32, page_table
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 lengths = st.lists(st.one_of(st.just(0), st.integers(0, 700)), max_size=8)
 
+MANY = [i * 7 % 40 for i in range(1300)]
+"""More requests than a program looks through at a time."""
+
 
 @given(lengths, PAGE_SIZES, st.integers(-5, 300))
+@example(MANY, 16, 0)
 def test_seq_lens(kv_lens: list[int], page_size: int, anything: int) -> None:
     """An empty request has no tokens, whatever its last page length says."""
     kv_indptr, _, last = page_table(kv_lens, page_size)
@@ -21,6 +25,8 @@ def test_seq_lens(kv_lens: list[int], page_size: int, anything: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100)), max_size=8), st.integers(-30, 30))
+@example([(n % 3, n) for n in MANY], 5)
+@example([(0, 0)] * 600 + [(2, 1)], 600)
 def test_batch_indices_positions(requests: list[tuple[int, int]], spare: int) -> None:
     """Appended rows and the tokens before them; fewer or more rows than are appended may be asked for."""
     appended = [n for n, _ in requests]
@@ -34,6 +40,8 @@ def test_batch_indices_positions(requests: list[tuple[int, int]], spare: int) ->
 
 
 @given(lengths, PAGE_SIZES, st.integers(0, 4))
+@example(MANY, 16, 1)
+@example([0] * 511 + [5] + [0] * 600 + [3], 3, 0)
 def test_page_table(kv_lens: list[int], page_size: int, spare: int) -> None:
     """A block table's rows become one line of pages; what stands behind a row's pages is dropped."""
     pages = [-(-n // page_size) for n in kv_lens]

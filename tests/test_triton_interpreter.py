@@ -5,19 +5,18 @@ The interpreter is chosen when the kernels are imported, so these tests run in a
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from attn_ops.kernels import reference
 from cases import DECODE, Case
 from harness import Setup
-from oracle import merge
 
 import attn_ops
 
@@ -28,13 +27,14 @@ PLAIN = [c for c in DECODE if c.pos_encoding == "NONE" and c.kv_dtype is None an
 SUPPORTED = [c for c in PLAIN if not c.name.startswith("sample")] + [c for c in PLAIN if c.name.startswith("sample")][
     :6
 ]
+SMALL_OPS = str(Path(__file__).with_name("interpreted_small_ops.py"))
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_in_the_interpreter")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter")
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, SMALL_OPS]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
 
@@ -160,40 +160,3 @@ def test_pieces_of_a_fixed_size_give_the_same_bits_in_every_batch() -> None:
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
-
-
-@inside
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (33, 7, 3, 80), (5, 2, 4, 64), (0, 2, 2, 16), (3, 0, 2, 16)], ids=str)
-def test_merge_states(shape: tuple[int, ...]) -> None:
-    from attn_ops.kernels.triton import merge_state, merge_states
-
-    generator = torch.Generator().manual_seed(0)
-    v, s = torch.randn(shape, generator=generator), torch.randn(shape[:-1], generator=generator) * 5
-    s[torch.rand(s.shape, generator=generator) < 0.3] = -math.inf
-    v[s == -math.inf] = math.nan
-    results = [merge_states(v, s)]
-    if shape[1] == 2:
-        results.append(merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]))
-    for merged, sums in results:
-        for actual, expected in zip((merged, sums), merge(v, s), strict=True):
-            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@inside
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_append_skips_what_has_no_place(layout: str) -> None:
-    from attn_ops.kernels.triton import append_kv
-
-    generator = torch.Generator().manual_seed(0)
-    middle = (4, 3) if layout == "NHD" else (3, 4)
-    expected = [torch.randn(6, *middle, dim, generator=generator) for dim in (80, 16)]
-    actual = [t.clone() for t in expected]
-    tokens = [torch.randn(7, 3, dim, generator=generator) for dim in (80, 16)]
-    request = torch.tensor([0, 0, -1, 1, 1, 5, 1]).int()
-    position = torch.tensor([0, 5, 2, 3, 400, 1, -1]).int()
-    table = [request, position, torch.tensor([3, 99, 0, 2]).int(), torch.tensor([0, 2, 4]).int()]
-    reference.append_kv(*tokens, *expected, *table, kv_layout=layout)
-    append_kv(*tokens, *actual, *table, kv_layout=layout)
-    for want, got in zip(expected, actual, strict=True):
-        assert torch.equal(want, got)

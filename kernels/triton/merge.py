@@ -9,12 +9,13 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...meta.outputs import merge_state as allocate_one
 from ...meta.outputs import merge_states as allocate_many
+from ...meta.outputs import merge_states_varlen as allocate_varlen
 from ...plan import DecodePlan, num_slots
 from .launch import Options, launch, starts_early
 from .primitives import LOG2E, LOWEST, add_sink, exp2, finite, inverse, log_sum
 
 PAIRS = 16
-"""Pairs of a row and a head that a program of ``merge_states`` does."""
+"""Pairs of a row and a head that a program does, other than of ``merge_pieces``."""
 
 FEW, MANY = 2, 64
 """Pieces that ``merge_pieces`` reads at a time: of most rows, and of those with more pieces than ``FEW``."""
@@ -108,6 +109,78 @@ def merge_state_kernel(
     m, total, acc = absorb(m, total, acc, value_a, sums_a)
     m, total, acc = absorb(m, total, acc, value_b, sums_b)
     store_merged(out, lse, m, total, acc, pair, mask, d, DIM)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def merge_state_in_place_kernel(
+    v,  # [rows, HEADS, DIM]
+    s,  # [rows, HEADS]
+    v_other,
+    s_other,
+    merged,  # [rows] of bool or None
+    pairs,
+    stride_v_row,
+    stride_v_head,
+    stride_s_row,
+    stride_vo_row,
+    stride_vo_head,
+    stride_so_row,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    pair, d = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS), tl.arange(0, BLOCK_DIM)
+    row, head, mask = pair // HEADS, pair % HEADS, pair < pairs
+    if MASK:
+        mask = mask & (tl.load(merged + row, mask=mask, other=0) != 0)
+    value, sums = load_state(v, s, row, head, mask, stride_v_row, stride_v_head, stride_s_row, d, DIM)
+    other, other_sums = load_state(
+        v_other, s_other, row, head, mask, stride_vo_row, stride_vo_head, stride_so_row, d, DIM
+    )
+    m = tl.full((PAIRS,), float("-inf"), tl.float32)
+    total = tl.zeros((PAIRS,), tl.float32)
+    acc = tl.zeros((PAIRS, BLOCK_DIM), tl.float32)
+    m, total, acc = absorb(m, total, acc, value, sums)
+    m, total, acc = absorb(m, total, acc, other, other_sums)
+    tl.debug_barrier()  # several threads have read each of s, and one of them writes it
+    at = row.to(tl.int64)
+    result = (acc * inverse(total)[:, None]).to(v.dtype.element_ty)
+    tl.store(
+        v + (at * stride_v_row + head * stride_v_head)[:, None] + d, result, mask=mask[:, None] & (d < DIM)[None, :]
+    )
+    tl.store(s + at * stride_s_row + head, log_sum(m, total), mask=mask)
+
+
+@triton.jit(do_not_specialize=["states"])
+def merge_states_varlen_kernel(
+    v,  # [states, HEADS, DIM]
+    s,  # [states, HEADS]
+    indptr,  # [rows + 1]
+    out,  # [rows, HEADS, DIM]
+    lse,  # [rows, HEADS]
+    states,
+    stride_v_state,
+    stride_v_head,
+    stride_s_state,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    row, d = tl.program_id(0), tl.arange(0, BLOCK_DIM)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    mask = head < HEADS
+    m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_HEADS,), tl.float32)
+    acc = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
+    begin, end = tl.maximum(tl.load(indptr + row), 0), tl.minimum(tl.load(indptr + row + 1), states)
+    for state in range(begin, end):
+        at = state + tl.zeros_like(head)
+        value, sums = load_state(v, s, at, head, mask, stride_v_state, stride_v_head, stride_s_state, d, DIM)
+        m, total, acc = absorb(m, total, acc, value, sums)
+    store_merged(out, lse, m, total, acc, row * HEADS + head, mask, d, DIM)
 
 
 @triton.jit
@@ -216,6 +289,35 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
         (rows * heads,),
         (*v_a.stride()[:2], s_a.stride(0), *v_b.stride()[:2], s_b.stride(0)),
         (heads, dim, triton.next_power_of_2(dim), PAIRS),
+        Options(),
+    )
+    return out, lse
+
+
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+    rows, heads, dim = v.shape
+    launch(
+        merge_state_in_place_kernel,
+        (triton.cdiv(rows * heads, PAIRS),),
+        (v, s, v_other, s_other, mask),
+        (rows * heads,),
+        (*v.stride()[:2], s.stride(0), *v_other.stride()[:2], s_other.stride(0)),
+        (heads, dim, triton.next_power_of_2(dim), PAIRS, mask is not None),
+        Options(),
+    )
+
+
+def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = allocate_varlen(v, s, indptr)
+    rows, heads, dim = out.shape
+    block_heads = min(PAIRS, triton.next_power_of_2(heads))
+    launch(
+        merge_states_varlen_kernel,
+        (rows, triton.cdiv(heads, block_heads)),
+        (v, s, indptr, out, lse),
+        (v.shape[0],),
+        (*v.stride()[:2], s.stride(0)),
+        (heads, dim, triton.next_power_of_2(dim), block_heads),
         Options(),
     )
     return out, lse

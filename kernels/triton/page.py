@@ -46,13 +46,13 @@ def append_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     request, position = tl.load(batch_indices + token), tl.load(positions + token)
-    known = within(request, batch)
+    known = (request >= 0) & (request < batch)
     place = tl.load(kv_indptr + request, mask=known, other=0) + position // PAGE_SIZE
     listed = known & (position >= 0) & (place < tl.load(kv_indptr + request + 1, mask=known, other=0))
     page = tl.load(kv_indices + place, mask=listed & within(place, num_indices), other=-1)
     if within(page, num_pages):
         slot = position % PAGE_SIZE
-        heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
         d_qk, d_vo = tl.arange(0, BLOCK_QK)[None, :], tl.arange(0, BLOCK_VO)[None, :]
         k_mask, v_mask = (heads < HEADS) & (d_qk < DIM_QK), (heads < HEADS) & (d_vo < DIM_VO)
         key = tl.load(k + token * stride_k_token + heads * stride_k_head + d_qk, mask=k_mask)
@@ -61,6 +61,29 @@ def append_kernel(
         v_cache += page.to(tl.int64) * stride_vc_page + slot * stride_vc_slot
         tl.store(k_cache + heads * stride_kc_head + d_qk, key, mask=k_mask)
         tl.store(v_cache + heads * stride_vc_head + d_vo, value, mask=v_mask)
+
+
+def _append(
+    news: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    table: tuple[Tensor, Tensor, Tensor, Tensor],
+    shape: tuple[int, int, int, int],
+    strides: tuple[int, ...],
+) -> None:
+    """``shape`` is (heads, dim of keys, dim of values, page size)."""
+    heads, dim_qk, dim_vo, _ = shape
+    block_qk, block_vo = triton.next_power_of_2(dim_qk), triton.next_power_of_2(dim_vo)
+    block_heads = min(triton.next_power_of_2(heads), max(1, ELEMENTS // max(block_qk, block_vo)))
+    _, _, kv_indices, kv_indptr = table
+    launch(
+        append_kernel,
+        (news[0].shape[0], triton.cdiv(heads, block_heads)),
+        (*news, *caches, *table),
+        (kv_indptr.shape[0] - 1, kv_indices.shape[0], caches[0].shape[0]),
+        strides,
+        (*shape, block_heads, block_qk, block_vo),
+        Options(),
+    )
 
 
 def append_kv(
@@ -75,21 +98,34 @@ def append_kv(
     *,
     kv_layout: str = "NHD",
 ) -> None:
-    slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
-    tokens, heads, dim_qk = k.shape
-    dim_vo = v.shape[2]
-    block_qk, block_vo = triton.next_power_of_2(dim_qk), triton.next_power_of_2(dim_vo)
-    block_heads = min(triton.next_power_of_2(heads), max(1, ELEMENTS // max(block_qk, block_vo)))
-    launch(
-        append_kernel,
-        (tokens, triton.cdiv(heads, block_heads)),
-        (k, v, k_cache, v_cache, batch_indices, positions, kv_indices, kv_indptr),
-        (kv_indptr.shape[0] - 1, kv_indices.shape[0], k_cache.shape[0]),
+    slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    _append(
+        (k, v),
+        (k_cache, v_cache),
+        (batch_indices, positions, kv_indices, kv_indptr),
+        (k.shape[1], k.shape[2], v.shape[2], k_cache.shape[slot]),
         (
             *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(k_cache.stride(0), k_cache.stride(slot_dim), k_cache.stride(head_dim)),
-            *(v_cache.stride(0), v_cache.stride(slot_dim), v_cache.stride(head_dim)),
+            *(k_cache.stride(0), k_cache.stride(slot), k_cache.stride(head)),
+            *(v_cache.stride(0), v_cache.stride(slot), v_cache.stride(head)),
         ),
-        (heads, dim_qk, dim_vo, k_cache.shape[slot_dim], block_heads, block_qk, block_vo),
-        Options(),
+    )
+
+
+def append_mla_kv(
+    ckv: Tensor,
+    kpe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+) -> None:
+    _append(
+        (ckv, kpe),
+        (ckv_cache, kpe_cache),
+        (batch_indices, positions, kv_indices, kv_indptr),
+        (1, ckv.shape[1], kpe.shape[1], ckv_cache.shape[1]),
+        (*(ckv.stride(0), 0, kpe.stride(0), 0), *ckv_cache.stride()[:2], 0, *kpe_cache.stride()[:2], 0),
     )

@@ -15,6 +15,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.0e38)
 """The largest logit of an empty state: finite, so that no step ever takes -inf from -inf."""
 
+CHUNK, LOG_CHUNK = 512, 9
+"""Requests that a program looks through at a time."""
+
 if triton.knobs.runtime.interpret:
 
     @triton.jit
@@ -78,3 +81,14 @@ def count_at_most(values, x, SIZE: tl.constexpr, LOG_SIZE: tl.constexpr):
         value = tl.gather(values, tl.minimum(probe, SIZE) - 1, 0)
         count = tl.where((probe <= SIZE) & (value <= x), probe, count)
     return count
+
+
+@triton.jit
+def find_segment(ends, sizes, x, total, SIZE: tl.constexpr, LOG_SIZE: tl.constexpr):
+    """``(whether, which, offset)``: the segment of ``[SIZE]`` that holds each of ``x``, and where in it.
+
+    The segments lie on one line from ``total`` on; ``ends`` are the inclusive sums of their ``sizes``.
+    """
+    passed = count_at_most(ends, x, SIZE, LOG_SIZE)
+    which = tl.minimum(passed, SIZE - 1)
+    return (x >= total) & (passed < SIZE), which, x - tl.gather(ends - sizes, which, 0)
