@@ -83,3 +83,52 @@ def test_append(large: Large) -> None:
     for i, (page, slot) in enumerate(((TABLE[0], 0), (TABLE[1], 1), (TABLE[2], 2), (TABLE[3], LENGTH % PAGE))):
         assert torch.equal(large.k_cache[page, slot], new[i])
         assert torch.equal(large.v_cache[page, slot], -new[i])
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def latent(request: pytest.FixtureRequest) -> Tensor:
+    """Packed MLA cache ``[pages, page, 512 + 64]``."""
+    try:
+        return torch.empty(2**31 // (64 * 576) + 40, 64, 576, dtype=torch.float16, device=request.param)
+    except RuntimeError as error:
+        pytest.skip(f"no memory for a large cache: {error}")
+
+
+def test_append_and_attend_to_latents(latent: Tensor) -> None:
+    """Tokens of one request on pages from both ends, appended and then attended to."""
+    device, table = latent.device, (len(latent) - 1, 0, len(latent) - 3)
+    ckv, kpe = latent.split((512, 64), -1)
+    length = 2 * 64 + 5
+    tokens = torch.randn(length, 576, generator=torch.Generator().manual_seed(0)).half()
+    kv_indptr, kv_indices, last, positions, zeros, qo_indptr = (
+        torch.tensor(t, dtype=torch.int32, device=device)
+        for t in ([0, 3], table, [5], range(length), [0] * length, [0, 2])
+    )
+    new = tokens.to(device).split((512, 64), -1)
+    torch.ops.attn.append_mla_kv(*new, ckv, kpe, zeros, positions, kv_indices, kv_indptr)
+    for position in (0, 63, 64, length - 1):
+        assert torch.equal(latent[table[position // 64], position % 64].cpu(), tokens[position])
+
+    sizes = {"page_size": 64, "num_qo_heads": 3, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
+    planner = attn_ops.PrefillPlanner(1, 2, 3, device=device, **sizes)
+    plan = planner.plan(qo_indptr, kv_indptr, kv_indices, last)
+    q = torch.randn(2, 3, 576, generator=torch.Generator().manual_seed(1)).half()
+    q_nope, q_pe = q.to(device).split((512, 64), -1)
+    out, lse = torch.ops.attn.batch_mla(
+        q_nope, q_pe, ckv, kpe, plan, planner.workspace, sm_scale=0.05, causal=True, return_lse=True
+    )
+    Expected.of([(q, tokens[:, None], tokens[:, None, :512])], sm_scale=0.05, causal=True).check(out, lse)
+
+
+@pytest.mark.gpu
+def test_heads_far_apart() -> None:
+    """The keys of a head of ragged HND KV begin more than 2^31 elements after those of the first."""
+    tokens = 2**31 // ((HEADS - 1) * DIM) + 1000
+    kv = torch.empty(HEADS, tokens, DIM, dtype=torch.float16, device="cuda")
+    used = torch.randn(HEADS, 200, DIM, generator=torch.Generator().manual_seed(0)).half()
+    kv[:, -200:] = used.cuda()
+    q = torch.randn(9, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half()
+    options = {"causal": True, "window_left": 100}
+    out, lse = torch.ops.attn.single_prefill(q.cuda(), kv, kv, kv_layout="HND", return_lse=True, **options)
+    tail = used.transpose(0, 1)
+    Expected.of([(q, tail, tail)], **options).check(out, lse)

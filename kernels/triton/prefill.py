@@ -28,17 +28,6 @@ from .primitives import LOG2E, add_sink, finite, inverse, log_sum, soft_cap, wit
 
 
 @triton.jit
-def load_item(work, index, max_items, TILE_ROWS: tl.constexpr):
-    """``(row, rows, begin, end, position, page_start, slot, request)`` of a work item, no rows where there is none."""
-    record, used = work + index * 8, index < max_items
-    rows = tl.minimum(tl.load(record + 1, mask=used, other=0), TILE_ROWS)
-    begin, end = tl.load(record + 2, mask=used, other=0), tl.load(record + 3, mask=used, other=0)
-    row, position = tl.load(record, mask=used, other=0), tl.load(record + 4, mask=used, other=0)
-    page_start, slot = tl.load(record + 5, mask=used, other=0), tl.load(record + 6, mask=used, other=-1)
-    return row, rows, tl.maximum(begin, 0), end, position, page_start, slot, tl.load(record + 7, mask=used, other=0)
-
-
-@triton.jit
 def load_pages(
     kv_indices, page_start, first, max_pages, num_pages,
     PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
@@ -183,7 +172,14 @@ def prefill_kernel(
     tile_row, head = pair // GROUP, kv_head * GROUP + pair % GROUP
     n, d_vo = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_VO)
     if PLANNED:
-        row, count, begin, end, position, page_start, slot, request = load_item(work, item, max_items, TILE_ROWS)
+        # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
+        # the pointers it was given.
+        record, listed = work + item * 8, item < max_items
+        row, count = tl.load(record, mask=listed, other=0), tl.load(record + 1, mask=listed, other=0)
+        begin, end = tl.load(record + 2, mask=listed, other=0), tl.load(record + 3, mask=listed, other=0)
+        position, page_start = tl.load(record + 4, mask=listed, other=0), tl.load(record + 5, mask=listed, other=0)
+        slot, request = tl.load(record + 6, mask=listed, other=-1), tl.load(record + 7, mask=listed, other=0)
+        count, begin = tl.minimum(count, TILE_ROWS), tl.maximum(begin, 0)
         request = tl.minimum(tl.maximum(request, 0), max_batch - 1)
         if count <= 0:
             first = tl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
@@ -234,9 +230,9 @@ def prefill_kernel(
             query_b = rotate(query_b, turned_b, row_position, d_b, log2_theta, inverse_rope_scale, DIM).to(
                 query_b.dtype
             )
-    k += kv_head * stride_k_head
-    k_b += kv_head * stride_k_head
-    v += kv_head * stride_v_head
+    k += kv_head.to(tl.int64) * stride_k_head
+    k_b += kv_head.to(tl.int64) * stride_k_head
+    v += kv_head.to(tl.int64) * stride_v_head
     # Without bias or cap the scale is left out of the logits and applied to their differences.
     FOLD: tl.constexpr = not (CAP or ALIBI or KV_SCALE)
     logit_scale = tl.cast(scale, tl.float32)

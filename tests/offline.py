@@ -1,0 +1,142 @@
+"""Triton kernels compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from attn_ops.kernels import triton as backend
+from attn_ops.kernels.triton import launch, prefill_tiles, tiles
+
+import attn_ops
+
+Compiled = list[tuple[Any, dict[str, Any]]]
+
+SHARED_MEMORY = {80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
+"""By compute capability: KiB that a CTA and a multiprocessor have."""
+
+
+class Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        """A number of its own for each target: a kernel keeps what it compiled first for a device."""
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[Compiled]:
+    """Launches only compile, with the tiles of that GPU, into the list: a kernel and its arguments each."""
+    compiled: Compiled = []
+
+    def compile_only(
+        kernel: Any, grid: Any, tensors: Any, scalars: Any, strides: Any, constants: Any, options: Any
+    ) -> None:
+        args = (*tensors, *scalars, *strides, *constants)
+        result = kernel.warmup(*args, grid=tuple(grid), **options.keywords())
+        result = result.result() if hasattr(result, "result") else result
+        compiled.append((result, dict(zip(kernel.arg_names, args, strict=True))))
+
+    def shared_memory(device: torch.device) -> tuple[int, int]:
+        per_block, per_multiprocessor = SHARED_MEMORY[capability]
+        return per_block << 10, per_multiprocessor << 10
+
+    def forget_tiles() -> None:
+        tiles.decode_tile.cache_clear()
+        prefill_tiles.prefill_tile.cache_clear()
+
+    driver = triton.runtime.driver
+    usual = driver._active, launch._launch_direct, tiles.shared_memory
+    driver.set_active(Driver(capability))
+    launch._launch_direct, tiles.shared_memory = compile_only, shared_memory
+    prefill_tiles.shared_memory = shared_memory
+    forget_tiles()
+    try:
+        yield compiled
+    finally:
+        driver._active, launch._launch_direct, tiles.shared_memory = usual
+        prefill_tiles.shared_memory = usual[2]
+        forget_tiles()
+
+
+def decode(dtype: torch.dtype, dim: int, heads: tuple[int, int], **options: Any) -> None:
+    planner = attn_ops.DecodePlanner(
+        8, 100, page_size=16, num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, num_ctas=33
+    )
+    q, cache = torch.zeros(5, heads[0], dim, dtype=dtype), torch.zeros(10, 16, heads[1], dim, dtype=dtype)
+    backend.batch_decode(q, cache, cache, list(planner.state), planner.workspace, **options)
+
+
+def prefill(
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    page_size: int | None = 16,
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    """Ragged without a page size."""
+    sizes = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dims[0], "head_dim_vo": dims[1]}
+    planner = attn_ops.PrefillPlanner(
+        8, 500, 100 if page_size else 0, page_size=page_size or 1, max_kv_len=500, num_ctas=33, **sizes
+    )
+    pages = (10, page_size) if page_size else (160,)
+    q = torch.zeros(40, heads[0], dims[0], dtype=dtype)
+    k, v = (torch.zeros(*pages, heads[1], dim, dtype=kv_dtype or dtype) for dim in dims)
+    run = backend.batch_prefill if page_size else backend.ragged_prefill
+    run(q, k, v, list(planner.state), planner.workspace, **options)
+
+
+def mla(dtype: torch.dtype, dims: tuple[int, int], heads: int, **options: Any) -> None:
+    planner = attn_ops.PrefillPlanner(
+        8,
+        8,
+        100,
+        page_size=64,
+        num_qo_heads=heads,
+        num_kv_heads=1,
+        head_dim=sum(dims),
+        head_dim_vo=dims[0],
+        num_ctas=33,
+    )
+    q, cache = torch.zeros(8, heads, sum(dims), dtype=dtype), torch.zeros(10, 64, sum(dims), dtype=dtype)
+    (q_nope, q_pe), (ckv, kpe) = q.split(dims, -1), cache.split(dims, -1)
+    backend.batch_mla(q_nope, q_pe, ckv, kpe, list(planner.state), planner.workspace, **options)
+
+
+def small_ops() -> None:
+    """One call of every op that does not attend."""
+    v, s = torch.zeros(5, 3, 32, 128, dtype=torch.bfloat16), torch.zeros(5, 3, 32)
+    i = torch.zeros(6, dtype=torch.int32)
+    backend.merge_states(v, s)
+    backend.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
+    backend.merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1], torch.zeros(5, dtype=torch.bool))
+    backend.merge_states_varlen(v[:, 0], s[:, 0], i)
+    cache = torch.zeros(10, 16, 8, 128, dtype=torch.bfloat16)
+    backend.append_kv(cache[0, :6], cache[0, :6], cache, cache, i, i, i, i)
+    ckv, kpe = torch.zeros(10, 64, 576, dtype=torch.bfloat16).split((512, 64), -1)
+    backend.append_mla_kv(ckv[0, :6], kpe[0, :6], ckv, kpe, i, i, i, i)
+    backend.batch_indices_positions(i, i[1:], 7)
+    backend.seq_lens(i, i[1:], 16)
+    backend.page_table(torch.zeros(6, 8, dtype=torch.int32), i, 16)
+    backend.packbits(torch.zeros(100, dtype=torch.bool))
+    backend.segment_packbits(torch.zeros(100, dtype=torch.bool), i, 13)
+    sizes = {"page_size": 16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_ctas": 33}
+    for split in (None, 8):
+        decodes = attn_ops.DecodePlanner(5, 100, **sizes, fixed_split_size=split)
+        prefills = attn_ops.PrefillPlanner(5, 500, 100, **sizes, fixed_split_size=split)
+        backend.plan_decode(i, i, i[1:], list(decodes.state))
+        backend.plan_prefill(i, i, i, i[1:], list(prefills.state))

@@ -1,0 +1,106 @@
+"""Registers, stack and shared memory of every Triton kernel, as the assembler reports them for GPUs that are not there.
+
+``python tests/resources.py`` prints them, and with ``--write`` puts them into ``resources.json``, under the release
+of Triton that compiled them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from offline import compiling_for, decode, mla, prefill, small_ops
+
+TABLE = Path(__file__).with_name("resources.json")
+CAPABILITIES = (80, 90, 100)
+PROCESSES = 2
+
+CASES: dict[str, Callable[[], None]] = {
+    "prefill causal": lambda: prefill(torch.bfloat16, (128, 128), (32, 8), causal=True),
+    "prefill fp8 rope": lambda: prefill(
+        torch.bfloat16,
+        (128, 128),
+        (32, 8),
+        kv_dtype=torch.float8_e5m2,
+        kv_scale=torch.ones(2),
+        pos_encoding="ROPE_LLAMA",
+    ),
+    "ragged 192/128": lambda: prefill(torch.bfloat16, (192, 128), (16, 16), None, causal=True, return_lse=True),
+    "mla": lambda: mla(torch.bfloat16, (512, 64), 128),
+    "decode": lambda: decode(torch.bfloat16, 128, (32, 8)),
+    "decode wide": lambda: decode(torch.bfloat16, 256, (16, 2), window_left=100, return_lse=True),
+    "decode float32": lambda: decode(torch.float32, 64, (8, 8), logits_soft_cap=30.0, sinks=torch.zeros(8)),
+    "small ops": small_ops,
+}
+
+
+class Resources(NamedTuple):
+    registers: int  # of a thread
+    stack: int  # bytes of a thread: what does not fit in registers
+    shared: int  # bytes of a CTA
+
+
+def resources_of(kernel: Any) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report)}
+    return Resources(used["REG"], used["STACK"] + used["LOCAL"], used["SHARED"] + kernel.metadata.shared)
+
+
+def compile_case(case: str, capability: int) -> dict[str, Resources]:
+    """By ``"case: kernel"``; a kernel that a case launches again is numbered."""
+    found: dict[str, Resources] = {}
+    with compiling_for(capability) as compiled:
+        CASES[case]()
+    for kernel, _ in compiled:
+        name = f"{case}: {kernel.metadata.name}"
+        found[f"{name} {sum(key.startswith(name) for key in found) + 1}" if name in found else name] = resources_of(
+            kernel
+        )
+    return found
+
+
+def measure() -> dict[str, dict[str, Resources]]:
+    """By target, such as ``"sm_90"``, and kernel."""
+    tasks = [(case, capability) for case in CASES for capability in CAPABILITIES]
+    found: dict[str, dict[str, Resources]] = {f"sm_{capability}": {} for capability in CAPABILITIES}
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        for (_, capability), rows in zip(tasks, pool.map(compile_case, *zip(*tasks, strict=True)), strict=True):
+            found[f"sm_{capability}"] |= rows
+    return found
+
+
+def read() -> dict[str, dict[str, dict[str, list[int]]]]:
+    """By release of Triton, target and kernel: the fields of :class:`Resources`."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def write(found: dict[str, dict[str, Resources]]) -> None:
+    table = read() | {triton.__version__: {target: dict(rows) for target, rows in found.items()}}
+    text = json.dumps(table, indent=1)
+    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", text) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    options = parser.parse_args()
+    measured = measure()
+    for target, rows in measured.items():
+        for name, row in rows.items():
+            print(f"{target:7} {name:45} registers {row.registers:3}  stack {row.stack:4}  shared {row.shared:6}")
+    if options.write:
+        write(measured)

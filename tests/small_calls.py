@@ -1,0 +1,72 @@
+"""Small calls that together launch every Triton kernel on the GPU, with its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from calls import arguments, written
+from redirect import Moved
+from torch import Tensor
+
+from attn_ops.schemas import SCHEMAS
+
+SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 1500, 2)}
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
+OPTIONS: dict[str, Any] = {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0}
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{op: (op, {}) for op in SCHEMAS},
+    "decode in pieces": ("batch_decode", SPLIT | BF16 | {"planner": {"num_ctas": 33}}),
+    "decode, wide group": ("batch_decode", SPLIT | BF16 | {"heads": (32, 2), "kv_layout": "HND", "page_size": 3}),
+    "decode, options": ("batch_decode", OPTIONS | {"dtype": torch.float16, "head_dims": (80, 80), "padding": 2}),
+    "prefill in pieces": (
+        "batch_prefill",
+        SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 12, "tile_rows": 16}},
+    ),
+    "prefill, options": ("batch_prefill", OPTIONS | BF16 | {"head_dims": (192, 128), "padding": 2, "page_size": 1}),
+    "prefill, mask": ("batch_prefill", {"masked": 0.5, "dtype": torch.float16, "storage": "padded"}),
+    "prefill, FP8 and RoPE": (
+        "batch_prefill",
+        BF16 | {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 2.0), "pos_encoding": "ROPE_LLAMA"},
+    ),
+    "ragged, ALiBi": ("ragged_prefill", BF16 | {"causal": True, "pos_encoding": "ALIBI", "kv_layout": "HND"}),
+    "single": ("single_prefill", BF16 | {"causal": True, "head_dims": (128, 128), "heads": (8, 1)}),
+    "mla": ("batch_mla", SPLIT | BF16 | {"causal": True}),
+    "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
+}
+
+ATTENTION = [name for name, (op, _) in CALLS.items() if op.endswith(("_decode", "_prefill", "_mla"))]
+
+
+def call(name: str) -> tuple[str, dict[str, Any]]:
+    """The op and its keyword arguments, on the GPU."""
+    op, changes = CALLS[name]
+    return op, Moved().there(arguments(op, **changes))
+
+
+def run(op: str, kwargs: dict[str, Any]) -> list[Tensor]:
+    """What the call returns and what it writes, other than scratch memory."""
+    result = getattr(torch.ops.attn, op)(**kwargs, backend="triton")
+    scratch = kwargs.get("workspace")
+    return [
+        *(t for t in torch.utils._pytree.tree_leaves(result) if t is not None),
+        *(t for t in written(op, kwargs) if t is not scratch),
+    ]
+
+
+def astray(kwargs: dict[str, Any], garbage: int) -> dict[str, Any]:
+    """The call with every other page number out of range."""
+    plan = kwargs.get("plan")
+    for pages in (kwargs.get("kv_indices"), getattr(plan, "kv_indices", None)):
+        if pages is not None:
+            pages[::2] = garbage
+    return kwargs
+
+
+def misplanned(kwargs: dict[str, Any], garbage: int) -> dict[str, Any]:
+    """The call with a plan of nothing but ``garbage``, or of random numbers around 0 for garbage 1."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for field in kwargs.get("plan", ()):
+        field.random_(-50, 200, generator=generator) if garbage == 1 else field.fill_(garbage)
+    return kwargs
