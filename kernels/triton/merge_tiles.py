@@ -39,7 +39,7 @@ def merge_tiles_kernel(
     first = tl.maximum(first, 0)
     stop = tl.minimum(first + pieces, slots)
     d = tl.arange(0, BLOCK_DIM)
-    sums = partial + slots.to(tl.int64) * (TILE_ROWS * HEADS * DIM)
+    sums = partial + tl.cast(slots, tl.int64) * (TILE_ROWS * HEADS * DIM)
     pairs = tl.where(stop > first, tl.minimum(count, TILE_ROWS) * HEADS, 0)
     for pair in range(tl.program_id(1), pairs, tl.num_programs(1)):
         head = pair % HEADS

@@ -314,7 +314,7 @@ def prefill_kernel(
     if PLANNED:  # noqa: SIM102  compiled out where there is no slot
         if slot >= 0:
             at = (slot.to(tl.int64) * TILE_ROWS + tile_row) * NUM_HEADS + head
-            sums = partial + slots.to(tl.int64) * (TILE_ROWS * NUM_HEADS * DIM_VO)
+            sums = partial + tl.cast(slots, tl.int64) * (TILE_ROWS * NUM_HEADS * DIM_VO)
             value = acc * (inverse(total) * value_scale)[:, None]
             store_pairs(partial, sums, value, log_sum(m, total), at, used & (slot < slots), d_vo, DIM_VO, True)
             return
