@@ -1,12 +1,21 @@
-"""The driver: ``python -m benchmarks decode --json results.json``."""
+"""The driver: ``python -m benchmarks decode``."""
 
 from __future__ import annotations
 
 import argparse
 
-from . import decode, overheads, prefill, sweep
+from . import decode, mla, model, overheads, prefill, sweep, warm, workload
 
-COMMANDS = {"decode": decode, "prefill": prefill, "overheads": overheads, "sweep": sweep}
+COMMANDS = {
+    "decode": decode,
+    "prefill": prefill,
+    "mla": mla,
+    "overheads": overheads,
+    "workload": workload,
+    "model": model,
+    "warm": warm,
+    "sweep": sweep,
+}
 
 
 def main() -> None:

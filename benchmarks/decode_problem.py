@@ -16,21 +16,22 @@ class DecodeProblem:
 
     def __init__(self, row: DecodeRow, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
         self.row, self.dtype, self.device = row, dtype, device
+        self.kv_dtype = torch.float8_e4m3fn if row.fp8 else dtype
         generator = torch.Generator(device).manual_seed(0)
         pages = [-(-length // row.page_size) for length in row.lengths]
         self.num_pages = sum(pages)
         self.kv_indptr = torch.tensor([0, *pages]).cumsum(0).to(device, torch.int32)
         self.kv_indices = torch.randperm(self.num_pages, generator=generator, device=device).int()
-        last = [(length - 1) % row.page_size + 1 for length in row.lengths]
-        self.kv_last_page_len = torch.tensor(last, dtype=torch.int32, device=device)
+        self.kv_len = torch.tensor(row.lengths, dtype=torch.int32, device=device)
+        self.kv_last_page_len = (self.kv_len - 1) % row.page_size + 1
         self.copies = copies_for(row.kv_bytes())
         shape = (self.num_pages, row.page_size, row.num_kv_heads, row.head_dim)
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-        self.k_caches = [random(*shape) for _ in range(self.copies)]
-        self.v_caches = [random(*shape) for _ in range(self.copies)]
+        self.k_caches = [random(*shape).to(self.kv_dtype) for _ in range(self.copies)]
+        self.v_caches = [random(*shape).to(self.kv_dtype) for _ in range(self.copies)]
         self.q = random(row.batch, row.num_qo_heads, row.head_dim)
 
     def planner(self, **options: int) -> attn_ops.DecodePlanner:
@@ -41,6 +42,7 @@ class DecodeProblem:
             num_qo_heads=self.row.num_qo_heads,
             num_kv_heads=self.row.num_kv_heads,
             head_dim=self.row.head_dim,
+            max_kv_len=max(self.row.lengths),
             device=self.device,
             **options,
         )
@@ -49,12 +51,19 @@ class DecodeProblem:
     def page_table(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.kv_indptr, self.kv_indices, self.kv_last_page_len
 
+    def caches(self, copy: int) -> tuple[Tensor, Tensor]:
+        return self.k_caches[copy], self.v_caches[copy]
+
+    def block_tables(self) -> Tensor:
+        """Page numbers ``[batch, pages of the longest request]``, zeros behind each request's last."""
+        rows = [self.kv_indices[a:b] for a, b in zip(self.kv_indptr[:-1], self.kv_indptr[1:], strict=True)]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
     def contiguous(self, copy: int) -> tuple[Tensor, Tensor]:
         """``[batch, num_kv_heads, length, head_dim]`` with the tokens of cache ``copy``, for equal lengths."""
         shape = (self.row.batch, -1, self.row.num_kv_heads, self.row.head_dim)
         return tuple(
-            cache[self.kv_indices.long()].view(shape).transpose(1, 2).contiguous()
-            for cache in (self.k_caches[copy], self.v_caches[copy])
+            cache[self.kv_indices.long()].view(shape).transpose(1, 2).contiguous() for cache in self.caches(copy)
         )  # type: ignore[return-value]
 
     def error(self, out: Tensor, copy: int = 0, requests: int = 4) -> float:
@@ -62,12 +71,9 @@ class DecodeProblem:
         row, worst = self.row, 0.0
         for b in sorted({0, row.batch - 1, *range(0, row.batch, max(1, row.batch // requests))}):
             pages = self.kv_indices[self.kv_indptr[b] : self.kv_indptr[b + 1]].long()
-            k, v = (cache[pages].flatten(0, 1)[: row.lengths[b]].float() for cache in self._caches(copy))
+            k, v = (cache[pages].flatten(0, 1)[: row.lengths[b]].float() for cache in self.caches(copy))
             q = self.q[b].float().view(row.num_kv_heads, -1, row.head_dim)
             weights = torch.softmax(q @ k.permute(1, 2, 0) * row.head_dim**-0.5, -1)
             expected = (weights @ v.transpose(0, 1)).flatten(0, 1)
             worst = max(worst, float((out[b].float() - expected).norm() / expected.norm()))
         return worst
-
-    def _caches(self, copy: int) -> tuple[Tensor, Tensor]:
-        return self.k_caches[copy], self.v_caches[copy]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -11,9 +11,10 @@ class DecodeRow:
     lengths: tuple[int, ...]
     num_qo_heads: int
     num_kv_heads: int
-    goal: float
+    goal: float | None
     head_dim: int = 128
     page_size: int = 16
+    fp8: bool = False
 
     @property
     def batch(self) -> int:
@@ -24,19 +25,31 @@ class DecodeRow:
         """The one length of all requests, which a contiguous cache needs."""
         return self.lengths[0] if len(set(self.lengths)) == 1 else None
 
-    def kv_bytes(self, element: int = 2) -> int:
-        return 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim * element
+    def kv_bytes(self) -> int:
+        return 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim * (1 if self.fp8 else 2)
 
-    def bytes(self, element: int = 2) -> int:
-        """KV read once, queries read once, outputs written once."""
-        return self.kv_bytes(element) + 2 * self.batch * self.num_qo_heads * self.head_dim * element
+    def bytes(self) -> int:
+        """KV read once, queries of 2 bytes an element read once, outputs written once."""
+        return self.kv_bytes() + 2 * self.batch * self.num_qo_heads * self.head_dim * 2
+
+    def flops(self) -> int:
+        return 4 * sum(self.lengths) * self.num_qo_heads * self.head_dim
 
 
-def _even(batch: int, length: int, heads: tuple[int, int], goal: float, **options: int) -> DecodeRow:
+FP8_RATE = 3.9e6
+"""Bytes per microsecond to reach with an FP8 cache above 0.5 GB."""
+
+
+def _even(batch: int, length: int, heads: tuple[int, int], goal: float | None, page_size: int = 16) -> DecodeRow:
     size = f"{length // 1024}k" if length >= 1024 else str(length)
     name = f"{batch} x {size}, {heads[0]}/{heads[1]}"
-    name += "".join(f", {key} {value}" for key, value in options.items())
-    return DecodeRow(name, (length,) * batch, *heads, goal, **options)
+    name += f", page {page_size}" if page_size != 16 else ""
+    return DecodeRow(name, (length,) * batch, *heads, goal, page_size=page_size)
+
+
+def _fp8(row: DecodeRow) -> DecodeRow:
+    row = replace(row, name=f"{row.name}, fp8", fp8=True, goal=None)
+    return replace(row, goal=round(row.bytes() / FP8_RATE, 1)) if row.kv_bytes() > 5e8 else row
 
 
 ROWS: tuple[DecodeRow, ...] = (
@@ -54,5 +67,11 @@ ROWS: tuple[DecodeRow, ...] = (
     _even(32, 2048, (32, 32), 243),
     DecodeRow("1 x 64k + 63 x 512, 32/8", (65536, *[512] * 63), 32, 8, 96),
     _even(32, 4096, (32, 8), 131, page_size=1),
+    _even(32, 4096, (32, 8), 131, page_size=8),
     _even(32, 4096, (32, 8), 131, page_size=64),
+    _fp8(_even(1, 32768, (32, 8), None)),
+    _fp8(_even(32, 4096, (32, 8), None)),
+    _fp8(_even(128, 8192, (32, 8), None)),
+    _fp8(_even(256, 128, (32, 8), None)),
+    _fp8(DecodeRow("1 x 64k + 63 x 512, 32/8", (65536, *[512] * 63), 32, 8, None)),
 )

@@ -47,9 +47,9 @@ class PrefillProblem:
 
         self.table = PageTable(row.kv_lens, row.page_size, generator, device)
         self.copies = copies_for(row.kv_bytes())
-        shape = (self.table.num_pages, row.page_size, row.num_kv_heads, row.head_dim)
-        self.k_caches = [random(*shape) for _ in range(self.copies)]
-        self.v_caches = [random(*shape) for _ in range(self.copies)]
+        pages = (self.table.num_pages, row.page_size, row.num_kv_heads)
+        self.k_caches = [random(*pages, row.head_dim) for _ in range(self.copies)]
+        self.v_caches = [random(*pages, row.head_dim_vo) for _ in range(self.copies)]
         self.q = random(sum(row.qo_lens), row.num_qo_heads, row.head_dim)
         self.qo_indptr, self.kv_indptr = indptr(row.qo_lens, device), indptr(row.kv_lens, device)
         self.keys, self.values = (
@@ -67,6 +67,7 @@ class PrefillProblem:
             num_qo_heads=row.num_qo_heads,
             num_kv_heads=row.num_kv_heads,
             head_dim=row.head_dim,
+            head_dim_vo=row.head_dim_vo,
             max_kv_len=max(row.kv_lens),
             causal=row.causal,
             device=self.device,
@@ -74,6 +75,16 @@ class PrefillProblem:
         )
         planner.plan(self.qo_indptr, *(self.table.arguments if paged else (self.kv_indptr,)))
         return planner
+
+    def empty_out(self) -> Tensor:
+        return self.q.new_empty(*self.q.shape[:-1], self.row.head_dim_vo)
+
+    def dense(self, copy: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """``q, k, v`` as ``[batch, heads, rows, head_dim]`` views, where all requests are of one size."""
+        if self.row.equal_lengths is None:
+            return None
+        tensors = (self.q, self.keys[copy], self.values[copy])
+        return tuple(t.view(self.row.batch, -1, *t.shape[1:]).transpose(1, 2) for t in tensors)  # type: ignore[return-value]
 
     def error(self, out: Tensor, copy: int = 0, rows: int = 64) -> float:
         """Relative error in norm against float32 of the last ``rows`` query rows and of some in the middle."""

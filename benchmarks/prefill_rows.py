@@ -7,30 +7,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """``goal`` in TFLOP/s, at 4 * num_qo_heads * head_dim operations per visible pair of query row and key."""
+    """``goal`` in TFLOP/s, at 2 * num_qo_heads * (head_dim of keys and of values) operations per visible pair."""
 
     name: str
     qo_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    goal: float
+    goal: float | None
     causal: bool = True
     num_qo_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    head_dim_vo: int = 128
     page_size: int = 16
 
     @property
     def batch(self) -> int:
         return len(self.kv_lens)
 
+    @property
+    def equal_lengths(self) -> tuple[int, int] | None:
+        """Query rows and keys of every request, where all have the same."""
+        lengths = set(zip(self.qo_lens, self.kv_lens, strict=True))
+        return lengths.pop() if len(lengths) == 1 else None
+
     def flops(self) -> int:
         pairs = sum(
             n * m - (n * (n - 1) // 2 if self.causal else 0) for n, m in zip(self.qo_lens, self.kv_lens, strict=True)
         )
-        return 4 * self.num_qo_heads * self.head_dim * pairs
+        return 2 * self.num_qo_heads * (self.head_dim + self.head_dim_vo) * pairs
 
     def kv_bytes(self, element: int = 2) -> int:
-        return 2 * sum(self.kv_lens) * self.num_kv_heads * self.head_dim * element
+        return sum(self.kv_lens) * self.num_kv_heads * (self.head_dim + self.head_dim_vo) * element
+
+    def bytes(self, element: int = 2) -> int:
+        """Keys, values and queries read once, outputs written once."""
+        rows = sum(self.qo_lens) * self.num_qo_heads * (self.head_dim + self.head_dim_vo)
+        return self.kv_bytes(element) + rows * element
 
 
 @dataclass(frozen=True)
@@ -54,10 +66,21 @@ class MlaRow:
         return sum(self.kv_lens) * 576 * element
 
 
-def _prefill(batch: int, new: int, context: int, goal: float, causal: bool = True) -> PrefillRow:
+def _prefill(
+    batch: int,
+    new: int,
+    context: int,
+    goal: float | None,
+    causal: bool = True,
+    heads: tuple[int, int] = (32, 8),
+    dims: tuple[int, int] = (128, 128),
+) -> PrefillRow:
     size = f"{context // 1024}k"
     name = f"{batch} x {size}" if new == context else f"{batch} x ({new} new on {size})"
-    return PrefillRow(name + ("" if causal else ", not causal"), (new,) * batch, (context,) * batch, goal, causal)
+    name += "" if heads == (32, 8) else f", {heads[0]}/{heads[1]}"
+    name += "" if dims == (128, 128) else f", head_dim {'/'.join(map(str, dict.fromkeys(dims)))}"
+    name += "" if causal else ", not causal"
+    return PrefillRow(name, (new,) * batch, (context,) * batch, goal, causal, *heads, *dims)
 
 
 PREFILL_ROWS: tuple[PrefillRow, ...] = (
@@ -67,6 +90,9 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(8, 512, 8192, 640),
     _prefill(32, 16, 4096, 250),
     _prefill(4, 4096, 4096, 680, causal=False),
+    _prefill(1, 8192, 8192, None, dims=(64, 64)),
+    _prefill(1, 8192, 8192, None, dims=(256, 256), heads=(16, 4)),
+    _prefill(1, 8192, 8192, None, dims=(192, 128), heads=(16, 16)),
 )
 
 MLA_ROWS: tuple[MlaRow, ...] = (

@@ -13,9 +13,13 @@ import torch
 
 import attn_ops
 
+from .contest import Refusal
+
 RESULTS = Path(__file__).with_name("results")
 READ_RATE = 4.45e6
 """Bytes per microsecond: the largest read rate seen in an attention kernel on an H200."""
+MATRIX_RATE = 790e6
+"""Operations per microsecond: the fastest bf16 product of two 8192 x 8192 matrices seen on an H200."""
 
 Row = dict[str, Any]
 
@@ -54,20 +58,45 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def markdown(title: str, note: str, versions: dict[str, str], rows: Sequence[Row]) -> str:
+def _reasons(refusals: Sequence[Refusal], number: int) -> list[str]:
+    """A line for each reason, with the rows it held for, of ``number`` rows."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for refusal in refusals:
+        rows.setdefault((refusal.peer, refusal.reason), []).append(refusal.row)
+    where = {key: "every row" if len(of) == number else "; ".join(of) for key, of in rows.items()}
+    return [f"* {peer}: {reason} ({where[peer, reason]})" for peer, reason in rows]
+
+
+def table(rows: Sequence[Row]) -> list[str]:
     columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return lines + ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in rows]
+
+
+def markdown(
+    title: str, note: str, versions: dict[str, str], rows: Sequence[Row], refusals: Sequence[Refusal] = ()
+) -> str:
     lines = [f"# {title}", "", note, "", ", ".join(f"{name} {value}" for name, value in versions.items()), ""]
-    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in rows]
+    lines += table(rows)
+    if refusals:
+        lines += ["", "Not measured:", "", *_reasons(refusals, len(rows))]
     return "\n".join(lines) + "\n"
 
 
-def save(name: str, title: str, note: str, rows: Sequence[Row], folder: Path) -> None:
+def save(
+    name: str,
+    title: str,
+    note: str,
+    rows: Sequence[Row],
+    folder: Path,
+    refusals: Sequence[Refusal] = (),
+) -> None:
     """Write ``NAME.json`` and ``NAME.md`` to ``folder`` and print the table."""
     versions = environment()
     folder.mkdir(parents=True, exist_ok=True)
     data = {"title": title, "note": note, "environment": versions, "rows": list(rows)}
+    data["not measured"] = [refusal._asdict() for refusal in refusals]
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = markdown(title, note, versions, rows)
+    text = markdown(title, note, versions, rows, refusals)
     (folder / f"{name}.md").write_text(text)
     print(text, flush=True)

@@ -1,0 +1,110 @@
+"""Decode by other libraries, on the same problem."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .contest import NotMeasuredError, Prepare
+from .decode_problem import DecodeProblem
+from .peers import flashinfer, flashinfer_workspace
+from .timing import Call
+
+
+def sdpa(backend: SDPBackend) -> Prepare:
+    """torch's own attention on a contiguous cache, one query row a request."""
+
+    def prepare(problem: DecodeProblem) -> Call:
+        if problem.row.equal_length is None:
+            raise NotMeasuredError("a contiguous cache needs requests of one length")
+        if problem.kv_dtype != problem.dtype:
+            raise NotMeasuredError("it needs queries and keys of one dtype")
+        caches = [problem.contiguous(i) for i in range(problem.copies)]
+        q = problem.q[:, :, None]
+
+        def call(copy: int) -> Tensor:
+            with sdpa_kernel(backend):
+                out = torch.nn.functional.scaled_dot_product_attention(q, *caches[copy], enable_gqa=True)
+            return out[:, :, 0]
+
+        return call
+
+    return prepare
+
+
+def flashinfer_wrapper(use_tensor_cores: bool) -> Prepare:
+    def prepare(problem: DecodeProblem) -> Call:
+        fi, row = flashinfer(), problem.row
+        workspace = flashinfer_workspace(problem.device)
+        wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
+        wrapper.plan(
+            *problem.page_table,
+            row.num_qo_heads,
+            row.num_kv_heads,
+            row.head_dim,
+            row.page_size,
+            q_data_type=problem.dtype,
+            kv_data_type=problem.kv_dtype,
+            o_data_type=problem.dtype,
+        )
+        out = torch.empty_like(problem.q)
+        return lambda copy: wrapper.run(problem.q, problem.caches(copy), out=out)
+
+    return prepare
+
+
+def flashinfer_persistent(problem: DecodeProblem) -> Call:
+    """BatchAttention: prefill and decode in one persistent kernel."""
+    fi, row = flashinfer(), problem.row
+    wrapper = fi.BatchAttention("NHD", problem.device)
+    qo_indptr = torch.arange(row.batch + 1, dtype=torch.int32, device=problem.device)
+    wrapper.plan(
+        qo_indptr,
+        problem.kv_indptr,
+        problem.kv_indices,
+        problem.kv_len,
+        row.num_qo_heads,
+        row.num_kv_heads,
+        row.head_dim,
+        row.head_dim,
+        row.page_size,
+        q_data_type=problem.dtype,
+        kv_data_type=problem.kv_dtype,
+    )
+    out = torch.empty_like(problem.q)
+    lse = torch.empty(problem.q.shape[:2], dtype=torch.float32, device=problem.device)
+    return lambda copy: wrapper.run(problem.q, problem.caches(copy), out=out, lse=lse)[0]
+
+
+def flashinfer_xqa(problem: DecodeProblem) -> Call:
+    fi, row = flashinfer(), problem.row
+    workspace = flashinfer_workspace(problem.device)
+    block_tables = problem.block_tables()
+    out = torch.empty_like(problem.q)
+
+    def call(copy: int) -> Tensor:
+        return fi.decode.xqa_batch_decode_with_kv_cache(
+            problem.q,
+            problem.caches(copy),
+            workspace,
+            block_tables,
+            problem.kv_len,
+            max(row.lengths),
+            bmm1_scale=row.head_dim**-0.5,
+            bmm2_scale=1.0,
+            out=out,
+            kv_layout="NHD",
+        )
+
+    return call
+
+
+DECODE_PEERS: dict[str, Prepare] = {
+    "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
+    "flashinfer": flashinfer_wrapper(use_tensor_cores=False),
+    "flashinfer tensor cores": flashinfer_wrapper(use_tensor_cores=True),
+    "flashinfer persistent": flashinfer_persistent,
+    "flashinfer xqa": flashinfer_xqa,
+}

@@ -1,0 +1,59 @@
+"""MLA decode over a paged cache of latent keys, in CUDA graphs over rotating caches."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from . import report
+from .contest import Contest, Prepare, release
+from .prefill_problem import MlaProblem
+from .prefill_rows import MLA_ROWS, MlaRow
+from .timing import Call
+
+NOTE = (
+    "Microseconds, bf16, 128 heads, keys of 512 + 64, page 64. TFLOP/s counts 2 * heads * (576 + 512) operations per "
+    "key; its share is of 790 TFLOP/s."
+)
+OURS = "attn_ops"
+MLA_PEERS: dict[str, Prepare] = {}
+RATE = 500e6
+"""Operations per microsecond, to size the graphs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    parser.add_argument("--no-peers", action="store_true")
+
+
+def _ours(p: MlaProblem) -> Call:
+    planner = p.planner()
+    return lambda i: torch.ops.attn.batch_mla(
+        p.q_nope, p.q_pe, p.ckv[i], p.kpe[i], planner.state, planner.workspace, backend="triton"
+    )[0]
+
+
+def _measure(row: MlaRow, contest: Contest) -> report.Row:
+    times = contest.times(row.name, MlaProblem(row), row.flops() / RATE + 10)
+    ours = times[OURS]
+    return {
+        "row": row.name,
+        "goal": row.goal,
+        OURS: ours,
+        "of goal": ours / row.goal,
+        "TFLOP/s": row.flops() / ours / 1e6,
+        "share": row.flops() / ours / report.MATRIX_RATE,
+        **{name: times.get(name) for name in contest.peers},
+    }
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> None:
+    contest = Contest({OURS: _ours}, {} if args.no_peers else MLA_PEERS)
+    results = []
+    for row in MLA_ROWS:
+        results.append(_measure(row, contest))
+        release()
+    report.save("mla", "MLA decode", NOTE, results, args.output, contest.refusals)

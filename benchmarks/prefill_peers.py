@@ -1,0 +1,137 @@
+"""Prefill by other libraries, on the same problem."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .contest import NotMeasuredError, Prepare
+from .peers import flashinfer, flashinfer_workspace
+from .prefill_problem import PrefillProblem
+from .timing import Call
+
+
+def _dense(problem: PrefillProblem) -> list[tuple[Tensor, Tensor, Tensor]]:
+    copies = [problem.dense(i) for i in range(problem.copies)]
+    if copies[0] is None:
+        raise NotMeasuredError("a dense batch needs requests of one length")
+    return copies  # type: ignore[return-value]
+
+
+def sdpa(backend: SDPBackend) -> Prepare:
+    """One dense batch, where every request has as many query rows as keys: its causal mask begins at the top left."""
+
+    def prepare(problem: PrefillProblem) -> Call:
+        copies, row = _dense(problem), problem.row
+        if row.qo_lens != row.kv_lens:
+            raise NotMeasuredError("its causal mask needs as many query rows as keys")
+
+        def call(copy: int) -> Tensor:
+            with sdpa_kernel(backend):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    *copies[copy], is_causal=row.causal, enable_gqa=True
+                )
+            return out.transpose(1, 2).flatten(0, 1)
+
+        return call
+
+    return prepare
+
+
+def flex(problem: PrefillProblem) -> Call:
+    """FlexAttention compiled for the one shape, on a dense batch, with a block mask that is made beforehand."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    copies = _dense(problem)
+    rows, keys = problem.row.equal_lengths or (0, 0)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + (keys - rows)
+
+    mask = create_block_mask(visible, None, None, rows, keys, device=problem.device) if problem.row.causal else None
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    def call(copy: int) -> Tensor:
+        out = compiled(*copies[copy], block_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return call
+
+
+def varlen(problem: PrefillProblem) -> Call:
+    """torch.nn.attention.varlen over the ragged keys."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise NotMeasuredError("this torch has no torch.nn.attention.varlen") from error
+    options: dict[str, Any] = {"window_size": (-1, 0) if problem.row.causal else (-1, -1)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    longest = max(problem.row.qo_lens), max(problem.row.kv_lens)
+
+    def call(copy: int) -> Tensor:
+        keys, values = problem.keys[copy], problem.values[copy]
+        out = varlen_attn(problem.q, keys, values, problem.qo_indptr, problem.kv_indptr, *longest, **options)
+        return out if isinstance(out, Tensor) else out[0]
+
+    return call
+
+
+def flashinfer_paged(backend: str) -> Prepare:
+    def prepare(problem: PrefillProblem) -> Call:
+        fi, row = flashinfer(), problem.row
+        workspace = flashinfer_workspace(problem.device)
+        wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+        wrapper.plan(
+            problem.qo_indptr,
+            *problem.table.arguments,
+            row.num_qo_heads,
+            row.num_kv_heads,
+            row.head_dim,
+            row.page_size,
+            head_dim_vo=row.head_dim_vo,
+            causal=row.causal,
+            q_data_type=problem.dtype,
+        )
+        out = problem.empty_out()
+        caches = list(zip(problem.k_caches, problem.v_caches, strict=True))
+        return lambda copy: wrapper.run(problem.q, caches[copy], out=out)
+
+    return prepare
+
+
+def flashinfer_ragged(backend: str) -> Prepare:
+    def prepare(problem: PrefillProblem) -> Call:
+        fi, row = flashinfer(), problem.row
+        workspace = flashinfer_workspace(problem.device)
+        wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
+        wrapper.plan(
+            problem.qo_indptr,
+            problem.kv_indptr,
+            row.num_qo_heads,
+            row.num_kv_heads,
+            row.head_dim,
+            head_dim_vo=row.head_dim_vo,
+            causal=row.causal,
+            q_data_type=problem.dtype,
+        )
+        out = problem.empty_out()
+        return lambda copy: wrapper.run(problem.q, problem.keys[copy], problem.values[copy], out=out)
+
+    return prepare
+
+
+PREFILL_PEERS: dict[str, Prepare] = {
+    "flashinfer fa3 paged": flashinfer_paged("fa3"),
+    "flashinfer fa3 ragged": flashinfer_ragged("fa3"),
+    "flashinfer fa2 paged": flashinfer_paged("fa2"),
+    "flashinfer fa2 ragged": flashinfer_ragged("fa2"),
+    "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
+    "flex": flex,
+    "varlen": varlen,
+}
