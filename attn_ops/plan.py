@@ -83,6 +83,8 @@ class DecodePlan(NamedTuple):
                   ``max_pages`` make in place of ``num_ctas``
     cta_indptr   ``[num_ctas + 1]``: CTA c of each KV head does ``work[cta_indptr[c]:cta_indptr[c + 1]]``
     merge_indptr  ``[max_batch + 1]``: workspace slots to merge into row b, none where nothing was split
+    arrivals      ``[num_slots, num_qo_heads]``: while an op runs, how many pieces of a row are finished, at its first
+                  slot; 0 before and after
     """
 
     problem: Tensor
@@ -92,6 +94,7 @@ class DecodePlan(NamedTuple):
     work: Tensor
     cta_indptr: Tensor
     merge_indptr: Tensor
+    arrivals: Tensor
 
 
 class PrefillPlan(NamedTuple):
@@ -138,6 +141,7 @@ def allocate_decode(
         work=zeros(max_batch + (_whole_pieces(problem, max_pages) if problem.split else num_ctas), len(WORK_FIELDS)),
         cta_indptr=zeros(num_ctas + 1),
         merge_indptr=zeros(max_batch + 1),
+        arrivals=zeros(_slots(problem, max_batch, max_pages, num_ctas), problem.num_qo_heads),
     )
 
 
@@ -169,16 +173,17 @@ def _whole_pieces(problem: PlanProblem, max_pages: int) -> int:
     return max_pages * problem.page_size // problem.split
 
 
-def num_slots(plan: DecodePlan) -> int:
-    """Partial results that a plan can ask for.
-
-    Every cut between CTAs makes at most two. Of a fixed size are the pieces of requests that are longer than one.
-    """
-    problem = PlanProblem.of(plan.problem)
+def _slots(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int) -> int:
+    """Every cut between CTAs makes at most two pieces. Of a fixed size are those of requests longer than one."""
     if problem.split:
-        whole = _whole_pieces(problem, int(plan.kv_indices.shape[0]))
-        return whole + min(int(plan.kv_len.shape[0]), whole)
-    return 2 * (int(plan.cta_indptr.shape[0]) - 2)
+        whole = _whole_pieces(problem, max_pages)
+        return whole + min(max_batch, whole)
+    return 2 * (num_ctas - 1)
+
+
+def num_slots(plan: DecodePlan) -> int:
+    """Partial results that a plan can ask for."""
+    return int(plan.arrivals.shape[0])
 
 
 def num_pieces(plan: PrefillPlan) -> int:

@@ -270,7 +270,7 @@ def _others() -> list[Bad]:
         ),
         Bad("plan_decode", {"kv_last_page_len": one}, ShapeError, "kv_last_page_len has length 1", "4 as in kv_indptr"),
         Bad("plan_prefill", {"qo_indptr": one}, ShapeError, "qo_indptr has length 1", "5 as in kv_indptr"),
-        Bad("plan_decode", {"plan": []}, PlanError, "plan has 0 tensors", "the 7 of DecodePlan"),
+        Bad("plan_decode", {"plan": []}, PlanError, "plan has 0 tensors", "the 8 of DecodePlan"),
         Bad("plan_prefill", {"plan": arguments("plan_decode")["plan"]}, PlanError, "plan", ""),
         # append
         Bad("append_kv", {"kv_layout": "nhd"}, OptionError, "kv_layout is nhd", "NHD or HND"),

@@ -32,17 +32,17 @@ def test_decode_fits_as_foreseen(capability: int) -> None:
     with compiling_for(capability) as compiled:
         for dtype, dim, heads, options in DECODES:
             decode(dtype, dim, heads, **options)
-            (kernel, _), _ = compiled[-2:]
-            tile = decode_tile(torch.device("cpu"), dtype, dtype, dim, dim, heads[0] // heads[1], False)
-            bound = shared_bytes(tile.kv, tile.options.num_stages, tile.heads, tile.dim_qk, tile.dim_vo, dtype.itemsize)
+            kernel, _ = compiled[-1]
+            tile = decode_tile(torch.device("cpu"), dtype, dtype, dim, dim, heads[0] // heads[1])
+            sizes = (tile.heads, tile.dim_qk, tile.dim_vo, dtype.itemsize, dtype.itemsize)
+            bound = shared_bytes(tile.kv, tile.options.num_stages, *sizes)
             assert kernel.metadata.shared <= bound
             assert kernel.asm["cubin"]
 
 
-DECODE_PLAN = {"plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "cta_indptr", "merge_indptr"}
+DECODE_PLAN = {"plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "cta_indptr", "merge_indptr", "arrivals"}
 WRITTEN = {
-    "decode_kernel": {"out", "lse", "partial"},
-    "merge_pieces_kernel": {"out", "lse"},
+    "decode_kernel": {"out", "lse", "partial", "arrivals"},
     "prefill_kernel": {"out", "lse", "partial"},
     "merge_tiles_kernel": {"out", "lse"},
     "merge_states_kernel": {"out", "lse"},

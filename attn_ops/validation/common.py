@@ -152,7 +152,7 @@ class Op:
                 f"pass what {kind.__name__.removesuffix('Plan')}Planner.plan() returned",
             )
         typed = kind(*plan)
-        ranks = {"problem": len(PlanProblem._fields) + 1, "work": 2, "merges": 2}
+        ranks = {"problem": len(PlanProblem._fields) + 1, "work": 2, "merges": 2, "arrivals": 2}
         for field, t in zip(kind._fields, typed, strict=True):
             if t.dtype != torch.int32 or t.dim() != ranks.get(field, 1) or not t.is_contiguous():
                 self.fail(
@@ -168,13 +168,15 @@ class Op:
                     f"{like.device}, where the other tensors are",
                     "make the planner with that device",
                 )
-        if typed.work.shape[1] != len(WORK_FIELDS):
-            self.fail(
-                PlanError,
-                f"plan.work has {typed.work.shape[1]} columns",
-                f"{len(WORK_FIELDS)}",
-                "pass the plan as the planner made it",
-            )
+        columns = {"work": len(WORK_FIELDS), "arrivals": PlanProblem.of(typed.problem).num_qo_heads}
+        for field in columns.keys() & set(kind._fields):
+            if getattr(typed, field).shape[1] != columns[field]:
+                self.fail(
+                    PlanError,
+                    f"plan.{field} has {getattr(typed, field).shape[1]} columns",
+                    f"{columns[field]}",
+                    "pass the plan as the planner made it",
+                )
         return typed
 
     def planned_for(self, plan: DecodePlan | PrefillPlan, **actual: int) -> None:

@@ -67,6 +67,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     problem = PlanProblem.of(p.problem)
     kv_len = _lengths(kv_indptr, kv_last_page_len, problem.page_size, p.kv_indices.shape[0])
     _copy_requests(p, kv_indptr, kv_indices, kv_len)
+    p.arrivals.zero_()
     if problem.split:
         _plan_pieces(p, problem)
     else:

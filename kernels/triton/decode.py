@@ -1,9 +1,11 @@
-"""``attn::batch_decode``: a persistent grid over the plan's work items, then a merge of what was split.
+"""``attn::batch_decode``: one launch, a persistent grid over the plan's work items.
 
 Program ``c * num_kv_heads + h`` does the items of CTA ``c`` for KV head ``h``, so that the programs that
 run side by side read the same tokens of neighbouring heads. All items of a program make one software
 pipeline: its loop goes over blocks of KV tokens and steps to the next item where one ends, so the loads
 of the next item are in flight before the last one is finished.
+
+Of the programs that share a request, the one that comes last merges the pieces, in the order of the request.
 """
 
 from __future__ import annotations
@@ -18,10 +20,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...meta.outputs import attention as allocate
 from ...plan import DecodePlan, PlanProblem, num_slots
 from .launch import launch, starts_early
-from .merge import merge_pieces
 from .positions import alibi_slopes, rotate_halves
 from .primitives import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum, soft_cap, within
 from .tiles import decode_tile
+
+ITEMS = tl.constexpr(32)
+"""Work items that are looked at together."""
+
+NONE = tl.constexpr(2**31 - 1)
+
+MERGED = 16384
+"""Elements of pieces that are merged at a time."""
 
 
 @triton.jit
@@ -44,8 +53,8 @@ def count_blocks(
 ):
     """Blocks of KV tokens in the items ``[first, stop)``, at least one each."""
     blocks = 0
-    for i in range(first, stop, 32):
-        index = i + tl.arange(0, 32)
+    for i in range(first, stop, ITEMS):
+        index = i + tl.arange(0, ITEMS)
         begin, end, _ = load_extent(work + index * 8, index < stop, max_pages, window_left, PAGE_SIZE, WINDOW)
         count = tl.maximum(tl.cdiv(end, BLOCK_KV) - begin // BLOCK_KV, 1)
         blocks += tl.sum(tl.where(index < stop, count, 0), 0)
@@ -88,10 +97,43 @@ def float16_scale(q, row, rows, mask, stride_row, PART: tl.constexpr, ROPE: tl.c
     return (tl.minimum(268 - exponent, 247) << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def store_heads(out, lse, m, norm, value, at, mask, d, DIM: tl.constexpr, LSE: tl.constexpr):
+    """The states ``(m, norm, value)`` of the heads at ``at``."""
+    result = (value * inverse(norm)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * DIM + d, result, mask=mask[:, None] & (d < DIM))
+    if LSE:
+        tl.store(lse + at, log_sum(m, norm), mask=mask)
+
+
+@triton.jit
+def merge_pieces(
+    partial, slots, first, stop, heads, mask, d, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr
+):  # fmt: skip
+    """The state of the heads of a row whose pieces are in the slots ``[first, stop)``."""
+    sums = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM)
+    m = tl.full((heads.shape[0],), LOWEST, tl.float32)
+    total = tl.zeros((heads.shape[0],), tl.float32)
+    acc = tl.zeros((heads.shape[0], d.shape[0]), tl.float32)
+    for i in range(first, stop, PIECES):
+        slot = i + tl.arange(0, PIECES)
+        at, here = slot[:, None].to(tl.int64) * NUM_HEADS + heads, (slot < stop)[:, None] & mask
+        # What other multiprocessors wrote is not in this one's cache.
+        s = tl.load(sums + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+        v = tl.load(
+            partial + at[:, :, None] * DIM + d, mask=here[:, :, None] & (d < DIM), other=0.0, cache_modifier=".cg"
+        )
+        top = tl.maximum(m, tl.max(s, 0))
+        decay, weight = exp2(m - top), exp2(s - top)
+        m, total = top, total * decay + tl.sum(weight, 0)
+        acc = acc * decay[:, None] + tl.sum(weight[:, :, None] * v, 0)
+    return m, total, acc
+
+
 @triton.jit(
     do_not_specialize=[
         *("scale", "cap", "window_left", "log2_theta", "inverse_rope_scale"),
-        *("rows", "num_pages", "max_pages", "max_items", "slots"),
+        *("rows", "max_batch", "num_pages", "max_pages", "max_items", "slots"),
     ]
 )
 def decode_kernel(
@@ -103,15 +145,19 @@ def decode_kernel(
     out,  # [rows, num_qo_heads, DIM_VO]
     lse,  # [rows, num_qo_heads] or [0]
     partial,  # [slots, num_qo_heads, DIM_VO], then [slots, num_qo_heads]
+    arrivals,  # [slots, num_qo_heads]
     kv_indices,  # [max_pages]
+    kv_len,  # [max_batch]
     work,  # [max_items, 8]
     cta_indptr,  # [num_ctas + 1]
+    merge_indptr,  # [max_batch + 1]
     scale,
     cap,
     window_left,
     log2_theta,
     inverse_rope_scale,
     rows,
+    max_batch,
     num_pages,
     max_pages,
     max_items,
@@ -141,6 +187,8 @@ def decode_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_VO: tl.constexpr,
+    BLOCK_EMPTY: tl.constexpr,  # power of 2, at least the requests for each CTA
+    PIECES: tl.constexpr,  # merged at a time
     PAIRED: tl.constexpr,  # FP8 values are read two at a time
     PDL: tl.constexpr,
 ):
@@ -177,7 +225,11 @@ def decode_kernel(
         value_scale = tl.load(kv_scale + 1)
     max_pages = tl.where(num_pages > 0, max_pages, 0)
 
-    item = tl.maximum(tl.load(cta_indptr + cta), 0)
+    num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
+    mine = cta + tl.arange(0, BLOCK_EMPTY) * num_ctas
+    lengths = tl.load(kv_len + mine, mask=mine < tl.minimum(rows, max_batch), other=1)
+    first_item = tl.maximum(tl.load(cta_indptr + cta), 0)
+    item = first_item
     stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
     # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
     # writes takes for an alias of the pointers it was given.
@@ -254,28 +306,57 @@ def decode_kernel(
             if PAIRED:
                 value = tl.reshape(tl.join(acc, acc_odd), (BLOCK_HEADS, BLOCK_VO))
                 acc_odd = tl.zeros_like(acc_odd)
-            mask = head_mask[:, None] & (d_vo < DIM_VO)
             if slot < 0:
                 if SINKS:
                     m, norm, value = add_sink(m, norm, value, sink)
                 if within(row, rows):
                     at = row.to(tl.int64) * NUM_HEADS + heads
-                    result = (value * (inverse(norm) * value_scale)[:, None]).to(out.dtype.element_ty)
-                    tl.store(out + at[:, None] * DIM_VO + d_vo, result, mask=mask)
-                    if LSE:
-                        tl.store(lse + at, log_sum(m, norm), mask=head_mask)
+                    store_heads(out, lse, m, norm, value * value_scale, at, head_mask, d_vo, DIM_VO, LSE)
             elif slot < slots:
                 at = slot.to(tl.int64) * NUM_HEADS + heads
-                result = value * (inverse(norm) * value_scale)[:, None]
-                tl.store(partial + at[:, None] * DIM_VO + d_vo, result, mask=mask)
                 sums = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM_VO)
-                tl.store(sums + at, log_sum(m, norm), mask=head_mask)
+                store_heads(partial, sums, m, norm, value * value_scale, at, head_mask, d_vo, DIM_VO, True)
             m = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
             total = tl.zeros_like(total)
             acc = tl.zeros_like(acc)
 
         item, row, begin, end, page_start, slot = next_item, next_row, next_begin, next_end, next_page_start, next_slot
         block, pages, position, query_scale = next_block, next_pages, next_position, next_query_scale
+
+    none = tl.full((), NONE, tl.int32)
+    empty = tl.where(lengths <= 0, mine, none)
+    row = tl.min(empty, 0)
+    while row < none:
+        at = row.to(tl.int64) * NUM_HEADS + heads
+        m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+        nothing = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
+        store_heads(out, lse, m, tl.zeros_like(m), nothing, at, head_mask, d_vo, DIM_VO, LSE)
+        empty = tl.where(empty == row, none, empty)
+        row = tl.min(empty, 0)
+
+    tl.debug_barrier()  # every thread's part of a piece is stored before the piece is counted
+    for i in range(first_item, stop, ITEMS):
+        items = i + tl.arange(0, ITEMS)
+        slot_of = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
+        split = tl.where(within(slot_of, slots), items, none)
+        item = tl.min(split, 0)
+        while item < none:
+            row = tl.load(work + item * 8)
+            if within(row, tl.minimum(rows, max_batch)):
+                begin = tl.maximum(tl.load(merge_indptr + row), 0)
+                end = tl.minimum(tl.load(merge_indptr + row + 1), slots)
+                count = arrivals + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
+                if begin < end and tl.atomic_add(count, 1, sem="acq_rel") == end - begin - 1:
+                    m, norm, value = merge_pieces(
+                        partial, slots, begin, end, heads, head_mask, d_vo, NUM_HEADS, DIM_VO, PIECES
+                    )
+                    if SINKS:
+                        m, norm, value = add_sink(m, norm, value, sink)
+                    at = row.to(tl.int64) * NUM_HEADS + heads
+                    store_heads(out, lse, m, norm, value, at, head_mask, d_vo, DIM_VO, LSE)
+                    tl.store(count, 0)
+            split = tl.where(split == item, none, split)
+            item = tl.min(split, 0)
 
 
 def _paired(cache: Tensor) -> bool:
@@ -309,15 +390,19 @@ def batch_decode(
     tile = decode_tile(q.device, q.dtype, k_cache.dtype, problem.head_dim_qk, problem.head_dim_vo, group, rope)
     slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
+    pieces = min(32, max(1, MERGED // (tile.heads * tile.dim_vo)))
     pdl = starts_early(q)
     launch(
         decode_kernel,
         (num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads),),
-        (q, k_cache, v_cache, sinks, kv_scale, out, lse, workspace, p.kv_indices, p.work, p.cta_indptr),
+        (
+            *(q, k_cache, v_cache, sinks, kv_scale, out, lse, workspace),
+            *(p.arrivals, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr),
+        ),
         (
             *(sm_scale or 1 / math.sqrt(problem.head_dim_qk), logits_soft_cap, window_left),
             *(math.log2(rope_theta), 1 / rope_scale),
-            *(rows, k_cache.shape[0], p.kv_indices.shape[0], p.work.shape[0], slots),
+            *(rows, p.kv_len.shape[0], k_cache.shape[0], p.kv_indices.shape[0], p.work.shape[0], slots),
         ),
         (
             *(q.stride(0), q.stride(1)),
@@ -328,9 +413,9 @@ def batch_decode(
             *(problem.num_kv_heads, group, problem.head_dim_qk, problem.head_dim_vo, problem.page_size),
             *(logits_soft_cap > 0, window_left >= 0, sinks is not None, kv_scale is not None),
             *(rope, pos_encoding == "ALIBI", problem.num_qo_heads.bit_length() - 1, return_lse),
-            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo, _paired(v_cache), pdl),
+            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
+            *(triton.next_power_of_2(triton.cdiv(p.kv_len.shape[0], num_ctas)), pieces, _paired(v_cache), pdl),
         ),
         tile.options._replace(launch_pdl=pdl),
     )
-    merge_pieces(out, lse, workspace, sinks, p, return_lse)
     return out, lse

@@ -141,7 +141,8 @@ class Repeat:
         places = {id(t): i for i, t in enumerate((*moving, *outputs))}
         self._cells = (ctypes.c_uint64 * len(places))()
         self._device = recorded[0].tensors[0].get_device()  # type: ignore[union-attr]
-        self._outputs = [torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape) for t in outputs]
+        # What has no elements is the same every time.
+        self._outputs = [(t if t.numel() == 0 else t.new_empty(()).expand(t.shape), t.numel() == 0) for t in outputs]
         self._pack = tuple if isinstance(result, tuple) else (lambda made: made[0]) if outputs else (lambda made: None)
 
         def cell(t: Tensor | None) -> ctypes.c_uint64 | None:
@@ -153,7 +154,7 @@ class Repeat:
         self._launches = [Launch(r.compiled, r.grid, (*map(cell, r.tensors), *r.rest)) for r in recorded if all(r.grid)]
 
     def __call__(self, addresses: list[int]) -> Any:
-        made = [torch.empty_like(like) for like in self._outputs]
+        made = [like if empty else torch.empty_like(like) for like, empty in self._outputs]
         self._cells[:] = addresses + [t.data_ptr() for t in made]
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         for launch_again in self._launches:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from ...meta.outputs import merge_state as allocate_one
 from ...meta.outputs import merge_states as allocate_many
 from ...meta.outputs import merge_states_varlen as allocate_varlen
-from ...plan import DecodePlan, num_slots
-from .launch import Options, launch, starts_early
-from .primitives import LOG2E, LOWEST, add_sink, exp2, finite, inverse, log_sum
+from .launch import Options, launch
+from .primitives import finite, inverse, log_sum
 
 PAIRS = 16
-"""Pairs of a row and a head that a program does, other than of ``merge_pieces``."""
-
-FEW, MANY = 2, 64
-"""Pieces that ``merge_pieces`` reads at a time: of most rows, and of those with more pieces than ``FEW``."""
-
-MERGE_PROGRAMS = 256
-"""Programs of ``merge_pieces`` at most: mostly there is nothing to merge, and each takes time to find that out."""
+"""Pairs of a row and a head that a program does."""
 
 
 @triton.jit
@@ -183,87 +175,6 @@ def merge_states_varlen_kernel(
     store_merged(out, lse, m, total, acc, row * HEADS + head, mask, d, DIM)
 
 
-@triton.jit
-def add_pieces(
-    m, total, acc, partial, slot, stop, head, num_slots,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """The state of one row and head with the pieces in ``[slot, slot + SLOTS)``, as far as ``stop``, counted in."""
-    d = tl.arange(0, BLOCK_DIM)
-    slots = slot + tl.arange(0, SLOTS)
-    at, mask = slots.to(tl.int64) * HEADS + head, slots < stop
-    sums = partial + tl.cast(num_slots, tl.int64) * (HEADS * DIM)
-    s = tl.load(sums + at, mask=mask, other=float("-inf"))
-    v = tl.load(partial + at[:, None] * DIM + d, mask=mask[:, None] & (d < DIM), other=0.0)
-    top = tl.maximum(m, tl.max(s, 0, keep_dims=True))
-    decay, weight = exp2(m - top), exp2(s - top)
-    acc = acc * decay[:, None] + tl.sum(weight[:, None] * v, 0, keep_dims=True)
-    return top, total * decay + tl.sum(weight, 0, keep_dims=True), acc
-
-
-@triton.jit
-def find_row(todo, begin, end, rank, BLOCK_BATCH: tl.constexpr):
-    """``(row, begin, end)`` of the row with ``todo`` that has ``rank`` such rows before it."""
-    here = ((tl.cumsum(todo, 0) == rank + 1) & (todo > 0)).to(tl.int32)
-    row = tl.sum(here * tl.arange(0, BLOCK_BATCH), 0)
-    return row, tl.sum(here * begin, 0), tl.sum(here * end, 0)
-
-
-@triton.jit(do_not_specialize=["rows", "max_batch", "num_slots"])
-def merge_pieces_kernel(
-    out,  # [rows, HEADS, DIM]
-    lse,  # [rows, HEADS] or [0]
-    partial,  # [num_slots, HEADS, DIM], then [num_slots, HEADS]
-    sinks,  # [HEADS] or None
-    kv_len,  # [max_batch]
-    merge_indptr,  # [max_batch + 1]
-    rows,
-    max_batch,
-    num_slots,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    FEW: tl.constexpr,
-    MANY: tl.constexpr,
-    SINKS: tl.constexpr,
-    LSE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # What is read of the plan was there before the pieces were.
-    b = tl.arange(0, BLOCK_BATCH)
-    planned = b < max_batch
-    begin = tl.maximum(tl.load(merge_indptr + b, mask=planned, other=0), 0)
-    end = tl.minimum(tl.load(merge_indptr + b + 1, mask=planned, other=0), num_slots)
-    empty = tl.load(kv_len + b, mask=planned, other=0) <= 0
-    todo = ((b < rows) & (empty | (end > begin))).to(tl.int32)
-    jobs, job, d = tl.sum(todo, 0) * HEADS, tl.program_id(0), tl.arange(0, BLOCK_DIM)
-    row, slot, stop = find_row(todo, begin, end, job // HEADS, BLOCK_BATCH)
-    if PDL:
-        gdc_wait()
-    while job < jobs:
-        head = job % HEADS
-        m = tl.full((1,), LOWEST, tl.float32)
-        total = tl.zeros((1,), tl.float32)
-        acc = tl.zeros((1, BLOCK_DIM), tl.float32)
-        if stop - slot <= FEW:
-            m, total, acc = add_pieces(m, total, acc, partial, slot, stop, head, num_slots, HEADS, DIM, BLOCK_DIM, FEW)
-        else:
-            for i in range(slot, stop, MANY):
-                m, total, acc = add_pieces(
-                    m, total, acc, partial, i, stop, head, num_slots, HEADS, DIM, BLOCK_DIM, MANY
-                )
-        if SINKS:
-            m, total, acc = add_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
-        at = row.to(tl.int64) * HEADS + head + tl.zeros((1,), tl.int64)
-        value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
-        tl.store(out + at[:, None] * DIM + d, value, mask=d[None, :] < DIM)
-        if LSE:
-            tl.store(lse + at, log_sum(m, total))
-        job += tl.num_programs(0)
-        row, slot, stop = find_row(todo, begin, end, job // HEADS, BLOCK_BATCH)
-
-
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = allocate_many(v, s)
     rows, states, heads, dim = v.shape
@@ -321,26 +232,3 @@ def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, T
         Options(),
     )
     return out, lse
-
-
-def merge_pieces(
-    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool
-) -> None:
-    """Write the rows of a decode that came in pieces, and zeros to those of empty requests.
-
-    The rows and heads that have something to do are dealt out to the programs, wherever they are.
-    """
-    rows, heads, dim = out.shape
-    max_batch, pdl = plan.kv_len.shape[0], starts_early(out)
-    launch(
-        merge_pieces_kernel,
-        (min(max_batch * heads, MERGE_PROGRAMS),),
-        (out, lse, workspace, sinks, plan.kv_len, plan.merge_indptr),
-        (rows, max_batch, num_slots(plan)),
-        (),
-        (
-            *(heads, dim, triton.next_power_of_2(dim), triton.next_power_of_2(max_batch)),
-            *(FEW, MANY if dim <= 128 else 16, sinks is not None, return_lse, pdl),
-        ),
-        Options(4 if max_batch <= 4096 else 16, launch_pdl=pdl),
-    )

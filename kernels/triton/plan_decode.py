@@ -40,6 +40,13 @@ def copy_page_numbers(source, target, count, chunk, COPY: tl.constexpr):
 
 
 @triton.jit
+def clear(target, count, COPY: tl.constexpr):
+    for i in range(tl.program_id(0) * COPY, count, tl.num_programs(0) * COPY):
+        at = i + tl.arange(0, COPY)
+        tl.store(target + at, tl.zeros((COPY,), tl.int32), mask=at < count)
+
+
+@triton.jit
 def at_previous(values, i, first):
     """``values[i - 1]``, and ``first`` before the first."""
     return tl.where(i > 0, tl.gather(values, tl.maximum(i - 1, 0), 0), first)
@@ -99,7 +106,7 @@ def store_items(
         tl.store(record + 7, row, mask=mask)
 
 
-@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "num_ctas"])
+@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "num_ctas", "num_arrivals"])
 def plan_decode_kernel(
     kv_indptr,  # [batch + 1]
     kv_indices,  # [num_indices]
@@ -110,11 +117,13 @@ def plan_decode_kernel(
     work,  # [max_batch + num_ctas, 8]
     cta_indptr,  # [num_ctas + 1]
     merge_indptr,  # [max_batch + 1]
+    arrivals,  # [num_arrivals]
     batch,
     num_indices,
     max_batch,
     max_pages,
     num_ctas,
+    num_arrivals,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     KV_UNIT: tl.constexpr,
@@ -125,6 +134,7 @@ def plan_decode_kernel(
     LOG_C: tl.constexpr,
     COPY: tl.constexpr,
 ):
+    clear(arrivals, num_arrivals, COPY)
     if tl.program_id(0) > 0:
         copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
         return
@@ -198,9 +208,9 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         (1 + triton.cdiv(num_indices, COPY),),
         (
             *(kv_indptr, kv_indices, kv_last_page_len),
-            *(p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr),
+            *(p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr, p.arrivals),
         ),
-        (kv_indptr.shape[0] - 1, num_indices, max_batch, p.kv_indices.shape[0], num_ctas),
+        (kv_indptr.shape[0] - 1, num_indices, max_batch, p.kv_indices.shape[0], num_ctas, p.arrivals.numel()),
         (),
         (
             *(problem.page_size, problem.window, KV_UNIT, SLACK),

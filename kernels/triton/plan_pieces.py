@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...plan import KV_UNIT, DecodePlan, PlanProblem
 from .launch import Options, launch
-from .plan_decode import COPY, MAX_REQUESTS, copy_page_numbers, count_tokens
+from .plan_decode import COPY, MAX_REQUESTS, clear, copy_page_numbers, count_tokens
 from .plan_decode import plan_decode as plan_shares
 from .primitives import count_at_most
 
@@ -19,7 +19,9 @@ ITEMS = 256
 """Work items made at a time."""
 
 
-@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "num_ctas", "max_items"])
+@triton.jit(
+    do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "num_ctas", "max_items", "num_arrivals"]
+)
 def plan_pieces_kernel(
     kv_indptr,  # [batch + 1]
     kv_indices,  # [num_indices]
@@ -30,12 +32,14 @@ def plan_pieces_kernel(
     work,  # [max_items, 8]
     cta_indptr,  # [num_ctas + 1]
     merge_indptr,  # [max_batch + 1]
+    arrivals,  # [num_arrivals]
     batch,
     num_indices,
     max_batch,
     max_pages,
     num_ctas,
     max_items,
+    num_arrivals,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SIZE: tl.constexpr,  # units in a piece
@@ -46,6 +50,7 @@ def plan_pieces_kernel(
     ITEMS: tl.constexpr,
     COPY: tl.constexpr,
 ):
+    clear(arrivals, num_arrivals, COPY)
     if tl.program_id(0) > 0:
         copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
         return
@@ -108,9 +113,17 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         (1 + triton.cdiv(num_indices, COPY),),
         (
             *(kv_indptr, kv_indices, kv_last_page_len),
-            *(p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr),
+            *(p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr, p.arrivals),
         ),
-        (kv_indptr.shape[0] - 1, num_indices, max_batch, p.kv_indices.shape[0], num_ctas, p.work.shape[0]),
+        (
+            kv_indptr.shape[0] - 1,
+            num_indices,
+            max_batch,
+            p.kv_indices.shape[0],
+            num_ctas,
+            p.work.shape[0],
+            p.arrivals.numel(),
+        ),
         (),
         (
             *(problem.page_size, problem.window, problem.split // KV_UNIT, KV_UNIT),

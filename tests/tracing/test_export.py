@@ -77,7 +77,7 @@ def test_exported_graph_snapshot():
 slice_1 = aten.slice.Tensor(plan_kv_len, 0, 0, 4){}
 sub = aten.sub.Tensor(slice_1, 1){}
 append_kv = attn.append_kv.default(k, v, k_cache, v_cache, rows, sub, plan_kv_indices, plan_kv_indptr){}
-batch_decode = attn.batch_decode.default(q, k_cache, v_cache, [plan_problem, plan_kv_indptr, plan_kv_indices, plan_kv_len, plan_work, plan_cta_indptr, plan_merge_indptr], workspace){'return_lse': True}
+batch_decode = attn.batch_decode.default(q, k_cache, v_cache, [plan_problem, plan_kv_indptr, plan_kv_indices, plan_kv_len, plan_work, plan_cta_indptr, plan_merge_indptr, plan_arrivals], workspace){'return_lse': True}
 getitem = <built-in function getitem>(batch_decode, 0){}
 getitem_1 = <built-in function getitem>(batch_decode, 1){}
 output = output((getitem, getitem_1),){}""",  # noqa: E501
