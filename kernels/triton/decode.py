@@ -107,27 +107,43 @@ def store_heads(out, lse, m, norm, value, at, mask, d, DIM: tl.constexpr, LSE: t
 
 
 @triton.jit
-def merge_pieces(
+def load_pieces(
     partial, slots, first, stop, heads, mask, d, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr
 ):  # fmt: skip
-    """The state of the heads of a row whose pieces are in the slots ``[first, stop)``."""
+    """``s [PIECES, heads]`` and ``v [PIECES, heads, d]`` of the slots ``[first, stop)``, empty states past them.
+
+    They are read past this multiprocessor's cache: others wrote them.
+    """
+    slot = first + tl.arange(0, PIECES)
+    at, here = slot[:, None].to(tl.int64) * NUM_HEADS + heads, (slot < stop)[:, None] & mask
     sums = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM)
+    s = tl.load(sums + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+    at, here = at[:, :, None] * DIM + d, here[:, :, None] & (d < DIM)
+    return s, tl.load(partial + at, mask=here, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def absorb(m, total, acc, s, v):
+    """The state of each head with those of more pieces."""
+    top = tl.maximum(m, tl.max(s, 0))
+    decay, weight = exp2(m - top), exp2(s - top)
+    return top, total * decay + tl.sum(weight, 0), acc * decay[:, None] + tl.sum(weight[:, :, None] * v, 0)
+
+
+@triton.jit
+def merge_pieces(
+    partial, slots, first, stop, heads, mask, d,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """The state of the heads of a row whose pieces are in the slots ``[first, stop)``, mostly few."""
     m = tl.full((heads.shape[0],), LOWEST, tl.float32)
     total = tl.zeros((heads.shape[0],), tl.float32)
     acc = tl.zeros((heads.shape[0], d.shape[0]), tl.float32)
-    for i in range(first, stop, PIECES):
-        slot = i + tl.arange(0, PIECES)
-        at, here = slot[:, None].to(tl.int64) * NUM_HEADS + heads, (slot < stop)[:, None] & mask
-        # What other multiprocessors wrote is not in this one's cache.
-        s = tl.load(sums + at, mask=here, other=float("-inf"), cache_modifier=".cg")
-        v = tl.load(
-            partial + at[:, :, None] * DIM + d, mask=here[:, :, None] & (d < DIM), other=0.0, cache_modifier=".cg"
-        )
-        top = tl.maximum(m, tl.max(s, 0))
-        decay, weight = exp2(m - top), exp2(s - top)
-        m, total = top, total * decay + tl.sum(weight, 0)
-        acc = acc * decay[:, None] + tl.sum(weight[:, :, None] * v, 0)
-    return m, total, acc
+    few_s, few_v = load_pieces(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, FEW)
+    for i in range(first + FEW, stop, MANY):
+        s, v = load_pieces(partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, MANY)
+        m, total, acc = absorb(m, total, acc, s, v)
+    return absorb(m, total, acc, few_s, few_v)
 
 
 @triton.jit(
@@ -188,7 +204,8 @@ def decode_kernel(
     BLOCK_QK: tl.constexpr,
     BLOCK_VO: tl.constexpr,
     BLOCK_EMPTY: tl.constexpr,  # power of 2, at least the requests for each CTA
-    PIECES: tl.constexpr,  # merged at a time
+    FEW: tl.constexpr,  # pieces merged at a time
+    MANY: tl.constexpr,
     PAIRED: tl.constexpr,  # FP8 values are read two at a time
     PDL: tl.constexpr,
 ):
@@ -231,6 +248,13 @@ def decode_kernel(
     first_item = tl.maximum(tl.load(cta_indptr + cta), 0)
     item = first_item
     stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
+    # What the pieces need in the end is on its way before the work begins.
+    items = first_item + tl.arange(0, ITEMS)
+    piece_slot = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
+    piece_row = tl.load(work + items * 8, mask=items < stop, other=-1)
+    piece = within(piece_slot, slots) & within(piece_row, max_batch)
+    piece_begin = tl.maximum(tl.load(merge_indptr + piece_row, mask=piece, other=0), 0)
+    piece_end = tl.minimum(tl.load(merge_indptr + piece_row + 1, mask=piece, other=0), slots)
     # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
     # writes takes for an alias of the pointers it was given.
     row = tl.load(work + item * 8, mask=item < stop, other=-1)
@@ -335,28 +359,34 @@ def decode_kernel(
         row = tl.min(empty, 0)
 
     tl.debug_barrier()  # every thread's part of a piece is stored before the piece is counted
-    for i in range(first_item, stop, ITEMS):
-        items = i + tl.arange(0, ITEMS)
-        slot_of = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
-        split = tl.where(within(slot_of, slots), items, none)
-        item = tl.min(split, 0)
+    for _ in range(first_item, stop, ITEMS):
+        todo = tl.where(within(piece_slot, slots) & within(piece_row, rows), items, none)
+        item = tl.min(todo, 0)
         while item < none:
-            row = tl.load(work + item * 8)
-            if within(row, tl.minimum(rows, max_batch)):
-                begin = tl.maximum(tl.load(merge_indptr + row), 0)
-                end = tl.minimum(tl.load(merge_indptr + row + 1), slots)
-                count = arrivals + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
-                if begin < end and tl.atomic_add(count, 1, sem="acq_rel") == end - begin - 1:
-                    m, norm, value = merge_pieces(
-                        partial, slots, begin, end, heads, head_mask, d_vo, NUM_HEADS, DIM_VO, PIECES
-                    )
-                    if SINKS:
-                        m, norm, value = add_sink(m, norm, value, sink)
-                    at = row.to(tl.int64) * NUM_HEADS + heads
-                    store_heads(out, lse, m, norm, value, at, head_mask, d_vo, DIM_VO, LSE)
-                    tl.store(count, 0)
-            split = tl.where(split == item, none, split)
-            item = tl.min(split, 0)
+            here = items == item
+            row = tl.sum(tl.where(here, piece_row, 0), 0)
+            begin, end = tl.sum(tl.where(here, piece_begin, 0), 0), tl.sum(tl.where(here, piece_end, 0), 0)
+            count = arrivals + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
+            last = False
+            if begin < end:
+                last = tl.atomic_add(count, 1, sem="acq_rel") == end - begin - 1
+            if last:
+                m, norm, value = merge_pieces(
+                    partial, slots, begin, end, heads, head_mask, d_vo, NUM_HEADS, DIM_VO, FEW, MANY
+                )
+                if SINKS:
+                    m, norm, value = add_sink(m, norm, value, sink)
+                at = row.to(tl.int64) * NUM_HEADS + heads
+                store_heads(out, lse, m, norm, value, at, head_mask, d_vo, DIM_VO, LSE)
+                tl.store(count, 0)
+            todo = tl.where(here, none, todo)
+            item = tl.min(todo, 0)
+        items += ITEMS
+        piece_slot = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
+        piece_row = tl.load(work + items * 8, mask=items < stop, other=-1)
+        piece = within(piece_slot, slots) & within(piece_row, max_batch)
+        piece_begin = tl.maximum(tl.load(merge_indptr + piece_row, mask=piece, other=0), 0)
+        piece_end = tl.minimum(tl.load(merge_indptr + piece_row + 1, mask=piece, other=0), slots)
 
 
 def _paired(cache: Tensor) -> bool:
@@ -390,7 +420,7 @@ def batch_decode(
     tile = decode_tile(q.device, q.dtype, k_cache.dtype, problem.head_dim_qk, problem.head_dim_vo, group, rope)
     slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
-    pieces = min(32, max(1, MERGED // (tile.heads * tile.dim_vo)))
+    many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))
     pdl = starts_early(q)
     launch(
         decode_kernel,
@@ -414,7 +444,13 @@ def batch_decode(
             *(logits_soft_cap > 0, window_left >= 0, sinks is not None, kv_scale is not None),
             *(rope, pos_encoding == "ALIBI", problem.num_qo_heads.bit_length() - 1, return_lse),
             *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
-            *(triton.next_power_of_2(triton.cdiv(p.kv_len.shape[0], num_ctas)), pieces, _paired(v_cache), pdl),
+            *(
+                triton.next_power_of_2(triton.cdiv(p.kv_len.shape[0], num_ctas)),
+                max(1, many // 8),
+                many,
+                _paired(v_cache),
+                pdl,
+            ),
         ),
         tile.options._replace(launch_pdl=pdl),
     )
