@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from . import tile_tables
+
 log = logging.getLogger(__name__)
 
 Body = Callable[..., Any]
@@ -27,7 +29,7 @@ Body = Callable[..., Any]
 
 @functools.cache
 def sources_tag() -> str:
-    """A hash of this library's sources: Inductor's cache key holds an op's name, not what it lowers to."""
+    """A hash of this library's sources and tables: Inductor's cache key holds an op's name, not what it lowers to."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for folder in (
@@ -39,6 +41,8 @@ def sources_tag() -> str:
     ):
         for source in sorted(folder.rglob("*.py")):
             digest.update(source.read_bytes())
+    for table in tile_tables.files():
+        digest.update(table.read_bytes())
     return f"attn_ops-{digest.hexdigest()[:16]}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import decode, mla, model, overheads, prefill, sweep, warm, workload
+from . import decode, mla, model, overheads, plot, prefill, tune, warm, workload
 
 COMMANDS = {
     "decode": decode,
@@ -13,8 +13,9 @@ COMMANDS = {
     "overheads": overheads,
     "workload": workload,
     "model": model,
+    "plot": plot,
     "warm": warm,
-    "sweep": sweep,
+    "tune": tune,
 }
 
 

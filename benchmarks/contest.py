@@ -17,6 +17,9 @@ WORST_ERROR = 1e-2
 SLOW_SECONDS = 10.0
 """A peer that fails after this long, in its compiler, is not tried on further rows."""
 
+ROUNDS, FEW_ROUNDS, LONG = 9, 5, 5000.0
+"""Turns of a contender, and of one that is expected to take longer than so many microseconds."""
+
 
 class NotMeasuredError(Exception):
     """Why a contender does not run a problem."""
@@ -55,7 +58,8 @@ class Contest:
                 print(f"{row}: {name} not measured: {_reason(error)}", flush=True)
                 if time.perf_counter() - began > SLOW_SECONDS:
                     self._given_up.add(name)
-        return device_microseconds(calls, problem.copies, expected)
+        rounds = FEW_ROUNDS if expected > LONG else ROUNDS
+        return device_microseconds(calls, problem.copies, expected, rounds)
 
 
 def _checked(prepare: Prepare, problem: Any, worst: float) -> Call:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true")
 
 
-def _ours(problem: DecodeProblem) -> Call:
+def ours(problem: DecodeProblem) -> Call:
     planner = problem.planner()
     plan = planner.plan(*problem.page_table)
     return lambda copy: torch.ops.attn.batch_decode(problem.q, *problem.caches(copy), plan, planner.workspace)[0]
@@ -53,23 +53,23 @@ def _measure(row: DecodeRow, contest: Contest) -> report.Row:
     slow = 1 if backend == "triton" else 20
     expected = row.bytes() / report.READ_RATE * slow + 5
     times = contest.times(row.name, problem, expected, FP8_ERROR if row.fp8 else WORST_ERROR)
-    ours, rate = times[OURS], row.bytes() / times[OURS]
+    time, rate = times[OURS], row.bytes() / times[OURS]
     flashinfer = best(times, (name for name in times if name.startswith("flashinfer")))
     return {
         "row": row.name if backend == "triton" else f"{row.name} ({backend})",
         "goal": row.goal,
-        OURS: ours,
-        "of goal": ours / row.goal if row.goal else None,
+        OURS: time,
+        "of goal": time / row.goal if row.goal else None,
         "TB/s": rate / 1e6,
         "share": rate / report.READ_RATE,
         **{name: times.get(name) for name in contest.peers},
-        "FlashInfer": flashinfer / ours if flashinfer else None,
+        "FlashInfer": flashinfer / time if flashinfer else None,
     }
 
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    contest = Contest({OURS: _ours}, {} if args.no_peers else DECODE_PEERS)
+    contest = Contest({OURS: ours}, {} if args.no_peers else DECODE_PEERS)
     results = []
     for row in ROWS if args.rows is None else [ROWS[i] for i in args.rows]:
         results.append(_measure(row, contest))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,8 +49,8 @@ NEAR_BEST = 0.1
 NOTE = (
     "32 layers of Llama-3-8B's shape, random bf16 weights, page 16, requests of 1024 to 2048 tokens: one step of "
     "the demo's compiled decode, planning included, in one CUDA graph. Milliseconds. `step` is the median replay; "
-    "attention, append, planning and the rest are sums of kernel times from a profile of replays; `gaps` is the step "
-    "less the time in which any kernel ran. TB/s counts weights and KV read once."
+    "attention, append, planning and the rest are sums of kernel times from a profile of replays, and `gaps` is the "
+    "time from the first kernel's begin to the last one's end in which none ran. TB/s counts weights and KV read once."
 )
 
 
@@ -120,22 +119,22 @@ def regret(model: LanguageModel, batch: DecodingBatch, chosen: Tensor) -> float:
     return float((behind / logits.std(-1)).max())
 
 
-def kernels_of(graph: torch.cuda.CUDAGraph, replays: int) -> list[Kernel]:
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(replays):
-            graph.replay()
-            torch.cuda.synchronize()
+def kernels_of(graph: torch.cuda.CUDAGraph) -> list[Kernel]:
+    """The kernels of one replay, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
-    return [Kernel(e.name, e.time_range.start, e.time_range.end) for e in events]
+    return sorted((Kernel(e.name, e.time_range.start, e.time_range.end) for e in events), key=lambda k: k.begin)
 
 
-def busy(kernels: list[Kernel]) -> Iterator[float]:
-    """Lengths of the stretches of time in which at least one kernel ran."""
-    covered = float("-inf")
-    for kernel in sorted(kernels, key=lambda k: k.begin):
-        yield max(0.0, kernel.end - max(covered, kernel.begin))
+def gaps(kernels: list[Kernel]) -> float:
+    """Microseconds between the first begin and the last end in which no kernel runs."""
+    idle, covered = 0.0, kernels[0].begin
+    for kernel in kernels:
+        idle += max(0.0, kernel.begin - covered)
         covered = max(covered, kernel.end)
+    return idle
 
 
 def _total(kernels: list[Kernel], *names: str) -> float:
@@ -148,7 +147,16 @@ def weight_bytes(model: LanguageModel) -> int:
     return sum(w.numel() * w.element_size() for w in weights)
 
 
-def measure(model: LanguageModel, size: int, device: str = "cuda", replays: int = 10) -> report.Row:
+def parts(kernels: list[Kernel]) -> dict[str, float]:
+    """Microseconds of one replay's kernels by what they are for."""
+    planning, append = _total(kernels, PLAN), _total(kernels, APPEND)
+    attention = _total([k for k in kernels if PLAN not in k.name], *ATTENTION)
+    rest = _total(kernels, "") - attention - append - planning
+    times = {"attention": attention, "append": append, "planning": planning, "rest": rest}
+    return {**times, "gaps": gaps(kernels), "kernels": len(kernels)}
+
+
+def measure(model: LanguageModel, size: int, device: str = "cuda", replays: int = 15) -> report.Row:
     batch = DecodingBatch(model.config, size, device)
     compiled = torch.compile(DecodeStep(model), fullgraph=True, dynamic=False)
     batch.plan()
@@ -159,26 +167,21 @@ def measure(model: LanguageModel, size: int, device: str = "cuda", replays: int 
     with torch.cuda.graph(graph):
         batch.plan()
         batch.step(compiled)
-    times = [replay_microseconds(graph) for _ in range(2 * replays)][replays:]
-    step = statistics.median(times)
-    kernels = kernels_of(graph, replays)
-    plan, append = (_total(kernels, name) / replays for name in (PLAN, APPEND))
-    attention = _total([k for k in kernels if PLAN not in k.name], *ATTENTION) / replays
-    everything = sum(k.end - k.begin for k in kernels) / replays
-    read = weight_bytes(model) + batch.kv_bytes(model.config)
+    step = statistics.median([replay_microseconds(graph) for _ in range(2 * replays)][replays:])
+    profiles = [parts(kernels_of(graph)) for _ in range(5)]
+    found = {name: statistics.median(profile[name] for profile in profiles) for name in profiles[0]}
+    kv_bytes = batch.kv_bytes(model.config)
+    read = weight_bytes(model) + kv_bytes
     return {
         "batch": size,
         "step": step / 1e3,
-        "attention": attention / 1e3,
-        "append": append / 1e3,
-        "planning": plan / 1e3,
-        "rest": (everything - attention - append - plan) / 1e3,
-        "gaps": (step - sum(busy(kernels)) / replays) / 1e3,
-        "kernels": round(len(kernels) / replays),
+        **{name: found[name] / 1e3 for name in ("attention", "append", "rest", "gaps")},
+        "planning, us": found["planning"],
+        "kernels": round(found["kernels"]),
         "tokens/s": size / step * 1e6,
         "TB/s": read / step / 1e6,
         "share": read / step / report.READ_RATE,
-        "attention TB/s": batch.kv_bytes(model.config) / attention / 1e6,
+        "attention TB/s": kv_bytes / found["attention"] / 1e6,
     }
 
 

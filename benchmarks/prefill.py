@@ -17,7 +17,8 @@ from .timing import Call
 NOTE = (
     "TFLOP/s, bf16, causal, 32/8 heads of 128, page 16 unless said, counting 2 * heads * (head_dim of keys and of "
     "values) operations per visible pair; contenders take turns in one process. SDPA and FlexAttention read dense "
-    "keys. The share is that of the faster of paged and ragged, of 790 TFLOP/s. The last column is how many times as "
+    "keys. The share is that of the faster of paged and ragged, of 790 TFLOP/s, and that of the roofline "
+    "counts 4.45 TB/s too. The last column is how many times as "
     "long FlashInfer's fa2 takes at its fastest."
 )
 RATE = 500e6
@@ -58,6 +59,7 @@ def _measure(row: PrefillRow, contest: Contest) -> report.Row:
         **{name: rates[name] for name in OURS},
         "of goal": rates["paged"] / row.goal if row.goal else None,
         "share": row.flops() / ours / report.MATRIX_RATE,
+        "of roofline": report.of_roofline(row.flops(), row.bytes(), ours),
         **{name: rates.get(name) for name in contest.peers},
         "FlashInfer fa2": fa2 / ours if fa2 else None,
     }

@@ -65,6 +65,10 @@ class MlaRow:
     def kv_bytes(self, element: int = 2) -> int:
         return sum(self.kv_lens) * 576 * element
 
+    def bytes(self, element: int = 2) -> int:
+        """The cache and queries read once, outputs written once."""
+        return self.kv_bytes(element) + self.batch * self.num_heads * (576 + 512) * element
+
 
 def _prefill(
     batch: int,

@@ -24,6 +24,11 @@ MATRIX_RATE = 790e6
 Row = dict[str, Any]
 
 
+def of_roofline(flops: float, num_bytes: float, microseconds: float) -> float:
+    """The least time for so many operations and bytes over the time that they took."""
+    return max(flops / MATRIX_RATE, num_bytes / READ_RATE) / microseconds
+
+
 def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)

@@ -23,6 +23,7 @@ from .launch import launch, starts_early
 from .positions import alibi_slopes, rotate_halves
 from .primitives import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum, soft_cap, within
 from .tiles import decode_tile
+from .tuned import tuned
 
 ITEMS = tl.constexpr(32)
 """Work items that are looked at together."""
@@ -418,6 +419,9 @@ def batch_decode(
     rows, group = q.shape[0], problem.num_qo_heads // problem.num_kv_heads
     rope = pos_encoding == "ROPE_LLAMA"
     tile = decode_tile(q.device, q.dtype, k_cache.dtype, problem.head_dim_qk, problem.head_dim_vo, group, rope)
+    if not rope:
+        dims = (problem.head_dim_qk, problem.head_dim_vo)
+        tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
     slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
     many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))

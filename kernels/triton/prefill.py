@@ -25,6 +25,7 @@ from .merge_tiles import merge_tiles
 from .positions import alibi_slopes, rotate, rotation_partner
 from .prefill_tiles import pad, prefill_tile, run_length, split_dim
 from .primitives import LOG2E, add_sink, finite, inverse, log_sum, soft_cap, within
+from .tuned import tuned
 
 
 @triton.jit
@@ -367,6 +368,10 @@ def attend(
     problem = None if plan is None else PlanProblem.of(plan.problem)
     tile_rows = max(1, SINGLE_PAIRS // group) if problem is None else problem.tile_rows
     tile = prefill_tile(x.q.device, x.q.dtype, dim_a + dim_b, dim_vo, x.shared, tile_rows * group)
+    if o.pos_encoding == "NONE":
+        page_size = problem.page_size if problem is not None and plan is not None and plan.kv_indices.shape[0] else 0
+        dims = (dim_a + dim_b, dim_vo)
+        tile = tuned(tile, "prefill", x.q.device, x.q.dtype, x.k.dtype, *dims, group, page_size, tile_rows * group)
     num_items = triton.cdiv(rows, tile_rows)
     if plan is not None:
         num_items = num_items + plan.kv_len.shape[0] + num_pieces(plan)

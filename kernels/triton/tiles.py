@@ -1,8 +1,8 @@
 """Decode tiles, as a pure function of the problem: no autotuning, which AOTInductor would run on zeros.
 
-From sweeps on an H200 (``python -m benchmarks sweep``). Memory is busiest with two CTAs on a multiprocessor,
-each of which works on one step while the next is on its way; three CTAs, or more steps on their way, are
-no faster, and steps of half or twice the size a little slower.
+From sweeps on an H200 (``python -m benchmarks tune``, whose tables go first: :mod:`.tuned`). Memory is busiest
+with two CTAs on a multiprocessor, each of which works on one step while the next is on its way; three CTAs, or more
+steps on their way, are no faster, and steps of half or twice the size a little slower.
 """
 
 from __future__ import annotations

@@ -1,0 +1,27 @@
+"""Where tables of tuned tiles lie: one with the library, and one of the user's, named by ``ATTN_OPS_TILES``.
+
+A table is JSON, written by ``python -m benchmarks tune``::
+
+    {"NVIDIA H200": {"decode": {"bfloat16 bfloat16 128 128 4 16": {"kv": 64, "num_warps": 4, "num_stages": 3}}}}
+
+GPU name, kernel, problem, tile. Both are read once, when a kernel is first launched or compiled; entries of the
+user's table go before the library's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLE = "ATTN_OPS_TILES"
+SHIPPED = "tuned.json"
+
+
+def files() -> list[Path]:
+    """The tables there are, the library's first."""
+    package = Path(__file__).parent
+    folders = (package / "kernels", package.parent / "kernels")
+    found = [folder / "triton" / SHIPPED for folder in folders]
+    if os.environ.get(VARIABLE):
+        found.append(Path(os.environ[VARIABLE]))
+    return [path for path in found if path.is_file()]

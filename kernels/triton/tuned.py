@@ -1,0 +1,75 @@
+"""Tiles that were measured to be the best on a GPU, in place of those that the pure functions choose."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from ... import tile_tables
+from ...errors import OptionError
+
+Tile = TypeVar("Tile", bound=Any)
+"""A NamedTuple with ``options``."""
+
+Entry = dict[str, int]
+"""Fields of a tile and of its options, those that differ."""
+
+FIELDS = {"decode": ("kv", "num_warps", "num_stages"), "prefill": ("rows", "kv", "num_warps", "num_stages")}
+_trial: dict[str, Entry] = {}
+
+
+def tuned(default: Tile, kernel: str, device: torch.device, *problem: torch.dtype | int) -> Tile:
+    """``default`` with what the tables say of this ``problem`` on this GPU; numbers and dtypes that say what it is."""
+    entry = _trial.get(kernel) or _entry(kernel, device, key_of(*problem))
+    if not entry:
+        return default
+    options = default.options._replace(**{k: v for k, v in entry.items() if k in default.options._fields})
+    return default._replace(**{k: v for k, v in entry.items() if k in default._fields}, options=options)
+
+
+def key_of(*problem: torch.dtype | int) -> str:
+    return " ".join(str(part).removeprefix("torch.") for part in problem)
+
+
+@contextmanager
+def trying(kernel: str, entry: Entry) -> Iterator[None]:
+    """Launches of ``kernel`` in this block take the tile of ``entry``, whatever the problem."""
+    _trial[kernel] = entry
+    try:
+        yield
+    finally:
+        del _trial[kernel]
+
+
+@functools.cache
+def _entry(kernel: str, device: torch.device, key: str) -> Entry | None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return table(torch.cuda.get_device_name(device)).get(kernel, {}).get(key)
+
+
+@functools.cache
+def table(gpu: str) -> dict[str, dict[str, Entry]]:
+    """Of a GPU, by kernel and problem.
+
+    Raises:
+        OptionError: a table's file is not a table.
+    """
+    merged: dict[str, dict[str, Entry]] = {kernel: {} for kernel in FIELDS}
+    for path in tile_tables.files():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get(gpu, {})
+            for kernel, fields in FIELDS.items():
+                for key, entry in found.get(kernel, {}).items():
+                    merged[kernel][key] = {field: int(entry[field]) for field in fields}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OptionError(
+                f"tiles: {path} is not a table of tiles ({error!r}); expected what python -m benchmarks tune writes; "
+                f"write it again, or leave {tile_tables.VARIABLE} unset"
+            ) from error
+    return merged
