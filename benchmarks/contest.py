@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .timing import Call, device_microseconds, graph_of
 
@@ -34,7 +35,7 @@ class Refusal(NamedTuple):
 class Contest:
     """One benchmark's contenders over its rows. Ours must run and be right; a peer may refuse, and is named."""
 
-    def __init__(self, ours: dict[str, Prepare], peers: dict[str, Prepare]) -> None:
+    def __init__(self, ours: Mapping[str, Prepare], peers: Mapping[str, Prepare]) -> None:
         self.ours, self.peers = ours, peers
         self.refusals: list[Refusal] = []
         self._given_up: set[str] = set()
@@ -76,6 +77,12 @@ def _reason(error: Exception) -> str:
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     return f"{type(error).__name__}: {lines[0][:160]}"
+
+
+def worst_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The largest relative error in norm of pairs ``(actual, expected)``; NaN where one is."""
+    errors = [(actual.float() - expected).norm() / expected.norm() for actual, expected in pairs]
+    return float(torch.stack(errors).max())
 
 
 def best(times: dict[str, float], names: Iterable[str]) -> float | None:

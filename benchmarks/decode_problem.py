@@ -7,6 +7,7 @@ from torch import Tensor
 
 import attn_ops
 
+from .contest import worst_error
 from .decode_rows import DecodeRow
 from .timing import copies_for
 
@@ -68,12 +69,13 @@ class DecodeProblem:
 
     def error(self, out: Tensor, copy: int = 0, requests: int = 4) -> float:
         """Relative error of ``out`` in norm, against float32, over a few requests."""
-        row, worst = self.row, 0.0
-        for b in sorted({0, row.batch - 1, *range(0, row.batch, max(1, row.batch // requests))}):
-            pages = self.kv_indices[self.kv_indptr[b] : self.kv_indptr[b + 1]].long()
-            k, v = (cache[pages].flatten(0, 1)[: row.lengths[b]].float() for cache in self.caches(copy))
-            q = self.q[b].float().view(row.num_kv_heads, -1, row.head_dim)
-            weights = torch.softmax(q @ k.permute(1, 2, 0) * row.head_dim**-0.5, -1)
-            expected = (weights @ v.transpose(0, 1)).flatten(0, 1)
-            worst = max(worst, float((out[b].float() - expected).norm() / expected.norm()))
-        return worst
+        last, step = self.row.batch - 1, max(1, self.row.batch // requests)
+        chosen = sorted({0, last, *range(0, self.row.batch, step)})
+        return worst_error((out[b], self._expected(b, copy)) for b in chosen)
+
+    def _expected(self, b: int, copy: int) -> Tensor:
+        row, pages = self.row, self.kv_indices[self.kv_indptr[b] : self.kv_indptr[b + 1]].long()
+        k, v = (cache[pages].flatten(0, 1)[: row.lengths[b]].float() for cache in self.caches(copy))
+        q = self.q[b].float().view(row.num_kv_heads, -1, row.head_dim)
+        weights = torch.softmax(q @ k.permute(1, 2, 0) * row.head_dim**-0.5, -1)
+        return (weights @ v.transpose(0, 1)).flatten(0, 1)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 
-from attn_ops.demo.memory import Capacity, Memory
+from attn_ops.demo.memory import Capacity, Memory, Step
 from attn_ops.demo.model import LanguageModel, ModelConfig
 from attn_ops.demo.pages import page_table, pages_for
 from attn_ops.demo.rope import frequencies
 from attn_ops.demo.steps import DecodeStep
 
 from . import report
+from .contest import release
 from .timing import replay_microseconds
 
 LLAMA_3_8B = ModelConfig(
@@ -100,7 +101,7 @@ class DecodingBatch:
     def plan(self) -> None:
         self.memory.decode.plan(*self.table)
 
-    def step(self, step: torch.nn.Module) -> Tensor:
+    def step(self, step: Step) -> Tensor:
         planner = self.memory.decode
         return step(self.tokens, self.memory.caches, planner.state, planner.workspace)
 
@@ -121,7 +122,7 @@ def regret(model: LanguageModel, batch: DecodingBatch, chosen: Tensor) -> float:
 
 def kernels_of(graph: torch.cuda.CUDAGraph) -> list[Kernel]:
     """The kernels of one replay, in order."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         graph.replay()
         torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
@@ -191,6 +192,5 @@ def run(args: argparse.Namespace) -> None:
     rows = []
     for size in args.batches:
         rows.append(measure(model, size))
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
-    report.save("model", "Model decode step", NOTE, rows, args.output)
+        release()
+        report.save("model", "Model decode step", NOTE, rows, args.output)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import attn_ops
 
+from .contest import worst_error
 from .prefill_rows import MlaRow, PrefillRow
 from .timing import copies_for
 
@@ -87,23 +88,26 @@ class PrefillProblem:
         return tuple(t.view(self.row.batch, -1, *t.shape[1:]).transpose(1, 2) for t in tensors)  # type: ignore[return-value]
 
     def error(self, out: Tensor, copy: int = 0, rows: int = 64) -> float:
-        """Relative error in norm against float32 of the last ``rows`` query rows and of some in the middle."""
-        row, worst = self.row, 0.0
-        for b in {0, row.batch - 1}:
-            n, m = row.qo_lens[b], row.kv_lens[b]
-            first_q, first_kv = int(self.qo_indptr[b]), int(self.kv_indptr[b])
-            k, v = (t[copy][first_kv : first_kv + m].float() for t in (self.keys, self.values))
+        """Relative error in norm against float32 of the last ``rows`` query rows, the first and some in the middle."""
+        pairs = []
+        for b in {0, self.row.batch - 1}:
+            n, first = self.row.qo_lens[b], int(self.qo_indptr[b])
             for begin in {max(0, n - rows), max(0, n // 2 - rows // 2), 0}:
                 i = torch.arange(begin, min(n, begin + rows), device=self.device)
-                q = self.q[first_q + i].float().unflatten(1, (row.num_kv_heads, -1))
-                logits = torch.einsum("nhgd,mhd->nhgm", q, k) * row.head_dim**-0.5
-                if row.causal:
-                    hidden = torch.arange(m, device=self.device) > (i + m - n)[:, None]
-                    logits.masked_fill_(hidden[:, None, None], -torch.inf)
-                expected = torch.einsum("nhgm,mhd->nhgd", logits.softmax(-1), v).flatten(1, 2)
-                actual = out[first_q + i].float()
-                worst = max(worst, float((actual - expected).norm() / expected.norm()))
-        return worst
+                pairs.append((out[first + i], self._expected(b, i, copy)))
+        return worst_error(pairs)
+
+    def _expected(self, b: int, i: Tensor, copy: int) -> Tensor:
+        """Rows ``i`` of request ``b``."""
+        row, n, m = self.row, self.row.qo_lens[b], self.row.kv_lens[b]
+        first_q, first_kv = int(self.qo_indptr[b]), int(self.kv_indptr[b])
+        k, v = (t[copy][first_kv : first_kv + m].float() for t in (self.keys, self.values))
+        q = self.q[first_q + i].float().unflatten(1, (row.num_kv_heads, -1))
+        logits = torch.einsum("nhgd,mhd->nhgm", q, k) * row.head_dim**-0.5
+        if row.causal:
+            hidden = torch.arange(m, device=self.device) > (i + m - n)[:, None]
+            logits.masked_fill_(hidden[:, None, None], -torch.inf)
+        return torch.einsum("nhgm,mhd->nhgd", logits.softmax(-1), v).flatten(1, 2)
 
 
 class MlaProblem:
@@ -141,10 +145,9 @@ class MlaProblem:
 
     def error(self, out: Tensor, copy: int = 0) -> float:
         """Relative error in norm against float32 of the first and the last request."""
-        worst = 0.0
-        for b in {0, self.row.batch - 1}:
-            ckv, kpe = (self.table.tokens(c[copy], b, self.row.kv_lens[b]).float() for c in (self.ckv, self.kpe))
-            q = torch.cat((self.q_nope[b], self.q_pe[b]), -1).float()
-            expected = (q @ torch.cat((ckv, kpe), -1).T * 192**-0.5).softmax(-1) @ ckv
-            worst = max(worst, float((out[b].float() - expected).norm() / expected.norm()))
-        return worst
+        return worst_error((out[b], self._expected(b, copy)) for b in {0, self.row.batch - 1})
+
+    def _expected(self, b: int, copy: int) -> Tensor:
+        ckv, kpe = (self.table.tokens(c[copy], b, self.row.kv_lens[b]).float() for c in (self.ckv, self.kpe))
+        q = torch.cat((self.q_nope[b], self.q_pe[b]), -1).float()
+        return (q @ torch.cat((ckv, kpe), -1).T * 192**-0.5).softmax(-1) @ ckv

@@ -63,26 +63,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def decode_cases(args: argparse.Namespace) -> Iterator[Case]:
+    (num_qo_heads, num_kv_heads), dim = args.heads, args.head_dim
     for lengths in DECODE_LENGTHS:
-        row = DecodeRow(
-            f"decode {len(lengths)} x {lengths[0]}", lengths, *args.heads, None, args.head_dim, args.page_size, args.fp8
-        )
+        name = f"decode {len(lengths)} x {lengths[0]}"
+        row = DecodeRow(name, lengths, num_qo_heads, num_kv_heads, None, dim, args.page_size, args.fp8)
         p = DecodeProblem(row)
-        group = row.num_qo_heads // row.num_kv_heads
-        key = key_of(p.dtype, p.kv_dtype, row.head_dim, row.head_dim, group, row.page_size)
-        yield Case("decode", key, row.name, p, decode.ours, row.bytes() / report.READ_RATE + 5)
+        key = key_of(p.dtype, p.kv_dtype, dim, dim, num_qo_heads // num_kv_heads, args.page_size)
+        yield Case("decode", key, name, p, decode.ours, row.bytes() / report.READ_RATE + 5)
 
 
 def prefill_cases(args: argparse.Namespace) -> Iterator[Case]:
+    (num_qo_heads, num_kv_heads), dim = args.heads, args.head_dim
+    group = num_qo_heads // num_kv_heads
     for new, context in PREFILL_LENGTHS:
         name = f"prefill {len(new)} x ({new[0]} new on {context[0]})"
-        dims = (args.head_dim, args.head_dim)
-        p = PrefillProblem(PrefillRow(name, new, context, None, True, *args.heads, *dims, args.page_size))
-        group = args.heads[0] // args.heads[1]
+        row = PrefillRow(name, new, context, None, True, num_qo_heads, num_kv_heads, dim, dim, args.page_size)
+        p = PrefillProblem(row)
         for kind, page_size in (("paged", args.page_size), ("ragged", 0)):
             pairs = p.planner(paged=kind == "paged").problem.tile_rows * group
-            key = key_of(p.dtype, p.dtype, *dims, group, page_size, pairs)
-            yield Case("prefill", key, f"{name}, {kind}", p, prefill.OURS[kind], p.row.flops() / prefill.RATE + 10)
+            key = key_of(p.dtype, p.dtype, dim, dim, group, page_size, pairs)
+            yield Case("prefill", key, f"{name}, {kind}", p, prefill.OURS[kind], row.flops() / prefill.RATE + 10)
 
 
 def candidates(kernel: str, key: str) -> list[Entry]:
