@@ -14,14 +14,10 @@ import os
 from pathlib import Path
 
 VARIABLE = "ATTN_OPS_TILES"
-SHIPPED = "tuned.json"
+SHIPPED = Path(__file__).with_name("tuned.json")
 
 
 def files() -> list[Path]:
     """The tables there are, the library's first."""
-    package = Path(__file__).parent
-    folders = (package / "kernels", package.parent / "kernels")
-    found = [folder / "triton" / SHIPPED for folder in folders]
-    if os.environ.get(VARIABLE):
-        found.append(Path(os.environ[VARIABLE]))
-    return [path for path in found if path.is_file()]
+    named = os.environ.get(VARIABLE)
+    return [path for path in (SHIPPED, *([Path(named)] if named else [])) if path.is_file()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,7 +162,9 @@ def measure(model: LanguageModel, size: int, device: str = "cuda", replays: int 
     batch = DecodingBatch(model.config, size, device)
     compiled = torch.compile(DecodeStep(model), fullgraph=True, dynamic=False)
     batch.plan()
+    began = time.perf_counter()
     chosen = batch.step(compiled).clone()
+    compiling = time.perf_counter() - began
     if not (behind := regret(model, batch, chosen)) < NEAR_BEST:
         raise AssertionError(f"batch {size}: the compiled step chose tokens {behind:.2f} deviations from the best")
     graph = torch.cuda.CUDAGraph()
@@ -183,6 +186,7 @@ def measure(model: LanguageModel, size: int, device: str = "cuda", replays: int 
         "TB/s": read / step / 1e6,
         "share": read / step / report.READ_RATE,
         "attention TB/s": kv_bytes / found["attention"] / 1e6,
+        "compiling, s": compiling,
     }
 
 

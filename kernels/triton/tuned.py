@@ -25,7 +25,7 @@ _trial: dict[str, Entry] = {}
 
 def tuned(default: Tile, kernel: str, device: torch.device, *problem: torch.dtype | int) -> Tile:
     """``default`` with what the tables say of this ``problem`` on this GPU; numbers and dtypes that say what it is."""
-    entry = _trial.get(kernel) or _entry(kernel, device, key_of(*problem))
+    entry = _trial.get(kernel) or _entry(kernel, device, problem)
     if not entry:
         return default
     options = default.options._replace(**{k: v for k, v in entry.items() if k in default.options._fields})
@@ -47,10 +47,10 @@ def trying(kernel: str, entry: Entry) -> Iterator[None]:
 
 
 @functools.cache
-def _entry(kernel: str, device: torch.device, key: str) -> Entry | None:
+def _entry(kernel: str, device: torch.device, problem: tuple[torch.dtype | int, ...]) -> Entry | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return table(torch.cuda.get_device_name(device)).get(kernel, {}).get(key)
+    return table(torch.cuda.get_device_name(device))[kernel].get(key_of(*problem))
 
 
 @functools.cache
