@@ -43,8 +43,7 @@ PAGE = 16
 CONTEXT = (1024, 2048)
 """Tokens of a request, spread evenly between these over the batch."""
 
-ATTENTION = ("decode_kernel", "merge_pieces_kernel")
-APPEND, PLAN = "append_kernel", "plan_decode_kernel"
+ATTENTION, APPEND, PLAN = "decode_kernel", "append_kernel", "plan_decode_kernel"
 NEAR_BEST = 0.1
 """How far a chosen token's logit may be from the greatest, in standard deviations of the logits."""
 
@@ -139,8 +138,8 @@ def gaps(kernels: list[Kernel]) -> float:
     return idle
 
 
-def _total(kernels: list[Kernel], *names: str) -> float:
-    return sum(k.end - k.begin for k in kernels if any(name in k.name for name in names))
+def _total(kernels: list[Kernel], name: str) -> float:
+    return sum(k.end - k.begin for k in kernels if name in k.name)
 
 
 def weight_bytes(model: LanguageModel) -> int:
@@ -152,7 +151,7 @@ def weight_bytes(model: LanguageModel) -> int:
 def parts(kernels: list[Kernel]) -> dict[str, float]:
     """Microseconds of one replay's kernels by what they are for."""
     planning, append = _total(kernels, PLAN), _total(kernels, APPEND)
-    attention = _total([k for k in kernels if PLAN not in k.name], *ATTENTION)
+    attention = _total([k for k in kernels if PLAN not in k.name], ATTENTION)
     rest = _total(kernels, "") - attention - append - planning
     times = {"attention": attention, "append": append, "planning": planning, "rest": rest}
     return {**times, "gaps": gaps(kernels), "kernels": len(kernels)}
