@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,7 @@ class PrefillProblem:
             for caches in (self.k_caches, self.v_caches)
         )
 
-    def planner(self, paged: bool, **options: int) -> attn_ops.PrefillPlanner:
+    def planner(self, paged: bool, **options: Any) -> attn_ops.PrefillPlanner:
         row = self.row
         planner = attn_ops.PrefillPlanner(
             row.batch,
@@ -126,7 +128,7 @@ class MlaProblem:
         self.q_nope, self.q_pe = random(row.batch, row.num_heads, 512), random(row.batch, row.num_heads, 64)
         self.qo_indptr = indptr((1,) * row.batch, device)
 
-    def planner(self, **options: int) -> attn_ops.PrefillPlanner:
+    def planner(self, **options: Any) -> attn_ops.PrefillPlanner:
         row = self.row
         planner = attn_ops.PrefillPlanner(
             row.batch,
