@@ -20,7 +20,11 @@ EXPORTS: dict[str, tuple[str, ...]] = {
         "trtllm_batch_decode_with_kv_cache",
         "xqa_batch_decode_with_kv_cache",
     ),
-    "mla": ("BatchMLAPagedAttentionWrapper",),
+    "mla": (
+        "BatchMLAPagedAttentionWrapper",
+        "trtllm_batch_decode_with_kv_cache_mla",
+        "xqa_batch_decode_with_kv_cache_mla",
+    ),
     "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "prefill": (
@@ -30,6 +34,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
         "single_prefill_with_kv_cache",
         "single_prefill_with_kv_cache_return_lse",
         "trtllm_batch_context_with_kv_cache",
+        "trtllm_ragged_attention_deepseek",
     ),
     "quantization": ("packbits", "segment_packbits"),
     "xqa": ("xqa", "xqa_mla"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .compat.arguments import DType, DTypes, as_dtype, fail, output_dtype, refuse, required
 from .compat.caches import PagedCache, latent
+from .compat.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from .compat.growing import Shape
 from .compat.results import Wanted
 from .compat.scales import Scale
@@ -19,7 +20,11 @@ from .compat.wrapper import Wrapper, as_sinks, graph_buffers
 from .compat.xqa import attend_latent
 from .errors import ArgumentError, OptionError, ShapeError
 
-__all__ = ["BatchMLAPagedAttentionWrapper"]
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache_mla",
+]
 
 Latent = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 LSE_MODES = {"none": None, "base2": "log2", "basee": "ln"}

@@ -25,6 +25,7 @@ from .compat.arguments import (
 )
 from .compat.caches import PagedCache
 from .compat.cudnn import cudnn_batch_prefill_with_kv_cache
+from .compat.deepseek import trtllm_ragged_attention_deepseek
 from .compat.masks import packed
 from .compat.paged import PagedWrapper, forward_changes
 from .compat.ragged import BatchPrefillWithRaggedKVCacheWrapper
@@ -43,6 +44,7 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_ragged_attention_deepseek",
 ]
 
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, OptionError, UnsupportedError
-from . import inline
 from .arguments import fail, output_dtype, own_backend, required
-from .growing import Shape
+from .packed import attend_ragged
 from .results import Wanted
-from .scales import Scale, fold
+from .scales import Scale
 from .tabled import attend, block_table, lengths, uniform_rows
 
 OFFSET_UNITS = ("elements", "tokens")
@@ -221,30 +220,18 @@ def cudnn_batch_prefill_with_kv_cache(
             "batch_offsets_v": (batch_offsets_v, kv_heads * v_cache.shape[-1]),
         },
     )
-    wanted.check(where, q, v_cache.shape[-1])
-    shape = Shape(
-        decode=False,
-        paged=False,
-        page_size=1,
-        num_qo_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim_qk=q.shape[2],
-        head_dim_vo=v_cache.shape[-1],
-        causal=causal,
-    )
-    plan = inline.plan_ragged(shape, qo_indptr, kv_indptr, q.shape[0], k_cache.shape[0])
-    scales = fold(where, scale, q.shape[2], q.device, logit_scales, {"v_scale": v_scale})
-    values, sums = torch.ops.attn.ragged_prefill(
+    result = attend_ragged(
+        where,
         q,
         k_cache,
         v_cache,
-        plan,
-        inline.scratch(plan),
-        sm_scale=scales.sm_scale,
-        kv_scale=scales.kv_scale,
+        qo_indptr,
+        kv_indptr,
+        wanted,
         causal=causal,
-        return_lse=wanted.needs_lse,
+        sm_scale=scale,
+        logit_scales=logit_scales,
+        value_scales={"v_scale": v_scale},
         backend=backend,
     )
-    result = wanted.finish(values, sums, scales.output)
     return result if return_lse else (result, None)

@@ -50,12 +50,13 @@ IGNORED: dict[str, str] = {
     "semaphores": _SCRATCH,
     "workspace_buffer": "a call without a plan() allocates its own; wrappers do compute in it",
     "cum_seq_lens_kv": _AGAIN,
+    "qk_nope_head_dim": "the width of keys before absorption, which matters to bmm1_scale alone",
     "variant": "one kernel reads caches of any strides",
     "skip_all_rows_active_check": "rows without a key are always handled",
     "mask_indptr_buf": "the offsets of the masks follow from the lengths",
     "kv_last_page_len": "a token's place follows from kv_indptr and its position",
 }
-"""name -> why. ``block_tables`` and the lengths matter where a function takes its page table from them."""
+"""name -> why. ``block_tables`` and the lengths matter where a function takes what it attends to from them."""
 
 _FOLLOW = "dtypes follow the tensors of run()"
 _NO_ROTATION = "no positional encoding is applied"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _FP4 = "4-bit caches are not read here; use a float16, bfloat16, float32 or FP8 cache"
+_SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
 _FP4_OUT = "outputs are float16, bfloat16 or float32; quantise afterwards"
 _ITEMS = "multi-item scoring masks are not made here; give the mask as custom_mask"
 _PROFILER = "there is no in-kernel profiler; profile with torch.profiler"
@@ -15,8 +16,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_sf": ((), _FP4),
     "k_sf_cache": ((), _FP4),
     "v_sf_cache": ((), _FP4),
-    "o_sf_scale": ((), _FP4_OUT),
+    "o_sf_scale": ((1.0, -1.0), _FP4_OUT),
     "o_sf_vec_size": ((), _FP4_OUT),
+    "sage_attn_sfs": (((None,) * 4,), _SAGE),
+    "num_elts_per_sage_attn_blk": (((0,) * 4,), _SAGE),
     "skip_softmax_threshold_scale_factor": ((0, 0.0), _SPARSE),
     "skip_softmax": ((False,), _SPARSE),
     "enable_block_sparse_attention": ((False,), _SPARSE),

@@ -124,6 +124,26 @@ CUDNN = {"scale": 0.125, "workspace_buffer": None, "max_sequence_kv": 130, "bloc
 BMM: dict[str, Any] = {"bmm1_scale": 0.5, "bmm2_scale": 2.0, "o_scale": 2.0}
 ROWS = {"q_len_per_req": Raises(2)}
 POD_TABLE = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
+MLA_CALL: dict[str, Any] = {
+    "query": D.q[:, None],
+    "kv_cache": D.cache()[0][:, :, 0],
+    "workspace_buffer": None,
+    "qk_nope_head_dim": 32,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "block_tables": D.block_tables(),
+    "seq_lens": D.seq_lens,
+    "max_seq_len": 130,
+    "bmm1_scale": 0.1,
+}
+MLA_EFFECTS: dict[str, Any] = {
+    "kv_lora_rank": Raises(32),
+    "qk_rope_head_dim": Raises(32),
+    "out": torch.zeros(4, 1, 4, 48, dtype=torch.float16, device=DEVICE),
+    "bmm1_scale": 0.5,
+    "bmm2_scale": 2.0,
+    "sinks": [D.sinks],
+}
 SHARED = dict(zip(("k_shared", "v_shared"), D.ragged(), strict=True))
 
 SURFACES = [
@@ -502,6 +522,64 @@ SURFACES = [
                 "page_size": Raises(3),
                 "q_scale": 2.0,
                 "kv_scale": 2.0,
+            }
+        },
+    ),
+    Surface(
+        "trtllm mla",
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla,
+        {"call": MLA_CALL},
+        {
+            "call": {
+                **MLA_EFFECTS,
+                **LSE,
+                "lse": buffers(D)["lse"],
+                "cum_seq_lens_q": Raises(D.qo_indptr),
+                "return_lse_base": Raises("nonsense"),
+            }
+        },
+    ),
+    Surface(
+        "xqa mla",
+        flashinfer.xqa_batch_decode_with_kv_cache_mla,
+        {"call": MLA_CALL},
+        {"call": MLA_EFFECTS},
+    ),
+    Surface(
+        "deepseek",
+        flashinfer.trtllm_ragged_attention_deepseek,
+        {
+            "call": {
+                "query": P.q,
+                "key": P.ragged()[0],
+                "value": P.ragged()[1],
+                "workspace_buffer": None,
+                "seq_lens": P.seq_lens,
+                "max_q_len": 40,
+                "max_kv_len": 130,
+                "bmm1_scale": 0.1,
+                "bmm2_scale": 1.0,
+                "o_sf_scale": None,
+                "batch_size": 4,
+                "window_left": -1,
+                "cum_seq_lens_q": P.qo_indptr,
+                "cum_seq_lens_kv": P.kv_indptr,
+                "enable_pdl": None,
+                "is_causal": False,
+                "return_lse": False,
+            }
+        },
+        {
+            "call": {
+                **LSE,
+                **buffers(P),
+                "bmm1_scale": 0.5,
+                "bmm2_scale": 2.0,
+                "o_sf_scale": Raises(2.0),
+                "batch_size": Raises(3),
+                "window_left": 3,
+                "is_causal": True,
+                "attention_sinks": P.sinks,
             }
         },
     ),

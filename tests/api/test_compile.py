@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from api.recorder import Recorder
 from api.requests import DEVICE, Requests, workspace
 from torch import nn
 
 import attn_ops as flashinfer
-
-
-class Recorder:
-    """A backend that keeps the graphs it is given."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        self.graphs.append(graph)
-        return graph.forward
-
-    @property
-    def ops(self) -> list[str]:
-        """The attention ops of the only graph."""
-        (graph,) = self.graphs
-        targets = (str(node.target) for node in graph.graph.nodes)
-        return [t.removeprefix("attn.") for t in targets if t.startswith("attn.")]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,63 @@
+"""Attention over ragged keys and values in one call, without a plan(): shapes alone decide the plan's size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import inline
+from .growing import Shape
+from .results import Wanted
+from .scales import Scale, fold
+from .wrapper import as_sinks
+
+
+def attend_ragged(
+    where: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    wanted: Wanted,
+    *,
+    causal: bool,
+    sm_scale: float | None,
+    logit_scales: dict[str, Scale],
+    value_scales: dict[str, Scale],
+    window_left: int = -1,
+    sinks: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """``q [nnz_qo, num_qo_heads, head_dim]``, ``k, v [nnz_kv, num_kv_heads, head_dim]``; both indptr int32."""
+    wanted.check(where, q, v.shape[-1])
+    shape = Shape(
+        decode=False,
+        paged=False,
+        page_size=1,
+        num_qo_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim_qk=q.shape[2],
+        head_dim_vo=v.shape[-1],
+        window_left=window_left,
+        causal=causal,
+    )
+    scales = fold(where, sm_scale, q.shape[2], q.device, logit_scales, value_scales)
+    plan = inline.plan_ragged(shape, qo_indptr, kv_indptr, q.shape[0], k.shape[0])
+    out, lse = torch.ops.attn.ragged_prefill(
+        q,
+        k,
+        v,
+        plan,
+        inline.scratch(plan),
+        sm_scale=scales.sm_scale,
+        window_left=window_left,
+        sinks=as_sinks(where, sinks, q.device),
+        kv_scale=scales.kv_scale,
+        causal=causal,
+        return_lse=wanted.needs_lse,
+        backend=backend,
+    )
+    return wanted.finish(out, lse, scales.output)
