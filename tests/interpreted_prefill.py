@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import short_masks
 import torch
 from attn_ops.kernels import triton
 from cases import PREFILL, PREFILL_BASE, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case
@@ -60,6 +61,8 @@ if __name__ == "__main__":
     ):
         for case in cases:
             failures += attempt(f"{kind} {case}", check, kind, case)
+    for held in short_masks.LENGTHS[::2]:
+        failures += attempt(f"mask of {held} bytes", short_masks.check, "prefill", held, backend="interpreted")
     for mla in CASES:
         if mla.dtype != torch.bfloat16 and mla.dims[0] * mla.heads < 1000:
             failures += attempt(f"mla {mla}", check_mla, mla, backend="interpreted")

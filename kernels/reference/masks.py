@@ -15,7 +15,10 @@ def byte_offsets(plan: PrefillPlan) -> Tensor:
 
 
 def unpack(mask: Tensor, offset: Tensor, row: Tensor, kv_len: Tensor, length: int) -> Tensor:
-    """bool ``[N, R, length]``: the bits of rows ``row [N, R]`` of requests whose bits begin at ``offset [N]``."""
+    """bool ``[N, R, length]``: the bits of rows ``row [N, R]`` of requests whose bits begin at ``offset [N]``.
+
+    Where the mask ends before a bit, it is False.
+    """
     bit = row.long()[..., None] * kv_len.long()[:, None, None] + torch.arange(length, device=mask.device)
-    byte = (offset[:, None, None] + bit // 8).clamp(0, mask.shape[0] - 1)
-    return (mask[byte] >> (bit % 8).to(torch.uint8)) & 1 > 0
+    byte = (offset[:, None, None] + bit // 8).clamp(-1, mask.shape[0])  # of which both are the last, added one
+    return (torch.cat((mask, mask.new_zeros(1)))[byte] >> (bit % 8).to(torch.uint8)) & 1 > 0
