@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import ShapeError, UnsupportedError
 from . import inline
 from .arguments import fail, layout, refuse, required
 from .caches import paged_sizes
@@ -154,7 +154,8 @@ def xqa_mla(
     Args:
         q: ``[batch, num_heads, ckv + kpe]``, or with a beam of 1 as for :func:`xqa`.
         k_cache: ``[pages, page_size, ckv + kpe]``. ``v_cache``: ``[pages, page_size, ckv or more]``, whose width gives
-            that of the values unless it is k_cache's; then it is 512. The values are those of ``k_cache``.
+            that of the values unless it is k_cache's; then it is 512. The values are those of ``k_cache``: other
+            memory is refused, as far as that is seen, which it is not while tracing.
         page_table, seq_lens, output: as for :func:`xqa`; the output is ``[..., num_heads, ckv]``.
     """
     where = "xqa_mla"
@@ -163,6 +164,14 @@ def xqa_mla(
     cache: Any = caches[0]
     if cache.dim() != 3 or cache.shape[2] <= ckv:
         fail(ShapeError, where, f"k_cache is {list(k_cache.shape)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
+    if not torch.compiler.is_compiling() and v_cache.data_ptr() != k_cache.data_ptr():
+        fail(
+            UnsupportedError,
+            where,
+            "v_cache is other memory than k_cache",
+            "its first columns, k_cache[..., :head_dim_ckv]",
+            "pass that view, or use a prefill wrapper for values of their own",
+        )
     _agree(where, page_size=(page_size, cache.shape[1]))
     flat, q_len = _rows(where, q, 1)
     tables = block_table(where, "page_table", page_table, q.device)

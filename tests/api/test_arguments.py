@@ -45,6 +45,35 @@ IN_OTHER_TESTS = {
 }
 
 
+SCRATCH = {
+    "float_workspace_buffer": "test_splits.test_workspace_size_counts_pieces",
+    "device": "where the planner lives: test_replays",
+}
+"""Inputs of the base calls that are memory and no values: where they are shown to be used."""
+
+
+def inputs() -> list[Any]:
+    """The arguments of the base calls, but for those with an effect of their own."""
+    return [
+        pytest.param(surface, stage, name, id=f"{surface.name}.{stage}.{name}")
+        for surface in SURFACES
+        for stage, base in surface.stages.items()
+        for name in base
+        if name not in surface.effects.get(stage, {}) and name not in SCRATCH
+    ]
+
+
+def another(value: Any) -> Any:
+    """A value of the same kind."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(another, value))
+    if isinstance(value, torch.Tensor):
+        return value * 0.5 if value.is_floating_point() else value.roll(1, 0)
+    if isinstance(value, str):
+        return "NONE"
+    return object() if value is None else value + 1
+
+
 def parameters() -> list[Any]:
     cases = []
     seen = set()
@@ -103,6 +132,15 @@ def test_parameter(surface: Surface, stage: str, name: str, base: dict[str, Any]
             surface.outcome(stage, use_cuda_graph=True)
     else:
         assert name in IN_OTHER_TESTS, f"{name} has no entry: does it change the result, or is it refused or ignored?"
+
+
+@pytest.mark.parametrize(("surface", "stage", "name"), inputs())
+def test_input(surface: Surface, stage: str, name: str, base: dict[str, Any]) -> None:
+    try:
+        result = surface.outcome(stage, **{name: another(surface.stages[stage][name])})
+    except errors.AttnOpsError:
+        return
+    assert name in IGNORED or not same(result, of(base, surface)), f"{name} changes nothing"
 
 
 def test_every_name_is_covered() -> None:
