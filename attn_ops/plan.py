@@ -62,8 +62,11 @@ class PlanProblem(NamedTuple):
         return PlanProblem(*(int(size) for size in problem.shape[1:]))
 
     def carrier(self, device: torch.device) -> Tensor:
-        """The tensor of no elements that carries these numbers through tracing and export in its shape."""
-        return torch.empty((0, *self), dtype=torch.int32, device=device)
+        """The tensor of no elements that carries these numbers through tracing and export in its shape.
+
+        Its strides are 0, since those of a contiguous one would multiply to more than int64 holds.
+        """
+        return torch.empty((0, *[1] * len(self)), dtype=torch.int32, device=device).expand(0, *self)
 
 
 def split_tokens(fixed_split_size: int | None, page_size: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
-from attn_ops.plan import num_slots
+from attn_ops.plan import PlanProblem, num_slots
 
 SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 PAGE = 16
@@ -151,3 +151,12 @@ def test_plans_are_pytrees_of_their_fields() -> None:
         assert all(leaf is t for leaf, t in zip(leaves, planner.state, strict=True))
         assert type(torch.utils._pytree.tree_unflatten(leaves, spec)) is type(planner.state)
         assert isinstance(planner.state, attn_ops.DecodePlan | attn_ops.PrefillPlan)
+
+
+def test_sizes_of_any_magnitude_travel_with_the_plan() -> None:
+    """Their product is more than int64 holds, and so would strides be."""
+    problem = PlanProblem(64, 128, 8, 576, 512, 1 << 21, 64, 1 << 17, 1, 1 << 21)
+    carrier = problem.carrier(torch.device("cpu"))
+    for t in (carrier, carrier.clone(), torch.zeros_like(carrier), carrier.to(torch.int32)):
+        assert t.numel() == 0
+        assert PlanProblem.of(t) == problem
