@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -58,17 +59,19 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
         tiles.decode_tile.cache_clear()
         prefill_tiles.prefill_tile.cache_clear()
 
-    driver = triton.runtime.driver
-    usual = driver._active, launch._launch_direct, tiles.shared_memory
-    driver.set_active(Driver(capability))
-    launch._launch_direct, tiles.shared_memory = compile_only, shared_memory
-    prefill_tiles.shared_memory = shared_memory
+    usual = triton.runtime.driver._active
+    triton.runtime.driver.set_active(Driver(capability))
     forget_tiles()
     try:
-        yield compiled
+        with (
+            patch.object(launch, "_launch_direct", compile_only),
+            patch.object(tiles, "shared_memory", shared_memory),
+            patch.object(prefill_tiles, "shared_memory", shared_memory),
+            patch.object(prefill_tiles, "tensor_memory", lambda device: capability // 10 == 10),
+        ):
+            yield compiled
     finally:
-        driver._active, launch._launch_direct, tiles.shared_memory = usual
-        prefill_tiles.shared_memory = usual[2]
+        triton.runtime.driver._active = usual
         forget_tiles()
 
 

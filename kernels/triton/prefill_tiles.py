@@ -61,6 +61,12 @@ EXACT = (PrefillTile(32, 32, Options(4, 1)), PrefillTile(16, 32, Options(4, 1)),
 
 
 @functools.cache
+def tensor_memory(device: torch.device) -> bool:
+    """Whether matrix instructions of 64 rows and more accumulate outside of registers: on Blackwell."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 10
+
+
+@functools.cache
 def prefill_tile(
     device: torch.device, dtype: torch.dtype, dim_qk: int, dim_vo: int, shared: bool, pairs: int
 ) -> PrefillTile:
@@ -75,9 +81,11 @@ def prefill_tile(
     else:
         table = NARROW if wide <= 128 else MEDIUM if wide <= 256 else WIDE
     budget = shared_memory(device)[0]
+    row_bytes = (pad(dim_vo) + pad(dim_qk - dim_vo) if shared else pad(dim_qk)) * dtype.itemsize
     for tile in table:
-        row_bytes = pad(dim_qk) * dtype.itemsize if not shared else dim_qk * dtype.itemsize
-        token_bytes = row_bytes + (0 if shared else pad(dim_vo) * dtype.itemsize)
+        # The instructions of Blackwell do not take keys as they lie for values.
+        copied = not shared or (tile.rows >= 64 and tensor_memory(device))
+        token_bytes = row_bytes + (pad(dim_vo) * dtype.itemsize if copied else 0)
         fits = tile.rows * row_bytes + tile.options.num_stages * tile.kv * token_bytes <= budget - RESERVED
         if fits and tile.rows <= max(16, triton.next_power_of_2(pairs)):
             return tile
