@@ -101,6 +101,7 @@ def _triton_objections(p: Problem) -> list[str]:
             f"it needs compute capability 8.9 or newer for {p.kv_dtype}, not {capability}",
         ),
         (max(key_dim, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
+        (min(key_dim, p.head_dim_vo) >= 1 or p.op in TRITON_COPIES, "it needs head_dim at least 1"),
         (prefill or p.num_qo_heads // p.num_kv_heads <= 128, "it needs at most 128 query heads per KV head"),
     ]
     return [reason for ok, reason in checks if not ok]

@@ -122,6 +122,19 @@ def test_whole_cache_token_by_token(case: Case) -> None:
     _same(batch.memory, expected.memory)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("widths", [(32, 8), (40, 0), (0, 16)], ids=str)
+def test_append_latents(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    """The two parts of a latent token, in one packed cache; either may be empty."""
+    memory = torch.zeros(5, 3, sum(widths) + 4).to(dtype)
+    new = torch.randn(4, sum(widths), generator=torch.Generator().manual_seed(0)).to(dtype)
+    places = [torch.tensor(t, dtype=torch.int32) for t in ([0, 1, -1, 1], [4, 0, 2, 300], [3, 1, 4], [0, 2, 3])]
+    expected = memory.float()
+    expected[1, 1, :-4], expected[4, 0, :-4] = new[0].float(), new[1].float()
+    torch.ops.attn.append_mla_kv(*new.split(widths, 1), *memory[..., :-4].split(widths, -1), *places)
+    assert torch.equal(memory.float(), expected)
+
+
 def test_empty_cache_and_empty_batch() -> None:
     """Nothing to write into, or no request to write for, is a no-op."""
     case = DECODE_BASE

@@ -26,6 +26,8 @@ CONDITIONS: list[tuple[dict[str, Any], tuple[int, int], str]] = [
     ({"op": "batch_mla", "head_dim_qk": 1200, "head_dim_vo": 512} | BF16, (9, 0), "head_dim at most 512"),
     ({"op": "append_mla_kv", "head_dim_qk": 1200, "head_dim_vo": 600} | BF16, (9, 0), "head_dim at most 512"),
     ({"op": "merge_states", "head_dim_vo": 513}, (9, 0), "head_dim at most 512"),
+    ({"op": "merge_states", "head_dim_vo": 0}, (9, 0), "head_dim at least 1"),
+    ({"op": "single_prefill", "head_dim_vo": 0} | BF16, (9, 0), "head_dim at least 1"),
     ({"op": "batch_decode"} | BF16 | GROUP_160, (9, 0), "at most 128 query heads per KV head"),
     ({"op": "batch_decode", "dtype": torch.float64, "kv_dtype": torch.float64}, (9, 0), "not compute in torch.float64"),
     ({"op": "batch_prefill", "dtype": torch.float8_e4m3fn}, (9, 0), "not compute in torch.float8_e4m3fn"),

@@ -104,14 +104,15 @@ def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None, spar
 
 
 @pytest.mark.parametrize("empty", [0.0, 0.6])
+@pytest.mark.parametrize("heads", [3, 33, 0])
 @pytest.mark.parametrize("counts", [(3, 0, 1, 7), (0, 0), (1,), (), (5, 5)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_merge_states_varlen(dtype: torch.dtype, counts: tuple[int, ...], empty: float) -> None:
+def test_merge_states_varlen(dtype: torch.dtype, counts: tuple[int, ...], heads: int, empty: float) -> None:
     """Two more states than the rows own stand behind the last."""
-    v, s = _states((sum(counts) + 2, 3, 16), dtype, 3.0, empty)
+    v, s = _states((sum(counts) + 2, heads, 16), dtype, 3.0, empty)
     v[-2:] = math.nan
     indptr = torch.tensor([0, *counts]).cumsum(0).int()
     out, lse = torch.ops.attn.merge_states_varlen(v, s, indptr)
-    assert out.shape == (len(counts), 3, 16)
+    assert out.shape == (len(counts), heads, 16)
     for row, (begin, end) in enumerate(pairwise(indptr.tolist())):
         _check(out[row, None], lse[row, None], v[None, begin:end], s[None, begin:end])

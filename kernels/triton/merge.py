@@ -10,7 +10,7 @@ from ...meta.outputs import merge_state as allocate_one
 from ...meta.outputs import merge_states as allocate_many
 from ...meta.outputs import merge_states_varlen as allocate_varlen
 from .launch import Options, launch
-from .primitives import finite, inverse, log_sum
+from .primitives import finite, inverse, log_sum, padded
 
 PAIRS = 16
 """Pairs of a row and a head that a program does."""
@@ -221,7 +221,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = allocate_varlen(v, s, indptr)
     rows, heads, dim = out.shape
-    block_heads = min(PAIRS, triton.next_power_of_2(heads))
+    block_heads = min(PAIRS, padded(heads))
     launch(
         merge_states_varlen_kernel,
         (rows, triton.cdiv(heads, block_heads)),

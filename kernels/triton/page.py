@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Options, launch
-from .primitives import within
+from .primitives import padded, within
 
 ELEMENTS = 4096
 """Elements of a token that a program copies."""
@@ -72,8 +72,8 @@ def _append(
 ) -> None:
     """``shape`` is (heads, dim of keys, dim of values, page size)."""
     heads, dim_qk, dim_vo, _ = shape
-    block_qk, block_vo = triton.next_power_of_2(dim_qk), triton.next_power_of_2(dim_vo)
-    block_heads = min(triton.next_power_of_2(heads), max(1, ELEMENTS // max(block_qk, block_vo)))
+    block_qk, block_vo = padded(dim_qk), padded(dim_vo)
+    block_heads = min(padded(heads), max(1, ELEMENTS // max(block_qk, block_vo)))
     _, _, kv_indices, kv_indptr = table
     launch(
         append_kernel,

@@ -18,6 +18,12 @@ LOWEST = tl.constexpr(-3.0e38)
 CHUNK, LOG_CHUNK = 512, 9
 """Requests that a program looks through at a time."""
 
+
+def padded(size: int) -> int:
+    """The power of 2 that a block of ``size`` elements, or of none, takes."""
+    return max(1, triton.next_power_of_2(size))
+
+
 if triton.knobs.runtime.interpret:
 
     @triton.jit

@@ -32,7 +32,7 @@ def test_from_run_to_run(name: str) -> None:
             assert same_bits(t.contiguous(), expected.contiguous())
 
 
-OTHERS = ((), (1,), (2000, 3), (64,) * 40, (30_000, 1, 0, 77))
+OTHERS = ((), (1,), (2000, 3), (64,) * 40, (9000, 1, 0, 77))
 """KV lengths of the other requests of a batch."""
 
 INVARIANT: list[dict[str, Any]] = [{"disable_split_kv": True}, {"fixed_split_size": 8}]
