@@ -194,7 +194,10 @@ def special(base: Case, axes: dict[str, tuple[Any, ...]], more: dict[str, tuple[
     ]
 
 
-DECODE_SPECIAL = special(DECODE_BASE, DECODE_AXES, _POSITIONS)
+DECODE_SPECIAL = [
+    *special(DECODE_BASE, DECODE_AXES, _POSITIONS),
+    replace(DECODE_BASE, name="fp8,odd head", kv_dtype=torch.float8_e5m2, head_dims=(17, 17)),
+]
 PREFILL_SPECIAL = special(PREFILL_BASE, PREFILL_AXES | PAGES, _POSITIONS | _MASKS)
 RAGGED_SPECIAL = special(PREFILL_BASE, RAGGED_AXES, _POSITIONS | _MASKS)
 

@@ -75,11 +75,16 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
         forget_tiles()
 
 
-def decode(dtype: torch.dtype, dim: int, heads: tuple[int, int], **options: Any) -> None:
-    planner = attn_ops.DecodePlanner(
-        8, 100, page_size=16, num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, num_ctas=33
-    )
-    q, cache = torch.zeros(5, heads[0], dim, dtype=dtype), torch.zeros(10, 16, heads[1], dim, dtype=dtype)
+def decode(
+    dtype: torch.dtype,
+    dim: int,
+    heads: tuple[int, int],
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    sizes = {"page_size": 16, "num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dim, "num_ctas": 33}
+    planner = attn_ops.DecodePlanner(8, 100, **sizes)
+    q, cache = torch.zeros(5, heads[0], dim, dtype=dtype), torch.zeros(10, 16, heads[1], dim, dtype=kv_dtype or dtype)
     backend.batch_decode(q, cache, cache, list(planner.state), planner.workspace, **options)
 
 

@@ -40,6 +40,14 @@ CASES: dict[str, Callable[[], None]] = {
     "decode": lambda: decode(torch.bfloat16, 128, (32, 8)),
     "decode wide": lambda: decode(torch.bfloat16, 256, (16, 2), window_left=100, return_lse=True),
     "decode float32": lambda: decode(torch.float32, 64, (8, 8), logits_soft_cap=30.0, sinks=torch.zeros(8)),
+    "decode fp8 rope": lambda: decode(
+        torch.bfloat16,
+        128,
+        (32, 8),
+        kv_dtype=torch.float8_e5m2,
+        kv_scale=torch.ones(2),
+        pos_encoding="ROPE_LLAMA",
+    ),
     "small ops": small_ops,
 }
 

@@ -13,6 +13,7 @@ from attn_ops.schemas import SCHEMAS
 
 SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 1500, 2)}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
+FP8: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 2.0)}
 OPTIONS: dict[str, Any] = {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0}
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -20,16 +21,18 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "decode in pieces": ("batch_decode", SPLIT | BF16 | {"planner": {"num_ctas": 33}}),
     "decode, wide group": ("batch_decode", SPLIT | BF16 | {"heads": (32, 2), "kv_layout": "HND", "page_size": 3}),
     "decode, options": ("batch_decode", OPTIONS | {"dtype": torch.float16, "head_dims": (80, 80), "padding": 2}),
+    "decode, FP8 and RoPE": (
+        "batch_decode",
+        SPLIT | BF16 | FP8 | {"planner": {"num_ctas": 33}, "pos_encoding": "ROPE_LLAMA", "sinks": 1.0},
+    ),
+    "decode, ALiBi": ("batch_decode", {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2, "pos_encoding": "ALIBI"}),
     "prefill in pieces": (
         "batch_prefill",
         SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 12, "tile_rows": 16}},
     ),
     "prefill, options": ("batch_prefill", OPTIONS | BF16 | {"head_dims": (192, 128), "padding": 2, "page_size": 1}),
     "prefill, mask": ("batch_prefill", {"masked": 0.5, "dtype": torch.float16, "storage": "padded"}),
-    "prefill, FP8 and RoPE": (
-        "batch_prefill",
-        BF16 | {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 2.0), "pos_encoding": "ROPE_LLAMA"},
-    ),
+    "prefill, FP8 and RoPE": ("batch_prefill", BF16 | FP8 | {"pos_encoding": "ROPE_LLAMA"}),
     "ragged, ALiBi": ("ragged_prefill", BF16 | {"causal": True, "pos_encoding": "ALIBI", "kv_layout": "HND"}),
     "single": ("single_prefill", BF16 | {"causal": True, "head_dims": (128, 128), "heads": (8, 1)}),
     "mla": ("batch_mla", SPLIT | BF16 | {"causal": True}),

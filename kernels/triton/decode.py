@@ -294,7 +294,9 @@ def decode_kernel(
         k_at = page_offsets(pages, num_pages, block, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_KV)
         v_at = page_offsets(pages, num_pages, block, stride_v_page // PACK, stride_v_slot // PACK, PAGE_SIZE, BLOCK_KV)
         k = tl.load(k_cache + k_at[:, None], mask=visible[:, None] & (d_qk < PART), other=0.0)
-        v = tl.load(v_cache + v_at[:, None], mask=visible[:, None] & (d_pair < DIM_VO // PACK), other=0)
+        v = tl.load(
+            v_cache + v_at[:, None], mask=visible[:, None] & (d_pair < DIM_VO // PACK), other=0 if PAIRED else 0.0
+        )
         query_mask = head_mask[:, None] & (d_qk < PART) & within(row, rows)
         query = tl.load(q + row.to(tl.int64) * stride_q_row, mask=query_mask, other=0.0)
         if ROPE:
@@ -392,7 +394,8 @@ def decode_kernel(
 
 def _paired(cache: Tensor) -> bool:
     """Whether an FP8 cache can be read as pairs of neighbouring dimensions."""
-    return cache.dtype.itemsize == 1 and not any(x % 2 for x in (cache.storage_offset(), *cache.stride()[:3]))
+    places = cache.storage_offset(), *cache.stride()[:3], cache.shape[3]
+    return cache.dtype.itemsize == 1 and not any(place % 2 for place in places)
 
 
 def batch_decode(
