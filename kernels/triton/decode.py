@@ -249,13 +249,6 @@ def decode_kernel(
     first_item = tl.maximum(tl.load(cta_indptr + cta), 0)
     item = first_item
     stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
-    # What the pieces need in the end is on its way before the work begins.
-    items = first_item + tl.arange(0, ITEMS)
-    piece_slot = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
-    piece_row = tl.load(work + items * 8, mask=items < stop, other=-1)
-    piece = within(piece_slot, slots) & within(piece_row, max_batch)
-    piece_begin = tl.maximum(tl.load(merge_indptr + piece_row, mask=piece, other=0), 0)
-    piece_end = tl.minimum(tl.load(merge_indptr + piece_row + 1, mask=piece, other=0), slots)
     # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
     # writes takes for an alias of the pointers it was given.
     row = tl.load(work + item * 8, mask=item < stop, other=-1)
@@ -362,8 +355,14 @@ def decode_kernel(
         row = tl.min(empty, 0)
 
     tl.debug_barrier()  # every thread's part of a piece is stored before the piece is counted
-    for _ in range(first_item, stop, ITEMS):
-        todo = tl.where(within(piece_slot, slots) & within(piece_row, rows), items, none)
+    for i in range(first_item, stop, ITEMS):
+        items = i + tl.arange(0, ITEMS)
+        piece_slot = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
+        piece_row = tl.load(work + items * 8, mask=items < stop, other=-1)
+        pieces = within(piece_slot, slots) & within(piece_row, tl.minimum(rows, max_batch))
+        piece_begin = tl.maximum(tl.load(merge_indptr + piece_row, mask=pieces, other=0), 0)
+        piece_end = tl.minimum(tl.load(merge_indptr + piece_row + 1, mask=pieces, other=0), slots)
+        todo = tl.where(pieces, items, none)
         item = tl.min(todo, 0)
         while item < none:
             here = items == item
@@ -384,12 +383,6 @@ def decode_kernel(
                 tl.store(count, 0)
             todo = tl.where(here, none, todo)
             item = tl.min(todo, 0)
-        items += ITEMS
-        piece_slot = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
-        piece_row = tl.load(work + items * 8, mask=items < stop, other=-1)
-        piece = within(piece_slot, slots) & within(piece_row, max_batch)
-        piece_begin = tl.maximum(tl.load(merge_indptr + piece_row, mask=piece, other=0), 0)
-        piece_end = tl.minimum(tl.load(merge_indptr + piece_row + 1, mask=piece, other=0), slots)
 
 
 def _paired(cache: Tensor) -> bool:

@@ -54,7 +54,7 @@ def prefilled(others: tuple[int, ...], length: int, **options: Any) -> tuple[Ten
     alone = Requests(kv_lens=(length,), qo_lens=(7,), seed=1)
     r = Requests(kv_lens=(*others, length), qo_lens=(*(min(n, 5) for n in others), 7))
     place_request(r, alone)
-    wrapper = attn_ops.BatchPrefillWithPagedKVCacheWrapper(workspace(), r.kv_layout)
+    wrapper = attn_ops.BatchPrefillWithPagedKVCacheWrapper(workspace(1 << 27), r.kv_layout)
     wrapper.plan(r.qo_indptr, *r.table, *r.sizes, causal=True, q_data_type=r.dtype, **options)
     out, lse = wrapper.run(r.q, r.cache(), return_lse=True)
     return out[-7:], lse[-7:]
