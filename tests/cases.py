@@ -49,8 +49,10 @@ class Case:
 
     @property
     def tolerance(self) -> dict[str, float]:
-        """Of kernels that round rotated queries and keys to the dtype before they are multiplied."""
-        return {"float32_eps": torch.finfo(self.dtype).eps / 8} if self.pos_encoding == "ROPE_LLAMA" else {}
+        """Of kernels that round rotated queries and keys to the dtype, and compute with FP8 in float16."""
+        rotated = {"float32_eps": torch.finfo(self.dtype).eps / 8} if self.pos_encoding == "ROPE_LLAMA" else {}
+        half = self.kv_dtype is not None and self.dtype != torch.float32
+        return rotated | ({"smallest": torch.finfo(torch.float16).smallest_normal} if half else {})
 
 
 HEAD_DIMS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (64, 128), (256, 256), (512, 512))

@@ -149,13 +149,20 @@ class Expected:
     def rows(self, rows: slice) -> Expected:
         return Expected(self.out[rows], self.lse[rows], self.spread[rows], self.reach[rows])
 
-    def check(self, out: Tensor, lse: Tensor | None = None, *, float32_eps: float = 2**-23) -> None:
-        """Raise unless the result is within tolerance; ``float32_eps`` is for kernels that compute with less."""
+    def check(
+        self, out: Tensor, lse: Tensor | None = None, *, float32_eps: float = 2**-23, smallest: float = 0.0
+    ) -> None:
+        """Raise unless the result is within tolerance.
+
+        ``float32_eps`` is for kernels that compute with less, ``smallest`` for those that compute in a dtype with a
+        larger smallest normal number than that of ``out``.
+        """
         assert out.shape == self.out.shape, f"out is {list(out.shape)}, expected {list(self.out.shape)}"
         arithmetic = 8 * float32_eps * (1 + self.reach + self.lse.abs().nan_to_num(posinf=0))
         rounding = 0 if out.dtype == torch.float32 else 2 * torch.finfo(out.dtype).eps
-        smallest = torch.where(self.spread > 0, 4 * torch.finfo(out.dtype).smallest_normal, 0.0)
-        _compare("out", out, self.out, (arithmetic[..., None] + rounding) * self.spread + smallest)
+        smallest = max(smallest, torch.finfo(out.dtype).smallest_normal)
+        underflow = torch.where(self.spread > 0, 4 * smallest, 0.0)
+        _compare("out", out, self.out, (arithmetic[..., None] + rounding) * self.spread + underflow)
         if lse is not None:
             assert lse.dtype == torch.float32
             assert lse.shape == self.lse.shape

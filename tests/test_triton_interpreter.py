@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from attn_ops.kernels import reference
-from cases import DECODE, Case
+from cases import DECODE, DECODE_OPTIONS, DECODE_SPECIAL, Case
 from harness import Setup
 
 import attn_ops
@@ -23,11 +23,16 @@ import attn_ops
 triton = pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLAIN = [c for c in DECODE if c.pos_encoding == "NONE" and c.kv_dtype is None and c.kv_scale is None]
-SUPPORTED = [c for c in PLAIN if not c.name.startswith("sample")] + [c for c in PLAIN if c.name.startswith("sample")][
-    :6
-]
 SMALL_OPS = str(Path(__file__).with_name("interpreted_small_ops.py"))
+
+
+def _few(cases: list[Case]) -> list[Case]:
+    """All that depart in one axis, and six of the sampled ones."""
+    sampled = [c for c in cases if c.name.startswith("sample")]
+    return [c for c in cases if c not in sampled] + sampled[:6]
+
+
+CASES = [*_few(DECODE), *_few(DECODE_SPECIAL), *DECODE_OPTIONS[::5]]
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_in_the_interpreter")
 
 
@@ -42,16 +47,27 @@ def test_in_the_interpreter() -> None:
 @inside
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode_matches_oracle(case: Case) -> None:
     from attn_ops.kernels.triton import batch_decode
 
-    if case.dtype == torch.bfloat16:  # NumPy has none
+    if case.dtype == torch.bfloat16 and case.kv_dtype is None:  # NumPy multiplies none
         case = replace(case, dtype=torch.float16)
     setup = Setup("decode", case)
     for _ in range(2):
-        setup.check(*batch_decode(**setup.arguments))
+        setup.check(*batch_decode(**setup.arguments), **case.tolerance)
         assert not setup.planner.state.arrivals.any()
+
+
+@inside
+@pytest.mark.parametrize("exponent", [-100, -20, 20, 90])
+def test_fp8_cache_under_a_bfloat16_query_of_any_size(exponent: int) -> None:
+    from attn_ops.kernels.triton import batch_decode
+
+    case = Case("wide", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, sm_scale=0.1 * 2.0**-exponent)
+    setup = Setup("decode", case)
+    setup.q.mul_(2.0**exponent)
+    setup.check(*batch_decode(**setup.arguments))
 
 
 def _page_table(draw: random.Random, batch: int, page_size: int) -> list[torch.Tensor]:

@@ -19,10 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...meta.outputs import attention as allocate
 from ...plan import DecodePlan, PlanProblem, num_slots
+from .fp8 import float16_scale, in_pairs, unpack
 from .launch import launch, starts_early
+from .pieces import merge_pieces, store_heads
 from .positions import alibi_slopes, rotate_halves
-from .primitives import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum, soft_cap, within
-from .tiles import decode_tile
+from .primitives import LOG2E, LOWEST, add_sink, exp2, soft_cap, within
+from .tiles import SHORT_SHARE, decode_tile
 from .tuned import tuned
 
 ITEMS = tl.constexpr(32)
@@ -82,69 +84,23 @@ def page_offsets(pages, num_pages, block, stride_page, stride_slot, PAGE_SIZE: t
 
 
 @triton.jit
-def unpack(pairs, DTYPE: tl.constexpr):
-    """The first and the second FP8 number of each int16."""
-    return pairs.to(tl.uint8).to(DTYPE, bitcast=True), (pairs >> 8).to(tl.uint8).to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def float16_scale(q, row, rows, mask, stride_row, PART: tl.constexpr, ROPE: tl.constexpr):
-    """The power of 2 that brings a query's largest element to 2^14: float16 then holds all that matters beside it."""
+def prepare_query(
+    q, row, rows, mask, stride_row, position, pair, log2_theta, inverse_rope_scale,
+    DIM: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """``(query, second half, scale)``: a query rotated and in ``DTYPE``, into whose range ``scale`` brings it."""
     at, used = q + row.to(tl.int64) * stride_row, mask & within(row, rows)
-    size = tl.abs(tl.load(at, mask=used, other=0.0).to(tl.float32))
+    low = tl.load(at, mask=used, other=0.0).to(tl.float32)
+    high = low
     if ROPE:
-        size = tl.maximum(size, tl.abs(tl.load(at + PART, mask=used, other=0.0).to(tl.float32)))
-    exponent = tl.max(tl.max(size, 1), 0).to(tl.int32, bitcast=True) >> 23
-    return (tl.minimum(268 - exponent, 247) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def store_heads(out, lse, m, norm, value, at, mask, d, DIM: tl.constexpr, LSE: tl.constexpr):
-    """The states ``(m, norm, value)`` of the heads at ``at``."""
-    result = (value * inverse(norm)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] * DIM + d, result, mask=mask[:, None] & (d < DIM))
-    if LSE:
-        tl.store(lse + at, log_sum(m, norm), mask=mask)
-
-
-@triton.jit
-def load_pieces(
-    partial, slots, first, stop, heads, mask, d, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr
-):  # fmt: skip
-    """``s [PIECES, heads]`` and ``v [PIECES, heads, d]`` of the slots ``[first, stop)``, empty states past them.
-
-    They are read past this multiprocessor's cache: others wrote them.
-    """
-    slot = first + tl.arange(0, PIECES)
-    at, here = slot[:, None].to(tl.int64) * NUM_HEADS + heads, (slot < stop)[:, None] & mask
-    sums = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM)
-    s = tl.load(sums + at, mask=here, other=float("-inf"), cache_modifier=".cg")
-    at, here = at[:, :, None] * DIM + d, here[:, :, None] & (d < DIM)
-    return s, tl.load(partial + at, mask=here, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def absorb(m, total, acc, s, v):
-    """The state of each head with those of more pieces."""
-    top = tl.maximum(m, tl.max(s, 0))
-    decay, weight = exp2(m - top), exp2(s - top)
-    return top, total * decay + tl.sum(weight, 0), acc * decay[:, None] + tl.sum(weight[:, :, None] * v, 0)
-
-
-@triton.jit
-def merge_pieces(
-    partial, slots, first, stop, heads, mask, d,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
-):  # fmt: skip
-    """The state of the heads of a row whose pieces are in the slots ``[first, stop)``, mostly few."""
-    m = tl.full((heads.shape[0],), LOWEST, tl.float32)
-    total = tl.zeros((heads.shape[0],), tl.float32)
-    acc = tl.zeros((heads.shape[0], d.shape[0]), tl.float32)
-    few_s, few_v = load_pieces(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, FEW)
-    for i in range(first + FEW, stop, MANY):
-        s, v = load_pieces(partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, MANY)
-        m, total, acc = absorb(m, total, acc, s, v)
-    return absorb(m, total, acc, few_s, few_v)
+        high = tl.load(at + DIM // 2, mask=used, other=0.0)
+        low, high = rotate_halves(
+            low, high, position + tl.zeros((1,), tl.int32), pair, log2_theta, inverse_rope_scale, DIM
+        )
+    scale = 1.0
+    if DTYPE == tl.float16:  # noqa: SIM300
+        scale = float16_scale(tl.maximum(tl.abs(low), tl.abs(high)))
+    return (low * scale).to(DTYPE), (high * scale).to(DTYPE), scale
 
 
 @triton.jit(
@@ -215,7 +171,7 @@ def decode_kernel(
         gdc_launch_dependents()
     FP8: tl.constexpr = k_cache.dtype.element_ty.is_fp8()
     COMPUTE: tl.constexpr = tl.float16 if FP8 and q.dtype.element_ty != tl.float32 else q.dtype.element_ty
-    RESCALE: tl.constexpr = q.dtype.element_ty != COMPUTE
+    PREPARE: tl.constexpr = ROPE or q.dtype.element_ty != COMPUTE
     PART: tl.constexpr = DIM_QK // 2 if ROPE else DIM_QK
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -257,10 +213,13 @@ def decode_kernel(
     block = begin // BLOCK_KV * BLOCK_KV
     pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV)
     query_mask = head_mask[:, None] & (d_qk < PART)
-    position = tl.load(work + item * 8 + 4, mask=item < stop, other=0) if ROPE else 0
-    query_scale = 1.0
-    if RESCALE:
-        query_scale = float16_scale(q, row, rows, query_mask, stride_q_row, PART, ROPE)
+    query, far_query, query_scale = 0.0, 0.0, 1.0
+    if PREPARE:
+        position = tl.load(work + item * 8 + 4, mask=item < stop, other=0) if ROPE else 0
+        query, far_query, query_scale = prepare_query(
+            *(q, row, rows, query_mask, stride_q_row, position, d_qk, log2_theta, inverse_rope_scale),
+            *(DIM_QK, ROPE, COMPUTE),
+        )
 
     m = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
@@ -270,43 +229,36 @@ def decode_kernel(
         last = block + BLOCK_KV >= end
         next_item, next_block = item, block + BLOCK_KV
         next_row, next_begin, next_end, next_page_start, next_slot = row, begin, end, page_start, slot
-        next_position, next_query_scale = position, query_scale
+        next_query, next_far_query, next_query_scale = query, far_query, query_scale
         if last:
             next_item += 1
             record, more = work + next_item * 8, next_item < stop
             next_row, next_slot = tl.load(record, mask=more, other=-1), tl.load(record + 6, mask=more, other=-1)
             next_begin, next_end, next_page_start = load_extent(record, more, max_pages, window_left, PAGE_SIZE, WINDOW)
             next_block = next_begin // BLOCK_KV * BLOCK_KV
-            if ROPE:
-                next_position = tl.load(record + 4, mask=more, other=0)
-            if RESCALE:
-                next_query_scale = float16_scale(q, next_row, rows, query_mask, stride_q_row, PART, ROPE)
+            if PREPARE:
+                position = tl.load(record + 4, mask=more, other=0) if ROPE else 0
+                next_query, next_far_query, next_query_scale = prepare_query(
+                    *(q, next_row, rows, query_mask, stride_q_row, position, d_qk, log2_theta, inverse_rope_scale),
+                    *(DIM_QK, ROPE, COMPUTE),
+                )
         next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV)
 
         visible = (block + n - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
         k_at = page_offsets(pages, num_pages, block, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_KV)
         v_at = page_offsets(pages, num_pages, block, stride_v_page // PACK, stride_v_slot // PACK, PAGE_SIZE, BLOCK_KV)
         k = tl.load(k_cache + k_at[:, None], mask=visible[:, None] & (d_qk < PART), other=0.0)
-        v = tl.load(
-            v_cache + v_at[:, None], mask=visible[:, None] & (d_pair < DIM_VO // PACK), other=0 if PAIRED else 0.0
-        )
-        query_mask = head_mask[:, None] & (d_qk < PART) & within(row, rows)
-        query = tl.load(q + row.to(tl.int64) * stride_q_row, mask=query_mask, other=0.0)
+        v = tl.load(v_cache + v_at[:, None], mask=visible[:, None] & (d_pair < DIM_VO // PACK), other=0.0)
+        if not PREPARE:
+            query = tl.load(q + row.to(tl.int64) * stride_q_row, mask=query_mask & within(row, rows), other=0.0)
         if ROPE:
             far_k = tl.load(k_cache + PART + k_at[:, None], mask=visible[:, None] & (d_qk < PART), other=0.0)
-            far_query = tl.load(q + PART + row.to(tl.int64) * stride_q_row, mask=query_mask, other=0.0)
             k, far_k = rotate_halves(k, far_k, block + n, d_qk, log2_theta, inverse_rope_scale, DIM_QK)
-            place = position + tl.zeros((1,), tl.int32)
-            query, far_query = rotate_halves(query, far_query, place, d_qk, log2_theta, inverse_rope_scale, DIM_QK)
-            far_query = (far_query * query_scale).to(COMPUTE)
-            far_logits = tl.dot(far_query, tl.trans(far_k.to(COMPUTE)), input_precision="ieee")
-        if RESCALE:
-            query = query.to(tl.float32) * query_scale
 
-        logits = tl.dot(query.to(COMPUTE), tl.trans(k.to(COMPUTE)), input_precision="ieee")
+        logits = tl.dot(query, tl.trans(k.to(COMPUTE)), input_precision="ieee")
         if ROPE:
-            logits += far_logits
-        logits *= logit_scale / query_scale if RESCALE else logit_scale
+            logits = tl.dot(far_query, tl.trans(far_k.to(COMPUTE)), logits, input_precision="ieee")
+        logits *= logit_scale / query_scale if PREPARE else logit_scale
         if ALIBI:
             logits += slope[:, None] * (block + n).to(tl.float32)[None, :]
         if CAP:
@@ -341,7 +293,8 @@ def decode_kernel(
             acc = tl.zeros_like(acc)
 
         item, row, begin, end, page_start, slot = next_item, next_row, next_begin, next_end, next_page_start, next_slot
-        block, pages, position, query_scale = next_block, next_pages, next_position, next_query_scale
+        block, pages = next_block, next_pages
+        query, far_query, query_scale = next_query, next_far_query, next_query_scale
 
     none = tl.full((), NONE, tl.int32)
     empty = tl.where(lengths <= 0, mine, none)
@@ -385,12 +338,6 @@ def decode_kernel(
             item = tl.min(todo, 0)
 
 
-def _paired(cache: Tensor) -> bool:
-    """Whether an FP8 cache can be read as pairs of neighbouring dimensions."""
-    places = cache.storage_offset(), *cache.stride()[:3], cache.shape[3]
-    return cache.dtype.itemsize == 1 and not any(place % 2 for place in places)
-
-
 def batch_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -414,12 +361,13 @@ def batch_decode(
     out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse)
     rows, group = q.shape[0], problem.num_qo_heads // problem.num_kv_heads
     rope = pos_encoding == "ROPE_LLAMA"
-    tile = decode_tile(q.device, q.dtype, k_cache.dtype, problem.head_dim_qk, problem.head_dim_vo, group, rope)
-    if not rope:
-        dims = (problem.head_dim_qk, problem.head_dim_vo)
-        tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
     slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
+    short = p.kv_indices.shape[0] * problem.page_size <= num_ctas * SHORT_SHARE
+    dims = (problem.head_dim_qk, problem.head_dim_vo)
+    tile = decode_tile(q.device, q.dtype, k_cache.dtype, *dims, group, halves=rope, short=short)
+    if not rope:
+        tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
     many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))
     pdl = starts_early(q)
     launch(
@@ -444,13 +392,8 @@ def batch_decode(
             *(logits_soft_cap > 0, window_left >= 0, sinks is not None, kv_scale is not None),
             *(rope, pos_encoding == "ALIBI", problem.num_qo_heads.bit_length() - 1, return_lse),
             *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
-            *(
-                triton.next_power_of_2(triton.cdiv(p.kv_len.shape[0], num_ctas)),
-                max(1, many // 8),
-                many,
-                _paired(v_cache),
-                pdl,
-            ),
+            *(triton.next_power_of_2(triton.cdiv(p.kv_len.shape[0], num_ctas)), max(1, many // 8), many),
+            *(in_pairs(v_cache), pdl),
         ),
         tile.options._replace(launch_pdl=pdl),
     )

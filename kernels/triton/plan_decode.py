@@ -14,7 +14,6 @@ from ...plan import KV_UNIT, DecodePlan, PlanProblem
 from ..reference.plan import SLACK
 from ..reference.plan import plan_decode as plan_in_closed_form
 from .launch import Options, launch
-from .primitives import count_at_most
 
 MAX_REQUESTS = 32768
 """Requests whose line fits in shared memory; longer ones are planned by tensor operations."""
@@ -59,23 +58,41 @@ def at_next(values, i, SIZE: tl.constexpr):
 
 
 @triton.jit
-def cut_line(ends, num_ctas, SLACK: tl.constexpr, B: tl.constexpr, LOG_B: tl.constexpr, C: tl.constexpr):
-    """Cuts ``[C]`` of a line of requests with inclusive ``ends [B]``; those after the last are at the line's end.
+def first_even_cut(x, total, num_ctas):
+    """The first even cut ``c * total // num_ctas`` that is not before ``x``: ``c = x * num_ctas / total``, rounded up.
 
-    Returns ``(cut, even, passed, before)``: for each even cut, how many requests end before it and where the
-    last of them does.
+    Float32 is off by less than one; where it gives less, that is put right.
+    """
+    cut = (x.to(tl.float32) * (tl.cast(num_ctas, tl.float32) / tl.maximum(total, 1).to(tl.float32))).to(tl.int32)
+    scaled = x.to(tl.int64) * num_ctas
+    cut += (cut.to(tl.int64) * total < scaled).to(tl.int32)
+    return cut + (cut.to(tl.int64) * total < scaled).to(tl.int32)
+
+
+@triton.jit
+def cut_line(ends, begins, total, passed, num_ctas, SLACK: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    """Cuts ``[C]`` of a line of requests ``begins, ends [B]``; those after the last are at the line's end.
+
+    ``passed`` requests end before each even cut. Returns ``(cut, even, inside, begin, end)``: whether a cut is the
+    first at its place and inside of a request, and what the request of the even cut is.
     """
     c = tl.arange(0, C)
-    total = tl.max(ends, 0)
-    even = (tl.minimum(c, num_ctas).to(tl.int64) * total // num_ctas).to(tl.int32)
-    passed = count_at_most(ends, even, B, LOG_B)
-    after = tl.gather(ends, tl.minimum(passed, B - 1), 0)
-    before = at_previous(ends, tl.minimum(passed, B - 1), 0)
-    snapped = tl.where(even - before < after - even, before, after)
+    share, rest = total // num_ctas, total % num_ctas
+    even = tl.where(c < num_ctas, c * share + c * rest // num_ctas, total)
+    request = tl.minimum(passed, B - 1)
+    begin, end = tl.gather(begins, request, 0), tl.gather(ends, request, 0)
+    snapped = tl.where(even - begin < end - even, begin, end)
     longest = tl.max(at_next(snapped, c, C) - snapped, 0).to(tl.int64)
     whole = longest * num_ctas * SLACK <= total.to(tl.int64) * (SLACK + 1)
     near = tl.abs(snapped - even).to(tl.int64) * num_ctas * SLACK * 2 <= total
-    return tl.where(whole | near, snapped, even), even, passed, before
+    cut = tl.where(whole | near, snapped, even)
+    inside = (cut == even) & (cut > begin) & (cut < total) & (cut > at_previous(cut, c, -1))
+    return cut, even, inside, begin, end
+
+
+@triton.jit
+def smaller(a, b):
+    return tl.minimum(a, b)
 
 
 @triton.jit
@@ -129,9 +146,7 @@ def plan_decode_kernel(
     KV_UNIT: tl.constexpr,
     SLACK: tl.constexpr,
     B: tl.constexpr,  # power of 2, at least max_batch
-    LOG_B: tl.constexpr,
     C: tl.constexpr,  # power of 2, more than num_ctas
-    LOG_C: tl.constexpr,
     COPY: tl.constexpr,
 ):
     clear(arrivals, num_arrivals, COPY)
@@ -149,40 +164,41 @@ def plan_decode_kernel(
     first_unit = start // KV_UNIT
     units = tl.cdiv(kv_len, KV_UNIT) - first_unit
     ends = tl.cumsum(units, 0)
-    begins = ends - units
+    begins, total = ends - units, tl.sum(units, 0)
     nonempty = (units > 0).to(tl.int32)
     requests_until = tl.cumsum(nonempty, 0)
 
     # The cuts, those inside a request among them, and the items that begin before each.
-    cut, even, passed, before = cut_line(ends, num_ctas, SLACK, B, LOG_B, C)
-    previous_cut, next_cut = at_previous(cut, c, -1), at_next(cut, c, C)
-    inside = (cut == even) & (cut > before) & (cut < tl.max(ends, 0)) & (cut > previous_cut)
+    first_cut, cuts_end = first_even_cut(begins, total, num_ctas), first_even_cut(ends, total, num_ctas)
+    passed = tl.cumsum(tl.histogram(cuts_end, C), 0)
+    cut, even, inside, request_begin, request_end = cut_line(ends, begins, total, passed, num_ctas, SLACK, B, C)
     cuts_until = tl.cumsum(inside.to(tl.int32), 0)
     cut_item = at_previous(requests_until, passed, 0) + (cut > even) + cuts_until
 
     # The requests: their first item, how many cuts are inside, and the slots of their pieces.
-    at_begin = count_at_most(cut, begins, C, LOG_C) - 1
-    cuts_before = tl.gather(cuts_until, at_begin, 0)
+    cuts_before = at_previous(cuts_until, first_cut, 0)
     item = requests_until - nonempty + cuts_before
-    cuts_inside = tl.where(b == B - 1, tl.max(cuts_until, 0), at_next(cuts_before, b, B)) - cuts_before
+    cuts_inside = at_previous(cuts_until, cuts_end, 0) - cuts_before
     pieces = tl.where(cuts_inside > 0, cuts_inside + 1, 0)
     merge_end = tl.cumsum(pieces, 0)
     first_slot = merge_end - pieces
     slot = tl.where(pieces > 0, first_slot, -1)
     offset = first_unit - begins
-    end = tl.minimum(ends, at_next(cut, at_begin, C))
+    next_inside = tl.associative_scan(tl.where(inside, cut, total), 0, smaller, reverse=True)
+    end = tl.minimum(ends, tl.gather(next_inside, first_cut, 0))
     store_items(work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_UNIT, B > 128)
 
     # A piece ends at the next cut that is another place, or with its request.
     request = tl.minimum(passed, B - 1)
-    end = tl.minimum(tl.gather(ends, request, 0), tl.maximum(next_cut, cut + 1))
-    offset, start = tl.gather(offset, request, 0), tl.gather(start, request, 0)
+    end = tl.minimum(request_end, tl.maximum(at_next(cut, c, C), cut + 1))
     length, page = tl.gather(kv_len, request, 0), tl.gather(first_page, request, 0)
+    start = tl.maximum(length - WINDOW, 0) if WINDOW else tl.zeros_like(length)
+    offset = start // KV_UNIT - request_begin
     slot = tl.gather(first_slot - item, request, 0) + cut_item
     store_items(work, cut_item, inside, request, cut, end, offset, start, length, page, slot, KV_UNIT, False)
 
     max_items, field = max_batch + num_ctas, tl.arange(0, 8)
-    for i in range(tl.max(requests_until, 0) + tl.max(cuts_until, 0), max_items, C):
+    for i in range(tl.sum(nonempty, 0) + tl.sum(inside.to(tl.int32), 0), max_items, C):
         rest = (i + c)[:, None]
         tl.store(work + rest * 8 + field, tl.zeros((C, 8), tl.int32), mask=rest < max_items)
 
@@ -214,7 +230,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         (),
         (
             *(problem.page_size, problem.window, KV_UNIT, SLACK),
-            *(block_batch, block_batch.bit_length() - 1, block_cuts, block_cuts.bit_length() - 1, COPY),
+            *(block_batch, block_cuts, COPY),
         ),
         Options(num_warps=min(32, max(4, block_batch // REQUESTS_PER_WARP))),
     )

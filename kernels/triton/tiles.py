@@ -21,6 +21,9 @@ STAGES = 3
 STEP_BYTES = 32 << 10
 """Keys and values of a step, where that is 16 to 128 tokens."""
 
+SHORT_SHARE = 128
+"""Tokens. Shares of no more are over before the last step's arithmetic is hidden, and take steps of half the size."""
+
 
 class DecodeTile(NamedTuple):
     kv: int  # KV tokens in a step
@@ -55,8 +58,9 @@ def decode_tile(
     head_dim_vo: int,
     group: int,
     halves: bool = False,
+    short: bool = False,
 ) -> DecodeTile:
-    """``halves``: keys are read in two halves, each of them padded."""
+    """``halves``: keys are read in two halves, each padded; ``short``: shares have at most ``SHORT_SHARE`` tokens."""
     parts = 2 if halves else 1
     dim_part, dim_vo = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim_qk // parts, head_dim_vo))
     dim_qk = parts * dim_part
@@ -67,7 +71,8 @@ def decode_tile(
         most = 64 if wide <= 128 else 32 if wide <= 256 else 16
     heads = min(most, triton.next_power_of_2(group))
     element = dtype.itemsize if dtype == torch.float32 else kv_dtype.itemsize
-    kv = min(128 // parts, max(16, STEP_BYTES // ((dim_qk + dim_vo) * element)))
+    step_bytes = STEP_BYTES // 2 if short else STEP_BYTES
+    kv = min(128 // parts, max(16, step_bytes // ((dim_qk + dim_vo) * element)))
     kv = 1 << (kv.bit_length() - 1)
     per_block, per_sm = shared_memory(device)
     for budget in (per_sm // CTAS_PER_SM - 1024, per_block):
