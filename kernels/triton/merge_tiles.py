@@ -5,19 +5,58 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
-from .launch import Options, launch
+from .launch import Options, launch, starts_early
 from .primitives import LOG2E, add_sink, finite, inverse, log_sum, within
 
-SLOTS = 16
-"""Pieces that a program reads at a time."""
+SLICE, SLICE_PIECES = 64, 64
+"""Elements of a row, and pieces, that a program reads at a time where there are fewer rows than programs."""
 
-MERGE_PROGRAMS = 128
-"""Programs that share the pairs of a row and a head of one split tile."""
+READ = 2048
+"""Elements that it reads at a time, of whole rows, where there are more."""
+
+MERGE_PROGRAMS = 2048
+"""Programs at most: about as many as run at once, and where nothing was split each takes time to find that out."""
 
 
-@triton.jit(do_not_specialize=["rows", "slots"])
+@triton.jit
+def merge_job(
+    out, lse, partial, sinks, merges, rows, slots, split, pair, first_d,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Write ``BLOCK_DIM`` elements from ``first_d`` on of one pair of a row and a head of a split tile."""
+    PAIRS: tl.constexpr = TILE_ROWS * HEADS
+    record = merges + split * 4
+    row, count, first, pieces = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    first, head, d = tl.maximum(first, 0), pair % HEADS, first_d + tl.arange(0, BLOCK_DIM)
+    stop = tl.minimum(first + pieces, slots)
+    sums = partial + tl.cast(slots, tl.int64) * (PAIRS * DIM)
+    m = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, BLOCK_DIM), tl.float32)
+    for slot in range(first, stop, BLOCK_SLOTS):
+        index = slot + tl.arange(0, BLOCK_SLOTS)
+        at, mask = index.to(tl.int64) * PAIRS + pair, index < stop
+        s = tl.load(sums + at, mask=mask, other=float("-inf"))
+        v = tl.load(partial + at[:, None] * DIM + d[None, :], mask=mask[:, None] & (d < DIM)[None, :], other=0.0)
+        top = tl.maximum(m, tl.max(s, 0, keep_dims=True))
+        decay, weight = tl.exp2(m - finite(top)), tl.exp2(s - finite(top))
+        m, total = top, total * decay + tl.sum(weight, 0, keep_dims=True)
+        acc = acc * decay[:, None] + tl.sum(weight[:, None] * v, 0, keep_dims=True)
+    if SINKS:
+        m, total, acc = add_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
+    if (pair < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + pair // HEADS, rows):
+        at = row.to(tl.int64) * HEADS + pair + tl.zeros((1,), tl.int64)
+        value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at[:, None] * DIM + d[None, :], value, mask=(d < DIM)[None, :])
+        if LSE:
+            tl.store(lse + at, log_sum(m, total))
+
+
+@triton.jit(do_not_specialize=["rows", "slots", "max_splits"])
 def merge_tiles_kernel(
     out,  # [rows, HEADS, DIM]
     lse,  # [rows, HEADS] or [0]
@@ -26,55 +65,60 @@ def merge_tiles_kernel(
     merges,  # [max_splits, 4]
     rows,
     slots,
+    max_splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,  # power of 2, at least DIM
+    BLOCK_SLOTS: tl.constexpr,
+    SLICE: tl.constexpr,
+    SLICE_SLOTS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,  # power of 2, at least max_splits
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    record = merges + tl.program_id(0) * 4
-    row, count, first, pieces = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-    first = tl.maximum(first, 0)
-    stop = tl.minimum(first + pieces, slots)
-    d = tl.arange(0, BLOCK_DIM)
-    sums = partial + tl.cast(slots, tl.int64) * (TILE_ROWS * HEADS * DIM)
-    pairs = tl.where(stop > first, tl.minimum(count, TILE_ROWS) * HEADS, 0)
-    for pair in range(tl.program_id(1), pairs, tl.num_programs(1)):
-        head = pair % HEADS
-        m = tl.full((1,), float("-inf"), tl.float32)
-        total = tl.zeros((1,), tl.float32)
-        acc = tl.zeros((1, BLOCK_DIM), tl.float32)
-        for slot in range(first, stop, SLOTS):
-            index = slot + tl.arange(0, SLOTS)
-            at, mask = index.to(tl.int64) * (TILE_ROWS * HEADS) + pair, index < stop
-            s = tl.load(sums + at, mask=mask, other=float("-inf"))
-            v = tl.load(partial + at[:, None] * DIM + d[None, :], mask=mask[:, None] & (d < DIM)[None, :], other=0.0)
-            top = tl.maximum(m, tl.max(s, 0, keep_dims=True))
-            decay, weight = tl.exp2(m - finite(top)), tl.exp2(s - finite(top))
-            m, total = top, total * decay + tl.sum(weight, 0, keep_dims=True)
-            acc = acc * decay[:, None] + tl.sum(weight[:, None] * v, 0, keep_dims=True)
-        if SINKS:
-            m, total, acc = add_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
-        if within(row + pair // HEADS, rows):
-            at = row.to(tl.int64) * HEADS + pair + tl.zeros((1,), tl.int64)
-            value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
-            tl.store(out + at[:, None] * DIM + d[None, :], value, mask=(d < DIM)[None, :])
-            if LSE:
-                tl.store(lse + at, log_sum(m, total))
+    SLICES: tl.constexpr = (DIM + SLICE - 1) // SLICE
+    PAIRS: tl.constexpr = TILE_ROWS * HEADS
+    # What is read of the plan was there before the pieces were.
+    split = tl.arange(0, BLOCK_SPLITS)
+    is_split = tl.load(merges + split * 4 + 3, mask=split < max_splits, other=0) > 0
+    pairs = tl.sum(is_split.to(tl.int32), 0) * PAIRS
+    if PDL:
+        gdc_wait()
+    if 2 * pairs >= tl.num_programs(0):
+        for job in range(tl.program_id(0), pairs, tl.num_programs(0)):
+            merge_job(
+                out, lse, partial, sinks, merges, rows, slots, job // PAIRS, job % PAIRS, 0,
+                HEADS, DIM, TILE_ROWS, BLOCK_DIM, BLOCK_SLOTS, SINKS, LSE,
+            )  # fmt: skip
+    else:
+        for job in range(tl.program_id(0), pairs * SLICES, tl.num_programs(0)):
+            pair, d = job // SLICES, job % SLICES * SLICE
+            merge_job(
+                out, lse, partial, sinks, merges, rows, slots, pair // PAIRS, pair % PAIRS, d,
+                HEADS, DIM, TILE_ROWS, SLICE, SLICE_SLOTS, SINKS, LSE,
+            )  # fmt: skip
 
 
 def merge_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: PrefillPlan) -> None:
-    """Write the rows of the tiles that the plan splits; ``lse`` has no elements where none is asked for."""
+    """Write the rows of the tiles that the plan splits; ``lse`` has no elements where none is asked for.
+
+    Their pairs of a row and a head are dealt out to the programs, in slices if they are few.
+    """
     rows, heads, dim = out.shape
-    tile_rows = PlanProblem.of(plan.problem).tile_rows
+    tile_rows, max_splits, pdl = PlanProblem.of(plan.problem).tile_rows, plan.merges.shape[0], starts_early(out)
+    block = triton.next_power_of_2(dim)
+    part = min(SLICE, block)
     launch(
         merge_tiles_kernel,
-        (plan.merges.shape[0], min(tile_rows * heads, MERGE_PROGRAMS)),
+        (min(max_splits * tile_rows * heads * triton.cdiv(dim, part), MERGE_PROGRAMS),),
         (out, lse, workspace, sinks, plan.merges),
-        (rows, num_pieces(plan)),
+        (rows, num_pieces(plan), max_splits),
         (),
-        (heads, dim, triton.next_power_of_2(dim), tile_rows, SLOTS, sinks is not None, lse.dim() > 1),
-        Options(),
+        (
+            *(heads, dim, tile_rows, block, max(1, READ // block), part, SLICE_PIECES),
+            *(triton.next_power_of_2(max_splits), sinks is not None, lse.dim() > 1, pdl),
+        ),
+        Options(launch_pdl=pdl),
     )
