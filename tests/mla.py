@@ -52,6 +52,23 @@ CASES = (
     Mla("float16", dtype=torch.float16),
     Mla("bfloat16", dtype=torch.bfloat16, causal=True),
     Mla("many heads", heads=150, planner={"tile_rows": 2}),
+    *(
+        Mla(
+            name, qo_lens, kv_lens, (512, 64), **{"dtype": torch.bfloat16, "page_size": 64, "sm_scale": None, **options}
+        )
+        for name, qo_lens, kv_lens, options in (
+            ("wide decode", (1, 1, 0, 1), (70, 300, 0, 1000), {"heads": 128, "planner": {"num_ctas": 12}}),
+            (
+                "wide decode whole",
+                (1, 1, 1),
+                (64, 1, 129),
+                {"heads": 80, "dtype": torch.float16, "planner": {"num_ctas": 0}},
+            ),
+            ("wide rows", (3, 2, 5), (200, 2, 64), {"heads": 16, "planner": {"tile_rows": 4}}),
+            ("wide causal", (3, 1, 70), (200, 2, 310), {"heads": 16, "causal": True, "packed": True, "page_size": 128}),
+            ("wide causal split", (4, 1), (900, 0), {"heads": 20, "causal": True, "planner": {"num_ctas": 6}}),
+        )
+    ),
     Mla("fp8", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, kv_scale=(0.5, 2.0), packed=True),
 )
 

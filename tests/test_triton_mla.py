@@ -1,0 +1,138 @@
+"""The Hopper kernel of MLA, compiled for a GPU that is not there: Gluon, which it is written in, has no interpreter."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attn_ops
+
+triton = pytest.importorskip("triton")
+hopper = pytest.importorskip("attn_ops.kernels.triton.mla_hopper", exc_type=ImportError)
+
+from attn_ops.kernels.triton import launch as launching  # noqa: E402
+from attn_ops.kernels.triton.prefill import Options  # noqa: E402
+
+from attn_ops.plan import PlanProblem  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
+)
+
+SHARED_BYTES = 227 << 10
+
+
+class Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Launches compile only, into this list."""
+    kernels: list[Any] = []
+
+    def compile_only(kernel: Any, grid: Any, *arguments: Any) -> None:
+        *values, options = arguments
+        result = kernel.warmup(*(v for group in values for v in group), grid=tuple(grid), **options.keywords())
+        kernels.append(result.result() if hasattr(result, "result") else result)
+
+    previous = triton.runtime.driver._active
+    triton.runtime.driver.set_active(Hopper())
+    monkeypatch.setattr(launching, "_launch_direct", compile_only)
+    yield kernels
+    triton.runtime.driver._active = previous
+
+
+def _call(
+    dtype: torch.dtype = torch.bfloat16,
+    dims: tuple[int, int] = (512, 64),
+    heads: int = 128,
+    page_size: int = 64,
+    packed: bool = False,
+    kv_dtype: torch.dtype | None = None,
+    window_left: int = -1,
+    tile_rows: int | None = None,
+    shift: int = 0,
+) -> tuple[list[torch.Tensor], attn_ops.PrefillPlanner]:
+    """Queries and caches, parts first, and a planner."""
+    sizes = {"page_size": page_size, "num_qo_heads": heads, "num_kv_heads": 1, "window_left": window_left}
+    planner = attn_ops.PrefillPlanner(
+        5, 9, 40, head_dim=sum(dims), head_dim_vo=dims[0], num_ctas=6, tile_rows=tile_rows, **sizes
+    )
+    q = torch.zeros(9, heads, sum(dims) + shift, dtype=dtype)[..., shift:]
+    cache = torch.zeros(10, page_size, sum(dims), dtype=kv_dtype or dtype)
+    parts = [*q.split(dims, -1), *cache.split(dims, -1)]
+    return parts if packed else [*parts[:2], *(t.contiguous() for t in parts[2:])], planner
+
+
+def _tool(name: str, *options: str, cubin: Path) -> str:
+    path = getattr(triton.knobs.nvidia, name).path
+    return subprocess.run([path, *options, cubin], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "causal", "return_lse"),
+    [({}, False, False), ({"dtype": torch.float16, "heads": 16, "packed": True, "tile_rows": 4}, True, True)],
+    ids=["decode", "rows"],
+)
+def test_registers_and_shared_memory_suffice(
+    sizes: dict[str, Any], causal: bool, return_lse: bool, compiled: list[Any], tmp_path: Path
+) -> None:
+    """And the matrix products overlap: where the compiler cannot see that they may, it waits for each."""
+    (q_nope, q_pe, ckv, kpe), planner = _call(**sizes)
+    out, lse = torch.zeros_like(q_nope), torch.zeros(q_nope.shape[:2] if return_lse else (0,))
+    hopper.attend((q_nope, q_pe), (ckv, kpe), out, lse, planner.state, planner.workspace, 0.1, causal)
+    kernel, _ = compiled
+    assert kernel.metadata.shared <= SHARED_BYTES
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", _tool("cuobjdump", "-res-usage", cubin=cubin))
+    assert usage
+    assert usage.groups() == ("0", "0")
+    code = _tool("nvdisasm", "-c", cubin=cubin)
+    assert code.count("HGMMA") >= 40
+    assert code.count("WARPGROUP.DEPBAR") <= 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "reason"),
+    [
+        ({"dtype": torch.float32}, {}, "not a 16-bit dtype"),
+        ({"kv_dtype": torch.float8_e4m3fn}, {}, "the cache is torch.float8_e4m3fn"),
+        ({"dims": (256, 64)}, {}, "not 512"),
+        ({"page_size": 32}, {}, "pages of 32"),
+        ({"shift": 1}, {}, "not aligned"),
+        ({"window_left": 100}, {}, "a window"),
+        ({}, {"window_left": 100}, "a window"),
+        ({}, {"logits_soft_cap": 1.0}, "a cap"),
+        ({}, {"sinks": torch.zeros(128)}, "a cap"),
+        ({}, {"kv_scale": torch.ones(2)}, "a cap"),
+    ],
+    ids=str,
+)
+def test_objections(sizes: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    tensors, planner = _call(**sizes)
+    found = hopper.objections(*tensors, PlanProblem.of(planner.state.problem), Options(**options))
+    assert [reason in text for text in found] == [True]
+
+
+def test_no_objections() -> None:
+    for sizes in ({}, {"packed": True, "heads": 16}, {"page_size": 192, "dtype": torch.float16}):
+        tensors, planner = _call(**sizes)
+        assert not hopper.objections(*tensors, PlanProblem.of(planner.state.problem), Options(causal=True))
