@@ -254,10 +254,11 @@ def prefill_kernel(
     full, after_full, blocks = full_blocks(
         start, end, position + first_row, position + last_row, window_left, CAUSAL, WINDOW, BLOCK_N
     )
-    if MASK:
+    ONE_LOOP: tl.constexpr = MASK or SHARED  # two would not fit the registers of wide shared values
+    if ONE_LOOP:
         full, after_full = 0, 0
     pages = load_pages(kv_indices, page_start, start, max_pages, num_pages, PAGED, PAGE_SIZE, RUN, BLOCK_N)
-    for phase in tl.static_range(0 if WINDOW and not MASK else 2 if MASK else 1, 3):
+    for phase in tl.static_range(2 if ONE_LOOP else 0 if WINDOW else 1, 3):
         first_block = 0 if phase == 0 else full if phase == 1 else after_full
         stop_block = full if phase == 0 else after_full if phase == 1 else blocks
         for block in range(first_block, stop_block):
