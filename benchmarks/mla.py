@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from . import report
-from .contest import Contest, Prepare, release
+from .contest import Contest, release
+from .mla_peers import MLA_PEERS
 from .prefill_problem import MlaProblem
 from .prefill_rows import MLA_ROWS, MlaRow
 from .timing import Call
@@ -18,7 +19,6 @@ NOTE = (
     "key; its share is of 790 TFLOP/s, and that of the roofline counts 4.45 TB/s too."
 )
 OURS = "attn_ops"
-MLA_PEERS: dict[str, Prepare] = {}
 RATE = 500e6
 """Operations per microsecond, to size the graphs."""
 
