@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import attn_ops
 triton = pytest.importorskip("triton")
 hopper = pytest.importorskip("attn_ops.kernels.triton.mla_hopper", exc_type=ImportError)
 
-from attn_ops.kernels.triton import launch as launching  # noqa: E402
 from attn_ops.kernels.triton.prefill import Options  # noqa: E402
+from offline import compiling_for  # noqa: E402
 
 from attn_ops.plan import PlanProblem  # noqa: E402
 
@@ -26,36 +25,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 SHARED_BYTES = 227 << 10
-
-
-class Hopper:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Launches compile only, into this list."""
-    kernels: list[Any] = []
-
-    def compile_only(kernel: Any, grid: Any, *arguments: Any) -> None:
-        *values, options = arguments
-        result = kernel.warmup(*(v for group in values for v in group), grid=tuple(grid), **options.keywords())
-        kernels.append(result.result() if hasattr(result, "result") else result)
-
-    previous = triton.runtime.driver._active
-    triton.runtime.driver.set_active(Hopper())
-    monkeypatch.setattr(launching, "_launch_direct", compile_only)
-    yield kernels
-    triton.runtime.driver._active = previous
 
 
 def _call(
@@ -92,13 +61,14 @@ def _tool(name: str, *options: str, cubin: Path) -> str:
     ids=["decode", "rows"],
 )
 def test_registers_and_shared_memory_suffice(
-    sizes: dict[str, Any], causal: bool, return_lse: bool, compiled: list[Any], tmp_path: Path
+    sizes: dict[str, Any], causal: bool, return_lse: bool, tmp_path: Path
 ) -> None:
     """And the matrix products overlap: where the compiler cannot see that they may, it waits for each."""
     (q_nope, q_pe, ckv, kpe), planner = _call(**sizes)
     out, lse = torch.zeros_like(q_nope), torch.zeros(q_nope.shape[:2] if return_lse else (0,))
-    hopper.attend((q_nope, q_pe), (ckv, kpe), out, lse, planner.state, planner.workspace, 0.1, causal)
-    kernel, _ = compiled
+    with compiling_for(90) as compiled:
+        hopper.attend((q_nope, q_pe), (ckv, kpe), out, lse, planner.state, planner.workspace, 0.1, causal)
+    (kernel, _), _ = compiled
     assert kernel.metadata.shared <= SHARED_BYTES
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])

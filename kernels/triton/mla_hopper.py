@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
-from .launch import ALIGNMENT, Options, launch, starts_early
+from ...repeat import ALIGNMENT
+from .launch import Options, launch, starts_early
 from .merge_tiles import merge_tiles
 from .prefill import Options as AttentionOptions
 from .primitives import LOG2E
