@@ -50,7 +50,10 @@ class Repeats:
     def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hashable, Repeat | None, list[int]]:
         """``(key, repeat, addresses)``: what to :meth:`add` a call under, or how to repeat it."""
         values = (*args, *kwargs.values()) if kwargs else args
-        tensors, addresses, together, options = [], [], 0, [*kwargs]
+        tensors: list[Tensor] = []
+        addresses: list[int] = []
+        options: list[Any] = [*kwargs]
+        together = 0
         for x in values:
             if isinstance(x, Tensor):
                 address = x.data_ptr()

@@ -77,15 +77,17 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
 
 def decode(
     dtype: torch.dtype,
-    dim: int,
+    dims: tuple[int, int],
     heads: tuple[int, int],
+    page_size: int = 16,
     kv_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> None:
-    sizes = {"page_size": 16, "num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dim, "num_ctas": 33}
-    planner = attn_ops.DecodePlanner(8, 100, **sizes)
-    q, cache = torch.zeros(5, heads[0], dim, dtype=dtype), torch.zeros(10, 16, heads[1], dim, dtype=kv_dtype or dtype)
-    backend.batch_decode(q, cache, cache, list(planner.state), planner.workspace, **options)
+    sizes = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dims[0], "head_dim_vo": dims[1]}
+    planner = attn_ops.DecodePlanner(8, 100, page_size=page_size, num_ctas=33, **sizes)
+    q = torch.zeros(5, heads[0], dims[0], dtype=dtype)
+    k, v = (torch.zeros(10, page_size, heads[1], dim, dtype=kv_dtype or dtype) for dim in dims)
+    backend.batch_decode(q, k, v, list(planner.state), planner.workspace, **options)
 
 
 def prefill(

@@ -55,10 +55,10 @@ def test_refused_with_the_reason(
 FP8 = {"kv_dtype": torch.float8_e5m2, "kv_scale": torch.ones(2)}
 MASK = torch.zeros(100, dtype=torch.uint8)
 WIDEST: dict[str, tuple[int, Callable[[], None]]] = {
-    "decode": (86, lambda: decode(torch.float32, 512, (128, 1), window_left=3, logits_soft_cap=5.0)),
-    "decode, a narrow head": (86, lambda: decode(torch.bfloat16, 1, (3, 1), return_lse=True)),
-    "decode, FP8 and an odd head": (86, lambda: decode(torch.bfloat16, 17, (2, 2), **FP8)),
-    "decode, FP8 and RoPE": (86, lambda: decode(torch.float32, 512, (128, 1), pos_encoding="ROPE_LLAMA", **FP8)),
+    "decode": (86, lambda: decode(torch.float32, (512, 512), (128, 1), window_left=3, logits_soft_cap=5.0)),
+    "decode, a narrow head": (86, lambda: decode(torch.bfloat16, (1, 1), (3, 1), return_lse=True)),
+    "decode, FP8 and an odd head": (86, lambda: decode(torch.bfloat16, (17, 17), (2, 2), **FP8)),
+    "decode, FP8 and RoPE": (86, lambda: decode(torch.float32, (512, 512), (128, 1), pos_encoding="ROPE_LLAMA", **FP8)),
     "prefill": (86, lambda: prefill(torch.float32, (512, 512), (2, 2), 1, logits_soft_cap=5.0, mask=MASK)),
     "prefill, odd heads": (86, lambda: prefill(torch.bfloat16, (257, 17), (160, 1), 3, causal=True)),
     "prefill, FP8 and RoPE": (

@@ -31,7 +31,7 @@ DECODES: list[tuple[torch.dtype, int, tuple[int, int], dict[str, Any]]] = [
 def test_decode_fits_as_foreseen(capability: int) -> None:
     with compiling_for(capability) as compiled:
         for dtype, dim, heads, options in DECODES:
-            decode(dtype, dim, heads, **options)
+            decode(dtype, (dim, dim), heads, **options)
             kernel, _ = compiled[-1]
             tile = decode_tile(torch.device("cpu"), dtype, dtype, dim, dim, heads[0] // heads[1])
             sizes = (tile.heads, tile.dim_qk, tile.dim_vo, dtype.itemsize, dtype.itemsize)
@@ -73,7 +73,7 @@ def _written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
 def test_the_compiler_sees_what_is_written() -> None:
     """Where its analysis gives up, Inductor takes every tensor to be written and copies the caches."""
     with compiling_for(90) as compiled:
-        decode(torch.bfloat16, 128, (32, 8), return_lse=True)
+        decode(torch.bfloat16, (128, 128), (32, 8), return_lse=True)
         prefill(torch.bfloat16, (192, 128), (32, 8), causal=True, return_lse=True)
         mla(torch.bfloat16, (512, 64), 16, return_lse=True)
         small_ops()
