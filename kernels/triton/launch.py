@@ -139,7 +139,7 @@ class Repeat:
     def __init__(self, moving: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) -> None:
         outputs = _tensors_of(result)
         places = {id(t): i for i, t in enumerate((*moving, *outputs))}
-        self._cells = (ctypes.c_uint64 * len(places))()
+        self._cells: Any = (ctypes.c_uint64 * len(places))()
         self._device = recorded[0].tensors[0].get_device()  # type: ignore[union-attr]
         # What has no elements is the same every time.
         self._outputs = [(t if t.numel() == 0 else t.new_empty(()).expand(t.shape), t.numel() == 0) for t in outputs]
