@@ -81,10 +81,11 @@ def decode(
     heads: tuple[int, int],
     page_size: int = 16,
     kv_dtype: torch.dtype | None = None,
+    pages: int = 10_000,
     **options: Any,
 ) -> None:
     sizes = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dims[0], "head_dim_vo": dims[1]}
-    planner = attn_ops.DecodePlanner(8, 100, page_size=page_size, num_ctas=33, **sizes)
+    planner = attn_ops.DecodePlanner(8, pages, page_size=page_size, num_ctas=33, **sizes)
     q = torch.zeros(5, heads[0], dims[0], dtype=dtype)
     k, v = (torch.zeros(10, page_size, heads[1], dim, dtype=kv_dtype or dtype) for dim in dims)
     backend.batch_decode(q, k, v, list(planner.state), planner.workspace, **options)

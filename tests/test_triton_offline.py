@@ -10,7 +10,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 
 triton = pytest.importorskip("triton")
 
-from attn_ops.kernels.triton.tiles import decode_tile, shared_bytes  # noqa: E402
+from attn_ops.kernels.triton.tiles import decode_tile, shared_bytes, short_stages  # noqa: E402
 from offline import compiling_for, decode, mla, prefill, small_ops  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -23,6 +23,14 @@ DECODES: list[tuple[torch.dtype, int, tuple[int, int], dict[str, Any]]] = [
     (torch.bfloat16, 256, (10, 2), {"window_left": 100}),
     (torch.float16, 80, (64, 1), {"logits_soft_cap": 30.0}),
     (torch.float32, 512, (4, 2), {}),
+    (torch.bfloat16, 128, (32, 8), {"pos_encoding": "ALIBI"}),
+    (torch.bfloat16, 128, (32, 8), {"pages": 100}),
+    (torch.float16, 64, (16, 8), {"pages": 1000}),
+    (torch.bfloat16, 128, (64, 8), {"pos_encoding": "ROPE_LLAMA"}),
+    (torch.bfloat16, 128, (32, 8), {"kv_dtype": torch.float8_e5m2, "kv_scale": torch.ones(2)}),
+    (torch.float16, 256, (64, 1), {"kv_dtype": torch.float8_e5m2}),
+    (torch.bfloat16, 512, (4, 2), {"kv_dtype": torch.float8_e5m2, "pos_encoding": "ROPE_LLAMA"}),
+    (torch.float32, 128, (4, 2), {"kv_dtype": torch.float8_e5m2}),
 ]
 
 
@@ -33,8 +41,11 @@ def test_decode_fits_as_foreseen(capability: int) -> None:
         for dtype, dim, heads, options in DECODES:
             decode(dtype, (dim, dim), heads, **options)
             kernel, _ = compiled[-1]
-            tile = decode_tile(torch.device("cpu"), dtype, dtype, dim, dim, heads[0] // heads[1])
-            sizes = (tile.heads, tile.dim_qk, tile.dim_vo, dtype.itemsize, dtype.itemsize)
+            kv_dtype, halves = options.get("kv_dtype", dtype), options.get("pos_encoding") == "ROPE_LLAMA"
+            short = short_stages(kv_dtype, 16 * options.get("pages", 10_000), 33)
+            tile = decode_tile(torch.device("cpu"), dtype, dim, dim, heads[0] // heads[1], kv_dtype, halves, short)
+            exchanged = halves or dtype == torch.float32
+            sizes = (tile.heads, tile.dim_qk * (1 + halves), tile.dim_vo, dtype.itemsize, kv_dtype.itemsize, exchanged)
             bound = shared_bytes(tile.kv, tile.options.num_stages, *sizes)
             assert kernel.metadata.shared <= bound
             assert kernel.asm["cubin"]
@@ -74,6 +85,8 @@ def test_the_compiler_sees_what_is_written() -> None:
     """Where its analysis gives up, Inductor takes every tensor to be written and copies the caches."""
     with compiling_for(90) as compiled:
         decode(torch.bfloat16, (128, 128), (32, 8), return_lse=True)
+        fp8 = {"kv_dtype": torch.float8_e5m2, "kv_scale": torch.ones(2)}
+        decode(torch.bfloat16, (64, 64), (2, 2), return_lse=True, pos_encoding="ROPE_LLAMA", **fp8)
         prefill(torch.bfloat16, (192, 128), (32, 8), causal=True, return_lse=True)
         mla(torch.bfloat16, (512, 64), 16, return_lse=True)
         small_ops()

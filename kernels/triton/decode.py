@@ -24,7 +24,7 @@ from .launch import launch, starts_early
 from .pieces import merge_pieces, store_heads
 from .positions import alibi_slopes, rotate_halves
 from .primitives import LOG2E, LOWEST, add_sink, exp2, soft_cap, within
-from .tiles import SHORT_SHARE, decode_tile
+from .tiles import decode_tile, short_stages
 from .tuned import tuned
 
 ITEMS = tl.constexpr(32)
@@ -363,9 +363,9 @@ def batch_decode(
     rope = pos_encoding == "ROPE_LLAMA"
     slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
-    short = p.kv_indices.shape[0] * problem.page_size <= num_ctas * SHORT_SHARE
+    short = short_stages(k_cache.dtype, p.kv_indices.shape[0] * problem.page_size, num_ctas)
     dims = (problem.head_dim_qk, problem.head_dim_vo)
-    tile = decode_tile(q.device, q.dtype, k_cache.dtype, *dims, group, halves=rope, short=short)
+    tile = decode_tile(q.device, q.dtype, *dims, group, k_cache.dtype, halves=rope, short=short)
     if not rope:
         tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
     many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import KV_UNIT, DecodePlan, PlanProblem
 from ..reference.plan import SLACK
 from ..reference.plan import plan_decode as plan_in_closed_form
-from .launch import Options, launch
+from .launch import Options, launch, starts_early
 
 MAX_REQUESTS = 32768
 """Requests whose line fits in shared memory; longer ones are planned by tensor operations."""
@@ -21,7 +22,7 @@ MAX_REQUESTS = 32768
 COPY = 4096
 """Page numbers that a program copies."""
 
-REQUESTS_PER_WARP = 128
+REQUESTS_PER_WARP, MOST_WARPS = 128, 16
 
 
 @triton.jit
@@ -96,6 +97,11 @@ def smaller(a, b):
 
 
 @triton.jit
+def both_sums(a, b, more_a, more_b):
+    return a + more_a, b + more_b
+
+
+@triton.jit
 def store_items(
     work, item, mask, row, begin, end, offset, start, kv_len, page_start, slot,
     KV_UNIT: tl.constexpr, WHOLE: tl.constexpr,
@@ -148,7 +154,11 @@ def plan_decode_kernel(
     B: tl.constexpr,  # power of 2, at least max_batch
     C: tl.constexpr,  # power of 2, more than num_ctas
     COPY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     clear(arrivals, num_arrivals, COPY)
     if tl.program_id(0) > 0:
         copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
@@ -163,10 +173,9 @@ def plan_decode_kernel(
     start = tl.maximum(kv_len - WINDOW, 0) if WINDOW else tl.zeros_like(kv_len)
     first_unit = start // KV_UNIT
     units = tl.cdiv(kv_len, KV_UNIT) - first_unit
-    ends = tl.cumsum(units, 0)
-    begins, total = ends - units, tl.sum(units, 0)
     nonempty = (units > 0).to(tl.int32)
-    requests_until = tl.cumsum(nonempty, 0)
+    ends, requests_until = tl.associative_scan((units, nonempty), 0, both_sums)
+    begins, total = ends - units, tl.sum(units, 0)
 
     # The cuts, those inside a request among them, and the items that begin before each.
     first_cut, cuts_end = first_even_cut(begins, total, num_ctas), first_even_cut(ends, total, num_ctas)
@@ -198,16 +207,16 @@ def plan_decode_kernel(
     store_items(work, cut_item, inside, request, cut, end, offset, start, length, page, slot, KV_UNIT, False)
 
     max_items, field = max_batch + num_ctas, tl.arange(0, 8)
-    for i in range(tl.sum(nonempty, 0) + tl.sum(inside.to(tl.int32), 0), max_items, C):
+    for i in range(tl.max(cut_item, 0), max_items, C):
         rest = (i + c)[:, None]
         tl.store(work + rest * 8 + field, tl.zeros((C, 8), tl.int32), mask=rest < max_items)
 
     tl.store(cta_indptr + c, cut_item, mask=c <= num_ctas)
     tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
-    tl.store(plan_kv_indptr + b, first_page, mask=b == 0)
-    tl.store(plan_kv_indptr + 1 + b, end_page, mask=b < max_batch)
-    tl.store(merge_indptr + b, first_slot, mask=b == 0)
-    tl.store(merge_indptr + 1 + b, merge_end, mask=b < max_batch)
+    tl.store(plan_kv_indptr + b, first_page, mask=b < max_batch)
+    tl.store(plan_kv_indptr + max_batch, tl.load(kv_indptr + batch))
+    tl.store(merge_indptr + b, first_slot, mask=b < max_batch)
+    tl.store(merge_indptr + max_batch, tl.max(merge_end, 0))
 
 
 def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
@@ -218,7 +227,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan)
         return
     block_batch, block_cuts = triton.next_power_of_2(max_batch), triton.next_power_of_2(num_ctas + 1)
-    num_indices = kv_indices.shape[0]
+    num_indices, pdl = kv_indices.shape[0], starts_early(kv_indptr)
     launch(
         plan_decode_kernel,
         (1 + triton.cdiv(num_indices, COPY),),
@@ -230,7 +239,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         (),
         (
             *(problem.page_size, problem.window, KV_UNIT, SLACK),
-            *(block_batch, block_cuts, COPY),
+            *(block_batch, block_cuts, COPY, pdl),
         ),
-        Options(num_warps=min(32, max(4, block_batch // REQUESTS_PER_WARP))),
+        Options(min(MOST_WARPS, max(4, block_batch // REQUESTS_PER_WARP)), launch_pdl=pdl),
     )

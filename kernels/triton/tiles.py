@@ -2,7 +2,8 @@
 
 From sweeps on an H200 (``python -m benchmarks tune``, whose tables go first: :mod:`.tuned`). Memory is busiest
 with two CTAs on a multiprocessor, each of which works on one step while the next is on its way; three CTAs, or more
-steps on their way, are no faster, and steps of half or twice the size a little slower.
+steps on their way, are no faster, and steps of half or twice the size a little slower. An FP8 step has twice the
+tokens: with as many as others it is slower by a fifth.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ STAGES = 3
 STEP_BYTES = 32 << 10
 """Keys and values of a step, where that is 16 to 128 tokens."""
 
-SHORT_SHARE = 128
-"""Tokens. Shares of no more are over before the last step's arithmetic is hidden, and take steps of half the size."""
+SHORT_SHARES = {1: ((128, 3),), 2: ((128, 3), (1024, 4))}
+"""By the bytes of a cache element: shares of at most so many tokens take steps of half the size, in so many stages.
+
+They end before the arithmetic of a last step is hidden behind other loads.
+"""
+
+MIN_SHORT_STEP = 32
 
 
 class DecodeTile(NamedTuple):
@@ -43,25 +49,46 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
     return optin, properties.shared_memory_per_multiprocessor
 
 
-def shared_bytes(kv: int, stages: int, heads: int, dim_qk: int, dim_vo: int, element: int, kv_element: int) -> int:
-    """What the pipeline of a tile takes, and the exchange of its result. Wide tiles need a buffer more."""
+def shared_bytes(
+    kv: int,
+    stages: int,
+    heads: int,
+    dim_qk: int,
+    dim_vo: int,
+    element: int,
+    kv_element: int | None = None,
+    exchanged: bool = False,
+) -> int:
+    """What the pipeline of a tile takes, and the exchange of its result. Wide tiles need a buffer more.
+
+    Keys that are computed with before they are multiplied, rotated ones and FP8 ones in float32, are ``exchanged`` too.
+    """
     buffers = stages if heads >= 64 else stages - 1
-    return buffers * (kv * (dim_qk + dim_vo) * kv_element + heads * dim_qk * element) + 4 * heads * dim_vo
+    step = kv * (dim_qk + dim_vo) * (kv_element or element) + heads * dim_qk * element
+    return buffers * step + 4 * heads * dim_vo + exchanged * kv * dim_qk * element
+
+
+def short_stages(kv_dtype: torch.dtype, tokens: int, num_ctas: int) -> int:
+    """Stages of a plan with room for so many tokens where that makes its shares short, 0 where it does not."""
+    for share, stages in SHORT_SHARES.get(kv_dtype.itemsize, ()):
+        if tokens <= num_ctas * share:
+            return stages
+    return 0
 
 
 @functools.cache
 def decode_tile(
     device: torch.device,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
     head_dim_qk: int,
     head_dim_vo: int,
     group: int,
+    kv_dtype: torch.dtype | None = None,
     halves: bool = False,
-    short: bool = False,
+    short: int = 0,
 ) -> DecodeTile:
-    """``halves``: keys are read in two halves, each padded; ``short``: shares have at most ``SHORT_SHARE`` tokens."""
-    parts = 2 if halves else 1
+    """``kv_dtype``: that of the query if None. ``halves``: keys are read in two. ``short``: :func:`short_stages`."""
+    kv_element, parts = (kv_dtype or dtype).itemsize, 2 if halves else 1
     dim_part, dim_vo = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim_qk // parts, head_dim_vo))
     dim_qk = parts * dim_part
     wide = max(dim_qk, dim_vo)
@@ -69,14 +96,19 @@ def decode_tile(
         most = 16 if wide <= 256 else 4
     else:
         most = 64 if wide <= 128 else 32 if wide <= 256 else 16
+    if halves or kv_element < dtype.itemsize:  # the query stays in registers
+        most //= 2
     heads = min(most, triton.next_power_of_2(group))
-    element = dtype.itemsize if dtype == torch.float32 else kv_dtype.itemsize
-    step_bytes = STEP_BYTES // 2 if short else STEP_BYTES
-    kv = min(128 // parts, max(16, step_bytes // ((dim_qk + dim_vo) * element)))
+    element = dtype.itemsize if dtype == torch.float32 else kv_element
+    kv = min(128 // parts, max(16, STEP_BYTES // ((dim_qk + dim_vo) * element)))
     kv = 1 << (kv.bit_length() - 1)
+    most_stages = STAGES
+    if short and kv >= 2 * MIN_SHORT_STEP:
+        kv, most_stages = kv // 2, short
     per_block, per_sm = shared_memory(device)
     for budget in (per_sm // CTAS_PER_SM - 1024, per_block):
-        for tokens, stages in ((kv, STAGES), (kv, 2), (max(16, kv // 2), 2)):
-            if shared_bytes(tokens, stages, heads, dim_qk, dim_vo, dtype.itemsize, kv_dtype.itemsize) <= budget:
+        for tokens, stages in ((kv, most_stages), (kv, 2), (max(16, kv // 2), 2)):
+            sizes = (heads, dim_qk, dim_vo, dtype.itemsize, kv_element, halves or kv_element < element)
+            if shared_bytes(tokens, stages, *sizes) <= budget:
                 return DecodeTile(tokens, heads, dim_part, dim_vo, Options(WARPS, stages))
     raise AssertionError("the smallest tile fits every supported multiprocessor")
