@@ -260,7 +260,7 @@ def decode_kernel(
             logits = tl.dot(far_query, tl.trans(far_k.to(COMPUTE)), logits, input_precision="ieee")
         logits *= logit_scale / query_scale if PREPARE else logit_scale
         if ALIBI:
-            logits += slope[:, None] * (block + n).to(tl.float32)[None, :]
+            logits += slope[:, None] * (block + n).to(tl.float32)[None, :]  # type: ignore[index]
         if CAP:
             logits = soft_cap(logits, tl.cast(cap, tl.float32)) * LOG2E
         logits = tl.where(visible[None, :], logits, float("-inf"))

@@ -17,6 +17,17 @@ def in_pairs(cache: Tensor) -> bool:
     return cache.dtype.itemsize == 1 and not any(place % 2 for place in places)
 
 
+UNPACK_E5M2 = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;")
+"""An e5m2 number is the upper half of a float16."""
+
+UNPACK_E4M3 = tl.constexpr("""{
+    .reg .b32 sorted; .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
 if triton.knobs.runtime.interpret:
 
     @triton.jit
@@ -29,16 +40,7 @@ else:
     @triton.jit
     def unpack(pairs, DTYPE: tl.constexpr):
         """Float16 of the first and of the second ``DTYPE`` number in each int16."""
-        if DTYPE == tl.float8e5:  # noqa: SIM300  the upper half of a float16
-            CODE: tl.constexpr = "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;"
-        else:
-            CODE: tl.constexpr = """{
-            .reg .b32 sorted; .reg .b16 low, high;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {low, high}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }"""
+        CODE: tl.constexpr = UNPACK_E5M2 if DTYPE == tl.float8e5 else UNPACK_E4M3  # noqa: SIM300
         return tl.inline_asm_elementwise(CODE, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
 
 

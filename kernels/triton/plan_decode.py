@@ -62,12 +62,13 @@ def at_next(values, i, SIZE: tl.constexpr):
 def first_even_cut(x, total, num_ctas):
     """The first even cut ``c * total // num_ctas`` that is not before ``x``: ``c = x * num_ctas / total``, rounded up.
 
-    Float32 is off by less than one; where it gives less, that is put right.
+    Float32 is off by less than one; where it gives less, that is put right. No length gives what is no cut.
     """
     cut = (x.to(tl.float32) * (tl.cast(num_ctas, tl.float32) / tl.maximum(total, 1).to(tl.float32))).to(tl.int32)
     scaled = x.to(tl.int64) * num_ctas
     cut += (cut.to(tl.int64) * total < scaled).to(tl.int32)
-    return cut + (cut.to(tl.int64) * total < scaled).to(tl.int32)
+    cut += (cut.to(tl.int64) * total < scaled).to(tl.int32)
+    return tl.minimum(tl.maximum(cut, 0), num_ctas)
 
 
 @triton.jit
