@@ -3,7 +3,8 @@
 Program ``c * num_kv_heads + h`` does the items of CTA ``c`` for KV head ``h``, so that the programs that
 run side by side read the same tokens of neighbouring heads. All items of a program make one software
 pipeline: its loop goes over blocks of KV tokens and steps to the next item where one ends, so the loads
-of the next item are in flight before the last one is finished.
+of the next item are in flight before the last one is finished. A query that is rotated, or converted for an FP8
+cache (:mod:`.fp8`), is so once an item.
 
 Of the programs that share a request, the one that comes last merges the pieces, in the order of the request.
 """
@@ -365,7 +366,7 @@ def batch_decode(
     slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
     short = short_stages(k_cache.dtype, p.kv_indices.shape[0] * problem.page_size, num_ctas)
     dims = (problem.head_dim_qk, problem.head_dim_vo)
-    tile = decode_tile(q.device, q.dtype, *dims, group, k_cache.dtype, halves=rope, short=short)
+    tile = decode_tile(q.device, q.dtype, *dims, group, k_cache.dtype, rope, short)
     if not rope:
         tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
     many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))
