@@ -67,16 +67,18 @@ def _single(case: Case) -> Arguments:
 
 
 def _mla(case: Case) -> Arguments:
-    table = page_table(case.kv_lens, case.page_size)
-    sizes = {"page_size": case.page_size, "num_qo_heads": 3, "num_kv_heads": 1, "head_dim": 40, "head_dim_vo": 32}
-    planner = attn_ops.PrefillPlanner(len(case.kv_lens), sum(case.qo_lens), len(table[1]), **sizes)
-    q = torch.randn(sum(case.qo_lens), 3, 40).to(case.dtype)
-    cache = torch.randn(len(table[1]), case.page_size, 40).to(case.dtype)
+    table, (heads, _), (width, ckv) = page_table(case.kv_lens, case.page_size), case.heads, case.head_dims
+    sizes = {"page_size": case.page_size, "num_qo_heads": heads, "num_kv_heads": 1, "head_dim": width}
+    planner = attn_ops.PrefillPlanner(
+        len(case.kv_lens), sum(case.qo_lens), len(table[1]), head_dim_vo=ckv, **(sizes | case.planner)
+    )
+    q = torch.randn(sum(case.qo_lens), heads, width).to(case.dtype)
+    cache = torch.randn(len(table[1]), case.page_size, width).to(case.dtype)
     return {
-        "q_nope": q[..., :32],
-        "q_pe": q[..., 32:],
-        "ckv_cache": cache[..., :32],
-        "kpe_cache": cache[..., 32:],
+        "q_nope": q[..., :ckv],
+        "q_pe": q[..., ckv:],
+        "ckv_cache": cache[..., :ckv],
+        "kpe_cache": cache[..., ckv:],
         "plan": planner.plan(indptr(case.qo_lens), *table),
         "workspace": planner.workspace,
         "sm_scale": 0.2,
@@ -147,6 +149,7 @@ def _constant(**kwargs: Any) -> Callable[[Case], Arguments]:
 
 
 BITS = torch.tensor([True, False, True] * 5)
+MLA_BASE = replace(PREFILL_BASE, heads=(3, 1), head_dims=(40, 32))
 SINGLE_BASE = replace(PREFILL_BASE, qo_lens=(5,), kv_lens=(37,))
 
 MAKERS: dict[str, tuple[Callable[[Case], Arguments], Case]] = {
@@ -156,7 +159,7 @@ MAKERS: dict[str, tuple[Callable[[Case], Arguments], Case]] = {
     "batch_prefill": (_attention("prefill"), PREFILL_BASE),
     "ragged_prefill": (_attention("ragged"), PREFILL_BASE),
     "single_prefill": (_single, SINGLE_BASE),
-    "batch_mla": (_mla, PREFILL_BASE),
+    "batch_mla": (_mla, MLA_BASE),
     "append_kv": (_append, DECODE_BASE),
     "append_mla_kv": (_append_mla, DECODE_BASE),
     "batch_indices_positions": (

@@ -14,6 +14,7 @@ from attn_ops.schemas import SCHEMAS
 SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 1500, 2)}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 FP8: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 2.0)}
+LATENT: dict[str, Any] = {"head_dims": (576, 512), "heads": (16, 1), "page_size": 64}
 OPTIONS: dict[str, Any] = {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0}
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,7 +36,12 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill, FP8 and RoPE": ("batch_prefill", BF16 | FP8 | {"pos_encoding": "ROPE_LLAMA"}),
     "ragged, ALiBi": ("ragged_prefill", BF16 | {"causal": True, "pos_encoding": "ALIBI", "kv_layout": "HND"}),
     "single": ("single_prefill", BF16 | {"causal": True, "head_dims": (128, 128), "heads": (8, 1)}),
-    "mla": ("batch_mla", SPLIT | BF16 | {"causal": True}),
+    "mla in pieces": ("batch_mla", SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}}),
+    "mla of 512 and 64": (
+        "batch_mla",
+        SPLIT | BF16 | LATENT | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}},
+    ),
+    "mla of 512 and 64, float16": ("batch_mla", LATENT | {"dtype": torch.float16, "heads": (128, 1)}),
     "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
 }
 
