@@ -39,8 +39,8 @@ def held(args: Sequence[Any]) -> list[Tensor]:
 class Repeats:
     """What one op remembers of its calls.
 
-    Calls are alike if a thread makes them with the same options, plans, grad mode and device, and with tensors
-    of the same type, sizes, strides, dtype, device, need of a gradient and alignment.
+    Calls are alike if a thread makes them with the same options, plans, grad mode and device, all captured in a graph
+    or none, and with tensors of the same type, sizes, strides, dtype, device, need of a gradient and alignment.
     """
 
     def __init__(self) -> None:
@@ -69,6 +69,7 @@ class Repeats:
             get_ident(),
             torch.is_grad_enabled(),
             torch._C._cuda_getDevice(),
+            torch.cuda.is_current_stream_capturing(),
             together & ALIGNMENT,
             tensors[0].shape,
             *options,

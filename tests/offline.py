@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import torch
@@ -44,7 +45,7 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
     compiled: Compiled = []
 
     def compile_only(
-        kernel: Any, grid: Any, tensors: Any, scalars: Any, strides: Any, constants: Any, options: Any
+        kernel: Any, grid: Any, tensors: Any, scalars: Any, strides: Any, constants: Any, options: Any, run: bool
     ) -> None:
         args = (*tensors, *scalars, *strides, *constants)
         result = kernel.warmup(*args, grid=tuple(grid), **options.keywords())
@@ -89,6 +90,12 @@ def decode(
     q = torch.zeros(5, heads[0], dims[0], dtype=dtype)
     k, v = (torch.zeros(10, page_size, heads[1], dim, dtype=kv_dtype or dtype) for dim in dims)
     backend.batch_decode(q, k, v, list(planner.state), planner.workspace, **options)
+
+
+def eager(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """As where launches are not recorded."""
+    with mock.patch("attn_ops.kernels.triton.decode.runs_now", return_value=True):
+        function(*args, **kwargs)
 
 
 def prefill(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from offline import compiling_for, decode, mla, prefill, small_ops
+from offline import compiling_for, decode, eager, mla, prefill, small_ops
 
 TABLE = Path(__file__).with_name("resources.json")
 CAPABILITIES = (80, 90, 100)
@@ -38,6 +38,8 @@ CASES: dict[str, Callable[[], None]] = {
     "ragged 192/128": lambda: prefill(torch.bfloat16, (192, 128), (16, 16), None, causal=True, return_lse=True),
     "mla": lambda: mla(torch.bfloat16, (512, 64), 128),
     "decode": lambda: decode(torch.bfloat16, (128, 128), (32, 8)),
+    "decode eager": lambda: eager(decode, torch.bfloat16, (128, 128), (32, 8)),
+    "decode eager wide": lambda: eager(decode, torch.bfloat16, (256, 256), (32, 2)),
     "decode wide": lambda: decode(torch.bfloat16, (256, 256), (16, 2), window_left=100, return_lse=True),
     "decode float32": lambda: decode(torch.float32, (64, 64), (8, 8), logits_soft_cap=30.0, sinks=torch.zeros(8)),
     "decode fp8 rope": lambda: decode(

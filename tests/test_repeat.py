@@ -61,6 +61,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return seen
 
 
@@ -144,7 +145,9 @@ def test_calls_of_other_tensors_differ(remembered: tuple[Repeats, list[torch.Ten
     assert _find(repeats, CHANGES[change](torch.ones(4, 4)), plan, causal=True) is None
 
 
-def test_calls_of_other_options_plans_and_modes_differ(remembered: tuple[Repeats, list[torch.Tensor]]):
+def test_calls_of_other_options_plans_and_modes_differ(
+    remembered: tuple[Repeats, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+):
     repeats, plan = remembered
     t = torch.ones(4, 4)
     assert _find(repeats, t, plan, causal=False) is None
@@ -152,6 +155,8 @@ def test_calls_of_other_options_plans_and_modes_differ(remembered: tuple[Repeats
     assert _find(repeats, t, [plan[0], torch.zeros(1)], causal=True) is None
     with torch.no_grad():
         assert _find(repeats, t, plan, causal=True) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert _find(repeats, t, plan, causal=True) is None
 
 
 def test_a_call_is_forgotten_with_its_plan(remembered: tuple[Repeats, list[torch.Tensor]]):

@@ -48,13 +48,15 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_decode_matches_oracle(case: Case) -> None:
+def test_decode_matches_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a merge of its own, as in a graph, and merged by the programs that come last, as in eager calls."""
     from attn_ops.kernels.triton import batch_decode
 
     if case.dtype == torch.bfloat16 and case.kv_dtype is None:  # NumPy multiplies none
         case = replace(case, dtype=torch.float16)
     setup = Setup("decode", case)
-    for _ in range(2):
+    for eager in (False, True):
+        monkeypatch.setattr("attn_ops.kernels.triton.decode.runs_now", lambda q, eager=eager: eager)
         setup.check(*batch_decode(**setup.arguments), **case.tolerance)
         assert not setup.planner.state.arrivals.any()
 

@@ -11,7 +11,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 triton = pytest.importorskip("triton")
 
 from attn_ops.kernels.triton.tiles import decode_tile, shared_bytes, short_stages  # noqa: E402
-from offline import compiling_for, decode, mla, prefill, small_ops  # noqa: E402
+from offline import compiling_for, decode, eager, mla, prefill, small_ops  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
@@ -36,11 +36,15 @@ DECODES: list[tuple[torch.dtype, int, tuple[int, int], dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
-def test_decode_fits_as_foreseen(capability: int) -> None:
+@pytest.mark.parametrize("how", ["recorded", "eager"])
+def test_decode_fits_as_foreseen(capability: int, how: str) -> None:
     with compiling_for(capability) as compiled:
         for dtype, dim, heads, options in DECODES:
-            decode(dtype, (dim, dim), heads, **options)
-            kernel, _ = compiled[-1]
+            if how == "eager":
+                eager(decode, dtype, (dim, dim), heads, **options)
+            else:
+                decode(dtype, (dim, dim), heads, **options)
+            kernel, _ = compiled[-3 if how == "eager" else -2]
             kv_dtype, halves = options.get("kv_dtype", dtype), options.get("pos_encoding") == "ROPE_LLAMA"
             short = short_stages(kv_dtype, 16 * options.get("pages", 10_000), 33)
             tile = decode_tile(torch.device("cpu"), dtype, dim, dim, heads[0] // heads[1], kv_dtype, halves, short)
@@ -53,7 +57,8 @@ def test_decode_fits_as_foreseen(capability: int) -> None:
 
 DECODE_PLAN = {"plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "cta_indptr", "merge_indptr", "arrivals"}
 WRITTEN = {
-    "decode_kernel": {"out", "lse", "partial", "arrivals"},
+    "decode_kernel": {"out", "lse", "partial"},
+    "merge_rows_kernel": {"out", "lse"},
     "prefill_kernel": {"out", "lse", "partial"},
     "merge_tiles_kernel": {"out", "lse"},
     "merge_states_kernel": {"out", "lse"},

@@ -1,4 +1,4 @@
-"""``attn::batch_decode``: one launch, a persistent grid over the plan's work items.
+"""``attn::batch_decode``: a persistent grid over the plan's work items, then a merge of what was split.
 
 Program ``c * num_kv_heads + h`` does the items of CTA ``c`` for KV head ``h``, so that the programs that
 run side by side read the same tokens of neighbouring heads. All items of a program make one software
@@ -6,7 +6,9 @@ pipeline: its loop goes over blocks of KV tokens and steps to the next item wher
 of the next item are in flight before the last one is finished. A query that is rotated, or converted for an FP8
 cache (:mod:`.fp8`), is so once an item.
 
-Of the programs that share a request, the one that comes last merges the pieces, in the order of the request.
+The merge is a kernel of its own where launches are recorded, in graphs and captures. In eager calls, where the host
+pays for each, the last of the programs that share a request merges it (``MERGE``); in graphs that takes longer, as
+nobody else does anything meanwhile.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...meta.outputs import attention as allocate
 from ...plan import DecodePlan, PlanProblem, num_slots
 from .fp8 import float16_scale, in_pairs, unpack
-from .launch import launch, starts_early
-from .pieces import merge_pieces, store_heads
+from .launch import launch, runs_now, starts_early
+from .pieces import merge_pieces, merge_rows, store_heads
 from .positions import alibi_slopes, rotate_halves
 from .primitives import LOG2E, LOWEST, add_sink, exp2, soft_cap, within
 from .tiles import decode_tile, short_stages
@@ -166,6 +168,7 @@ def decode_kernel(
     MANY: tl.constexpr,
     PAIRED: tl.constexpr,  # FP8 values are read two at a time
     PDL: tl.constexpr,
+    MERGE: tl.constexpr,  # in this kernel
 ):
     if PDL:
         gdc_wait()
@@ -200,9 +203,10 @@ def decode_kernel(
         value_scale = tl.load(kv_scale + 1)
     max_pages = tl.where(num_pages > 0, max_pages, 0)
 
-    num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
-    mine = cta + tl.arange(0, BLOCK_EMPTY) * num_ctas
-    lengths = tl.load(kv_len + mine, mask=mine < tl.minimum(rows, max_batch), other=1)
+    if MERGE:
+        num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
+        mine = cta + tl.arange(0, BLOCK_EMPTY) * num_ctas
+        lengths = tl.load(kv_len + mine, mask=mine < tl.minimum(rows, max_batch), other=1)
     first_item = tl.maximum(tl.load(cta_indptr + cta), 0)
     item = first_item
     stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
@@ -297,46 +301,47 @@ def decode_kernel(
         block, pages = next_block, next_pages
         query, far_query, query_scale = next_query, next_far_query, next_query_scale
 
-    none = tl.full((), NONE, tl.int32)
-    empty = tl.where(lengths <= 0, mine, none)
-    row = tl.min(empty, 0)
-    while row < none:
-        at = row.to(tl.int64) * NUM_HEADS + heads
-        m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
-        nothing = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
-        store_heads(out, lse, m, tl.zeros_like(m), nothing, at, head_mask, d_vo, DIM_VO, LSE)
-        empty = tl.where(empty == row, none, empty)
+    if MERGE:
+        none = tl.full((), NONE, tl.int32)
+        empty = tl.where(lengths <= 0, mine, none)
         row = tl.min(empty, 0)
+        while row < none:
+            at = row.to(tl.int64) * NUM_HEADS + heads
+            m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+            nothing = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
+            store_heads(out, lse, m, tl.zeros_like(m), nothing, at, head_mask, d_vo, DIM_VO, LSE)
+            empty = tl.where(empty == row, none, empty)
+            row = tl.min(empty, 0)
 
-    tl.debug_barrier()  # every thread's part of a piece is stored before the piece is counted
-    for i in range(first_item, stop, ITEMS):
-        items = i + tl.arange(0, ITEMS)
-        piece_slot = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
-        piece_row = tl.load(work + items * 8, mask=items < stop, other=-1)
-        pieces = within(piece_slot, slots) & within(piece_row, tl.minimum(rows, max_batch))
-        piece_begin = tl.maximum(tl.load(merge_indptr + piece_row, mask=pieces, other=0), 0)
-        piece_end = tl.minimum(tl.load(merge_indptr + piece_row + 1, mask=pieces, other=0), slots)
-        todo = tl.where(pieces, items, none)
-        item = tl.min(todo, 0)
-        while item < none:
-            here = items == item
-            row = tl.sum(tl.where(here, piece_row, 0), 0)
-            begin, end = tl.sum(tl.where(here, piece_begin, 0), 0), tl.sum(tl.where(here, piece_end, 0), 0)
-            count = arrivals + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
-            last = False
-            if begin < end:
-                last = tl.atomic_add(count, 1, sem="acq_rel") == end - begin - 1
-            if last:
-                m, norm, value = merge_pieces(
-                    partial, slots, begin, end, heads, head_mask, d_vo, NUM_HEADS, DIM_VO, FEW, MANY
-                )
-                if SINKS:
-                    m, norm, value = add_sink(m, norm, value, sink)
-                at = row.to(tl.int64) * NUM_HEADS + heads
-                store_heads(out, lse, m, norm, value, at, head_mask, d_vo, DIM_VO, LSE)
-                tl.store(count, 0)
-            todo = tl.where(here, none, todo)
+        tl.debug_barrier()  # every thread's part of a piece is stored before the piece is counted
+        for i in range(first_item, stop, ITEMS):
+            items = i + tl.arange(0, ITEMS)
+            piece_slot = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
+            piece_row = tl.load(work + items * 8, mask=items < stop, other=-1)
+            pieces = within(piece_slot, slots) & within(piece_row, tl.minimum(rows, max_batch))
+            piece_begin = tl.maximum(tl.load(merge_indptr + piece_row, mask=pieces, other=0), 0)
+            piece_end = tl.minimum(tl.load(merge_indptr + piece_row + 1, mask=pieces, other=0), slots)
+            todo = tl.where(pieces, items, none)
             item = tl.min(todo, 0)
+            while item < none:
+                here = items == item
+                row = tl.sum(tl.where(here, piece_row, 0), 0)
+                begin, end = tl.sum(tl.where(here, piece_begin, 0), 0), tl.sum(tl.where(here, piece_end, 0), 0)
+                count = arrivals + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
+                last = False
+                if begin < end:
+                    last = tl.atomic_add(count, 1, sem="acq_rel") == end - begin - 1
+                if last:
+                    m, norm, value = merge_pieces(
+                        partial, slots, begin, end, heads, head_mask, d_vo, NUM_HEADS, DIM_VO, FEW, MANY
+                    )
+                    if SINKS:
+                        m, norm, value = add_sink(m, norm, value, sink)
+                    at = row.to(tl.int64) * NUM_HEADS + heads
+                    store_heads(out, lse, m, norm, value, at, head_mask, d_vo, DIM_VO, LSE)
+                    tl.store(count, 0)
+                todo = tl.where(here, none, todo)
+                item = tl.min(todo, 0)
 
 
 def batch_decode(
@@ -370,8 +375,8 @@ def batch_decode(
     if not rope:
         tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
     many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))
-    pdl = starts_early(q)
-    launch(
+    pdl, now = starts_early(q), runs_now(q)
+    arguments = (
         decode_kernel,
         (num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads),),
         (
@@ -388,14 +393,18 @@ def batch_decode(
             *(k_cache.stride(0), k_cache.stride(slot_dim), k_cache.stride(head_dim)),
             *(v_cache.stride(0), v_cache.stride(slot_dim), v_cache.stride(head_dim)),
         ),
-        (
-            *(problem.num_kv_heads, group, problem.head_dim_qk, problem.head_dim_vo, problem.page_size),
-            *(logits_soft_cap > 0, window_left >= 0, sinks is not None, kv_scale is not None),
-            *(rope, pos_encoding == "ALIBI", problem.num_qo_heads.bit_length() - 1, return_lse),
-            *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
-            *(triton.next_power_of_2(triton.cdiv(p.kv_len.shape[0], num_ctas)), max(1, many // 8), many),
-            *(in_pairs(v_cache), pdl),
-        ),
-        tile.options._replace(launch_pdl=pdl),
     )
+    constants = (
+        *(problem.num_kv_heads, group, problem.head_dim_qk, problem.head_dim_vo, problem.page_size),
+        *(logits_soft_cap > 0, window_left >= 0, sinks is not None, kv_scale is not None),
+        *(rope, pos_encoding == "ALIBI", problem.num_qo_heads.bit_length() - 1, return_lse),
+        *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
+        *(triton.next_power_of_2(triton.cdiv(p.kv_len.shape[0], num_ctas)), max(1, many // 8), many),
+        *(in_pairs(v_cache), pdl),
+    )
+    options = tile.options._replace(launch_pdl=pdl)
+    if now:
+        launch(*arguments, (*constants, True), options)
+    launch(*arguments, (*constants, False), options, run=not now)
+    merge_rows(out, lse, workspace, sinks, p, return_lse, run=not now)
     return out, lse

@@ -43,6 +43,11 @@ def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def runs_now(t: Tensor) -> bool:
+    """Whether kernels on ``t`` are launched one by one, at the host's cost, rather than recorded or captured."""
+    return DIRECT and t.is_cuda and not isinstance(t, FakeTensor) and not torch.cuda.is_current_stream_capturing()
+
+
 def starts_early(t: Tensor) -> bool:
     """Whether a kernel on ``t`` may be set up while the one before it still runs, and then has to wait for it.
 
@@ -72,18 +77,22 @@ def launch(
     strides: Sequence[Any],
     constants: Sequence[Any],
     options: Options,
+    run: bool = True,
 ) -> None:
     """Launch ``kernel`` with the arguments ``(*tensors, *scalars, *strides, *constants)``.
 
     ``scalars`` are the arguments that the kernel lists in ``do_not_specialize``; ``constants`` its
-    ``tl.constexpr`` ones.
+    ``tl.constexpr`` ones. Unless ``run``, the kernel is only made ready to be launched in a capture, where it could
+    not be loaded.
     """
     first = tensors[0]
     assert first is not None
     if isinstance(first, FakeTensor):
         kernel = torch.library.wrap_triton(kernel)
     elif DIRECT and isinstance(kernel, JITFunction):
-        _launch_direct(kernel, grid, tensors, scalars, strides, constants, options)
+        _launch_direct(kernel, grid, tensors, scalars, strides, constants, options, run)
+        return
+    if not run:
         return
     if _recorded is not None:
         _recorded.append(None)
@@ -98,11 +107,12 @@ def _launch_direct(
     strides: Sequence[int],
     constants: Sequence[Any],
     options: Options,
+    run: bool,
 ) -> None:
     device = tensors[0].device.index  # type: ignore[union-attr]
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            _launch_direct(kernel, grid, tensors, scalars, strides, constants, options)
+            _launch_direct(kernel, grid, tensors, scalars, strides, constants, options, run)
             return
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     kinds = tuple(
@@ -115,13 +125,17 @@ def _launch_direct(
         if hasattr(compiled, "result"):
             compiled = compiled.result()
         _compiled[key] = compiled
+    launch_compiled = compiled.run  # loads it
+    if not run:
+        return
     rest = (*scalars, *strides, *constants)
     if _recorded is not None:
         _recorded.append(Recorded(compiled, tuple(grid), tensors, rest))
     if all(grid):
         stream = torch._C._cuda_getCurrentRawStream(device)
         x, y, z = (*grid, 1, 1)[:3]
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *rest)
+        settings = (compiled.function, compiled.packed_metadata, None, None, None)
+        launch_compiled(x, y, z, stream, *settings, *pointers, *rest)
 
 
 def _tensors_of(result: Any) -> list[Tensor]:

@@ -25,6 +25,18 @@ def test_decode_matches_oracle(case: Case) -> None:
         assert not setup.planner.state.arrivals.any()
 
 
+@pytest.mark.parametrize("case", [*DECODE, *DECODE_SPECIAL][::3], ids=str)
+def test_captured_decode_matches_oracle(case: Case) -> None:
+    """In a graph the merge is a kernel of its own, which the eager call has made ready."""
+    setup = Setup("decode", case, "cuda")
+    setup.run("triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = setup.run("triton")
+    graph.replay()
+    setup.check(*results, **case.tolerance)
+
+
 @pytest.mark.parametrize("exponent", [-100, -20, 20, 90])
 def test_fp8_cache_under_a_bfloat16_query_of_any_size(exponent: int) -> None:
     case = Case("wide", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, sm_scale=0.1 * 2.0**-exponent)
