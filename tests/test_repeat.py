@@ -116,6 +116,35 @@ def test_unaligned_tensors_are_not(launched: list[dict[str, Any]]):
     assert _record(torch.zeros(5)[1:])[1] is None
 
 
+class Kernel:
+    """As far as ``launch`` knows one: compiled by ``warmup``, loaded when ``run`` is first asked for."""
+
+    function, packed_metadata = FUNCTION, (4, 1, 512)
+
+    def __init__(self) -> None:
+        self.loaded, self.ran = 0, []
+
+    def warmup(self, *args: Any, **options: Any) -> Kernel:
+        return self
+
+    @property
+    def run(self) -> Any:
+        self.loaded += 1
+        return lambda *args: self.ran.append(args)
+
+
+def test_a_kernel_made_ready_is_loaded_and_not_launched(
+    launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    kernel, t = Kernel(), torch.zeros(4)
+    for run in (False, True):
+        launch._launch_direct(kernel, (3,), (t, None), (7,), (), (16,), launch.Options(), run)
+        assert kernel.loaded == run + 1
+    settings = (FUNCTION, kernel.packed_metadata, None, None, None)
+    assert kernel.ran == [(3, 1, 1, STREAM, *settings, t.data_ptr(), None, 7, 16)]
+
+
 CHANGES = {
     "shape": lambda t: torch.zeros(3, 8),
     "stride": lambda t: torch.zeros(8, 4).T[:4],
