@@ -67,7 +67,7 @@ def _running(batch: int = 64) -> list[report.Row]:
     cache = torch.randn(table[1].shape[0], 2, PAGE, 8, 128, device="cuda", dtype=torch.bfloat16)
     k, v = cache.unbind(1)
     q = torch.randn(batch, 32, 128, device="cuda", dtype=torch.bfloat16)
-    new = torch.randn(2, batch, 8, 128, device="cuda", dtype=torch.bfloat16)
+    new_k, new_v = torch.randn(2, batch, 8, 128, device="cuda", dtype=torch.bfloat16).unbind()
     rows = torch.arange(batch, device="cuda", dtype=torch.int32)
     position = plan.kv_len - 1
 
@@ -75,7 +75,7 @@ def _running(batch: int = 64) -> list[report.Row]:
         return torch.ops.attn.batch_decode(q, k, v, plan, planner.workspace)
 
     def append() -> object:
-        return torch.ops.attn.append_kv(new[0], new[1], k, v, rows, position, plan.kv_indices, plan.kv_indptr)
+        return torch.ops.attn.append_kv(new_k, new_v, k, v, rows, position, plan.kv_indices, plan.kv_indptr)
 
     host = {"batch_decode": host_microseconds(decode), "append_kv": host_microseconds(append)}
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -61,7 +61,7 @@ def layout(compiled: Any) -> list[tuple[int, str]] | None:
 class Launch:
     """A kernel with its grid and arguments, of which pointers are given by the address of the cell they are in."""
 
-    __slots__ = ("_attribute", "_config", "_function", "_kept", "_launch", "_parameters")
+    __slots__ = ("_attribute", "_config", "_kept", "_launch", "_stream", "_what")
 
     def __init__(self, compiled: Any, grid: Sequence[int], arguments: Sequence[Any]) -> None:
         """``arguments`` are ``ctypes`` values, of which only those of :func:`layout` are read."""
@@ -70,18 +70,19 @@ class Launch:
             arguments[i] if kind[0] == "*" else SCALARS[kind](arguments[i]) for i, kind in layout(compiled) or ()
         ]
         self._kept += [ctypes.c_uint64(0)] * 2  # scratch memory, of which there is none
-        self._parameters = (ctypes.c_void_p * len(self._kept))(*map(ctypes.addressof, self._kept))
+        parameters = (ctypes.c_void_p * len(self._kept))(*map(ctypes.addressof, self._kept))
         self._attribute = Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         self._config = Config(
             *(*grid, 1, 1)[:3],
             *(32 * meta.num_warps, 1, 1, meta.shared, None, ctypes.pointer(self._attribute), bool(meta.launch_pdl)),
         )
-        self._function, self._launch = ctypes.c_void_p(compiled.function), _driver().cuLaunchKernelEx
+        self._what = ctypes.byref(self._config), ctypes.c_void_p(compiled.function), parameters, None
+        self._launch, self._stream = _driver().cuLaunchKernelEx, 0
 
     def __call__(self, stream: int) -> None:
         """Launch on the current device."""
-        config = self._config
-        config.stream = stream
-        code = self._launch(ctypes.byref(config), self._function, self._parameters, None)
+        if stream != self._stream:
+            self._config.stream = self._stream = stream
+        code = self._launch(*self._what)
         if code:
             check(code)
