@@ -65,7 +65,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def _record(*tensors: torch.Tensor, compute: bool = False, compiled: Any = None) -> tuple[torch.Tensor, Any]:
+def _record(
+    *tensors: torch.Tensor | list[torch.Tensor], compute: bool = False, compiled: Any = None
+) -> tuple[torch.Tensor, Any]:
     def function(*args: torch.Tensor) -> torch.Tensor:
         out = torch.empty(2, 4)
         if compute:
@@ -101,6 +103,13 @@ def test_a_tensor_passed_twice_is_not(launched: list[dict[str, Any]]):
     """The next call of this key may pass two tensors, of which only one would be read."""
     same = torch.zeros(4)
     assert _record(same, same)[1] is None
+
+
+def test_a_tensor_passed_beside_its_plan_is_not(launched: list[dict[str, Any]]):
+    """The next call of this plan may pass another, which is not to be taken for the plan's."""
+    same, plan = torch.zeros(4), [torch.zeros(4)]
+    assert _record(same, plan)[1] is not None
+    assert _record(same, [same])[1] is None
 
 
 def test_a_call_that_computes_is_not(launched: list[dict[str, Any]]):

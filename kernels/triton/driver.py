@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 SCALARS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 """Parameters by Triton's name of their type, beside pointers."""
@@ -41,11 +41,10 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def check(code: int) -> None:
-    if code:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"CUDA driver: a kernel could not be launched: {(text.value or b'unknown error').decode()}")
+def fail(code: int) -> NoReturn:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(code, ctypes.byref(text))
+    raise RuntimeError(f"CUDA driver: a kernel could not be launched: {(text.value or b'unknown error').decode()}")
 
 
 def layout(compiled: Any) -> list[tuple[int, str]] | None:
@@ -85,4 +84,4 @@ class Launch:
             self._config.stream = self._stream = stream
         code = self._launch(*self._what)
         if code:
-            check(code)
+            fail(code)

@@ -1,11 +1,11 @@
 """One way to launch a kernel, wherever the op runs.
 
-Eager      the kernel that Triton compiled for a call like this one, launched again directly
+Eager      the kernel that Triton compiled for a call like this one; whole calls are made again by :class:`Repeat`
 Traced     ``wrap_triton``, from which Inductor generates the launch
 Elsewhere  ``kernel[grid]``: the interpreter, and releases whose launcher is not known here
 
 Triton's own ``kernel[grid](...)`` binds and specialises every argument on every call, which costs about
-as much host time as a small kernel runs. A :class:`Launch` is that work done once.
+as much host time as a small kernel runs. A :class:`.driver.Launch` is that work done once.
 """
 
 from __future__ import annotations
@@ -145,14 +145,14 @@ def _tensors_of(result: Any) -> list[Tensor]:
 class Repeat:
     """The launches of a call, to be made again on the tensors of a call like it (:mod:`attn_ops.repeat`).
 
-    The kernels read the addresses of ``moving`` tensors and of the ``result`` from cells that they share.
+    The kernels read the addresses of the tensors ``given`` and of the ``result`` from cells that they share.
     """
 
     __slots__ = ("_cells", "_device", "_launches", "_outputs", "_pack")
 
-    def __init__(self, moving: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) -> None:
+    def __init__(self, given: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) -> None:
         outputs = _tensors_of(result)
-        places = {id(t): i for i, t in enumerate((*moving, *outputs))}
+        places = {id(t): i for i, t in enumerate((*given, *outputs))}
         self._cells: Any = (ctypes.c_uint64 * len(places))()
         self._device = recorded[0].tensors[0].get_device()  # type: ignore[union-attr]
         # What has no elements is the same every time.
@@ -203,12 +203,12 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
         _recorded = outer
     given, outputs = moving(args, kwargs), _tensors_of(result)
     free, device = [*given, *outputs], torch.cuda.current_device()
-    there = {id(t) for t in (*free, *held(args))}
+    every = [*free, *held(args)]
+    there = {id(t) for t in every}
     repeats = (
         known
+        and len(there) == len(every)  # of a tensor in two places, another call may pass two
         and not watch.computed
-        and len({id(t) for t in free})
-        == len(free)  # another call may pass two tensors, and which is meant is not known
         and all(t.get_device() == device and not t.data_ptr() & ALIGNMENT for t in free)
         and all(t.is_contiguous() for t in outputs)
         and all(t is None or id(t) in there for r in recorded for t in r.tensors)

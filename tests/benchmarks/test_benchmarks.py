@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contest, decode, plot, prefill_problem, report, workload
+from benchmarks import contest, decode, model, plot, prefill_problem, report, workload
 from benchmarks.contest import Contest, NotMeasuredError
 from benchmarks.decode_problem import DecodeProblem
 from benchmarks.decode_rows import ROWS, DecodeRow
@@ -168,10 +169,18 @@ def test_gaps_are_where_no_kernel_runs() -> None:
 
 
 def test_kernels_are_told_apart_by_name() -> None:
-    names = ("plan_decode_kernel", "append_kernel_0", "decode_kernel", "decode_kernel_3", "nvjet_tst_64x8")
+    names = ("plan_decode_kernel", "append_kernel_0", "decode_kernel", "merge_rows_kernel_3", "nvjet_tst_64x8")
     found = parts([Kernel(name, i, i + 2**-i) for i, name in enumerate(names)])
     expected = {"planning": 1.0, "append": 0.5, "attention": 0.25 + 0.125, "rest": 0.0625}
     assert {name: found[name] for name in expected} == expected
+
+
+def test_the_kernels_have_these_names() -> None:
+    """Or a profile counts them as the rest of the step."""
+    pytest.importorskip("triton")
+    places = {model.ATTENTION: "decode", model.MERGE: "pieces", model.APPEND: "page", model.PLAN: "plan_decode"}
+    for name, module in places.items():
+        assert hasattr(importlib.import_module(f"attn_ops.kernels.triton.{module}"), name)
 
 
 def test_every_family_to_build_is_of_some_kind() -> None:
