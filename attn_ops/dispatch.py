@@ -10,7 +10,7 @@ The ops are plain ``torch.library.Library`` registrations: about 3 us a call, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,22 +39,18 @@ def _real(op: str) -> Callable[..., Any]:
 
 def _repeated(op: str) -> Callable[..., Any]:
     """As :func:`_real`, remembering the calls whose backend can repeat them."""
-    check, repeats = CHECKS[op], Repeats()
+    check = CHECKS[op]
 
-    def implementation(*args: Any, **kwargs: Any) -> Any:
-        key, repeat, addresses = repeats.find(args, kwargs)
-        if repeat is not None:
-            return repeat(addresses)
-        name = kwargs.pop("backend", "auto")
-        backend = registry.choose(check(*args, backend=name, **kwargs), name)
+    def first(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        options = dict(kwargs)
+        name = options.pop("backend", "auto")
+        backend = registry.choose(check(*args, backend=name, **options), name)
+        function = backend.implementation(op)
         if backend.record is None:
-            return backend.implementation(op)(*args, **kwargs)
-        result, repeat = backend.recorder()(backend.implementation(op), args, kwargs)
-        if repeat is not None:
-            repeats.add(key, repeat, args, kwargs)
-        return result
+            return function(*args, **options), None
+        return backend.recorder()(function, args, options)
 
-    return implementation
+    return Repeats(first).op
 
 
 def _fake(op: str) -> Callable[..., Any]:

@@ -2,28 +2,67 @@
 
 Eager calls only: a decode step makes the same call for every layer and token, and checking it costs more
 than launching it. A backend that can repeat a call offers ``record(function, args, kwargs)``, which makes
-the call and returns its result with a :class:`Repeat` or None.
+the call and returns its result with a ``Repeat`` or None. Finding and repeating calls is C (``repeat.c``), built while
+the first call on CUDA is made, by the compiler that Triton needs there too; what is remembered is decided here.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import subprocess
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from threading import get_ident
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
-Repeat = Callable[[list[int]], Any]
-"""Makes the call again on tensors at other addresses, those of :func:`moving`, and returns its result."""
+LOG = logging.getLogger(__name__)
 
 ALIGNMENT = 15
 """Kernels are compiled for pointers that are multiples of 16."""
 
 MOST, ALIKE = 4096, 16
 """Calls remembered of one op, and of those that differ in their tensors alone; then all of them are forgotten."""
+
+DRIVER = "libcuda.so.1"
+
+First = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, Any]]
+"""Makes a call unlike every earlier one: its result, and its ``Repeat`` or None."""
+
+
+def _build() -> Any:
+    try:
+        from triton.backends.nvidia.driver import include_dirs
+        from triton.runtime.build import compile_module_from_src
+    except ImportError:
+        return None
+    try:
+        source = Path(__file__).with_suffix(".c").read_text()
+        module = compile_module_from_src(source, "repeat", include_dirs=include_dirs, ccflags=["-O2"])
+        module.connect(DRIVER)
+        return module
+    except (OSError, RuntimeError, ImportError, subprocess.CalledProcessError) as error:
+        LOG.warning(
+            "attn_ops: eager calls take several times as long on the host, since repeat.c could not be built (%s); "
+            "install a C compiler and the headers of Python",
+            error,
+        )
+        return None
+
+
+@functools.cache
+def _building() -> Future[Any]:
+    return ThreadPoolExecutor(1, "attn_ops").submit(_build)
+
+
+def native() -> Any:
+    """The module of ``repeat.c``; None where it cannot be built, and every call is made as if it were the first."""
+    return _building().result()
 
 
 def moving(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -43,52 +82,43 @@ class Repeats:
     or none, and with tensors of the same type, sizes, strides, dtype, device, need of a gradient and alignment.
     """
 
-    def __init__(self) -> None:
-        self._calls: dict[Hashable, list[tuple[TensorGuards, Repeat]]] = {}
+    op: functools.partial[Any]
+    """Makes a call. A function that only passes its arguments on would cost five times as much."""
+
+    def __init__(self, first: First) -> None:
+        self._first = first
+        self._calls: dict[Hashable, list[tuple[Callable[..., bool], Any]]] = {}
         self._plans: dict[Hashable, list[weakref.ref[Tensor]]] = {}
+        self.op = functools.partial(self._begin)
 
-    def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hashable, Repeat | None, list[int]]:
-        """``(key, repeat, addresses)``: what to :meth:`add` a call under, or how to repeat it."""
-        values = (*args, *kwargs.values()) if kwargs else args
-        tensors: list[Tensor] = []
-        addresses: list[int] = []
-        options: list[Any] = [*kwargs]
-        together = 0
-        for x in values:
-            if isinstance(x, Tensor):
-                address = x.data_ptr()
-                tensors.append(x)
-                addresses.append(address)
-                together |= address
-                options.append(Tensor)
-            elif isinstance(x, list):
-                options += map(id, x)
-            else:
-                options.append(x)
-        key = (
-            get_ident(),
-            torch.is_grad_enabled(),
-            torch._C._cuda_getDevice(),
-            torch.cuda.is_current_stream_capturing(),
-            together & ALIGNMENT,
-            tensors[0].shape,
-            *options,
-        )
-        for like, repeat in self._calls.get(key, ()):
-            if like.check(*tensors):
-                return key, repeat, addresses
-        return key, None, addresses
+    def _begin(self, *args: Any, **kwargs: Any) -> Any:
+        if not _building().done():
+            return self._forgettable(*args, **kwargs)
+        call, module = self._forgettable, native()
+        if module is not None:
+            circumstances = torch.is_grad_enabled, torch._C._cuda_getDevice, torch._C._cuda_isCurrentStreamCapturing
+            call = module.Calls(self._calls, circumstances, self._remember)
+        self.op.__setstate__((call, (), {}, {}))  # type: ignore[attr-defined]
+        return call(*args, **kwargs)
 
-    def add(self, key: Hashable, repeat: Repeat, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Remember a call for as long as its plans live: their identity is part of the key."""
+    def _forgettable(self, *args: Any, **kwargs: Any) -> Any:
+        return self._first(args, kwargs)[0]
+
+    def _remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a call, and remember it for as long as its plans live: their identity is part of the key."""
+        result, repeat = self._first(args, kwargs)
+        if repeat is None:
+            return result
         if len(self._plans) >= MOST:
             self._calls.clear()
             self._plans.clear()
         calls = self._calls.setdefault(key, [])
         if len(calls) >= ALIKE:
             calls.clear()
-        calls.append((TensorGuards(*moving(args, kwargs), dynamic_dims_sizes=None, dynamic_dims_strides=None), repeat))
+        guards = TensorGuards(*moving(args, kwargs), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        calls.append((guards.check, repeat))
         self._plans[key] = [weakref.ref(t, lambda _: self._forget(key)) for t in held(args)]
+        return result
 
     def _forget(self, key: Hashable) -> None:
         self._calls.pop(key, None)

@@ -28,7 +28,8 @@ class Setup:
         self._query()
         (self._ragged if kind == "ragged" else self._paged)()
         sinks = torch.randn(self.num_qo_heads, generator=self.generator) * case.sinks
-        self.sinks = sinks if case.sinks else None
+        self.sinks = sinks.to(device) if case.sinks else None
+        self.kv_scale = None if case.kv_scale is None else torch.tensor(case.kv_scale, device=device)
         self._mask()
         self._plan()
 
@@ -54,10 +55,10 @@ class Setup:
             "sm_scale": self.case.sm_scale,
             "logits_soft_cap": self.case.logits_soft_cap,
             "window_left": self.case.window_left,
-            "sinks": None if self.sinks is None else self.sinks.to(self.device),
+            "sinks": self.sinks,
             "kv_layout": self.case.kv_layout,
             "return_lse": True,
-            "kv_scale": None if self.case.kv_scale is None else torch.tensor(self.case.kv_scale, device=self.device),
+            "kv_scale": self.kv_scale,
             "pos_encoding": self.case.pos_encoding,
             "rope_scale": self.case.rope[0],
             "rope_theta": self.case.rope[1],

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
+import sysconfig
 import types
+from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +18,85 @@ import torch
 pytest.importorskip("triton")
 
 from attn_ops.kernels.triton import driver, launch
+from triton.backends.nvidia.driver import include_dirs
 
+from attn_ops import repeat as memory
 from attn_ops.repeat import Repeats
+
+HEADER = Path(sysconfig.get_path("include"), "Python.h")
+pytestmark = pytest.mark.skipif(
+    not HEADER.exists() or not shutil.which("gcc"), reason="needs gcc and the headers of Python"
+)
 
 STREAM, FUNCTION = 77, 1234
 SIGNATURE = {"a": "*fp32", "none": "constexpr", "out": "*fp32", "n": "i32", "scale": "fp32", "BLOCK": "constexpr"}
 REST = (7, 0.5, 16)
+KINDS = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
+
+ONLOOKER = """
+#include <cuda.h>
+#include <string.h>
+unsigned grid[3], block[3], shared, early, launches;
+void *stream, *function;
+char values[6][8];
+CUresult answer;
+CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void **extra) {
+    unsigned sizes[] = {c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ};
+    for (int i = 0; i < 3; i++) grid[i] = sizes[i], block[i] = sizes[i + 3];
+    shared = c->sharedMemBytes, stream = c->hStream, function = f, launches++;
+    for (int i = 0; i < 6; i++) memcpy(values[i], p[i], i == 2 || i == 3 ? 4 : 8);
+    early = c->numAttrs == 1 && c->attrs->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            && c->attrs->value.programmaticStreamSerializationAllowed == 1;
+    return extra ? CUDA_ERROR_INVALID_VALUE : answer;
+}
+CUresult cuGetErrorString(CUresult code, const char **text) { *text = "as it was told to"; return 0; }
+"""
+
+
+class Onlooker:
+    """A driver on a machine without one: what it was last told to launch."""
+
+    def __init__(self, folder: Path) -> None:
+        source, self.path = folder / "driver.c", folder / "libdriver.so"
+        source.write_text(ONLOOKER)
+        includes = [f"-I{path}" for path in include_dirs]
+        subprocess.run(["gcc", "-shared", "-fPIC", *includes, source, "-o", self.path], check=True)
+        self.library = ctypes.CDLL(str(self.path))
+
+    def __getattr__(self, name: str) -> int | None:
+        kind = ctypes.c_void_p if name in ("stream", "function") else ctypes.c_uint
+        return kind.in_dll(self.library, name).value
+
+    def sizes(self, name: str) -> list[int]:
+        return list((ctypes.c_uint * 3).in_dll(self.library, name))
+
+    def values(self) -> list[Any]:
+        at = ctypes.addressof(ctypes.c_char.in_dll(self.library, "values"))
+        return [kind.from_address(at + 8 * i).value for i, kind in enumerate(KINDS)]
+
+    def fail(self, code: int) -> None:
+        ctypes.c_uint.in_dll(self.library, "answer").value = code
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Onlooker:
+    onlooker = Onlooker(tmp_path_factory.mktemp("driver"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "DRIVER", str(onlooker.path))
+        memory._building.cache_clear()
+        assert memory.native() is not None
+        yield onlooker
+    memory._building.cache_clear()
+
+
+@pytest.fixture
+def onlooker(built: Onlooker, monkeypatch: pytest.MonkeyPatch) -> Onlooker:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    built.fail(0)
+    return built
 
 
 def _compiled(**metadata: Any) -> Any:
@@ -25,133 +104,148 @@ def _compiled(**metadata: Any) -> Any:
     return types.SimpleNamespace(
         metadata=types.SimpleNamespace(num_warps=4, shared=512, launch_pdl=True, **{**plain, **metadata}),
         src=types.SimpleNamespace(signature=SIGNATURE),
-        function=FUNCTION,
+        name="kernel",
+        kernel=b"",
     )
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the driver was told to launch, on a machine without one."""
-    seen: list[dict[str, Any]] = []
-    prototype = ctypes.CFUNCTYPE(
-        ctypes.c_int, ctypes.POINTER(driver.Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
-    )
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that were loaded."""
+    loaded: list[Any] = []
 
-    @prototype
-    def look(config: Any, function: int, parameters: Any, extra: int | None) -> int:
-        kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
-        values = [kind.from_address(parameters[i]).value for i, kind in enumerate(kinds)]
-        c = config.contents
-        grid, block = (c.grid_x, c.grid_y, c.grid_z), (c.block_x, c.block_y, c.block_z)
-        attributes = [(c.attributes[i].id, c.attributes[i].value) for i in range(c.num_attributes)]
-        seen.append(
-            {
-                "grid": grid,
-                "block": block,
-                "shared": c.shared,
-                "stream": c.stream,
-                "function": function,
-                "values": values,
-            }
-            | {"values": values, "attributes": attributes, "extra": extra}
-        )
-        return 0
+    def load_binary(*binary: Any) -> tuple[int, ...]:
+        loaded.append(binary)
+        return 0, FUNCTION, 0, 0, 1024
 
-    monkeypatch.setattr(driver, "_driver", lambda: types.SimpleNamespace(cuLaunchKernelEx=look))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return seen
+    active = types.SimpleNamespace(utils=types.SimpleNamespace(load_binary=load_binary), get_current_device=lambda: 3)
+    monkeypatch.setattr(driver.triton.runtime.driver, "_active", active)
+    return loaded
 
 
-def _record(
-    *tensors: torch.Tensor | list[torch.Tensor], compute: bool = False, compiled: Any = None
-) -> tuple[torch.Tensor, Any]:
+def _record(*tensors: torch.Tensor | list[torch.Tensor], compute: bool = False) -> tuple[torch.Tensor, Any]:
+    kernel = driver.load(_compiled())
+    assert kernel is not None
+
     def function(*args: torch.Tensor) -> torch.Tensor:
         out = torch.empty(2, 4)
         if compute:
             out.zero_()
         assert launch._recorded is not None
-        launch._recorded.append(launch.Recorded(compiled or _compiled(), (3, 2), (args[0], None, out), REST))
+        launch._recorded.append(launch.Recorded(kernel, (3, 2), (args[0], None, out), REST))
         return out
 
     return launch.record(function, tensors, {})
 
 
-def test_a_call_is_repeated_on_other_tensors(launched: list[dict[str, Any]]):
+pytestmark = [pytestmark, pytest.mark.usefixtures("onlooker", "loads")]
+
+
+def test_a_call_is_repeated_on_other_tensors(onlooker: Onlooker):
     _, repeat = _record(torch.zeros(4), torch.zeros(4))
-    a, b = torch.zeros(4), torch.zeros(4)
-    out = repeat([a.data_ptr(), b.data_ptr()])
-    assert out.shape == (2, 4)
-    assert out.is_contiguous()
-    assert launched == [
-        {
-            "grid": (3, 2, 1),
-            "block": (128, 1, 1),
-            "shared": 512,
-            "stream": STREAM,
-            "function": FUNCTION,
-            "values": [a.data_ptr(), out.data_ptr(), 7, 0.5, 0, 0],
-            "attributes": [(driver.PROGRAMMATIC_STREAM_SERIALIZATION, 1)],
-            "extra": None,
-        }
-    ]
+    for _ in range(2):
+        a, b, before = torch.zeros(4), torch.zeros(4), onlooker.launches
+        out = repeat(a.data_ptr(), b.data_ptr())
+        assert out.shape == (2, 4)
+        assert out.is_contiguous()
+        assert onlooker.launches == before + 1
+        assert onlooker.values() == [a.data_ptr(), out.data_ptr(), 7, 0.5, 0, 0]
+        assert (onlooker.sizes("grid"), onlooker.sizes("block")) == ([3, 2, 1], [128, 1, 1])
+        assert (onlooker.shared, onlooker.stream, onlooker.function, onlooker.early) == (512, STREAM, FUNCTION, 1)
 
 
-def test_a_tensor_passed_twice_is_not(launched: list[dict[str, Any]]):
+@pytest.mark.parametrize("kind", [tuple, type(None), torch.Tensor])
+def test_a_repeat_returns_what_the_call_did(kind: type):
+    made = {tuple: (torch.empty(2, 3), torch.empty(0)), type(None): None, torch.Tensor: torch.empty(5)}[kind]
+    repeat = launch._repeat(
+        [torch.zeros(4)],
+        made,
+        [launch.Recorded(driver.load(_compiled()), (1,), (torch.zeros(4), None, torch.zeros(4)), REST)],
+    )
+    again = repeat(64)
+    assert type(again) is kind
+    for old, new in zip(launch._tensors_of(made), launch._tensors_of(again), strict=True):
+        assert new.shape == old.shape
+        assert (new is old) == (old.numel() == 0)
+
+
+def test_what_the_driver_refuses_is_an_error(onlooker: Onlooker):
+    _, repeat = _record(torch.zeros(4))
+    onlooker.fail(1)
+    with pytest.raises(RuntimeError, match="a kernel could not be launched: as it was told to"):
+        repeat(64)
+    onlooker.fail(0)
+    repeat(64)
+
+
+def test_a_repeat_takes_as_many_addresses_as_tensors():
+    _, repeat = _record(torch.zeros(4))
+    for bad in ((), (64, 64)):
+        with pytest.raises(TypeError, match=f"{len(bad)} addresses given, expected 1"):
+            repeat(*bad)
+
+
+def test_a_tensor_passed_twice_is_not():
     """The next call of this key may pass two tensors, of which only one would be read."""
     same = torch.zeros(4)
     assert _record(same, same)[1] is None
 
 
-def test_a_tensor_passed_beside_its_plan_is_not(launched: list[dict[str, Any]]):
+def test_a_tensor_passed_beside_its_plan_is_not():
     """The next call of this plan may pass another, which is not to be taken for the plan's."""
     same, plan = torch.zeros(4), [torch.zeros(4)]
     assert _record(same, plan)[1] is not None
     assert _record(same, [same])[1] is None
 
 
-def test_a_call_that_computes_is_not(launched: list[dict[str, Any]]):
+def test_a_call_that_computes_is_not():
     assert _record(torch.zeros(4), compute=True)[1] is None
 
 
 @pytest.mark.parametrize("metadata", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}])
-def test_a_kernel_that_needs_more_than_parameters_is_not(launched: list[dict[str, Any]], metadata: dict[str, Any]):
-    assert _record(torch.zeros(4), compiled=_compiled(**metadata))[1] is None
+def test_a_kernel_that_needs_more_than_parameters_is_not(loads: list[Any], metadata: dict[str, Any]):
+    assert driver.load(_compiled(**metadata)) is None
+    assert not loads
 
 
-def test_unaligned_tensors_are_not(launched: list[dict[str, Any]]):
+def test_unaligned_tensors_are_not():
     assert _record(torch.zeros(5)[1:])[1] is None
 
 
-class Kernel:
-    """As far as ``launch`` knows one: compiled by ``warmup``, loaded when ``run`` is first asked for."""
+class Source:
+    """As far as ``launch`` knows a kernel that is not compiled."""
 
-    function, packed_metadata = FUNCTION, (4, 1, 512)
-
-    def __init__(self) -> None:
-        self.loaded, self.ran = 0, []
-
-    def warmup(self, *args: Any, **options: Any) -> Kernel:
-        return self
-
-    @property
-    def run(self) -> Any:
-        self.loaded += 1
-        return lambda *args: self.ran.append(args)
+    def warmup(self, *args: Any, **options: Any) -> Any:
+        return _compiled()
 
 
 def test_a_kernel_made_ready_is_loaded_and_not_launched(
-    launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    onlooker: Onlooker, loads: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    kernel, t = Kernel(), torch.zeros(4)
-    for run in (False, True):
-        launch._launch_direct(kernel, (3,), (t, None), (7,), (), (16,), launch.Options(), run)
-        assert kernel.loaded == run + 1
-    settings = (FUNCTION, kernel.packed_metadata, None, None, None)
-    assert kernel.ran == [(3, 1, 1, STREAM, *settings, t.data_ptr(), None, 7, 16)]
+    kernel, a, out = Source(), torch.zeros(4), torch.zeros(4)
+    before = onlooker.launches
+    for run in (False, True, True):
+        launch._launch_direct(kernel, (3,), (a, None, out), REST[:2], (), REST[2:], launch.Options(), run)
+        assert loads == [("kernel", b"", 512, 3)]
+        before += run
+        assert onlooker.launches == before
+    assert onlooker.values() == [a.data_ptr(), out.data_ptr(), 7, 0.5, 0, 0]
+
+
+def test_kernels_made_ready_are_compiled_beside_others(loads: list[Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    compiling: Future[Any] = Future()
+    kernel, t = Source(), torch.zeros(4)
+    monkeypatch.setattr(kernel, "warmup", lambda *args, **options: compiling, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    with launch._compiling_together():
+        launch._launch_direct(kernel, (3,), (t, None, t), REST[:2], (), REST[2:], launch.Options(), False)
+        compiling.set_result(_compiled())
+        assert not loads
+    assert loads == [("kernel", b"", 512, 3)]
+    launch._launch_direct(kernel, (3,), (t, None, t), REST[:2], (), REST[2:], launch.Options(), True)
+    assert len(loads) == 1
 
 
 CHANGES = {
@@ -164,41 +258,100 @@ CHANGES = {
 }
 
 
-def _find(repeats: Repeats, t: torch.Tensor, plan: list[torch.Tensor], **options: Any) -> object:
-    return repeats.find((torch.zeros(2), t, plan), options)[1]
+class Op:
+    """An op that counts the calls made as if they were the first."""
+
+    def __init__(self) -> None:
+        self.repeats, self.first = Repeats(self._first), 0
+
+    def _first(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self.first += 1
+        count = len(memory.moving(args, kwargs))
+        return "first", memory.native().Repeat((), count, (), True, lambda: STREAM)
+
+    def __call__(self, t: torch.Tensor, plan: list[torch.Tensor], **options: Any) -> bool:
+        """Whether the call is an earlier one again."""
+        return self.repeats.op(torch.zeros(2), t, plan, **options) is None
 
 
 @pytest.fixture
-def remembered(launched: list[dict[str, Any]]) -> tuple[Repeats, list[torch.Tensor]]:
-    repeats, plan = Repeats(), [torch.zeros(3), torch.zeros(1)]
-    args, options = (torch.zeros(2), torch.zeros(4, 4), plan), {"causal": True}
-    repeats.add(repeats.find(args, options)[0], print, args, options)
-    return repeats, plan
+def remembered() -> tuple[Op, list[torch.Tensor]]:
+    op, plan = Op(), [torch.zeros(3), torch.zeros(1)]
+    assert not op(torch.zeros(4, 4), plan, causal=True)
+    return op, plan
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_calls_of_other_tensors_differ(remembered: tuple[Repeats, list[torch.Tensor]], change: str):
-    repeats, plan = remembered
-    assert _find(repeats, torch.ones(4, 4), plan, causal=True) is print
-    assert _find(repeats, CHANGES[change](torch.ones(4, 4)), plan, causal=True) is None
+def test_calls_of_other_tensors_differ(remembered: tuple[Op, list[torch.Tensor]], change: str):
+    op, plan = remembered
+    assert op(torch.ones(4, 4), plan, causal=True)
+    for again in (False, True):
+        assert op(CHANGES[change](torch.ones(4, 4)), plan, causal=True) is again
 
 
-def test_calls_of_other_options_plans_and_modes_differ(
-    remembered: tuple[Repeats, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-):
-    repeats, plan = remembered
+def test_calls_of_other_options_plans_and_modes_differ(remembered: tuple[Op, list[torch.Tensor]]):
+    op, plan = remembered
     t = torch.ones(4, 4)
-    assert _find(repeats, t, plan, causal=False) is None
-    assert _find(repeats, t, plan) is None
-    assert _find(repeats, t, [plan[0], torch.zeros(1)], causal=True) is None
+    assert op(t, plan, causal=True)
+    assert not op(t, plan, causal=False)
+    assert not op(t, plan)
+    assert not op(t, [plan[0], torch.zeros(1)], causal=True)
+    assert not op(t, plan, causal=True, sinks=t)
     with torch.no_grad():
-        assert _find(repeats, t, plan, causal=True) is None
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert _find(repeats, t, plan, causal=True) is None
+        assert not op(t, plan, causal=True)
 
 
-def test_a_call_is_forgotten_with_its_plan(remembered: tuple[Repeats, list[torch.Tensor]]):
-    repeats, plan = remembered
+def test_a_capture_is_not_the_call_that_was_made(monkeypatch: pytest.MonkeyPatch):
+    capturing = False
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing, raising=False)
+    op, t, plan = Op(), torch.ones(4), [torch.zeros(1)]
+    assert [op(t, plan), op(t, plan)] == [False, True]
+    capturing = True
+    assert [op(t, plan), op(t, plan)] == [False, True]
+
+
+def test_a_call_is_forgotten_with_its_plan(remembered: tuple[Op, list[torch.Tensor]]):
+    op, plan = remembered
     plan.clear()
+    assert not op.repeats._calls
+    assert not op.repeats._plans
+
+
+def test_no_more_calls_are_remembered_than_that(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "MOST", 3)
+    op, plan = Op(), [torch.zeros(1)]
+    for scale in range(20):
+        op(torch.ones(4), plan, scale=scale)
+        assert len(op.repeats._calls) <= 3
+        assert op(torch.ones(4), plan, scale=scale)
+
+
+def test_an_error_of_the_first_call_is_raised_and_nothing_remembered():
+    def first(args: Any, kwargs: dict[str, Any]) -> Any:
+        raise ValueError("bad")
+
+    repeats = Repeats(first)
+    with pytest.raises(ValueError, match="bad"):
+        repeats.op(torch.zeros(1))
     assert not repeats._calls
-    assert not repeats._plans
+
+
+def test_without_a_compiler_every_call_is_the_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "native", lambda: None)
+    repeats = Repeats(lambda args, kwargs: ((args, kwargs), None))
+    assert [repeats.op(1, scale=2) for _ in range(2)] == [((1,), {"scale": 2})] * 2
+
+
+def test_calls_are_made_while_the_module_is_built(monkeypatch: pytest.MonkeyPatch):
+    building: Future[Any] = Future()
+    monkeypatch.setattr(memory, "_building", lambda: building)
+    repeats = Repeats(lambda args, kwargs: ((args, kwargs), None))
+    assert repeats.op(1, scale=2) == ((1,), {"scale": 2})
+    building.set_result(None)
+    assert repeats.op(1, scale=2) == ((1,), {"scale": 2})
+
+
+def test_a_module_that_cannot_be_built_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(memory, "DRIVER", "/no/such/driver.so")
+    assert memory._build() is None
+    assert "install a C compiler" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from torch._higher_order_ops import triton_kernel_wrap
 
 triton = pytest.importorskip("triton")
 
+import triton.language as tl  # noqa: E402
+from attn_ops.kernels import triton as backend  # noqa: E402
 from attn_ops.kernels.triton.tiles import decode_tile, shared_bytes, short_stages  # noqa: E402
 from offline import compiling_for, decode, eager, mla, prefill, small_ops  # noqa: E402
 
@@ -98,3 +102,16 @@ def test_the_compiler_sees_what_is_written() -> None:
         assert {kernel.metadata.name for kernel, _ in compiled} == WRITTEN.keys()
         for kernel, arguments in compiled:
             assert _written(kernel, arguments) == WRITTEN[kernel.metadata.name]
+
+
+def test_inductor_can_write_the_kernels() -> None:
+    """It writes their source, and the repr of their constants, between three quotes: torch 2.11 escapes nothing."""
+    modules = [importlib.import_module(f"{backend.__name__}.{m.name}") for m in pkgutil.iter_modules(backend.__path__)]
+    values = [value for module in modules for value in vars(module).values()]
+    sources = [value.src for value in values if isinstance(value, triton.runtime.JITFunction)]
+    texts = [value.value for value in values if isinstance(value, tl.constexpr) and isinstance(value.value, str)]
+    assert len(sources) > 50
+    assert texts
+    for text in (*sources, *map(repr, texts)):
+        assert "\\" not in text, text
+        assert "'''" not in text, text

@@ -403,8 +403,8 @@ def batch_decode(
         *(in_pairs(v_cache), pdl),
     )
     options = tile.options._replace(launch_pdl=pdl)
-    if now:
-        launch(*arguments, (*constants, True), options)
     launch(*arguments, (*constants, False), options, run=not now)
     merge_rows(out, lse, workspace, sinks, p, return_lse, run=not now)
+    if now:
+        launch(*arguments, (*constants, True), options)
     return out, lse

@@ -20,13 +20,10 @@ def in_pairs(cache: Tensor) -> bool:
 UNPACK_E5M2 = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;")
 """An e5m2 number is the upper half of a float16."""
 
-UNPACK_E4M3 = tl.constexpr("""{
-    .reg .b32 sorted; .reg .b16 low, high;
-    prmt.b32 sorted, $2, 0, 0x3120;
-    mov.b32 {low, high}, sorted;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-}""")
+UNPACK_E4M3 = tl.constexpr(
+    "{ .reg .b32 sorted; .reg .b16 low, high; prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {low, high}, sorted; "
+    "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
 
 if triton.knobs.runtime.interpret:
 

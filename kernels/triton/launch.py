@@ -1,18 +1,19 @@
 """One way to launch a kernel, wherever the op runs.
 
-Eager      the kernel that Triton compiled for a call like this one; whole calls are made again by :class:`Repeat`
+Eager      the kernel that Triton compiled for a call like this one; :func:`record` makes whole calls repeatable
 Traced     ``wrap_triton``, from which Inductor generates the launch
 Elsewhere  ``kernel[grid]``: the interpreter, and releases whose launcher is not known here
 
 Triton's own ``kernel[grid](...)`` binds and specialises every argument on every call, which costs about
-as much host time as a small kernel runs. A :class:`.driver.Launch` is that work done once.
+as much host time as a small kernel runs. A :class:`.driver.Kernel` is that work done once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from ...repeat import ALIGNMENT, held, moving
-from .driver import Launch, layout
+from ...repeat import ALIGNMENT, held, moving, native
+from .driver import Kernel, address, load
 
 DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Releases whose compiled kernels have ``run(grid, stream, function, metadata, hooks, *args)``."""
@@ -57,15 +58,20 @@ def starts_early(t: Tensor) -> bool:
 
 
 class Recorded(NamedTuple):
-    """A launch of a compiled kernel with the arguments ``(*tensors, *rest)``."""
+    """A launch of a kernel with the arguments ``(*tensors, *rest)``."""
 
-    compiled: Any
+    kernel: Kernel
     grid: tuple[int, ...]
     tensors: Sequence[Tensor | None]
     rest: tuple[Any, ...]
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+_ready: dict[tuple[Any, ...], tuple[Any, Kernel | None]] = {}
+"""Kernels as compiled and as loaded."""
+
+_coming: dict[tuple[Any, ...], Any] = {}
+"""Kernels that are being compiled."""
+
 _recorded: list[Recorded | None] | None = None
 
 
@@ -99,6 +105,26 @@ def launch(
     kernel[tuple(grid)](*tensors, *scalars, *strides, *constants, **options.keywords())
 
 
+def _make_ready(key: tuple[Any, ...], compiled: Any) -> None:
+    if hasattr(compiled, "result"):
+        compiled = compiled.result()
+    loaded = load(compiled)
+    if loaded is None:
+        _ = compiled.run  # loads it
+    _ready[key] = compiled, loaded
+
+
+@contextmanager
+def _compiling_together() -> Iterator[None]:
+    """Kernels that are only made ready are compiled beside the others of the block, and ready at its end."""
+    with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
+        yield
+    while _coming:
+        key, compiled = _coming.popitem()
+        with torch.cuda.device(key[1]):
+            _make_ready(key, compiled)
+
+
 def _launch_direct(
     kernel: JITFunction[Any],
     grid: Sequence[int],
@@ -119,61 +145,52 @@ def _launch_direct(
         None if t is None or p is None else (t.dtype, not p & ALIGNMENT) for t, p in zip(tensors, pointers, strict=True)
     )
     key = (kernel, device, kinds, tuple(strides), tuple(constants), options)
-    compiled = _compiled.get(key)
-    if compiled is None:
+    if key not in _ready:
         compiled = kernel.warmup(*tensors, *scalars, *strides, *constants, grid=tuple(grid), **options.keywords())
-        if hasattr(compiled, "result"):
-            compiled = compiled.result()
-        _compiled[key] = compiled
-    launch_compiled = compiled.run  # loads it
+        if not run and hasattr(compiled, "result"):
+            _coming[key] = compiled
+        else:
+            _make_ready(key, compiled)
     if not run:
         return
+    compiled, loaded = _ready[key]
     rest = (*scalars, *strides, *constants)
     if _recorded is not None:
-        _recorded.append(Recorded(compiled, tuple(grid), tensors, rest))
-    if all(grid):
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        _recorded.append(Recorded(loaded, tuple(grid), tensors, rest) if loaded else None)
+    if not all(grid):
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if loaded:
+        arguments = (*(None if p is None else address(p) for p in pointers), *rest)
+        native().Repeat((loaded.launch(grid, arguments),), 0, (), True, lambda: stream)()
+    else:
         x, y, z = (*grid, 1, 1)[:3]
         settings = (compiled.function, compiled.packed_metadata, None, None, None)
-        launch_compiled(x, y, z, stream, *settings, *pointers, *rest)
+        compiled.run(x, y, z, stream, *settings, *pointers, *rest)
 
 
 def _tensors_of(result: Any) -> list[Tensor]:
     return [] if result is None else [result] if isinstance(result, Tensor) else list(result)
 
 
-class Repeat:
-    """The launches of a call, to be made again on the tensors of a call like it (:mod:`attn_ops.repeat`).
+def _maker(t: Tensor) -> Callable[[], Tensor]:
+    """Allocates a tensor like ``t`` on the current device, as the code that Inductor writes does."""
+    empty_strided = getattr(torch._C._dynamo.guards, f"_empty_strided_{t.device.type}")
+    return functools.partial(empty_strided, tuple(t.shape), t.stride(), t.dtype)
 
-    The kernels read the addresses of the tensors ``given`` and of the ``result`` from cells that they share.
-    """
 
-    __slots__ = ("_cells", "_device", "_launches", "_outputs", "_pack")
+def _repeat(given: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) -> Any:
+    """The launches of a call, to be made again on the tensors of a call like it (:mod:`attn_ops.repeat`)."""
+    outputs = _tensors_of(result)
+    cells = {id(t): i for i, t in enumerate((*given, *outputs))}
 
-    def __init__(self, given: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) -> None:
-        outputs = _tensors_of(result)
-        places = {id(t): i for i, t in enumerate((*given, *outputs))}
-        self._cells: Any = (ctypes.c_uint64 * len(places))()
-        self._device = recorded[0].tensors[0].get_device()  # type: ignore[union-attr]
-        # What has no elements is the same every time.
-        self._outputs = [(t if t.numel() == 0 else t.new_empty(()).expand(t.shape), t.numel() == 0) for t in outputs]
-        self._pack = tuple if isinstance(result, tuple) else (lambda made: made[0]) if outputs else (lambda made: None)
+    def pointer(t: Tensor | None) -> bytes | int | None:
+        return None if t is None else cells[id(t)] if id(t) in cells else address(t.data_ptr())
 
-        def cell(t: Tensor | None) -> ctypes.c_uint64 | None:
-            if t is None:
-                return None
-            at = places.get(id(t))
-            return ctypes.c_uint64(t.data_ptr()) if at is None else ctypes.c_uint64.from_buffer(self._cells, 8 * at)
-
-        self._launches = [Launch(r.compiled, r.grid, (*map(cell, r.tensors), *r.rest)) for r in recorded if all(r.grid)]
-
-    def __call__(self, addresses: list[int]) -> Any:
-        made = [like if empty else torch.empty_like(like) for like, empty in self._outputs]
-        self._cells[:] = addresses + [t.data_ptr() for t in made]
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        for launch_again in self._launches:
-            launch_again(stream)
-        return self._pack(made)
+    launches = tuple(r.kernel.launch(r.grid, (*map(pointer, r.tensors), *r.rest)) for r in recorded if all(r.grid))
+    makers = tuple(t if t.numel() == 0 else _maker(t) for t in outputs)
+    stream = functools.partial(torch._C._cuda_getCurrentRawStream, torch.cuda.current_device())
+    return native().Repeat(launches, len(given), makers, not isinstance(result, tuple), stream)
 
 
 class _Watch(TorchDispatchMode):
@@ -190,15 +207,15 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Repeat | None]:
-    """Call ``function``; a repeat if it only launched kernels, on tensors that were given or are returned."""
+def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Call ``function``; a ``Repeat`` if it only launched kernels, on tensors that were given or are returned."""
     global _recorded
     outer, _recorded = _recorded, []
     try:
-        with _Watch() as watch:
+        with _Watch() as watch, _compiling_together():
             result = function(*args, **kwargs)
         recorded = [entry for entry in _recorded if entry is not None]
-        known = len(recorded) == len(_recorded) > 0 and all(layout(r.compiled) is not None for r in recorded)
+        known = len(recorded) == len(_recorded) > 0
     finally:
         _recorded = outer
     given, outputs = moving(args, kwargs), _tensors_of(result)
@@ -213,4 +230,4 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
         and all(t.is_contiguous() for t in outputs)
         and all(t is None or id(t) in there for r in recorded for t in r.tensors)
     )
-    return result, Repeat(given, result, recorded) if repeats else None
+    return result, _repeat(given, result, recorded) if repeats else None

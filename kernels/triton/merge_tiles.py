@@ -74,6 +74,7 @@ def merge_tiles_kernel(
     SLICE: tl.constexpr,
     SLICE_SLOTS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,  # power of 2, at least max_splits
+    FIXED: tl.constexpr,  # a row is merged alike in every batch
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
@@ -86,7 +87,7 @@ def merge_tiles_kernel(
     pairs = tl.sum(is_split.to(tl.int32), 0) * PAIRS
     if PDL:
         gdc_wait()
-    if 2 * pairs >= tl.num_programs(0):
+    if not FIXED and 2 * pairs >= tl.num_programs(0):
         for job in range(tl.program_id(0), pairs, tl.num_programs(0)):
             merge_job(
                 out, lse, partial, sinks, merges, rows, slots, job // PAIRS, job % PAIRS, 0,
@@ -107,18 +108,18 @@ def merge_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | Non
     Their pairs of a row and a head are dealt out to the programs, in slices if they are few.
     """
     rows, heads, dim = out.shape
-    tile_rows, max_splits, pdl = PlanProblem.of(plan.problem).tile_rows, plan.merges.shape[0], starts_early(out)
+    problem, max_splits, pdl = PlanProblem.of(plan.problem), plan.merges.shape[0], starts_early(out)
     block = triton.next_power_of_2(dim)
     part = min(SLICE, block)
     launch(
         merge_tiles_kernel,
-        (min(max_splits * tile_rows * heads * triton.cdiv(dim, part), MERGE_PROGRAMS),),
+        (min(max_splits * problem.tile_rows * heads * triton.cdiv(dim, part), MERGE_PROGRAMS),),
         (out, lse, workspace, sinks, plan.merges),
         (rows, num_pieces(plan), max_splits),
         (),
         (
-            *(heads, dim, tile_rows, block, max(1, READ // block), part, SLICE_PIECES),
-            *(triton.next_power_of_2(max_splits), sinks is not None, lse.dim() > 1, pdl),
+            *(heads, dim, problem.tile_rows, block, max(1, READ // block), part, SLICE_PIECES),
+            *(triton.next_power_of_2(max_splits), problem.split > 0, sinks is not None, lse.dim() > 1, pdl),
         ),
         Options(launch_pdl=pdl),
     )

@@ -192,6 +192,7 @@ def mla_kernel(
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
         acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, block, acc, is_async=True)])
 
+    async_copy.wait_group(0)  # the last copies write zeros, where the sums below may have their scratch memory
     total = gl.sum(totals, 1)
     inverse = gl.where(total > 0.0, 1.0 / total, 0.0)
     value = acc * gl.convert_layout(inverse, gl.SliceLayout(1, VALUES))[:, None]

@@ -14,10 +14,11 @@ from torch._inductor.utils import run_and_get_code
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 
-def same(actual: list[Tensor], expected: list[Tensor]) -> None:
+def same(actual: list[Tensor], expected: list[Tensor], last_bits: bool = True) -> None:
     for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
-        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+        tolerance = 0 if last_bits else 4 * torch.finfo(a.dtype).eps
+        torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -29,7 +30,7 @@ def test_captured(name: str) -> None:
     with torch.cuda.graph(graph):
         result = run(op, kwargs)
     graph.replay()
-    same(result, expected)
+    same(result, expected, last_bits=name != "decode in pieces")  # which are added in another order
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ATTENTION])

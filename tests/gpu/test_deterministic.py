@@ -18,7 +18,8 @@ RUNS = 20
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.is_contiguous() else torch.equal(a, b)
+    a, b = a.reshape(-1), b.reshape(-1)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.numel() else a.shape == b.shape
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -29,7 +30,7 @@ def test_from_run_to_run(name: str) -> None:
     for _ in range(RUNS - 1):
         kwargs = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, before)
         for t, expected in zip(run(op, kwargs), first, strict=True):
-            assert same_bits(t.contiguous(), expected.contiguous())
+            assert same_bits(t, expected)
 
 
 OTHERS = ((), (1,), (2000, 3), (64,) * 40, (9000, 1, 0, 77))
