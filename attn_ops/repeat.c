@@ -13,6 +13,7 @@ static PyObject *str_data_ptr, *str_shape;
 
 static struct {
     CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
+    CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus *);
     CUresult (*describe)(CUresult, const char **);
 } driver;
 
@@ -35,7 +36,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *stream, *outputs, *kept;  // `kept` owns the bytes that parameters point at
+    PyObject *outputs, *kept;  // `kept` owns the bytes that parameters point at
     bool unpack;
     Py_ssize_t num_given, num_outputs, num_launches;
     uint64_t *cells;  // addresses of the tensors given, then of the outputs: kernels read them from here
@@ -46,7 +47,6 @@ static void Repeat_dealloc(Repeat *self) {
     for (Py_ssize_t i = 0; self->launches && i < self->num_launches; i++) PyMem_Free(self->launches[i].parameters);
     PyMem_Free(self->launches);
     PyMem_Free(self->cells);
-    Py_XDECREF(self->stream);
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->kept);
     PyTypeObject *type = Py_TYPE(self);
@@ -86,15 +86,13 @@ static bool lay_out(Repeat *self, Launch *launch, PyObject *description) {
 }
 
 static PyObject *Repeat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *launches, *outputs, *stream;
+    PyObject *launches, *outputs;
     Py_ssize_t num_given;
     int unpack;
-    if (!PyArg_ParseTuple(args, "O!nO!pO", &PyTuple_Type, &launches, &num_given, &PyTuple_Type, &outputs, &unpack,
-                          &stream))
+    if (!PyArg_ParseTuple(args, "O!nO!p", &PyTuple_Type, &launches, &num_given, &PyTuple_Type, &outputs, &unpack))
         return NULL;
     Repeat *self = (Repeat *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    self->stream = Py_NewRef(stream);
     self->outputs = Py_NewRef(outputs);
     self->kept = Py_NewRef(launches);
     self->unpack = unpack;
@@ -121,12 +119,7 @@ static PyObject *make_outputs(Repeat *self) {
     return made;
 }
 
-static bool launch_all(Repeat *self) {
-    PyObject *number = PyObject_CallNoArgs(self->stream);
-    if (!number) return false;
-    CUstream stream = PyLong_AsVoidPtr(number);
-    Py_DECREF(number);
-    if (PyErr_Occurred()) return false;
+static bool launch_all(Repeat *self, CUstream stream) {
     CUresult code = CUDA_SUCCESS;
     Py_BEGIN_ALLOW_THREADS;
     for (Py_ssize_t i = 0; i < self->num_launches && code == CUDA_SUCCESS; i++) {
@@ -142,10 +135,10 @@ static bool launch_all(Repeat *self) {
     return false;
 }
 
-static PyObject *run(Repeat *self, const uint64_t *addresses) {
+static PyObject *run(Repeat *self, CUstream stream, const uint64_t *addresses) {
     memcpy(self->cells, addresses, self->num_given * sizeof(uint64_t));
     PyObject *made = make_outputs(self);
-    if (!made || !launch_all(self)) return Py_XDECREF(made), NULL;
+    if (!made || !launch_all(self, stream)) return Py_XDECREF(made), NULL;
     if (!self->unpack) return made;
     PyObject *result = self->num_outputs ? Py_NewRef(PyTuple_GET_ITEM(made, 0)) : Py_NewRef(Py_None);
     Py_DECREF(made);
@@ -154,23 +147,23 @@ static PyObject *run(Repeat *self, const uint64_t *addresses) {
 
 static PyObject *Repeat_call(Repeat *self, PyObject *args, PyObject *kwargs) {
     Py_ssize_t count = PyTuple_GET_SIZE(args);
-    if (count != self->num_given)
-        return PyErr_Format(PyExc_TypeError, "%zd addresses given, expected %zd", count, self->num_given);
-    uint64_t addresses[count + 1];
+    if (count != 1 + self->num_given)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments given, expected a stream and %zd addresses", count,
+                            self->num_given);
+    uint64_t numbers[count];
     for (Py_ssize_t i = 0; i < count; i++) {
-        addresses[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(args, i));
+        numbers[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(args, i));
         if (PyErr_Occurred()) return NULL;
     }
-    return run(self, addresses);
+    return run(self, (CUstream)(uintptr_t)numbers[0], numbers + 1);
 }
 
 static PyType_Slot repeat_slots[] = {
-    {Py_tp_doc, "Repeat(launches, num_given, outputs, unpack, stream)(*addresses)\n\n"
+    {Py_tp_doc, "Repeat(launches, num_given, outputs, unpack)(stream, *addresses)\n\n"
                 "launches  ((function, (x, y, z), threads, shared, early, parameters), ...), a parameter being bytes or the\n"
                 "          number of a tensor given or made, whose address it is\n"
                 "outputs   functions that allocate one each, or tensors without elements, the same every time\n"
-                "unpack    return the first output, or None, instead of a tuple of all\n"
-                "stream    returns the stream to launch on"},
+                "unpack    return the first output, or None, instead of a tuple of all"},
     {Py_tp_new, Repeat_new},
     {Py_tp_dealloc, Repeat_dealloc},
     {Py_tp_call, Repeat_call},
@@ -183,12 +176,14 @@ static PyTypeObject *repeat_type;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *calls, *circumstances, *first;
+    PyObject *calls, *device, *stream, *grad_mode, *first;
 } Calls;
 
 static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     Py_VISIT(self->calls);
-    Py_VISIT(self->circumstances);
+    Py_VISIT(self->device);
+    Py_VISIT(self->stream);
+    Py_VISIT(self->grad_mode);
     Py_VISIT(self->first);
     Py_VISIT(Py_TYPE(self));
     return 0;
@@ -196,7 +191,9 @@ static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
 
 static int Calls_clear(Calls *self) {
     Py_CLEAR(self->calls);
-    Py_CLEAR(self->circumstances);
+    Py_CLEAR(self->device);
+    Py_CLEAR(self->stream);
+    Py_CLEAR(self->grad_mode);
     Py_CLEAR(self->first);
     return 0;
 }
@@ -210,12 +207,14 @@ static void Calls_dealloc(Calls *self) {
 }
 
 static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *calls, *circumstances, *first;
-    if (!PyArg_ParseTuple(args, "O!O!O", &PyDict_Type, &calls, &PyTuple_Type, &circumstances, &first)) return NULL;
+    PyObject *calls, *device, *stream, *grad_mode, *first;
+    if (!PyArg_ParseTuple(args, "O!OOOO", &PyDict_Type, &calls, &device, &stream, &grad_mode, &first)) return NULL;
     Calls *self = (Calls *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->calls = Py_NewRef(calls);
-    self->circumstances = Py_NewRef(circumstances);
+    self->device = Py_NewRef(device);
+    self->stream = Py_NewRef(stream);
+    self->grad_mode = Py_NewRef(grad_mode);
     self->first = Py_NewRef(first);
     return (PyObject *)self;
 }
@@ -226,6 +225,8 @@ typedef struct {
     PyObject **options;  // what else it was given, borrowed
     uint64_t *held;      // the identity of tensors in lists
     Py_ssize_t num_tensors, num_options, num_held;
+    PyObject *device;  // owned
+    CUstream stream;
 } Call;
 
 static Py_ssize_t list_size(PyObject *x) { return PyList_Check(x) ? PyList_GET_SIZE(x) : 0; }
@@ -247,8 +248,14 @@ static bool read_argument(Call *call, PyObject *x) {
     return true;
 }
 
-static bool read_call(Call *call, PyObject *args, PyObject *kwargs) {
-    PyObject *name, *value;
+static bool read_call(Calls *self, Call *call, PyObject *args, PyObject *kwargs) {
+    PyObject *name, *value, *stream;
+    call->device = PyObject_CallNoArgs(self->device);
+    stream = call->device ? PyObject_CallOneArg(self->stream, call->device) : NULL;
+    if (!stream) return false;
+    call->stream = PyLong_AsVoidPtr(stream);
+    Py_DECREF(stream);
+    if (PyErr_Occurred()) return false;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
         if (!read_argument(call, PyTuple_GET_ITEM(args, i))) return false;
     for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &value);) {
@@ -260,16 +267,19 @@ static bool read_call(Call *call, PyObject *args, PyObject *kwargs) {
 
 // All that a call shares with those like it, but what guards check of its tensors.
 static PyObject *key_of(Calls *self, Call *call) {
-    Py_ssize_t num_circumstances = PyTuple_GET_SIZE(self->circumstances), at = 0;
-    PyObject *key = PyTuple_New(2 + num_circumstances + call->num_options);
+    Py_ssize_t at = 0;
+    PyObject *key = PyTuple_New(4 + call->num_options);
     if (!key) return NULL;
+    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+    driver.is_capturing(call->stream, &capturing);  // what is wrong with the stream, the launch will say
+    call->held[call->num_held++] = capturing != CU_STREAM_CAPTURE_STATUS_NONE;
     call->held[call->num_held++] = PyThread_get_thread_ident();
     call->held[call->num_held++] = call->together & 15;  // repeat.py's ALIGNMENT
     PyTuple_SET_ITEM(key, at++, PyBytes_FromStringAndSize((char *)call->held, call->num_held * sizeof(uint64_t)));
     PyTuple_SET_ITEM(key, at++,
                      call->num_tensors ? PyObject_GetAttr(call->tensors[0], str_shape) : Py_NewRef(Py_None));
-    for (Py_ssize_t i = 0; i < num_circumstances; i++)
-        PyTuple_SET_ITEM(key, at++, PyObject_CallNoArgs(PyTuple_GET_ITEM(self->circumstances, i)));
+    PyTuple_SET_ITEM(key, at++, Py_NewRef(call->device));
+    PyTuple_SET_ITEM(key, at++, PyObject_CallNoArgs(self->grad_mode));
     for (Py_ssize_t i = 0; i < call->num_options; i++) PyTuple_SET_ITEM(key, at++, Py_NewRef(call->options[i]));
     if (PyErr_Occurred()) Py_CLEAR(key);
     return key;
@@ -294,14 +304,14 @@ static Repeat *find(PyObject *alike, const Call *call) {
 static PyObject *Calls_call(Calls *self, PyObject *args, PyObject *given) {
     PyObject *kwargs = given ? Py_NewRef(given) : PyDict_New();
     if (!kwargs) return NULL;
-    Py_ssize_t num_args = PyTuple_GET_SIZE(args) + PyDict_GET_SIZE(kwargs), num_held = 2;
+    Py_ssize_t num_args = PyTuple_GET_SIZE(args) + PyDict_GET_SIZE(kwargs), num_held = 3;
     PyObject *name, *value;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) num_held += list_size(PyTuple_GET_ITEM(args, i));
     for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &value);) num_held += list_size(value);
     PyObject *tensors[num_args + 1], *options[2 * num_args + 1], *result = NULL;
     uint64_t addresses[num_args + 1], held[num_held];
     Call call = {.tensors = tensors, .addresses = addresses, .options = options, .held = held};
-    PyObject *key = read_call(&call, args, kwargs) ? key_of(self, &call) : NULL;
+    PyObject *key = read_call(self, &call, args, kwargs) ? key_of(self, &call) : NULL;
     PyObject *alike = key ? PyDict_GetItemWithError(self->calls, key) : NULL;
     Repeat *repeat = NULL;
     if (alike) {
@@ -310,20 +320,23 @@ static PyObject *Calls_call(Calls *self, PyObject *args, PyObject *given) {
         Py_DECREF(alike);
     }
     if (repeat)
-        result = run(repeat, addresses);
+        result = run(repeat, call.stream, addresses);
     else if (!PyErr_Occurred())
         result = PyObject_CallFunctionObjArgs(self->first, key, args, kwargs, NULL);
     Py_XDECREF(repeat);
     Py_XDECREF(key);
+    Py_XDECREF(call.device);
     Py_DECREF(kwargs);
     return result;
 }
 
 static PyType_Slot calls_slots[] = {
-    {Py_tp_doc, "Calls(calls, circumstances, first)(*args, **kwargs)\n\n"
-                "calls          {key: [(check, repeat), ...]}, filled by the caller\n"
-                "circumstances  functions whose results are a part of every key\n"
-                "first          first(key, args, kwargs) makes a call unlike every earlier one"},
+    {Py_tp_doc, "Calls(calls, device, stream, grad_mode, first)(*args, **kwargs)\n\n"
+                "calls      {key: [(check, repeat), ...]}, filled by the caller\n"
+                "device     device(): the current one\n"
+                "stream     stream(device): the current one there\n"
+                "grad_mode  grad_mode(): a part of every key\n"
+                "first      first(key, args, kwargs) makes a call unlike every earlier one"},
     {Py_tp_new, Calls_new},
     {Py_tp_dealloc, Calls_dealloc},
     {Py_tp_traverse, Calls_traverse},
@@ -342,9 +355,10 @@ static PyObject *connect(PyObject *module, PyObject *path) {
     if (!name) return NULL;
     if (library) {
         *(void **)&driver.launch = dlsym(library, "cuLaunchKernelEx");
+        *(void **)&driver.is_capturing = dlsym(library, "cuStreamIsCapturing");
         *(void **)&driver.describe = dlsym(library, "cuGetErrorString");
     }
-    if (!library || !driver.launch || !driver.describe) return PyErr_SetString(PyExc_OSError, dlerror()), NULL;
+    if (!library || !driver.launch || !driver.is_capturing || !driver.describe) return PyErr_SetString(PyExc_OSError, dlerror()), NULL;
     Py_RETURN_NONE;
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -54,10 +55,17 @@ def device_microseconds(calls: dict[str, Call], copies: int, expected: float, ro
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def host_microseconds(call: Callable[[], object], calls: int = 300, rounds: int = 7) -> float:
-    """Median host time of one call that only enqueues work; the queue is empty before each round."""
+class HostTime(NamedTuple):
+    """Microseconds of a call, the mean of a round of them. What else runs on the machine only adds to the least."""
+
+    least: float
+    median: float
+
+
+def host_microseconds(call: Callable[[], object], calls: int = 200, rounds: int = 20) -> HostTime:
+    """Host time of a call that only enqueues work; the queue is empty before each round."""
     times: Sequence[float] = [_host_round(call, calls) for _ in range(rounds + 1)][1:]
-    return statistics.median(times)
+    return HostTime(min(times), statistics.median(times))
 
 
 def _host_round(call: Callable[[], object], calls: int) -> float:

@@ -36,7 +36,7 @@ KINDS = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctype
 ONLOOKER = """
 #include <cuda.h>
 #include <string.h>
-unsigned grid[3], block[3], shared, early, launches;
+unsigned grid[3], block[3], shared, early, launches, capturing;
 void *stream, *function;
 char values[6][8];
 CUresult answer;
@@ -49,6 +49,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void 
             && c->attrs->value.programmaticStreamSerializationAllowed == 1;
     return extra ? CUDA_ERROR_INVALID_VALUE : answer;
 }
+CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = capturing; return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult code, const char **text) { *text = "as it was told to"; return 0; }
 """
 
@@ -74,8 +75,8 @@ class Onlooker:
         at = ctypes.addressof(ctypes.c_char.in_dll(self.library, "values"))
         return [kind.from_address(at + 8 * i).value for i, kind in enumerate(KINDS)]
 
-    def fail(self, code: int) -> None:
-        ctypes.c_uint.in_dll(self.library, "answer").value = code
+    def tell(self, name: str, value: int) -> None:
+        ctypes.c_uint.in_dll(self.library, name).value = value
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +95,8 @@ def onlooker(built: Onlooker, monkeypatch: pytest.MonkeyPatch) -> Onlooker:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    built.fail(0)
+    built.tell("answer", 0)
+    built.tell("capturing", 0)
     return built
 
 
@@ -145,7 +146,7 @@ def test_a_call_is_repeated_on_other_tensors(onlooker: Onlooker):
     _, repeat = _record(torch.zeros(4), torch.zeros(4))
     for _ in range(2):
         a, b, before = torch.zeros(4), torch.zeros(4), onlooker.launches
-        out = repeat(a.data_ptr(), b.data_ptr())
+        out = repeat(STREAM, a.data_ptr(), b.data_ptr())
         assert out.shape == (2, 4)
         assert out.is_contiguous()
         assert onlooker.launches == before + 1
@@ -162,7 +163,7 @@ def test_a_repeat_returns_what_the_call_did(kind: type):
         made,
         [launch.Recorded(driver.load(_compiled()), (1,), (torch.zeros(4), None, torch.zeros(4)), REST)],
     )
-    again = repeat(64)
+    again = repeat(STREAM, 64)
     assert type(again) is kind
     for old, new in zip(launch._tensors_of(made), launch._tensors_of(again), strict=True):
         assert new.shape == old.shape
@@ -171,17 +172,17 @@ def test_a_repeat_returns_what_the_call_did(kind: type):
 
 def test_what_the_driver_refuses_is_an_error(onlooker: Onlooker):
     _, repeat = _record(torch.zeros(4))
-    onlooker.fail(1)
+    onlooker.tell("answer", 1)
     with pytest.raises(RuntimeError, match="a kernel could not be launched: as it was told to"):
-        repeat(64)
-    onlooker.fail(0)
-    repeat(64)
+        repeat(STREAM, 64)
+    onlooker.tell("answer", 0)
+    repeat(STREAM, 64)
 
 
 def test_a_repeat_takes_as_many_addresses_as_tensors():
     _, repeat = _record(torch.zeros(4))
-    for bad in ((), (64, 64)):
-        with pytest.raises(TypeError, match=f"{len(bad)} addresses given, expected 1"):
+    for bad in ((), (STREAM,), (STREAM, 64, 64)):
+        with pytest.raises(TypeError, match=f"{len(bad)} arguments given, expected a stream and 1 addresses"):
             repeat(*bad)
 
 
@@ -267,7 +268,7 @@ class Op:
     def _first(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self.first += 1
         count = len(memory.moving(args, kwargs))
-        return "first", memory.native().Repeat((), count, (), True, lambda: STREAM)
+        return "first", memory.native().Repeat((), count, (), True)
 
     def __call__(self, t: torch.Tensor, plan: list[torch.Tensor], **options: Any) -> bool:
         """Whether the call is an earlier one again."""
@@ -301,12 +302,10 @@ def test_calls_of_other_options_plans_and_modes_differ(remembered: tuple[Op, lis
         assert not op(t, plan, causal=True)
 
 
-def test_a_capture_is_not_the_call_that_was_made(monkeypatch: pytest.MonkeyPatch):
-    capturing = False
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing, raising=False)
+def test_a_capture_is_not_the_call_that_was_made(onlooker: Onlooker):
     op, t, plan = Op(), torch.ones(4), [torch.zeros(1)]
     assert [op(t, plan), op(t, plan)] == [False, True]
-    capturing = True
+    onlooker.tell("capturing", 1)
     assert [op(t, plan), op(t, plan)] == [False, True]
 
 

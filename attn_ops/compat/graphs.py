@@ -64,7 +64,7 @@ class GraphBuffers:
     def room(self, page_size: int, first: Extent) -> Extent:
         """The largest batch that the buffers hold; what they do not say is as in the first plan."""
         if "kv_indices" not in self.buffers:
-            return Extent(self.batch, max(first.rows, 1), 0, max(first.kv_len, 1), first.pieces)
+            return Extent(self.batch, max(first.rows, 1), 0, first.kv_len or 1, first.pieces)
         pages = self.buffers["kv_indices"][1].shape[0]
         return Extent(self.batch, max(first.rows, 1), pages, max(pages * page_size, 1), first.pieces)
 
@@ -85,7 +85,12 @@ class GraphBuffers:
             ("pages", needed.pages, room.pages, pages),
             ("query rows", needed.rows, room.rows, "the first plan"),
             ("pieces of KV", needed.pieces, room.pieces, "the first plan"),
-            ("tokens in a request", needed.kv_len, room.kv_len, "the first plan" if not room.pages else pages),
+            (
+                "tokens in a request",
+                needed.kv_len or 0,
+                room.kv_len or 0,
+                "the first plan" if not room.pages else pages,
+            ),
         ):
             if want > have:
                 fail(

@@ -77,7 +77,11 @@ class Growing:
         extent = fixed
         if extent is None:
             have = FLOOR if held is None else held.extent
-            extent = Extent(*(_grown(size, want) for size, want in zip(have, needed, strict=True)))
+            extent = Extent(
+                *(_grown(getattr(have, name), getattr(needed, name)) for name in ("batch", "rows", "pages")),
+                None if have.kv_len is None or needed.kv_len is None else _grown(have.kv_len, needed.kv_len),
+                _grown(have.pieces, needed.pieces),
+            )
         if held is not None and held.extent == extent:
             return held
         return Room(shape, extent, self._make(shape, extent))

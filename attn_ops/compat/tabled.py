@@ -21,12 +21,17 @@ from .scales import Scale, fold
 from .wrapper import as_sinks
 
 
-def lengths(where: str, name: str, t: Tensor, batch: int, device: torch.device) -> Tensor:
-    """int32 ``[batch]`` of lengths of any integer dtype, which may have further dimensions of size 1."""
+def lengths(where: str, name: str, t: Tensor, batch: int, device: torch.device, capacity: int | None = None) -> Tensor:
+    """int32 ``[batch]`` of lengths of any integer dtype, which may have further dimensions of size 1.
+
+    ``capacity``: tokens that a row of the page table has places for.
+    """
     if t.numel() != batch:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch}], one a request", "correct it")
     if t.dtype == torch.uint32:
         t = t.view(torch.int32)
+    if capacity is not None:
+        check_fits(where, t, capacity)
     return t.reshape(batch).to(device, torch.int32)
 
 
@@ -96,8 +101,8 @@ def attend(
         window_left=window_left,
         causal=causal and qo_indptr is not None,
     )
-    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q.device)
-    check_fits(where, seq_lens, block_tables.shape[1] * page_size)
+    capacity = block_tables.shape[1] * page_size
+    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q.device, capacity)
     options: dict[str, Any] = {"window_left": window_left, "kv_layout": kv_layout, "backend": backend}
     if not shape.decode:
         options["causal"] = causal

@@ -17,13 +17,14 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 class Extent(NamedTuple):
     """What a batch asks of a plan: ``pages`` and query ``rows`` of all requests, ``kv_len`` of the longest.
 
-    ``pieces`` of a fixed size that prefill tiles make.
+    ``kv_len`` is None where it was not read: as many as the pages hold. ``pieces`` are those of a fixed size that
+    prefill tiles make.
     """
 
     batch: int
     rows: int
     pages: int
-    kv_len: int
+    kv_len: int | None
     pieces: int = 0
 
 
@@ -75,11 +76,11 @@ class Tables(NamedTuple):
         kv_len = _largest(torch.where(steps > 0, (steps - 1) * page_size + last, 0))
         return self._replace(kv_indices=self.kv_indices[:used]), Extent(batch, rows, used, kv_len)
 
-    def bounded(self, page_size: int) -> tuple[Tables, Extent]:
+    def bounded(self) -> tuple[Tables, Extent]:
         """As :meth:`measured` without reading a length, for one query row a request: the most that shapes allow."""
         assert self.kv_indices is not None
         batch, pages = self.kv_indptr.shape[0] - 1, self.kv_indices.shape[0]
-        return self, Extent(batch, batch, pages, pages * page_size)
+        return self, Extent(batch, batch, pages, None)
 
     def lengths(self, page_size: int) -> tuple[Tensor, Tensor]:
         """int64 ``[batch]`` on the host: query rows and KV tokens of each request."""

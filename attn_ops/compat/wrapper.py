@@ -212,7 +212,7 @@ class Wrapper:
                 pos_encoding=options["pos_encoding"],
             )
             if registry.choose(problem, self._backend).name not in READ_WHOLE_PLANS:
-                return tables.bounded(shape.page_size)
+                return tables.bounded()
         return measured(tables, shape)
 
     def _hold_mask(self, mask: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def measured(tables: Tables, shape: Shape) -> tuple[Tables, Extent]:
     trimmed, extent = tables.measured(shape.page_size)
     if shape.fixed_split_size is None or shape.decode:
         return trimmed, extent
-    problem = inline.problem_of(shape, extent.kv_len)
+    problem = inline.problem_of(shape, extent.kv_len or 1)
     return trimmed, extent._replace(pieces=pieces_of(problem, *tables.lengths(shape.page_size)))
 
 

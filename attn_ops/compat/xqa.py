@@ -15,7 +15,7 @@ from .caches import paged_sizes
 from .growing import Shape
 from .results import Wanted
 from .scales import fold
-from .tabled import attend, block_table, check_fits, lengths, uniform_rows
+from .tabled import attend, block_table, lengths, uniform_rows
 
 
 def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
@@ -221,8 +221,8 @@ def attend_latent(
         head_dim_vo=q_nope.shape[2],
         causal=causal,
     )
-    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q_nope.device)
-    check_fits(where, seq_lens, block_tables.shape[1] * shape.page_size)
+    capacity = block_tables.shape[1] * shape.page_size
+    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q_nope.device, capacity)
     scales = fold(where, sm_scale, shape.head_dim_qk, q_nope.device, logit_scales, value_scales)
     plan = inline.plan_block_tables(shape, block_tables, seq_lens, qo_indptr, q_nope.shape[0])
     out, lse = torch.ops.attn.batch_mla(

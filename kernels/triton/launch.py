@@ -162,7 +162,7 @@ def _launch_direct(
     stream = torch._C._cuda_getCurrentRawStream(device)
     if loaded:
         arguments = (*(None if p is None else address(p) for p in pointers), *rest)
-        native().Repeat((loaded.launch(grid, arguments),), 0, (), True, lambda: stream)()
+        native().Repeat((loaded.launch(grid, arguments),), 0, (), True)(stream)
     else:
         x, y, z = (*grid, 1, 1)[:3]
         settings = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -189,8 +189,7 @@ def _repeat(given: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) 
 
     launches = tuple(r.kernel.launch(r.grid, (*map(pointer, r.tensors), *r.rest)) for r in recorded if all(r.grid))
     makers = tuple(t if t.numel() == 0 else _maker(t) for t in outputs)
-    stream = functools.partial(torch._C._cuda_getCurrentRawStream, torch.cuda.current_device())
-    return native().Repeat(launches, len(given), makers, not isinstance(result, tuple), stream)
+    return native().Repeat(launches, len(given), makers, not isinstance(result, tuple))
 
 
 class _Watch(TorchDispatchMode):

@@ -101,12 +101,22 @@ def of(base: dict[str, Any], surface: Surface) -> Any:
     return base[surface.name]
 
 
-def same(a: Any, b: Any) -> bool:
+ROUNDING = {"disable_split_kv"}
+"""Arguments that change the order of sums."""
+
+
+def same(a: Any, b: Any, rounding: bool = False) -> bool:
     if isinstance(a, tuple) or isinstance(b, tuple):
-        return isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+        both = isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b)
+        return both and all(same(*pair, rounding) for pair in zip(a, b, strict=True))
     if a is None or b is None:
         return a is b
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not rounding:
+        return torch.equal(a, b)
+    tolerance = 8 * torch.finfo(a.dtype).eps
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("surface", "stage", "name"), parameters())
@@ -123,7 +133,8 @@ def test_parameter(surface: Surface, stage: str, name: str, base: dict[str, Any]
         else:
             assert not same(result, of(base, surface)), f"{name} changes nothing"
     elif f"{surface.name}.{stage}.{name}" in HERE or (name in IGNORED and name not in REFUSED):
-        assert same(surface.outcome(stage, **{name: object()}), of(base, surface)), f"{name} is not ignored"
+        result = surface.outcome(stage, **{name: object()})
+        assert same(result, of(base, surface), name in ROUNDING), f"{name} is not ignored"
     elif name in REFUSED:
         with pytest.raises(errors.UnsupportedError, match=name):
             surface.outcome(stage, **{name: torch.ones(1, device=DEVICE)})

@@ -12,6 +12,7 @@ from api.requests import DEVICE, Requests, workspace
 from torch import nn
 
 import attn_ops as flashinfer
+from attn_ops.compat.tables import Tables
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +34,14 @@ PREFILLS = [
 
 
 def _decode(r: Requests, wrapper: Any, **options: Any) -> None:
-    wrapper.plan(*r.table, *r.sizes, **options)
+    indptr, indices, last_page_len = r.table
+    wrapper.plan(indptr, indices[: int(indptr[-1])], last_page_len, *r.sizes, **options)
 
 
-def test_decode_is_one_op_and_stays_compiled() -> None:
+@pytest.mark.parametrize("lengths", ["read", "unread"])
+def test_decode_is_one_op_and_stays_compiled(lengths: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lengths == "unread":  # as on a GPU
+        monkeypatch.setattr(Tables, "measured", lambda tables, page_size: tables.bounded())
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
     recorder = Recorder()
 

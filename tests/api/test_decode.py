@@ -153,7 +153,7 @@ def test_int64_tables_and_lengths_of_the_next_batch() -> None:
 
 def test_room_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a plan on a GPU does, so as not to wait for the lengths."""
-    monkeypatch.setattr(Tables, "measured", Tables.bounded)
+    monkeypatch.setattr(Tables, "measured", lambda tables, page_size: tables.bounded())
     for r in (Requests(), Requests(kv_lens=(1, 600, 2, 0, 77))):
         r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
 

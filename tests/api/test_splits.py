@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from api.requests import Requests, workspace
+from api.requests import DEVICE, Requests, workspace
 from batches import items
 
 import attn_ops as flashinfer
@@ -96,7 +96,7 @@ def test_workspace_size_counts_pieces() -> None:
 
 def test_a_captured_prefill_has_room_for_the_pieces_of_its_first_plan() -> None:
     def buffer(size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32)
+        return torch.zeros(size, dtype=torch.int32, device=DEVICE)
 
     buffers = [buffer(3), buffer(3), buffer(90), buffer(2)]
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(SCRATCH), "NHD", True, *buffers)
