@@ -78,7 +78,9 @@ class Growing:
         if extent is None:
             have = FLOOR if held is None else held.extent
             extent = Extent(
-                *(_grown(getattr(have, name), getattr(needed, name)) for name in ("batch", "rows", "pages")),
+                _grown(have.batch, needed.batch),
+                _grown(have.rows, needed.rows),
+                _grown(have.pages, needed.pages),
                 None if have.kv_len is None or needed.kv_len is None else _grown(have.kv_len, needed.kv_len),
                 _grown(have.pieces, needed.pieces),
             )
