@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 from unittest.mock import patch
@@ -74,6 +76,12 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
     finally:
         triton.runtime.driver._active = usual
         forget_tiles()
+
+
+def tool(name: str, *options: str, cubin: Path) -> str:
+    """What a tool of Triton's, such as ``"nvdisasm"``, says of a compiled kernel."""
+    command = [getattr(triton.knobs.nvidia, name).path, *options, cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def decode(

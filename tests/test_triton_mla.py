@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ triton = pytest.importorskip("triton")
 hopper = pytest.importorskip("attn_ops.kernels.triton.mla_hopper", exc_type=ImportError)
 
 from attn_ops.kernels.triton.prefill import Options  # noqa: E402
-from offline import compiling_for  # noqa: E402
+from offline import compiling_for, tool  # noqa: E402
 
 from attn_ops.plan import PlanProblem  # noqa: E402
 
@@ -49,11 +48,6 @@ def _call(
     return parts if packed else [*parts[:2], *(t.contiguous() for t in parts[2:])], planner
 
 
-def _tool(name: str, *options: str, cubin: Path) -> str:
-    path = getattr(triton.knobs.nvidia, name).path
-    return subprocess.run([path, *options, cubin], capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "causal", "return_lse"),
@@ -72,10 +66,10 @@ def test_registers_and_shared_memory_suffice(
     assert kernel.metadata.shared <= SHARED_BYTES
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
-    usage = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", _tool("cuobjdump", "-res-usage", cubin=cubin))
+    usage = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", tool("cuobjdump", "-res-usage", cubin=cubin))
     assert usage
     assert usage.groups() == ("0", "0")
-    code = _tool("nvdisasm", "-c", cubin=cubin)
+    code = tool("nvdisasm", "-c", cubin=cubin)
     assert code.count("HGMMA") >= 40
     assert code.count("WARPGROUP.DEPBAR") <= 4
 

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from ...meta.outputs import batch_mla as allocate
 from ...plan import PlanProblem, PrefillPlan
 from ..reference.mla import DEFAULT_SM_SCALE
-from .launch import DIRECT
+from .hopper import hopper
 from .prefill import Operands, Options, attend
-
-
-@functools.cache
-def hopper(device: torch.device) -> ModuleType | None:
-    """:mod:`.mla_hopper`, where the GPU is one and this release of Triton has what it is written in."""
-    if not DIRECT or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
-    try:
-        return importlib.import_module(".mla_hopper", __package__)
-    except ImportError:  # Gluon is experimental, and its names move
-        return None
 
 
 def batch_mla(
@@ -44,7 +29,7 @@ def batch_mla(
     out, lse = allocate(q_nope, return_lse=return_lse)
     state = PrefillPlan(*plan)
     o = Options(DEFAULT_SM_SCALE if sm_scale is None else sm_scale, **options)
-    special = None if isinstance(q_nope, FakeTensor) else hopper(q_nope.device)
+    special = None if isinstance(q_nope, FakeTensor) else hopper(q_nope.device, "mla_hopper")
     if special and not special.objections(q_nope, q_pe, ckv_cache, kpe_cache, PlanProblem.of(state.problem), o):
         special.attend((q_nope, q_pe), (ckv_cache, kpe_cache), out, lse, state, workspace, o.sm_scale, o.causal)
         return out, lse

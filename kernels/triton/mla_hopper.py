@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from ...repeat import ALIGNMENT
+from .hopper_steps import LONGEST_STRIDE, load_page
 from .launch import Options, launch, starts_early
 from .merge_tiles import merge_tiles
 from .prefill import Options as AttentionOptions
@@ -29,15 +30,6 @@ from .primitives import LOG2E
 CKV, KPE = gl.constexpr(512), gl.constexpr(64)
 PAIRS, TOKENS = gl.constexpr(64), gl.constexpr(64)
 WARPS = 8
-LONGEST_STRIDE = 1 << 20
-"""Elements from a token to the next, of which offsets within a block are 32-bit multiples."""
-
-
-@gluon.jit
-def load_page(kv_indices, at, max_pages, num_pages):
-    """The page at ``at`` of the page table, within the cache."""
-    page = gl.load(kv_indices + at, mask=at.to(gl.uint32) < max_pages.to(gl.uint32), other=0)
-    return gl.minimum(page.to(gl.uint32), num_pages.to(gl.uint32) - 1).to(gl.int64)
 
 
 @gluon.jit

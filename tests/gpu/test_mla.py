@@ -21,7 +21,7 @@ def test_matches_oracle(case: Mla) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.dims == (512, 64)], ids=str)
 def test_general_kernel_matches_oracle(case: Mla, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiled graphs run."""
-    monkeypatch.setattr(kernels, "hopper", lambda device: None)
+    monkeypatch.setattr(kernels, "hopper", lambda device, name: None)
     check(case, "cuda", "triton")
 
 
