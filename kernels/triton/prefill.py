@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ...meta.outputs import attention as allocate
 from ...plan import PlanProblem, PrefillPlan, num_pieces
+from .hopper import hopper
 from .launch import launch
 from .masks import causal_or_window, full_blocks, mask_bits, mask_offset
 from .merge_tiles import merge_tiles
@@ -364,18 +366,38 @@ def attend(
     x: Operands, out: Tensor, lse: Tensor, plan: PrefillPlan | None, workspace: Tensor | None, o: Options
 ) -> None:
     """Write ``out`` and, unless it has no elements, ``lse``; without a plan the query rows are one request."""
-    rows, (num_heads, num_kv_heads) = x.q.shape[0], x.heads
-    group, (dim_a, dim_b, dim_vo) = num_heads // num_kv_heads, x.dims
+    tile_rows = max(1, SINGLE_PAIRS // (x.heads[0] // x.heads[1]))
+    num_items = pieces = 0
+    if plan is not None:
+        tile_rows, pieces = PlanProblem.of(plan.problem).tile_rows, num_pieces(plan)
+        num_items = plan.kv_len.shape[0] + pieces
+    num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
+    special = None if isinstance(x.q, FakeTensor) else hopper(x.q.device, "prefill_hopper")
+    run = special.run if special and not special.objections(x, plan, tile_rows, o) else _run
+    run(x, out, lse, plan, workspace, tile_rows, num_items, o)
+    if workspace is not None and plan is not None and pieces:
+        merge_tiles(out, lse, workspace, o.sinks, plan)
+
+
+def _run(
+    x: Operands,
+    out: Tensor,
+    lse: Tensor,
+    plan: PrefillPlan | None,
+    workspace: Tensor | None,
+    tile_rows: int,
+    num_items: int,
+    o: Options,
+) -> None:
+    """Write the items of tiles of ``tile_rows``: what is whole to its place, pieces to ``workspace``."""
+    (num_heads, num_kv_heads), (dim_a, dim_b, dim_vo) = x.heads, x.dims
+    group = num_heads // num_kv_heads
     problem = None if plan is None else PlanProblem.of(plan.problem)
-    tile_rows = max(1, SINGLE_PAIRS // group) if problem is None else problem.tile_rows
     tile = prefill_tile(x.q.device, x.q.dtype, dim_a + dim_b, dim_vo, x.shared, tile_rows * group)
     if o.pos_encoding == "NONE":
         page_size = problem.page_size if problem is not None and plan is not None and plan.kv_indices.shape[0] else 0
         dims = (dim_a + dim_b, dim_vo)
         tile = tuned(tile, "prefill", x.q.device, x.q.dtype, x.k.dtype, *dims, group, page_size, tile_rows * group)
-    num_items = triton.cdiv(rows, tile_rows)
-    if plan is not None:
-        num_items = num_items + plan.kv_len.shape[0] + num_pieces(plan)
     blocks = triton.cdiv(tile_rows * group, tile.rows)
     paged = plan is not None and plan.kv_indices.shape[0] > 0
     run = run_length(problem.page_size, tile.kv) if problem is not None and paged else tile.kv
@@ -388,7 +410,7 @@ def attend(
         ),
         (
             *(o.sm_scale or 1 / math.sqrt(dim_a + dim_b), o.logits_soft_cap, min(o.window_left, 1 << 30)),
-            *(math.log2(o.rope_theta), 1 / o.rope_scale, rows, x.kv_rows, x.k.shape[0]),
+            *(math.log2(o.rope_theta), 1 / o.rope_scale, x.q.shape[0], x.kv_rows, x.k.shape[0]),
             *((0,) * 4 if plan is None else _capacities(plan)),
             0 if o.mask is None else o.mask.shape[0],
         ),
@@ -403,8 +425,6 @@ def attend(
         ),
         tile.options,
     )
-    if plan is not None and workspace is not None and num_pieces(plan):
-        merge_tiles(out, lse, workspace, o.sinks, plan)
 
 
 SINGLE_PAIRS = 256

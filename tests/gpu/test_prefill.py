@@ -2,13 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from cases import PREFILL, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case
+from attn_ops.kernels.triton import prefill as kernels
+from attn_ops.kernels.triton.hopper import hopper
+from cases import PREFILL, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case, one_at_a_time
 from harness import Setup
 from test_single import check_single
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+HOPPER_BASE = Case(
+    "base",
+    kv_lens=(700, 9, 40, 2, 0, 300),
+    qo_lens=(100, 3, 7, 0, 5, 300),
+    dtype=torch.bfloat16,
+    heads=(8, 2),
+    head_dims=(128, 128),
+    causal=True,
+)
+HOPPER_AXES: dict[str, tuple[Any, ...]] = {
+    "causal": (False,),
+    "dtype": (torch.float16,),
+    "heads": ((4, 4), (8, 1), (7, 1), (10, 2)),
+    "kv_layout": ("HND",),
+    "storage": ("fused", "padded"),
+    "page_size": (48, 64, 256),
+    "window_left": (0, 33, 127, 128, 1000),
+    "sm_scale": (30.0,),
+    "kv_lens": ((5, 0, 33, 1, 1, 60), (0,) * 6, (2048, 3, 7, 64, 5, 300)),
+    "planner": ({"tile_rows": 33}, {"tile_rows": 128}, {"causal": True}),
+}
+_SPLIT: dict[str, Any] = {"kv_lens": (3000, 2000), "qo_lens": (40, 33), "planner": {"num_ctas": 8}}
+HOPPER = [
+    *one_at_a_time(HOPPER_BASE, HOPPER_AXES),
+    *(
+        replace(HOPPER_BASE, name=name, **options)
+        for name, options in {
+            "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
+            "window, planned": {"window_left": 200, "planner": {"window_left": 200, "causal": True}},
+            "window, not causal": {"window_left": 100, "causal": False},
+            "split": _SPLIT,
+            "split, not causal": {**_SPLIT, "causal": False},
+            "fixed split": {"planner": {"fixed_split_size": 8, "num_ctas": 80}},
+        }.items()
+    ),
+]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that the Hopper kernel was given."""
+    special, calls = hopper(torch.device("cuda", 0), "prefill_hopper"), []
+    if special is None:
+        pytest.skip("no Hopper GPU, or no Gluon")
+    run: Callable[..., None] = special.run
+    monkeypatch.setattr(special, "run", lambda *args: (calls.append(args), run(*args)))
+    return calls
+
+
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_hopper_paged(case: Case, taken: list[Any]) -> None:
+    setup = Setup("prefill", case, "cuda")
+    setup.check(*setup.run("triton"))
+    assert taken
+
+
+@pytest.mark.parametrize("case", [c for c in HOPPER if c.storage != "fused" and c.page_size == 16], ids=str)
+def test_hopper_ragged(case: Case, taken: list[Any]) -> None:
+    setup = Setup("ragged", case, "cuda")
+    setup.check(*setup.run("triton"))
+    assert taken
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+def test_hopper_single(heads: tuple[int, int], taken: list[Any]) -> None:
+    check_single(replace(HOPPER_BASE, heads=heads), "cuda", "triton")
+    assert taken
+
+
+@pytest.mark.parametrize("case", HOPPER[:2], ids=str)
+def test_general_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled graphs run."""
+    monkeypatch.setattr(kernels, "hopper", lambda device, name: None)
+    test_paged(case)
 
 
 def tolerance(case: Case) -> dict[str, float]:

@@ -1,0 +1,403 @@
+"""Prefill on Hopper, in Gluon: one program per work item, KV head and block of the item's pairs of a row and a head.
+
+Warpgroups have roles. One copies blocks of keys and values into a ring in shared memory, as far ahead as it is
+long. The others have 64 pairs each. They issue the products of the queries with the next keys, and of the weights
+with the last values, before they make weights of the next logits: the tensor cores work meanwhile.
+
+Eager and captured calls only: Inductor generates Triton. Work items and partial results are those of :mod:`.prefill`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...plan import PlanProblem, PrefillPlan, num_pieces
+from ...repeat import ALIGNMENT
+from .hopper_steps import LONGEST_STRIDE, load_page
+from .launch import Options, launch, starts_early
+from .primitives import LOG2E, exp2, finite, inverse, log_sum, within
+
+if TYPE_CHECKING:
+    from .prefill import Operands
+    from .prefill import Options as AttentionOptions
+
+PAIRS = gl.constexpr(64)
+"""Pairs of a query row and a head that a warpgroup has, as many as a matrix instruction takes."""
+
+TOKENS = gl.constexpr(128)
+WARPS = gl.constexpr(4)
+"""Of a warpgroup."""
+
+STAGES = gl.constexpr(3)
+"""Blocks of keys, and of values, in the ring."""
+
+REGISTERS, COPY_REGISTERS = gl.constexpr(224), gl.constexpr(56)
+"""Of a thread that attends, and of one that copies."""
+
+WIDTHS = (128,)
+"""Of heads that are faster than in the general kernel."""
+
+
+@gluon.jit
+def copy_block(
+    block, free, phase, cache, kv_indices, page_start, first, end, max_pages, num_pages, stride_page,
+    STRIDE: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Start to copy ``[TOKENS, dim]`` from token ``first`` on, once ``block`` is free; zeros from ``end`` on.
+
+    A thread copies 16 bytes of each token of a run, of which the page is looked up once.
+    """
+    THREADS: gl.constexpr = block.shape[1] // 8  # of a row
+    RUN: gl.constexpr = TOKENS * THREADS // (32 * WARPS)
+    COPY: gl.constexpr = gl.BlockedLayout([RUN, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, COPY)
+    RUNS: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
+    token = first + gl.arange(0, TOKENS // RUN, gl.SliceLayout(1, RUNS)) * RUN
+    if PAGED:
+        page = load_page(kv_indices, page_start + token // PAGE_SIZE, max_pages, num_pages)
+        run = page * stride_page + token % PAGE_SIZE * STRIDE
+    else:
+        run = (page_start + token).to(gl.int64) * STRIDE
+    offset = gl.arange(0, RUN, gl.SliceLayout(0, RUNS)) * STRIDE
+    row = gl.convert_layout(gl.reshape(run[:, None] + offset[None, :], [TOKENS]), ROWS, assert_trivial=True)
+    n, d = gl.arange(0, TOKENS, ROWS), gl.arange(0, block.shape[1], gl.SliceLayout(0, COPY))
+    at = gl.multiple_of(cache + row[:, None] + d[None, :], [1, 16])  # bytes, which the compiler does not know
+    mbarrier.wait(free, phase)
+    async_copy.async_copy_global_to_shared(block, at, mask=(first + n < end)[:, None])
+
+
+@gluon.jit
+def copy_blocks(
+    given, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr
+):  # fmt: skip
+    """The role of the warpgroup that copies."""
+    keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page = given
+    ready_k, ready_v = ready
+    free_k, free_v = free
+    stage, phase = 0, 1
+    for first in range(start, end, TOKENS):
+        copy_block(
+            keys.index(stage), free_k.index(stage), phase, k, kv_indices, page_start, first, end, max_pages, num_pages,
+            strides_page[0], STRIDE_K, PAGED, PAGE_SIZE,
+        )  # fmt: skip
+        async_copy.mbarrier_arrive(ready_k.index(stage), increment_count=False)
+        copy_block(
+            values.index(stage), free_v.index(stage), phase, v, kv_indices, page_start, first, end, max_pages,
+            num_pages, strides_page[1], STRIDE_V, PAGED, PAGE_SIZE,
+        )  # fmt: skip
+        async_copy.mbarrier_arrive(ready_v.index(stage), increment_count=False)
+        stage, phase = next_stage(stage, phase)
+
+
+@gluon.jit
+def next_stage(stage, phase):
+    """The stage of the ring after this one, and the parity of its barriers."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def locate(first_pair, row, count, rows, LAYOUT: gl.constexpr, GROUP: gl.constexpr):
+    """``(row of the tile, head of the group, whether there is one)`` of the pairs from ``first_pair`` on."""
+    pair = first_pair + gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
+    tile_row = pair // GROUP
+    return tile_row, pair % GROUP, (tile_row < count) & within(row + tile_row, rows)
+
+
+@gluon.jit
+def hide(logits, tokens, row_position, end, window_left, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """``logits [pairs, tokens]``, -inf where a row does not see a token."""
+    bound = gl.minimum(end, row_position + 1) if CAUSAL else end + 0 * row_position
+    visible = tokens[None, :] < bound[:, None]
+    if WINDOW:
+        visible = visible & (tokens[None, :] >= (row_position - window_left)[:, None])
+    return gl.where(visible, logits, float("-inf"))
+
+
+@gluon.jit
+def attend_pairs(
+    part, given, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """The role of the warpgroup that has pairs ``part * PAIRS`` of the block and those after."""
+    query, keys, values, ready, free, q, out, lse, partial, tile, rows, slots, factor, window_left, strides_q = given
+    DIM_VO: gl.constexpr = values.shape[2]
+    DTYPE: gl.constexpr = keys.dtype
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM_VO, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    THREADS: gl.constexpr = DIM_VO // 8  # of a row
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
+    ready_k, ready_v = ready
+    free_k, free_v = free
+    row, count, position, start, end, slot, first_pair, first_head = tile
+    first_pair += part * PAIRS
+    query = query.index(part)
+
+    wide_row, wide_head, wide_used = locate(first_pair, row, count, rows, WIDE, GROUP)
+    d = gl.arange(0, DIM_VO, gl.SliceLayout(0, WIDE))
+    q_at = (row + wide_row).to(gl.int64) * strides_q[0] + (first_head + wide_head) * strides_q[1]
+    query.store(gl.load(q + q_at[:, None] + d[None, :], mask=wide_used[:, None], other=0.0))
+    fence_async_shared()
+
+    tile_row, head, used = locate(first_pair, row, count, rows, LOGITS, GROUP)
+    row_position = position + tile_row
+    first_position, last_position = position + first_pair // GROUP, position + (first_pair + PAIRS - 1) // GROUP
+    n = gl.arange(0, TOKENS, gl.SliceLayout(0, LOGITS))
+    m = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+    total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, LOGITS))
+    acc = gl.zeros([PAIRS, DIM_VO], gl.float32, VALUES)
+    if end > start:
+        mbarrier.wait(ready_k.index(0), 0)
+        fence_async_shared()
+        logits = gl.zeros([PAIRS, TOKENS], gl.float32, LOGITS)
+        logits = warpgroup_mma(query, keys.index(0).permute([1, 0]), logits, use_acc=False, is_async=True)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        mbarrier.arrive(free_k.index(0))
+        logits = hide(logits, start + n, row_position, end, window_left, CAUSAL, WINDOW)
+        m = gl.max(logits, 1) * factor
+        weight = exp2(logits * factor - finite(m)[:, None])
+        total = gl.sum(weight, 1)
+        weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
+        before, phase_before, stage, phase = 0, 0, 1, 0
+        mbarrier.wait(ready_k.index(stage), phase, pred=start + TOKENS < end)
+        for first in range(start + TOKENS, end, TOKENS):
+            fence_async_shared()
+            logits = gl.zeros([PAIRS, TOKENS], gl.float32, LOGITS)
+            logits = warpgroup_mma(query, keys.index(stage).permute([1, 0]), logits, use_acc=False, is_async=True)
+            mbarrier.wait(ready_v.index(before), phase_before)
+            fence_async_shared()
+            acc = warpgroup_mma(weights, values.index(before), acc, is_async=True)
+            logits = warpgroup_mma_wait(1, deps=[logits])
+            mbarrier.arrive(free_k.index(stage))
+            cut = first + TOKENS > (gl.minimum(end, first_position + 1) if CAUSAL else end)
+            if WINDOW:
+                cut = cut | (first < last_position - window_left)
+            if cut:
+                logits = hide(logits, first + n, row_position, end, window_left, CAUSAL, WINDOW)
+            top = gl.maximum(m, gl.max(logits, 1) * factor)
+            weight = exp2(logits * factor - finite(top)[:, None])
+            decay = exp2(m - finite(top))
+            m, total = top, total * decay + gl.sum(weight, 1)
+            # A wait in a loop of its own keeps the assembler from moving the exponentials after the next one.
+            after, phase_after = next_stage(stage, phase)
+            mbarrier.wait(ready_k.index(after), phase_after, pred=first + TOKENS < end)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(free_v.index(before))
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
+            weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
+            before, phase_before, stage, phase = stage, phase, after, phase_after
+        mbarrier.wait(ready_v.index(before), phase_before)
+        fence_async_shared()
+        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values.index(before), acc, is_async=True)])
+
+    value = acc * gl.convert_layout(inverse(total), gl.SliceLayout(1, VALUES))[:, None]
+    sums = log_sum(m, total)
+    if slot >= 0:
+        slot_row = slot.to(gl.int64) * TILE_ROWS
+        value_row, value_head, value_used = locate(first_pair, row, count, rows, VALUES, GROUP)
+        value_at = (slot_row + value_row) * NUM_HEADS + first_head + value_head
+        value_d = gl.arange(0, DIM_VO, gl.SliceLayout(0, VALUES))
+        there = value_used & (slot < slots)
+        gl.store(partial + value_at[:, None] * DIM_VO + value_d[None, :], value, mask=there[:, None])
+        partial_sums = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM_VO)
+        gl.store(partial_sums + (slot_row + tile_row) * NUM_HEADS + first_head + head, sums, mask=used & (slot < slots))
+    else:
+        query.store(value.to(DTYPE))
+        out_at = (row + wide_row).to(gl.int64) * NUM_HEADS + first_head + wide_head
+        gl.store(out + out_at[:, None] * DIM_VO + d[None, :], query.load(WIDE), mask=wide_used[:, None])
+        if LSE:
+            gl.store(lse + (row + tile_row).to(gl.int64) * NUM_HEADS + first_head + head, sums, mask=used)
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr):
+    """One for each stage of the ring, which waits for so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=COUNT)
+    return barriers
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("scale", "window_left", "rows", "kv_rows", "num_pages", "max_pages", "max_items", "max_batch", "slots")
+    ]
+)
+def prefill_hopper_kernel(
+    q,  # [rows, NUM_KV_HEADS * GROUP, DIM]
+    k,  # [num_pages, ...] of pages of PAGE_SIZE tokens, or [kv_rows, ...], as the strides say
+    v,
+    out,  # [rows, NUM_KV_HEADS * GROUP, DIM]
+    lse,  # [rows, NUM_KV_HEADS * GROUP] or [0]
+    partial,  # [slots, TILE_ROWS, NUM_KV_HEADS * GROUP, DIM], then the same without DIM
+    qo_indptr,  # [max_batch + 1]; this and those below are not read for a single request
+    kv_indices,  # [max_pages]
+    work,  # [max_items, 8]
+    scale,
+    window_left,
+    rows,
+    kv_rows,
+    num_pages,
+    max_pages,
+    max_items,
+    max_batch,
+    slots,
+    stride_q_row,
+    stride_q_head,
+    stride_k_page,
+    stride_k_head,
+    stride_v_page,
+    stride_v_head,
+    STRIDE_K: gl.constexpr,  # of a token
+    STRIDE_V: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
+    PLANNED: gl.constexpr,
+    PAGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    LSE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    M: gl.constexpr = 2 * PAIRS
+    BLOCKS: gl.constexpr = (TILE_ROWS * GROUP + M - 1) // M
+    item, num_items = gl.program_id(0) // (NUM_KV_HEADS * BLOCKS), gl.num_programs(0) // (NUM_KV_HEADS * BLOCKS)
+    kv_head = gl.program_id(0) // BLOCKS % NUM_KV_HEADS
+    first_pair = gl.program_id(0) % BLOCKS * M
+    if PLANNED:
+        record, listed = work + item * 8, item < max_items
+        row, count = gl.load(record, mask=listed, other=0), gl.load(record + 1, mask=listed, other=0)
+        begin, end = gl.load(record + 2, mask=listed, other=0), gl.load(record + 3, mask=listed, other=0)
+        position, page_start = gl.load(record + 4, mask=listed, other=0), gl.load(record + 5, mask=listed, other=0)
+        slot = gl.load(record + 6, mask=listed, other=-1)
+        begin, page_start = gl.maximum(begin, 0), gl.maximum(page_start, 0)
+        if PAGED:
+            end = gl.minimum(end, gl.where(num_pages > 0, gl.maximum(max_pages - page_start, 0), 0) * PAGE_SIZE)
+        else:
+            end = gl.minimum(end, kv_rows - page_start)
+        if count <= 0:  # rows of no request, which see nothing
+            row = gl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
+            count, end, slot = rows - row, begin, slot * 0 - 1
+    else:
+        row = (num_items - 1 - item) * TILE_ROWS
+        count, begin, end = rows - row, row * 0, kv_rows
+        # A slot of -1 is a constant, on which Triton 3.6 fails.
+        position, page_start, slot = kv_rows - rows + row, row * 0, -1 - rows
+    count = gl.minimum(count, TILE_ROWS)
+    first_row, last_row = first_pair // GROUP, gl.minimum((first_pair + M - 1) // GROUP, count - 1)
+    if first_row > last_row:
+        return
+    if CAUSAL:
+        end = gl.minimum(end, position + last_row + 1)
+    if WINDOW:
+        begin = gl.maximum(begin, position + first_row - window_left)
+    start = begin // 16 * 16 if PAGED else begin
+
+    DTYPE: gl.constexpr = q.dtype.element_ty
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    query = gl.allocate_shared_memory(DTYPE, [2, PAIRS, DIM], OPERAND)
+    keys = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, DIM], OPERAND)
+    values = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, DIM], OPERAND)
+    ready = (allocate_barriers(32 * WARPS), allocate_barriers(32 * WARPS))
+    free = (allocate_barriers(2), allocate_barriers(2))
+    k += kv_head.to(gl.int64) * stride_k_head
+    v += kv_head.to(gl.int64) * stride_v_head
+    tile = (row, count, position, start, end, slot, first_pair, kv_head * GROUP)
+    strides_q, strides_page = (stride_q_row, stride_q_head), (stride_k_page, stride_v_page)
+    attended = (
+        query, keys, values, ready, free, q, out, lse, partial, tile, rows, slots, scale * LOG2E, window_left, strides_q
+    )  # fmt: skip
+    copied = (
+        keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page
+    )  # fmt: skip
+    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
+    gl.warp_specialize(
+        [
+            (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, LSE)),
+            (attend_pairs, (gl.to_tensor(1), attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, LSE)),
+            (copy_blocks, (copied, STRIDE_K, STRIDE_V, PAGED, PAGE_SIZE)),
+        ],
+        [WARPS, WARPS],
+        [REGISTERS, COPY_REGISTERS],
+    )
+
+
+def objections(x: Operands, plan: PrefillPlan | None, tile_rows: int, o: AttentionOptions) -> list[str]:
+    """Why the kernel does not run this call, which is then left to the general one."""
+    tensors, strides = (x.q, x.k, x.v), (*x.q.stride()[:2], *x.k_strides, *x.v_strides)
+    aligned = not any(t.data_ptr() & ALIGNMENT for t in tensors) and not any(stride % 8 for stride in strides)
+    page_size = PlanProblem.of(plan.problem).page_size if plan is not None and plan.kv_indices.shape[0] else 0
+    longest = max(x.k_strides[1], x.v_strides[1])
+    checks = [
+        (x.q.dtype in (torch.float16, torch.bfloat16), f"{x.q.dtype} is not a 16-bit dtype"),
+        (x.k.dtype == x.q.dtype, f"the cache is {x.k.dtype}"),
+        (x.dims in ((dim, 0, dim) for dim in WIDTHS) and not x.shared, f"heads are {x.dims} wide"),
+        (page_size % 16 == 0, f"pages of {page_size} are not whole runs of 16 tokens"),
+        (aligned, "rows are not aligned to 16 bytes"),
+        (longest <= LONGEST_STRIDE and page_size * longest < 1 << 31, "tokens are too far apart"),
+        (tile_rows * x.heads[0] // x.heads[1] > PAIRS.value, "tiles are of no more than 64 pairs"),
+        (o.mask is None and o.pos_encoding == "NONE", "a mask or positions are given"),
+        (o.logits_soft_cap == 0 and o.sinks is None and o.kv_scale is None, "a cap, sinks or scales are given"),
+    ]
+    return [reason for ok, reason in checks if not ok]
+
+
+def run(
+    x: Operands,
+    out: Tensor,
+    lse: Tensor,
+    plan: PrefillPlan | None,
+    workspace: Tensor | None,
+    tile_rows: int,
+    num_items: int,
+    o: AttentionOptions,
+) -> None:
+    """Write ``out`` and, unless it has no elements, ``lse``, or the pieces of the tiles that are split."""
+    (num_heads, num_kv_heads), dim = x.heads, x.dims[0]
+    group = num_heads // num_kv_heads
+    pdl = starts_early(out)
+    paged = plan is not None and plan.kv_indices.shape[0] > 0
+    capacities = (0,) * 4
+    if plan is not None:
+        capacities = plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], num_pieces(plan)
+    launch(
+        prefill_hopper_kernel,
+        (num_items * num_kv_heads * triton.cdiv(tile_rows * group, 2 * PAIRS.value),),
+        (
+            *(x.q, x.k, x.v, out, lse, lse if workspace is None else workspace),
+            *((lse,) * 3 if plan is None else (plan.qo_indptr, plan.kv_indices, plan.work)),
+        ),
+        (
+            *(o.sm_scale or 1 / math.sqrt(dim), min(o.window_left, 1 << 30)),
+            *(x.q.shape[0], x.kv_rows, x.k.shape[0], *capacities),
+        ),
+        (*x.q.stride()[:2], x.k_strides[0], x.k_strides[2], x.v_strides[0], x.v_strides[2]),
+        (
+            *(x.k_strides[1], x.v_strides[1], num_kv_heads, group, dim),
+            *(1 if plan is None else PlanProblem.of(plan.problem).page_size, tile_rows, plan is not None, paged),
+            *(o.causal, o.window_left >= 0, lse.dim() > 1, pdl),
+        ),
+        Options(WARPS.value, launch_pdl=pdl),
+    )

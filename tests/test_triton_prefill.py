@@ -1,0 +1,96 @@
+"""The Hopper kernel of prefill, compiled for a GPU that is not there: Gluon, its language, has no interpreter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from harness import Setup
+
+triton = pytest.importorskip("triton")
+hopper = pytest.importorskip("attn_ops.kernels.triton.prefill_hopper", exc_type=ImportError)
+
+from attn_ops.kernels import triton as backend  # noqa: E402
+from attn_ops.kernels.triton import prefill  # noqa: E402
+from offline import SHARED_MEMORY, compiling_for, tool  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
+)
+
+BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "hopper", lambda device, name: hopper)
+
+
+OPS = {"paged": backend.batch_prefill, "ragged": backend.ragged_prefill, "single": backend.single_prefill}
+
+
+def _call(kind: str = "paged", **options: Any) -> None:
+    case = Case("case", **{"kv_lens": (300, 100), "qo_lens": (100, 100), **BASE, **options})
+    arguments = Setup("prefill" if kind == "paged" else "ragged", case).arguments
+    if kind == "single":
+        del arguments["plan"], arguments["workspace"]
+    OPS[kind](**arguments)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "paged": {},
+    "ragged, not causal": {"kind": "ragged", "causal": False},
+    "window": {"window_left": 50, "dtype": torch.float16},
+    "single": {"kind": "single"},
+    "rows aligned to 16 bytes": {"storage": "padded"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_registers_suffice_and_products_overlap(name: str, tmp_path: Path) -> None:
+    """The assembler waits for each product if it cannot see that products may overlap, and may move exponentials."""
+    with compiling_for(90) as compiled:
+        _call(**CALLS[name])
+    kernel = compiled[0][0]
+    assert kernel.metadata.name == "prefill_hopper_kernel"
+    assert kernel.metadata.shared <= SHARED_MEMORY[90][0] << 10
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", tool("cuobjdump", "-res-usage", cubin=cubin))
+    assert usage
+    assert usage.groups() == ("0", "0")
+    code = tool("nvdisasm", "-c", cubin=cubin)
+    waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
+    assert sorted(waits) == ["0"] * 6 + ["1"] * 2
+    steps = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", code, re.DOTALL)
+    assert [step.count("MUFU.EX2") >= 64 for step in steps] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": torch.float32}, "not a 16-bit dtype"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "the cache is torch.float8_e4m3fn"),
+        ({"head_dims": (64, 64)}, "heads are"),
+        ({"head_dims": (192, 128)}, "heads are"),
+        ({"page_size": 8}, "pages of 8"),
+        ({"planner": {"tile_rows": 16}}, "tiles are of no more"),
+        ({"pos_encoding": "ALIBI"}, "a mask or positions"),
+        ({"masked": 0.5}, "a mask or positions"),
+        ({"logits_soft_cap": 1.0}, "a cap"),
+        ({"sinks": 1.0}, "a cap"),
+    ],
+    ids=str,
+)
+def test_objections(options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    objections = hopper.objections
+    monkeypatch.setattr(hopper, "objections", lambda *args: found.extend(objections(*args)) or ["not launched"])
+    monkeypatch.setattr(prefill, "launch", lambda *args: None)
+    _call(**options)
+    assert [reason in text for text in found] == [True]
