@@ -15,6 +15,7 @@ SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 1500, 2)}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 FP8: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 2.0)}
 LATENT: dict[str, Any] = {"head_dims": (576, 512), "heads": (16, 1), "page_size": 64}
+ROWS: dict[str, Any] = {"qo_lens": (40, 0, 33, 2), "head_dims": (128, 128), "heads": (8, 2), "causal": True}
 OPTIONS: dict[str, Any] = {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0}
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,6 +35,11 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill, options": ("batch_prefill", OPTIONS | BF16 | {"head_dims": (192, 128), "padding": 2, "page_size": 1}),
     "prefill, mask": ("batch_prefill", {"masked": 0.5, "dtype": torch.float16, "storage": "padded"}),
     "prefill, FP8 and RoPE": ("batch_prefill", BF16 | FP8 | {"pos_encoding": "ROPE_LLAMA"}),
+    "prefill of 128": ("batch_prefill", SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 32}}),
+    "ragged of 128": (
+        "ragged_prefill",
+        SPLIT | ROWS | {"dtype": torch.float16, "window_left": 300, "padding": 3, "planner": {"tile_rows": 32}},
+    ),
     "ragged, ALiBi": ("ragged_prefill", BF16 | {"causal": True, "pos_encoding": "ALIBI", "kv_layout": "HND"}),
     "single": ("single_prefill", BF16 | {"causal": True, "head_dims": (128, 128), "heads": (8, 1)}),
     "mla in pieces": ("batch_mla", SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}}),
