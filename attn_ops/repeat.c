@@ -4,12 +4,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <ATen/dlpack.h>
 #include <cuda.h>
 #include <dlfcn.h>
 #include <stdbool.h>
 
 static PyTypeObject *tensor_type;
-static PyObject *str_data_ptr, *str_shape;
+static PyObject *str_requires_grad;
+static const DLPackExchangeAPI *exchange;  // what torch tells others of its tensors, without calls of Python
 
 static struct {
     CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
@@ -17,13 +19,7 @@ static struct {
     CUresult (*describe)(CUresult, const char **);
 } driver;
 
-static bool address_of(PyObject *tensor, uint64_t *address) {
-    PyObject *number = PyObject_CallMethodNoArgs(tensor, str_data_ptr);
-    if (!number) return false;
-    *address = PyLong_AsUnsignedLongLong(number);
-    Py_DECREF(number);
-    return !PyErr_Occurred();
-}
+static uint64_t address_of(const DLTensor *t) { return (uintptr_t)t->data + t->byte_offset; }
 
 // ---- Repeat: the launches of a call, and its outputs -------------------------------------------------------------
 
@@ -114,7 +110,9 @@ static PyObject *make_outputs(Repeat *self) {
         output = PyObject_TypeCheck(output, tensor_type) ? Py_NewRef(output) : PyObject_CallNoArgs(output);
         if (!output) return Py_DECREF(made), NULL;
         PyTuple_SET_ITEM(made, i, output);
-        if (!address_of(output, &self->cells[self->num_given + i])) return Py_DECREF(made), NULL;
+        DLTensor t;
+        if (exchange->dltensor_from_py_object_no_sync(output, &t)) return Py_DECREF(made), NULL;
+        self->cells[self->num_given + i] = address_of(&t);
     }
     return made;
 }
@@ -219,124 +217,132 @@ static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
+enum { MOST_WORDS = 384, MOST_ARGUMENTS = 64, MOST_OPTIONS = 2 * MOST_ARGUMENTS };
+enum Kind { OPTION, LIST, TENSOR };
+
+// What calls that are alike share: words, and options, which are compared as Python objects.
 typedef struct {
-    PyObject **tensors;  // those of the call, borrowed
-    uint64_t *addresses, together;
-    PyObject **options;  // what else it was given, borrowed
-    uint64_t *held;      // the identity of tensors in lists
-    Py_ssize_t num_tensors, num_options, num_held;
-    PyObject *device;  // owned
+    uint64_t words[MOST_WORDS], addresses[MOST_ARGUMENTS];
+    PyObject *options[MOST_OPTIONS];  // borrowed from the call
+    Py_ssize_t num_words, num_addresses, num_options;
     CUstream stream;
+    bool grad_mode;
 } Call;
 
-static Py_ssize_t list_size(PyObject *x) { return PyList_Check(x) ? PyList_GET_SIZE(x) : 0; }
+// These return whether the call can be remembered so far; if not, an error may be set.
 
-static bool read_argument(Call *call, PyObject *x) {
-    PyObject *option = x;
-    if (PyList_Check(x)) {
-        option = (PyObject *)&PyList_Type;
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(x); i++)
-            call->held[call->num_held++] = (uintptr_t)PyList_GET_ITEM(x, i);
-    } else if (PyObject_TypeCheck(x, tensor_type)) {
-        option = (PyObject *)tensor_type;
-        uint64_t *address = &call->addresses[call->num_tensors];
-        if (!address_of(x, address)) return false;
-        call->together |= *address;
-        call->tensors[call->num_tensors++] = x;
-    }
+static bool put(Call *call, uint64_t word) {
+    if (call->num_words == MOST_WORDS) return false;
+    call->words[call->num_words++] = word;
+    return true;
+}
+
+static bool put_option(Call *call, PyObject *option) {
+    if (call->num_options == MOST_OPTIONS) return false;
     call->options[call->num_options++] = option;
-    return true;
+    return put(call, OPTION);
 }
 
-static bool read_call(Calls *self, Call *call, PyObject *args, PyObject *kwargs) {
-    PyObject *name, *value, *stream;
-    call->device = PyObject_CallNoArgs(self->device);
-    stream = call->device ? PyObject_CallOneArg(self->stream, call->device) : NULL;
-    if (!stream) return false;
-    call->stream = PyLong_AsVoidPtr(stream);
-    Py_DECREF(stream);
-    if (PyErr_Occurred()) return false;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
-        if (!read_argument(call, PyTuple_GET_ITEM(args, i))) return false;
-    for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &value);) {
-        call->options[call->num_options++] = name;
-        if (!read_argument(call, value)) return false;
+static bool put_list(Call *call, PyObject *list) {
+    bool fits = put(call, LIST | (uint64_t)PyList_GET_SIZE(list) << 8);
+    for (Py_ssize_t i = 0; fits && i < PyList_GET_SIZE(list); i++)
+        fits = put(call, (uintptr_t)PyList_GET_ITEM(list, i));
+    return fits;
+}
+
+static bool put_tensor(Call *call, PyObject *tensor) {
+    DLTensor t;
+    if (call->num_addresses == MOST_ARGUMENTS || exchange->dltensor_from_py_object_no_sync(tensor, &t)) return false;
+    uint64_t address = address_of(&t), misaligned = address & 15, requires_grad = 0;  // repeat.py's ALIGNMENT
+    call->addresses[call->num_addresses++] = address;
+    if (call->grad_mode) {
+        PyObject *wanted = PyObject_GetAttr(tensor, str_requires_grad);
+        if (!wanted) return false;
+        requires_grad = wanted == Py_True;
+        Py_DECREF(wanted);
     }
+    bool fits = (t.strides || !t.ndim) && put(call, TENSOR | (uint64_t)(uint8_t)t.ndim << 8 | (uint64_t)t.dtype.code << 16 |
+                              (uint64_t)t.dtype.bits << 24 | misaligned << 32 | requires_grad << 36 |
+                              (uint64_t)t.device.device_type << 40) &&
+                put(call, t.device.device_id);
+    for (int d = 0; fits && d < t.ndim; d++) fits = put(call, t.shape[d]) && put(call, t.strides[d]);
+    return fits;
+}
+
+static bool put_argument(Call *call, PyObject *x) {
+    return PyList_Check(x) ? put_list(call, x)
+           : PyObject_TypeCheck(x, tensor_type) ? put_tensor(call, x)
+                                                : put_option(call, x);
+}
+
+static bool put_circumstances(Calls *self, Call *call) {
+    PyObject *grad_mode = PyObject_CallNoArgs(self->grad_mode);
+    PyObject *device = grad_mode ? PyObject_CallNoArgs(self->device) : NULL;
+    PyObject *stream = device ? PyObject_CallOneArg(self->stream, device) : NULL;
+    bool known = stream != NULL;
+    if (known) {
+        call->grad_mode = grad_mode == Py_True;
+        call->stream = PyLong_AsVoidPtr(stream);
+        CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+        driver.is_capturing(call->stream, &capturing);  // what is wrong with the stream, the launch will say
+        known = put(call, PyThread_get_thread_ident()) && put(call, (uint64_t)PyLong_AsLongLong(device)) &&
+                put(call, (uint64_t)call->grad_mode << 1 | (capturing != CU_STREAM_CAPTURE_STATUS_NONE)) &&
+                !PyErr_Occurred();
+    }
+    Py_XDECREF(grad_mode);
+    Py_XDECREF(device);
+    Py_XDECREF(stream);
+    return known;
+}
+
+static bool put_call(Calls *self, Call *call, PyObject *args, PyObject *kwargs) {
+    PyObject *name, *value;
+    if (!put_circumstances(self, call)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
+        if (!put_argument(call, PyTuple_GET_ITEM(args, i))) return false;
+    for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &value);)
+        if (!put_option(call, name) || !put_argument(call, value)) return false;
     return true;
 }
 
-// All that a call shares with those like it, but what guards check of its tensors.
-static PyObject *key_of(Calls *self, Call *call) {
-    Py_ssize_t at = 0;
-    PyObject *key = PyTuple_New(4 + call->num_options);
-    if (!key) return NULL;
-    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
-    driver.is_capturing(call->stream, &capturing);  // what is wrong with the stream, the launch will say
-    call->held[call->num_held++] = capturing != CU_STREAM_CAPTURE_STATUS_NONE;
-    call->held[call->num_held++] = PyThread_get_thread_ident();
-    call->held[call->num_held++] = call->together & 15;  // repeat.py's ALIGNMENT
-    PyTuple_SET_ITEM(key, at++, PyBytes_FromStringAndSize((char *)call->held, call->num_held * sizeof(uint64_t)));
-    PyTuple_SET_ITEM(key, at++,
-                     call->num_tensors ? PyObject_GetAttr(call->tensors[0], str_shape) : Py_NewRef(Py_None));
-    PyTuple_SET_ITEM(key, at++, Py_NewRef(call->device));
-    PyTuple_SET_ITEM(key, at++, PyObject_CallNoArgs(self->grad_mode));
-    for (Py_ssize_t i = 0; i < call->num_options; i++) PyTuple_SET_ITEM(key, at++, Py_NewRef(call->options[i]));
-    if (PyErr_Occurred()) Py_CLEAR(key);
+static PyObject *key_of(const Call *call) {
+    PyObject *words = PyBytes_FromStringAndSize((char *)call->words, call->num_words * sizeof(uint64_t));
+    if (!words || !call->num_options) return words;
+    PyObject *key = PyTuple_New(1 + call->num_options);
+    if (!key) return Py_DECREF(words), NULL;
+    PyTuple_SET_ITEM(key, 0, words);
+    for (Py_ssize_t i = 0; i < call->num_options; i++) PyTuple_SET_ITEM(key, 1 + i, Py_NewRef(call->options[i]));
     return key;
 }
 
-// The repeat of an earlier call whose guards accept the tensors, as a new reference; NULL, perhaps with an error.
-static Repeat *find(PyObject *alike, const Call *call) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(alike); i++) {
-        PyObject *entry = Py_NewRef(PyList_GET_ITEM(alike, i));
-        PyObject *accepted = PyObject_Vectorcall(PyTuple_GET_ITEM(entry, 0), call->tensors, call->num_tensors, NULL);
-        PyObject *repeat = PyTuple_GET_ITEM(entry, 1);
-        bool ours = PyObject_TypeCheck(repeat, repeat_type), failed = !accepted || !ours;
-        if (!ours) PyErr_SetString(PyExc_TypeError, "a remembered call is not a Repeat");
-        repeat = accepted == Py_True && ours ? Py_NewRef(repeat) : NULL;
-        Py_XDECREF(accepted);
-        Py_DECREF(entry);
-        if (repeat || failed) return (Repeat *)repeat;
-    }
-    return NULL;
-}
-
 static PyObject *Calls_call(Calls *self, PyObject *args, PyObject *given) {
-    PyObject *kwargs = given ? Py_NewRef(given) : PyDict_New();
+    PyObject *kwargs = given ? Py_NewRef(given) : PyDict_New(), *key = NULL, *repeat = NULL, *result = NULL;
     if (!kwargs) return NULL;
-    Py_ssize_t num_args = PyTuple_GET_SIZE(args) + PyDict_GET_SIZE(kwargs), num_held = 3;
-    PyObject *name, *value;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) num_held += list_size(PyTuple_GET_ITEM(args, i));
-    for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &value);) num_held += list_size(value);
-    PyObject *tensors[num_args + 1], *options[2 * num_args + 1], *result = NULL;
-    uint64_t addresses[num_args + 1], held[num_held];
-    Call call = {.tensors = tensors, .addresses = addresses, .options = options, .held = held};
-    PyObject *key = read_call(self, &call, args, kwargs) ? key_of(self, &call) : NULL;
-    PyObject *alike = key ? PyDict_GetItemWithError(self->calls, key) : NULL;
-    Repeat *repeat = NULL;
-    if (alike) {
-        Py_INCREF(alike);
-        repeat = find(alike, &call);
-        Py_DECREF(alike);
-    }
-    if (repeat)
-        result = run(repeat, call.stream, addresses);
+    Call call;
+    call.num_words = call.num_addresses = call.num_options = 0;
+    if (put_call(self, &call, args, kwargs))
+        key = key_of(&call);
+    else
+        PyErr_Clear();
+    if (key) repeat = Py_XNewRef(PyDict_GetItemWithError(self->calls, key));
+    if (repeat && PyObject_TypeCheck(repeat, repeat_type))
+        result = run((Repeat *)repeat, call.stream, call.addresses);
     else if (!PyErr_Occurred())
-        result = PyObject_CallFunctionObjArgs(self->first, key, args, kwargs, NULL);
+        result = PyObject_CallFunctionObjArgs(self->first, key ? key : Py_None, args, kwargs, NULL);
     Py_XDECREF(repeat);
     Py_XDECREF(key);
-    Py_XDECREF(call.device);
     Py_DECREF(kwargs);
     return result;
 }
 
 static PyType_Slot calls_slots[] = {
     {Py_tp_doc, "Calls(calls, device, stream, grad_mode, first)(*args, **kwargs)\n\n"
-                "calls      {key: [(check, repeat), ...]}, filled by the caller\n"
+                "calls      {key: Repeat}, filled by the caller\n"
                 "device     device(): the current one\n"
                 "stream     stream(device): the current one there\n"
                 "grad_mode  grad_mode(): a part of every key\n"
-                "first      first(key, args, kwargs) makes a call unlike every earlier one"},
+                "first      first(key, args, kwargs) makes a call unlike every earlier one; key is None for one that\n"
+                "           cannot be remembered"},
     {Py_tp_new, Calls_new},
     {Py_tp_dealloc, Calls_dealloc},
     {Py_tp_traverse, Calls_traverse},
@@ -374,10 +380,16 @@ PyMODINIT_FUNC PyInit_repeat(void) {
     if (!torch || !module || !repeat || !calls) return NULL;
     repeat_type = (PyTypeObject *)repeat;
     tensor_type = (PyTypeObject *)PyObject_GetAttrString(torch, "Tensor");
-    str_data_ptr = PyUnicode_InternFromString("data_ptr");
-    str_shape = PyUnicode_InternFromString("shape");
+    str_requires_grad = PyUnicode_InternFromString("requires_grad");
     Py_DECREF(torch);
-    if (!tensor_type || !str_data_ptr || !str_shape) return NULL;
+    if (!tensor_type || !str_requires_grad) return NULL;
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)tensor_type, "__dlpack_c_exchange_api__");
+    if (!capsule) return NULL;
+    exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule);
+    if (!exchange) return NULL;
+    if (exchange->header.version.major != DLPACK_MAJOR_VERSION || !exchange->dltensor_from_py_object_no_sync)
+        return PyErr_SetString(PyExc_ImportError, "torch speaks another version of DLPack"), NULL;
     if (PyModule_AddObject(module, "Repeat", repeat) || PyModule_AddObject(module, "Calls", calls)) return NULL;
     return module;
 }

@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
 LOG = logging.getLogger(__name__)
 
 ALIGNMENT = 15
 """Kernels are compiled for pointers that are multiples of 16."""
 
-MOST, ALIKE = 4096, 16
-"""Calls remembered of one op, and of those that differ in their tensors alone; then all of them are forgotten."""
+MOST = 4096
+"""Calls remembered of one op; then all of them are forgotten."""
 
 DRIVER = "libcuda.so.1"
 
@@ -43,7 +42,8 @@ def _build() -> Any:
         return None
     try:
         source = Path(__file__).with_suffix(".c").read_text()
-        module = compile_module_from_src(source, "repeat", include_dirs=include_dirs, ccflags=["-O2"])
+        headers = [*include_dirs, str(Path(torch.__file__).with_name("include"))]
+        module = compile_module_from_src(source, "repeat", include_dirs=headers, ccflags=["-O2"])
         module.connect(DRIVER)
         return module
     except (OSError, RuntimeError, ImportError, subprocess.CalledProcessError) as error:
@@ -79,7 +79,7 @@ class Repeats:
     """What one op remembers of its calls.
 
     Calls are alike if a thread makes them with the same options, plans, grad mode and device, all captured in a graph
-    or none, and with tensors of the same type, sizes, strides, dtype, device, need of a gradient and alignment.
+    or none, and with tensors of the same sizes, strides, dtype, device, alignment and, in grad mode, need of gradients.
     """
 
     op: functools.partial[Any]
@@ -87,7 +87,7 @@ class Repeats:
 
     def __init__(self, first: First) -> None:
         self._first = first
-        self._calls: dict[Hashable, list[tuple[Callable[..., bool], Any]]] = {}
+        self._calls: dict[Hashable, Any] = {}
         self._plans: dict[Hashable, list[weakref.ref[Tensor]]] = {}
         self.op = functools.partial(self._begin)
 
@@ -107,16 +107,12 @@ class Repeats:
     def _remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Make a call, and remember it for as long as its plans live: their identity is part of the key."""
         result, repeat = self._first(args, kwargs)
-        if repeat is None:
+        if repeat is None or key is None:
             return result
         if len(self._plans) >= MOST:
             self._calls.clear()
             self._plans.clear()
-        calls = self._calls.setdefault(key, [])
-        if len(calls) >= ALIKE:
-            calls.clear()
-        guards = TensorGuards(*moving(args, kwargs), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        calls.append((guards.check, repeat))
+        self._calls[key] = repeat
         self._plans[key] = [weakref.ref(t, lambda _: self._forget(key)) for t in held(args)]
         return result
 

@@ -302,6 +302,21 @@ def test_calls_of_other_options_plans_and_modes_differ(remembered: tuple[Op, lis
         assert not op(t, plan, causal=True)
 
 
+def test_kernels_read_the_tensors_of_the_call(onlooker: Onlooker):
+    kernel = driver.load(_compiled())
+    assert kernel is not None
+
+    def first(args: Any, kwargs: dict[str, Any]) -> Any:
+        described = kernel.launch((1,), (1, None, 0, *REST))
+        return "first", memory.native().Repeat((described,), 2, (), True)
+
+    op, storage = Repeats(first).op, torch.zeros(32)
+    op(storage[4:8], scale=storage[8:12])
+    a, b = storage[16:20], storage[24:28]
+    assert op(a, scale=b) is None
+    assert onlooker.values()[:2] == [b.data_ptr(), a.data_ptr()]
+
+
 def test_a_capture_is_not_the_call_that_was_made(onlooker: Onlooker):
     op, t, plan = Op(), torch.ones(4), [torch.zeros(1)]
     assert [op(t, plan), op(t, plan)] == [False, True]

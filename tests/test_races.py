@@ -1,0 +1,30 @@
+"""Which of racecheck's reports count."""
+
+from __future__ import annotations
+
+from races import hand_over, races
+
+REPORT = """\
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at prefill_hopper_kernel+0x100 in prefill_hopper.py:{}
+=========     and Write access at prefill_hopper_kernel+0xa1d0 in prefill_hopper.py:{} [108 hazards]
+=========     and Write access at prefill_hopper_kernel+0x11e40 in {} [67 hazards]
+=========
+35 calls done
+========= RACECHECK SUMMARY: 1 hazards displayed (1 errors, 0 warnings)
+"""
+
+
+def test_the_hand_over_to_warpgroups_is_known() -> None:
+    first, second = sorted(int(line) for _, line in hand_over())
+    assert not races(REPORT.format(first, first, f"prefill_hopper.py:{second}"))
+
+
+def test_another_place_is_a_race() -> None:
+    first, second = sorted(int(line) for _, line in hand_over())
+    for other in ("prefill_hopper.py:1", f"mla_hopper.py:{second}", "standard.py:293"):
+        (report,) = races(
+            REPORT.format(first, second, other) + REPORT.format(first, second, f"prefill_hopper.py:{first}")
+        )
+        assert other in report
+    assert not races("35 calls done")
