@@ -4,7 +4,8 @@ Dynamo, export, functionalization and re-inplacing see one node per op, so a gra
 write into a view of the KV cache copies nothing. When Inductor lowers that node, the chosen backend's
 function is traced with ``make_fx`` and its aten ops and Triton kernels are lowered in the node's place,
 so an AOTInductor package needs neither this library nor Python. Where the private API is missing, the
-op stays a call to the registered implementation, and only the Python-free package is lost.
+op stays a call to the registered implementation, and only the Python-free package is lost. A body may also ask
+to stay a call, for the sake of a kernel that Inductor does not generate (:func:`stay_a_call`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,30 @@ from . import tile_tables
 log = logging.getLogger(__name__)
 
 Body = Callable[..., Any]
+
+_may_call: ContextVar[bool] = ContextVar("may_call", default=False)
+
+
+class _StaysCallError(Exception):
+    """The op being lowered is to stay a call."""
+
+
+def stay_a_call() -> None:
+    """Said by a body that is being lowered: if the graph can call ops, this one is called there.
+
+    Returns where it cannot, which is in packages: they have no Python.
+    """
+    if _may_call.get():
+        raise _StaysCallError
+
+
+@contextmanager
+def _lowering(may_call: bool) -> Iterator[None]:
+    token = _may_call.set(may_call)
+    try:
+        yield
+    finally:
+        _may_call.reset(token)
 
 
 @functools.cache
@@ -78,7 +105,7 @@ class Lowerings:
 
 def _register(op: torch._ops.OpOverload, body: Body) -> None:
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.lowering import process_subgraph_nodes, register_lowering
+    from torch._inductor.lowering import fallback_handler, process_subgraph_nodes, register_lowering
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -104,13 +131,16 @@ def _register(op: torch._ops.OpOverload, body: Body) -> None:
             out = body(*a, **k)
             return () if out is None else out if isinstance(out, tuple) else (out,)
 
-        with V.fake_mode:
-            graph = make_fx(
-                flat,
-                decomposition_table=select_decomp_table(),
-                tracing_mode="real",
-                _allow_non_fake_inputs=True,
-            )(*[leaves[i] for i in inputs])
+        try:
+            with V.fake_mode, _lowering(may_call=not V.graph.aot_mode and not V.graph.cpp_wrapper):
+                graph = make_fx(
+                    flat,
+                    decomposition_table=select_decomp_table(),
+                    tracing_mode="real",
+                    _allow_non_fake_inputs=True,
+                )(*[leaves[i] for i in inputs])
+        except _StaysCallError:
+            return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
         out = process_subgraph_nodes(graph, [values[i] for i in inputs])
         return None if num_returns == 0 else out[0] if num_returns == 1 else tuple(out)
 

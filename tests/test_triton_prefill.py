@@ -15,8 +15,12 @@ triton = pytest.importorskip("triton")
 hopper = pytest.importorskip("attn_ops.kernels.triton.prefill_hopper", exc_type=ImportError)
 
 from attn_ops.kernels import triton as backend  # noqa: E402
+from attn_ops.kernels.triton import hopper as places  # noqa: E402
 from attn_ops.kernels.triton import prefill  # noqa: E402
 from offline import SHARED_MEMORY, compiling_for, tool  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
+
+from attn_ops import inductor  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
@@ -27,18 +31,22 @@ BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "hopper", lambda device, name: hopper)
+    monkeypatch.setattr(places, "hopper", lambda device, name: hopper)
 
 
 OPS = {"paged": backend.batch_prefill, "ragged": backend.ragged_prefill, "single": backend.single_prefill}
 
 
-def _call(kind: str = "paged", **options: Any) -> None:
+def _arguments(kind: str = "paged", **options: Any) -> dict[str, Any]:
     case = Case("case", **{"kv_lens": (300, 100), "qo_lens": (100, 100), **BASE, **options})
     arguments = Setup("prefill" if kind == "paged" else "ragged", case).arguments
     if kind == "single":
         del arguments["plan"], arguments["workspace"]
-    OPS[kind](**arguments)
+    return arguments
+
+
+def _call(kind: str = "paged", **options: Any) -> None:
+    OPS[kind](**_arguments(kind, **options))
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -94,3 +102,24 @@ def test_objections(options: dict[str, Any], reason: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(prefill, "launch", lambda *args: None)
     _call(**options)
     assert [reason in text for text in found] == [True]
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_a_call_that_is_lowered_stays_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the general kernel takes it anyway, or it is to be a part of a package."""
+
+    def lower(may_call: bool, **options: Any) -> None:
+        arguments, mode = _arguments(kind, **options), FakeTensorMode()
+        fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments)
+        with mode, inductor._lowering(may_call):
+            OPS[kind](**fakes)
+
+    general: list[Any] = []
+    monkeypatch.setattr(prefill, "_run", lambda *args: general.append(args))
+    monkeypatch.setattr(prefill, "merge_tiles", lambda *args: None)
+    with pytest.raises(inductor._StaysCallError):
+        lower(may_call=True)
+    assert not general
+    lower(may_call=False)
+    lower(may_call=True, sinks=1.0)
+    assert len(general) == 2

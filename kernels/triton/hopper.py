@@ -1,13 +1,17 @@
-"""Kernels for Hopper, written in Gluon, and where there are any."""
+"""Kernels for Hopper, written in Gluon: where there are any, and which calls they take."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
 
+from ...inductor import stay_a_call
 from .launch import DIRECT
 
 
@@ -20,3 +24,17 @@ def hopper(device: torch.device, name: str) -> ModuleType | None:
         return importlib.import_module(f".{name}", __package__)
     except ImportError:  # Gluon is experimental, and its names move
         return None
+
+
+def hopper_for(name: str, q: Tensor, objections: Callable[[ModuleType], list[str]]) -> ModuleType | None:
+    """Module ``name`` if it runs a call with the query ``q``, to which it has no ``objections``.
+
+    Inductor generates Triton alone: a call that is being lowered stays one where it can, and else is left to Triton.
+    """
+    module = hopper(q.device, name)
+    if module is None or objections(module):
+        return None
+    if isinstance(q, FakeTensor):
+        stay_a_call()
+        return None
+    return module

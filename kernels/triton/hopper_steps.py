@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+from torch._subclasses import FakeTensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...repeat import ALIGNMENT
 from .primitives import within
 
 LONGEST_STRIDE = 1 << 20
 """Elements from a token to the next, of which offsets within a block are 32-bit multiples."""
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether their first elements are at multiples of 16 bytes, as far as they have a place."""
+    return all(isinstance(t, FakeTensor) or not t.data_ptr() & ALIGNMENT for t in tensors)
 
 
 @gluon.jit

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from ...meta.outputs import batch_mla as allocate
 from ...plan import PlanProblem, PrefillPlan
 from ..reference.mla import DEFAULT_SM_SCALE
-from .hopper import hopper
+from .hopper import hopper_for
 from .prefill import Operands, Options, attend
 
 
@@ -29,8 +28,9 @@ def batch_mla(
     out, lse = allocate(q_nope, return_lse=return_lse)
     state = PrefillPlan(*plan)
     o = Options(DEFAULT_SM_SCALE if sm_scale is None else sm_scale, **options)
-    special = None if isinstance(q_nope, FakeTensor) else hopper(q_nope.device, "mla_hopper")
-    if special and not special.objections(q_nope, q_pe, ckv_cache, kpe_cache, PlanProblem.of(state.problem), o):
+    call = q_nope, q_pe, ckv_cache, kpe_cache, PlanProblem.of(state.problem), o
+    special = hopper_for("mla_hopper", q_nope, lambda module: module.objections(*call))
+    if special:
         special.attend((q_nope, q_pe), (ckv_cache, kpe_cache), out, lse, state, workspace, o.sm_scale, o.causal)
         return out, lse
     x = Operands(

@@ -5,7 +5,8 @@ blocks are in shared memory: while one is multiplied the next is on its way. Two
 multiplies the queries with half of its tokens, and the weights of all of them, which they exchange through shared
 memory, with half of the values.
 
-Eager calls only: Inductor generates Triton. The work items and partial results are those of :mod:`.prefill`.
+Packages of AOTInductor do without: they hold Triton alone. The work items and partial results are those of
+:mod:`.prefill`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
-from ...repeat import ALIGNMENT
-from .hopper_steps import LONGEST_STRIDE, load_page
+from .hopper_steps import LONGEST_STRIDE, aligned, load_page
 from .launch import Options, launch, starts_early
 from .merge_tiles import merge_tiles
 from .prefill import Options as AttentionOptions
@@ -206,14 +206,14 @@ def objections(
 ) -> list[str]:
     """Why the kernel does not run this call, which is then left to the general one."""
     caches = (ckv_cache, kpe_cache)
-    aligned = not any(t.data_ptr() & ALIGNMENT for t in (q_nope, q_pe, *caches))
-    aligned = aligned and not any(stride % 8 for t in (q_nope, q_pe, *caches) for stride in t.stride()[:2])
+    tensors = q_nope, q_pe, *caches
+    in_units = aligned(*tensors) and not any(stride % 8 for t in tensors for stride in t.stride()[:2])
     checks = [
         (q_nope.dtype in (torch.float16, torch.bfloat16), f"{q_nope.dtype} is not a 16-bit dtype"),
         (ckv_cache.dtype == q_nope.dtype, f"the cache is {ckv_cache.dtype}"),
         ((q_nope.shape[2], q_pe.shape[2]) == (CKV.value, KPE.value), "the head is not 512 + 64 wide"),
         (problem.page_size % TOKENS.value == 0, f"pages of {problem.page_size} are not whole blocks of 64 tokens"),
-        (aligned and max(t.stride(1) for t in caches) <= LONGEST_STRIDE, "rows are not aligned to 16 bytes"),
+        (in_units and max(t.stride(1) for t in caches) <= LONGEST_STRIDE, "rows are not aligned to 16 bytes"),
         (problem.window == 0 and o.window_left < 0, "a window cuts blocks"),
         (o.logits_soft_cap == 0 and o.sinks is None and o.kv_scale is None, "a cap, sinks or scales are given"),
     ]

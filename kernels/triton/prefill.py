@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from ...meta.outputs import attention as allocate
 from ...plan import PlanProblem, PrefillPlan, num_pieces
-from .hopper import hopper
+from .hopper import hopper_for
 from .launch import launch
 from .masks import causal_or_window, full_blocks, mask_bits, mask_offset
 from .merge_tiles import merge_tiles
@@ -372,8 +371,8 @@ def attend(
         tile_rows, pieces = PlanProblem.of(plan.problem).tile_rows, num_pieces(plan)
         num_items = plan.kv_len.shape[0] + pieces
     num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
-    special = None if isinstance(x.q, FakeTensor) else hopper(x.q.device, "prefill_hopper")
-    run = special.run if special and not special.objections(x, plan, tile_rows, o) else _run
+    special = hopper_for("prefill_hopper", x.q, lambda module: module.objections(x, plan, tile_rows, o))
+    run = special.run if special else _run
     run(x, out, lse, plan, workspace, tile_rows, num_items, o)
     if workspace is not None and plan is not None and pieces:
         merge_tiles(out, lse, workspace, o.sinks, plan)

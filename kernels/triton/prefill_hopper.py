@@ -4,7 +4,7 @@ Warpgroups have roles. One copies blocks of keys and values into a ring in share
 long. The others have 64 pairs each. They issue the products of the queries with the next keys, and of the weights
 with the last values, before they make weights of the next logits: the tensor cores work meanwhile.
 
-Eager and captured calls only: Inductor generates Triton. Work items and partial results are those of :mod:`.prefill`.
+Packages of AOTInductor do without: they hold Triton alone. Work items and partial results are those of :mod:`.prefill`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
-from ...repeat import ALIGNMENT
-from .hopper_steps import LONGEST_STRIDE, load_page
+from .hopper_steps import LONGEST_STRIDE, aligned, load_page
 from .launch import Options, launch, starts_early
 from .primitives import LOG2E, exp2, finite, inverse, log_sum, within
 
@@ -347,7 +346,7 @@ def prefill_hopper_kernel(
 def objections(x: Operands, plan: PrefillPlan | None, tile_rows: int, o: AttentionOptions) -> list[str]:
     """Why the kernel does not run this call, which is then left to the general one."""
     tensors, strides = (x.q, x.k, x.v), (*x.q.stride()[:2], *x.k_strides, *x.v_strides)
-    aligned = not any(t.data_ptr() & ALIGNMENT for t in tensors) and not any(stride % 8 for stride in strides)
+    in_units = aligned(*tensors) and not any(stride % 8 for stride in strides)
     page_size = PlanProblem.of(plan.problem).page_size if plan is not None and plan.kv_indices.shape[0] else 0
     longest = max(x.k_strides[1], x.v_strides[1])
     checks = [
@@ -355,7 +354,7 @@ def objections(x: Operands, plan: PrefillPlan | None, tile_rows: int, o: Attenti
         (x.k.dtype == x.q.dtype, f"the cache is {x.k.dtype}"),
         (x.dims in ((dim, 0, dim) for dim in WIDTHS) and not x.shared, f"heads are {x.dims} wide"),
         (page_size % 16 == 0, f"pages of {page_size} are not whole runs of 16 tokens"),
-        (aligned, "rows are not aligned to 16 bytes"),
+        (in_units, "rows are not aligned to 16 bytes"),
         (longest <= LONGEST_STRIDE and page_size * longest < 1 << 31, "tokens are too far apart"),
         (tile_rows * x.heads[0] // x.heads[1] > PAIRS.value, "tiles are of no more than 64 pairs"),
         (o.mask is None and o.pos_encoding == "NONE", "a mask or positions are given"),

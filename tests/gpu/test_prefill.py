@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels.triton import prefill as kernels
-from attn_ops.kernels.triton.hopper import hopper
+from attn_ops.kernels.triton import hopper as places
+from calls import positional
 from cases import PREFILL, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case, one_at_a_time
 from harness import Setup
 from test_single import check_single
+from torch._inductor.utils import run_and_get_code
+
+from attn_ops.inductor import mark_static
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -57,7 +60,7 @@ HOPPER = [
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that the Hopper kernel was given."""
-    special, calls = hopper(torch.device("cuda", 0), "prefill_hopper"), []
+    special, calls = places.hopper(torch.device("cuda", 0), "prefill_hopper"), []
     if special is None:
         pytest.skip("no Hopper GPU, or no Gluon")
     run: Callable[..., None] = special.run
@@ -85,10 +88,31 @@ def test_hopper_single(heads: tuple[int, int], taken: list[Any]) -> None:
     assert taken
 
 
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_hopper_compiled(mode: str | None, taken: list[Any]) -> None:
+    """The graph calls the op, which copies no cache."""
+    torch._dynamo.reset()
+    setup = Setup("prefill", HOPPER_BASE, "cuda")
+    mark_static(*setup.planner.state, setup.planner.workspace)
+    inputs, options = positional("batch_prefill", setup.arguments)
+
+    def step(*args: Any) -> Any:
+        return torch.ops.attn.batch_prefill(args[0] * 1, *args[1:], **options, backend="triton")
+
+    compiled = torch.compile(step, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        (out, lse), code = run_and_get_code(compiled, *inputs)
+        setup.check(out.clone(), lse.clone())
+        for _ in range(3):
+            setup.check(*(t.clone() for t in compiled(*inputs)))
+    assert taken
+    assert "torch.ops.attn.batch_prefill" in "".join(code)
+
+
 @pytest.mark.parametrize("case", HOPPER[:2], ids=str)
 def test_general_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiled graphs run."""
-    monkeypatch.setattr(kernels, "hopper", lambda device, name: None)
+    """What packages run."""
+    monkeypatch.setattr(places, "hopper", lambda device, name: None)
     test_paged(case)
 
 

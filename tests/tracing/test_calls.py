@@ -1,0 +1,75 @@
+"""An op whose body asks to stay a call, for a kernel that Inductor does not generate."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import decoder as d
+import pytest
+import torch
+from attn_ops.kernels import reference
+from torch._inductor.utils import run_and_get_code
+
+from attn_ops.inductor import stay_a_call
+
+LENGTHS = [5, 3, 9, 1]
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each body that was asked to run ran on."""
+    ran: list[bool] = []
+    body = reference.batch_decode
+
+    def batch_decode(*args: Any, **kwargs: Any) -> Any:
+        ran.append(False)
+        stay_a_call()
+        ran[-1] = True
+        return body(*args, **kwargs)
+
+    monkeypatch.setattr(reference, "batch_decode", batch_decode)
+    return ran
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed batch", "dynamic batch"])
+def test_a_compiled_graph_calls_the_op(dynamic: bool, asked: list[bool]) -> None:
+    model, planner = d.decoder(), d.planner()
+    compiled = torch.compile(model, fullgraph=True)
+    eager_args = d.inputs()
+    compiled_args = d.clone(eager_args)
+    for step in range(4):
+        batch = d.BATCH - step % 3 if dynamic else d.BATCH
+        plan = planner.plan(*d.page_table(LENGTHS[:batch], seed=step))
+        x = torch.randn(batch, d.WIDTH)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        expected = model(x, *eager_args[1:], plan, planner.workspace)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            actual, code = run_and_get_code(compiled, x, *compiled_args[1:], plan, planner.workspace)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(compiled_args[1:], eager_args[1:])
+        if step == 0:
+            source = "\n".join(code)
+            assert "torch.ops.attn.batch_decode" in source
+            assert "torch.ops.attn.append_kv" not in source
+            buffers = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", source)
+            sizes = [math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in buffers]
+            assert max(sizes, default=0) < eager_args[1].numel() // 2, "a cache is copied"
+    assert False in asked
+    assert True in asked
+
+
+def test_a_package_has_no_calls(asked: list[bool], tmp_path: Path) -> None:
+    model, planner = d.decoder(), d.planner()
+    plan, args = planner.plan(*d.page_table(LENGTHS)), d.inputs()
+    exported_args, eager_args = d.clone(args), d.clone(args)
+    program = torch.export.export(model, (*exported_args, plan, planner.workspace))
+    asked.clear()
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
+    assert asked
+    assert all(asked)
+    actual = torch._inductor.aoti_load_package(path)(*exported_args, plan, planner.workspace)
+    torch.testing.assert_close(actual, model(*eager_args, plan, planner.workspace))
