@@ -15,6 +15,7 @@ static const DLPackExchangeAPI *exchange;  // what torch tells others of its ten
 
 static struct {
     CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
+    CUresult (*device)(CUdevice *);
     CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus *);
     CUresult (*describe)(CUresult, const char **);
 } driver;
@@ -174,13 +175,11 @@ static PyTypeObject *repeat_type;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *calls, *device, *stream, *grad_mode, *first;
+    PyObject *calls, *grad_mode, *first;
 } Calls;
 
 static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     Py_VISIT(self->calls);
-    Py_VISIT(self->device);
-    Py_VISIT(self->stream);
     Py_VISIT(self->grad_mode);
     Py_VISIT(self->first);
     Py_VISIT(Py_TYPE(self));
@@ -189,8 +188,6 @@ static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
 
 static int Calls_clear(Calls *self) {
     Py_CLEAR(self->calls);
-    Py_CLEAR(self->device);
-    Py_CLEAR(self->stream);
     Py_CLEAR(self->grad_mode);
     Py_CLEAR(self->first);
     return 0;
@@ -205,13 +202,11 @@ static void Calls_dealloc(Calls *self) {
 }
 
 static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *calls, *device, *stream, *grad_mode, *first;
-    if (!PyArg_ParseTuple(args, "O!OOOO", &PyDict_Type, &calls, &device, &stream, &grad_mode, &first)) return NULL;
+    PyObject *calls, *grad_mode, *first;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &calls, &grad_mode, &first)) return NULL;
     Calls *self = (Calls *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->calls = Py_NewRef(calls);
-    self->device = Py_NewRef(device);
-    self->stream = Py_NewRef(stream);
     self->grad_mode = Py_NewRef(grad_mode);
     self->first = Py_NewRef(first);
     return (PyObject *)self;
@@ -276,23 +271,17 @@ static bool put_argument(Call *call, PyObject *x) {
 }
 
 static bool put_circumstances(Calls *self, Call *call) {
+    CUdevice device;
+    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
     PyObject *grad_mode = PyObject_CallNoArgs(self->grad_mode);
-    PyObject *device = grad_mode ? PyObject_CallNoArgs(self->device) : NULL;
-    PyObject *stream = device ? PyObject_CallOneArg(self->stream, device) : NULL;
-    bool known = stream != NULL;
-    if (known) {
-        call->grad_mode = grad_mode == Py_True;
-        call->stream = PyLong_AsVoidPtr(stream);
-        CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
-        driver.is_capturing(call->stream, &capturing);  // what is wrong with the stream, the launch will say
-        known = put(call, PyThread_get_thread_ident()) && put(call, (uint64_t)PyLong_AsLongLong(device)) &&
-                put(call, (uint64_t)call->grad_mode << 1 | (capturing != CU_STREAM_CAPTURE_STATUS_NONE)) &&
-                !PyErr_Occurred();
-    }
-    Py_XDECREF(grad_mode);
-    Py_XDECREF(device);
-    Py_XDECREF(stream);
-    return known;
+    if (!grad_mode) return false;
+    call->grad_mode = grad_mode == Py_True;
+    Py_DECREF(grad_mode);
+    if (driver.device(&device) != CUDA_SUCCESS) return false;  // a thread that has not used the GPU yet
+    if (exchange->current_work_stream(kDLCUDA, device, (void **)&call->stream)) return false;
+    driver.is_capturing(call->stream, &capturing);  // what is wrong with the stream, the launch will say
+    return put(call, PyThread_get_thread_ident()) && put(call, device) &&
+           put(call, (uint64_t)call->grad_mode << 1 | (capturing != CU_STREAM_CAPTURE_STATUS_NONE));
 }
 
 static bool put_call(Calls *self, Call *call, PyObject *args, PyObject *kwargs) {
@@ -336,10 +325,8 @@ static PyObject *Calls_call(Calls *self, PyObject *args, PyObject *given) {
 }
 
 static PyType_Slot calls_slots[] = {
-    {Py_tp_doc, "Calls(calls, device, stream, grad_mode, first)(*args, **kwargs)\n\n"
+    {Py_tp_doc, "Calls(calls, grad_mode, first)(*args, **kwargs)\n\n"
                 "calls      {key: Repeat}, filled by the caller\n"
-                "device     device(): the current one\n"
-                "stream     stream(device): the current one there\n"
                 "grad_mode  grad_mode(): a part of every key\n"
                 "first      first(key, args, kwargs) makes a call unlike every earlier one; key is None for one that\n"
                 "           cannot be remembered"},
@@ -361,10 +348,11 @@ static PyObject *connect(PyObject *module, PyObject *path) {
     if (!name) return NULL;
     if (library) {
         *(void **)&driver.launch = dlsym(library, "cuLaunchKernelEx");
+        *(void **)&driver.device = dlsym(library, "cuCtxGetDevice");
         *(void **)&driver.is_capturing = dlsym(library, "cuStreamIsCapturing");
         *(void **)&driver.describe = dlsym(library, "cuGetErrorString");
     }
-    if (!library || !driver.launch || !driver.is_capturing || !driver.describe) return PyErr_SetString(PyExc_OSError, dlerror()), NULL;
+    if (!library || !driver.launch || !driver.device || !driver.is_capturing || !driver.describe) return PyErr_SetString(PyExc_OSError, dlerror()), NULL;
     Py_RETURN_NONE;
 }
 

@@ -96,8 +96,7 @@ class Repeats:
             return self._forgettable(*args, **kwargs)
         call, module = self._forgettable, native()
         if module is not None:
-            current = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, torch.is_grad_enabled
-            call = module.Calls(self._calls, *current, self._remember)
+            call = module.Calls(self._calls, torch.is_grad_enabled, self._remember)
         self.op.__setstate__((call, (), {}, {}))  # type: ignore[attr-defined]
         return call(*args, **kwargs)
 

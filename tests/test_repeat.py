@@ -24,8 +24,9 @@ from attn_ops import repeat as memory
 from attn_ops.repeat import Repeats
 
 HEADER = Path(sysconfig.get_path("include"), "Python.h")
+POSSIBLE = HEADER.exists() and shutil.which("gcc") and (torch.version.cuda is None or torch.cuda.is_available())
 pytestmark = pytest.mark.skipif(
-    not HEADER.exists() or not shutil.which("gcc"), reason="needs gcc and the headers of Python"
+    not POSSIBLE, reason="needs gcc, the headers of Python, and for a torch with CUDA a GPU"
 )
 
 STREAM, FUNCTION = 77, 1234
@@ -36,7 +37,7 @@ KINDS = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctype
 ONLOOKER = """
 #include <cuda.h>
 #include <string.h>
-unsigned grid[3], block[3], shared, early, launches, capturing;
+unsigned grid[3], block[3], shared, early, launches, capturing, device, device_answer;
 void *stream, *function;
 char values[6][8];
 CUresult answer;
@@ -49,6 +50,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void 
             && c->attrs->value.programmaticStreamSerializationAllowed == 1;
     return extra ? CUDA_ERROR_INVALID_VALUE : answer;
 }
+CUresult cuCtxGetDevice(CUdevice *d) { *d = device; return device_answer; }
 CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = capturing; return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult code, const char **text) { *text = "as it was told to"; return 0; }
 """
@@ -96,7 +98,8 @@ def onlooker(built: Onlooker, monkeypatch: pytest.MonkeyPatch) -> Onlooker:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     built.tell("answer", 0)
-    built.tell("capturing", 0)
+    for name in ("capturing", "device", "device_answer"):
+        built.tell(name, 0)
     return built
 
 
@@ -317,11 +320,19 @@ def test_kernels_read_the_tensors_of_the_call(onlooker: Onlooker):
     assert onlooker.values()[:2] == [b.data_ptr(), a.data_ptr()]
 
 
-def test_a_capture_is_not_the_call_that_was_made(onlooker: Onlooker):
+@pytest.mark.parametrize("circumstance", ["capturing", "device"])
+def test_calls_in_a_capture_or_on_another_device_differ(onlooker: Onlooker, circumstance: str):
     op, t, plan = Op(), torch.ones(4), [torch.zeros(1)]
     assert [op(t, plan), op(t, plan)] == [False, True]
-    onlooker.tell("capturing", 1)
+    onlooker.tell(circumstance, 1)
     assert [op(t, plan), op(t, plan)] == [False, True]
+
+
+def test_a_thread_that_has_not_used_the_gpu_makes_its_first_call(onlooker: Onlooker):
+    op, t, plan = Op(), torch.ones(4), [torch.zeros(1)]
+    onlooker.tell("device_answer", 201)
+    assert [op(t, plan), op(t, plan)] == [False, False]
+    assert not op.repeats._calls
 
 
 def test_a_call_is_forgotten_with_its_plan(remembered: tuple[Op, list[torch.Tensor]]):
