@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 from unittest.mock import patch
@@ -103,6 +105,16 @@ def decode(
 def eager(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """As where launches are not recorded."""
     with mock.patch("attn_ops.kernels.triton.decode.runs_now", return_value=True):
+        function(*args, **kwargs)
+
+
+def on_hopper(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """As on a GPU for which there are Gluon kernels."""
+
+    def hopper(device: torch.device, name: str) -> ModuleType:
+        return importlib.import_module(f"attn_ops.kernels.triton.{name}")
+
+    with mock.patch("attn_ops.kernels.triton.hopper.hopper", hopper):
         function(*args, **kwargs)
 
 
