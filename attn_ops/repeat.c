@@ -256,10 +256,10 @@ static bool put_tensor(Call *call, PyObject *tensor) {
         requires_grad = wanted == Py_True;
         Py_DECREF(wanted);
     }
-    bool fits = (t.strides || !t.ndim) && put(call, TENSOR | (uint64_t)(uint8_t)t.ndim << 8 | (uint64_t)t.dtype.code << 16 |
-                              (uint64_t)t.dtype.bits << 24 | misaligned << 32 | requires_grad << 36 |
-                              (uint64_t)t.device.device_type << 40) &&
-                put(call, t.device.device_id);
+    uint64_t kind = TENSOR | (uint64_t)(uint8_t)t.ndim << 8 | (uint64_t)t.dtype.code << 16 |
+                    (uint64_t)t.dtype.bits << 24 | misaligned << 32 | requires_grad << 36 |
+                    (uint64_t)t.device.device_type << 40;
+    bool fits = (t.strides || !t.ndim) && put(call, kind) && put(call, t.device.device_id);
     for (int d = 0; fits && d < t.ndim; d++) fits = put(call, t.shape[d]) && put(call, t.strides[d]);
     return fits;
 }
@@ -352,8 +352,8 @@ static PyObject *connect(PyObject *module, PyObject *path) {
         *(void **)&driver.is_capturing = dlsym(library, "cuStreamIsCapturing");
         *(void **)&driver.describe = dlsym(library, "cuGetErrorString");
     }
-    if (!library || !driver.launch || !driver.device || !driver.is_capturing || !driver.describe) return PyErr_SetString(PyExc_OSError, dlerror()), NULL;
-    Py_RETURN_NONE;
+    if (library && driver.launch && driver.device && driver.is_capturing && driver.describe) Py_RETURN_NONE;
+    return PyErr_Format(PyExc_OSError, "%s is not there, or not a CUDA driver that launches with attributes", name);
 }
 
 static PyMethodDef functions[] = {

@@ -48,7 +48,7 @@ def _build() -> Any:
         return module
     except (OSError, RuntimeError, ImportError, subprocess.CalledProcessError) as error:
         LOG.warning(
-            "attn_ops: eager calls take several times as long on the host, since repeat.c could not be built (%s); "
+            "attn_ops: eager calls take longer on the host, since repeat.c could not be built (%s); "
             "install a C compiler and the headers of Python",
             error,
         )
@@ -83,7 +83,7 @@ class Repeats:
     """
 
     op: functools.partial[Any]
-    """Makes a call. A function that only passes its arguments on would cost five times as much."""
+    """Makes a call: a partial, since its function can be exchanged, and one that passes arguments on costs more."""
 
     def __init__(self, first: First) -> None:
         self._first = first

@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import sysconfig
+import threading
 import types
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -135,8 +136,8 @@ def _record(*tensors: torch.Tensor | list[torch.Tensor], compute: bool = False) 
         out = torch.empty(2, 4)
         if compute:
             out.zero_()
-        assert launch._recorded is not None
-        launch._recorded.append(launch.Recorded(kernel, (3, 2), (args[0], None, out), REST))
+        assert launch._call.recorded is not None
+        launch._call.recorded.append(launch.Recorded(kernel, (3, 2), (args[0], None, out), REST))
         return out
 
     return launch.record(function, tensors, {})
@@ -210,6 +211,29 @@ def test_a_call_that_computes_is_not():
 def test_a_kernel_that_needs_more_than_parameters_is_not(loads: list[Any], metadata: dict[str, Any]):
     assert driver.load(_compiled(**metadata)) is None
     assert not loads
+
+
+def test_what_another_thread_launches_meanwhile_is_not_a_part_of_the_call(loads: list[Any]):
+    def function(t: torch.Tensor) -> torch.Tensor:
+        other = threading.Thread(target=_record, args=(torch.zeros(4),))
+        other.start()
+        other.join()
+        assert launch._call.recorded == []
+        return torch.empty(0)
+
+    assert launch.record(function, (torch.zeros(4),), {})[1] is None
+    assert len(loads) == 1
+
+
+def test_a_kernel_that_does_not_compile_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    compiling: Future[Any] = Future()
+    compiling.set_exception(ValueError("does not compile"))
+    with pytest.raises(ValueError, match="does not compile"), launch._compiling_together():
+        launch._call.coming[(None, 0)] = compiling
+    with launch._compiling_together():
+        pass
+    assert not launch._call.coming
 
 
 def test_unaligned_tensors_are_not():

@@ -11,6 +11,7 @@ as much host time as a small kernel runs. A :class:`.driver.Kernel` is that work
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -69,10 +70,17 @@ class Recorded(NamedTuple):
 _ready: dict[tuple[Any, ...], tuple[Any, Kernel | None]] = {}
 """Kernels as compiled and as loaded."""
 
-_coming: dict[tuple[Any, ...], Any] = {}
-"""Kernels that are being compiled."""
 
-_recorded: list[Recorded | None] | None = None
+class _Call(threading.local):
+    """What the call that this thread records has launched, None for what cannot be repeated, and what it compiles."""
+
+    recorded: list[Recorded | None] | None = None
+
+    def __init__(self) -> None:
+        self.coming: dict[tuple[Any, ...], Any] = {}
+
+
+_call = _Call()
 
 
 def launch(
@@ -100,8 +108,8 @@ def launch(
         return
     if not run:
         return
-    if _recorded is not None:
-        _recorded.append(None)
+    if _call.recorded is not None:
+        _call.recorded.append(None)
     kernel[tuple(grid)](*tensors, *scalars, *strides, *constants, **options.keywords())
 
 
@@ -117,12 +125,15 @@ def _make_ready(key: tuple[Any, ...], compiled: Any) -> None:
 @contextmanager
 def _compiling_together() -> Iterator[None]:
     """Kernels that are only made ready are compiled beside the others of the block, and ready at its end."""
-    with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
-        yield
-    while _coming:
-        key, compiled = _coming.popitem()
-        with torch.cuda.device(key[1]):
-            _make_ready(key, compiled)
+    outer, _call.coming = _call.coming, {}
+    try:
+        with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
+            yield
+        for key, compiled in _call.coming.items():
+            with torch.cuda.device(key[1]):
+                _make_ready(key, compiled)
+    finally:
+        _call.coming = outer
 
 
 def _launch_direct(
@@ -148,15 +159,15 @@ def _launch_direct(
     if key not in _ready:
         compiled = kernel.warmup(*tensors, *scalars, *strides, *constants, grid=tuple(grid), **options.keywords())
         if not run and hasattr(compiled, "result"):
-            _coming[key] = compiled
+            _call.coming[key] = compiled
         else:
             _make_ready(key, compiled)
     if not run:
         return
     compiled, loaded = _ready[key]
     rest = (*scalars, *strides, *constants)
-    if _recorded is not None:
-        _recorded.append(Recorded(loaded, tuple(grid), tensors, rest) if loaded else None)
+    if _call.recorded is not None:
+        _call.recorded.append(Recorded(loaded, tuple(grid), tensors, rest) if loaded else None)
     if not all(grid):
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
@@ -208,15 +219,15 @@ class _Watch(TorchDispatchMode):
 
 def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Call ``function``; a ``Repeat`` if it only launched kernels, on tensors that were given or are returned."""
-    global _recorded
-    outer, _recorded = _recorded, []
+    launches: list[Recorded | None] = []
+    outer, _call.recorded = _call.recorded, launches
     try:
         with _Watch() as watch, _compiling_together():
             result = function(*args, **kwargs)
-        recorded = [entry for entry in _recorded if entry is not None]
-        known = len(recorded) == len(_recorded) > 0
     finally:
-        _recorded = outer
+        _call.recorded = outer
+    recorded = [entry for entry in launches if entry is not None]
+    known = len(recorded) == len(launches) > 0
     given, outputs = moving(args, kwargs), _tensors_of(result)
     free, device = [*given, *outputs], torch.cuda.current_device()
     every = [*free, *held(args)]
