@@ -31,6 +31,7 @@ NOTE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of the rows; default: all")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    parser.add_argument("--name", default="decode", help="of the files of the results; default: %(default)s")
     parser.add_argument("--no-peers", action="store_true")
 
 
@@ -74,4 +75,4 @@ def run(args: argparse.Namespace) -> None:
     for row in ROWS if args.rows is None else [ROWS[i] for i in args.rows]:
         results.append(_measure(row, contest))
         release()
-    report.save("decode", "Decode", NOTE, results, args.output, contest.refusals)
+    report.save(args.name, report.title_of(args.name), NOTE, results, args.output, contest.refusals)

@@ -28,6 +28,7 @@ RATE = 500e6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of the rows; default: all")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    parser.add_argument("--name", default="prefill", help="of the files of the results; default: %(default)s")
     parser.add_argument("--no-peers", action="store_true")
 
 
@@ -72,4 +73,4 @@ def run(args: argparse.Namespace) -> None:
     for row in PREFILL_ROWS if args.rows is None else [PREFILL_ROWS[i] for i in args.rows]:
         results.append(_measure(row, contest))
         release()
-    report.save("prefill", "Prefill", NOTE, results, args.output, contest.refusals)
+    report.save(args.name, report.title_of(args.name), NOTE, results, args.output, contest.refusals)

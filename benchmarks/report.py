@@ -88,6 +88,11 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
+def title_of(name: str) -> str:
+    """``"Decode, fp8"`` of ``"decode_fp8"``."""
+    return name.replace("_", ", ").capitalize()
+
+
 def save(
     name: str,
     title: str,
