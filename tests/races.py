@@ -7,11 +7,7 @@ from pathlib import Path
 
 from attn_ops import kernels
 
-ROLES = Path(next(iter(kernels.__path__)), "triton", "prefill_hopper.py")
-
-HAND_OVER = ("def prefill_hopper_kernel(", "gl.warp_specialize(")
-"""Where Triton passes values to warpgroups with roles, in shared memory, around a barrier of all threads that is not
-number 0 and that they reach in different places (``BAR.SYNC 1`` in the assembly): racecheck does not see it."""
+FOLDER = Path(next(iter(kernels.__path__)), "triton")
 
 REPORT = re.compile(r"Race reported between .*?(?=\n=+ *(?:\n|$)|\n(?!=)|\Z)", re.DOTALL)
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
@@ -19,8 +15,19 @@ PLACE = re.compile(r" in (\S+\.py):(\d+)")
 
 
 def hand_over() -> set[tuple[str, str]]:
-    lines = enumerate(ROLES.read_text().splitlines(), 1)
-    return {(ROLES.name, str(number)) for number, line in lines if any(word in line for word in HAND_OVER)}
+    """The file and line of kernels whose warpgroups have roles, and of where they are given them.
+
+    Triton passes values to them in shared memory, around a barrier of all threads that is not number 0 and that they
+    reach in different places (``BAR.SYNC 1`` in the assembly): racecheck does not see it.
+    """
+    places = set()
+    for file in FOLDER.glob("*.py"):
+        kernel = 0
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            kernel = number if line.startswith("def ") else kernel
+            if "gl.warp_specialize(" in line:
+                places |= {(file.name, str(kernel)), (file.name, str(number))}
+    return places
 
 
 def races(output: str) -> list[str]:

@@ -25,6 +25,12 @@ pytestmark = pytest.mark.skipif(
 
 SHARED_BYTES = 227 << 10
 
+COPY_STACK_BYTES = 64
+"""The role that copies sets a few values aside before its loop; one that attends would take hundreds of bytes."""
+
+WAITS = 10
+"""For products in the source: six of the warpgroup that begins, four of the other."""
+
 
 def _call(
     dtype: torch.dtype = torch.bfloat16,
@@ -68,10 +74,11 @@ def test_registers_and_shared_memory_suffice(
     cubin.write_bytes(kernel.asm["cubin"])
     usage = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", tool("cuobjdump", "-res-usage", cubin=cubin))
     assert usage
-    assert usage.groups() == ("0", "0")
+    assert int(usage[1]) <= COPY_STACK_BYTES
+    assert usage[2] == "0"
     code = tool("nvdisasm", "-c", cubin=cubin)
-    assert code.count("HGMMA") >= 40
-    assert code.count("WARPGROUP.DEPBAR") <= 4
+    assert code.count("HGMMA") >= 80
+    assert code.count("WARPGROUP.DEPBAR") <= WAITS
 
 
 @pytest.mark.parametrize(

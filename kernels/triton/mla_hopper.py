@@ -1,9 +1,9 @@
 """MLA decode on Hopper, in Gluon: one program per work item and 64 of its pairs of a query row and a head.
 
-Keys of 512 + 64, of which the first 512 are the values too, are read once, in blocks of 64 tokens of a page. Two
-blocks are in shared memory: while one is multiplied the next is on its way. Two warpgroups share a block: each
-multiplies the queries with half of its tokens, and the weights of all of them, which they exchange through shared
-memory, with half of the values.
+Keys of 512 + 64, of which the first 512 are the values too, are read once, in blocks of 64 tokens of a page, by a
+warpgroup that does nothing else. Two warpgroups attend. Each multiplies the queries with every other block and makes
+its weights, and multiplies the weights of all blocks with its half of the values: while one makes weights the other
+keeps the tensor cores busy. The weights for the other go where the block had the 64 columns that are not values.
 
 Packages of AOTInductor do without: they hold Triton alone. The work items and partial results are those of
 :mod:`.prefill`.
@@ -11,13 +11,20 @@ Packages of AOTInductor do without: they hold Triton alone. The work items and p
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
@@ -25,44 +32,285 @@ from .hopper_steps import LONGEST_STRIDE, aligned, load_page
 from .launch import Options, launch, starts_early
 from .merge_tiles import merge_tiles
 from .prefill import Options as AttentionOptions
-from .primitives import LOG2E
+from .primitives import LOG2E, exp2, finite, inverse, log_sum, within
 
 CKV, KPE = gl.constexpr(512), gl.constexpr(64)
+HALF = gl.constexpr(256)
+"""Columns of the values that a warpgroup has."""
+
 PAIRS, TOKENS = gl.constexpr(64), gl.constexpr(64)
-WARPS = 8
+WARPS = gl.constexpr(4)
+"""Of a warpgroup."""
+
+REGISTERS = gl.constexpr(208)
+"""Of a thread that attends."""
+
+
+class Tile(NamedTuple):
+    """``TILE_ROWS`` rows of a request from ``row`` on, of which ``count`` are used, and their keys ``[begin, end)``."""
+
+    row: Any
+    count: Any
+    position: Any  # of the first row among the keys
+    begin: Any
+    end: Any
+    slot: Any  # of the partial results, or negative
+    first_pair: Any  # of this program
+
+
+class Stage(NamedTuple):
+    """A block in shared memory, and barriers for each half of it."""
+
+    keys: Any  # [2, TOKENS, HALF], the values too
+    rest: Any  # [TOKENS, 64], the rest of the keys, and then the weights [PAIRS, TOKENS]
+    ready: Any
+    free: Any
+
+
+class Exchange(NamedTuple):
+    """What the warpgroups tell each other of each of the last two blocks."""
+
+    tops: Any  # [2, PAIRS], the largest logits up to it
+    topped: Any  # barriers
+    weighed: Any
 
 
 @gluon.jit
-def copy_part(block, cache, slot, count, STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to copy ``[tokens, dim]`` from the token at ``cache + slot * STRIDE`` on; zeros from ``count`` on."""
-    n = gl.arange(0, block.shape[0], gl.SliceLayout(1, LAYOUT))
+def locate(tile, rows, LAYOUT: gl.constexpr, HEADS: gl.constexpr):
+    """``(row of the tile, head, whether there is one)`` of this program's pairs."""
+    pair = tile.first_pair + gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
+    tile_row = pair // HEADS
+    return tile_row, pair % HEADS, (tile_row < tile.count) & within(tile.row + tile_row, rows)
+
+
+@gluon.jit
+def copy_queries(block, q, tile, rows, stride_row, stride_head, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to copy ``[PAIRS, dim]`` of the queries, 0 where there is none."""
+    tile_row, head, used = locate(tile, rows, LAYOUT, HEADS)
     d = gl.arange(0, block.shape[1], gl.SliceLayout(0, LAYOUT))
-    at = cache + slot * STRIDE + (n[:, None] * STRIDE + d[None, :])
-    async_copy.async_copy_global_to_shared(block, at, mask=n[:, None] < count)
+    at = (tile.row + tile_row).to(gl.int64) * stride_row + head * stride_head
+    at = gl.multiple_of(q + at[:, None] + d[None, :], [1, 16])
+    async_copy.async_copy_global_to_shared(block, at, mask=used[:, None])
 
 
 @gluon.jit
-def load_query(
-    q, row, first_pair, rows, count, stride_row, stride_head,
-    HEADS: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr,
+def copy_tokens(block, cache, count, STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to copy ``[TOKENS, dim]`` from the token at ``cache`` on; zeros from ``count`` on."""
+    n = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, block.shape[1], gl.SliceLayout(0, LAYOUT))
+    at = gl.multiple_of(cache + (n[:, None] * STRIDE + d[None, :]), [1, 16])  # bytes, which the compiler does not know
+    async_copy.async_copy_global_to_shared(block, at, mask=(n < count)[:, None])
+
+
+@gluon.jit
+def copy_block(
+    own: gl.constexpr, stage, caches, page_strides, page, first, end, phase,
+    PAGE_SIZE: gl.constexpr, STRIDE_CKV: gl.constexpr, STRIDE_KPE: gl.constexpr,
+    WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """``[PAIRS, DIM]`` of the query from pair ``first_pair`` of the tile on, 0 where there is none."""
-    pair = first_pair + gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
-    tile_row, head = pair // HEADS, pair % HEADS
-    used = (tile_row < count) & ((row + tile_row).to(gl.uint32) < rows.to(gl.uint32))
-    at = (row + tile_row).to(gl.int64) * stride_row + head * stride_head
-    return gl.load(q + at[:, None] + d[None, :], mask=used[:, None], other=0.0)
+    """Start to copy the block from token ``first`` on, first the half of the values of warpgroup ``own``.
+
+    It is to multiply the block with the queries. The other one has the rest of the keys free last.
+    """
+    other: gl.constexpr = 1 - own
+    ckv = caches[0] + page * page_strides[0] + first % PAGE_SIZE * STRIDE_CKV
+    kpe = caches[1] + page * page_strides[1] + first % PAGE_SIZE * STRIDE_KPE
+    mbarrier.wait(stage.free.index(own), phase)
+    copy_tokens(stage.keys.index(own), ckv + own * HALF, end - first, STRIDE_CKV, WIDE)
+    async_copy.mbarrier_arrive(stage.ready.index(own), increment_count=False)
+    mbarrier.wait(stage.free.index(other), phase)
+    copy_tokens(stage.keys.index(other), ckv + other * HALF, end - first, STRIDE_CKV, WIDE)
+    copy_tokens(stage.rest, kpe, end - first, STRIDE_KPE, NARROW)
+    async_copy.mbarrier_arrive(stage.ready.index(other), increment_count=False)
 
 
 @gluon.jit
-def store_pairs(out, lse, value, sums, first, pair, pair_of_sums, used, used_of_sums, LSE: gl.constexpr):
-    """``value [pairs, dim]`` and ``sums [pairs]``, of which each has a layout of its own, from pair ``first`` on."""
-    DIM: gl.constexpr = value.shape[1]
-    d = gl.arange(0, DIM, gl.SliceLayout(0, value.type.layout))
-    gl.store(out + (first + pair)[:, None] * DIM + d[None, :], value, mask=used[:, None])
-    if LSE:
-        gl.store(lse + first + pair_of_sums, sums, mask=used_of_sums)
+def copy_all(
+    given, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, STRIDE_CKV: gl.constexpr, STRIDE_KPE: gl.constexpr
+):  # fmt: skip
+    """The role of the warpgroup that copies."""
+    query, query_ready, stages, q, q_strides, caches, page_strides, pages, tile, rows = given
+    kv_indices, page_start, max_pages, num_pages = pages
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    begin, end = tile.begin, tile.end
+    even = load_page(kv_indices, page_start + begin // PAGE_SIZE, max_pages, num_pages)
+    odd = load_page(kv_indices, page_start + (begin + TOKENS) // PAGE_SIZE, max_pages, num_pages)
+    query_v, query_k = query
+    for half in gl.static_range(2):
+        copy_queries(query_v.index(half), q[0] + half * HALF, tile, rows, q_strides[0], q_strides[1], HEADS, WIDE)
+    copy_queries(query_k, q[1], tile, rows, q_strides[2], q_strides[3], HEADS, NARROW)
+    async_copy.mbarrier_arrive(query_ready, increment_count=False)
+    phase = 1
+    for first in range(begin, gl.maximum(end, begin + 1), 2 * TOKENS):
+        then, after = first + TOKENS, first + 2 * TOKENS
+        now_even, now_odd = even, odd
+        even = load_page(kv_indices, page_start + after // PAGE_SIZE, max_pages, num_pages)
+        odd = load_page(kv_indices, page_start + (after + TOKENS) // PAGE_SIZE, max_pages, num_pages)
+        copy_block(
+            0, stages[0], caches, page_strides, now_even, first, end, phase,
+            PAGE_SIZE, STRIDE_CKV, STRIDE_KPE, WIDE, NARROW,
+        )  # fmt: skip
+        if then < end:
+            copy_block(
+                1, stages[1], caches, page_strides, now_odd, then, end, phase,
+                PAGE_SIZE, STRIDE_CKV, STRIDE_KPE, WIDE, NARROW,
+            )  # fmt: skip
+        phase ^= 1
+
+
+@gluon.jit
+def multiply_keys(own: gl.constexpr, nil, query, stage, phase, LOGITS: gl.constexpr):
+    """Start to multiply the queries with the block in ``stage``; ``nil`` is 0."""
+    query_v, query_k = query
+    other: gl.constexpr = 1 - own
+    logits = gl.zeros([PAIRS, TOKENS], gl.float32, LOGITS)
+    mbarrier.wait(stage.ready.index(own), phase)
+    fence_async_shared()
+    key = stage.keys.index(own + nil).permute([1, 0])
+    logits = warpgroup_mma(query_v.index(own + nil), key, logits, use_acc=False, is_async=True)
+    mbarrier.wait(stage.ready.index(other), phase)
+    fence_async_shared()
+    key = stage.keys.index(other + nil).permute([1, 0])
+    logits = warpgroup_mma(query_v.index(other + nil), key, logits, is_async=True)
+    return warpgroup_mma(query_k, stage.rest.permute([1, 0]), logits, is_async=True)
+
+
+@gluon.jit
+def multiply_theirs(own: gl.constexpr, stage, exchange, state, phase):
+    """Start to multiply the other warpgroup's weights with this one's half of the values of their block."""
+    m, total, acc = state
+    other: gl.constexpr = 1 - own
+    mbarrier.wait(exchange.topped.index(other), phase)
+    top = exchange.tops.index(other).load(m.type.layout)
+    decay = exp2(m - finite(top))
+    mbarrier.wait(exchange.weighed.index(other), phase)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return top, total * decay, warpgroup_mma(stage.rest, stage.keys.index(own), acc, is_async=True)
+
+
+@gluon.jit
+def hide(logits, first, end, row_position, CAUSAL: gl.constexpr):
+    """``logits [pairs, tokens]`` of the tokens from ``first`` on, -inf where a row does not see one."""
+    tokens = first + gl.arange(0, TOKENS, gl.SliceLayout(0, logits.type.layout))
+    bound = gl.minimum(end, row_position + 1) if CAUSAL else end + 0 * row_position
+    return gl.where(tokens[None, :] < bound[:, None], logits, float("-inf"))
+
+
+@gluon.jit
+def weigh(own: gl.constexpr, logits, exchange, m, total, factor):
+    """``(largest logits, weights, decay of earlier sums, sums)``, of which the first are told to the other."""
+    top = gl.maximum(m, gl.max(logits, 1) * factor)
+    exchange.tops.index(own).store(top)
+    mbarrier.arrive(exchange.topped.index(own))
+    decay = exp2(m - finite(top))
+    weight = exp2(logits * factor - finite(top)[:, None])
+    return top, weight, decay, total * decay + gl.sum(weight, 1)
+
+
+@gluon.jit
+def multiply_own(own: gl.constexpr, stage, exchange, acc, weight, decay, WEIGHTS: gl.constexpr):
+    """Give the weights to the other warpgroup and multiply them with this one's half of the values."""
+    weights = weight.to(stage.rest.dtype)
+    stage.rest.store(weights)
+    fence_async_shared()
+    mbarrier.arrive(exchange.weighed.index(own))
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    weights = gl.convert_layout(weights, WEIGHTS, assert_trivial=True)
+    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, stage.keys.index(own), acc, is_async=True)])
+    mbarrier.arrive(stage.free.index(own))
+    return acc
+
+
+@gluon.jit
+def attend_half(
+    own: gl.constexpr, given, HEADS: gl.constexpr, TILE_ROWS: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr
+):  # fmt: skip
+    """The role of the warpgroup that multiplies the queries with blocks ``own``, ``own + 2`` and so on."""
+    query, stages, query_ready, exchange, totals, done, out, lse, partial, tile, rows, slots, factor = given
+    begin, end = tile.begin, tile.end
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    mine, theirs = stages[own], stages[1 - own]
+    their_free = theirs.free.index(own)
+    row_position = tile.position + (tile.first_pair + gl.arange(0, PAIRS, gl.SliceLayout(1, LOGITS))) // HEADS
+    first_position = tile.position + tile.first_pair // HEADS
+    m = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+    total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, LOGITS))
+    acc = gl.zeros([PAIRS, HALF], gl.float32, VALUES)
+    mbarrier.wait(query_ready, 0)
+    phase, their_phase = 0, 0
+    start = begin + TOKENS
+    if own == 0:  # the first block of all, perhaps of no tokens
+        logits = warpgroup_mma_wait(0, deps=[multiply_keys(own, 0, query, mine, phase, LOGITS)])
+        logits = hide(logits, begin, end, row_position, CAUSAL)
+        m, weight, decay, total = weigh(own, logits, exchange, m, total, factor)
+        acc = multiply_own(own, mine, exchange, acc, weight, decay, WEIGHTS)
+        phase, start = 1, begin + 2 * TOKENS
+    for first in range(start, end, 2 * TOKENS):
+        nil = first >> 30  # 0, which the assembler cannot know: it would keep the addresses of all operands, and spill
+        if own == 1:
+            logits = multiply_keys(own, nil, query, mine, phase, LOGITS)
+            m, total, acc = multiply_theirs(own, theirs, exchange, (m, total, acc), their_phase)
+            logits = warpgroup_mma_wait(1, deps=[logits])
+        else:
+            m, total, acc = multiply_theirs(own, theirs, exchange, (m, total, acc), their_phase)
+            logits = multiply_keys(own, nil, query, mine, phase, LOGITS)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(their_free)
+            logits = warpgroup_mma_wait(0, deps=[logits])
+        if first + TOKENS > (gl.minimum(end, first_position + 1) if CAUSAL else end):
+            logits = hide(logits, first, end, row_position, CAUSAL)
+        m, weight, decay, total = weigh(own, logits, exchange, m, total, factor)
+        if own == 1:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(their_free)
+        acc = multiply_own(own, mine, exchange, acc, weight, decay, WEIGHTS)
+        phase, their_phase = phase ^ 1, their_phase ^ 1
+    num_blocks = gl.maximum((end - begin + TOKENS - 1) // TOKENS, 1)
+    if num_blocks % 2 == own:  # the last block was the other's: 1 + own blocks are of this kind
+        m, total, acc = multiply_theirs(own, theirs, exchange, (m, total, acc), their_phase)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+
+    totals.index(own).store(total)
+    mbarrier.arrive(done)
+    mbarrier.wait(done, 0)
+    total += totals.index(1 - own).load(total.type.layout)
+    value = acc * gl.convert_layout(inverse(total), gl.SliceLayout(1, VALUES))[:, None]
+    d = own * HALF + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
+    tile_row, head, used = locate(tile, rows, LOGITS, HEADS)
+    value_row, value_head, value_used = locate(tile, rows, VALUES, HEADS)
+    if tile.slot >= 0:
+        slot_row = tile.slot.to(gl.int64) * TILE_ROWS
+        at = (slot_row + value_row) * HEADS + value_head
+        there = value_used & (tile.slot < slots)
+        gl.store(partial + at[:, None] * CKV + d[None, :], value, mask=there[:, None])
+        partial_sums = partial + slots.to(gl.int64) * (TILE_ROWS * HEADS * CKV)
+        if own == 0:
+            sums_at = partial_sums + (slot_row + tile_row) * HEADS + head
+            gl.store(sums_at, log_sum(m, total), mask=used & (tile.slot < slots))
+    else:
+        at = (tile.row + value_row).to(gl.int64) * HEADS + value_head
+        gl.store(out + at[:, None] * CKV + d[None, :], value.to(out.dtype.element_ty), mask=value_used[:, None])
+        if LSE and own == 0:
+            gl.store(lse + (tile.row + tile_row).to(gl.int64) * HEADS + head, log_sum(m, total), mask=used)
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr):
+    """Two, each of which waits for so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+@gluon.jit
+def allocate_stage(DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+    keys = gl.allocate_shared_memory(DTYPE, [2, TOKENS, HALF], OPERAND)
+    rest = gl.allocate_shared_memory(DTYPE, [TOKENS, KPE], OPERAND)
+    return Stage(keys, rest, allocate_barriers(32 * WARPS), allocate_barriers(1))
 
 
 @gluon.jit(do_not_specialize=["scale", "rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"])
@@ -102,103 +350,58 @@ def mla_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    M: gl.constexpr = PAIRS
-    N: gl.constexpr = TOKENS
-    DTYPE: gl.constexpr = q_nope.dtype.element_ty
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    BLOCKS: gl.constexpr = (TILE_ROWS * HEADS + M - 1) // M
-    TILE_PAIRS: gl.constexpr = TILE_ROWS * HEADS
+    BLOCKS: gl.constexpr = (TILE_ROWS * HEADS + PAIRS - 1) // PAIRS
     item, num_items = gl.program_id(0) // BLOCKS, gl.num_programs(0) // BLOCKS
-    first_pair = gl.program_id(0) % BLOCKS * M
-    pair = first_pair + gl.arange(0, M, gl.SliceLayout(1, VALUES))
-    pair_s = first_pair + gl.arange(0, M, gl.SliceLayout(1, LOGITS))
-
-    record, planned = work + item * 8, item < max_items
-    row, count = gl.load(record, mask=planned, other=0), gl.load(record + 1, mask=planned, other=0)
-    begin, end = gl.load(record + 2, mask=planned, other=0), gl.load(record + 3, mask=planned, other=0)
-    position, page_start = gl.load(record + 4, mask=planned, other=0), gl.load(record + 5, mask=planned, other=0)
-    slot = gl.load(record + 6, mask=planned, other=-1)
-    if count <= 0:
-        first = gl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
-        unused = (pair < TILE_PAIRS) & ((first + pair // HEADS).to(gl.uint32) < rows.to(gl.uint32))
-        unused_s = (pair_s < TILE_PAIRS) & ((first + pair_s // HEADS).to(gl.uint32) < rows.to(gl.uint32))
-        nothing = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
-        zeros = gl.zeros([M, CKV], DTYPE, VALUES)
-        store_pairs(out, lse, zeros, nothing, first.to(gl.int64) * HEADS, pair, pair_s, unused, unused_s, LSE)
-        return
-    count, page_start = gl.minimum(count, TILE_ROWS), gl.maximum(page_start, 0)
-    begin = gl.maximum(begin, 0) // N * N
+    first_pair = gl.program_id(0) % BLOCKS * PAIRS
+    record, listed = work + item * 8, item < max_items
+    row, count = gl.load(record, mask=listed, other=0), gl.load(record + 1, mask=listed, other=0)
+    begin, end = gl.load(record + 2, mask=listed, other=0), gl.load(record + 3, mask=listed, other=0)
+    position, page_start = gl.load(record + 4, mask=listed, other=0), gl.load(record + 5, mask=listed, other=0)
+    slot = gl.load(record + 6, mask=listed, other=-1)
+    begin, page_start = gl.maximum(begin, 0) // TOKENS * TOKENS, gl.maximum(page_start, 0)
     end = gl.minimum(end, gl.where(num_pages > 0, gl.maximum(max_pages - page_start, 0), 0) * PAGE_SIZE)
-    last_row = gl.minimum((first_pair + M - 1) // HEADS, count - 1)
+    if count <= 0:  # rows of no request, which see nothing
+        row = gl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
+        count, end, slot = rows - row, begin, slot * 0 - 1
+    count = gl.minimum(count, TILE_ROWS)
+    last_row = gl.minimum((first_pair + PAIRS - 1) // HEADS, count - 1)
     if first_pair // HEADS > last_row:
         return
     if CAUSAL:
         end = gl.minimum(end, position + last_row + 1)
 
-    keys = gl.allocate_shared_memory(DTYPE, [2, N, CKV], SHARED)
-    parts = gl.allocate_shared_memory(DTYPE, [2, N, KPE], SHARED)
-    page = load_page(kv_indices, page_start + begin // PAGE_SIZE, max_pages, num_pages)
-    copy_part(keys.index(0), ckv + page * stride_ckv_page, begin % PAGE_SIZE, end - begin, STRIDE_CKV, WIDE)
-    copy_part(parts.index(0), kpe + page * stride_kpe_page, begin % PAGE_SIZE, end - begin, STRIDE_KPE, NARROW)
-    async_copy.commit_group()
-    page = load_page(kv_indices, page_start + (begin + N) // PAGE_SIZE, max_pages, num_pages)
-    part_a = load_query(q_nope, row, first_pair, rows, count, stride_q_row, stride_q_head, HEADS, CKV, WIDE)
-    part_b = load_query(q_pe, row, first_pair, rows, count, stride_qb_row, stride_qb_head, HEADS, KPE, NARROW)
-    query_a = gl.allocate_shared_memory(DTYPE, [M, CKV], SHARED, part_a)
-    query_b = gl.allocate_shared_memory(DTYPE, [M, KPE], SHARED, part_b)
-    weights = gl.allocate_shared_memory(DTYPE, [M, N], SHARED)
-
-    factor = scale * LOG2E
-    bound = gl.minimum(end, position + pair_s // HEADS + 1) if CAUSAL else end + 0 * pair_s
-    n = gl.arange(0, N, gl.SliceLayout(0, LOGITS))
-    m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
-    totals = gl.zeros([M, N], gl.float32, LOGITS)
-    acc = gl.zeros([M, CKV], gl.float32, VALUES)
-    stage = 0
-    for first in range(begin, end, N):
-        async_copy.wait_group(0)
-        fence_async_shared()
-        block = keys.index(stage)
-        logits = gl.zeros([M, N], gl.float32, LOGITS)
-        logits = warpgroup_mma(query_b, parts.index(stage).permute([1, 0]), logits, use_acc=False, is_async=True)
-        logits = warpgroup_mma(query_a, block.permute([1, 0]), logits, is_async=True)
-        stage ^= 1
-        then, slot_in_page = first + N, (first + N) % PAGE_SIZE
-        copy_part(keys.index(stage), ckv + page * stride_ckv_page, slot_in_page, end - then, STRIDE_CKV, WIDE)
-        copy_part(parts.index(stage), kpe + page * stride_kpe_page, slot_in_page, end - then, STRIDE_KPE, NARROW)
-        async_copy.commit_group()
-        page = load_page(kv_indices, page_start + (then + N) // PAGE_SIZE, max_pages, num_pages)
-        logits = warpgroup_mma_wait(0, deps=[logits])
-        logits = gl.where(first + n[None, :] < bound[:, None], logits, float("-inf"))
-        top = gl.maximum(m, gl.max(logits, 1) * factor)
-        anchor = gl.where(top == float("-inf"), 0.0, top)
-        weight = gl.exp2(logits * factor - anchor[:, None])
-        decay = gl.exp2(m - anchor)
-        m, totals = top, totals * decay[:, None] + weight
-        weights.store(weight.to(DTYPE))
-        fence_async_shared()
-        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
-        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, block, acc, is_async=True)])
-
-    async_copy.wait_group(0)  # the last copies write zeros, where the sums below may have their scratch memory
-    total = gl.sum(totals, 1)
-    inverse = gl.where(total > 0.0, 1.0 / total, 0.0)
-    value = acc * gl.convert_layout(inverse, gl.SliceLayout(1, VALUES))[:, None]
-    sums = m + gl.log2(total)
-    used = (pair // HEADS < count) & ((row + pair // HEADS).to(gl.uint32) < rows.to(gl.uint32))
-    used_s = (pair_s // HEADS < count) & ((row + pair_s // HEADS).to(gl.uint32) < rows.to(gl.uint32))
-    if slot >= 0:
-        used, used_s = used & (slot < slots), used_s & (slot < slots)
-        partial_sums = partial + slots.to(gl.int64) * (TILE_PAIRS * CKV)
-        store_pairs(
-            partial, partial_sums, value, sums, slot.to(gl.int64) * TILE_PAIRS, pair, pair_s, used, used_s, True
-        )
-    else:
-        store_pairs(out, lse, value.to(DTYPE), sums, row.to(gl.int64) * HEADS, pair, pair_s, used, used_s, LSE)
+    DTYPE: gl.constexpr = q_nope.dtype.element_ty
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    query = (
+        gl.allocate_shared_memory(DTYPE, [2, PAIRS, HALF], OPERAND),
+        gl.allocate_shared_memory(DTYPE, [PAIRS, KPE], OPERAND),
+    )
+    stages = (allocate_stage(DTYPE, OPERAND), allocate_stage(DTYPE, OPERAND))
+    tops = gl.allocate_shared_memory(gl.float32, [2, PAIRS], PLAIN)
+    totals = gl.allocate_shared_memory(gl.float32, [2, PAIRS], PLAIN)
+    exchange = Exchange(tops, allocate_barriers(1), allocate_barriers(1))
+    once = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    query_ready, done = once.index(0), once.index(1)
+    mbarrier.init(query_ready, count=32 * WARPS)
+    mbarrier.init(done, count=2)
+    tile = Tile(row, count, position, begin, end, slot, first_pair)
+    attended = (
+        query, stages, query_ready, exchange, totals, done, out, lse, partial, tile, rows, slots, scale * LOG2E
+    )  # fmt: skip
+    copied = (
+        query, query_ready, stages, (q_nope, q_pe), (stride_q_row, stride_q_head, stride_qb_row, stride_qb_head),
+        (ckv, kpe), (stride_ckv_page, stride_kpe_page), (kv_indices, page_start, max_pages, num_pages), tile, rows,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (copy_all, (copied, HEADS, PAGE_SIZE, STRIDE_CKV, STRIDE_KPE)),
+            (attend_half, (0, attended, HEADS, TILE_ROWS, CAUSAL, LSE)),
+            (attend_half, (1, attended, HEADS, TILE_ROWS, CAUSAL, LSE)),
+        ],
+        [WARPS, WARPS],
+        [REGISTERS, REGISTERS],
+    )
 
 
 def objections(
@@ -244,7 +447,7 @@ def attend(
             *(caches[0].stride(1), caches[1].stride(1), heads, tile_rows, problem.page_size),
             *(causal, lse.dim() > 1, pdl),
         ),
-        Options(WARPS, launch_pdl=pdl),
+        Options(WARPS.value, launch_pdl=pdl),
     )
     if pieces:
         merge_tiles(out, lse, workspace, None, plan)
