@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .hopper_steps import LONGEST_STRIDE, aligned, load_page
 from .launch import Options, launch, starts_early
-from .primitives import LOG2E, exp2, finite, inverse, log_sum, within
+from .primitives import LOG2E, exp2, finite, inverse, join_sink, log_sum, soft_cap, within
 
 if TYPE_CHECKING:
     from .prefill import Operands
@@ -41,15 +41,16 @@ PAIRS = gl.constexpr(64)
 WARPS = gl.constexpr(4)
 """Of a warpgroup."""
 
+REGISTERS, COPY_REGISTERS = gl.constexpr(232), gl.constexpr(40)
+"""Of a thread that attends, and of one that copies."""
+
 
 class Shape(NamedTuple):
-    """Of a program: blocks of keys and of values in their rings, of which two at least, and registers of threads."""
+    """Two blocks at least in each ring: the next keys are waited for before the last values are free."""
 
     tokens: int  # of a block
-    keys: int
-    values: int
-    attend: int = 224  # registers of a thread that attends
-    copy: int = 56  # and of one that copies
+    keys: int  # blocks of keys in their ring
+    values: int  # and of values in theirs
 
 
 SHAPES = {
@@ -58,7 +59,7 @@ SHAPES = {
     (128, 64, 128): Shape(128, 2, 2),
     (256, 0, 256): Shape(64, 3, 2),
 }
-"""By :attr:`.prefill.Operands.dims`: the first part of a key, of which values have the width, and the second."""
+"""By the widths of the two parts of a key and of a value; a result goes through the first part of the query."""
 
 
 @gluon.jit
@@ -68,14 +69,13 @@ def copy_block(
 ):  # fmt: skip
     """Start to copy ``block [tokens, dim]`` from token ``first`` on, once it is free; zeros from ``end`` on.
 
-    A thread copies 16 bytes of each token of a run, of which the page is looked up once.
+    Eight threads copy 128 bytes of a token at a time; each has a run of tokens, of which the page is looked up once.
     """
     TOKENS: gl.constexpr = block.shape[0]
-    THREADS: gl.constexpr = block.shape[1] // 8  # of a row
-    RUN: gl.constexpr = TOKENS * THREADS // (32 * WARPS)
-    COPY: gl.constexpr = gl.BlockedLayout([RUN, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
+    RUN: gl.constexpr = TOKENS // (4 * WARPS)
+    COPY: gl.constexpr = gl.BlockedLayout([RUN, 8], [4, 8], [WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, COPY)
-    RUNS: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
+    RUNS: gl.constexpr = gl.BlockedLayout([1, RUN], [4, 8], [WARPS, 1], [1, 0])
     token = first + gl.arange(0, TOKENS // RUN, gl.SliceLayout(1, RUNS)) * RUN
     if PAGED:
         page = load_page(kv_indices, page_start + token // PAGE_SIZE, max_pages, num_pages)
@@ -83,11 +83,12 @@ def copy_block(
     else:
         run = (page_start + token).to(gl.int64) * STRIDE
     i = gl.arange(0, RUN, gl.SliceLayout(0, RUNS))
-    rows = gl.reshape(run[:, None] + (i * STRIDE)[None, :], [TOKENS])
+    row = gl.reshape(run[:, None] + (i * STRIDE)[None, :], [TOKENS])
+    row = gl.convert_layout(row, ROWS, assert_trivial=True)
     there = gl.reshape(token[:, None] + i[None, :] < end, [TOKENS])
-    rows, there = gl.convert_layout(rows, ROWS, assert_trivial=True), gl.convert_layout(there, ROWS, assert_trivial=True)
+    there = gl.convert_layout(there, ROWS, assert_trivial=True)
     d = gl.arange(0, block.shape[1], gl.SliceLayout(0, COPY))
-    at = gl.multiple_of(cache + rows[:, None] + d[None, :], [1, 16])  # bytes, which the compiler does not know
+    at = gl.multiple_of(cache + row[:, None] + d[None, :], [1, 16])  # bytes, which the compiler does not know
     mbarrier.wait(free, phase)
     async_copy.async_copy_global_to_shared(block, at, mask=there[:, None])
 
@@ -169,10 +170,12 @@ def start_logits(query, warpgroup, keys, stage, LAYOUT: gl.constexpr):
 @gluon.jit
 def attend_pairs(
     warpgroup, given, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """The role of the warpgroup that has pairs ``warpgroup * PAIRS`` of the block and those after."""
-    query, keys, values, ready, free, q, out, lse, partial, tile, rows, slots, factor, window_left, strides_q = given
+    query, keys, values, ready, free, q, sinks, out, lse, partial, tile, rows, slots, numbers, strides_q = given
+    scale, cap, window_left = numbers
+    factor = LOG2E if CAP else scale * LOG2E
     TOKENS: gl.constexpr = values.shape[1]
     DIM: gl.constexpr = values.shape[2]
     DTYPE: gl.constexpr = values.dtype
@@ -203,6 +206,8 @@ def attend_pairs(
         fence_async_shared()
         logits = warpgroup_mma_wait(0, deps=[start_logits(query, warpgroup, keys, 0, LOGITS)])
         mbarrier.arrive(free_k.index(0))
+        if CAP:
+            logits = soft_cap(logits * scale, cap)
         logits = hide(logits, start + n, row_position, end, window_left, CAUSAL, WINDOW)
         m = gl.max(logits, 1) * factor
         weight = exp2(logits * factor - finite(m)[:, None])
@@ -218,6 +223,8 @@ def attend_pairs(
             acc = warpgroup_mma(weights, values.index(value), acc, is_async=True)
             logits = warpgroup_mma_wait(1, deps=[logits])
             mbarrier.arrive(free_k.index(key))
+            if CAP:
+                logits = soft_cap(logits * scale, cap)
             cut = first + TOKENS > (gl.minimum(end, first_position + 1) if CAUSAL else end)
             if WINDOW:
                 cut = cut | (first < last_position - window_left)
@@ -239,7 +246,12 @@ def attend_pairs(
         fence_async_shared()
         acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values.index(value), acc, is_async=True)])
 
-    result = acc * gl.convert_layout(inverse(total), gl.SliceLayout(1, VALUES))[:, None]
+    norm = inverse(total)
+    if SINKS:  # which pieces leave to their merging
+        sink = gl.load(sinks + first_head + head, mask=used & (slot < 0), other=float("-inf")) * LOG2E
+        m, total, decay = join_sink(m, total, sink)
+        norm = inverse(total) * decay
+    result = acc * gl.convert_layout(norm, gl.SliceLayout(1, VALUES))[:, None]
     sums = log_sum(m, total)
     if slot >= 0:
         slot_row = slot.to(gl.int64) * TILE_ROWS
@@ -270,13 +282,14 @@ def allocate_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        *("scale", "window_left", "rows", "kv_rows", "num_pages", "max_pages", "max_items", "max_batch", "slots")
+        *("scale", "cap", "window_left", "rows", "kv_rows", "num_pages", "max_pages", "max_items", "max_batch", "slots")
     ]
 )
 def prefill_hopper_kernel(
-    q,  # [rows, NUM_KV_HEADS * GROUP, DIM]
+    q,  # [rows, NUM_KV_HEADS * GROUP, DIM + DIM_B]
     k,  # [num_pages, ...] of pages of PAGE_SIZE tokens, or [kv_rows, ...], as the strides say
     v,
+    sinks,  # [NUM_KV_HEADS * GROUP], not read unless SINKS
     out,  # [rows, NUM_KV_HEADS * GROUP, DIM]
     lse,  # [rows, NUM_KV_HEADS * GROUP] or [0]
     partial,  # [slots, TILE_ROWS, NUM_KV_HEADS * GROUP, DIM], then the same without DIM
@@ -284,6 +297,7 @@ def prefill_hopper_kernel(
     kv_indices,  # [max_pages]
     work,  # [max_items, 8]
     scale,
+    cap,
     window_left,
     rows,
     kv_rows,
@@ -310,13 +324,13 @@ def prefill_hopper_kernel(
     PAGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    CAP: gl.constexpr,
+    SINKS: gl.constexpr,
     LSE: gl.constexpr,
     PDL: gl.constexpr,
     TOKENS: gl.constexpr,
     KEYS: gl.constexpr,
     VALUES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
 ):
     if PDL:
         gdc_wait()
@@ -370,7 +384,8 @@ def prefill_hopper_kernel(
     tile = (row, count, position, start, end, slot, first_pair, kv_head * GROUP)
     strides_q, strides_page = (stride_q_row, stride_q_head), (stride_k_page, stride_v_page)
     attended = (
-        query, keys, values, ready, free, q, out, lse, partial, tile, rows, slots, scale * LOG2E, window_left, strides_q
+        query, keys, values, ready, free, q, sinks, out, lse, partial, tile, rows, slots, (scale, cap, window_left),
+        strides_q,
     )  # fmt: skip
     copied = (
         keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page
@@ -378,8 +393,8 @@ def prefill_hopper_kernel(
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     gl.warp_specialize(
         [
-            (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, LSE)),
-            (attend_pairs, (gl.to_tensor(1), attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, LSE)),
+            (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE)),
+            (attend_pairs, (gl.to_tensor(1), attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE)),
             (copy_blocks, (copied, STRIDE_K, STRIDE_V, PAGED, PAGE_SIZE)),
         ],
         [WARPS, WARPS],
@@ -402,7 +417,7 @@ def objections(x: Operands, plan: PrefillPlan | None, tile_rows: int, o: Attenti
         (longest <= LONGEST_STRIDE and page_size * longest < 1 << 31, "tokens are too far apart"),
         (tile_rows * x.heads[0] // x.heads[1] > PAIRS.value, "tiles are of no more than 64 pairs"),
         (o.mask is None and o.pos_encoding == "NONE", "a mask or positions are given"),
-        (o.logits_soft_cap == 0 and o.sinks is None and o.kv_scale is None, "a cap, sinks or scales are given"),
+        (o.kv_scale is None, "scales of keys and values are given"),
     ]
     return [reason for ok, reason in checks if not ok]
 
@@ -429,18 +444,19 @@ def run(
         prefill_hopper_kernel,
         (num_items * num_kv_heads * triton.cdiv(tile_rows * group, 2 * PAIRS.value),),
         (
-            *(x.q, x.k, x.v, out, lse, lse if workspace is None else workspace),
+            *(x.q, x.k, x.v, lse if o.sinks is None else o.sinks, out, lse, lse if workspace is None else workspace),
             *((lse,) * 3 if plan is None else (plan.qo_indptr, plan.kv_indices, plan.work)),
         ),
         (
-            *(o.sm_scale or 1 / math.sqrt(dim + dim_b), min(o.window_left, 1 << 30)),
+            *(o.sm_scale or 1 / math.sqrt(dim + dim_b), o.logits_soft_cap, min(o.window_left, 1 << 30)),
             *(x.q.shape[0], x.kv_rows, x.k.shape[0], *capacities),
         ),
         (*x.q.stride()[:2], x.k_strides[0], x.k_strides[2], x.v_strides[0], x.v_strides[2]),
         (
             *(x.k_strides[1], x.v_strides[1], num_kv_heads, group, dim, dim_b),
             *(1 if plan is None else PlanProblem.of(plan.problem).page_size, tile_rows, plan is not None, paged),
-            *(o.causal, o.window_left >= 0, lse.dim() > 1, pdl, *SHAPES[x.dims]),
+            *(o.causal, o.window_left >= 0, o.logits_soft_cap > 0, o.sinks is not None, lse.dim() > 1, pdl),
+            *SHAPES[x.dims],
         ),
         Options(WARPS.value, launch_pdl=pdl),
     )
