@@ -41,6 +41,9 @@ PAIRS = gl.constexpr(64)
 WARPS = gl.constexpr(4)
 """Of a warpgroup."""
 
+OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+"""Of what matrix instructions read from shared memory."""
+
 REGISTERS, COPY_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 """Of a thread that attends, and of one that copies."""
 
@@ -272,6 +275,18 @@ def attend_pairs(
 
 
 @gluon.jit
+def allocate_parts(
+    DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DIM_B: gl.constexpr
+):  # fmt: skip
+    """Arrays ``[COUNT, ROWS, width]`` for the parts of queries or keys, of which each is a power of two wide."""
+    first = gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, DIM], OPERAND)
+    if DIM_B == 0:
+        return (first,)
+    else:  # noqa: RET505  what follows a return is compiled too
+        return first, gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, DIM_B], OPERAND)
+
+
+@gluon.jit
 def allocate_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
     """One for each stage of a ring, which waits for so many arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -370,12 +385,8 @@ def prefill_hopper_kernel(
     start = begin // 16 * 16 if PAGED else begin
 
     DTYPE: gl.constexpr = q.dtype.element_ty
-    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    query = (gl.allocate_shared_memory(DTYPE, [2, PAIRS, DIM], OPERAND),)
-    keys = (gl.allocate_shared_memory(DTYPE, [KEYS, TOKENS, DIM], OPERAND),)
-    if DIM_B > 0:
-        query += (gl.allocate_shared_memory(DTYPE, [2, PAIRS, DIM_B], OPERAND),)
-        keys += (gl.allocate_shared_memory(DTYPE, [KEYS, TOKENS, DIM_B], OPERAND),)
+    query = allocate_parts(DTYPE, 2, PAIRS, DIM, DIM_B)
+    keys = allocate_parts(DTYPE, KEYS, TOKENS, DIM, DIM_B)
     values = gl.allocate_shared_memory(DTYPE, [VALUES, TOKENS, DIM], OPERAND)
     ready = (allocate_barriers(KEYS, 32 * WARPS), allocate_barriers(VALUES, 32 * WARPS))
     free = (allocate_barriers(KEYS, 2), allocate_barriers(VALUES, 2))
