@@ -40,6 +40,11 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         "ragged_prefill",
         SPLIT | ROWS | {"dtype": torch.float16, "window_left": 300, "padding": 3, "planner": {"tile_rows": 32}},
     ),
+    "ragged of 192/128": ("ragged_prefill", SPLIT | BF16 | ROWS | {"head_dims": (192, 128), "heads": (4, 1)}),
+    "prefill of 256, options": (
+        "batch_prefill",
+        SPLIT | BF16 | ROWS | OPTIONS | {"head_dims": (256, 256), "planner": {"num_ctas": 33, "tile_rows": 32}},
+    ),
     "ragged, ALiBi": ("ragged_prefill", BF16 | {"causal": True, "pos_encoding": "ALIBI", "kv_layout": "HND"}),
     "single": ("single_prefill", BF16 | {"causal": True, "head_dims": (128, 128), "heads": (8, 1)}),
     "mla in pieces": ("batch_mla", SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}}),

@@ -10,7 +10,7 @@ Packages of AOTInductor do without: they hold Triton alone. Work items and parti
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .hopper_steps import LONGEST_STRIDE, aligned, load_page
 from .launch import Options, launch, starts_early
-from .primitives import LOG2E, exp2, finite, inverse, log_sum, within
+from .primitives import LOG2E, exp2, finite, inverse, join_sink, log_sum, soft_cap, within
 
 if TYPE_CHECKING:
     from .prefill import Operands
@@ -38,18 +38,31 @@ if TYPE_CHECKING:
 PAIRS = gl.constexpr(64)
 """Pairs of a query row and a head that a warpgroup has, as many as a matrix instruction takes."""
 
-TOKENS = gl.constexpr(128)
 WARPS = gl.constexpr(4)
 """Of a warpgroup."""
 
-STAGES = gl.constexpr(3)
-"""Blocks of keys, and of values, in the ring."""
+OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+"""Of what matrix instructions read from shared memory."""
 
-REGISTERS, COPY_REGISTERS = gl.constexpr(224), gl.constexpr(56)
+REGISTERS, COPY_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 """Of a thread that attends, and of one that copies."""
 
-WIDTHS = (128,)
-"""Of heads that are faster than in the general kernel."""
+
+class Shape(NamedTuple):
+    """Two blocks at least in each ring: the next keys are waited for before the last values are free."""
+
+    tokens: int  # of a block
+    keys: int  # blocks of keys in their ring
+    values: int  # and of values in theirs
+
+
+SHAPES = {
+    (64, 0, 64): Shape(128, 4, 4),
+    (128, 0, 128): Shape(128, 3, 3),
+    (128, 64, 128): Shape(128, 2, 2),
+    (256, 0, 256): Shape(64, 3, 2),
+}
+"""By the widths of the two parts of a key and of a value; a result goes through the first part of the query."""
 
 
 @gluon.jit
@@ -57,27 +70,30 @@ def copy_block(
     block, free, phase, cache, kv_indices, page_start, first, end, max_pages, num_pages, stride_page,
     STRIDE: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy ``[TOKENS, dim]`` from token ``first`` on, once ``block`` is free; zeros from ``end`` on.
+    """Start to copy ``block [tokens, dim]`` from token ``first`` on, once it is free; zeros from ``end`` on.
 
-    A thread copies 16 bytes of each token of a run, of which the page is looked up once.
+    Eight threads copy 128 bytes of a token at a time; each has a run of tokens, of which the page is looked up once.
     """
-    THREADS: gl.constexpr = block.shape[1] // 8  # of a row
-    RUN: gl.constexpr = TOKENS * THREADS // (32 * WARPS)
-    COPY: gl.constexpr = gl.BlockedLayout([RUN, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
+    TOKENS: gl.constexpr = block.shape[0]
+    RUN: gl.constexpr = TOKENS // (4 * WARPS)
+    COPY: gl.constexpr = gl.BlockedLayout([RUN, 8], [4, 8], [WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, COPY)
-    RUNS: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
+    RUNS: gl.constexpr = gl.BlockedLayout([1, RUN], [4, 8], [WARPS, 1], [1, 0])
     token = first + gl.arange(0, TOKENS // RUN, gl.SliceLayout(1, RUNS)) * RUN
     if PAGED:
         page = load_page(kv_indices, page_start + token // PAGE_SIZE, max_pages, num_pages)
         run = page * stride_page + token % PAGE_SIZE * STRIDE
     else:
         run = (page_start + token).to(gl.int64) * STRIDE
-    offset = gl.arange(0, RUN, gl.SliceLayout(0, RUNS)) * STRIDE
-    row = gl.convert_layout(gl.reshape(run[:, None] + offset[None, :], [TOKENS]), ROWS, assert_trivial=True)
-    n, d = gl.arange(0, TOKENS, ROWS), gl.arange(0, block.shape[1], gl.SliceLayout(0, COPY))
+    i = gl.arange(0, RUN, gl.SliceLayout(0, RUNS))
+    row = gl.reshape(run[:, None] + (i * STRIDE)[None, :], [TOKENS])
+    row = gl.convert_layout(row, ROWS, assert_trivial=True)
+    there = gl.reshape(token[:, None] + i[None, :] < end, [TOKENS])
+    there = gl.convert_layout(there, ROWS, assert_trivial=True)
+    d = gl.arange(0, block.shape[1], gl.SliceLayout(0, COPY))
     at = gl.multiple_of(cache + row[:, None] + d[None, :], [1, 16])  # bytes, which the compiler does not know
     mbarrier.wait(free, phase)
-    async_copy.async_copy_global_to_shared(block, at, mask=(first + n < end)[:, None])
+    async_copy.async_copy_global_to_shared(block, at, mask=there[:, None])
 
 
 @gluon.jit
@@ -88,25 +104,28 @@ def copy_blocks(
     keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page = given
     ready_k, ready_v = ready
     free_k, free_v = free
-    stage, phase = 0, 1
+    TOKENS: gl.constexpr = values.shape[1]
+    key, key_phase, value, value_phase = 0, 1, 0, 1
     for first in range(start, end, TOKENS):
+        for part in gl.static_range(len(keys)):
+            copy_block(
+                keys[part].index(key), free_k.index(key), key_phase, k + part * keys[0].shape[2], kv_indices,
+                page_start, first, end, max_pages, num_pages, strides_page[0], STRIDE_K, PAGED, PAGE_SIZE,
+            )  # fmt: skip
+        async_copy.mbarrier_arrive(ready_k.index(key), increment_count=False)
         copy_block(
-            keys.index(stage), free_k.index(stage), phase, k, kv_indices, page_start, first, end, max_pages, num_pages,
-            strides_page[0], STRIDE_K, PAGED, PAGE_SIZE,
-        )  # fmt: skip
-        async_copy.mbarrier_arrive(ready_k.index(stage), increment_count=False)
-        copy_block(
-            values.index(stage), free_v.index(stage), phase, v, kv_indices, page_start, first, end, max_pages,
+            values.index(value), free_v.index(value), value_phase, v, kv_indices, page_start, first, end, max_pages,
             num_pages, strides_page[1], STRIDE_V, PAGED, PAGE_SIZE,
         )  # fmt: skip
-        async_copy.mbarrier_arrive(ready_v.index(stage), increment_count=False)
-        stage, phase = next_stage(stage, phase)
+        async_copy.mbarrier_arrive(ready_v.index(value), increment_count=False)
+        key, key_phase = next_stage(key, key_phase, free_k)
+        value, value_phase = next_stage(value, value_phase, free_v)
 
 
 @gluon.jit
-def next_stage(stage, phase):
-    """The stage of the ring after this one, and the parity of its barriers."""
-    last = stage == STAGES - 1
+def next_stage(stage, phase, barriers):
+    """The stage of a ring after this one, and the parity of its barriers."""
+    last = stage == barriers.shape[0] - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
@@ -116,6 +135,18 @@ def locate(first_pair, row, count, rows, LAYOUT: gl.constexpr, GROUP: gl.constex
     pair = first_pair + gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
     tile_row = pair // GROUP
     return tile_row, pair % GROUP, (tile_row < count) & within(row + tile_row, rows)
+
+
+@gluon.jit
+def rows_at(
+    first_pair, row, count, rows, stride_row, stride_head, first_head, DIM: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """``(offsets [PAIRS, DIM], whether there is such a pair)``, of 16 bytes a thread."""
+    THREADS: gl.constexpr = DIM // 8  # of a row
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
+    tile_row, head, used = locate(first_pair, row, count, rows, WIDE, GROUP)
+    at = (row + tile_row).to(gl.int64) * stride_row + (first_head + head) * stride_head
+    return at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :], used[:, None]
 
 
 @gluon.jit
@@ -129,29 +160,41 @@ def hide(logits, tokens, row_position, end, window_left, CAUSAL: gl.constexpr, W
 
 
 @gluon.jit
+def start_logits(query, warpgroup, keys, stage, LAYOUT: gl.constexpr):
+    """The products of the queries with the keys of a stage, part by part, on their way."""
+    TOKENS: gl.constexpr = keys[0].shape[1]
+    logits = gl.zeros([PAIRS, TOKENS], gl.float32, LAYOUT)
+    for part in gl.static_range(len(keys)):
+        transposed = keys[part].index(stage).permute([1, 0])
+        logits = warpgroup_mma(query[part].index(warpgroup), transposed, logits, use_acc=part > 0, is_async=True)
+    return logits
+
+
+@gluon.jit
 def attend_pairs(
-    part, given, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr,
+    warpgroup, given, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """The role of the warpgroup that has pairs ``part * PAIRS`` of the block and those after."""
-    query, keys, values, ready, free, q, out, lse, partial, tile, rows, slots, factor, window_left, strides_q = given
-    DIM_VO: gl.constexpr = values.shape[2]
-    DTYPE: gl.constexpr = keys.dtype
+    """The role of the warpgroup that has pairs ``warpgroup * PAIRS`` of the block and those after."""
+    query, keys, values, ready, free, q, sinks, out, lse, partial, tile, rows, slots, numbers, strides_q = given
+    scale, cap, window_left = numbers
+    factor = LOG2E if CAP else scale * LOG2E
+    TOKENS: gl.constexpr = values.shape[1]
+    DIM: gl.constexpr = values.shape[2]
+    DTYPE: gl.constexpr = values.dtype
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM_VO, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
-    THREADS: gl.constexpr = DIM_VO // 8  # of a row
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
     ready_k, ready_v = ready
     free_k, free_v = free
     row, count, position, start, end, slot, first_pair, first_head = tile
-    first_pair += part * PAIRS
-    query = query.index(part)
+    first_pair += warpgroup * PAIRS
 
-    wide_row, wide_head, wide_used = locate(first_pair, row, count, rows, WIDE, GROUP)
-    d = gl.arange(0, DIM_VO, gl.SliceLayout(0, WIDE))
-    q_at = (row + wide_row).to(gl.int64) * strides_q[0] + (first_head + wide_head) * strides_q[1]
-    query.store(gl.load(q + q_at[:, None] + d[None, :], mask=wide_used[:, None], other=0.0))
+    for part in gl.static_range(len(query)):
+        q_at, asked = rows_at(
+            first_pair, row, count, rows, strides_q[0], strides_q[1], first_head, query[part].shape[2], GROUP
+        )
+        query[part].index(warpgroup).store(gl.load(q + part * DIM + q_at, mask=asked, other=0.0))
     fence_async_shared()
 
     tile_row, head, used = locate(first_pair, row, count, rows, LOGITS, GROUP)
@@ -160,30 +203,31 @@ def attend_pairs(
     n = gl.arange(0, TOKENS, gl.SliceLayout(0, LOGITS))
     m = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
     total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, LOGITS))
-    acc = gl.zeros([PAIRS, DIM_VO], gl.float32, VALUES)
+    acc = gl.zeros([PAIRS, DIM], gl.float32, VALUES)
     if end > start:
         mbarrier.wait(ready_k.index(0), 0)
         fence_async_shared()
-        logits = gl.zeros([PAIRS, TOKENS], gl.float32, LOGITS)
-        logits = warpgroup_mma(query, keys.index(0).permute([1, 0]), logits, use_acc=False, is_async=True)
-        logits = warpgroup_mma_wait(0, deps=[logits])
+        logits = warpgroup_mma_wait(0, deps=[start_logits(query, warpgroup, keys, 0, LOGITS)])
         mbarrier.arrive(free_k.index(0))
+        if CAP:
+            logits = soft_cap(logits * scale, cap)
         logits = hide(logits, start + n, row_position, end, window_left, CAUSAL, WINDOW)
         m = gl.max(logits, 1) * factor
         weight = exp2(logits * factor - finite(m)[:, None])
         total = gl.sum(weight, 1)
         weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
-        before, phase_before, stage, phase = 0, 0, 1, 0
-        mbarrier.wait(ready_k.index(stage), phase, pred=start + TOKENS < end)
+        key, key_phase, value, value_phase = 1, 0, 0, 0
+        mbarrier.wait(ready_k.index(key), key_phase, pred=start + TOKENS < end)
         for first in range(start + TOKENS, end, TOKENS):
             fence_async_shared()
-            logits = gl.zeros([PAIRS, TOKENS], gl.float32, LOGITS)
-            logits = warpgroup_mma(query, keys.index(stage).permute([1, 0]), logits, use_acc=False, is_async=True)
-            mbarrier.wait(ready_v.index(before), phase_before)
+            logits = start_logits(query, warpgroup, keys, key, LOGITS)
+            mbarrier.wait(ready_v.index(value), value_phase)
             fence_async_shared()
-            acc = warpgroup_mma(weights, values.index(before), acc, is_async=True)
+            acc = warpgroup_mma(weights, values.index(value), acc, is_async=True)
             logits = warpgroup_mma_wait(1, deps=[logits])
-            mbarrier.arrive(free_k.index(stage))
+            mbarrier.arrive(free_k.index(key))
+            if CAP:
+                logits = soft_cap(logits * scale, cap)
             cut = first + TOKENS > (gl.minimum(end, first_position + 1) if CAUSAL else end)
             if WINDOW:
                 cut = cut | (first < last_position - window_left)
@@ -194,39 +238,57 @@ def attend_pairs(
             decay = exp2(m - finite(top))
             m, total = top, total * decay + gl.sum(weight, 1)
             # A wait in a loop of its own keeps the assembler from moving the exponentials after the next one.
-            after, phase_after = next_stage(stage, phase)
-            mbarrier.wait(ready_k.index(after), phase_after, pred=first + TOKENS < end)
+            key, key_phase = next_stage(key, key_phase, free_k)
+            mbarrier.wait(ready_k.index(key), key_phase, pred=first + TOKENS < end)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(free_v.index(before))
+            mbarrier.arrive(free_v.index(value))
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
             weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
-            before, phase_before, stage, phase = stage, phase, after, phase_after
-        mbarrier.wait(ready_v.index(before), phase_before)
+            value, value_phase = next_stage(value, value_phase, free_v)
+        mbarrier.wait(ready_v.index(value), value_phase)
         fence_async_shared()
-        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values.index(before), acc, is_async=True)])
+        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values.index(value), acc, is_async=True)])
 
-    value = acc * gl.convert_layout(inverse(total), gl.SliceLayout(1, VALUES))[:, None]
+    norm = inverse(total)
+    if SINKS:  # which pieces leave to their merging
+        sink = gl.load(sinks + first_head + head, mask=used & (slot < 0), other=float("-inf")) * LOG2E
+        m, total, decay = join_sink(m, total, sink)
+        norm = inverse(total) * decay
+    result = acc * gl.convert_layout(norm, gl.SliceLayout(1, VALUES))[:, None]
     sums = log_sum(m, total)
     if slot >= 0:
         slot_row = slot.to(gl.int64) * TILE_ROWS
         value_row, value_head, value_used = locate(first_pair, row, count, rows, VALUES, GROUP)
         value_at = (slot_row + value_row) * NUM_HEADS + first_head + value_head
-        value_d = gl.arange(0, DIM_VO, gl.SliceLayout(0, VALUES))
+        value_d = gl.arange(0, DIM, gl.SliceLayout(0, VALUES))
         there = value_used & (slot < slots)
-        gl.store(partial + value_at[:, None] * DIM_VO + value_d[None, :], value, mask=there[:, None])
-        partial_sums = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM_VO)
+        gl.store(partial + value_at[:, None] * DIM + value_d[None, :], result, mask=there[:, None])
+        partial_sums = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM)
         gl.store(partial_sums + (slot_row + tile_row) * NUM_HEADS + first_head + head, sums, mask=used & (slot < slots))
     else:
-        query.store(value.to(DTYPE))
-        out_at = (row + wide_row).to(gl.int64) * NUM_HEADS + first_head + wide_head
-        gl.store(out + out_at[:, None] * DIM_VO + d[None, :], query.load(WIDE), mask=wide_used[:, None])
+        staged = query[0].index(warpgroup)
+        staged.store(result.to(DTYPE))
+        out_at, wanted = rows_at(first_pair, row, count, rows, NUM_HEADS * DIM, DIM, first_head, DIM, GROUP)
+        gl.store(out + out_at, staged.load(out_at.type.layout), mask=wanted)
         if LSE:
             gl.store(lse + (row + tile_row).to(gl.int64) * NUM_HEADS + first_head + head, sums, mask=used)
 
 
 @gluon.jit
-def allocate_barriers(COUNT: gl.constexpr):
-    """One for each stage of the ring, which waits for so many arrivals."""
+def allocate_parts(
+    DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DIM_B: gl.constexpr
+):  # fmt: skip
+    """Arrays ``[COUNT, ROWS, width]`` for the parts of queries or keys, of which each is a power of two wide."""
+    first = gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, DIM], OPERAND)
+    if DIM_B == 0:
+        return (first,)
+    else:  # noqa: RET505  what follows a return is compiled too
+        return first, gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, DIM_B], OPERAND)
+
+
+@gluon.jit
+def allocate_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    """One for each stage of a ring, which waits for so many arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=COUNT)
@@ -235,13 +297,14 @@ def allocate_barriers(COUNT: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        *("scale", "window_left", "rows", "kv_rows", "num_pages", "max_pages", "max_items", "max_batch", "slots")
+        *("scale", "cap", "window_left", "rows", "kv_rows", "num_pages", "max_pages", "max_items", "max_batch", "slots")
     ]
 )
 def prefill_hopper_kernel(
-    q,  # [rows, NUM_KV_HEADS * GROUP, DIM]
+    q,  # [rows, NUM_KV_HEADS * GROUP, DIM + DIM_B]
     k,  # [num_pages, ...] of pages of PAGE_SIZE tokens, or [kv_rows, ...], as the strides say
     v,
+    sinks,  # [NUM_KV_HEADS * GROUP], not read unless SINKS
     out,  # [rows, NUM_KV_HEADS * GROUP, DIM]
     lse,  # [rows, NUM_KV_HEADS * GROUP] or [0]
     partial,  # [slots, TILE_ROWS, NUM_KV_HEADS * GROUP, DIM], then the same without DIM
@@ -249,6 +312,7 @@ def prefill_hopper_kernel(
     kv_indices,  # [max_pages]
     work,  # [max_items, 8]
     scale,
+    cap,
     window_left,
     rows,
     kv_rows,
@@ -267,15 +331,21 @@ def prefill_hopper_kernel(
     STRIDE_V: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    DIM: gl.constexpr,
+    DIM: gl.constexpr,  # of a value, and of the first part of a key
+    DIM_B: gl.constexpr,  # of its second part, or 0
     PAGE_SIZE: gl.constexpr,
     TILE_ROWS: gl.constexpr,
     PLANNED: gl.constexpr,
     PAGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    CAP: gl.constexpr,
+    SINKS: gl.constexpr,
     LSE: gl.constexpr,
     PDL: gl.constexpr,
+    TOKENS: gl.constexpr,
+    KEYS: gl.constexpr,
+    VALUES: gl.constexpr,
 ):
     if PDL:
         gdc_wait()
@@ -315,18 +385,18 @@ def prefill_hopper_kernel(
     start = begin // 16 * 16 if PAGED else begin
 
     DTYPE: gl.constexpr = q.dtype.element_ty
-    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    query = gl.allocate_shared_memory(DTYPE, [2, PAIRS, DIM], OPERAND)
-    keys = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, DIM], OPERAND)
-    values = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, DIM], OPERAND)
-    ready = (allocate_barriers(32 * WARPS), allocate_barriers(32 * WARPS))
-    free = (allocate_barriers(2), allocate_barriers(2))
+    query = allocate_parts(DTYPE, 2, PAIRS, DIM, DIM_B)
+    keys = allocate_parts(DTYPE, KEYS, TOKENS, DIM, DIM_B)
+    values = gl.allocate_shared_memory(DTYPE, [VALUES, TOKENS, DIM], OPERAND)
+    ready = (allocate_barriers(KEYS, 32 * WARPS), allocate_barriers(VALUES, 32 * WARPS))
+    free = (allocate_barriers(KEYS, 2), allocate_barriers(VALUES, 2))
     k += kv_head.to(gl.int64) * stride_k_head
     v += kv_head.to(gl.int64) * stride_v_head
     tile = (row, count, position, start, end, slot, first_pair, kv_head * GROUP)
     strides_q, strides_page = (stride_q_row, stride_q_head), (stride_k_page, stride_v_page)
     attended = (
-        query, keys, values, ready, free, q, out, lse, partial, tile, rows, slots, scale * LOG2E, window_left, strides_q
+        query, keys, values, ready, free, q, sinks, out, lse, partial, tile, rows, slots, (scale, cap, window_left),
+        strides_q,
     )  # fmt: skip
     copied = (
         keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page
@@ -334,8 +404,8 @@ def prefill_hopper_kernel(
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     gl.warp_specialize(
         [
-            (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, LSE)),
-            (attend_pairs, (gl.to_tensor(1), attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, LSE)),
+            (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE)),
+            (attend_pairs, (gl.to_tensor(1), attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE)),
             (copy_blocks, (copied, STRIDE_K, STRIDE_V, PAGED, PAGE_SIZE)),
         ],
         [WARPS, WARPS],
@@ -352,13 +422,13 @@ def objections(x: Operands, plan: PrefillPlan | None, tile_rows: int, o: Attenti
     checks = [
         (x.q.dtype in (torch.float16, torch.bfloat16), f"{x.q.dtype} is not a 16-bit dtype"),
         (x.k.dtype == x.q.dtype, f"the cache is {x.k.dtype}"),
-        (x.dims in ((dim, 0, dim) for dim in WIDTHS) and not x.shared, f"heads are {x.dims} wide"),
+        (x.dims in SHAPES and not x.shared, f"heads are {x.dims} wide"),
         (page_size % 16 == 0, f"pages of {page_size} are not whole runs of 16 tokens"),
         (in_units, "rows are not aligned to 16 bytes"),
         (longest <= LONGEST_STRIDE and page_size * longest < 1 << 31, "tokens are too far apart"),
         (tile_rows * x.heads[0] // x.heads[1] > PAIRS.value, "tiles are of no more than 64 pairs"),
         (o.mask is None and o.pos_encoding == "NONE", "a mask or positions are given"),
-        (o.logits_soft_cap == 0 and o.sinks is None and o.kv_scale is None, "a cap, sinks or scales are given"),
+        (o.kv_scale is None, "scales of keys and values are given"),
     ]
     return [reason for ok, reason in checks if not ok]
 
@@ -374,7 +444,7 @@ def run(
     o: AttentionOptions,
 ) -> None:
     """Write ``out`` and, unless it has no elements, ``lse``, or the pieces of the tiles that are split."""
-    (num_heads, num_kv_heads), dim = x.heads, x.dims[0]
+    (num_heads, num_kv_heads), (dim, dim_b, _) = x.heads, x.dims
     group = num_heads // num_kv_heads
     pdl = starts_early(out)
     paged = plan is not None and plan.kv_indices.shape[0] > 0
@@ -385,18 +455,19 @@ def run(
         prefill_hopper_kernel,
         (num_items * num_kv_heads * triton.cdiv(tile_rows * group, 2 * PAIRS.value),),
         (
-            *(x.q, x.k, x.v, out, lse, lse if workspace is None else workspace),
+            *(x.q, x.k, x.v, lse if o.sinks is None else o.sinks, out, lse, lse if workspace is None else workspace),
             *((lse,) * 3 if plan is None else (plan.qo_indptr, plan.kv_indices, plan.work)),
         ),
         (
-            *(o.sm_scale or 1 / math.sqrt(dim), min(o.window_left, 1 << 30)),
+            *(o.sm_scale or 1 / math.sqrt(dim + dim_b), o.logits_soft_cap, min(o.window_left, 1 << 30)),
             *(x.q.shape[0], x.kv_rows, x.k.shape[0], *capacities),
         ),
         (*x.q.stride()[:2], x.k_strides[0], x.k_strides[2], x.v_strides[0], x.v_strides[2]),
         (
-            *(x.k_strides[1], x.v_strides[1], num_kv_heads, group, dim),
+            *(x.k_strides[1], x.v_strides[1], num_kv_heads, group, dim, dim_b),
             *(1 if plan is None else PlanProblem.of(plan.problem).page_size, tile_rows, plan is not None, paged),
-            *(o.causal, o.window_left >= 0, lse.dim() > 1, pdl),
+            *(o.causal, o.window_left >= 0, o.logits_soft_cap > 0, o.sinks is not None, lse.dim() > 1, pdl),
+            *SHAPES[x.dims],
         ),
         Options(WARPS.value, launch_pdl=pdl),
     )

@@ -53,11 +53,18 @@ def soft_cap(logits, cap):
 
 
 @triton.jit
-def add_sink(m, total, acc, sink):
-    """The states ``(m [P], total [P], acc [P, D])`` with a base-2 logit of value 0 in each; empty ones stay empty."""
+def join_sink(m, total, sink):
+    """``(m, total, decay)``: a base-2 logit of value 0 in each state but empty ones, and what acc is multiplied by."""
     top = tl.where(total > 0.0, tl.maximum(m, sink), m)
     decay = tl.exp2(m - finite(top))
-    return top, total * decay + tl.where(total > 0.0, tl.exp2(sink - finite(top)), 0.0), acc * decay[:, None]
+    return top, total * decay + tl.where(total > 0.0, tl.exp2(sink - finite(top)), 0.0), decay
+
+
+@triton.jit
+def add_sink(m, total, acc, sink):
+    """The states ``(m [P], total [P], acc [P, D])`` with a base-2 logit of value 0 in each; empty ones stay empty."""
+    top, total, decay = join_sink(m, total, sink)
+    return top, total, acc * decay[:, None]
 
 
 @triton.jit

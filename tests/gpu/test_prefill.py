@@ -37,6 +37,8 @@ HOPPER_AXES: dict[str, tuple[Any, ...]] = {
     "page_size": (48, 64, 256),
     "window_left": (0, 33, 127, 128, 1000),
     "sm_scale": (30.0,),
+    "logits_soft_cap": (5.0,),
+    "sinks": (1.0, 100.0),
     "kv_lens": ((5, 0, 33, 1, 1, 60), (0,) * 6, (2048, 3, 7, 64, 5, 300)),
     "planner": ({"tile_rows": 33}, {"tile_rows": 128}, {"causal": True}),
 }
@@ -51,7 +53,24 @@ HOPPER = [
             "window, not causal": {"window_left": 100, "causal": False},
             "split": _SPLIT,
             "split, not causal": {**_SPLIT, "causal": False},
+            "split, sinks": {**_SPLIT, "sinks": 1.0},
             "fixed split": {"planner": {"fixed_split_size": 8, "num_ctas": 80}},
+        }.items()
+    ),
+    *(
+        replace(HOPPER_BASE, name=f"{dims[0]}/{dims[1]}, {name}", head_dims=dims, **options)
+        for dims in ((64, 64), (192, 128), (256, 256))
+        for name, options in {
+            "causal": {},
+            "one KV head": {"heads": (7, 1), "causal": False},
+            "groups of 5 in pages of 64": {"heads": (10, 2), "page_size": 64, "kv_layout": "HND"},
+            "window": {"dtype": torch.float16, "window_left": 100},
+            "no keys": {"kv_lens": (0,) * 6},
+            "few keys": {"kv_lens": (5, 0, 33, 1, 1, 60), "storage": "padded"},
+            "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
+            "split": _SPLIT,
+            "split, all options": {**_SPLIT, "logits_soft_cap": 5.0, "sinks": 1.0, "window_left": 1500},
+            "cap and sinks": {"logits_soft_cap": 5.0, "sinks": 1.0, "heads": (4, 4)},
         }.items()
     ),
 ]
@@ -82,9 +101,11 @@ def test_hopper_ragged(case: Case, taken: list[str]) -> None:
     assert taken
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
-def test_hopper_single(heads: tuple[int, int], taken: list[str]) -> None:
-    check_single(replace(HOPPER_BASE, heads=heads), "cuda", "triton")
+@pytest.mark.parametrize(
+    "case", [HOPPER_BASE, *(c for c in HOPPER if c.name == "heads=4-4" or ", cap and sinks" in c.name)], ids=str
+)
+def test_hopper_single(case: Case, taken: list[str]) -> None:
+    check_single(case, "cuda", "triton")
     assert taken
 
 
