@@ -28,34 +28,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
-from .hopper_steps import LONGEST_STRIDE, aligned, load_page
+from .hopper_steps import (
+    LONGEST_STRIDE,
+    OPERAND,
+    PAIRS,
+    WARPS,
+    Tile,
+    aligned,
+    allocate_barriers,
+    load_item,
+    load_page,
+    locate,
+)
 from .launch import Options, launch, starts_early
 from .merge_tiles import merge_tiles
 from .prefill import Options as AttentionOptions
-from .primitives import LOG2E, exp2, finite, inverse, log_sum, within
+from .primitives import LOG2E, exp2, finite, inverse, log_sum
 
 CKV, KPE = gl.constexpr(512), gl.constexpr(64)
 HALF = gl.constexpr(256)
 """Columns of the values that a warpgroup has."""
 
-PAIRS, TOKENS = gl.constexpr(64), gl.constexpr(64)
-WARPS = gl.constexpr(4)
-"""Of a warpgroup."""
+TOKENS = gl.constexpr(64)
+"""Of a block."""
 
 REGISTERS = gl.constexpr(208)
 """Of a thread that attends."""
-
-
-class Tile(NamedTuple):
-    """``TILE_ROWS`` rows of a request from ``row`` on, of which ``count`` are used, and their keys ``[begin, end)``."""
-
-    row: Any
-    count: Any
-    position: Any  # of the first row among the keys
-    begin: Any
-    end: Any
-    slot: Any  # of the partial results, or negative
-    first_pair: Any  # of this program
 
 
 class Stage(NamedTuple):
@@ -76,17 +74,9 @@ class Exchange(NamedTuple):
 
 
 @gluon.jit
-def locate(tile, rows, LAYOUT: gl.constexpr, HEADS: gl.constexpr):
-    """``(row of the tile, head, whether there is one)`` of this program's pairs."""
-    pair = tile.first_pair + gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
-    tile_row = pair // HEADS
-    return tile_row, pair % HEADS, (tile_row < tile.count) & within(tile.row + tile_row, rows)
-
-
-@gluon.jit
 def copy_queries(block, q, tile, rows, stride_row, stride_head, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
     """Start to copy ``[PAIRS, dim]`` of the queries, 0 where there is none."""
-    tile_row, head, used = locate(tile, rows, LAYOUT, HEADS)
+    tile_row, head, used = locate(tile, tile.first_pair, rows, LAYOUT, HEADS)
     d = gl.arange(0, block.shape[1], gl.SliceLayout(0, LAYOUT))
     at = (tile.row + tile_row).to(gl.int64) * stride_row + head * stride_head
     at = gl.multiple_of(q + at[:, None] + d[None, :], [1, 16])
@@ -133,7 +123,7 @@ def copy_all(
     kv_indices, page_start, max_pages, num_pages = pages
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    begin, end = tile.begin, tile.end
+    begin, end = tile.start, tile.end
     even = load_page(kv_indices, page_start + begin // PAGE_SIZE, max_pages, num_pages)
     odd = load_page(kv_indices, page_start + (begin + TOKENS) // PAGE_SIZE, max_pages, num_pages)
     query_v, query_k = query
@@ -228,7 +218,7 @@ def attend_half(
 ):  # fmt: skip
     """The role of the warpgroup that multiplies the queries with blocks ``own``, ``own + 2`` and so on."""
     query, stages, query_ready, exchange, totals, done, out, lse, partial, tile, rows, slots, factor = given
-    begin, end = tile.begin, tile.end
+    begin, end = tile.start, tile.end
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
@@ -279,8 +269,8 @@ def attend_half(
     total += totals.index(1 - own).load(total.type.layout)
     value = acc * gl.convert_layout(inverse(total), gl.SliceLayout(1, VALUES))[:, None]
     d = own * HALF + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
-    tile_row, head, used = locate(tile, rows, LOGITS, HEADS)
-    value_row, value_head, value_used = locate(tile, rows, VALUES, HEADS)
+    tile_row, head, used = locate(tile, tile.first_pair, rows, LOGITS, HEADS)
+    value_row, value_head, value_used = locate(tile, tile.first_pair, rows, VALUES, HEADS)
     if tile.slot >= 0:
         slot_row = tile.slot.to(gl.int64) * TILE_ROWS
         at = (slot_row + value_row) * HEADS + value_head
@@ -298,19 +288,10 @@ def attend_half(
 
 
 @gluon.jit
-def allocate_barriers(COUNT: gl.constexpr):
-    """Two, each of which waits for so many arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
-
-
-@gluon.jit
-def allocate_stage(DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+def allocate_stage(DTYPE: gl.constexpr):
     keys = gl.allocate_shared_memory(DTYPE, [2, TOKENS, HALF], OPERAND)
     rest = gl.allocate_shared_memory(DTYPE, [TOKENS, KPE], OPERAND)
-    return Stage(keys, rest, allocate_barriers(32 * WARPS), allocate_barriers(1))
+    return Stage(keys, rest, allocate_barriers(2, 32 * WARPS), allocate_barriers(2, 1))
 
 
 @gluon.jit(do_not_specialize=["scale", "rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"])
@@ -353,17 +334,21 @@ def mla_kernel(
     BLOCKS: gl.constexpr = (TILE_ROWS * HEADS + PAIRS - 1) // PAIRS
     item, num_items = gl.program_id(0) // BLOCKS, gl.num_programs(0) // BLOCKS
     first_pair = gl.program_id(0) % BLOCKS * PAIRS
-    record, listed = work + item * 8, item < max_items
-    row, count = gl.load(record, mask=listed, other=0), gl.load(record + 1, mask=listed, other=0)
-    begin, end = gl.load(record + 2, mask=listed, other=0), gl.load(record + 3, mask=listed, other=0)
-    position, page_start = gl.load(record + 4, mask=listed, other=0), gl.load(record + 5, mask=listed, other=0)
-    slot = gl.load(record + 6, mask=listed, other=-1)
-    begin, page_start = gl.maximum(begin, 0) // TOKENS * TOKENS, gl.maximum(page_start, 0)
-    end = gl.minimum(end, gl.where(num_pages > 0, gl.maximum(max_pages - page_start, 0), 0) * PAGE_SIZE)
-    if count <= 0:  # rows of no request, which see nothing
-        row = gl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
-        count, end, slot = rows - row, begin, slot * 0 - 1
-    count = gl.minimum(count, TILE_ROWS)
+    row, count, begin, end, position, page_start, slot = load_item(
+        work,
+        item,
+        num_items,
+        max_items,
+        qo_indptr,
+        max_batch,
+        rows,
+        num_pages,
+        max_pages,
+        0,
+        TILE_ROWS,
+        True,
+        PAGE_SIZE,
+    )
     last_row = gl.minimum((first_pair + PAIRS - 1) // HEADS, count - 1)
     if first_pair // HEADS > last_row:
         return
@@ -371,21 +356,17 @@ def mla_kernel(
         end = gl.minimum(end, position + last_row + 1)
 
     DTYPE: gl.constexpr = q_nope.dtype.element_ty
-    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     query = (
         gl.allocate_shared_memory(DTYPE, [2, PAIRS, HALF], OPERAND),
         gl.allocate_shared_memory(DTYPE, [PAIRS, KPE], OPERAND),
     )
-    stages = (allocate_stage(DTYPE, OPERAND), allocate_stage(DTYPE, OPERAND))
+    stages = (allocate_stage(DTYPE), allocate_stage(DTYPE))
     tops = gl.allocate_shared_memory(gl.float32, [2, PAIRS], PLAIN)
     totals = gl.allocate_shared_memory(gl.float32, [2, PAIRS], PLAIN)
-    exchange = Exchange(tops, allocate_barriers(1), allocate_barriers(1))
-    once = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    query_ready, done = once.index(0), once.index(1)
-    mbarrier.init(query_ready, count=32 * WARPS)
-    mbarrier.init(done, count=2)
-    tile = Tile(row, count, position, begin, end, slot, first_pair)
+    exchange = Exchange(tops, allocate_barriers(2, 1), allocate_barriers(2, 1))
+    query_ready, done = allocate_barriers(1, 32 * WARPS).index(0), allocate_barriers(1, 2).index(0)
+    tile = Tile(row, count, position, begin // TOKENS * TOKENS, end, slot, first_pair, 0)
     attended = (
         query, stages, query_ready, exchange, totals, done, out, lse, partial, tile, rows, slots, scale * LOG2E
     )  # fmt: skip

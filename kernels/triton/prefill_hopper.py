@@ -27,22 +27,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
-from .hopper_steps import LONGEST_STRIDE, aligned, load_page
+from .hopper_steps import (
+    LONGEST_STRIDE,
+    OPERAND,
+    PAIRS,
+    WARPS,
+    Tile,
+    aligned,
+    allocate_barriers,
+    load_item,
+    load_page,
+    locate,
+)
 from .launch import Options, launch, starts_early
-from .primitives import LOG2E, exp2, finite, inverse, join_sink, log_sum, soft_cap, within
+from .primitives import LOG2E, exp2, finite, inverse, join_sink, log_sum, soft_cap
 
 if TYPE_CHECKING:
     from .prefill import Operands
     from .prefill import Options as AttentionOptions
-
-PAIRS = gl.constexpr(64)
-"""Pairs of a query row and a head that a warpgroup has, as many as a matrix instruction takes."""
-
-WARPS = gl.constexpr(4)
-"""Of a warpgroup."""
-
-OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-"""Of what matrix instructions read from shared memory."""
 
 REGISTERS, COPY_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 """Of a thread that attends, and of one that copies."""
@@ -118,34 +120,27 @@ def copy_blocks(
             num_pages, strides_page[1], STRIDE_V, PAGED, PAGE_SIZE,
         )  # fmt: skip
         async_copy.mbarrier_arrive(ready_v.index(value), increment_count=False)
-        key, key_phase = next_stage(key, key_phase, free_k)
-        value, value_phase = next_stage(value, value_phase, free_v)
+        key, key_phase = advance(key, key_phase, free_k, 1)
+        value, value_phase = advance(value, value_phase, free_v, 1)
 
 
 @gluon.jit
-def next_stage(stage, phase, barriers):
-    """The stage of a ring after this one, and the parity of its barriers."""
-    last = stage == barriers.shape[0] - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def locate(first_pair, row, count, rows, LAYOUT: gl.constexpr, GROUP: gl.constexpr):
-    """``(row of the tile, head of the group, whether there is one)`` of the pairs from ``first_pair`` on."""
-    pair = first_pair + gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
-    tile_row = pair // GROUP
-    return tile_row, pair % GROUP, (tile_row < count) & within(row + tile_row, rows)
+def advance(stage, phase, barriers, BLOCKS: gl.constexpr):
+    """The stage of a ring so many blocks after this one, and the parity of its barriers."""
+    STAGES: gl.constexpr = barriers.shape[0]
+    over = stage >= STAGES - BLOCKS
+    return gl.where(over, stage + BLOCKS - STAGES, stage + BLOCKS), gl.where(over, phase ^ 1, phase)
 
 
 @gluon.jit
 def rows_at(
-    first_pair, row, count, rows, stride_row, stride_head, first_head, DIM: gl.constexpr, GROUP: gl.constexpr
+    tile, first_pair, rows, stride_row, stride_head, DIM: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
     """``(offsets [PAIRS, DIM], whether there is such a pair)``, of 16 bytes a thread."""
     THREADS: gl.constexpr = DIM // 8  # of a row
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
-    tile_row, head, used = locate(first_pair, row, count, rows, WIDE, GROUP)
-    at = (row + tile_row).to(gl.int64) * stride_row + (first_head + head) * stride_head
+    tile_row, head, used = locate(tile, first_pair, rows, WIDE, GROUP)
+    at = (tile.row + tile_row).to(gl.int64) * stride_row + (tile.first_head + head) * stride_head
     return at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :], used[:, None]
 
 
@@ -171,12 +166,86 @@ def start_logits(query, warpgroup, keys, stage, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def attend_pairs(
-    warpgroup, given, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+def meet(warpgroup: gl.constexpr, meeting, values, m, total, acc):
+    """The state of both warpgroups, for the first of them; it goes through the ring, once neither needs that."""
+    sums, both, given = meeting
+    passed = values._reinterpret(gl.float32, acc.type.shape, gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
+    mbarrier.arrive(both.index(0))
+    if warpgroup == 1:
+        mbarrier.wait(both.index(0), 0)
+        passed.store(acc)
+        sums.index(0).store(m)
+        sums.index(1).store(total)
+        mbarrier.arrive(given.index(0))
+    else:
+        mbarrier.wait(given.index(0), 0)
+        their_m, their_total = sums.index(0).load(m.type.layout), sums.index(1).load(m.type.layout)
+        top = gl.maximum(m, their_m)
+        decay, their_decay = exp2(m - finite(top)), exp2(their_m - finite(top))
+        m, total = top, total * decay + their_total * their_decay
+        ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        acc = acc * gl.convert_layout(decay, ROWS)[:, None]
+        acc += passed.load(acc.type.layout) * gl.convert_layout(their_decay, ROWS)[:, None]
+    return m, total, acc
+
+
+@gluon.jit
+def store_result(
+    m, total, acc, staged, sinks, out, lse, partial, tile, first_pair, rows, slots,
+    NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """The role of the warpgroup that has pairs ``warpgroup * PAIRS`` of the block and those after."""
-    query, keys, values, ready, free, q, sinks, out, lse, partial, tile, rows, slots, numbers, strides_q = given
+    """The state of the pairs from ``first_pair`` on, by way of ``staged``, to its place or to that of a piece."""
+    DIM: gl.constexpr = acc.shape[1]
+    LOGITS: gl.constexpr = m.type.layout.parent
+    VALUES: gl.constexpr = acc.type.layout
+    tile_row, head, used = locate(tile, first_pair, rows, LOGITS, GROUP)
+    norm = inverse(total)
+    if SINKS:  # which pieces leave to their merging
+        sink = gl.load(sinks + tile.first_head + head, mask=used & (tile.slot < 0), other=float("-inf")) * LOG2E
+        m, total, decay = join_sink(m, total, sink)
+        norm = inverse(total) * decay
+    result = acc * gl.convert_layout(norm, gl.SliceLayout(1, VALUES))[:, None]
+    sums = log_sum(m, total)
+    if tile.slot >= 0:
+        slot_row = tile.slot.to(gl.int64) * TILE_ROWS
+        value_row, value_head, value_used = locate(tile, first_pair, rows, VALUES, GROUP)
+        value_at = (slot_row + value_row) * NUM_HEADS + tile.first_head + value_head
+        value_d = gl.arange(0, DIM, gl.SliceLayout(0, VALUES))
+        there = value_used & (tile.slot < slots)
+        gl.store(partial + value_at[:, None] * DIM + value_d[None, :], result, mask=there[:, None])
+        partial_sums = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM)
+        sums_at = partial_sums + (slot_row + tile_row) * NUM_HEADS + tile.first_head + head
+        gl.store(sums_at, sums, mask=used & (tile.slot < slots))
+    else:
+        staged.store(result.to(staged.dtype))
+        out_at, wanted = rows_at(tile, first_pair, rows, NUM_HEADS * DIM, DIM, DIM, GROUP)
+        gl.store(out + out_at, staged.load(out_at.type.layout), mask=wanted)
+        if LSE:
+            lse_at = (tile.row + tile_row).to(gl.int64) * NUM_HEADS + tile.first_head + head
+            gl.store(lse + lse_at, sums, mask=used)
+
+
+@gluon.jit
+def allocate_parts(
+    DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DIM_B: gl.constexpr
+):  # fmt: skip
+    """Arrays ``[COUNT, ROWS, width]`` for the parts of queries or keys, of which each is a power of two wide."""
+    first = gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, DIM], OPERAND)
+    if DIM_B == 0:
+        return (first,)
+    else:  # noqa: RET505  what follows a return is compiled too
+        return first, gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, DIM_B], OPERAND)
+
+
+@gluon.jit
+def attend_pairs(
+    warpgroup: gl.constexpr, given, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+    TURNS: gl.constexpr,
+):  # fmt: skip
+    """The role of a warpgroup that attends: it has its pairs, or in TURNS every other block of keys for all pairs."""
+    query, keys, values, ready, free, meeting, q, strides_q, sinks, results, tile, rows, slots, numbers = given
+    out, lse, partial = results
     scale, cap, window_left = numbers
     factor = LOG2E if CAP else scale * LOG2E
     TOKENS: gl.constexpr = values.shape[1]
@@ -187,28 +256,29 @@ def attend_pairs(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     ready_k, ready_v = ready
     free_k, free_v = free
-    row, count, position, start, end, slot, first_pair, first_head = tile
-    first_pair += warpgroup * PAIRS
+    TURN: gl.constexpr = warpgroup if TURNS else 0
+    BLOCKS: gl.constexpr = 2 if TURNS else 1
+    STEP: gl.constexpr = BLOCKS * TOKENS
+    start, end = tile.start + TURN * TOKENS, tile.end
+    first_pair = tile.first_pair + (0 if TURNS else warpgroup * PAIRS)
 
     for part in gl.static_range(len(query)):
-        q_at, asked = rows_at(
-            first_pair, row, count, rows, strides_q[0], strides_q[1], first_head, query[part].shape[2], GROUP
-        )
+        q_at, asked = rows_at(tile, first_pair, rows, strides_q[0], strides_q[1], query[part].shape[2], GROUP)
         query[part].index(warpgroup).store(gl.load(q + part * DIM + q_at, mask=asked, other=0.0))
     fence_async_shared()
 
-    tile_row, head, used = locate(first_pair, row, count, rows, LOGITS, GROUP)
-    row_position = position + tile_row
-    first_position, last_position = position + first_pair // GROUP, position + (first_pair + PAIRS - 1) // GROUP
+    row_position = tile.position + locate(tile, first_pair, rows, LOGITS, GROUP)[0]
+    first_position = tile.position + first_pair // GROUP
+    last_position = tile.position + (first_pair + PAIRS - 1) // GROUP
     n = gl.arange(0, TOKENS, gl.SliceLayout(0, LOGITS))
     m = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
     total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, LOGITS))
     acc = gl.zeros([PAIRS, DIM], gl.float32, VALUES)
     if end > start:
-        mbarrier.wait(ready_k.index(0), 0)
+        mbarrier.wait(ready_k.index(TURN), 0)
         fence_async_shared()
-        logits = warpgroup_mma_wait(0, deps=[start_logits(query, warpgroup, keys, 0, LOGITS)])
-        mbarrier.arrive(free_k.index(0))
+        logits = warpgroup_mma_wait(0, deps=[start_logits(query, warpgroup, keys, TURN, LOGITS)])
+        mbarrier.arrive(free_k.index(TURN))
         if CAP:
             logits = soft_cap(logits * scale, cap)
         logits = hide(logits, start + n, row_position, end, window_left, CAUSAL, WINDOW)
@@ -216,9 +286,10 @@ def attend_pairs(
         weight = exp2(logits * factor - finite(m)[:, None])
         total = gl.sum(weight, 1)
         weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
-        key, key_phase, value, value_phase = 1, 0, 0, 0
-        mbarrier.wait(ready_k.index(key), key_phase, pred=start + TOKENS < end)
-        for first in range(start + TOKENS, end, TOKENS):
+        value, value_phase = TURN, 0
+        key, key_phase = advance(TURN, 0, free_k, BLOCKS)
+        mbarrier.wait(ready_k.index(key), key_phase, pred=start + STEP < end)
+        for first in range(start + STEP, end, STEP):
             fence_async_shared()
             logits = start_logits(query, warpgroup, keys, key, LOGITS)
             mbarrier.wait(ready_v.index(value), value_phase)
@@ -237,62 +308,27 @@ def attend_pairs(
             weight = exp2(logits * factor - finite(top)[:, None])
             decay = exp2(m - finite(top))
             m, total = top, total * decay + gl.sum(weight, 1)
-            # A wait in a loop of its own keeps the assembler from moving the exponentials after the next one.
-            key, key_phase = next_stage(key, key_phase, free_k)
-            mbarrier.wait(ready_k.index(key), key_phase, pred=first + TOKENS < end)
+            key, key_phase = advance(key, key_phase, free_k, BLOCKS)
+            if not TURNS:  # a wait in a loop of its own keeps the assembler from moving exponentials after the next one
+                mbarrier.wait(ready_k.index(key), key_phase, pred=first + STEP < end)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free_v.index(value))
+            if TURNS:  # these values may be in the way of those keys
+                mbarrier.wait(ready_k.index(key), key_phase, pred=first + STEP < end)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
             weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
-            value, value_phase = next_stage(value, value_phase, free_v)
+            value, value_phase = advance(value, value_phase, free_v, BLOCKS)
         mbarrier.wait(ready_v.index(value), value_phase)
         fence_async_shared()
         acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values.index(value), acc, is_async=True)])
 
-    norm = inverse(total)
-    if SINKS:  # which pieces leave to their merging
-        sink = gl.load(sinks + first_head + head, mask=used & (slot < 0), other=float("-inf")) * LOG2E
-        m, total, decay = join_sink(m, total, sink)
-        norm = inverse(total) * decay
-    result = acc * gl.convert_layout(norm, gl.SliceLayout(1, VALUES))[:, None]
-    sums = log_sum(m, total)
-    if slot >= 0:
-        slot_row = slot.to(gl.int64) * TILE_ROWS
-        value_row, value_head, value_used = locate(first_pair, row, count, rows, VALUES, GROUP)
-        value_at = (slot_row + value_row) * NUM_HEADS + first_head + value_head
-        value_d = gl.arange(0, DIM, gl.SliceLayout(0, VALUES))
-        there = value_used & (slot < slots)
-        gl.store(partial + value_at[:, None] * DIM + value_d[None, :], result, mask=there[:, None])
-        partial_sums = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM)
-        gl.store(partial_sums + (slot_row + tile_row) * NUM_HEADS + first_head + head, sums, mask=used & (slot < slots))
-    else:
-        staged = query[0].index(warpgroup)
-        staged.store(result.to(DTYPE))
-        out_at, wanted = rows_at(first_pair, row, count, rows, NUM_HEADS * DIM, DIM, first_head, DIM, GROUP)
-        gl.store(out + out_at, staged.load(out_at.type.layout), mask=wanted)
-        if LSE:
-            gl.store(lse + (row + tile_row).to(gl.int64) * NUM_HEADS + first_head + head, sums, mask=used)
-
-
-@gluon.jit
-def allocate_parts(
-    DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DIM_B: gl.constexpr
-):  # fmt: skip
-    """Arrays ``[COUNT, ROWS, width]`` for the parts of queries or keys, of which each is a power of two wide."""
-    first = gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, DIM], OPERAND)
-    if DIM_B == 0:
-        return (first,)
-    else:  # noqa: RET505  what follows a return is compiled too
-        return first, gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, DIM_B], OPERAND)
-
-
-@gluon.jit
-def allocate_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """One for each stage of a ring, which waits for so many arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=COUNT)
-    return barriers
+    if TURNS:
+        m, total, acc = meet(warpgroup, meeting, values, m, total, acc)
+    if not TURNS or warpgroup == 0:
+        store_result(
+            m, total, acc, query[0].index(warpgroup), sinks, out, lse, partial, tile, first_pair, rows, slots,
+            NUM_HEADS, GROUP, TILE_ROWS, SINKS, LSE,
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -350,31 +386,22 @@ def prefill_hopper_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    M: gl.constexpr = 2 * PAIRS
+    TURNS: gl.constexpr = TILE_ROWS * GROUP <= PAIRS
+    M: gl.constexpr = PAIRS if TURNS else 2 * PAIRS
     BLOCKS: gl.constexpr = (TILE_ROWS * GROUP + M - 1) // M
     item, num_items = gl.program_id(0) // (NUM_KV_HEADS * BLOCKS), gl.num_programs(0) // (NUM_KV_HEADS * BLOCKS)
     kv_head = gl.program_id(0) // BLOCKS % NUM_KV_HEADS
     first_pair = gl.program_id(0) % BLOCKS * M
     if PLANNED:
-        record, listed = work + item * 8, item < max_items
-        row, count = gl.load(record, mask=listed, other=0), gl.load(record + 1, mask=listed, other=0)
-        begin, end = gl.load(record + 2, mask=listed, other=0), gl.load(record + 3, mask=listed, other=0)
-        position, page_start = gl.load(record + 4, mask=listed, other=0), gl.load(record + 5, mask=listed, other=0)
-        slot = gl.load(record + 6, mask=listed, other=-1)
-        begin, page_start = gl.maximum(begin, 0), gl.maximum(page_start, 0)
-        if PAGED:
-            end = gl.minimum(end, gl.where(num_pages > 0, gl.maximum(max_pages - page_start, 0), 0) * PAGE_SIZE)
-        else:
-            end = gl.minimum(end, kv_rows - page_start)
-        if count <= 0:  # rows of no request, which see nothing
-            row = gl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
-            count, end, slot = rows - row, begin, slot * 0 - 1
+        row, count, begin, end, position, page_start, slot = load_item(
+            work, item, num_items, max_items, qo_indptr, max_batch, rows, num_pages, max_pages, kv_rows,
+            TILE_ROWS, PAGED, PAGE_SIZE,
+        )  # fmt: skip
     else:
         row = (num_items - 1 - item) * TILE_ROWS
-        count, begin, end = rows - row, row * 0, kv_rows
+        count, begin, end = gl.minimum(rows - row, TILE_ROWS), row * 0, kv_rows
         # A slot of -1 is a constant, on which Triton 3.6 fails.
         position, page_start, slot = kv_rows - rows + row, row * 0, -1 - rows
-    count = gl.minimum(count, TILE_ROWS)
     first_row, last_row = first_pair // GROUP, gl.minimum((first_pair + M - 1) // GROUP, count - 1)
     if first_row > last_row:
         return
@@ -389,14 +416,17 @@ def prefill_hopper_kernel(
     keys = allocate_parts(DTYPE, KEYS, TOKENS, DIM, DIM_B)
     values = gl.allocate_shared_memory(DTYPE, [VALUES, TOKENS, DIM], OPERAND)
     ready = (allocate_barriers(KEYS, 32 * WARPS), allocate_barriers(VALUES, 32 * WARPS))
-    free = (allocate_barriers(KEYS, 2), allocate_barriers(VALUES, 2))
+    READERS: gl.constexpr = 1 if TURNS else 2
+    free = (allocate_barriers(KEYS, READERS), allocate_barriers(VALUES, READERS))
+    sums = gl.allocate_shared_memory(gl.float32, [2, PAIRS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    meeting = (sums, allocate_barriers(1, 2), allocate_barriers(1, 1))
     k += kv_head.to(gl.int64) * stride_k_head
     v += kv_head.to(gl.int64) * stride_v_head
-    tile = (row, count, position, start, end, slot, first_pair, kv_head * GROUP)
-    strides_q, strides_page = (stride_q_row, stride_q_head), (stride_k_page, stride_v_page)
+    tile = Tile(row, count, position, start, end, slot, first_pair, kv_head * GROUP)
+    strides_page = (stride_k_page, stride_v_page)
     attended = (
-        query, keys, values, ready, free, q, sinks, out, lse, partial, tile, rows, slots, (scale, cap, window_left),
-        strides_q,
+        query, keys, values, ready, free, meeting, q, (stride_q_row, stride_q_head), sinks, (out, lse, partial),
+        tile, rows, slots, (scale, cap, window_left),
     )  # fmt: skip
     copied = (
         keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page
@@ -404,8 +434,8 @@ def prefill_hopper_kernel(
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     gl.warp_specialize(
         [
-            (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE)),
-            (attend_pairs, (gl.to_tensor(1), attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE)),
+            (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, TURNS)),
+            (attend_pairs, (1, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, TURNS)),
             (copy_blocks, (copied, STRIDE_K, STRIDE_V, PAGED, PAGE_SIZE)),
         ],
         [WARPS, WARPS],
@@ -426,7 +456,6 @@ def objections(x: Operands, plan: PrefillPlan | None, tile_rows: int, o: Attenti
         (page_size % 16 == 0, f"pages of {page_size} are not whole runs of 16 tokens"),
         (in_units, "rows are not aligned to 16 bytes"),
         (longest <= LONGEST_STRIDE and page_size * longest < 1 << 31, "tokens are too far apart"),
-        (tile_rows * x.heads[0] // x.heads[1] > PAIRS.value, "tiles are of no more than 64 pairs"),
         (o.mask is None and o.pos_encoding == "NONE", "a mask or positions are given"),
         (o.kv_scale is None, "scales of keys and values are given"),
     ]

@@ -58,6 +58,23 @@ HOPPER = [
         }.items()
     ),
     *(
+        replace(HOPPER_BASE, name=f"turns, {name}", **{"planner": {"tile_rows": 16}, **options})
+        for name, options in {
+            "causal": {},
+            "not causal": {"causal": False},
+            "small tiles": {"planner": {"tile_rows": 3}},
+            "one row a tile": {"planner": {"tile_rows": 1}, "heads": (7, 1)},
+            "few and no keys": {"kv_lens": (129, 0, 300, 128, 1, 256)},
+            "window": {"window_left": 100},
+            "cap and sinks": {"logits_soft_cap": 5.0, "sinks": 1.0},
+            "split": {**_SPLIT, "planner": {"num_ctas": 8, "tile_rows": 16}},
+            "64/64": {"head_dims": (64, 64)},
+            "192/128": {"head_dims": (192, 128)},
+            "256/256": {"head_dims": (256, 256)},
+            "256/256, split": {**_SPLIT, "head_dims": (256, 256), "planner": {"num_ctas": 8, "tile_rows": 16}},
+        }.items()
+    ),
+    *(
         replace(HOPPER_BASE, name=f"{dims[0]}/{dims[1]}, {name}", head_dims=dims, **options)
         for dims in ((64, 64), (192, 128), (256, 256))
         for name, options in {
