@@ -69,8 +69,7 @@ class Exchange(NamedTuple):
     """What the warpgroups tell each other of each of the last two blocks."""
 
     tops: Any  # [2, PAIRS], the largest logits up to it
-    topped: Any  # barriers
-    weighed: Any
+    weighed: Any  # barriers
 
 
 @gluon.jit
@@ -171,10 +170,9 @@ def multiply_theirs(own: gl.constexpr, stage, exchange, state, phase):
     """Start to multiply the other warpgroup's weights with this one's half of the values of their block."""
     m, total, acc = state
     other: gl.constexpr = 1 - own
-    mbarrier.wait(exchange.topped.index(other), phase)
+    mbarrier.wait(exchange.weighed.index(other), phase)
     top = exchange.tops.index(other).load(m.type.layout)
     decay = exp2(m - finite(top))
-    mbarrier.wait(exchange.weighed.index(other), phase)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     return top, total * decay, warpgroup_mma(stage.rest, stage.keys.index(own), acc, is_async=True)
 
@@ -189,10 +187,9 @@ def hide(logits, first, end, row_position, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def weigh(own: gl.constexpr, logits, exchange, m, total, factor):
-    """``(largest logits, weights, decay of earlier sums, sums)``, of which the first are told to the other."""
+    """``(largest logits, weights, decay of earlier sums, sums)``."""
     top = gl.maximum(m, gl.max(logits, 1) * factor)
     exchange.tops.index(own).store(top)
-    mbarrier.arrive(exchange.topped.index(own))
     decay = exp2(m - finite(top))
     weight = exp2(logits * factor - finite(top)[:, None])
     return top, weight, decay, total * decay + gl.sum(weight, 1)
@@ -364,7 +361,7 @@ def mla_kernel(
     stages = (allocate_stage(DTYPE), allocate_stage(DTYPE))
     tops = gl.allocate_shared_memory(gl.float32, [2, PAIRS], PLAIN)
     totals = gl.allocate_shared_memory(gl.float32, [2, PAIRS], PLAIN)
-    exchange = Exchange(tops, allocate_barriers(2, 1), allocate_barriers(2, 1))
+    exchange = Exchange(tops, allocate_barriers(2, 1))
     query_ready, done = allocate_barriers(1, 32 * WARPS).index(0), allocate_barriers(1, 2).index(0)
     tile = Tile(row, count, position, begin // TOKENS * TOKENS, end, slot, first_pair, 0)
     attended = (

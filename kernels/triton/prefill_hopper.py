@@ -46,8 +46,11 @@ if TYPE_CHECKING:
     from .prefill import Operands
     from .prefill import Options as AttentionOptions
 
-REGISTERS, COPY_REGISTERS = gl.constexpr(232), gl.constexpr(40)
-"""Of a thread that attends, and of one that copies."""
+COPY_REGISTERS, PAGED_COPY_REGISTERS = gl.constexpr(40), gl.constexpr(56)
+"""Of a thread that copies, without a page table and with one; those that attend share the rest of ``ALL_REGISTERS``."""
+
+ALL_REGISTERS = gl.constexpr(504)
+"""Of three threads, one of each warpgroup, as Triton hands them out."""
 
 
 class Shape(NamedTuple):
@@ -432,6 +435,7 @@ def prefill_hopper_kernel(
         keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page
     )  # fmt: skip
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
+    COPY: gl.constexpr = PAGED_COPY_REGISTERS if PAGED else COPY_REGISTERS
     gl.warp_specialize(
         [
             (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, TURNS)),
@@ -439,7 +443,7 @@ def prefill_hopper_kernel(
             (copy_blocks, (copied, STRIDE_K, STRIDE_V, PAGED, PAGE_SIZE)),
         ],
         [WARPS, WARPS],
-        [REGISTERS, COPY_REGISTERS],
+        [(ALL_REGISTERS - COPY) // 2, COPY],
     )
 
 
