@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .compat.arguments import DType, fail
+from .compat.arguments import DType, fail, refuse
 from .compat.caches import PagedCache
 from .compat.masks import packed
 from .compat.paged import forward_changes
@@ -35,6 +35,7 @@ class PODWithPagedKVCacheWrapper:
         paged_kv_last_page_len_buffer: Tensor | None = None,
         jit_args: list[Any] | None = None,
     ) -> None:
+        refuse(type(self).__name__, jit_args=jit_args)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer,
             kv_layout,

@@ -19,7 +19,6 @@ from .compat.arguments import (
     layout,
     output_dtype,
     own_backend,
-    positional,
     refuse,
     renamed,
 )
@@ -143,8 +142,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ``paged_kv_indptr_buf [batch + 1]``, ``paged_kv_indices_buf [max_pages]``,
             ``paged_kv_last_page_len_buf [batch]``; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and
             the first plan's query rows are the most. Without it the buffers have no effect.
-        mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_args, jit_kwargs, variant_owns_mask: no effect on
-            results (:mod:`attn_ops.compat.ignored`).
+        mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
+            (:mod:`attn_ops.compat.ignored`).
+        jit_args: as for decoding.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_prefill`` node.
     """
@@ -171,6 +171,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             float_workspace_buffer,
             kv_layout,
             backend=backend,
+            jit_args=jit_args,
             buffers=graph_buffers(
                 use_cuda_graph,
                 qo_indptr=("qo_indptr_buf", qo_indptr_buf),
@@ -336,7 +337,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``; in CUDA-graph mode rows of padding may follow.
-            paged_kv_cache: as for decoding. ``args``: ``k_scale``, ``v_scale`` by position.
+            paged_kv_cache, args: as for decoding.
             lse_base: ``"log2"`` or ``"ln"``. ``lse_layout``: ``"NH"`` ``[rows, heads]`` or ``"HN"`` ``[heads, rows]``.
             out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
 
@@ -350,8 +351,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             uses_spcompress=uses_spcompress,
         )
+        sm_scale = None
         if args:
-            k_scale, v_scale = positional(where, ("k_scale", "v_scale"), args, (k_scale, v_scale))
+            k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
         return self._attend(
             where,
             q,
@@ -362,6 +364,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             v_scale=v_scale,
             sinks=sinks,
             window_left=window_left,
+            sm_scale=sm_scale,
         )
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,6 @@ IGNORED: dict[str, str] = {
     "request_order_plan": "the order in which requests are scheduled",
     "is_cuda_graph_compatible": "every call is capturable",
     "is_var_seq": "lengths may always differ",
-    "jit_args": _JIT,
     "jit_kwargs": _JIT,
     "variant_owns_mask": _JIT,
     "non_blocking": "host tensors are always copied without waiting, in stream order",

@@ -10,9 +10,14 @@ _FP4_OUT = "outputs are float16, bfloat16 or float32; quantise afterwards"
 _ITEMS = "multi-item scoring masks are not made here; give the mask as custom_mask"
 _PROFILER = "there is no in-kernel profiler; profile with torch.profiler"
 _CONTEXT = "KV is not sharded over ranks here; shard it, and merge with merge_states"
+_JIT = (
+    "kernels are not generated from a user's source; of its variants the AttentionSink of wrappers is known, by name; "
+    "otherwise use the named options"
+)
 _SPARSE = "every key counts; choose keys with a custom_mask or by the page table"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "jit_args": ((), _JIT),
     "kv_cache_sf": ((), _FP4),
     "k_sf_cache": ((), _FP4),
     "v_sf_cache": ((), _FP4),

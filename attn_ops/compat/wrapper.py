@@ -14,12 +14,13 @@ from ..inductor import mark_static
 from ..plan import DecodePlan, PrefillPlan, workspace_size
 from ..tiling import pieces_of
 from . import inline, masks
-from .arguments import DTypes, fail, layout, own_backend
+from .arguments import DTypes, fail, layout, own_backend, positional
 from .graphs import GraphBuffers
 from .growing import READ_WHOLE_PLANS, Growing, Shape
 from .results import Wanted
 from .scales import Scale, fold
 from .tables import Extent, Tables
+from .variants import follow
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Wrapper:
         kv_layout: str = "NHD",
         *,
         backend: str = "auto",
+        jit_args: Any = None,
         device: str | torch.device | None = None,
         buffers: dict[str, tuple[str, Tensor]] | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class Wrapper:
             torch.empty(0, device=device).device if float_workspace_buffer is None else (float_workspace_buffer.device)
         )
         self._backend = own_backend(backend)
+        self._follow = follow(self._name, jit_args)
         self._graph = None if buffers is None else GraphBuffers(self._name, self.device, buffers)
         self._growing = Growing(
             self.device, self._workspace is None, storage=None if self._graph is None else self._graph.storage
@@ -224,6 +227,13 @@ class Wrapper:
             self._mask = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self._mask[: mask.shape[0]] = mask
         return self._mask
+
+    def _positional(self, where: str, args: tuple[Any, ...], k_scale: Any, v_scale: Any, sinks: Any) -> tuple[Any, ...]:
+        """``k_scale, v_scale, sinks, sm_scale`` of run(): those given by name, and what followed the caches."""
+        given = {"k_scale": k_scale, "v_scale": v_scale, "sinks": sinks, "sm_scale": None}
+        values = positional(where, self._follow, args, [given[name] for name in self._follow])
+        given.update(zip(self._follow, values, strict=True))
+        return tuple(given.values())
 
     def _run(
         self,

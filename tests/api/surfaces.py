@@ -300,7 +300,6 @@ SURFACES = [
                 **GRAPH,
             },
             "plan": {"head_dim_qk": Raises(32), "args": None, "kwargs": None},
-            "run": {"args": None, "kwargs": None},
         },
     ),
     Surface(

@@ -31,7 +31,7 @@ NEEDED_IN_GRAPH_MODE = {
 """Without CUDA-graph mode they have no effect, as documented; in it they are missed by name."""
 
 IN_OTHER_TESTS = {
-    "args": "positional scales: test_prefill, test_decode, test_cascade",
+    "args": "by position: test_prefill, test_decode, test_cascade",
     "kwargs": "those of the base class",
     "qo_indptr_buf_arr": "test_cascade.test_cascade",
     "paged_kv_indptr_buf_arr": "test_cascade.test_cascade",

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from api.requests import DEVICE, Requests, ln, workspace
+from api.requests import DEVICE, Requests, ln, sink_variant, workspace
 from api.test_decode import CACHES, GQA
 
 import attn_ops as flashinfer
+from attn_ops import errors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -123,6 +124,25 @@ def test_options_of_run(kind: str) -> None:
     assert lse.is_contiguous()
     expected.check(out, ln(lse.T))
     r.expected(**meaning).check(call.run(window_left=-1))
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_sink_by_position(kind: str) -> None:
+    r = requests(kind)
+    if kind == "paged":
+        wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), jit_args=sink_variant())
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes, causal=True, sm_scale=0.5)
+        tensors = (r.q, r.cache())
+    else:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), jit_args=sink_variant())
+        wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], causal=True, sm_scale=0.5)
+        tensors = (r.q, *r.ragged())
+    expected = r.expected(causal=True, sinks=True, sm_scale=0.2)
+    expected.check(*wrapper.run(*tensors, r.sinks, 0.2, return_lse=True))
+    expected.check(*wrapper.run_return_lse(*tensors, r.sinks, 0.1, q_scale=2.0))
+    r.expected(causal=True, sinks=True, sm_scale=0.5).check(wrapper.run(*tensors, r.sinks))
+    with pytest.raises(errors.ArgumentError, match="sinks is given twice"):
+        wrapper.run(*tensors, r.sinks, sinks=r.sinks)
 
 
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
