@@ -13,6 +13,7 @@ from torch import Tensor
 from .compat.arguments import DType, DTypes, attention_options, fail, layout, refuse
 from .compat.caches import PagedCache
 from .compat.cudnn import cudnn_batch_decode_with_kv_cache
+from .compat.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from .compat.growing import Shape
 from .compat.paged import PagedWrapper, forward_changes
 from .compat.results import Wanted
@@ -30,7 +31,9 @@ __all__ = [
     "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 

@@ -250,6 +250,11 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "q has a beam of 2; expected 1",
     ),
+    "xqa cache": (
+        lambda: flashinfer.xqa(R.q, *(t.flatten(0, 2) for t in R.cache()), R.block_tables(), R.seq_lens),
+        errors.ShapeError,
+        "xqa: a KV cache is [480, 64]; expected pages, places, heads and head_dim",
+    ),
     "xqa sizes": (
         lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables(), R.seq_lens, num_kv_heads=4),
         errors.ShapeError,

@@ -56,6 +56,27 @@ def test_trtllm_decode_of_several_rows() -> None:
     r.expected(causal=True, v_scale=2.0).check(out)
 
 
+def test_cudnn_offsets_count_elements_of_views() -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40))
+    both = [torch.stack((t, t), 1)[:, 0] for t in (r.q, *r.ragged())]
+    strides = [t.stride(0) for t in both]
+    assert strides == [2 * 4 * 64, 2 * 2 * 64, 2 * 2 * 64]
+    options = {"max_token_per_sequence": 40, "max_sequence_kv": 130, "causal": True, "return_lse": True}
+    out, lse = flashinfer.cudnn_batch_prefill_with_kv_cache(
+        *both,
+        SCALE,
+        workspace(),
+        actual_seq_lens_q=torch.tensor(r.qo_lens, device=DEVICE),
+        actual_seq_lens_kv=r.seq_lens,
+        batch_offsets_q=r.qo_indptr * strides[0],
+        batch_offsets_o=r.qo_indptr * 4 * 64,
+        batch_offsets_k=r.kv_indptr * strides[1],
+        batch_offsets_v=r.kv_indptr * strides[2],
+        **options,
+    )
+    r.expected(causal=True).check(out, lse)
+
+
 def test_xqa_batch_decode() -> None:
     r = Requests()
     tables = (workspace(), r.block_tables(), r.seq_lens, 130, SCALE)
@@ -169,6 +190,12 @@ def test_xqa_fills_output() -> None:
     )
     assert none is None
     r.expected(sm_scale=SCALE, v_scale=6.0, window_left=7, sinks=True).check(out)
+
+
+def test_xqa_sinks_by_kv_head() -> None:
+    r = Requests()
+    out = flashinfer.xqa(r.q, *r.cache(), r.block_tables(), r.seq_lens, sinks=r.sinks.view(2, 2))
+    r.expected(sinks=True).check(out)
 
 
 def test_xqa_of_ragged_rows() -> None:
