@@ -99,6 +99,7 @@ class Wrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._graph is not None
 
+    @property
     def resolved_backend(self) -> str:
         """The backend named to the constructor, or ``"auto"``: which one runs is decided per call."""
         return self._backend

@@ -103,6 +103,12 @@ def test_options_of_run() -> None:
     r.expected(window_left=20).check(wrapper.run(r.q, r.cache()))
 
 
+@pytest.mark.parametrize(("named", "resolved"), [("auto", "auto"), ("fa3", "auto"), ("reference", "reference")])
+def test_resolved_backend(named: str, resolved: str) -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend=named)
+    assert wrapper.resolved_backend == resolved
+
+
 def test_sink_by_position() -> None:
     r = Requests()
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), jit_args=sink_variant())
