@@ -60,6 +60,7 @@ IGNORED: dict[str, str] = {
 _FOLLOW = "dtypes follow the tensors of run()"
 _NO_ROTATION = "no positional encoding is applied"
 _ONE_ROW = "one query row sees every key, causal or not"
+_DIVIDED = "bmm2_scale is divided by it already"
 HERE: dict[str, str] = {
     "attention.plan.q_data_type": _FOLLOW,
     "attention.plan.kv_data_type": _FOLLOW,
@@ -69,6 +70,8 @@ HERE: dict[str, str] = {
     "mla.plan.use_sinks": "run() honours sinks wherever they are given",
     "pod.run.causal_d": _ONE_ROW,
     "decode.plan.is_causal": _ONE_ROW,
+    "trtllm decode.call.o_scale": _DIVIDED,
+    "xqa decode.call.o_scale": _DIVIDED,
     "shared prefix, prefill.forward.rope_scale": _NO_ROTATION,
     "shared prefix, prefill.forward.rope_theta": _NO_ROTATION,
 }

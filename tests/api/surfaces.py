@@ -121,7 +121,7 @@ GRAPH: dict[str, Any] = {"use_cuda_graph": Raises(True)}
 TABLES = {"block_tables": H.block_tables(), "seq_lens": H.seq_lens, "max_seq_len": 130}
 CACHES = dict(zip(("k_cache", "v_cache"), H.cache(), strict=True))
 CUDNN = {"scale": 0.125, "workspace_buffer": None, "max_sequence_kv": 130, "block_tables": H.block_tables()}
-BMM: dict[str, Any] = {"bmm1_scale": 0.5, "bmm2_scale": 2.0, "o_scale": 2.0}
+BMM: dict[str, Any] = {"bmm1_scale": 0.5, "bmm2_scale": 2.0}
 ROWS = {"q_len_per_req": Raises(2)}
 POD_TABLE = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
 MLA_CALL: dict[str, Any] = {
