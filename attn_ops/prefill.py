@@ -25,6 +25,7 @@ from .compat.arguments import (
 from .compat.caches import PagedCache
 from .compat.cudnn import cudnn_batch_prefill_with_kv_cache
 from .compat.deepseek import trtllm_ragged_attention_deepseek
+from .compat.items import scoring_mask
 from .compat.masks import packed
 from .compat.paged import PagedWrapper, forward_changes
 from .compat.ragged import BatchPrefillWithRaggedKVCacheWrapper
@@ -233,6 +234,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             head_dim_qk: alias ``head_dim``; ``head_dim_vo`` is the same unless given.
             custom_mask: bool, for every request ``[qo_len * kv_len]`` row by row, concatenated; True keeps. Overrides
                 ``causal``. ``packed_custom_mask``: uint8, its bits little-endian, every request padded to whole bytes.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring
+                (:func:`attn_ops.compat.items.scoring_mask`), always causal.
             q_data_type, kv_data_type, o_data_type, data_type: as for decoding.
             fixed_split_size, disable_split_kv: as for decoding.
 
@@ -240,13 +243,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ShapeError: a mask's length does not follow from the lengths of the batch. Others as for decoding.
         """
         where = f"{self._name}.plan"
-        refuse(
-            where,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len,
-            max_item_len_ptr=max_item_len_ptr,
-        )
         renamed(
             where,
             "allow_fp16_qk_reduction",
@@ -257,6 +253,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         tables = Tables.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
+        custom_mask = scoring_mask(
+            where,
+            prefix_len_ptr,
+            token_pos_in_items_ptr,
+            token_pos_in_items_len,
+            (custom_mask, packed_custom_mask),
+            tables,
+            shape.page_size,
+            self.device,
+        )
         split = splitting(where, fixed_split_size, disable_split_kv)
         options = attention_options(
             where,
@@ -304,7 +310,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         sized = num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo
         given = inspect.signature(self.plan).bind(*tables, *sized, *args, head_dim=head_dim, **kwargs).arguments
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
-        masked = any(given.get(mask) is not None for mask in ("custom_mask", "packed_custom_mask"))
+        masked = any(given.get(mask) is not None for mask in ("custom_mask", "packed_custom_mask", "prefix_len_ptr"))
         shape = shape._replace(
             causal=given.get("causal", False) and not masked,
             window_left=given.get("window_left", -1),

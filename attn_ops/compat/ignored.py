@@ -43,6 +43,7 @@ IGNORED: dict[str, str] = {
     "max_seq_len": _BOUND,
     "max_q_len": _BOUND,
     "max_kv_len": _BOUND,
+    "max_item_len_ptr": "a bound on items that the places of their tokens give",
     "int_workspace_buffer": "a plan owns its integers",
     "int_workspace_buffers": "a plan owns its integers",
     "multi_ctas_kv_counter_buffer": _SCRATCH,

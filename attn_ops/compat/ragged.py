@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .arguments import DType, DTypes, attention_options, refuse, renamed
+from .items import scoring_mask
 from .paged import forward_changes
 from .results import Wanted
 from .scales import Scale
@@ -109,10 +110,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         where = f"{self._name}.plan"
         refuse(
             where,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len,
-            max_item_len_ptr=max_item_len_ptr,
             v_indptr=v_indptr,
             o_indptr=o_indptr,
         )
@@ -127,6 +124,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
         split = splitting(where, fixed_split_size, disable_split_kv)
         shape = shape._replace(paged=False, causal=causal, window_left=window_left, **split)
+        tables = Tables.of(where, kv_indptr, qo_indptr=qo_indptr)
+        custom_mask = scoring_mask(
+            where,
+            prefix_len_ptr,
+            token_pos_in_items_ptr,
+            token_pos_in_items_len,
+            (custom_mask, packed_custom_mask),
+            tables,
+            1,
+            self.device,
+        )
         options = attention_options(
             where,
             pos_encoding_mode=pos_encoding_mode,
@@ -139,7 +147,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self._plan(
             where,
             "ragged_prefill",
-            Tables.of(where, kv_indptr, qo_indptr=qo_indptr),
+            tables,
             shape,
             {**options, "causal": causal, "kv_layout": self._kv_layout},
             DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),

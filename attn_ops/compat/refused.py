@@ -7,7 +7,6 @@ from typing import Any
 _FP4 = "4-bit caches are not read here; use a float16, bfloat16, float32 or FP8 cache"
 _SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
 _FP4_OUT = "outputs are float16, bfloat16 or float32; quantise afterwards"
-_ITEMS = "multi-item scoring masks are not made here; give the mask as custom_mask"
 _PROFILER = "there is no in-kernel profiler; profile with torch.profiler"
 _TREE = "draft masks are not read: rows are causal without one; give another to a prefill wrapper, as custom_mask"
 _CONTEXT = "KV is not sharded over ranks here; shard it, and merge with merge_states"
@@ -32,10 +31,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sparse_mla_top_k": ((0,), _SPARSE),
     "sparse_mla_top_k_lens": ((), _SPARSE),
     "uses_spcompress": ((False,), _SPARSE),
-    "prefix_len_ptr": ((), _ITEMS),
-    "token_pos_in_items_ptr": ((), _ITEMS),
-    "token_pos_in_items_len": ((0,), _ITEMS),
-    "max_item_len_ptr": ((), _ITEMS),
     "use_profiler": ((False,), _PROFILER),
     "profiler_buffer": ((), _PROFILER),
     "cp_world": ((1,), _CONTEXT),

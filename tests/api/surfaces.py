@@ -111,6 +111,7 @@ PREFILL_OPTIONS = {
     **DTYPES,
     **MASKS,
     **SPLIT,
+    **dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr"), Raises(P.seq_lens)),
     "causal": True,
     "head_dim_vo": Raises(32),
     "head_dim": Raises(64),

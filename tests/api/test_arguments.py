@@ -41,6 +41,7 @@ IN_OTHER_TESTS = {
     "qk_indptr_buf": "another name of mask_indptr_buf: test_bad_input",
     "return_lse_base_on_e": "test_mla.test_lse_and_buffers",
     "kv_len": "test_mla.test_without_a_plan",
+    "token_pos_in_items_len": "test_prefill.test_items",
     "seq_lens": "test_mla.test_plan_from_block_tables",
 }
 
