@@ -290,12 +290,18 @@ def measured(tables: Tables, shape: Shape) -> tuple[Tables, Extent]:
 
 
 def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:
-    """float32 ``[num_qo_heads]`` on the query's device; a list of one tensor is that tensor."""
+    """float32 ``[num_qo_heads]`` on the query's device, of that shape, ``[num_kv_heads, group]``, or a list of one."""
+    if sinks is None:
+        return None
     if isinstance(sinks, list | tuple):
         if len(sinks) != 1:
             fail(ArgumentError, where, f"sinks has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
         sinks = sinks[0]
-    return None if sinks is None else sinks.to(device, torch.float32)
+    if not isinstance(sinks, Tensor):
+        fail(ArgumentError, where, f"sinks is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
+    if sinks.dim() == 2:
+        sinks = sinks.flatten()
+    return sinks.to(device, torch.float32)
 
 
 def graph_buffers(use_cuda_graph: bool, **buffers: tuple[str, Tensor | None]) -> Any:

@@ -130,7 +130,7 @@ def xqa(
         logit_scales={"q_scale": q_scale, "kv_scale": kv_scale},
         value_scales={"kv_scale": kv_scale, "rcp_out_scale": rcp_out_scale},
         window_left=sliding_win_size - 1,
-        sinks=None if sinks is None else sinks.flatten(),
+        sinks=sinks,
     )
     return _deliver(q, out, output)
 

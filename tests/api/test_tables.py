@@ -194,8 +194,9 @@ def test_xqa_fills_output() -> None:
 
 def test_xqa_sinks_by_kv_head() -> None:
     r = Requests()
-    out = flashinfer.xqa(r.q, *r.cache(), r.block_tables(), r.seq_lens, sinks=r.sinks.view(2, 2))
-    r.expected(sinks=True).check(out)
+    for sinks in (r.sinks.view(2, 2), [r.sinks]):
+        out = flashinfer.xqa(r.q, *r.cache(), r.block_tables(), r.seq_lens, sinks=sinks)
+        r.expected(sinks=True).check(out)
 
 
 def test_xqa_of_ragged_rows() -> None:
