@@ -41,7 +41,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "v_indptr": ((), "values lie where the keys do; kv_indptr holds for both"),
     "o_indptr": ((), "the output lies as the query does; qo_indptr holds for both"),
     "uses_shared_paged_kv_idx": ((True,), "keys and values share one page table; pass two caches of one numbering"),
-    "bmm1_scale_log2": ((), "scales are given in natural units; pass bmm1_scale, a float or a 0-d tensor"),
     "kv_scale_format": (("auto",), "MLA caches are float16, bfloat16, float32 or plain FP8"),
     "metadata": ((), "give the arguments of plan() themselves"),
     "output_scale": (("none",), _FP4_OUT),

@@ -6,6 +6,7 @@ output; each is a number or a 0-d tensor. They run on this library's kernels wha
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ def trtllm_batch_decode_with_kv_cache(
             of a request are its last tokens, causal among themselves.
         kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
+        bmm1_scale_log2: ``bmm1_scale`` times log2(e), in its place.
         bmm2_scale: multiplies the output, which ``o_scale`` does not: callers divide ``bmm2_scale`` by that.
         sinks: float32 ``[num_qo_heads]``, or a list of that one tensor.
 
@@ -126,7 +128,6 @@ def trtllm_batch_decode_with_kv_cache(
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         kv_cache_sf=kv_cache_sf,
         uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
-        bmm1_scale_log2=bmm1_scale_log2,
         enable_block_sparse_attention=enable_block_sparse_attention,
         cp_world=cp_world,
         cp_rank=cp_rank,
@@ -138,7 +139,7 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache,
         block_tables,
         seq_lens,
-        bmm1_scale,
+        bmm1_scale if bmm1_scale_log2 is None else bmm1_scale_log2 * math.log(2),
         bmm2_scale,
         window_left,
         Wanted(out, lse, return_lse, _output(where, out, out_dtype)),

@@ -363,6 +363,7 @@ SURFACES = [
         {
             "call": {
                 **BMM,
+                "bmm1_scale_log2": HALF,
                 **LSE,
                 **ROWS,
                 **buffers(H),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -41,6 +42,16 @@ def test_trtllm_decode(kv_layout: str, as_tensor: bool) -> None:
     )
     assert got is out
     r.expected(sm_scale=0.2, v_scale=3.0, window_left=40, sinks=True).check(out, lse)
+
+
+def test_trtllm_scale_in_base_2() -> None:
+    r = Requests(kv_layout="HND")
+    scale = torch.tensor([0.2 * math.log2(math.e)], device=DEVICE)
+    tables = (r.block_tables(), r.seq_lens, 130, 0.7)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(
+        r.q, r.cache(), workspace(), *tables, bmm1_scale_log2=scale, q_len_per_req=1
+    )
+    r.expected(sm_scale=0.2).check(out)
 
 
 def test_trtllm_decode_of_several_rows() -> None:
