@@ -14,6 +14,7 @@ from .compat.results import Wanted
 from .compat.scales import Scale
 from .compat.shapes import prefill_shape
 from .compat.tables import Tables, by_length
+from .compat.variants import SINK
 from .errors import ArgumentError
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -156,6 +157,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             "window_left": window_left,
         }
         self._head_dim_qk = head_dim_qk
+        self._follow = SINK
 
     def plan(
         self,
@@ -188,27 +190,3 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         super().plan(*tables, num_qo_heads, num_kv_heads, head_dim_qk, page_size, **{**defaults, **kwargs})
 
     begin_forward = plan
-
-    def run(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
-        """As the base class's; ``args``: ``sinks``, then ``sm_scale``, which replaces the planned one."""
-        where = f"{self._name}.run"
-        if len(args) > 2 or (args and "sinks" in kwargs):
-            fail(
-                ArgumentError,
-                where,
-                f"{len(args)} arguments follow the KV cache by position",
-                "sinks and sm_scale",
-                "pass each once",
-            )
-        if args:
-            kwargs["sinks"] = args[0]
-        if len(args) == 2 and args[1] is not None:
-            return self._with_scale(float(args[1]), where, q, paged_kv_cache, kwargs)
-        return super().run(q, paged_kv_cache, **kwargs)
-
-    def _with_scale(self, sm_scale: float, where: str, q: Tensor, cache: PagedCache, kwargs: dict[str, Any]) -> Any:
-        planned = self._planned
-        if planned is not None:
-            default = planned.options["sm_scale"] or planned.shape.head_dim_qk**-0.5
-            kwargs["q_scale"] = sm_scale / default * (1.0 if kwargs.get("q_scale") is None else kwargs["q_scale"])
-        return super().run(q, cache, **kwargs)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat.arguments import DType, DTypes, attention_options, fail, layout, positional, refuse
+from .compat.arguments import DType, DTypes, attention_options, fail, layout, refuse
 from .compat.caches import PagedCache
 from .compat.cudnn import cudnn_batch_decode_with_kv_cache
+from .compat.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from .compat.growing import Shape
 from .compat.paged import PagedWrapper, forward_changes
 from .compat.results import Wanted
@@ -30,7 +31,9 @@ __all__ = [
     "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 
@@ -95,7 +98,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         use_cuda_graph: the three buffers, int32, become the plan's memory. The batch size is then fixed, by
             ``paged_kv_indptr_buffer [batch + 1]`` and ``paged_kv_last_page_len_buffer [batch]``, and
             ``paged_kv_indices_buffer`` bounds the pages. Without it the buffers have no effect.
-        use_tensor_cores, backend, jit_args: no effect on results (:mod:`attn_ops.compat.ignored`).
+        use_tensor_cores, backend: no effect on results (:mod:`attn_ops.compat.ignored`).
+        jit_args: those of the variant AttentionSink, by which run() takes ``sinks, sm_scale`` by position.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_decode`` node. The plan's tensors keep
     their sizes while batches fit, and grow by powers of two when one does not, which compiles once more.
@@ -117,6 +121,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             float_workspace_buffer,
             kv_layout,
             backend=backend,
+            jit_args=jit_args,
             buffers=graph_buffers(
                 use_cuda_graph,
                 kv_indptr=("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
@@ -316,7 +321,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q: ``[batch, num_qo_heads, head_dim]``; ``[batch * q_len_per_req, ...]`` with more rows per request.
             paged_kv_cache: one tensor ``[pages, 2, page_size, num_kv_heads, head_dim]`` (HND: heads before places), or
                 a pair of caches; without the dimension of places the page size is 1.
-            args: ``k_scale``, ``v_scale`` by position.
+            args: ``k_scale, v_scale`` by position; ``sinks, sm_scale`` with the variant AttentionSink.
             out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
 
         Returns:
@@ -328,8 +333,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             fail(
                 ShapeError, where, f"q_len_per_req is {q_len_per_req}", f"{self._q_len_per_req} as planned", "plan anew"
             )
+        sm_scale = None
         if args:
-            k_scale, v_scale = positional(where, ("k_scale", "v_scale"), args, (k_scale, v_scale))
+            k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
         wanted = Wanted(out, lse, return_lse)
         return self._attend(
             where,
@@ -341,6 +347,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             v_scale=v_scale,
             sinks=sinks,
             window_left=window_left,
+            sm_scale=sm_scale,
         )
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .compat.arguments import DType, fail
+from .compat.arguments import DType, fail, refuse
 from .compat.caches import PagedCache
 from .compat.masks import packed
 from .compat.paged import forward_changes
@@ -35,6 +35,7 @@ class PODWithPagedKVCacheWrapper:
         paged_kv_last_page_len_buffer: Tensor | None = None,
         jit_args: list[Any] | None = None,
     ) -> None:
+        refuse(type(self).__name__, jit_args=jit_args)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer,
             kv_layout,
@@ -128,7 +129,7 @@ class PODWithPagedKVCacheWrapper:
 
         Names with ``_d`` are for the decoding: an option that is not at its default replaces the planned one. Masks of
         decode rows are refused; one row sees every key, whether causal or not. ``q_scale``, ``k_scale`` and
-        ``v_scale`` hold for both parts.
+        ``v_scale`` are those of the decoding.
 
         Returns:
             ``(prefill, decode)``, each an output, or ``(out, lse)`` with its ``return_lse``.
@@ -156,7 +157,6 @@ class PODWithPagedKVCacheWrapper:
             q_p,
             k_p,
             v_p,
-            scale_q=q_scale,  # type: ignore[arg-type]
             custom_mask=custom_mask_p,
             packed_custom_mask=packed_custom_mask_p,
             causal=causal_p,
@@ -167,8 +167,6 @@ class PODWithPagedKVCacheWrapper:
             rope_scale=rope_scale_p,
             rope_theta=rope_theta_p,
             return_lse=return_lse_p,
-            k_scale=k_scale,
-            v_scale=v_scale,
         )
         kv_layout = None if kv_layout_d == "NHD" else kv_layout_d
         wanted = Wanted(return_lse=return_lse_d)
@@ -254,7 +252,7 @@ class BatchPODWithPagedKVCacheWrapper:
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
     ) -> tuple[Any, Any]:
-        """``(prefill, decode)``, each an output, or ``(out, lse)`` with ``return_lse``; scales hold for both."""
+        """``(prefill, decode)``, each an output, or ``(out, lse)`` with ``return_lse``; scales are the decoding's."""
         where = f"{type(self).__name__}.run"
         scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         wanted = Wanted(return_lse=return_lse)
@@ -268,7 +266,7 @@ class BatchPODWithPagedKVCacheWrapper:
             mask = packed(where, custom_mask_p, packed_custom_mask_p, *lengths, q_p.device)
         causal = {"causal": True} if causal_p else {}
         return (
-            self._prefill._attend(where, q_p, paged_kv_cache_p, wanted, **scales, mask=mask, **causal),
+            self._prefill._attend(where, q_p, paged_kv_cache_p, wanted, mask=mask, **causal),
             self._decode._attend(where, q_d, paged_kv_cache_d, wanted, **scales),
         )
 

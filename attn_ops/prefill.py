@@ -19,13 +19,13 @@ from .compat.arguments import (
     layout,
     output_dtype,
     own_backend,
-    positional,
     refuse,
     renamed,
 )
 from .compat.caches import PagedCache
 from .compat.cudnn import cudnn_batch_prefill_with_kv_cache
 from .compat.deepseek import trtllm_ragged_attention_deepseek
+from .compat.items import scoring_mask
 from .compat.masks import packed
 from .compat.paged import PagedWrapper, forward_changes
 from .compat.ragged import BatchPrefillWithRaggedKVCacheWrapper
@@ -143,8 +143,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ``paged_kv_indptr_buf [batch + 1]``, ``paged_kv_indices_buf [max_pages]``,
             ``paged_kv_last_page_len_buf [batch]``; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and
             the first plan's query rows are the most. Without it the buffers have no effect.
-        mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_args, jit_kwargs, variant_owns_mask: no effect on
-            results (:mod:`attn_ops.compat.ignored`).
+        mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
+            (:mod:`attn_ops.compat.ignored`).
+        jit_args: as for decoding.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_prefill`` node.
     """
@@ -171,6 +172,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             float_workspace_buffer,
             kv_layout,
             backend=backend,
+            jit_args=jit_args,
             buffers=graph_buffers(
                 use_cuda_graph,
                 qo_indptr=("qo_indptr_buf", qo_indptr_buf),
@@ -232,6 +234,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             head_dim_qk: alias ``head_dim``; ``head_dim_vo`` is the same unless given.
             custom_mask: bool, for every request ``[qo_len * kv_len]`` row by row, concatenated; True keeps. Overrides
                 ``causal``. ``packed_custom_mask``: uint8, its bits little-endian, every request padded to whole bytes.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring
+                (:func:`attn_ops.compat.items.scoring_mask`), always causal.
             q_data_type, kv_data_type, o_data_type, data_type: as for decoding.
             fixed_split_size, disable_split_kv: as for decoding.
 
@@ -239,13 +243,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ShapeError: a mask's length does not follow from the lengths of the batch. Others as for decoding.
         """
         where = f"{self._name}.plan"
-        refuse(
-            where,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len,
-            max_item_len_ptr=max_item_len_ptr,
-        )
         renamed(
             where,
             "allow_fp16_qk_reduction",
@@ -256,6 +253,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         tables = Tables.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
+        custom_mask = scoring_mask(
+            where,
+            prefix_len_ptr,
+            token_pos_in_items_ptr,
+            token_pos_in_items_len,
+            (custom_mask, packed_custom_mask),
+            tables,
+            shape.page_size,
+            self.device,
+        )
         split = splitting(where, fixed_split_size, disable_split_kv)
         options = attention_options(
             where,
@@ -303,7 +310,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         sized = num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo
         given = inspect.signature(self.plan).bind(*tables, *sized, *args, head_dim=head_dim, **kwargs).arguments
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
-        masked = any(given.get(mask) is not None for mask in ("custom_mask", "packed_custom_mask"))
+        masked = any(given.get(mask) is not None for mask in ("custom_mask", "packed_custom_mask", "prefix_len_ptr"))
         shape = shape._replace(
             causal=given.get("causal", False) and not masked,
             window_left=given.get("window_left", -1),
@@ -336,7 +343,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``; in CUDA-graph mode rows of padding may follow.
-            paged_kv_cache: as for decoding. ``args``: ``k_scale``, ``v_scale`` by position.
+            paged_kv_cache, args: as for decoding.
             lse_base: ``"log2"`` or ``"ln"``. ``lse_layout``: ``"NH"`` ``[rows, heads]`` or ``"HN"`` ``[heads, rows]``.
             out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
 
@@ -350,8 +357,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             uses_spcompress=uses_spcompress,
         )
+        sm_scale = None
         if args:
-            k_scale, v_scale = positional(where, ("k_scale", "v_scale"), args, (k_scale, v_scale))
+            k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
         return self._attend(
             where,
             q,
@@ -362,6 +370,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             v_scale=v_scale,
             sinks=sinks,
             window_left=window_left,
+            sm_scale=sm_scale,
         )
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:

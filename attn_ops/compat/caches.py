@@ -39,8 +39,10 @@ def _with_page(cache: Tensor, kv_layout: str) -> Tensor:
     return cache.unsqueeze(1 if kv_layout == "NHD" else 2)
 
 
-def paged_sizes(cache: Tensor, kv_layout: str) -> tuple[int, int]:
+def paged_sizes(where: str, cache: Tensor, kv_layout: str) -> tuple[int, int]:
     """``(page_size, num_kv_heads)`` of a 4-D cache."""
+    if cache.dim() != 4:
+        fail(ShapeError, where, f"a KV cache is {list(cache.shape)}", "pages, places, heads and head_dim", "view it so")
     return (cache.shape[1], cache.shape[2]) if kv_layout == "NHD" else (cache.shape[2], cache.shape[1])
 
 

@@ -20,8 +20,11 @@ from .tabled import attend, block_table, lengths, uniform_rows
 OFFSET_UNITS = ("elements", "tokens")
 
 
-def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tuple[Tensor | None, int]]) -> None:
-    """Each given tensor is ``indptr`` times its elements per token (or 1). Not seen while tracing or capturing."""
+def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tuple[Tensor | None, set[int]]]) -> None:
+    """Each given tensor is ``indptr`` times its elements per token (or 1): those of a token, or from one to the next.
+
+    Not seen while tracing or capturing.
+    """
     if units not in OFFSET_UNITS:
         fail(OptionError, where, f"batch_offsets_units is {units!r}", " or ".join(OFFSET_UNITS), "pass one of the two")
     given = {name: pair for name, pair in offsets.items() if pair[0] is not None}
@@ -29,9 +32,9 @@ def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tu
         return
     for name, (tensor, elements) in given.items():
         assert tensor is not None
-        packed = indptr.cpu().long() * (elements if units == "elements" else 1)
         flat = tensor.cpu().long().flatten()
-        if flat.shape[0] > packed.shape[0] or not torch.equal(flat, packed[: flat.shape[0]]):
+        packed = indptr[: flat.shape[0]].cpu().long()
+        if not any(torch.equal(flat, packed * step) for step in (elements if units == "elements" else {1})):
             fail(
                 UnsupportedError,
                 where,
@@ -89,7 +92,7 @@ def cudnn_batch_decode_with_kv_cache(
     tables = block_table(where, "block_tables", block_tables, q.device)
     rows = uniform_rows(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
     even = torch.arange(tables.shape[0] + 1) * q_len_per_req
-    per_row = q.shape[1] * q.shape[2], q.shape[1] * v_cache.shape[-1]
+    per_row = {q.shape[1] * q.shape[2], q.stride(0)}, {q.shape[1] * v_cache.shape[-1]}
     _check_offsets(
         where,
         "elements",
@@ -180,9 +183,9 @@ def cudnn_batch_prefill_with_kv_cache(
         batch_offsets_units,
         qo_indptr,
         {
-            "batch_offsets_q": (batch_offsets_q, heads * q.shape[2]),
-            "batch_offsets_o": (batch_offsets_o, heads * v_cache.shape[-1]),
-            "batch_offsets_stats": (batch_offsets_stats, heads),
+            "batch_offsets_q": (batch_offsets_q, {heads * q.shape[2], q.stride(0)}),
+            "batch_offsets_o": (batch_offsets_o, {heads * v_cache.shape[-1]}),
+            "batch_offsets_stats": (batch_offsets_stats, {heads}),
         },
     )
     dtype = q.dtype if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
@@ -216,8 +219,8 @@ def cudnn_batch_prefill_with_kv_cache(
         batch_offsets_units,
         kv_indptr,
         {
-            "batch_offsets_k": (batch_offsets_k, kv_heads * q.shape[2]),
-            "batch_offsets_v": (batch_offsets_v, kv_heads * v_cache.shape[-1]),
+            "batch_offsets_k": (batch_offsets_k, {kv_heads * q.shape[2], k_cache.stride(0)}),
+            "batch_offsets_v": (batch_offsets_v, {kv_heads * v_cache.shape[-1], v_cache.stride(0)}),
         },
     )
     result = attend_ragged(

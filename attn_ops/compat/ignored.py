@@ -28,7 +28,6 @@ IGNORED: dict[str, str] = {
     "request_order_plan": "the order in which requests are scheduled",
     "is_cuda_graph_compatible": "every call is capturable",
     "is_var_seq": "lengths may always differ",
-    "jit_args": _JIT,
     "jit_kwargs": _JIT,
     "variant_owns_mask": _JIT,
     "non_blocking": "host tensors are always copied without waiting, in stream order",
@@ -44,6 +43,7 @@ IGNORED: dict[str, str] = {
     "max_seq_len": _BOUND,
     "max_q_len": _BOUND,
     "max_kv_len": _BOUND,
+    "max_item_len_ptr": "a bound on items that the places of their tokens give",
     "int_workspace_buffer": "a plan owns its integers",
     "int_workspace_buffers": "a plan owns its integers",
     "multi_ctas_kv_counter_buffer": _SCRATCH,
@@ -61,6 +61,7 @@ IGNORED: dict[str, str] = {
 _FOLLOW = "dtypes follow the tensors of run()"
 _NO_ROTATION = "no positional encoding is applied"
 _ONE_ROW = "one query row sees every key, causal or not"
+_DIVIDED = "bmm2_scale is divided by it already"
 HERE: dict[str, str] = {
     "attention.plan.q_data_type": _FOLLOW,
     "attention.plan.kv_data_type": _FOLLOW,
@@ -70,6 +71,8 @@ HERE: dict[str, str] = {
     "mla.plan.use_sinks": "run() honours sinks wherever they are given",
     "pod.run.causal_d": _ONE_ROW,
     "decode.plan.is_causal": _ONE_ROW,
+    "trtllm decode.call.o_scale": _DIVIDED,
+    "xqa decode.call.o_scale": _DIVIDED,
     "shared prefix, prefill.forward.rope_scale": _NO_ROTATION,
     "shared prefix, prefill.forward.rope_theta": _NO_ROTATION,
 }

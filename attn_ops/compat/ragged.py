@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import DType, DTypes, attention_options, positional, refuse, renamed
+from .arguments import DType, DTypes, attention_options, refuse, renamed
+from .items import scoring_mask
 from .paged import forward_changes
 from .results import Wanted
 from .scales import Scale
@@ -24,8 +25,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         use_cuda_graph: ``qo_indptr_buf [batch + 1]`` and ``kv_indptr_buf [batch + 1]``, int32, become the plan's
             memory; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and the first plan's query rows
             and longest request are the most. Without it the buffers have no effect.
-        mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_args, jit_kwargs, variant_owns_mask: no effect on
-            results (:mod:`attn_ops.compat.ignored`).
+        mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
+            (:mod:`attn_ops.compat.ignored`).
+        jit_args: as for decoding.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.ragged_prefill`` node.
     """
@@ -50,6 +52,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             float_workspace_buffer,
             kv_layout,
             backend=backend,
+            jit_args=jit_args,
             buffers=graph_buffers(
                 use_cuda_graph,
                 qo_indptr=("qo_indptr_buf", qo_indptr_buf),
@@ -107,10 +110,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         where = f"{self._name}.plan"
         refuse(
             where,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len,
-            max_item_len_ptr=max_item_len_ptr,
             v_indptr=v_indptr,
             o_indptr=o_indptr,
         )
@@ -125,6 +124,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
         split = splitting(where, fixed_split_size, disable_split_kv)
         shape = shape._replace(paged=False, causal=causal, window_left=window_left, **split)
+        tables = Tables.of(where, kv_indptr, qo_indptr=qo_indptr)
+        custom_mask = scoring_mask(
+            where,
+            prefix_len_ptr,
+            token_pos_in_items_ptr,
+            token_pos_in_items_len,
+            (custom_mask, packed_custom_mask),
+            tables,
+            1,
+            self.device,
+        )
         options = attention_options(
             where,
             pos_encoding_mode=pos_encoding_mode,
@@ -137,7 +147,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self._plan(
             where,
             "ragged_prefill",
-            Tables.of(where, kv_indptr, qo_indptr=qo_indptr),
+            tables,
             shape,
             {**options, "causal": causal, "kv_layout": self._kv_layout},
             DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
@@ -193,15 +203,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``.
             k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]``, or heads first with layout HND.
-            args: ``k_scale``, ``v_scale`` by position. The others are those of the paged wrapper's run().
+            args: as for decoding. The others are those of the paged wrapper's run().
 
         Returns:
             ``out [rows, num_qo_heads, head_dim_vo]``, with ``return_lse`` also float32 ``lse``.
         """
         where = f"{self._name}.run"
         refuse(where, kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        sm_scale = None
         if args:
-            k_scale, v_scale = positional(where, ("k_scale", "v_scale"), args, (k_scale, v_scale))
+            k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
         return self._attend(
             where,
             q,
@@ -213,6 +224,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             v_scale,
             sinks=sinks,
             window_left=window_left,
+            sm_scale=sm_scale,
         )
 
     def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -7,12 +7,17 @@ from typing import Any
 _FP4 = "4-bit caches are not read here; use a float16, bfloat16, float32 or FP8 cache"
 _SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
 _FP4_OUT = "outputs are float16, bfloat16 or float32; quantise afterwards"
-_ITEMS = "multi-item scoring masks are not made here; give the mask as custom_mask"
 _PROFILER = "there is no in-kernel profiler; profile with torch.profiler"
+_TREE = "draft masks are not read: rows are causal without one; give another to a prefill wrapper, as custom_mask"
 _CONTEXT = "KV is not sharded over ranks here; shard it, and merge with merge_states"
+_JIT = (
+    "kernels are not generated from a user's source; of its variants the AttentionSink of wrappers is known, by name; "
+    "otherwise use the named options"
+)
 _SPARSE = "every key counts; choose keys with a custom_mask or by the page table"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "jit_args": ((), _JIT),
     "kv_cache_sf": ((), _FP4),
     "k_sf_cache": ((), _FP4),
     "v_sf_cache": ((), _FP4),
@@ -26,10 +31,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sparse_mla_top_k": ((0,), _SPARSE),
     "sparse_mla_top_k_lens": ((), _SPARSE),
     "uses_spcompress": ((False,), _SPARSE),
-    "prefix_len_ptr": ((), _ITEMS),
-    "token_pos_in_items_ptr": ((), _ITEMS),
-    "token_pos_in_items_len": ((0,), _ITEMS),
-    "max_item_len_ptr": ((), _ITEMS),
     "use_profiler": ((False,), _PROFILER),
     "profiler_buffer": ((), _PROFILER),
     "cp_world": ((1,), _CONTEXT),
@@ -40,12 +41,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "v_indptr": ((), "values lie where the keys do; kv_indptr holds for both"),
     "o_indptr": ((), "the output lies as the query does; qo_indptr holds for both"),
     "uses_shared_paged_kv_idx": ((True,), "keys and values share one page table; pass two caches of one numbering"),
-    "bmm1_scale_log2": ((), "scales are given in natural units; pass bmm1_scale, a float or a 0-d tensor"),
     "kv_scale_format": (("auto",), "MLA caches are float16, bfloat16, float32 or plain FP8"),
     "metadata": ((), "give the arguments of plan() themselves"),
     "output_scale": (("none",), _FP4_OUT),
     "o_scale": ((1, 1.0), "outputs are not quantised; divide the output, or fold the scale into v_scale"),
-    "mask": ((), "masks of draft trees are not read; give custom_mask to a prefill wrapper"),
+    "mask": ((), _TREE),
     "ckv_scale_arr": ((), "scales are per tensor; pass ckv_scale and kpe_scale"),
 }
 """name -> (values that change nothing, reason). None always changes nothing."""

@@ -89,7 +89,7 @@ def attend(
     backend: str = "auto",
 ) -> Any:
     """``q [rows, num_qo_heads, head_dim]``; ``qo_indptr`` None for decoding, one row a request."""
-    page_size, num_kv_heads = paged_sizes(k_cache, kv_layout)
+    page_size, num_kv_heads = paged_sizes(where, k_cache, kv_layout)
     shape = Shape(
         decode=qo_indptr is None,
         paged=True,

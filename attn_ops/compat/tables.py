@@ -107,20 +107,23 @@ def index(where: str, name: str, t: Tensor) -> Tensor:
 def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> Tables:
     """A page table whose lengths are given in tokens; its rows may hold more pages than those need.
 
-    The pages in use are moved together, so that the last of each request is its last page.
+    ``kv_len`` says how many requests there are: what ``kv_indptr`` holds after them is not read. The pages in use are
+    moved together, so that the last of each request is its last page.
     """
     indptr, indices, lengths = (
         index(where, name, t)
         for name, t in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_len_arr", kv_len))
     )
-    if lengths.shape[0] != indptr.shape[0] - 1:
+    batch = lengths.shape[0]
+    if indptr.shape[0] <= batch:
         fail(
             ShapeError,
             where,
-            f"kv_len_arr has length {lengths.shape[0]}",
-            f"{indptr.shape[0] - 1}, one a request as in kv_indptr",
+            f"kv_indptr has length {indptr.shape[0]}",
+            f"{batch + 1} or more for the {batch} requests of kv_len_arr",
             "make the two agree",
         )
+    indptr = indptr[: batch + 1]
     lengths, indices = lengths.to(indptr.device), indices.to(indptr.device)
     held = indptr.diff()
     pages = torch.where(held > 0, (lengths + page_size - 1) // page_size, 0)

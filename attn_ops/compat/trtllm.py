@@ -6,6 +6,7 @@ output; each is a number or a 0-d tensor. They run on this library's kernels wha
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,17 +25,14 @@ def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dt
     return None if out is None else output_dtype(where, "out", out.dtype)
 
 
-def _inverse(scale: float | None) -> float | None:
-    return None if scale is None or scale == 1.0 else 1.0 / scale
-
-
 def _decode(
     where: str,
     query: Tensor,
     kv_cache: PagedCache,
     block_tables: Tensor,
     seq_lens: Tensor,
-    scales: tuple[Any, Any, float | None],
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor,
     window_left: int,
     wanted: Wanted,
     sinks: Any,
@@ -49,7 +47,6 @@ def _decode(
         rows = uniform_rows(where, query.shape[0], tables.shape[0], q_len_per_req or 1, query.device)
     else:
         rows = cum_seq_lens_q.to(query.device, torch.int32)
-    bmm1_scale, bmm2_scale, o_scale = scales
     return attend(
         where,
         query,
@@ -63,7 +60,7 @@ def _decode(
         causal=True,
         sm_scale=1.0,
         logit_scales={"bmm1_scale": bmm1_scale},
-        value_scales={"bmm2_scale": bmm2_scale, "o_scale": _inverse(o_scale)},
+        value_scales={"bmm2_scale": bmm2_scale},
         window_left=window_left,
         sinks=sinks,
         backend=own_backend(backend),
@@ -115,7 +112,9 @@ def trtllm_batch_decode_with_kv_cache(
             of a request are its last tokens, causal among themselves.
         kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
-        o_scale: the output is divided by it. ``sinks``: float32 ``[num_qo_heads]``, or a list of that one tensor.
+        bmm1_scale_log2: ``bmm1_scale`` times log2(e), in its place.
+        bmm2_scale: multiplies the output, which ``o_scale`` does not: callers divide ``bmm2_scale`` by that.
+        sinks: float32 ``[num_qo_heads]``, or a list of that one tensor.
 
     Returns:
         ``out`` as the query, in ``out_dtype``; with ``return_lse`` also float32 ``lse``, base 2.
@@ -129,7 +128,6 @@ def trtllm_batch_decode_with_kv_cache(
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         kv_cache_sf=kv_cache_sf,
         uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
-        bmm1_scale_log2=bmm1_scale_log2,
         enable_block_sparse_attention=enable_block_sparse_attention,
         cp_world=cp_world,
         cp_rank=cp_rank,
@@ -141,7 +139,8 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache,
         block_tables,
         seq_lens,
-        (bmm1_scale, bmm2_scale, o_scale),
+        bmm1_scale if bmm1_scale_log2 is None else bmm1_scale_log2 * math.log(2),
+        bmm2_scale,
         window_left,
         Wanted(out, lse, return_lse, _output(where, out, out_dtype)),
         sinks,
@@ -181,7 +180,8 @@ def xqa_batch_decode_with_kv_cache(
         kv_cache,
         block_tables,
         seq_lens,
-        (bmm1_scale, bmm2_scale, o_scale),
+        bmm1_scale,
+        bmm2_scale,
         window_left,
         Wanted(out, dtype=_output(where, out, None)),
         sinks,

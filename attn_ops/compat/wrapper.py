@@ -14,12 +14,13 @@ from ..inductor import mark_static
 from ..plan import DecodePlan, PrefillPlan, workspace_size
 from ..tiling import pieces_of
 from . import inline, masks
-from .arguments import DTypes, fail, layout, own_backend
+from .arguments import DTypes, fail, layout, own_backend, positional
 from .graphs import GraphBuffers
 from .growing import READ_WHOLE_PLANS, Growing, Shape
 from .results import Wanted
 from .scales import Scale, fold
 from .tables import Extent, Tables
+from .variants import follow
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Wrapper:
         kv_layout: str = "NHD",
         *,
         backend: str = "auto",
+        jit_args: Any = None,
         device: str | torch.device | None = None,
         buffers: dict[str, tuple[str, Tensor]] | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class Wrapper:
             torch.empty(0, device=device).device if float_workspace_buffer is None else (float_workspace_buffer.device)
         )
         self._backend = own_backend(backend)
+        self._follow = follow(self._name, jit_args)
         self._graph = None if buffers is None else GraphBuffers(self._name, self.device, buffers)
         self._growing = Growing(
             self.device, self._workspace is None, storage=None if self._graph is None else self._graph.storage
@@ -96,6 +99,7 @@ class Wrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._graph is not None
 
+    @property
     def resolved_backend(self) -> str:
         """The backend named to the constructor, or ``"auto"``: which one runs is decided per call."""
         return self._backend
@@ -225,6 +229,13 @@ class Wrapper:
         self._mask[: mask.shape[0]] = mask
         return self._mask
 
+    def _positional(self, where: str, args: tuple[Any, ...], k_scale: Any, v_scale: Any, sinks: Any) -> tuple[Any, ...]:
+        """``k_scale, v_scale, sinks, sm_scale`` of run(): those given by name, and what followed the caches."""
+        given = {"k_scale": k_scale, "v_scale": v_scale, "sinks": sinks, "sm_scale": None}
+        values = positional(where, self._follow, args, [given[name] for name in self._follow])
+        given.update(zip(self._follow, values, strict=True))
+        return tuple(given.values())
+
     def _run(
         self,
         where: str,
@@ -279,12 +290,18 @@ def measured(tables: Tables, shape: Shape) -> tuple[Tables, Extent]:
 
 
 def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:
-    """float32 ``[num_qo_heads]`` on the query's device; a list of one tensor is that tensor."""
+    """float32 ``[num_qo_heads]`` on the query's device, of that shape, ``[num_kv_heads, group]``, or a list of one."""
+    if sinks is None:
+        return None
     if isinstance(sinks, list | tuple):
         if len(sinks) != 1:
             fail(ArgumentError, where, f"sinks has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
         sinks = sinks[0]
-    return None if sinks is None else sinks.to(device, torch.float32)
+    if not isinstance(sinks, Tensor):
+        fail(ArgumentError, where, f"sinks is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
+    if sinks.dim() == 2:
+        sinks = sinks.flatten()
+    return sinks.to(device, torch.float32)
 
 
 def graph_buffers(use_cuda_graph: bool, **buffers: tuple[str, Tensor | None]) -> Any:

@@ -95,6 +95,7 @@ def xqa(
         page_table: int ``[batch, max_pages_per_request]``. ``seq_lens``: int or uint32 ``[batch]`` or ``[batch, 1]``.
         output: filled, and None returned; without it the output is returned.
         kv_scale: multiplies the output too, as ``rcp_out_scale`` does.
+        sinks: ``[num_qo_heads]``, or ``[num_kv_heads, num_qo_heads // num_kv_heads]``.
         sliding_win_size: keys that a query sees, itself included; 0 for all.
         num_kv_heads, page_size, head_dim: checked against the tensors where given.
     """
@@ -103,7 +104,7 @@ def xqa(
     required(where, page_table=page_table, seq_lens=seq_lens)
     k = k_cache[:, 0] if k_cache.dim() == 5 else k_cache
     v = v_cache[:, 1] if v_cache.dim() == 5 else v_cache
-    places, heads = paged_sizes(k, layout(where, kv_layout))
+    places, heads = paged_sizes(where, k, layout(where, kv_layout))
     _agree(where, num_kv_heads=(num_kv_heads, heads), page_size=(page_size, places), head_dim=(head_dim, q.shape[-1]))
     tables = block_table(where, "page_table", page_table, q.device)
     if q_cu_seq_lens is None:

@@ -120,6 +120,21 @@ def workspace(size: int = 1 << 20 if DEVICE == "cpu" else 1 << 25) -> Tensor:
     return torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
 
 
+def sink_variant(dtype: torch.dtype = torch.float16, head_dim: int = 64) -> list[Any]:
+    """``jit_args`` of FlashInfer's AttentionSink."""
+    types = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
+    return [
+        "a name",
+        *types,
+        ["sink"],
+        ["float"],
+        ["sm_scale"],
+        ["double"],
+        "AttentionSink",
+        "struct AttentionSink {};",
+    ]
+
+
 def ln(lse: Tensor) -> Tensor:
     """A natural LSE in base 2."""
     return lse / math.log(2)

@@ -111,6 +111,7 @@ PREFILL_OPTIONS = {
     **DTYPES,
     **MASKS,
     **SPLIT,
+    **dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr"), Raises(P.seq_lens)),
     "causal": True,
     "head_dim_vo": Raises(32),
     "head_dim": Raises(64),
@@ -121,7 +122,7 @@ GRAPH: dict[str, Any] = {"use_cuda_graph": Raises(True)}
 TABLES = {"block_tables": H.block_tables(), "seq_lens": H.seq_lens, "max_seq_len": 130}
 CACHES = dict(zip(("k_cache", "v_cache"), H.cache(), strict=True))
 CUDNN = {"scale": 0.125, "workspace_buffer": None, "max_sequence_kv": 130, "block_tables": H.block_tables()}
-BMM: dict[str, Any] = {"bmm1_scale": 0.5, "bmm2_scale": 2.0, "o_scale": 2.0}
+BMM: dict[str, Any] = {"bmm1_scale": 0.5, "bmm2_scale": 2.0}
 ROWS = {"q_len_per_req": Raises(2)}
 POD_TABLE = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
 MLA_CALL: dict[str, Any] = {
@@ -300,7 +301,6 @@ SURFACES = [
                 **GRAPH,
             },
             "plan": {"head_dim_qk": Raises(32), "args": None, "kwargs": None},
-            "run": {"args": None, "kwargs": None},
         },
     ),
     Surface(
@@ -363,6 +363,7 @@ SURFACES = [
         {
             "call": {
                 **BMM,
+                "bmm1_scale_log2": HALF,
                 **LSE,
                 **ROWS,
                 **buffers(H),

@@ -31,7 +31,7 @@ NEEDED_IN_GRAPH_MODE = {
 """Without CUDA-graph mode they have no effect, as documented; in it they are missed by name."""
 
 IN_OTHER_TESTS = {
-    "args": "positional scales: test_prefill, test_decode, test_cascade",
+    "args": "by position: test_prefill, test_decode, test_cascade",
     "kwargs": "those of the base class",
     "qo_indptr_buf_arr": "test_cascade.test_cascade",
     "paged_kv_indptr_buf_arr": "test_cascade.test_cascade",
@@ -41,6 +41,7 @@ IN_OTHER_TESTS = {
     "qk_indptr_buf": "another name of mask_indptr_buf: test_bad_input",
     "return_lse_base_on_e": "test_mla.test_lse_and_buffers",
     "kv_len": "test_mla.test_without_a_plan",
+    "token_pos_in_items_len": "test_prefill.test_items",
     "seq_lens": "test_mla.test_plan_from_block_tables",
 }
 

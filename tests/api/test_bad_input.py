@@ -250,6 +250,16 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "q has a beam of 2; expected 1",
     ),
+    "sinks that are no tensor": (
+        lambda: run_decode(sinks=0.5),
+        errors.ArgumentError,
+        "sinks is 0.5; expected a float32 tensor [num_qo_heads]; pass such a tensor",
+    ),
+    "xqa cache": (
+        lambda: flashinfer.xqa(R.q, *(t.flatten(0, 2) for t in R.cache()), R.block_tables(), R.seq_lens),
+        errors.ShapeError,
+        "xqa: a KV cache is [480, 64]; expected pages, places, heads and head_dim",
+    ),
     "xqa sizes": (
         lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables(), R.seq_lens, num_kv_heads=4),
         errors.ShapeError,

@@ -113,13 +113,14 @@ def test_pod(return_lse: bool) -> None:
         d.cache(),
         causal_p=True,
         window_left_d=9,
+        k_scale=0.5,
         v_scale=2.0,
         return_lse_p=return_lse,
         return_lse_d=return_lse,
     )
     first, second = (first, second) if return_lse else ((first,), (second,))
-    p.expected(causal=True, v_scale=2.0).check(*first)
-    d.expected(sm_scale=0.2, window_left=9, v_scale=2.0).check(*second)
+    p.expected(causal=True).check(*first)
+    d.expected(sm_scale=0.2, window_left=9, k_scale=0.5, v_scale=2.0).check(*second)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -128,9 +129,10 @@ def test_batch_pod(masked: bool) -> None:
     wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace())
     wrapper.plan(p.qo_indptr, *p.table, d.qo_indptr, *d.table, *d.sizes)
     options = {"custom_mask_p": p.mask} if masked else {"causal_p": True}
-    first, second = wrapper.run(p.q, p.cache(), d.q, d.cache(), **options, return_lse=True)
+    scales = {"q_scale": 0.5, "v_scale": 2.0}
+    first, second = wrapper.run(p.q, p.cache(), d.q, d.cache(), **options, **scales, return_lse=True)
     p.expected(causal=not masked, masked=masked).check(*first)
-    d.expected().check(*second)
+    d.expected(sm_scale=0.5 / 8, v_scale=2.0).check(*second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

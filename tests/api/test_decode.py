@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from api.requests import DEVICE, Requests, workspace
+from api.requests import DEVICE, Requests, sink_variant, workspace
 
 import attn_ops as flashinfer
+from attn_ops import errors
 from attn_ops.compat.tables import Tables
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -100,6 +101,23 @@ def test_options_of_run() -> None:
     r.expected(window_left=64).check(wrapper.run(r.q, r.cache(), window_left=64))
     r.expected().check(wrapper.run(r.q, r.cache(), window_left=-1))
     r.expected(window_left=20).check(wrapper.run(r.q, r.cache()))
+
+
+@pytest.mark.parametrize(("named", "resolved"), [("auto", "auto"), ("fa3", "auto"), ("reference", "reference")])
+def test_resolved_backend(named: str, resolved: str) -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend=named)
+    assert wrapper.resolved_backend == resolved
+
+
+def test_sink_by_position() -> None:
+    r = Requests()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), jit_args=sink_variant())
+    wrapper.plan(*r.table, *r.sizes)
+    r.expected(sinks=True, sm_scale=0.2).check(wrapper.run(r.q, r.cache(), r.sinks, 0.2))
+    r.expected(sinks=True).check(wrapper.run(r.q, r.cache(), sinks=r.sinks))
+    other = [*sink_variant()[:11], "FlashSigmoid", "struct FlashSigmoid {};"]
+    with pytest.raises(errors.UnsupportedError, match="jit_args is given, which is not supported: kernels are not"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), jit_args=other)
 
 
 def test_buffers_are_filled_and_returned() -> None:

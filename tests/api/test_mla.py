@@ -12,6 +12,7 @@ from api.latents import Latents
 from api.requests import DEVICE, ln, workspace
 
 import attn_ops as flashinfer
+from attn_ops import errors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -77,6 +78,16 @@ def test_table_with_more_pages_than_tokens() -> None:
         ends.append(len(padded))
     m.table = tuple(torch.tensor(t, device=DEVICE) for t in (ends, padded, tokens))  # type: ignore[assignment]
     m.expected(sm_scale=0.1).check(planned(m).run(query=m.q, kv_cache=m.cache))
+
+
+def test_table_with_more_offsets_than_requests() -> None:
+    m = Latents()
+    starts, indices, tokens = m.table
+    m.table = torch.cat((starts, starts.new_tensor([10**6, -3]))), indices, tokens
+    m.expected(sm_scale=0.1).check(planned(m).run(query=m.q, kv_cache=m.cache))
+    m.table = starts[:-1], indices, tokens
+    with pytest.raises(errors.ShapeError, match="kv_indptr has length 4; expected 5 or more"):
+        planned(m)
 
 
 def test_plan_from_block_tables() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from api.requests import DEVICE, Requests, ln, workspace
+from api.requests import DEVICE, Requests, ln, sink_variant, workspace
 from api.test_decode import CACHES, GQA
 
 import attn_ops as flashinfer
+from attn_ops import errors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -93,6 +94,60 @@ def test_custom_mask_overrides_causal(kind: str, window_left: int) -> None:
     expected.check(*Call(kind, r, custom_mask=~r.mask, **options).run(return_lse=True))
 
 
+@pytest.mark.parametrize("window_left", [-1, 9])
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_items(kind: str, window_left: int) -> None:
+    """Of the first request the cache holds a part of the prefix; of the second an item has begun; the last has none."""
+    r = requests(kind, kv_lens=(30, 25, 7), qo_lens=(28, 10, 7))
+    prefixes, items = (20, 8, 7), ((4, 2, 4), (9, 8), ())
+    r.masks = [
+        torch.tensor([[visible(i, j, n, lengths) for j in range(kv)] for i in range(kv - qo, kv)])
+        for kv, qo, n, lengths in zip(r.kv_lens, r.rows, prefixes, items, strict=True)
+    ]
+    places = [[place for n in lengths for place in range(n)] for lengths in items]
+    assert [len(p) for p in places] == [10, 17, 0]
+    options = {
+        "prefix_len_ptr": torch.tensor(prefixes).to(DEVICE, torch.uint32),
+        "token_pos_in_items_ptr": torch.tensor([p + [0] * (20 - len(p)) for p in places]).flatten().to(torch.uint16),
+        "token_pos_in_items_len": 20,
+        "max_item_len_ptr": torch.tensor([3, 8, 0]).to(torch.uint16),
+    }
+    call = Call(kind, r, causal=True, window_left=window_left, **options)
+    r.expected(masked=True, window_left=window_left).check(*call.run(return_lse=True))
+
+
+def visible(i: int, j: int, prefix: int, lengths: tuple[int, ...]) -> bool:
+    """Does the token at ``i`` see that at ``j``, with items of ``lengths``, delimiters included, behind the prefix?"""
+    if i < prefix or j < prefix:
+        return j <= i
+    begin = prefix
+    for n in lengths:
+        if begin <= i < begin + n:
+            return begin < j <= i
+        begin += n
+    raise AssertionError(i)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"prefix_len_ptr": None}, errors.ArgumentError, "prefix_len_ptr is missing"),
+        ({"prefix_len_ptr": torch.tensor([1])}, errors.ShapeError, "prefix_len_ptr has length 1; expected 2"),
+        ({"token_pos_in_items_len": 4}, errors.ShapeError, "has 4 tokens of request 0; expected 6, those behind"),
+        ({"custom_mask": torch.ones(48, dtype=torch.bool)}, errors.ArgumentError, "items and a mask are both given"),
+    ],
+)
+def test_wrong_items(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    r = requests("ragged", kv_lens=(8, 8), qo_lens=(3, 3))
+    items = {
+        "prefix_len_ptr": torch.tensor([2, 2]),
+        "token_pos_in_items_ptr": torch.zeros(12, dtype=torch.int32),
+        "token_pos_in_items_len": 6,
+    }
+    with pytest.raises(error, match=words):
+        Call("ragged", r, **{**items, **changes})
+
+
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
 def test_mask_does_not_outlive_its_plan(kind: str) -> None:
     r = requests(kind)
@@ -123,6 +178,25 @@ def test_options_of_run(kind: str) -> None:
     assert lse.is_contiguous()
     expected.check(out, ln(lse.T))
     r.expected(**meaning).check(call.run(window_left=-1))
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_sink_by_position(kind: str) -> None:
+    r = requests(kind)
+    if kind == "paged":
+        wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), jit_args=sink_variant())
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes, causal=True, sm_scale=0.5)
+        tensors = (r.q, r.cache())
+    else:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), jit_args=sink_variant())
+        wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], causal=True, sm_scale=0.5)
+        tensors = (r.q, *r.ragged())
+    expected = r.expected(causal=True, sinks=True, sm_scale=0.2)
+    expected.check(*wrapper.run(*tensors, r.sinks, 0.2, return_lse=True))
+    expected.check(*wrapper.run_return_lse(*tensors, r.sinks, 0.1, q_scale=2.0))
+    r.expected(causal=True, sinks=True, sm_scale=0.5).check(wrapper.run(*tensors, r.sinks))
+    with pytest.raises(errors.ArgumentError, match="sinks is given twice"):
+        wrapper.run(*tensors, r.sinks, sinks=r.sinks)
 
 
 @pytest.mark.parametrize("kind", ["paged", "ragged"])

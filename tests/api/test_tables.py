@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,6 +44,16 @@ def test_trtllm_decode(kv_layout: str, as_tensor: bool) -> None:
     r.expected(sm_scale=0.2, v_scale=3.0, window_left=40, sinks=True).check(out, lse)
 
 
+def test_trtllm_scale_in_base_2() -> None:
+    r = Requests(kv_layout="HND")
+    scale = torch.tensor([0.2 * math.log2(math.e)], device=DEVICE)
+    tables = (r.block_tables(), r.seq_lens, 130, 0.7)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(
+        r.q, r.cache(), workspace(), *tables, bmm1_scale_log2=scale, q_len_per_req=1
+    )
+    r.expected(sm_scale=0.2).check(out)
+
+
 def test_trtllm_decode_of_several_rows() -> None:
     r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
     tables = (r.block_tables(), r.seq_lens, 130, SCALE)
@@ -53,7 +64,28 @@ def test_trtllm_decode_of_several_rows() -> None:
     out = flashinfer.trtllm_batch_decode_with_kv_cache(
         r.q, r.cache(), workspace(), *tables, cum_seq_lens_q=r.qo_indptr, max_q_len=5, o_scale=0.5
     )
-    r.expected(causal=True, v_scale=2.0).check(out)
+    r.expected(causal=True).check(out)
+
+
+def test_cudnn_offsets_count_elements_of_views() -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40))
+    both = [torch.stack((t, t), 1)[:, 0] for t in (r.q, *r.ragged())]
+    strides = [t.stride(0) for t in both]
+    assert strides == [2 * 4 * 64, 2 * 2 * 64, 2 * 2 * 64]
+    options = {"max_token_per_sequence": 40, "max_sequence_kv": 130, "causal": True, "return_lse": True}
+    out, lse = flashinfer.cudnn_batch_prefill_with_kv_cache(
+        *both,
+        SCALE,
+        workspace(),
+        actual_seq_lens_q=torch.tensor(r.qo_lens, device=DEVICE),
+        actual_seq_lens_kv=r.seq_lens,
+        batch_offsets_q=r.qo_indptr * strides[0],
+        batch_offsets_o=r.qo_indptr * 4 * 64,
+        batch_offsets_k=r.kv_indptr * strides[1],
+        batch_offsets_v=r.kv_indptr * strides[2],
+        **options,
+    )
+    r.expected(causal=True).check(out, lse)
 
 
 def test_xqa_batch_decode() -> None:
@@ -169,6 +201,13 @@ def test_xqa_fills_output() -> None:
     )
     assert none is None
     r.expected(sm_scale=SCALE, v_scale=6.0, window_left=7, sinks=True).check(out)
+
+
+def test_xqa_sinks_by_kv_head() -> None:
+    r = Requests()
+    for sinks in (r.sinks.view(2, 2), [r.sinks]):
+        out = flashinfer.xqa(r.q, *r.cache(), r.block_tables(), r.seq_lens, sinks=sinks)
+        r.expected(sinks=True).check(out)
 
 
 def test_xqa_of_ragged_rows() -> None:
