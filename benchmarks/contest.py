@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -30,6 +31,17 @@ class Refusal(NamedTuple):
     peer: str
     row: str
     reason: str
+
+
+def add_peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peers", nargs="*", default=[""], help="those whose names begin with one of these; default: all"
+    )
+
+
+def chosen(peers: Mapping[str, Prepare], args: argparse.Namespace) -> dict[str, Prepare]:
+    """The ``peers`` that :func:`add_peers` lets the user name."""
+    return {name: prepare for name, prepare in peers.items() if name.startswith(tuple(args.peers))}
 
 
 class Contest:

@@ -10,7 +10,7 @@ import torch
 import attn_ops
 
 from . import report
-from .contest import WORST_ERROR, Contest, best, release
+from .contest import WORST_ERROR, Contest, add_peers, best, chosen, release
 from .decode_peers import DECODE_PEERS
 from .decode_problem import DecodeProblem
 from .decode_rows import ROWS, DecodeRow
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of the rows; default: all")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
     parser.add_argument("--name", default="decode", help="of the files of the results; default: %(default)s")
-    parser.add_argument("--no-peers", action="store_true")
+    add_peers(parser)
 
 
 def ours(problem: DecodeProblem) -> Call:
@@ -70,7 +70,7 @@ def _measure(row: DecodeRow, contest: Contest) -> report.Row:
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    contest = Contest({OURS: ours}, {} if args.no_peers else DECODE_PEERS)
+    contest = Contest({OURS: ours}, chosen(DECODE_PEERS, args))
     results = []
     for row in ROWS if args.rows is None else [ROWS[i] for i in args.rows]:
         results.append(_measure(row, contest))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from . import report
-from .contest import Contest, release
+from .contest import Contest, add_peers, chosen, release
 from .mla_peers import MLA_PEERS
 from .prefill_problem import MlaProblem
 from .prefill_rows import MLA_ROWS, MlaRow
@@ -25,7 +25,7 @@ RATE = 500e6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
-    parser.add_argument("--no-peers", action="store_true")
+    add_peers(parser)
 
 
 def _ours(p: MlaProblem) -> Call:
@@ -52,7 +52,7 @@ def _measure(row: MlaRow, contest: Contest) -> report.Row:
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    contest = Contest({OURS: _ours}, {} if args.no_peers else MLA_PEERS)
+    contest = Contest({OURS: _ours}, chosen(MLA_PEERS, args))
     results = []
     for row in MLA_ROWS:
         results.append(_measure(row, contest))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from . import report
-from .contest import Contest, best, release
+from .contest import Contest, add_peers, best, chosen, release
 from .prefill_peers import PREFILL_PEERS
 from .prefill_problem import PrefillProblem
 from .prefill_rows import PREFILL_ROWS, PrefillRow
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of the rows; default: all")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
     parser.add_argument("--name", default="prefill", help="of the files of the results; default: %(default)s")
-    parser.add_argument("--no-peers", action="store_true")
+    add_peers(parser)
 
 
 def _paged(p: PrefillProblem) -> Call:
@@ -68,7 +68,7 @@ def _measure(row: PrefillRow, contest: Contest) -> report.Row:
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    contest = Contest(OURS, {} if args.no_peers else PREFILL_PEERS)
+    contest = Contest(OURS, chosen(PREFILL_PEERS, args))
     results = []
     for row in PREFILL_ROWS if args.rows is None else [PREFILL_ROWS[i] for i in args.rows]:
         results.append(_measure(row, contest))

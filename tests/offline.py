@@ -124,12 +124,20 @@ def prefill(
     heads: tuple[int, int],
     page_size: int | None = 16,
     kv_dtype: torch.dtype | None = None,
+    tile_rows: int | None = None,
     **options: Any,
 ) -> None:
     """Ragged without a page size."""
     sizes = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dims[0], "head_dim_vo": dims[1]}
     planner = attn_ops.PrefillPlanner(
-        8, 500, 100 if page_size else 0, page_size=page_size or 1, max_kv_len=500, num_ctas=33, **sizes
+        8,
+        500,
+        100 if page_size else 0,
+        page_size=page_size or 1,
+        max_kv_len=500,
+        num_ctas=33,
+        tile_rows=tile_rows,
+        **sizes,
     )
     pages = (10, page_size) if page_size else (160,)
     q = torch.zeros(40, heads[0], dims[0], dtype=dtype)

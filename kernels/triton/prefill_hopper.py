@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from .prefill import Operands
     from .prefill import Options as AttentionOptions
 
-COPY_REGISTERS, PAGED_COPY_REGISTERS = gl.constexpr(40), gl.constexpr(56)
-"""Of a thread that copies, without a page table and with one; those that attend share the rest of ``ALL_REGISTERS``."""
-
-ALL_REGISTERS = gl.constexpr(504)
+REGISTERS = gl.constexpr(504)
 """Of three threads, one of each warpgroup, as Triton hands them out."""
+
+COPY_REGISTERS = gl.constexpr(40)
+"""Of a thread that copies without a page table; those that attend share the rest."""
 
 
 class Shape(NamedTuple):
@@ -59,13 +59,14 @@ class Shape(NamedTuple):
     tokens: int  # of a block
     keys: int  # blocks of keys in their ring
     values: int  # and of values in theirs
+    paged_copy_registers: int  # of a thread that copies with a page table
 
 
 SHAPES = {
-    (64, 0, 64): Shape(128, 4, 4),
-    (128, 0, 128): Shape(128, 3, 3),
-    (128, 64, 128): Shape(128, 2, 2),
-    (256, 0, 256): Shape(64, 3, 2),
+    (64, 0, 64): Shape(128, 4, 4, 56),
+    (128, 0, 128): Shape(128, 3, 3, 56),
+    (128, 64, 128): Shape(128, 2, 2, 40),
+    (256, 0, 256): Shape(64, 3, 2, 40),
 }
 """By the widths of the two parts of a key and of a value; a result goes through the first part of the query."""
 
@@ -312,11 +313,14 @@ def attend_pairs(
             decay = exp2(m - finite(top))
             m, total = top, total * decay + gl.sum(weight, 1)
             key, key_phase = advance(key, key_phase, free_k, BLOCKS)
-            if not TURNS:  # a wait in a loop of its own keeps the assembler from moving exponentials after the next one
+            # A wait in a loop of its own keeps the assembler from moving the exponentials after the next one.
+            if TURNS:  # the next keys may come after what takes the place of these values
+                mbarrier.wait(ready_v.index(value), value_phase)
+            else:
                 mbarrier.wait(ready_k.index(key), key_phase, pred=first + STEP < end)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free_v.index(value))
-            if TURNS:  # these values may be in the way of those keys
+            if TURNS:
                 mbarrier.wait(ready_k.index(key), key_phase, pred=first + STEP < end)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
             weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
@@ -385,6 +389,7 @@ def prefill_hopper_kernel(
     TOKENS: gl.constexpr,
     KEYS: gl.constexpr,
     VALUES: gl.constexpr,
+    PAGED_COPY: gl.constexpr,
 ):
     if PDL:
         gdc_wait()
@@ -435,7 +440,7 @@ def prefill_hopper_kernel(
         keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page
     )  # fmt: skip
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
-    COPY: gl.constexpr = PAGED_COPY_REGISTERS if PAGED else COPY_REGISTERS
+    COPY: gl.constexpr = PAGED_COPY if PAGED else COPY_REGISTERS
     gl.warp_specialize(
         [
             (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, TURNS)),
@@ -443,7 +448,7 @@ def prefill_hopper_kernel(
             (copy_blocks, (copied, STRIDE_K, STRIDE_V, PAGED, PAGE_SIZE)),
         ],
         [WARPS, WARPS],
-        [(ALL_REGISTERS - COPY) // 2, COPY],
+        [(REGISTERS - COPY) // 2, COPY],
     )
 
 
