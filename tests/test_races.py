@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from races import hand_over, races
+from races import hand_over, messages, races
 
 REPORT = """\
 ========= COMPUTE-SANITIZER
@@ -23,6 +23,14 @@ def lines() -> list[int]:
 def test_the_hand_over_to_warpgroups_is_known() -> None:
     first, second = lines()
     assert not races(REPORT.format(first, first, f"prefill_hopper.py:{second}"))
+
+
+def test_messages_between_warpgroups_are_known() -> None:
+    file = {file for file, _ in messages()}
+    numbers = sorted(int(line) for _, line in messages())
+    assert file == {"hopper_steps.py"}
+    assert not races(REPORT.format(*lines(), f"hopper_steps.py:{numbers[0]}"))
+    assert len(races(REPORT.format(*lines(), f"hopper_steps.py:{numbers[0] - 2}"))) == 1
 
 
 def test_another_place_is_a_race() -> None:

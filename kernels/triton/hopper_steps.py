@@ -85,6 +85,24 @@ def locate(tile, first_pair, rows, LAYOUT: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def bounded(begin, end):
+    """``begin`` of a range that no plan makes longer than it is: at most ``end``, and not negative."""
+    return gl.maximum(gl.minimum(begin, end), 0)
+
+
+@gluon.jit
+def leave(memory, value):
+    """Put ``value`` where another warpgroup takes it, once it has been told by an arrival at a barrier."""
+    memory.store(value)
+
+
+@gluon.jit
+def take(memory, like):
+    """What another warpgroup has left, in the layout of ``like``."""
+    return memory.load(like.type.layout)
+
+
+@gluon.jit
 def allocate_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     """Barriers, each of which waits for so many arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())

@@ -36,9 +36,12 @@ from .hopper_steps import (
     Tile,
     aligned,
     allocate_barriers,
+    bounded,
+    leave,
     load_item,
     load_page,
     locate,
+    take,
 )
 from .launch import Options, launch, starts_early
 from .merge_tiles import merge_tiles
@@ -171,7 +174,7 @@ def multiply_theirs(own: gl.constexpr, stage, exchange, state, phase):
     m, total, acc = state
     other: gl.constexpr = 1 - own
     mbarrier.wait(exchange.weighed.index(other), phase)
-    top = exchange.tops.index(other).load(m.type.layout)
+    top = take(exchange.tops.index(other), m)
     decay = exp2(m - finite(top))
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     return top, total * decay, warpgroup_mma(stage.rest, stage.keys.index(own), acc, is_async=True)
@@ -189,7 +192,7 @@ def hide(logits, first, end, row_position, CAUSAL: gl.constexpr):
 def weigh(own: gl.constexpr, logits, exchange, m, total, factor):
     """``(largest logits, weights, decay of earlier sums, sums)``."""
     top = gl.maximum(m, gl.max(logits, 1) * factor)
-    exchange.tops.index(own).store(top)
+    leave(exchange.tops.index(own), top)
     decay = exp2(m - finite(top))
     weight = exp2(logits * factor - finite(top)[:, None])
     return top, weight, decay, total * decay + gl.sum(weight, 1)
@@ -260,10 +263,10 @@ def attend_half(
         m, total, acc = multiply_theirs(own, theirs, exchange, (m, total, acc), their_phase)
         acc = warpgroup_mma_wait(0, deps=[acc])
 
-    totals.index(own).store(total)
+    leave(totals.index(own), total)
     mbarrier.arrive(done)
     mbarrier.wait(done, 0)
-    total += totals.index(1 - own).load(total.type.layout)
+    total += take(totals.index(1 - own), total)
     value = acc * gl.convert_layout(inverse(total), gl.SliceLayout(1, VALUES))[:, None]
     d = own * HALF + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
     tile_row, head, used = locate(tile, tile.first_pair, rows, LOGITS, HEADS)
@@ -363,7 +366,8 @@ def mla_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [2, PAIRS], PLAIN)
     exchange = Exchange(tops, allocate_barriers(2, 1))
     query_ready, done = allocate_barriers(1, 32 * WARPS).index(0), allocate_barriers(1, 2).index(0)
-    tile = Tile(row, count, position, begin // TOKENS * TOKENS, end, slot, first_pair, 0)
+    begin = bounded(begin, end) // TOKENS * TOKENS
+    tile = Tile(row, count, position, begin, end, slot, first_pair, 0)
     attended = (
         query, stages, query_ready, exchange, totals, done, out, lse, partial, tile, rows, slots, scale * LOG2E
     )  # fmt: skip

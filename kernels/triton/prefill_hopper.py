@@ -35,9 +35,12 @@ from .hopper_steps import (
     Tile,
     aligned,
     allocate_barriers,
+    bounded,
+    leave,
     load_item,
     load_page,
     locate,
+    take,
 )
 from .launch import Options, launch, starts_early
 from .primitives import LOG2E, exp2, finite, inverse, join_sink, log_sum, soft_cap
@@ -170,6 +173,16 @@ def start_logits(query, warpgroup, keys, stage, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def allocate_meeting(TURNS: gl.constexpr):
+    """``(sums, a barrier for both warpgroups, one for what the second leaves)`` where they meet."""
+    if TURNS:
+        sums = gl.allocate_shared_memory(gl.float32, [2, PAIRS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        return sums, allocate_barriers(1, 2), allocate_barriers(1, 1)
+    else:  # noqa: RET505  what follows a return is compiled too
+        return ()
+
+
+@gluon.jit
 def meet(warpgroup: gl.constexpr, meeting, values, m, total, acc):
     """The state of both warpgroups, for the first of them; it goes through the ring, once neither needs that."""
     sums, both, given = meeting
@@ -177,19 +190,19 @@ def meet(warpgroup: gl.constexpr, meeting, values, m, total, acc):
     mbarrier.arrive(both.index(0))
     if warpgroup == 1:
         mbarrier.wait(both.index(0), 0)
-        passed.store(acc)
-        sums.index(0).store(m)
-        sums.index(1).store(total)
+        leave(passed, acc)
+        leave(sums.index(0), m)
+        leave(sums.index(1), total)
         mbarrier.arrive(given.index(0))
     else:
         mbarrier.wait(given.index(0), 0)
-        their_m, their_total = sums.index(0).load(m.type.layout), sums.index(1).load(m.type.layout)
+        their_m, their_total = take(sums.index(0), m), take(sums.index(1), m)
         top = gl.maximum(m, their_m)
         decay, their_decay = exp2(m - finite(top)), exp2(their_m - finite(top))
         m, total = top, total * decay + their_total * their_decay
         ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         acc = acc * gl.convert_layout(decay, ROWS)[:, None]
-        acc += passed.load(acc.type.layout) * gl.convert_layout(their_decay, ROWS)[:, None]
+        acc += take(passed, acc) * gl.convert_layout(their_decay, ROWS)[:, None]
     return m, total, acc
 
 
@@ -417,6 +430,7 @@ def prefill_hopper_kernel(
         end = gl.minimum(end, position + last_row + 1)
     if WINDOW:
         begin = gl.maximum(begin, position + first_row - window_left)
+    begin = bounded(begin, end)
     start = begin // 16 * 16 if PAGED else begin
 
     DTYPE: gl.constexpr = q.dtype.element_ty
@@ -426,8 +440,7 @@ def prefill_hopper_kernel(
     ready = (allocate_barriers(KEYS, 32 * WARPS), allocate_barriers(VALUES, 32 * WARPS))
     READERS: gl.constexpr = 1 if TURNS else 2
     free = (allocate_barriers(KEYS, READERS), allocate_barriers(VALUES, READERS))
-    sums = gl.allocate_shared_memory(gl.float32, [2, PAIRS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    meeting = (sums, allocate_barriers(1, 2), allocate_barriers(1, 1))
+    meeting = allocate_meeting(TURNS)
     k += kv_head.to(gl.int64) * stride_k_head
     v += kv_head.to(gl.int64) * stride_v_head
     tile = Tile(row, count, position, start, end, slot, first_pair, kv_head * GROUP)
