@@ -8,7 +8,6 @@ _FP4 = "4-bit caches are not read here; use a float16, bfloat16, float32 or FP8 
 _SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
 _FP4_OUT = "outputs are float16, bfloat16 or float32; quantise afterwards"
 _PROFILER = "there is no in-kernel profiler; profile with torch.profiler"
-_TREE = "draft masks are not read: rows are causal without one; give another to a prefill wrapper, as custom_mask"
 _CONTEXT = "KV is not sharded over ranks here; shard it, and merge with merge_states"
 _JIT = (
     "kernels are not generated from a user's source; of its variants the AttentionSink of wrappers is known, by name; "
@@ -45,7 +44,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "metadata": ((), "give the arguments of plan() themselves"),
     "output_scale": (("none",), _FP4_OUT),
     "o_scale": ((1, 1.0), "outputs are not quantised; divide the output, or fold the scale into v_scale"),
-    "mask": ((), _TREE),
     "ckv_scale_arr": ((), "scales are per tensor; pass ckv_scale and kpe_scale"),
 }
 """name -> (values that change nothing, reason). None always changes nothing."""

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import PageTableError, ShapeError
+from ..plan import PrefillPlan
 from . import inline
 from .arguments import fail
 from .caches import paged_sizes
+from .drafts import draft_mask
 from .growing import Shape
 from .results import Wanted
 from .scales import Scale, fold
@@ -86,9 +88,16 @@ def attend(
     value_scales: dict[str, Scale],
     window_left: int = -1,
     sinks: Any = None,
+    draft: Tensor | None = None,
     backend: str = "auto",
 ) -> Any:
-    """``q [rows, num_qo_heads, head_dim]``; ``qo_indptr`` None for decoding, one row a request."""
+    """``q [rows, num_qo_heads, head_dim]``; ``qo_indptr`` None for decoding, one row a request.
+
+    ``draft`` says which of a request's last tokens each of its rows sees (:mod:`.drafts`), in the place of ``causal``.
+    """
+    if draft is not None and qo_indptr is None:
+        qo_indptr = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    causal = causal and draft is None
     page_size, num_kv_heads = paged_sizes(where, k_cache, kv_layout)
     shape = Shape(
         decode=qo_indptr is None,
@@ -109,6 +118,9 @@ def attend(
     wanted.check(where, q, shape.head_dim_vo)
     scales = fold(where, sm_scale, q.shape[2], q.device, logit_scales, value_scales)
     plan = inline.plan_block_tables(shape, block_tables, seq_lens, qo_indptr, q.shape[0])
+    if draft is not None:
+        assert isinstance(plan, PrefillPlan)
+        options["mask"] = draft_mask(draft, plan, capacity)
     op = torch.ops.attn.batch_decode if shape.decode else torch.ops.attn.batch_prefill
     out, lse = op(
         q,

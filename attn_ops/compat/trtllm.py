@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from .arguments import DType, fail, layout, output_dtype, own_backend, refuse
 from .caches import PagedCache, paged
+from .drafts import check_draft
 from .results import Wanted
 from .tabled import attend, block_table, uniform_rows
 
@@ -39,6 +40,7 @@ def _decode(
     kv_layout: str,
     q_len_per_req: int | None,
     cum_seq_lens_q: Tensor | None,
+    mask: Tensor | None,
     backend: str = "auto",
 ) -> Any:
     tables = block_table(where, "block_tables", block_tables, query.device)
@@ -47,6 +49,8 @@ def _decode(
         rows = uniform_rows(where, query.shape[0], tables.shape[0], q_len_per_req or 1, query.device)
     else:
         rows = cum_seq_lens_q.to(query.device, torch.int32)
+    if mask is not None:
+        check_draft(where, mask, query.shape[0], q_len_per_req if cum_seq_lens_q is None else None)
     return attend(
         where,
         query,
@@ -63,6 +67,7 @@ def _decode(
         value_scales={"bmm2_scale": bmm2_scale},
         window_left=window_left,
         sinks=sinks,
+        draft=mask,
         backend=own_backend(backend),
     )
 
@@ -109,12 +114,14 @@ def trtllm_batch_decode_with_kv_cache(
 
     Args:
         query: ``[batch * q_len_per_req, num_qo_heads, head_dim]``, or by ``cum_seq_lens_q [batch + 1]``. Several rows
-            of a request are its last tokens, causal among themselves.
+            of a request are its last tokens, causal among themselves unless there is a ``mask``.
         kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
         bmm1_scale_log2: ``bmm1_scale`` times log2(e), in its place.
         bmm2_scale: multiplies the output, which ``o_scale`` does not: callers divide ``bmm2_scale`` by that.
         sinks: float32 ``[num_qo_heads]``, or a list of that one tensor.
+        mask: uint16 or uint32 ``[batch, q_len_per_req, words]``, or ``[rows, words]``: bit j of a row's words, the
+            lowest first, says whether it sees token j of those last ones. All tokens before them it sees.
 
     Returns:
         ``out`` as the query, in ``out_dtype``; with ``return_lse`` also float32 ``lse``, base 2.
@@ -124,7 +131,6 @@ def trtllm_batch_decode_with_kv_cache(
         where,
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
-        mask=mask,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         kv_cache_sf=kv_cache_sf,
         uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
@@ -147,6 +153,7 @@ def trtllm_batch_decode_with_kv_cache(
         kv_layout,
         q_len_per_req,
         cum_seq_lens_q,
+        mask,
         backend,
     )
 
@@ -173,7 +180,7 @@ def xqa_batch_decode_with_kv_cache(
 ) -> Tensor:
     """:func:`trtllm_batch_decode_with_kv_cache` under its other name, layout NHD; ``q_cu_seq_lens`` for ragged rows."""
     where = "xqa_batch_decode_with_kv_cache"
-    refuse(where, mask=mask, kv_cache_sf=kv_cache_sf)
+    refuse(where, kv_cache_sf=kv_cache_sf)
     return _decode(
         where,
         query,
@@ -188,6 +195,7 @@ def xqa_batch_decode_with_kv_cache(
         kv_layout,
         q_len_per_req,
         q_cu_seq_lens,
+        mask,
     )
 
 

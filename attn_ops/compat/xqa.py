@@ -12,6 +12,7 @@ from ..errors import ShapeError, UnsupportedError
 from . import inline
 from .arguments import fail, layout, refuse, required
 from .caches import paged_sizes
+from .drafts import check_draft
 from .growing import Shape
 from .results import Wanted
 from .scales import fold
@@ -88,8 +89,10 @@ def xqa(
 
     Args:
         q: ``[batch, num_qo_heads, head_dim]``, ``[batch, 1, num_qo_heads, head_dim]`` or
-            ``[batch, 1, q_seq_len, num_qo_heads, head_dim]``; several rows of a request are causal. With
-            ``q_cu_seq_lens [batch + 1]``: ``[rows, num_qo_heads, head_dim]``.
+            ``[batch, 1, q_seq_len, num_qo_heads, head_dim]``; several rows of a request are causal unless there is a
+            ``mask``. With ``q_cu_seq_lens [batch + 1]``: ``[rows, num_qo_heads, head_dim]``.
+        mask: uint16 or uint32 ``[batch, q_seq_len, words]``, or ``[rows, words]``: bit j of a row's words, the lowest
+            first, says whether it sees row j's token. All tokens before those of the rows it sees.
         k_cache, v_cache: ``[pages, page_size, num_kv_heads, head_dim]`` (HND: heads before places). Of a 5-D tensor
             ``[pages, 2, ...]`` the keys, or the values.
         page_table: int ``[batch, max_pages_per_request]``. ``seq_lens``: int or uint32 ``[batch]`` or ``[batch, 1]``.
@@ -100,7 +103,7 @@ def xqa(
         num_kv_heads, page_size, head_dim: checked against the tensors where given.
     """
     where = "xqa"
-    refuse(where, mask=mask, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
+    refuse(where, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
     required(where, page_table=page_table, seq_lens=seq_lens)
     k = k_cache[:, 0] if k_cache.dim() == 5 else k_cache
     v = v_cache[:, 1] if v_cache.dim() == 5 else v_cache
@@ -111,7 +114,9 @@ def xqa(
         flat, q_len = _rows(where, q, q_seq_len)
         qo_indptr = uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
     else:
-        flat, qo_indptr = q, q_cu_seq_lens.to(q.device, torch.int32)
+        flat, q_len, qo_indptr = q, 1, q_cu_seq_lens.to(q.device, torch.int32)
+    if mask is not None:
+        check_draft(where, mask, flat.shape[0], q_len)
     if sliding_win_size < 0:
         fail(ShapeError, where, f"sliding_win_size is {sliding_win_size}", "tokens, or 0 for no window", "change it")
     _check_output(where, q, v.shape[-1], output)
@@ -131,6 +136,7 @@ def xqa(
         value_scales={"kv_scale": kv_scale, "rcp_out_scale": rcp_out_scale},
         window_left=sliding_win_size - 1,
         sinks=sinks,
+        draft=mask,
     )
     return _deliver(q, out, output)
 

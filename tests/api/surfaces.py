@@ -104,6 +104,9 @@ RAGGED_PLAN = {
     **sizes(P, "num_qo_heads", "num_kv_heads", "head_dim_qk"),
     "pos_encoding_mode": "ROPE_LLAMA",
 }
+HIDDEN = torch.zeros(4, 2, dtype=torch.uint16, device=DEVICE)
+"""A draft of which no row sees its own token."""
+
 MASKS = {"custom_mask": P.mask, "packed_custom_mask": torch.full((661,), 5, dtype=torch.uint8, device=DEVICE)}
 PREFILL_OPTIONS = {
     **OPTIONS,
@@ -370,6 +373,7 @@ SURFACES = [
                 "window_left": 3,
                 "out_dtype": BF16,
                 "sinks": [H.sinks],
+                "mask": HIDDEN,
                 "kv_layout": Raises("NHD"),
                 "cum_seq_lens_q": torch.tensor([0, 2, 2, 3, 4], device=DEVICE),
             }
@@ -386,6 +390,7 @@ SURFACES = [
                 "out": buffers(D)["out"],
                 "window_left": 3,
                 "sinks": D.sinks,
+                "mask": HIDDEN,
                 "kv_layout": Raises("HND"),
                 "q_cu_seq_lens": torch.tensor([0, 2, 2, 3, 4], device=DEVICE),
             }
@@ -500,6 +505,7 @@ SURFACES = [
                 "sliding_win_size": 3,
                 "kv_layout": Raises("HND"),
                 "rcp_out_scale": 2.0,
+                "mask": HIDDEN,
                 "q_seq_len": Raises(2),
                 "q_cu_seq_lens": torch.tensor([0, 2, 2, 3, 4], device=DEVICE),
             }

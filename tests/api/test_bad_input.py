@@ -250,6 +250,20 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "q has a beam of 2; expected 1",
     ),
+    "draft mask of bools": (
+        lambda: flashinfer.xqa(
+            R.q, *R.cache(), R.block_tables(), R.seq_lens, mask=torch.ones(4, 2, dtype=torch.bool, device=DEVICE)
+        ),
+        errors.DTypeError,
+        "mask is bool; expected uint16 or uint32",
+    ),
+    "draft mask of other rows": (
+        lambda: flashinfer.xqa(
+            R.q, *R.cache(), R.block_tables(), R.seq_lens, mask=torch.ones(3, 2, dtype=torch.uint16, device=DEVICE)
+        ),
+        errors.ShapeError,
+        "mask is [3, 2], of 32 bits a row; expected [4, words]",
+    ),
     "sinks that are no tensor": (
         lambda: run_decode(sinks=0.5),
         errors.ArgumentError,

@@ -84,6 +84,14 @@ def xqa_decode(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor, cum: Any =
     )
 
 
+DRAFT = torch.tensor([[1, 0], [3, 0]], dtype=torch.uint16, device=DEVICE)
+"""The causal mask of two draft tokens."""
+
+
+def xqa_draft(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor) -> Any:
+    return xqa_decode(q, cache, pages, lens, q_len_per_req=2, mask=DRAFT.expand(pages.shape[0], 2, 2))
+
+
 def trtllm_context(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor, cum: Tensor) -> Any:
     return flashinfer.trtllm_batch_context_with_kv_cache(
         q, cache, None, pages, lens, 40, 130, SCALE, 1.0, 4, cum, cum, return_lse=True
@@ -165,6 +173,7 @@ FORMS: dict[str, Form] = {
     "trtllm context": Form(PREFILL, HND[2], rows, trtllm_context, causal),
     "xqa decode": Form(DECODE, DECODES, table, xqa_decode, causal),
     "xqa decode of rows": Form(PREFILL, PAIRS, table, lambda *t: xqa_decode(*t, q_len_per_req=2), causal),
+    "xqa decode of drafts": Form(PREFILL, PAIRS, table, xqa_draft, causal),
     "xqa decode of ragged rows": Form(PREFILL, PREFILLS, rows, xqa_decode, causal),
     "cudnn decode": Form(DECODE, HND[0], table, cudnn_decode, causal),
     "cudnn decode of rows": Form(PREFILL, HND[1], table, lambda *t: cudnn_decode(*t, q_len_per_req=2), causal),

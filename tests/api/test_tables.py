@@ -67,6 +67,68 @@ def test_trtllm_decode_of_several_rows() -> None:
     r.expected(causal=True).check(out)
 
 
+def draft(r: Requests, words: int, dtype: torch.dtype) -> torch.Tensor:
+    """A draft mask by chance, ``[rows, words]``, which ``r.masks`` then say too; bits past the draft are set."""
+    generator, lines = torch.Generator().manual_seed(1), []
+    bits = 8 * dtype.itemsize
+    for b, (rows, length) in enumerate(zip(r.rows, r.kv_lens, strict=True)):
+        seen = torch.rand(rows, rows, generator=generator) < 0.5
+        whole = torch.ones(rows, length, dtype=torch.bool)
+        whole[:, max(length - rows, 0) :] = seen[:, max(rows - length, 0) :]
+        r.masks[b] = whole
+        spread = torch.ones(rows, words * bits, dtype=torch.int64)
+        spread[:, :rows] = seen
+        lines.append((spread.view(rows, words, bits) << torch.arange(bits)).sum(-1))
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32}[dtype]
+    return torch.cat(lines).to(signed).view(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize(("words", "dtype"), [(2, torch.uint16), (1, torch.uint32), (4, torch.uint16)], ids=str)
+@pytest.mark.parametrize("window_left", [-1, 20])
+def test_draft_masks(words: int, dtype: torch.dtype, window_left: int) -> None:
+    r = Requests(kv_lens=(37, 5, 130, 3), qo_lens=(5, 5, 5, 5), kv_layout="HND")
+    mask = draft(r, words, dtype).view(4, 5, words)
+    arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, SCALE
+    options = {"kv_layout": "HND", "q_len_per_req": 5, "mask": mask, "window_left": window_left}
+    expected = r.expected(masked=True, window_left=window_left)
+    expected.check(flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, **options))
+    expected.check(flashinfer.xqa_batch_decode_with_kv_cache(*arguments, **options))
+    pages, heads = r.block_tables(), (4, 1, 5, 4, 64)
+    out = flashinfer.xqa(
+        r.q.view(heads),
+        *r.cache(),
+        pages,
+        r.seq_lens,
+        kv_layout="HND",
+        q_seq_len=5,
+        mask=mask,
+        sliding_win_size=window_left + 1,
+    )
+    assert out is not None
+    expected.check(out.view(r.q.shape))
+
+
+def test_draft_masks_of_ragged_rows_and_trees() -> None:
+    r = Requests(kv_lens=(37, 0, 130, 60, 9), qo_lens=(3, 0, 1, 40, 2), kv_layout="HND")
+    mask = draft(r, 4, torch.uint16)
+    arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, SCALE
+    options = {"cum_seq_lens_q": r.qo_indptr, "max_q_len": 40, "mask": mask}
+    r.expected(masked=True).check(flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, **options))
+    out = flashinfer.xqa(
+        r.q, *r.cache(), r.block_tables(), r.seq_lens, kv_layout="HND", q_cu_seq_lens=r.qo_indptr, mask=mask
+    )
+    assert out is not None
+    r.expected(masked=True).check(out)
+
+
+def test_a_causal_draft_mask_changes_nothing() -> None:
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
+    mask = torch.tensor([[1, 0], [3, 0], [7, 0]], dtype=torch.uint16, device=DEVICE).expand(3, 3, 2)
+    tables = (r.block_tables(), r.seq_lens, 130, SCALE)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(r.q, r.cache(), workspace(), *tables, q_len_per_req=3, mask=mask)
+    r.expected(causal=True).check(out)
+
+
 def test_cudnn_offsets_count_elements_of_views() -> None:
     r = Requests((70, 3, 9, 130), (1, 5, 0, 40))
     both = [torch.stack((t, t), 1)[:, 0] for t in (r.q, *r.ragged())]
