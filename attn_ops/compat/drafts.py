@@ -40,7 +40,9 @@ def draft_mask(mask: Tensor, plan: PrefillPlan, capacity: int) -> Tensor:
     those of draft tokens that ``mask`` hides.
     """
     device, batch = plan.kv_len.device, plan.kv_len.shape[0]
-    octets = mask.to(device).contiguous().flatten(0, -2).view(torch.uint8)
+    words = mask.to(device)
+    words = words if words.stride(-1) == 1 else words.contiguous()
+    octets = words.view(torch.uint8).flatten(0, -2)
     rows, columns = octets.shape[0], 8 * octets.shape[1]
     row, column = torch.arange(rows, device=device), torch.arange(columns, device=device)
     indptr, kv_lens = plan.qo_indptr.long(), plan.kv_len.long()
