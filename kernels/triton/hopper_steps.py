@@ -86,7 +86,7 @@ def locate(tile, first_pair, rows, LAYOUT: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def bounded(begin, end):
-    """``begin`` of a range that no plan makes longer than it is: at most ``end``, and not negative."""
+    """``begin`` between 0 and ``end``, whatever a plan says; 0 where there is nothing between."""
     return gl.maximum(gl.minimum(begin, end), 0)
 
 

@@ -1,8 +1,9 @@
 """Prefill on Hopper, in Gluon: one program per work item, KV head and block of the item's pairs of a row and a head.
 
 Warpgroups have roles. One copies blocks of keys and values into a ring in shared memory, as far ahead as it is
-long. The others have 64 pairs each. They issue the products of the queries with the next keys, and of the weights
-with the last values, before they make weights of the next logits: the tensor cores work meanwhile.
+long. The others have 64 pairs each or, of a tile that has no more, take turns at its blocks of keys and add up what
+they have at the end. They issue the products of the queries with the next keys, and of the weights with the last
+values, before they make weights of the next logits: the tensor cores work meanwhile.
 
 Packages of AOTInductor do without: they hold Triton alone. Work items and partial results are those of :mod:`.prefill`.
 """
@@ -57,7 +58,7 @@ COPY_REGISTERS = gl.constexpr(40)
 
 
 class Shape(NamedTuple):
-    """Two blocks at least in each ring: the next keys are waited for before the last values are free."""
+    """Two blocks at least in each ring: the next keys are waited for before the last values are free, but in turns."""
 
     tokens: int  # of a block
     keys: int  # blocks of keys in their ring
