@@ -90,7 +90,8 @@ class DecodePlanner(_Planner):
         num_kv_heads: heads of the cache.
         head_dim: size of a key, and of a value unless ``head_dim_vo`` is given.
         max_kv_len: tokens one request may have; default as many as ``max_pages`` hold. Costs no memory:
-            the ``reference`` backend reads this many places of every request, the others what there is.
+            the ``reference`` backend reads this many places of every request, but what there is in eager calls on the
+            CPU, as the others always do.
         window_left: plan for a sliding window, so that keys outside of it count as no work; -1 for none.
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: shares to cut the work of one KV head into; default by the device.

@@ -19,3 +19,9 @@ def test_matches_oracle(case: Case) -> None:
 def test_masks_positions_and_fp8_match_oracle(case: Case) -> None:
     setup = Setup("prefill", case)
     setup.check(*setup.run())
+
+
+def test_room_for_long_requests_costs_nothing() -> None:
+    """Of 16 million tokens: eager calls on the CPU gather as many as there are."""
+    setup = Setup("prefill", Case("long", qo_lens=(3, 2, 40, 1), causal=True, planner={"max_kv_len": 1 << 24}))
+    setup.check(*setup.run())

@@ -123,13 +123,19 @@ def _attend(t: Tiles, keys: Tensor, values: Tensor, opts: Options) -> tuple[Tens
     return out, lse.squeeze(-1).permute(0, 2, 1, 3).flatten(2, 3)
 
 
-def _gather_pages(cache: Tensor, plan: DecodePlan | PrefillPlan, request: Tensor) -> Tensor:
-    """``[N, L, heads, dim]``: the tokens of each request in ``request [N]``, ``L`` the plan's max_kv_len.
+def _longest(plan: DecodePlan | PrefillPlan) -> int:
+    """KV tokens of the longest request; of any that the plan allows where lengths are on a GPU or not known yet."""
+    most, kv_len = PlanProblem.of(plan.problem).max_kv_len, plan.kv_len
+    known = type(kv_len) is Tensor and kv_len.device.type == "cpu" and not torch.compiler.is_compiling()
+    return max(1, min(most, int(kv_len.amax()))) if known and kv_len.numel() else most
+
+
+def _gather_pages(cache: Tensor, plan: DecodePlan | PrefillPlan, request: Tensor, length: int) -> Tensor:
+    """``[N, L, heads, dim]``: the tokens of each request in ``request [N]``, ``L`` at least ``length``, in whole pages.
 
     Ragged KV is a cache of one-token pages in order. Places past a request's end hold any token.
     """
-    problem = PlanProblem.of(plan.problem)
-    num_pages = -(-problem.max_kv_len // problem.page_size)
+    num_pages = -(-length // PlanProblem.of(plan.problem).page_size)
     place = plan.kv_indptr[request][:, None] + torch.arange(num_pages, device=cache.device)
     paged = plan.kv_indices.shape[0] > 0
     page = plan.kv_indices[place.clamp(0, plan.kv_indices.shape[0] - 1)] if paged else place
@@ -153,11 +159,11 @@ def batch_decode(
         return _nothing_seen(q, k_cache, v_cache, return_lse)
     request = torch.arange(batch, device=q.device)
     kv_len = p.kv_len[:batch]
-    position = (kv_len - 1)[:, None]
+    position, length = (kv_len - 1)[:, None], _longest(p)
     out, lse = _attend(
         Tiles(q[:, None], torch.zeros_like(position), position, kv_len),
-        _gather_pages(as_nhd(k_cache, kv_layout), p, request),
-        _gather_pages(as_nhd(v_cache, kv_layout), p, request),
+        _gather_pages(as_nhd(k_cache, kv_layout), p, request, length),
+        _gather_pages(as_nhd(v_cache, kv_layout), p, request, length),
         Options(**options),
     )
     return out[:, 0].to(q.dtype), lse[:, 0] if return_lse else lse.new_empty(0)
@@ -174,9 +180,9 @@ def prefill(
     """``k, v [pages, page_size, heads, dim]``; the plan's tiles a few at a time."""
     out, lse = _nothing_seen(q, k, v, return_lse=True)
     if 0 not in (q.shape[0], k.shape[0]):
-        problem = PlanProblem.of(plan.problem)
+        problem, length = PlanProblem.of(plan.problem), _longest(plan)
         scores, kv = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
-        step = max(1, ELEMENTS_AT_ONCE // (max(scores, kv) * problem.max_kv_len))
+        step = max(1, ELEMENTS_AT_ONCE // (max(scores, kv) * length))
         offsets = None if mask is None else byte_offsets(plan)
         # Rows past the end are written to a spare row, which is cut off again.
         out = torch.cat((out, out.new_zeros((1, *out.shape[1:]))))
@@ -188,12 +194,12 @@ def prefill(
             inside = (offset < rows[:, None]) & (source < q.shape[0])
             row = source - plan.qo_indptr[request][:, None]
             kv_len = plan.kv_len[request]
-            keys = _gather_pages(k, plan, request)
+            keys = _gather_pages(k, plan, request, length)
             keep = None
             if mask is not None and offsets is not None:
                 keep = unpack(mask, offsets[request], torch.where(inside, row, 0), kv_len, keys.shape[1])
             tiles = Tiles(q[torch.where(inside, source, 0)], row, position[:, None] + offset, kv_len, keep)
-            tile_out, tile_lse = _attend(tiles, keys, _gather_pages(v, plan, request), opts)
+            tile_out, tile_lse = _attend(tiles, keys, _gather_pages(v, plan, request, length), opts)
             target = torch.where(inside, source, q.shape[0])
             out = out.index_put((target,), tile_out.to(out.dtype))
             lse = lse.index_put((target,), tile_lse)
