@@ -35,7 +35,7 @@ class Refusal(NamedTuple):
 
 def add_peers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--peers", nargs="*", default=[""], help="those whose names begin with one of these; default: all"
+        "--peers", nargs="*", default=[""], help="those whose names begin with one of these, none if none; default: all"
     )
 
 

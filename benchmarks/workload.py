@@ -19,7 +19,7 @@ from torch import Tensor
 import attn_ops
 
 from . import report
-from .contest import Contest, Prepare, best, release
+from .contest import Contest, Prepare, add_peers, best, chosen, release
 from .peers import flashinfer, flashinfer_workspace
 from .prefill_problem import PrefillProblem
 from .prefill_rows import PrefillRow
@@ -209,11 +209,11 @@ class Workload:
         "flashinfer persistent": flashinfer_persistent,
     }
 
-    def __init__(self, peers: bool) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.planning: dict[str, float] = {}
         self.contest = Contest(
             {name: self._inside(make) for name, make in self.OURS.items()},
-            {name: self._beside(name, make) for name, make in self.PEERS.items()} if peers else {},
+            {name: self._beside(name, make) for name, make in chosen(self.PEERS, args).items()},
         )
 
     def _inside(self, make: Callable[[StepProblem], Contender]) -> Prepare:
@@ -248,7 +248,7 @@ class Workload:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
-    parser.add_argument("--no-peers", action="store_true")
+    add_peers(parser)
 
 
 def steps() -> list[PrefillRow]:
@@ -257,7 +257,7 @@ def steps() -> list[PrefillRow]:
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    workload = Workload(peers=not args.no_peers)
+    workload = Workload(args)
     results = []
     for row in steps():
         results.append(workload.measure(row))

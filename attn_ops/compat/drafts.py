@@ -12,8 +12,8 @@ from .arguments import fail
 WORDS = (torch.uint16, torch.int16, torch.uint32, torch.int32)
 
 
-def check_draft(where: str, mask: Tensor, rows: int, q_len: int | None) -> None:
-    """``mask [..., words]`` has a line for each of ``rows``, of at least ``q_len`` bits where that is known."""
+def check_draft(where: str, mask: Tensor, rows: int, q_len: int = 1) -> None:
+    """``mask [..., words]`` has a line for each of ``rows``, of at least ``q_len`` bits."""
     if mask.dtype not in WORDS:
         fail(
             DTypeError,
@@ -23,7 +23,7 @@ def check_draft(where: str, mask: Tensor, rows: int, q_len: int | None) -> None:
             "pack it: bit j of a row's words is token j",
         )
     bits = 8 * mask.dtype.itemsize * mask.shape[-1] if mask.dim() else 0
-    if mask.dim() < 2 or mask.shape[:-1].numel() != rows or bits < (q_len or 1):
+    if mask.dim() < 2 or mask.shape[:-1].numel() != rows or bits < q_len:
         fail(
             ShapeError,
             where,
@@ -56,6 +56,6 @@ def draft_mask(mask: Tensor, plan: PrefillPlan, capacity: int) -> Tensor:
     seen = (octets[:, column // 8] >> (column % 8)) & 1
     hidden = (seen == 0) & (column < qo_len) & (token >= 0) & (row < indptr[-1])[:, None]
     size = rows * capacity // 8 + batch
-    octet = torch.where(hidden, bit // 8, 0).flatten()
+    octet = torch.where(hidden, bit // 8, 0).clamp(0, size - 1).flatten()  # rows that do not ascend stay inside
     lost = (hidden.int() << (bit % 8).int()).flatten()
     return torch.full((size,), 255, dtype=torch.int32, device=device).index_add(0, octet, -lost).to(torch.uint8)

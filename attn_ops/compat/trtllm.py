@@ -46,11 +46,12 @@ def _decode(
     tables = block_table(where, "block_tables", block_tables, query.device)
     k, v = paged(where, kv_cache, layout(where, kv_layout))
     if cum_seq_lens_q is None:
-        rows = uniform_rows(where, query.shape[0], tables.shape[0], q_len_per_req or 1, query.device)
+        q_len = q_len_per_req or 1
+        rows = uniform_rows(where, query.shape[0], tables.shape[0], q_len, query.device)
     else:
-        rows = cum_seq_lens_q.to(query.device, torch.int32)
+        q_len, rows = 1, cum_seq_lens_q.to(query.device, torch.int32)
     if mask is not None:
-        check_draft(where, mask, query.shape[0], q_len_per_req if cum_seq_lens_q is None else None)
+        check_draft(where, mask, query.shape[0], q_len)
     return attend(
         where,
         query,

@@ -121,6 +121,20 @@ def test_draft_masks_of_ragged_rows_and_trees() -> None:
     r.expected(masked=True).check(out)
 
 
+def test_rows_that_do_not_ascend_stay_inside_of_a_draft_mask() -> None:
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
+    arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, SCALE
+    hidden = torch.zeros(9, 64, dtype=torch.uint16, device=DEVICE)
+    for rows in ([0, 200, 3, 9], [-500, 3, 6, 9], [0, 3, 6, 500]):
+        indptr = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+        out = flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, cum_seq_lens_q=indptr, mask=hidden)
+        assert out.shape == r.q.shape
+    indptr = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=DEVICE)
+    seen = torch.full((9, 2), 7, dtype=torch.uint16, device=DEVICE)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, cum_seq_lens_q=indptr, mask=seen)
+    r.expected(causal=False).check(out)
+
+
 def test_a_causal_draft_mask_changes_nothing() -> None:
     r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
     mask = torch.tensor([[1, 0], [3, 0], [7, 0]], dtype=torch.uint16, device=DEVICE).expand(3, 3, 2)
