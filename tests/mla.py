@@ -67,6 +67,12 @@ CASES = (
             ("wide rows", (3, 2, 5), (200, 2, 64), {"heads": 16, "planner": {"tile_rows": 4}}),
             ("wide causal", (3, 1, 70), (200, 2, 310), {"heads": 16, "causal": True, "packed": True, "page_size": 128}),
             ("wide causal split", (4, 1), (900, 0), {"heads": 20, "causal": True, "planner": {"num_ctas": 6}}),
+            (
+                "wide causal pieces",  # a piece begins after all that the first rows of its tile see
+                (8, 6),
+                (130, 195),
+                {"heads": 16, "causal": True, "planner": {"tile_rows": 8, "fixed_split_size": 1}},
+            ),
         )
     ),
     Mla("fp8", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, kv_scale=(0.5, 2.0), packed=True),

@@ -366,7 +366,7 @@ def mla_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [2, PAIRS], PLAIN)
     exchange = Exchange(tops, allocate_barriers(2, 1))
     query_ready, done = allocate_barriers(1, 32 * WARPS).index(0), allocate_barriers(1, 2).index(0)
-    begin = bounded(begin, end) // TOKENS * TOKENS
+    begin = bounded(begin // TOKENS * TOKENS, end)
     tile = Tile(row, count, position, begin, end, slot, first_pair, 0)
     attended = (
         query, stages, query_ready, exchange, totals, done, out, lse, partial, tile, rows, slots, scale * LOG2E

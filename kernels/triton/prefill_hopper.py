@@ -431,8 +431,7 @@ def prefill_hopper_kernel(
         end = gl.minimum(end, position + last_row + 1)
     if WINDOW:
         begin = gl.maximum(begin, position + first_row - window_left)
-    begin = bounded(begin, end)
-    start = begin // 16 * 16 if PAGED else begin
+    start = bounded(begin // 16 * 16 if PAGED else begin, end)
 
     DTYPE: gl.constexpr = q.dtype.element_ty
     query = allocate_parts(DTYPE, 2, PAIRS, DIM, DIM_B)
