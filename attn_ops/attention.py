@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .again import again
 from .compat.arguments import DType, attention_options, fail, refuse
 from .compat.caches import PagedCache
 from .compat.paged import PagedWrapper
@@ -75,6 +76,7 @@ class BatchAttention(PagedWrapper):
 
     begin_forward = plan
 
+    @again
     def run(
         self,
         q: Tensor,

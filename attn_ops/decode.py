@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .again import again
 from .compat.arguments import DType, DTypes, attention_options, fail, layout, refuse
 from .compat.caches import PagedCache
 from .compat.cudnn import cudnn_batch_decode_with_kv_cache
@@ -297,6 +298,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             )
         )
 
+    @again
     def run(
         self,
         q: Tensor,

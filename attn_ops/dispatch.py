@@ -26,6 +26,9 @@ from .validation import CHECKS
 LIBRARY = Library(NAMESPACE, "FRAGMENT")
 LOWERINGS = Lowerings()
 
+REPEATS: dict[str, Repeats] = {}
+"""What each op remembers of its calls on CUDA."""
+
 
 def _real(op: str) -> Callable[..., Any]:
     check = CHECKS[op]
@@ -37,7 +40,7 @@ def _real(op: str) -> Callable[..., Any]:
     return implementation
 
 
-def _repeated(op: str) -> Callable[..., Any]:
+def _repeats(op: str) -> Repeats:
     """As :func:`_real`, remembering the calls whose backend can repeat them."""
     check = CHECKS[op]
 
@@ -50,7 +53,7 @@ def _repeated(op: str) -> Callable[..., Any]:
             return function(*args, **options), None
         return backend.recorder()(function, args, options)
 
-    return Repeats(first).op
+    return Repeats(first)
 
 
 def _fake(op: str) -> Callable[..., Any]:
@@ -70,7 +73,8 @@ def register() -> None:
         LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         real = _real(op)
         LIBRARY.impl(op, real, "CPU")
-        LIBRARY.impl(op, _repeated(op), "CUDA")
+        REPEATS[op] = _repeats(op)
+        LIBRARY.impl(op, REPEATS[op].op, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op), lib=LIBRARY)
         LOWERINGS.add(getattr(getattr(torch.ops, NAMESPACE), op).default, real)
 

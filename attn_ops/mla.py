@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .again import again
 from .compat.arguments import DType, DTypes, as_dtype, fail, output_dtype, refuse, required
 from .compat.caches import PagedCache, latent
 from .compat.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
@@ -191,6 +192,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         tokens = lengths(where, "seq_lens", seq_lens, pages.shape[0], pages.device)
         return Tables.of(where, *torch.ops.attn.page_table(pages, tokens, page_size))
 
+    @again
     def run(
         self,
         q_nope: Tensor | None = None,

@@ -7,9 +7,13 @@ accepted too, and checked there at no cost.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .again import Again, again
 from .errors import CapacityError, OptionError, ShapeError
 from .inductor import mark_static
 from .page_table import check_indptr, check_pages
@@ -70,6 +74,15 @@ class _Planner:
     cache_pages: int | None
     device: torch.device
 
+    def __init__(self) -> None:
+        self._memory: dict[Callable[..., Any], Again] = {}
+
+    def _recall(self) -> int | None:
+        return 0 if self.device.type == "cuda" else None
+
+    def _held(self) -> Sequence[Tensor]:
+        return self.state  # type: ignore[attr-defined]  # of each kind its own
+
     def _inputs(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> list[Tensor]:
         tensors = [*indptrs.values(), indices, last]
         if validate or (validate is None and not any(t.is_cuda for t in tensors)):
@@ -122,6 +135,7 @@ class DecodePlanner(_Planner):
         fixed_split_size: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
+        super().__init__()
         self.problem = _problem(
             {"max_batch": max_batch, "max_pages": max_pages, "window_left": window_left, "num_ctas": num_ctas or 1},
             fixed_split_size,
@@ -157,9 +171,13 @@ class DecodePlanner(_Planner):
             CapacityError: the batch does not fit; the message names the capacity that would.
             PageTableError: the contents are inconsistent (validating plans only).
         """
+        self._fill(validate, kv_indptr, kv_indices, kv_last_page_len)
+        return self.state
+
+    @again
+    def _fill(self, validate: bool | None, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
         inputs = self._inputs(validate, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
         torch.ops.attn.plan_decode(*inputs, self.state)
-        return self.state
 
 
 class PrefillPlanner(_Planner):
@@ -208,6 +226,7 @@ class PrefillPlanner(_Planner):
                 "page_size 1 and a number of tokens; give max_kv_len, or max_pages for a paged cache"
             )
         rows = TILE_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
+        super().__init__()
         self.problem = _problem(
             {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages, "window_left": window_left},
             fixed_split_size,
@@ -249,6 +268,13 @@ class PrefillPlanner(_Planner):
         if kv_indices is None or kv_last_page_len is None:
             kv_indices = kv_indptr.new_zeros(0)
             kv_last_page_len = torch.ones_like(kv_indptr[1:])
+        self._fill(validate, qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
+        return self.state
+
+    @again
+    def _fill(
+        self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
+    ) -> None:
         if validate or (validate is None and not qo_indptr.is_cuda):
             self._check_rows(qo_indptr)
             if self.problem.split and (validate or not (kv_indptr.is_cuda or kv_last_page_len.is_cuda)):
@@ -256,7 +282,6 @@ class PrefillPlanner(_Planner):
         indptrs = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
         inputs = self._inputs(validate, indptrs, kv_indices, kv_last_page_len)
         torch.ops.attn.plan_prefill(*inputs, self.state)
-        return self.state
 
     def _check_rows(self, qo_indptr: Tensor) -> None:
         check_indptr("qo_indptr", qo_indptr)

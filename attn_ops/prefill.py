@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .again import again
 from .compat.arguments import (
     DType,
     DTypes,
@@ -318,6 +319,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         return self._sizes(Tables.of(where, *tables[1:], qo_indptr), shape)
 
+    @again
     def run(
         self,
         q: Tensor,

@@ -9,7 +9,7 @@
 #include <dlfcn.h>
 #include <stdbool.h>
 
-static PyTypeObject *tensor_type;
+static PyTypeObject *tensor_type, *parameter_type;
 static PyObject *str_requires_grad;
 static const DLPackExchangeAPI *exchange;  // what torch tells others of its tensors, without calls of Python
 
@@ -32,17 +32,24 @@ typedef struct {
 } Launch;
 
 typedef struct {
+    Py_ssize_t given;  // or -1
+    uint64_t offset;
+} Source;
+
+typedef struct {
     PyObject_HEAD
     PyObject *outputs, *kept;  // `kept` owns the bytes that parameters point at
     bool unpack;
-    Py_ssize_t num_given, num_outputs, num_launches;
-    uint64_t *cells;  // addresses of the tensors given, then of the outputs: kernels read them from here
+    Py_ssize_t num_given, num_inputs, num_outputs, num_launches;
+    uint64_t *cells;  // addresses of the inputs, then of the outputs: kernels read them from here
+    Source *sources;  // of the inputs, from the addresses given
     Launch *launches;
 } Repeat;
 
 static void Repeat_dealloc(Repeat *self) {
     for (Py_ssize_t i = 0; self->launches && i < self->num_launches; i++) PyMem_Free(self->launches[i].parameters);
     PyMem_Free(self->launches);
+    PyMem_Free(self->sources);
     PyMem_Free(self->cells);
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->kept);
@@ -65,7 +72,7 @@ static bool lay_out(Repeat *self, Launch *launch, PyObject *description) {
     launch->early.value.programmaticStreamSerializationAllowed = 1;
     c->attrs = &launch->early;
     c->numAttrs = early != 0;
-    Py_ssize_t size = PyTuple_GET_SIZE(parameters), num_cells = self->num_given + self->num_outputs;
+    Py_ssize_t size = PyTuple_GET_SIZE(parameters), num_cells = self->num_inputs + self->num_outputs;
     launch->parameters = PyMem_Calloc(size + 1, sizeof(void *));
     if (!launch->parameters) return PyErr_NoMemory(), false;
     for (Py_ssize_t i = 0; i < size; i++) {
@@ -82,26 +89,55 @@ static bool lay_out(Repeat *self, Launch *launch, PyObject *description) {
     return true;
 }
 
+static PyObject *new_repeat(PyTypeObject *type, PyObject *launches, Py_ssize_t num_inputs, PyObject *outputs,
+                            bool unpack) {
+    Repeat *self = (Repeat *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->outputs = Py_NewRef(outputs);
+    self->kept = Py_NewRef(launches);
+    self->unpack = unpack;
+    self->num_given = self->num_inputs = num_inputs;
+    self->num_outputs = PyTuple_GET_SIZE(outputs);
+    self->cells = PyMem_Calloc(num_inputs + self->num_outputs + 1, sizeof(uint64_t));
+    self->sources = PyMem_Calloc(num_inputs + 1, sizeof(Source));
+    self->launches = PyMem_Calloc(PyTuple_GET_SIZE(launches) + 1, sizeof(Launch));
+    self->num_launches = PyTuple_GET_SIZE(launches);
+    if (!self->cells || !self->sources || !self->launches) return PyErr_NoMemory(), Py_DECREF(self), NULL;
+    for (Py_ssize_t i = 0; i < num_inputs; i++) self->sources[i].given = i;
+    for (Py_ssize_t i = 0; i < self->num_launches; i++)
+        if (!lay_out(self, &self->launches[i], PyTuple_GET_ITEM(launches, i))) return Py_DECREF(self), NULL;
+    return (PyObject *)self;
+}
+
 static PyObject *Repeat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *launches, *outputs;
     Py_ssize_t num_given;
     int unpack;
     if (!PyArg_ParseTuple(args, "O!nO!p", &PyTuple_Type, &launches, &num_given, &PyTuple_Type, &outputs, &unpack))
         return NULL;
-    Repeat *self = (Repeat *)type->tp_alloc(type, 0);
-    if (!self) return NULL;
-    self->outputs = Py_NewRef(outputs);
-    self->kept = Py_NewRef(launches);
-    self->unpack = unpack;
-    self->num_given = num_given;
-    self->num_outputs = PyTuple_GET_SIZE(outputs);
-    self->cells = PyMem_Calloc(num_given + self->num_outputs + 1, sizeof(uint64_t));
-    self->launches = PyMem_Calloc(PyTuple_GET_SIZE(launches) + 1, sizeof(Launch));
-    self->num_launches = PyTuple_GET_SIZE(launches);
-    if (!self->cells || !self->launches) return PyErr_NoMemory(), Py_DECREF(self), NULL;
-    for (Py_ssize_t i = 0; i < self->num_launches; i++)
-        if (!lay_out(self, &self->launches[i], PyTuple_GET_ITEM(launches, i))) return Py_DECREF(self), NULL;
-    return (PyObject *)self;
+    return new_repeat(type, launches, num_given, outputs, unpack);
+}
+
+static PyObject *Repeat_through(Repeat *self, PyObject *args) {
+    PyObject *sources;
+    Py_ssize_t num_given;
+    int unpack;
+    if (!PyArg_ParseTuple(args, "nO!p", &num_given, &PyTuple_Type, &sources, &unpack)) return NULL;
+    if (PyTuple_GET_SIZE(sources) != self->num_inputs)
+        return PyErr_Format(PyExc_ValueError, "%zd sources, expected %zd", PyTuple_GET_SIZE(sources), self->num_inputs);
+    Repeat *other = (Repeat *)new_repeat(Py_TYPE(self), self->kept, self->num_inputs, self->outputs, unpack);
+    if (!other) return NULL;
+    other->num_given = num_given;
+    for (Py_ssize_t i = 0; i < other->num_inputs; i++) {
+        long long offset;
+        Source *source = &other->sources[i];
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(sources, i), "nL", &source->given, &offset))
+            return Py_DECREF(other), NULL;
+        source->offset = (uint64_t)offset;
+        if (source->given >= num_given)
+            return PyErr_SetString(PyExc_IndexError, "a source that is not given"), Py_DECREF(other), NULL;
+    }
+    return (PyObject *)other;
 }
 
 static PyObject *make_outputs(Repeat *self) {
@@ -113,7 +149,7 @@ static PyObject *make_outputs(Repeat *self) {
         PyTuple_SET_ITEM(made, i, output);
         DLTensor t;
         if (exchange->dltensor_from_py_object_no_sync(output, &t)) return Py_DECREF(made), NULL;
-        self->cells[self->num_given + i] = address_of(&t);
+        self->cells[self->num_inputs + i] = address_of(&t);
     }
     return made;
 }
@@ -135,7 +171,10 @@ static bool launch_all(Repeat *self, CUstream stream) {
 }
 
 static PyObject *run(Repeat *self, CUstream stream, const uint64_t *addresses) {
-    memcpy(self->cells, addresses, self->num_given * sizeof(uint64_t));
+    for (Py_ssize_t i = 0; i < self->num_inputs; i++) {
+        Source source = self->sources[i];
+        self->cells[i] = (source.given < 0 ? 0 : addresses[source.given]) + source.offset;
+    }
     PyObject *made = make_outputs(self);
     if (!made || !launch_all(self, stream)) return Py_XDECREF(made), NULL;
     if (!self->unpack) return made;
@@ -157,6 +196,12 @@ static PyObject *Repeat_call(Repeat *self, PyObject *args, PyObject *kwargs) {
     return run(self, (CUstream)(uintptr_t)numbers[0], numbers + 1);
 }
 
+static PyMethodDef repeat_methods[] = {
+    {"through", (PyCFunction)Repeat_through, METH_VARARGS,
+     "through(num_given, sources, unpack): the same launches for other addresses: sources are (which of those given, or\n"
+     "-1; what is added to it), one for each that this one is given"},
+    {NULL, NULL, 0, NULL},
+};
 static PyType_Slot repeat_slots[] = {
     {Py_tp_doc, "Repeat(launches, num_given, outputs, unpack)(stream, *addresses)\n\n"
                 "launches  ((function, (x, y, z), threads, shared, early, parameters), ...), a parameter being bytes or the\n"
@@ -165,23 +210,25 @@ static PyType_Slot repeat_slots[] = {
                 "unpack    return the first output, or None, instead of a tuple of all"},
     {Py_tp_new, Repeat_new},
     {Py_tp_dealloc, Repeat_dealloc},
+    {Py_tp_methods, repeat_methods},
     {Py_tp_call, Repeat_call},
     {0, NULL},
 };
 static PyType_Spec repeat_spec = {"attn_ops.repeat.Repeat", sizeof(Repeat), 0, Py_TPFLAGS_DEFAULT, repeat_slots};
 static PyTypeObject *repeat_type;
 
-// ---- Calls: those of one op that are remembered ------------------------------------------------------------------
+// ---- Calls: those of one op, or of a method around one, that are remembered --------------------------------------
 
 typedef struct {
     PyObject_HEAD
-    PyObject *calls, *grad_mode, *first;
+    PyObject *calls, *grad_mode, *first, *watchers;
 } Calls;
 
 static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     Py_VISIT(self->calls);
     Py_VISIT(self->grad_mode);
     Py_VISIT(self->first);
+    Py_VISIT(self->watchers);
     Py_VISIT(Py_TYPE(self));
     return 0;
 }
@@ -190,6 +237,7 @@ static int Calls_clear(Calls *self) {
     Py_CLEAR(self->calls);
     Py_CLEAR(self->grad_mode);
     Py_CLEAR(self->first);
+    Py_CLEAR(self->watchers);
     return 0;
 }
 
@@ -202,18 +250,20 @@ static void Calls_dealloc(Calls *self) {
 }
 
 static PyObject *Calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *calls, *grad_mode, *first;
-    if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &calls, &grad_mode, &first)) return NULL;
+    PyObject *calls, *grad_mode, *first, *watchers = NULL;
+    if (!PyArg_ParseTuple(args, "O!OO|O!", &PyDict_Type, &calls, &grad_mode, &first, &PyTuple_Type, &watchers))
+        return NULL;
     Calls *self = (Calls *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->calls = Py_NewRef(calls);
     self->grad_mode = Py_NewRef(grad_mode);
     self->first = Py_NewRef(first);
+    self->watchers = Py_XNewRef(watchers);
     return (PyObject *)self;
 }
 
 enum { MOST_WORDS = 384, MOST_ARGUMENTS = 64, MOST_OPTIONS = 2 * MOST_ARGUMENTS };
-enum Kind { OPTION, LIST, TENSOR };
+enum Kind { OPTION, LIST, TUPLE, TENSOR };
 
 // What calls that are alike share: words, and options, which are compared as Python objects.
 typedef struct {
@@ -264,10 +314,26 @@ static bool put_tensor(Call *call, PyObject *tensor) {
     return fits;
 }
 
-static bool put_argument(Call *call, PyObject *x) {
-    return PyList_Check(x) ? put_list(call, x)
-           : PyObject_TypeCheck(x, tensor_type) ? put_tensor(call, x)
-                                                : put_option(call, x);
+static bool put_argument(Calls *self, Call *call, PyObject *x) {
+    if (Py_TYPE(x) == tensor_type || Py_TYPE(x) == parameter_type) return put_tensor(call, x);
+    if (PyObject_TypeCheck(x, tensor_type)) return false;  // what a subclass does is its own affair
+    if (PyList_Check(x)) return !self->watchers && put_list(call, x);
+    if (!PyTuple_Check(x)) return put_option(call, x);
+    bool fits = put(call, TUPLE | (uint64_t)PyTuple_GET_SIZE(x) << 8);
+    for (Py_ssize_t i = 0; fits && i < PyTuple_GET_SIZE(x); i++)
+        fits = put_argument(self, call, PyTuple_GET_ITEM(x, i));
+    return fits;
+}
+
+static bool is_watched(Calls *self) {
+    Py_ssize_t count = self->watchers ? PyTuple_GET_SIZE(self->watchers) : 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *watcher = PyObject_CallNoArgs(PyTuple_GET_ITEM(self->watchers, i));
+        int watches = watcher ? PyObject_IsTrue(watcher) : -1;
+        Py_XDECREF(watcher);
+        if (watches) return true;
+    }
+    return false;
 }
 
 static bool put_circumstances(Calls *self, Call *call) {
@@ -286,11 +352,11 @@ static bool put_circumstances(Calls *self, Call *call) {
 
 static bool put_call(Calls *self, Call *call, PyObject *args, PyObject *kwargs) {
     PyObject *name, *value;
-    if (!put_circumstances(self, call)) return false;
+    if (is_watched(self) || !put_circumstances(self, call)) return false;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
-        if (!put_argument(call, PyTuple_GET_ITEM(args, i))) return false;
+        if (!put_argument(self, call, PyTuple_GET_ITEM(args, i))) return false;
     for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &value);)
-        if (!put_option(call, name) || !put_argument(call, value)) return false;
+        if (!put_option(call, name) || !put_argument(self, call, value)) return false;
     return true;
 }
 
@@ -304,36 +370,63 @@ static PyObject *key_of(const Call *call) {
     return key;
 }
 
+// What is remembered of a call, and its key unless it cannot be remembered.
+static PyObject *find(Calls *self, Call *call, PyObject *args, PyObject *kwargs, PyObject **key) {
+    call->num_words = call->num_addresses = call->num_options = 0;
+    *key = put_call(self, call, args, kwargs) ? key_of(call) : NULL;
+    PyObject *found = *key ? Py_XNewRef(PyDict_GetItemWithError(self->calls, *key)) : NULL;
+    if (PyErr_Occurred()) {  // something among the options that has no hash, too
+        PyErr_Clear();
+        Py_CLEAR(*key);
+    }
+    return found;
+}
+
 static PyObject *Calls_call(Calls *self, PyObject *args, PyObject *given) {
-    PyObject *kwargs = given ? Py_NewRef(given) : PyDict_New(), *key = NULL, *repeat = NULL, *result = NULL;
+    PyObject *kwargs = given ? Py_NewRef(given) : PyDict_New(), *key, *result;
     if (!kwargs) return NULL;
     Call call;
-    call.num_words = call.num_addresses = call.num_options = 0;
-    if (put_call(self, &call, args, kwargs))
-        key = key_of(&call);
-    else
-        PyErr_Clear();
-    if (key) repeat = Py_XNewRef(PyDict_GetItemWithError(self->calls, key));
-    if (repeat && PyObject_TypeCheck(repeat, repeat_type))
-        result = run((Repeat *)repeat, call.stream, call.addresses);
-    else if (!PyErr_Occurred())
+    PyObject *found = find(self, &call, args, kwargs, &key);
+    if (!found)
         result = PyObject_CallFunctionObjArgs(self->first, key ? key : Py_None, args, kwargs, NULL);
-    Py_XDECREF(repeat);
+    else if (PyObject_TypeCheck(found, repeat_type))
+        result = run((Repeat *)found, call.stream, call.addresses);
+    else
+        result = PyObject_Call(found, args, kwargs);
+    Py_XDECREF(found);
     Py_XDECREF(key);
     Py_DECREF(kwargs);
     return result;
 }
 
+static PyObject *Calls_find(Calls *self, PyObject *args, PyObject *given) {
+    PyObject *kwargs = given ? Py_NewRef(given) : PyDict_New(), *key;
+    if (!kwargs) return NULL;
+    Call call;
+    PyObject *found = find(self, &call, args, kwargs, &key);
+    Py_XDECREF(key);
+    Py_DECREF(kwargs);
+    return found ? found : Py_NewRef(Py_None);
+}
+
+static PyMethodDef calls_methods[] = {
+    {"find", (PyCFunction)(void (*)(void))Calls_find, METH_VARARGS | METH_KEYWORDS,
+     "find(*args, **kwargs): what is remembered of such a call, or None"},
+    {NULL, NULL, 0, NULL},
+};
 static PyType_Slot calls_slots[] = {
-    {Py_tp_doc, "Calls(calls, grad_mode, first)(*args, **kwargs)\n\n"
-                "calls      {key: Repeat}, filled by the caller\n"
+    {Py_tp_doc, "Calls(calls, grad_mode, first, watchers)(*args, **kwargs)\n\n"
+                "calls      {key: Repeat, or else what to call}, filled by the caller\n"
                 "grad_mode  grad_mode(): a part of every key\n"
                 "first      first(key, args, kwargs) makes a call unlike every earlier one; key is None for one that\n"
-                "           cannot be remembered"},
+                "           cannot be remembered\n"
+                "watchers   of a method: functions that say whether somebody looks on, who is to see the op called; lists,\n"
+                "           which are the plans of an op, cannot be remembered then"},
     {Py_tp_new, Calls_new},
     {Py_tp_dealloc, Calls_dealloc},
     {Py_tp_traverse, Calls_traverse},
     {Py_tp_clear, Calls_clear},
+    {Py_tp_methods, calls_methods},
     {Py_tp_call, Calls_call},
     {0, NULL},
 };
@@ -369,8 +462,11 @@ PyMODINIT_FUNC PyInit_repeat(void) {
     repeat_type = (PyTypeObject *)repeat;
     tensor_type = (PyTypeObject *)PyObject_GetAttrString(torch, "Tensor");
     str_requires_grad = PyUnicode_InternFromString("requires_grad");
+    PyObject *nn = PyObject_GetAttrString(torch, "nn");
+    parameter_type = nn ? (PyTypeObject *)PyObject_GetAttrString(nn, "Parameter") : NULL;
+    Py_XDECREF(nn);
     Py_DECREF(torch);
-    if (!tensor_type || !str_requires_grad) return NULL;
+    if (!parameter_type || !tensor_type || !str_requires_grad) return NULL;
     PyObject *capsule = PyObject_GetAttrString((PyObject *)tensor_type, "__dlpack_c_exchange_api__");
     if (!capsule) return NULL;
     exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");

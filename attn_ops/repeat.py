@@ -60,6 +60,11 @@ def _building() -> Future[Any]:
     return ThreadPoolExecutor(1, "attn_ops").submit(_build)
 
 
+def is_built() -> bool:
+    """Whether :func:`native` need not wait."""
+    return _building().done()
+
+
 def native() -> Any:
     """The module of ``repeat.c``; None where it cannot be built, and every call is made as if it were the first."""
     return _building().result()
@@ -92,13 +97,17 @@ class Repeats:
         self.op = functools.partial(self._begin)
 
     def _begin(self, *args: Any, **kwargs: Any) -> Any:
-        if not _building().done():
+        if not is_built():
             return self._forgettable(*args, **kwargs)
         call, module = self._forgettable, native()
         if module is not None:
             call = module.Calls(self._calls, torch.is_grad_enabled, self._remember)
         self.op.__setstate__((call, (), {}, {}))  # type: ignore[attr-defined]
         return call(*args, **kwargs)
+
+    def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The ``Repeat`` of a call like this one, None if there is none."""
+        return self.op.func.find(*args, **kwargs) if hasattr(self.op.func, "find") else None
 
     def _forgettable(self, *args: Any, **kwargs: Any) -> Any:
         return self._first(args, kwargs)[0]

@@ -2,134 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
-import sysconfig
 import threading
-import types
 from concurrent.futures import Future
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from onlooker import FUNCTION, REST, STREAM, Onlooker, compiled, needs_a_compiler
 
 pytest.importorskip("triton")
 
 from attn_ops.kernels.triton import driver, launch
-from triton.backends.nvidia.driver import include_dirs
 
 from attn_ops import repeat as memory
 from attn_ops.repeat import Repeats
 
-HEADER = Path(sysconfig.get_path("include"), "Python.h")
-POSSIBLE = HEADER.exists() and shutil.which("gcc") and (torch.version.cuda is None or torch.cuda.is_available())
-pytestmark = pytest.mark.skipif(
-    not POSSIBLE, reason="needs gcc, the headers of Python, and for a torch with CUDA a GPU"
-)
-
-STREAM, FUNCTION = 77, 1234
-SIGNATURE = {"a": "*fp32", "none": "constexpr", "out": "*fp32", "n": "i32", "scale": "fp32", "BLOCK": "constexpr"}
-REST = (7, 0.5, 16)
-KINDS = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
-
-ONLOOKER = """
-#include <cuda.h>
-#include <string.h>
-unsigned grid[3], block[3], shared, early, launches, capturing, device, device_answer;
-void *stream, *function;
-char values[6][8];
-CUresult answer;
-CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void **extra) {
-    unsigned sizes[] = {c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ};
-    for (int i = 0; i < 3; i++) grid[i] = sizes[i], block[i] = sizes[i + 3];
-    shared = c->sharedMemBytes, stream = c->hStream, function = f, launches++;
-    for (int i = 0; i < 6; i++) memcpy(values[i], p[i], i == 2 || i == 3 ? 4 : 8);
-    early = c->numAttrs == 1 && c->attrs->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            && c->attrs->value.programmaticStreamSerializationAllowed == 1;
-    return extra ? CUDA_ERROR_INVALID_VALUE : answer;
-}
-CUresult cuCtxGetDevice(CUdevice *d) { *d = device; return device_answer; }
-CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = capturing; return CUDA_SUCCESS; }
-CUresult cuGetErrorString(CUresult code, const char **text) { *text = "as it was told to"; return 0; }
-"""
-
-
-class Onlooker:
-    """A driver on a machine without one: what it was last told to launch."""
-
-    def __init__(self, folder: Path) -> None:
-        source, self.path = folder / "driver.c", folder / "libdriver.so"
-        source.write_text(ONLOOKER)
-        includes = [f"-I{path}" for path in include_dirs]
-        subprocess.run(["gcc", "-shared", "-fPIC", *includes, source, "-o", self.path], check=True)
-        self.library = ctypes.CDLL(str(self.path))
-
-    def __getattr__(self, name: str) -> int | None:
-        kind = ctypes.c_void_p if name in ("stream", "function") else ctypes.c_uint
-        return kind.in_dll(self.library, name).value
-
-    def sizes(self, name: str) -> list[int]:
-        return list((ctypes.c_uint * 3).in_dll(self.library, name))
-
-    def values(self) -> list[Any]:
-        at = ctypes.addressof(ctypes.c_char.in_dll(self.library, "values"))
-        return [kind.from_address(at + 8 * i).value for i, kind in enumerate(KINDS)]
-
-    def tell(self, name: str, value: int) -> None:
-        ctypes.c_uint.in_dll(self.library, name).value = value
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Onlooker:
-    onlooker = Onlooker(tmp_path_factory.mktemp("driver"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "DRIVER", str(onlooker.path))
-        memory._building.cache_clear()
-        assert memory.native() is not None
-        yield onlooker
-    memory._building.cache_clear()
-
-
-@pytest.fixture
-def onlooker(built: Onlooker, monkeypatch: pytest.MonkeyPatch) -> Onlooker:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    built.tell("answer", 0)
-    for name in ("capturing", "device", "device_answer"):
-        built.tell(name, 0)
-    return built
-
-
-def _compiled(**metadata: Any) -> Any:
-    plain = {"num_ctas": 1, "launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0}
-    return types.SimpleNamespace(
-        metadata=types.SimpleNamespace(num_warps=4, shared=512, launch_pdl=True, **{**plain, **metadata}),
-        src=types.SimpleNamespace(signature=SIGNATURE),
-        name="kernel",
-        kernel=b"",
-    )
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The kernels that were loaded."""
-    loaded: list[Any] = []
-
-    def load_binary(*binary: Any) -> tuple[int, ...]:
-        loaded.append(binary)
-        return 0, FUNCTION, 0, 0, 1024
-
-    active = types.SimpleNamespace(utils=types.SimpleNamespace(load_binary=load_binary), get_current_device=lambda: 3)
-    monkeypatch.setattr(driver.triton.runtime.driver, "_active", active)
-    return loaded
+pytestmark = [needs_a_compiler, pytest.mark.usefixtures("onlooker", "loads")]
 
 
 def _record(*tensors: torch.Tensor | list[torch.Tensor], compute: bool = False) -> tuple[torch.Tensor, Any]:
-    kernel = driver.load(_compiled())
+    kernel = driver.load(compiled())
     assert kernel is not None
 
     def function(*args: torch.Tensor) -> torch.Tensor:
@@ -141,9 +34,6 @@ def _record(*tensors: torch.Tensor | list[torch.Tensor], compute: bool = False) 
         return out
 
     return launch.record(function, tensors, {})
-
-
-pytestmark = [pytestmark, pytest.mark.usefixtures("onlooker", "loads")]
 
 
 def test_a_call_is_repeated_on_other_tensors(onlooker: Onlooker):
@@ -165,7 +55,7 @@ def test_a_repeat_returns_what_the_call_did(kind: type):
     repeat = launch._repeat(
         [torch.zeros(4)],
         made,
-        [launch.Recorded(driver.load(_compiled()), (1,), (torch.zeros(4), None, torch.zeros(4)), REST)],
+        [launch.Recorded(driver.load(compiled()), (1,), (torch.zeros(4), None, torch.zeros(4)), REST)],
     )
     again = repeat(STREAM, 64)
     assert type(again) is kind
@@ -209,7 +99,7 @@ def test_a_call_that_computes_is_not():
 
 @pytest.mark.parametrize("metadata", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}])
 def test_a_kernel_that_needs_more_than_parameters_is_not(loads: list[Any], metadata: dict[str, Any]):
-    assert driver.load(_compiled(**metadata)) is None
+    assert driver.load(compiled(**metadata)) is None
     assert not loads
 
 
@@ -244,7 +134,7 @@ class Source:
     """As far as ``launch`` knows a kernel that is not compiled."""
 
     def warmup(self, *args: Any, **options: Any) -> Any:
-        return _compiled()
+        return compiled()
 
 
 def test_a_kernel_made_ready_is_loaded_and_not_launched(
@@ -269,7 +159,7 @@ def test_kernels_made_ready_are_compiled_beside_others(loads: list[Any], monkeyp
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with launch._compiling_together():
         launch._launch_direct(kernel, (3,), (t, None, t), REST[:2], (), REST[2:], launch.Options(), False)
-        compiling.set_result(_compiled())
+        compiling.set_result(compiled())
         assert not loads
     assert loads == [("kernel", b"", 512, 3)]
     launch._launch_direct(kernel, (3,), (t, None, t), REST[:2], (), REST[2:], launch.Options(), True)
@@ -330,7 +220,7 @@ def test_calls_of_other_options_plans_and_modes_differ(remembered: tuple[Op, lis
 
 
 def test_kernels_read_the_tensors_of_the_call(onlooker: Onlooker):
-    kernel = driver.load(_compiled())
+    kernel = driver.load(compiled())
     assert kernel is not None
 
     def first(args: Any, kwargs: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..again import again
 from .arguments import DType, DTypes, attention_options, refuse, renamed
 from .items import scoring_mask
 from .paged import forward_changes
@@ -178,6 +179,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             **changes,
         )
 
+    @again
     def run(
         self,
         q: Tensor,

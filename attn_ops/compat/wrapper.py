@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import registry
+from ..again import Again, same
 from ..errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError
 from ..inductor import mark_static
 from ..plan import DecodePlan, PrefillPlan, workspace_size
@@ -21,6 +23,9 @@ from .results import Wanted
 from .scales import Scale, fold
 from .tables import Extent, Tables
 from .variants import follow
+
+REMEMBERING = frozenset({"_planned", "_memory", "_remembered", "_as_remembered"})
+"""Attributes of a wrapper that are about its memory of calls, or compared by their parts."""
 
 
 @dataclass
@@ -94,6 +99,9 @@ class Wrapper:
         )
         self._planned: Planned | None = None
         self._mask: Tensor | None = None
+        self._memory: dict[Callable[..., Any], Again] = {}
+        self._remembered: Planned | None = None
+        self._as_remembered: dict[str, Any] = {}
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -117,6 +125,32 @@ class Wrapper:
             except CapacityError:
                 self._workspace = workspace
                 raise
+
+    def _recall(self) -> int | None:
+        """The planned number of rows. What is remembered is forgotten if this is not the wrapper of then."""
+        planned = self._planned
+        if planned is not self._remembered:
+            state = self._state()
+            if state.keys() != self._as_remembered.keys() or not all(
+                same(value, self._as_remembered[name]) for name, value in state.items()
+            ):
+                self._memory.clear()
+            self._remembered, self._as_remembered = planned, state
+        return None if planned is None or self.device.type != "cuda" else planned.rows.shape[0]
+
+    def _state(self) -> dict[str, Any]:
+        """What a call depends on beside its arguments and the number of rows."""
+        own = {name: value for name, value in vars(self).items() if name not in REMEMBERING}
+        p = self._planned
+        if p is None:
+            return own
+        scratch = (p.workspace.data_ptr(), p.workspace.shape[0])
+        dtypes = None if p.dtypes is None else (p.dtypes.q, p.dtypes.kv, p.dtypes.o)
+        return {**own, **p.options, "planned": (p.op, *p.plan, scratch, p.shape, dtypes, p.exact)}
+
+    def _held(self) -> list[Tensor]:
+        p = self._planned
+        return [] if p is None else [*p.plan, p.workspace, *(x for x in p.options.values() if isinstance(x, Tensor))]
 
     def dtypes_follow_query(self) -> None:
         """Let run() take any dtype that its op takes, whatever plan() was told."""

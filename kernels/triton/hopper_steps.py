@@ -86,7 +86,7 @@ def locate(tile, first_pair, rows, LAYOUT: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def bounded(begin, end):
-    """``begin`` between 0 and ``end``, whatever a plan says: where it is past ``end``, there are no keys between them."""
+    """``begin`` between 0 and ``end``, whatever a plan says; one past ``end`` leaves no keys between them."""
     return gl.maximum(gl.minimum(begin, end), 0)
 
 

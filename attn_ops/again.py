@@ -1,0 +1,158 @@
+"""Methods around one op: eager calls like an earlier one launch its kernels again, without method and dispatcher.
+
+A wrapper's ``run`` looks at its arguments, makes views of them, calls an op and returns what that returns. In Python
+and in PyTorch's dispatcher that takes several times as long as the launch. :class:`Again` makes a call once and notices
+where the op's tensors are in the arguments; the next one makes the launches that the op remembers (``repeat.py``).
+
+Where somebody looks on, the op is called: a dispatch or function mode, a transform, ``torch.jit.trace``, a profiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import repeat
+from .dispatch import REPEATS
+from .schemas import NAMESPACE
+
+WATCHERS = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._functorch.peek_interpreter_stack,
+    torch._C._autograd._profiler_enabled,
+    torch._C._get_tracing_state,
+)
+"""Functions that say whether there is one who is to see the op called."""
+
+
+def flat(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors of a call, those in tuples too, as ``repeat.c`` goes over them."""
+    tensors: list[Tensor] = []
+    for x in args:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, tuple):
+            tensors += flat(x)
+    return tensors
+
+
+class Repeatable(Protocol):
+    """What has methods around one op."""
+
+    _memory: dict[Callable[..., Any], Again]
+    """What is remembered of each method; empty it when the same arguments come to mean something else."""
+
+    def _recall(self) -> int | None:
+        """The mark of calls from now on; None if none is to be repeated."""
+
+    def _held(self) -> Sequence[Tensor]:
+        """The tensors of the op that are not among the arguments, which stay what and where they are."""
+
+
+class _Watch(TorchDispatchMode):
+    """Notices ops of this library, and whether anything else is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.computed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == NAMESPACE:
+            self.calls.append((func.overloadpacket.__name__, args, kwargs, result))
+        else:
+            self.computed |= not func.is_view
+        return result
+
+
+def _source(t: Tensor, given: Sequence[Tensor], held: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Which of ``given`` ``t`` is or is a view of, and how far into it; (-1, address) if it is ``held``."""
+    for i, g in enumerate(given):
+        if t is g:
+            return i, 0
+    if any(t is h for h in held):
+        return -1, t.data_ptr()
+    memory = t.untyped_storage().data_ptr()
+    around = [i for i, g in enumerate(given) if g.untyped_storage().data_ptr() == memory]
+    return (around[0], t.data_ptr() - given[around[0]].data_ptr()) if len(around) == 1 else None
+
+
+class Again:
+    """Calls of ``method(owner, *args)``, which calls one op and returns what that returns."""
+
+    def __init__(self, owner: Repeatable, method: Callable[..., Any]) -> None:
+        self._owner, self._method = weakref.ref(owner), method
+        self._calls: dict[Hashable, Any] = {}
+        self.call = self._begin
+        """``call(mark, *args, **kwargs)``; calls that are alike have the same mark."""
+
+    def _begin(self, *args: Any, **kwargs: Any) -> Any:
+        if not repeat.is_built():
+            return self._plainly(*args, **kwargs)
+        module = repeat.native()
+        if module is None:
+            self.call = self._plainly
+        else:
+            self.call = module.Calls(self._calls, torch.is_grad_enabled, self._remember, WATCHERS)
+        return self.call(*args, **kwargs)
+
+    def _plainly(self, _mark: int, *args: Any, **kwargs: Any) -> Any:
+        return self._method(self._owner(), *args, **kwargs)
+
+    def _remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if key is None:
+            return self._plainly(*args, **kwargs)
+        with _Watch() as watch:
+            result = self._plainly(*args, **kwargs)
+        if len(self._calls) >= repeat.MOST:
+            self._calls.clear()
+        self._calls[key] = self._repeat(watch, flat((*args, *kwargs.values())), result) or self._plainly
+        return result
+
+    def _repeat(self, watch: _Watch, given: Sequence[Tensor], result: Any) -> Any:
+        """The launches of the op that was called, for the arguments of the method; None if that is not all it did."""
+        owner = self._owner()
+        if watch.computed or len(watch.calls) != 1 or owner is None:
+            return None
+        op, args, kwargs, returned = watch.calls[0]
+        held = owner._held()
+        sources = [_source(t, given, held) for t in repeat.moving(args, kwargs)]
+        stays = all(any(t is h for h in held) for t in repeat.held(args))
+        whole = isinstance(result, tuple)
+        ends = same(result, returned) if whole or not isinstance(returned, tuple) else result is returned[0]
+        found = REPEATS[op].find(args, kwargs)
+        if found is None or None in sources or not stays or not ends:
+            return None
+        return found.through(len(given), tuple(sources), not whole)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are one object, equal and plain, or tuples of such."""
+    if isinstance(a, tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b)
+
+
+def again(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let eager calls of a method of a :class:`Repeatable` be repeated."""
+
+    @functools.wraps(method)
+    def call(self: Repeatable, *args: Any, **kwargs: Any) -> Any:
+        mark = None if torch.compiler.is_compiling() else self._recall()
+        if mark is None:
+            return method(self, *args, **kwargs)
+        memory = self._memory.get(method)
+        if memory is None:
+            memory = self._memory[method] = Again(self, method)
+        return memory.call(mark, *args, **kwargs)
+
+    return call
