@@ -57,11 +57,12 @@ class Repeatable(Protocol):
 
 
 class _Watch(TorchDispatchMode):
-    """Notices ops of this library, and whether anything else is computed."""
+    """Notices ops of this library, copies, and whether anything else is computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
         self.computed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,6 +70,8 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace == NAMESPACE:
             self.calls.append((func.overloadpacket.__name__, args, kwargs, result))
+        elif func is torch.ops.aten.copy_.default:
+            self.copies.append(args)
         else:
             self.computed |= not func.is_view
         return result
@@ -76,10 +79,10 @@ class _Watch(TorchDispatchMode):
 
 def _source(t: Tensor, given: Sequence[Tensor], held: Sequence[Tensor]) -> tuple[int, int] | None:
     """Which of ``given`` ``t`` is or is a view of, and how far into it; (-1, address) if it is ``held``."""
-    for i, g in enumerate(given):
-        if t is g:
-            return i, 0
-    if any(t is h for h in held):
+    i = _index(given, t)
+    if i is not None:
+        return i, 0
+    if _index(held, t) is not None:
         return -1, t.data_ptr()
     memory = t.untyped_storage().data_ptr()
     around = [i for i, g in enumerate(given) if g.untyped_storage().data_ptr() == memory]
@@ -87,7 +90,10 @@ def _source(t: Tensor, given: Sequence[Tensor], held: Sequence[Tensor]) -> tuple
 
 
 class Again:
-    """Calls of ``method(owner, *args)``, which calls one op and returns what that returns."""
+    """Calls of ``method(owner, *args)``, which calls one op and returns what that returns, or a copy in a buffer given.
+
+    The kernels of a repeated call write to such a buffer at once, unless it shares memory with another argument.
+    """
 
     def __init__(self, owner: Repeatable, method: Callable[..., Any]) -> None:
         self._owner, self._method = weakref.ref(owner), method
@@ -124,15 +130,32 @@ class Again:
         if watch.computed or len(watch.calls) != 1 or owner is None:
             return None
         op, args, kwargs, returned = watch.calls[0]
-        held = owner._held()
+        held, outputs = owner._held(), list(returned) if isinstance(returned, tuple) else [returned]
+        filled: list[int | None] = [None] * len(outputs)
+        for target, source in watch.copies:
+            i, j = _index(outputs, source), _index(given, target)
+            if i is None or j is None or not _like(target, source):
+                return None
+            outputs[i], filled[i] = target, j
         sources = [_source(t, given, held) for t in repeat.moving(args, kwargs)]
-        stays = all(any(t is h for h in held) for t in repeat.held(args))
+        stays = all(_index(held, t) is not None for t in repeat.held(args))
         whole = isinstance(result, tuple)
-        ends = same(result, returned) if whole or not isinstance(returned, tuple) else result is returned[0]
+        ends = same(result, tuple(outputs)) if whole else result is outputs[0]
         found = REPEATS[op].find(args, kwargs)
         if found is None or None in sources or not stays or not ends:
             return None
-        return found.through(len(given), tuple(sources), not whole)
+        return found.through(len(given), tuple(sources), tuple(filled) if returned is not None else (), not whole)
+
+
+def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
+    """Where ``t`` itself is among ``tensors``."""
+    return next((i for i, x in enumerate(tensors) if x is t), None)
+
+
+def _like(target: Tensor, output: Tensor) -> bool:
+    """Whether a kernel can write to ``target`` what it writes to ``output``."""
+    alike = (target.shape, target.dtype, target.device) == (output.shape, output.dtype, output.device)
+    return alike and target.is_contiguous() and not target.data_ptr() & repeat.ALIGNMENT
 
 
 def same(a: Any, b: Any) -> bool:

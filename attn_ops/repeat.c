@@ -39,7 +39,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *outputs, *kept;  // `kept` owns the bytes that parameters point at
-    bool unpack;
+    bool unpack, fills;  // an output that is among the tensors given
     Py_ssize_t num_given, num_inputs, num_outputs, num_launches;
     uint64_t *cells;  // addresses of the inputs, then of the outputs: kernels read them from here
     Source *sources;  // of the inputs, from the addresses given
@@ -119,15 +119,28 @@ static PyObject *Repeat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static PyObject *Repeat_through(Repeat *self, PyObject *args) {
-    PyObject *sources;
+    PyObject *sources, *filled;
     Py_ssize_t num_given;
     int unpack;
-    if (!PyArg_ParseTuple(args, "nO!p", &num_given, &PyTuple_Type, &sources, &unpack)) return NULL;
-    if (PyTuple_GET_SIZE(sources) != self->num_inputs)
-        return PyErr_Format(PyExc_ValueError, "%zd sources, expected %zd", PyTuple_GET_SIZE(sources), self->num_inputs);
-    Repeat *other = (Repeat *)new_repeat(Py_TYPE(self), self->kept, self->num_inputs, self->outputs, unpack);
+    if (!PyArg_ParseTuple(args, "nO!O!p", &num_given, &PyTuple_Type, &sources, &PyTuple_Type, &filled, &unpack))
+        return NULL;
+    if (PyTuple_GET_SIZE(sources) != self->num_inputs || PyTuple_GET_SIZE(filled) != self->num_outputs)
+        return PyErr_Format(PyExc_ValueError, "expected %zd sources and %zd outputs", self->num_inputs, self->num_outputs);
+    PyObject *outputs = PyTuple_New(self->num_outputs);
+    if (!outputs) return NULL;
+    bool fills = false, fits = true;
+    for (Py_ssize_t i = 0; i < self->num_outputs; i++) {
+        PyObject *output = PyTuple_GET_ITEM(filled, i);
+        fills |= output != Py_None;
+        fits &= output == Py_None || (PyLong_Check(output) && (size_t)PyLong_AsSsize_t(output) < (size_t)num_given);
+        PyTuple_SET_ITEM(outputs, i, Py_NewRef(output == Py_None ? PyTuple_GET_ITEM(self->outputs, i) : output));
+    }
+    if (!fits) return PyErr_SetString(PyExc_IndexError, "an output that is not given"), Py_DECREF(outputs), NULL;
+    Repeat *other = (Repeat *)new_repeat(Py_TYPE(self), self->kept, self->num_inputs, outputs, unpack);
+    Py_DECREF(outputs);
     if (!other) return NULL;
     other->num_given = num_given;
+    other->fills = fills;
     for (Py_ssize_t i = 0; i < other->num_inputs; i++) {
         long long offset;
         Source *source = &other->sources[i];
@@ -140,11 +153,15 @@ static PyObject *Repeat_through(Repeat *self, PyObject *args) {
     return (PyObject *)other;
 }
 
-static PyObject *make_outputs(Repeat *self) {
+static PyObject *make_output(PyObject *output, PyObject *const *given) {
+    if (PyLong_Check(output)) return Py_NewRef(given[PyLong_AsSsize_t(output)]);
+    return PyObject_TypeCheck(output, tensor_type) ? Py_NewRef(output) : PyObject_CallNoArgs(output);
+}
+
+static PyObject *make_outputs(Repeat *self, PyObject *const *given) {
     PyObject *made = PyTuple_New(self->num_outputs);
     for (Py_ssize_t i = 0; made && i < self->num_outputs; i++) {
-        PyObject *output = PyTuple_GET_ITEM(self->outputs, i);
-        output = PyObject_TypeCheck(output, tensor_type) ? Py_NewRef(output) : PyObject_CallNoArgs(output);
+        PyObject *output = make_output(PyTuple_GET_ITEM(self->outputs, i), given);
         if (!output) return Py_DECREF(made), NULL;
         PyTuple_SET_ITEM(made, i, output);
         DLTensor t;
@@ -170,12 +187,12 @@ static bool launch_all(Repeat *self, CUstream stream) {
     return false;
 }
 
-static PyObject *run(Repeat *self, CUstream stream, const uint64_t *addresses) {
+static PyObject *run(Repeat *self, CUstream stream, const uint64_t *addresses, PyObject *const *given) {
     for (Py_ssize_t i = 0; i < self->num_inputs; i++) {
         Source source = self->sources[i];
         self->cells[i] = (source.given < 0 ? 0 : addresses[source.given]) + source.offset;
     }
-    PyObject *made = make_outputs(self);
+    PyObject *made = make_outputs(self, given);
     if (!made || !launch_all(self, stream)) return Py_XDECREF(made), NULL;
     if (!self->unpack) return made;
     PyObject *result = self->num_outputs ? Py_NewRef(PyTuple_GET_ITEM(made, 0)) : Py_NewRef(Py_None);
@@ -188,18 +205,20 @@ static PyObject *Repeat_call(Repeat *self, PyObject *args, PyObject *kwargs) {
     if (count != 1 + self->num_given)
         return PyErr_Format(PyExc_TypeError, "%zd arguments given, expected a stream and %zd addresses", count,
                             self->num_given);
+    if (self->fills) return PyErr_SetString(PyExc_TypeError, "it fills tensors, of which addresses are not enough"), NULL;
     uint64_t numbers[count];
     for (Py_ssize_t i = 0; i < count; i++) {
         numbers[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(args, i));
         if (PyErr_Occurred()) return NULL;
     }
-    return run(self, (CUstream)(uintptr_t)numbers[0], numbers + 1);
+    return run(self, (CUstream)(uintptr_t)numbers[0], numbers + 1, NULL);
 }
 
 static PyMethodDef repeat_methods[] = {
     {"through", (PyCFunction)Repeat_through, METH_VARARGS,
-     "through(num_given, sources, unpack): the same launches for other addresses: sources are (which of those given, or\n"
-     "-1; what is added to it), one for each that this one is given"},
+     "through(num_given, sources, filled, unpack): the same launches for other tensors\n\n"
+     "sources  (which of those given, or -1; bytes from its start), one for each tensor that this one is given\n"
+     "filled   which of those given an output is put in, None for one that is made"},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot repeat_slots[] = {
@@ -267,8 +286,9 @@ enum Kind { OPTION, LIST, TUPLE, TENSOR };
 
 // What calls that are alike share: words, and options, which are compared as Python objects.
 typedef struct {
-    uint64_t words[MOST_WORDS], addresses[MOST_ARGUMENTS];
-    PyObject *options[MOST_OPTIONS];  // borrowed from the call
+    uint64_t words[MOST_WORDS], addresses[MOST_ARGUMENTS], ends[MOST_ARGUMENTS];  // bytes of the tensors
+    PyObject *tensors[MOST_ARGUMENTS];                                          // borrowed from the call, as options
+    PyObject *options[MOST_OPTIONS];
     Py_ssize_t num_words, num_addresses, num_options;
     CUstream stream;
     bool grad_mode;
@@ -299,6 +319,13 @@ static bool put_tensor(Call *call, PyObject *tensor) {
     DLTensor t;
     if (call->num_addresses == MOST_ARGUMENTS || exchange->dltensor_from_py_object_no_sync(tensor, &t)) return false;
     uint64_t address = address_of(&t), misaligned = address & 15, requires_grad = 0;  // repeat.py's ALIGNMENT
+    uint64_t length = 1, empty = 0;
+    for (int d = 0; d < t.ndim; d++) {
+        length += (t.shape[d] - 1) * (t.strides ? t.strides[d] : 0);
+        empty |= t.shape[d] == 0;
+    }
+    call->tensors[call->num_addresses] = tensor;
+    call->ends[call->num_addresses] = address + (empty ? 0 : length * t.dtype.bits / 8);
     call->addresses[call->num_addresses++] = address;
     if (call->grad_mode) {
         PyObject *wanted = PyObject_GetAttr(tensor, str_requires_grad);
@@ -370,6 +397,19 @@ static PyObject *key_of(const Call *call) {
     return key;
 }
 
+// Whether a tensor that would be filled shares memory with another one.
+static bool is_entangled(const Repeat *repeat, const Call *call) {
+    for (Py_ssize_t i = 0; repeat->fills && i < repeat->num_outputs; i++) {
+        PyObject *output = PyTuple_GET_ITEM(repeat->outputs, i);
+        if (!PyLong_Check(output)) continue;
+        Py_ssize_t filled = PyLong_AsSsize_t(output);
+        for (Py_ssize_t j = 0; j < call->num_addresses; j++)
+            if (j != filled && call->addresses[j] < call->ends[filled] && call->addresses[filled] < call->ends[j])
+                return true;
+    }
+    return false;
+}
+
 // What is remembered of a call, and its key unless it cannot be remembered.
 static PyObject *find(Calls *self, Call *call, PyObject *args, PyObject *kwargs, PyObject **key) {
     call->num_words = call->num_addresses = call->num_options = 0;
@@ -387,10 +427,13 @@ static PyObject *Calls_call(Calls *self, PyObject *args, PyObject *given) {
     if (!kwargs) return NULL;
     Call call;
     PyObject *found = find(self, &call, args, kwargs, &key);
-    if (!found)
+    bool repeats = found && PyObject_TypeCheck(found, repeat_type);
+    if (repeats && is_entangled((Repeat *)found, &call))
+        result = PyObject_CallFunctionObjArgs(self->first, Py_None, args, kwargs, NULL);
+    else if (repeats)
+        result = run((Repeat *)found, call.stream, call.addresses, call.tensors);
+    else if (!found)
         result = PyObject_CallFunctionObjArgs(self->first, key ? key : Py_None, args, kwargs, NULL);
-    else if (PyObject_TypeCheck(found, repeat_type))
-        result = run((Repeat *)found, call.stream, call.addresses);
     else
         result = PyObject_Call(found, args, kwargs);
     Py_XDECREF(found);

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,15 +17,24 @@ import attn_ops
 from attn_ops.schemas import SCHEMAS
 
 from . import report
+from .contest import NotMeasuredError
+from .peers import flashinfer, flashinfer_workspace
 from .timing import device_microseconds, host_microseconds
 
 NOTE = (
-    "Host times are of eager calls that only enqueue work: the least of 20 rounds of 200 calls, since what else runs "
-    "on the machine only adds to it, beside their median. An op that does nothing shows what PyTorch's dispatcher "
-    "takes of the time of batch_decode. Memory is of a plan for 256 requests of 128k tokens."
+    "Host times are of eager calls that only enqueue work, for 64 requests: they take turns in 40 rounds of 200 calls, "
+    "and the least is shown, since what else runs on the machine only adds to it, beside the median. `wrapper` is "
+    "BatchDecodeWithPagedKVCacheWrapper. An op that does nothing shows what PyTorch's dispatcher takes of the time of "
+    "batch_decode. Memory is of a plan for 256 requests of 128k tokens."
 )
 HEADS = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 PAGE = 16
+PLANNED = (64, 1024)
+DECODE = "batch_decode"
+HOST_GOALS = {
+    **{f"plan, batch {batch}": "<= 15" for batch in PLANNED},
+    **dict.fromkeys((DECODE, "append_kv", "wrapper.run"), "<= 10"),
+}
 
 IMPORT = "import time, torch; t = time.perf_counter(); import attn_ops; print(time.perf_counter() - t)"
 FIRST_CALL = """
@@ -54,57 +64,88 @@ def _row(what: str, value: float, unit: str, goal: str | None) -> report.Row:
     return {"what": what, "measured": value, "median": None, "unit": unit, "goal": goal}
 
 
-def _host_row(what: str, call: Callable[[], object], goal: str | None) -> report.Row:
-    time = host_microseconds(call)
-    return {"what": f"{what}, host", "measured": time.least, "median": time.median, "unit": "us", "goal": goal}
+Calls = dict[str, Callable[[], object]]
 
 
-def _planning(batch: int) -> list[report.Row]:
+def _planning(batch: int) -> Callable[[], object]:
     table = _table(batch, 2048)
     planner = attn_ops.DecodePlanner(batch, table[1].shape[0], page_size=PAGE, device="cuda", **HEADS)
-    planner.plan(*table)
-    host = _host_row(f"plan, batch {batch}", lambda: planner.plan(*table), "<= 15")
-    device = device_microseconds({"plan": lambda _: planner.plan(*table)}, 1, 5)["plan"]
-    return [host, _row(f"plan, batch {batch}, device", device, "us", "<= 5")]
+    return lambda: planner.plan(*table)
 
 
-def _running(batch: int = 64) -> list[report.Row]:
-    table = _table(batch, 256)
-    planner = attn_ops.DecodePlanner(batch, table[1].shape[0], page_size=PAGE, device="cuda", **HEADS)
-    plan = planner.plan(*table)
-    cache = torch.randn(table[1].shape[0], 2, PAGE, 8, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = cache.unbind(1)
-    q = torch.randn(batch, 32, 128, device="cuda", dtype=torch.bfloat16)
-    new_k, new_v = torch.randn(2, batch, 8, 128, device="cuda", dtype=torch.bfloat16).unbind()
-    rows = torch.arange(batch, device="cuda", dtype=torch.int32)
-    position = plan.kv_len - 1
+class _Step:
+    """A decode step of short requests: its cache is small, so that the device keeps up with the host."""
 
-    def decode() -> object:
-        return torch.ops.attn.batch_decode(q, k, v, plan, planner.workspace)
+    def __init__(self, batch: int = 64, length: int = 2 * PAGE) -> None:
+        self.batch, self.table = batch, _table(batch, length)
+        self.q = torch.randn(batch, 32, 128, device="cuda", dtype=torch.bfloat16)
+        self.cache = torch.randn(self.table[1].shape[0], 2, PAGE, 8, 128, device="cuda", dtype=torch.bfloat16)
 
-    def nothing() -> object:
-        return torch.ops.attn_benchmark.nothing(q, k, v, plan, planner.workspace)
+    def ops(self) -> Calls:
+        planner = attn_ops.DecodePlanner(self.batch, self.table[1].shape[0], page_size=PAGE, device="cuda", **HEADS)
+        plan, (k, v), q = planner.plan(*self.table), self.cache.unbind(1), self.q
+        new_k, new_v = torch.randn(2, self.batch, 8, 128, device="cuda", dtype=torch.bfloat16).unbind()
+        rows = torch.arange(self.batch, device="cuda", dtype=torch.int32)
+        position = plan.kv_len - 1
+        library = torch.library.Library("attn_benchmark", "FRAGMENT")
+        library.define("nothing" + SCHEMAS["batch_decode"])
+        library.impl("nothing", lambda *args: (q, q), "CUDA")
+        self.library, ops = library, torch.ops.attn
+        return {
+            DECODE: lambda: ops.batch_decode(q, k, v, plan, planner.workspace),
+            "an op of that schema that does nothing": lambda: torch.ops.attn_benchmark.nothing(
+                q, k, v, plan, planner.workspace
+            ),
+            "append_kv": lambda: ops.append_kv(new_k, new_v, k, v, rows, position, plan.kv_indices, plan.kv_indptr),
+            "torch.Tensor.add_": lambda: position.add_(0),
+        }
 
-    def append() -> object:
-        return torch.ops.attn.append_kv(new_k, new_v, k, v, rows, position, plan.kv_indices, plan.kv_indptr)
+    def wrapper(self, library: Any) -> Calls:
+        """``run`` and ``plan`` of a library with FlashInfer's interface."""
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(flashinfer_workspace("cuda"), "NHD")
 
-    library = torch.library.Library("attn_benchmark", "FRAGMENT")
-    library.define("nothing" + SCHEMAS["batch_decode"])
-    library.impl("nothing", lambda *args: (q, q), "CUDA")
-    host = [
-        _host_row("batch_decode", decode, "<= 10"),
-        _host_row("an op of that schema that does nothing", nothing, None),
-        _host_row("append_kv", append, "<= 10"),
-        _host_row("torch.Tensor.add_", lambda: position.add_(0), None),
+        def plan() -> None:
+            heads = (HEADS["num_qo_heads"], HEADS["num_kv_heads"], HEADS["head_dim"], PAGE)
+            wrapper.plan(*self.table, *heads, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+
+        plan()
+        return {"run": lambda: wrapper.run(self.q, self.cache), "plan": plan}
+
+
+def _peers(step: _Step) -> Calls:
+    try:
+        return {f"flashinfer's wrapper.{name}": call for name, call in step.wrapper(flashinfer()).items()}
+    except NotMeasuredError as error:
+        print(error)
+        return {}
+
+
+def _host() -> list[report.Row]:
+    step = _Step()
+    calls = {f"plan, batch {batch}": _planning(batch) for batch in PLANNED}
+    calls |= {f"wrapper.{name}": call for name, call in step.wrapper(attn_ops).items()}
+    calls |= {**step.ops(), **_peers(step)}
+    for call in calls.values():
+        call()
+    times = host_microseconds(calls)
+    rows: list[report.Row] = [
+        {"what": f"{name}, host", "measured": t.least, "median": t.median, "unit": "us", "goal": HOST_GOALS.get(name)}
+        for name, t in times.items()
     ]
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    held = decode()
+    held = calls[DECODE]()
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
     del held
-    return [
-        *host,
-        _row("allocations of batch_decode, an output and an empty lse", allocations, "", "1 or 2"),
-    ]
+    return [*rows, _row("allocations of batch_decode, an output and an empty lse", allocations, "", "1 or 2")]
+
+
+def _device() -> list[report.Row]:
+    rows = []
+    for batch in PLANNED:
+        plan = _planning(batch)
+        time = device_microseconds({"plan": lambda _, plan=plan: plan()}, 1, 5)["plan"]  # type: ignore[misc]
+        rows.append(_row(f"plan, batch {batch}, device", time, "us", "<= 5"))
+    return rows
 
 
 def _memory() -> list[report.Row]:
@@ -122,8 +163,7 @@ def _fresh(program: str) -> float:
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    rows = [row for batch in (64, 1024) for row in _planning(batch)]
-    rows += _running() + _memory()
+    rows = [*_host(), *_device(), *_memory()]
     rows.append(_row("first plan and decode, nothing cached", _fresh(FIRST_CALL), "s", "<= 3"))
     rows.append(_row("import attn_ops over torch", 1e3 * min(_fresh(IMPORT) for _ in range(3)), "ms", "<= 150"))
     report.save("overheads", "Overheads", NOTE, rows, args.output)

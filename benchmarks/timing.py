@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,20 +65,26 @@ class HostTime(NamedTuple):
     median: float
 
 
-def host_microseconds(call: Callable[[], object], calls: int = 200, rounds: int = 20) -> HostTime:
-    """Host time of a call that only enqueues work; the queue is empty before each round."""
+def host_microseconds(
+    calls: dict[str, Callable[[], object]], count: int = 200, rounds: int = 40
+) -> dict[str, HostTime]:
+    """Host time of calls that only enqueue work. They take turns, in rounds before which the queue is empty."""
     awake = time.perf_counter() + WAKING_SECONDS
     while time.perf_counter() < awake:
-        _host_round(call, calls)
-    times: Sequence[float] = [_host_round(call, calls) for _ in range(rounds)]
-    return HostTime(min(times), statistics.median(times))
+        for call in calls.values():
+            _host_round(call, count)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(_host_round(call, count))
+    return {name: HostTime(min(values), statistics.median(values)) for name, values in times.items()}
 
 
-def _host_round(call: Callable[[], object], calls: int) -> float:
+def _host_round(call: Callable[[], object], count: int) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(count):
         call()
     elapsed = time.perf_counter() - begin
     torch.cuda.synchronize()
-    return elapsed / calls * 1e6
+    return elapsed / count * 1e6

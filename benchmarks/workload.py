@@ -223,7 +223,7 @@ class Workload:
         def prepare(p: StepProblem) -> Call:
             contender = make(p)
             call = _step(contender, p, planned_inside=False)
-            self.planning[name] = host_microseconds(contender.plan, calls=20, rounds=7).median
+            self.planning[name] = host_microseconds({name: contender.plan}, count=20, rounds=7)[name].median
             return call
 
         return prepare

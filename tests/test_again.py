@@ -25,11 +25,11 @@ pytestmark = [needs_a_compiler, pytest.mark.usefixtures("onlooker", "loads")]
 class Remembered:
     """As far as ``again`` knows what an op remembers: one launch, on the op's tensors number ``a`` and ``b``."""
 
-    def __init__(self, num_tensors: int, a: int, b: int, output: Tensor) -> None:
+    def __init__(self, num_tensors: int, a: int, b: int, outputs: tuple[Any, ...] = (torch.empty(0),) * 2) -> None:
         kernel = driver.load(compiled())
         assert kernel is not None
         launch = kernel.launch((1,), (a, None, b, *REST))
-        self.output, self.found = output, memory.native().Repeat((launch,), num_tensors, (output, output), False)
+        self.found = memory.native().Repeat((launch,), num_tensors, outputs, False)
 
     def find(self, args: Any, kwargs: Any) -> Any:
         return self.found
@@ -55,6 +55,11 @@ class Merger:
         return (out[0] * scale, out[1]) if scale != 1.0 else out
 
     @again
+    def merge_into(self, v: Tensor, s: Tensor, out: Tensor) -> Any:
+        self.calls += 1
+        return out.copy_(torch.ops.attn.merge_state(v[0], s[0], v[1], s[1])[0])
+
+    @again
     def merge_own(self, states: Any) -> Any:
         self.calls += 1
         v, s = states
@@ -64,7 +69,7 @@ class Merger:
 @pytest.fixture
 def merger(loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> Merger:
     """The op has remembered a launch on its third and first tensor. Outputs without elements stay the same."""
-    monkeypatch.setitem(remembering.REPEATS, "merge_state", Remembered(4, 2, 0, torch.empty(0)))
+    monkeypatch.setitem(remembering.REPEATS, "merge_state", Remembered(4, 2, 0))
     return Merger()
 
 
@@ -97,6 +102,37 @@ def test_tensors_of_the_owner_and_of_tuples_are_found_again(merger: Merger, onlo
     assert merger.merge_own((v[1], s[1])).numel() == 0
     assert merger.calls == 1
     assert onlooker.values()[:2] == [merger.own.data_ptr(), v[1].data_ptr()]
+
+
+def test_a_buffer_is_filled_by_the_kernels(merger: Merger, onlooker: Onlooker):
+    remembering.REPEATS["merge_state"] = Remembered(4, 4, 0)  # type: ignore[assignment]
+    for calls in (1, 1):
+        v, s, out = *_states(), torch.zeros(4, 2, 8)
+        assert merger.merge_into(v, s, out) is out
+        assert merger.calls == calls
+    assert onlooker.values()[:2] == [out.data_ptr(), v.data_ptr()]
+
+
+@pytest.mark.parametrize("kind", ["of another dtype", "transposed", "among the arguments"])
+def test_other_buffers_are_copied_to(merger: Merger, kind: str):
+    v, s = _states()
+    out = {
+        "of another dtype": torch.zeros(4, 2, 8).double(),
+        "transposed": torch.zeros(2, 4, 8).transpose(0, 1),
+        "among the arguments": v[0],
+    }[kind]
+    for calls in (1, 2):
+        assert merger.merge_into(v, s, out) is out
+        assert merger.calls == calls
+
+
+def test_a_buffer_in_the_memory_of_an_argument_is_copied_to(merger: Merger):
+    v, s = _states()
+    merger.merge_into(v, s, torch.zeros(4, 2, 8))
+    merger.merge_into(v, s, torch.zeros(4, 2, 8))
+    assert merger.calls == 1
+    merger.merge_into(v, s, v[1])
+    assert merger.calls == 2
 
 
 def test_a_mark_tells_calls_apart(merger: Merger):
@@ -215,7 +251,7 @@ def _plan(wrapper: Any, table: list[Tensor], **options: Any) -> None:
 
 
 def test_a_wrapper_remembers_until_it_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(remembering.REPEATS, "batch_decode", Remembered(4, 0, 2, torch.empty(0)))
+    monkeypatch.setitem(remembering.REPEATS, "batch_decode", Remembered(4, 0, 2))
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
 
@@ -239,7 +275,7 @@ def test_a_wrapper_remembers_until_it_is_planned_otherwise(monkeypatch: pytest.M
 
 
 def test_another_number_of_rows_is_checked_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(remembering.REPEATS, "batch_decode", Remembered(4, 0, 2, torch.empty(0)))
+    monkeypatch.setitem(remembering.REPEATS, "batch_decode", Remembered(4, 0, 2))
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
     _plan(wrapper, table)

@@ -116,6 +116,33 @@ def test_runs_are_repeated_on_other_tensors_and_batches(make: Callable[[], Any],
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("make", [_decode, _prefill, _ragged, _mla])
+def test_buffers_are_filled(make: Callable[[], Any], run: list[str]):
+    wrapper, plan, tensors = make()
+    plan(LENGTHS[0])
+    for i in range(3):
+        args = tensors()
+        expected, expected_lse = wrapper.run(*args, return_lse=True)
+        out, lse = torch.full_like(expected, torch.nan), torch.full_like(expected_lse, torch.nan)
+        before = len(run)
+        results = wrapper.run(*args, out=out, lse=lse, return_lse=True)
+        assert results[0] is out
+        assert results[1] is lse
+        assert len(run) == before + (i == 0)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=0)
+
+
+def test_a_query_is_its_own_buffer():
+    wrapper, plan, tensors = _decode()
+    plan(LENGTHS[0])
+    for _ in range(3):
+        q, cache = tensors()
+        expected = wrapper.run(q, cache)
+        assert wrapper.run(q, cache, out=q) is q
+        torch.testing.assert_close(q, expected, rtol=0, atol=0)
+
+
 def test_what_is_planned_otherwise_is_run_otherwise(run: list[str]):
     wrapper, _, tensors = _decode()
     args, results = tensors(), []
