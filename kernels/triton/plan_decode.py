@@ -59,15 +59,18 @@ def at_next(values, i, SIZE: tl.constexpr):
 
 
 @triton.jit
-def first_even_cut(x, total, num_ctas):
+def first_even_cut(x, total, num_ctas, WIDE: tl.constexpr):
     """The first even cut ``c * total // num_ctas`` that is not before ``x``: ``c = x * num_ctas / total``, rounded up.
 
-    Float32 is off by less than one; where it gives less, that is put right. No length gives what is no cut.
+    Float32 is off by less than one; where it gives less, that is put right. No length gives what is no cut. ``WIDE``
+    where the products need 64 bits.
     """
     cut = (x.to(tl.float32) * (tl.cast(num_ctas, tl.float32) / tl.maximum(total, 1).to(tl.float32))).to(tl.int32)
-    scaled = x.to(tl.int64) * num_ctas
-    cut += (cut.to(tl.int64) * total < scaled).to(tl.int32)
-    cut += (cut.to(tl.int64) * total < scaled).to(tl.int32)
+    if WIDE:
+        x, total = x.to(tl.int64), total.to(tl.int64)
+    scaled = x * num_ctas
+    cut += (cut * total < scaled).to(tl.int32)
+    cut += (cut * total < scaled).to(tl.int32)
     return tl.minimum(tl.maximum(cut, 0), num_ctas)
 
 
@@ -155,6 +158,7 @@ def plan_decode_kernel(
     B: tl.constexpr,  # power of 2, at least max_batch
     C: tl.constexpr,  # power of 2, more than num_ctas
     COPY: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -177,9 +181,12 @@ def plan_decode_kernel(
     nonempty = (units > 0).to(tl.int32)
     ends, requests_until = tl.associative_scan((units, nonempty), 0, both_sums)
     begins, total = ends - units, tl.sum(units, 0)
+    tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
+    tl.store(plan_kv_indptr + b, first_page, mask=b < max_batch)
+    tl.store(plan_kv_indptr + max_batch, tl.load(kv_indptr + batch))
 
     # The cuts, those inside a request among them, and the items that begin before each.
-    first_cut, cuts_end = first_even_cut(begins, total, num_ctas), first_even_cut(ends, total, num_ctas)
+    first_cut, cuts_end = first_even_cut(begins, total, num_ctas, WIDE), first_even_cut(ends, total, num_ctas, WIDE)
     passed = tl.cumsum(tl.histogram(cuts_end, C), 0)
     cut, even, inside, request_begin, request_end = cut_line(ends, begins, total, passed, num_ctas, SLACK, B, C)
     cuts_until = tl.cumsum(inside.to(tl.int32), 0)
@@ -207,15 +214,13 @@ def plan_decode_kernel(
     slot = tl.gather(first_slot - item, request, 0) + cut_item
     store_items(work, cut_item, inside, request, cut, end, offset, start, length, page, slot, KV_UNIT, False)
 
+    ROWS: tl.constexpr = max(B, C)
     max_items, field = max_batch + num_ctas, tl.arange(0, 8)
-    for i in range(tl.max(cut_item, 0), max_items, C):
-        rest = (i + c)[:, None]
-        tl.store(work + rest * 8 + field, tl.zeros((C, 8), tl.int32), mask=rest < max_items)
+    for i in range(tl.max(cut_item, 0), max_items, ROWS):
+        rest = (i + tl.arange(0, ROWS))[:, None]
+        tl.store(work + rest * 8 + field, tl.zeros((ROWS, 8), tl.int32), mask=rest < max_items)
 
     tl.store(cta_indptr + c, cut_item, mask=c <= num_ctas)
-    tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
-    tl.store(plan_kv_indptr + b, first_page, mask=b < max_batch)
-    tl.store(plan_kv_indptr + max_batch, tl.load(kv_indptr + batch))
     tl.store(merge_indptr + b, first_slot, mask=b < max_batch)
     tl.store(merge_indptr + max_batch, tl.max(merge_end, 0))
 
@@ -229,6 +234,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         return
     block_batch, block_cuts = triton.next_power_of_2(max_batch), triton.next_power_of_2(num_ctas + 1)
     num_indices, pdl = kv_indices.shape[0], starts_early(kv_indptr)
+    most = num_ctas * (p.kv_indices.shape[0] * problem.page_size // KV_UNIT + max_batch)
     launch(
         plan_decode_kernel,
         (1 + triton.cdiv(num_indices, COPY),),
@@ -240,7 +246,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         (),
         (
             *(problem.page_size, problem.window, KV_UNIT, SLACK),
-            *(block_batch, block_cuts, COPY, pdl),
+            *(block_batch, block_cuts, COPY, not isinstance(most, int) or most >= 1 << 31, pdl),
         ),
         Options(min(MOST_WARPS, max(4, block_batch // REQUESTS_PER_WARP)), launch_pdl=pdl),
     )
