@@ -43,11 +43,18 @@ def flat(args: Sequence[Any]) -> list[Tensor]:
     return tensors
 
 
+class Memory(dict[Callable[..., Any], "Again"]):
+    """What is remembered of each method of an object. A copy of the object begins with nothing."""
+
+    def __reduce__(self) -> Any:
+        return Memory, ()
+
+
 class Repeatable(Protocol):
     """What has methods around one op."""
 
-    _memory: dict[Callable[..., Any], Again]
-    """What is remembered of each method; empty it when the same arguments come to mean something else."""
+    _memory: Memory
+    """Emptied when the same arguments come to mean something else."""
 
     def _recall(self) -> int | None:
         """The mark of calls from now on; None if none is to be repeated."""
@@ -96,7 +103,7 @@ class Again:
     """
 
     def __init__(self, owner: Repeatable, method: Callable[..., Any]) -> None:
-        self._owner, self._method = weakref.ref(owner), method
+        self.owner, self._method = weakref.ref(owner), method
         self._calls: dict[Hashable, Any] = {}
         self.call = self._begin
         """``call(mark, *args, **kwargs)``; calls that are alike have the same mark."""
@@ -112,7 +119,7 @@ class Again:
         return self.call(*args, **kwargs)
 
     def _plainly(self, _mark: int, *args: Any, **kwargs: Any) -> Any:
-        return self._method(self._owner(), *args, **kwargs)
+        return self._method(self.owner(), *args, **kwargs)
 
     def _remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if key is None:
@@ -126,7 +133,7 @@ class Again:
 
     def _repeat(self, watch: _Watch, given: Sequence[Tensor], result: Any) -> Any:
         """The launches of the op that was called, for the arguments of the method; None if that is not all it did."""
-        owner = self._owner()
+        owner = self.owner()
         if watch.computed or len(watch.calls) != 1 or owner is None:
             return None
         op, args, kwargs, returned = watch.calls[0]
@@ -174,7 +181,7 @@ def again(method: Callable[..., Any]) -> Callable[..., Any]:
         if mark is None:
             return method(self, *args, **kwargs)
         memory = self._memory.get(method)
-        if memory is None:
+        if memory is None or memory.owner() is not self:
             memory = self._memory[method] = Again(self, method)
         return memory.call(mark, *args, **kwargs)
 

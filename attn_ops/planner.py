@@ -7,13 +7,12 @@ accepted too, and checked there at no cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .again import Again, again
+from .again import Memory, again
 from .errors import CapacityError, OptionError, ShapeError
 from .inductor import mark_static
 from .page_table import check_indptr, check_pages
@@ -76,7 +75,7 @@ class _Planner:
     device: torch.device
 
     def __init__(self) -> None:
-        self._memory: dict[Callable[..., Any], Again] = {}
+        self._memory = Memory()
 
     def _recall(self) -> int | None:
         return 0 if self.device.type == "cuda" else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 from typing import Any
 
@@ -17,7 +19,7 @@ from attn_ops.kernels.triton import driver
 import attn_ops
 from attn_ops import again as remembering
 from attn_ops import repeat as memory
-from attn_ops.again import again
+from attn_ops.again import Memory, again
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("onlooker", "loads")]
 
@@ -39,7 +41,7 @@ class Merger:
     """Merges two states, packed in one tensor each, or with one of its own."""
 
     def __init__(self) -> None:
-        self._memory: dict[Any, Any] = {}
+        self._memory = Memory()
         self.own, self.calls, self.mark = torch.zeros(4, 2, 8), 0, 1
 
     def _recall(self) -> int | None:
@@ -234,6 +236,14 @@ def test_what_is_remembered_does_not_keep_the_owner():
     del other
     assert kept
     assert owner() is None
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda owner: pickle.loads(pickle.dumps(owner))])
+def test_a_copy_of_the_owner_remembers_for_itself(merger: Merger, duplicate: Any):
+    assert _repeats(merger, *_states())
+    other = duplicate(merger)
+    assert _repeats(other, *_states())
+    assert (merger.calls, other.calls) == (1, 2)
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

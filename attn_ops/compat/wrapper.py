@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import registry
-from ..again import Again, same
+from ..again import Memory, same
 from ..errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError
 from ..inductor import mark_static
 from ..plan import DecodePlan, PrefillPlan, workspace_size
@@ -101,7 +100,7 @@ class Wrapper:
         )
         self._planned: Planned | None = None
         self._mask: Tensor | None = None
-        self._memory: dict[Callable[..., Any], Again] = {}
+        self._memory = Memory()
         self._remembered: Planned | None = None
         self._as_remembered: dict[str, Any] = {}
 
