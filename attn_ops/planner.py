@@ -26,7 +26,6 @@ from .plan import (
     split_tokens,
     workspace_size,
 )
-from .repeat import prepare
 from .tiling import most_pieces, pieces_of
 
 CTAS_PER_SM = 2
@@ -150,7 +149,6 @@ class DecodePlanner(_Planner):
         )
         self.max_pages, self.cache_pages = max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
-        prepare(self.device.type)
         shares = num_ctas or ctas_per_head(self.device, num_kv_heads)
         self.state = allocate_decode(self.problem, max_batch, max_pages, shares, self.device)
         self.workspace = torch.zeros(workspace_size(self.state), device=self.device)
@@ -243,7 +241,6 @@ class PrefillPlanner(_Planner):
         )
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
-        prepare(self.device.type)
         pieces = num_ctas
         if pieces is None:
             pieces = pieces_per_head(self.device, self.problem)

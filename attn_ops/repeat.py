@@ -2,9 +2,8 @@
 
 Eager calls only: a decode step makes the same call for every layer and token, and checking it costs more
 than launching it. A backend that can repeat a call offers ``record(function, args, kwargs)``, which makes
-the call and returns its result with a ``Repeat`` or None. Finding and repeating calls is C (``repeat.c``), built from
-when a planner or wrapper on CUDA is made, or else a call, by the compiler that Triton needs there too; what is
-remembered is decided here.
+the call and returns its result with a ``Repeat`` or None. Finding and repeating calls is C (``repeat.c``), built while
+the first call on CUDA is made, by the compiler that Triton needs there too; what is remembered is decided here.
 """
 
 from __future__ import annotations
@@ -59,25 +58,6 @@ def _build() -> Any:
 @functools.cache
 def _building() -> Future[Any]:
     return ThreadPoolExecutor(1, "attn_ops").submit(_build)
-
-
-@functools.cache
-def prepare(device_type: str) -> None:
-    """Begin, beside the program, with what the first call on such a device waits for.
-
-    That is ``native()``, and Triton's hash of its own installation, which takes half a second.
-    """
-    if device_type == "cuda":
-        _building()
-        ThreadPoolExecutor(1, "attn_ops").submit(_hash_triton)
-
-
-def _hash_triton() -> None:
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:
-        return
-    triton_key()
 
 
 def is_built() -> bool:
