@@ -34,12 +34,7 @@ First = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, Any]]
 """Makes a call unlike every earlier one: its result, and its ``Repeat`` or None."""
 
 
-def _build() -> Any:
-    try:
-        from triton.backends.nvidia.driver import include_dirs
-        from triton.runtime.build import compile_module_from_src
-    except ImportError:
-        return None
+def _build(include_dirs: Sequence[str], compile_module_from_src: Callable[..., Any]) -> Any:
     try:
         source = Path(__file__).with_suffix(".c").read_text()
         headers = [*include_dirs, str(Path(torch.__file__).with_name("include"))]
@@ -57,7 +52,14 @@ def _build() -> Any:
 
 @functools.cache
 def _building() -> Future[Any]:
-    return ThreadPoolExecutor(1, "attn_ops").submit(_build)
+    try:  # here, not in the other thread: imports of one package in two threads may meet halfway
+        from triton.backends.nvidia.driver import include_dirs
+        from triton.runtime.build import compile_module_from_src
+    except ImportError:
+        absent: Future[Any] = Future()
+        absent.set_result(None)
+        return absent
+    return ThreadPoolExecutor(1, "attn_ops").submit(_build, include_dirs, compile_module_from_src)
 
 
 def is_built() -> bool:
