@@ -35,4 +35,3 @@ def _calls_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if torch.cuda.is_available():
         monkeypatch.setattr(Again, "_remember", twice)
-    return
