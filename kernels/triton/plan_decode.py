@@ -1,7 +1,8 @@
-"""``attn::plan_decode`` in one launch: program 0 makes the schedule in registers, the others copy page numbers.
+"""``attn::plan_decode`` in one launch: two programs make the schedule in registers, the others copy page numbers.
 
-The integers are those of :mod:`attn_ops.kernels.reference.plan`, which says what they mean. Nothing is
-read back from memory: requests ask for what they need of cuts, and cuts of requests, by gathers.
+Each of the two makes all of it, and they share out what is to be written. The integers are those of
+:mod:`attn_ops.kernels.reference.plan`, which says what they mean. Nothing is read back from memory: requests ask for
+what they need of cuts, and cuts of requests, by gathers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ MAX_REQUESTS = 32768
 
 COPY = 4096
 """Page numbers that a program copies."""
+
+SCHEDULERS = tl.constexpr(2)
+"""Programs that make the schedule: one writes the items of whole requests, the other what is left."""
 
 REQUESTS_PER_WARP, MOST_WARPS = 128, 16
 
@@ -165,8 +169,8 @@ def plan_decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     clear(arrivals, num_arrivals, COPY)
-    if tl.program_id(0) > 0:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
+    if tl.program_id(0) >= SCHEDULERS:
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - SCHEDULERS, COPY)
         return
     b, c = tl.arange(0, B), tl.arange(0, C)
     # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
@@ -181,9 +185,10 @@ def plan_decode_kernel(
     nonempty = (units > 0).to(tl.int32)
     ends, requests_until = tl.associative_scan((units, nonempty), 0, both_sums)
     begins, total = ends - units, tl.sum(units, 0)
-    tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
-    tl.store(plan_kv_indptr + b, first_page, mask=b < max_batch)
-    tl.store(plan_kv_indptr + max_batch, tl.load(kv_indptr + batch))
+    if tl.program_id(0) == 1:
+        tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
+        tl.store(plan_kv_indptr + b, first_page, mask=b < max_batch)
+        tl.store(plan_kv_indptr + max_batch, tl.load(kv_indptr + batch))
 
     # The cuts, those inside a request among them, and the items that begin before each.
     first_cut, cuts_end = first_even_cut(begins, total, num_ctas, WIDE), first_even_cut(ends, total, num_ctas, WIDE)
@@ -201,9 +206,11 @@ def plan_decode_kernel(
     first_slot = merge_end - pieces
     slot = tl.where(pieces > 0, first_slot, -1)
     offset = first_unit - begins
-    next_inside = tl.associative_scan(tl.where(inside, cut, total), 0, smaller, reverse=True)
-    end = tl.minimum(ends, tl.gather(next_inside, first_cut, 0))
-    store_items(work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_UNIT, B > 128)
+    if tl.program_id(0) == 0:
+        next_inside = tl.associative_scan(tl.where(inside, cut, total), 0, smaller, reverse=True)
+        end = tl.minimum(ends, tl.gather(next_inside, first_cut, 0))
+        store_items(work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_UNIT, B > 128)
+        return
 
     # A piece ends at the next cut that is another place, or with its request.
     request = tl.minimum(passed, B - 1)
@@ -237,7 +244,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     most = num_ctas * (p.kv_indices.shape[0] * problem.page_size // KV_UNIT + max_batch)
     launch(
         plan_decode_kernel,
-        (1 + triton.cdiv(num_indices, COPY),),
+        (SCHEDULERS.value + triton.cdiv(num_indices, COPY),),
         (
             *(kv_indptr, kv_indices, kv_last_page_len),
             *(p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr, p.arrivals),
