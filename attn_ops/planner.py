@@ -72,6 +72,7 @@ class _Planner:
     max_pages: int
     cache_pages: int | None
     device: torch.device
+    state: Sequence[Tensor]
 
     def __init__(self) -> None:
         self._memory = Memory()
@@ -80,7 +81,7 @@ class _Planner:
         return 0 if self.device.type == "cuda" else None
 
     def _held(self) -> Sequence[Tensor]:
-        return self.state  # type: ignore[attr-defined]  # of each kind its own
+        return self.state
 
     def _inputs(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> list[Tensor]:
         tensors = [*indptrs.values(), indices, last]
@@ -116,6 +117,8 @@ class DecodePlanner(_Planner):
         state: the :class:`~attn_ops.DecodePlan`. ``workspace``: float32 scratch memory, the op's next
             argument. Both keep their addresses for the planner's life.
     """
+
+    state: DecodePlan
 
     def __init__(
         self,
@@ -198,6 +201,8 @@ class PrefillPlanner(_Planner):
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """
+
+    state: PrefillPlan
 
     def __init__(
         self,

@@ -128,6 +128,8 @@ class Wrapper:
     def _recall(self) -> int | None:
         """The planned number of rows. What is remembered is forgotten if this is not the wrapper of then."""
         planned = self._planned
+        if planned is None or self.device.type != "cuda":
+            return None
         if planned is not self._remembered:
             state = self._state()
             if state.keys() != self._as_remembered.keys() or not all(
@@ -135,7 +137,7 @@ class Wrapper:
             ):
                 self._memory.clear()
             self._remembered, self._as_remembered = planned, state
-        return None if planned is None or self.device.type != "cuda" else planned.rows.shape[0]
+        return planned.rows.shape[0]
 
     def _state(self) -> dict[str, Any]:
         """What a call depends on beside its arguments and the number of rows."""
