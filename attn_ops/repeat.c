@@ -18,17 +18,32 @@ static struct {
     CUresult (*device)(CUdevice *);
     CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus *);
     CUresult (*describe)(CUresult, const char **);
+    CUresult (*encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                       const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 } driver;
 
 static uint64_t address_of(const DLTensor *t) { return (uintptr_t)t->data + t->byte_offset; }
 
 // ---- Repeat: the launches of a call, and its outputs -------------------------------------------------------------
 
+// What the copy engine is told of a tensor; `map` is of the address at which it was encoded last.
+typedef struct {
+    CUtensorMap map;
+    const uint64_t *address;
+    uint64_t encoded;
+    int type, swizzle;
+    cuuint32_t rank;
+    const void *sizes, *strides, *box;  // of a block; innermost first, strides in bytes and without the first
+} TensorMap;
+
 typedef struct {
     CUlaunchConfig config;
     CUlaunchAttribute early;
     CUfunction function;
     void **parameters;
+    TensorMap *maps;
+    Py_ssize_t num_maps;
 } Launch;
 
 typedef struct {
@@ -38,7 +53,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *outputs, *kept;  // `kept` owns the bytes that parameters point at
+    PyObject *outputs, *kept;  // `kept` owns the bytes that parameters and maps point at
     bool unpack, fills;  // an output that is among the tensors given
     Py_ssize_t num_given, num_inputs, num_outputs, num_launches;
     uint64_t *cells;  // addresses of the inputs, then of the outputs: kernels read them from here
@@ -47,7 +62,10 @@ typedef struct {
 } Repeat;
 
 static void Repeat_dealloc(Repeat *self) {
-    for (Py_ssize_t i = 0; self->launches && i < self->num_launches; i++) PyMem_Free(self->launches[i].parameters);
+    for (Py_ssize_t i = 0; self->launches && i < self->num_launches; i++) {
+        PyMem_Free(self->launches[i].parameters);
+        free(self->launches[i].maps);
+    }
     PyMem_Free(self->launches);
     PyMem_Free(self->sources);
     PyMem_Free(self->cells);
@@ -56,6 +74,27 @@ static void Repeat_dealloc(Repeat *self) {
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free(self);
     Py_DECREF(type);
+}
+
+// Where a parameter has its value: in the bytes given, or in a cell.
+static void *pointer_at(Repeat *self, PyObject *parameter) {
+    if (PyBytes_Check(parameter)) return PyBytes_AS_STRING(parameter);
+    Py_ssize_t cell = PyLong_AsSsize_t(parameter), num_cells = self->num_inputs + self->num_outputs;
+    if (PyErr_Occurred()) return NULL;
+    if (cell < 0 || cell >= num_cells) return PyErr_SetString(PyExc_IndexError, "a cell that is not there"), NULL;
+    return &self->cells[cell];
+}
+
+static bool lay_out_map(Repeat *self, TensorMap *map, PyObject *description) {
+    PyObject *pointer, *sizes, *strides, *box;
+    if (!PyArg_ParseTuple(description, "OiiSSS", &pointer, &map->type, &map->swizzle, &sizes, &strides, &box))
+        return false;
+    map->address = pointer_at(self, pointer);
+    map->rank = PyBytes_GET_SIZE(sizes) / sizeof(cuuint64_t);
+    map->sizes = PyBytes_AS_STRING(sizes);
+    map->strides = PyBytes_AS_STRING(strides);
+    map->box = PyBytes_AS_STRING(box);
+    return map->address != NULL;
 }
 
 static bool lay_out(Repeat *self, Launch *launch, PyObject *description) {
@@ -72,19 +111,22 @@ static bool lay_out(Repeat *self, Launch *launch, PyObject *description) {
     launch->early.value.programmaticStreamSerializationAllowed = 1;
     c->attrs = &launch->early;
     c->numAttrs = early != 0;
-    Py_ssize_t size = PyTuple_GET_SIZE(parameters), num_cells = self->num_inputs + self->num_outputs;
+    Py_ssize_t size = PyTuple_GET_SIZE(parameters), num_maps = 0;
+    for (Py_ssize_t i = 0; i < size; i++) num_maps += PyTuple_Check(PyTuple_GET_ITEM(parameters, i));
     launch->parameters = PyMem_Calloc(size + 1, sizeof(void *));
-    if (!launch->parameters) return PyErr_NoMemory(), false;
+    launch->maps = num_maps ? aligned_alloc(_Alignof(TensorMap), num_maps * sizeof(TensorMap)) : NULL;
+    if (!launch->parameters || (num_maps && !launch->maps)) return PyErr_NoMemory(), false;
+    if (num_maps) memset(launch->maps, 0, num_maps * sizeof(TensorMap));
     for (Py_ssize_t i = 0; i < size; i++) {
         PyObject *parameter = PyTuple_GET_ITEM(parameters, i);
-        if (PyBytes_Check(parameter)) {
-            launch->parameters[i] = PyBytes_AS_STRING(parameter);
-            continue;
+        if (PyTuple_Check(parameter)) {
+            TensorMap *map = &launch->maps[launch->num_maps++];
+            if (!lay_out_map(self, map, parameter)) return false;
+            launch->parameters[i] = &map->map;
+        } else {
+            launch->parameters[i] = pointer_at(self, parameter);
+            if (!launch->parameters[i]) return false;
         }
-        Py_ssize_t cell = PyLong_AsSsize_t(parameter);
-        if (PyErr_Occurred()) return false;
-        if (cell < 0 || cell >= num_cells) return PyErr_SetString(PyExc_IndexError, "a cell that is not there"), false;
-        launch->parameters[i] = &self->cells[cell];
     }
     return true;
 }
@@ -171,13 +213,28 @@ static PyObject *make_outputs(Repeat *self, PyObject *const *given) {
     return made;
 }
 
+static CUresult encode_all(Launch *launch) {
+    static const cuuint32_t every[] = {1, 1, 1, 1, 1};
+    CUresult code = CUDA_SUCCESS;
+    for (Py_ssize_t i = 0; i < launch->num_maps && code == CUDA_SUCCESS; i++) {
+        TensorMap *m = &launch->maps[i];
+        if (m->encoded == *m->address) continue;
+        code = driver.encode(&m->map, m->type, m->rank, (void *)(uintptr_t)*m->address, m->sizes, m->strides, m->box,
+                             every, CU_TENSOR_MAP_INTERLEAVE_NONE, m->swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        m->encoded = code == CUDA_SUCCESS ? *m->address : 0;
+    }
+    return code;
+}
+
 static bool launch_all(Repeat *self, CUstream stream) {
     CUresult code = CUDA_SUCCESS;
     Py_BEGIN_ALLOW_THREADS;
     for (Py_ssize_t i = 0; i < self->num_launches && code == CUDA_SUCCESS; i++) {
         Launch *launch = &self->launches[i];
         launch->config.hStream = stream;
-        code = driver.launch(&launch->config, launch->function, launch->parameters, NULL);
+        code = encode_all(launch);
+        if (code == CUDA_SUCCESS) code = driver.launch(&launch->config, launch->function, launch->parameters, NULL);
     }
     Py_END_ALLOW_THREADS;
     if (code == CUDA_SUCCESS) return true;
@@ -223,8 +280,9 @@ static PyMethodDef repeat_methods[] = {
 };
 static PyType_Slot repeat_slots[] = {
     {Py_tp_doc, "Repeat(launches, num_given, outputs, unpack)(stream, *addresses)\n\n"
-                "launches  ((function, (x, y, z), threads, shared, early, parameters), ...), a parameter being bytes or the\n"
-                "          number of a tensor given or made, whose address it is\n"
+                "launches  ((function, (x, y, z), threads, shared, early, parameters), ...), a parameter being bytes, the\n"
+                "          number of a tensor given or made, whose address it is, or (address in one of these ways,\n"
+                "          type, swizzle, sizes, strides, box) of a tensor map, as cuTensorMapEncodeTiled takes them\n"
                 "outputs   functions that allocate one each, or tensors without elements, the same every time\n"
                 "unpack    return the first output, or None, instead of a tuple of all"},
     {Py_tp_new, Repeat_new},
@@ -487,9 +545,11 @@ static PyObject *connect(PyObject *module, PyObject *path) {
         *(void **)&driver.device = dlsym(library, "cuCtxGetDevice");
         *(void **)&driver.is_capturing = dlsym(library, "cuStreamIsCapturing");
         *(void **)&driver.describe = dlsym(library, "cuGetErrorString");
+        *(void **)&driver.encode = dlsym(library, "cuTensorMapEncodeTiled");
     }
-    if (library && driver.launch && driver.device && driver.is_capturing && driver.describe) Py_RETURN_NONE;
-    return PyErr_Format(PyExc_OSError, "%s is not there, or not a CUDA driver that launches with attributes", name);
+    if (library && driver.launch && driver.device && driver.is_capturing && driver.describe && driver.encode)
+        Py_RETURN_NONE;
+    return PyErr_Format(PyExc_OSError, "%s is not there, or not a driver for CUDA 12", name);
 }
 
 static PyMethodDef functions[] = {

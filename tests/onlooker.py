@@ -29,7 +29,8 @@ KINDS = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctype
 ONLOOKER = """
 #include <cuda.h>
 #include <string.h>
-unsigned grid[3], block[3], shared, early, launches, capturing, device, device_answer;
+unsigned grid[3], block[3], shared, early, launches, maps, map_answer, capturing, device, device_answer;
+long long map[8];
 void *stream, *function;
 char values[6][8];
 CUresult answer;
@@ -41,6 +42,16 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void 
     early = c->numAttrs == 1 && c->attrs->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             && c->attrs->value.programmaticStreamSerializationAllowed == 1;
     return extra ? CUDA_ERROR_INVALID_VALUE : answer;
+}
+CUresult cuTensorMapEncodeTiled(
+    CUtensorMap *m, CUtensorMapDataType type, cuuint32_t rank, void *address, const cuuint64_t *sizes,
+    const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *every, CUtensorMapInterleave interleave,
+    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+    long long told[] = {type, swizzle, rank, sizes[0], sizes[1], strides[0], box[0], box[1]};
+    memcpy(map, told, sizeof told);
+    maps++;
+    memcpy(m, &address, sizeof address);
+    return map_answer || (unsigned long long)m % 64 || every[rank - 1] != 1;
 }
 CUresult cuCtxGetDevice(CUdevice *d) { *d = device; return device_answer; }
 CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = capturing; return CUDA_SUCCESS; }
@@ -67,6 +78,10 @@ class Onlooker:
     def sizes(self, name: str) -> list[int]:
         return list((ctypes.c_uint * 3).in_dll(self.library, name))
 
+    def map(self) -> list[int]:
+        """Of the last tensor map: type, swizzle, rank, two sizes, a stride, two sizes of a block."""
+        return list((ctypes.c_longlong * 8).in_dll(self.library, "map"))
+
     def values(self) -> list[Any]:
         at = ctypes.addressof(ctypes.c_char.in_dll(self.library, "values"))
         return [kind.from_address(at + 8 * i).value for i, kind in enumerate(KINDS)]
@@ -91,17 +106,16 @@ def onlooker(built: Onlooker, monkeypatch: pytest.MonkeyPatch) -> Onlooker:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    built.tell("answer", 0)
-    for name in ("capturing", "device", "device_answer"):
+    for name in ("answer", "map_answer", "capturing", "device", "device_answer"):
         built.tell(name, 0)
     return built
 
 
-def compiled(**metadata: Any) -> Any:
+def compiled(signature: dict[str, str] = SIGNATURE, **metadata: Any) -> Any:
     plain = {"num_ctas": 1, "launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0}
     return types.SimpleNamespace(
         metadata=types.SimpleNamespace(num_warps=4, shared=512, launch_pdl=True, **{**plain, **metadata}),
-        src=types.SimpleNamespace(signature=SIGNATURE),
+        src=types.SimpleNamespace(signature=signature),
         name="kernel",
         kernel=b"",
     )

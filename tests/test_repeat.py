@@ -49,6 +49,54 @@ def test_a_call_is_repeated_on_other_tensors(onlooker: Onlooker):
         assert (onlooker.shared, onlooker.stream, onlooker.function, onlooker.early) == (512, STREAM, FUNCTION, 1)
 
 
+MAPPED = {"t": "tensordesc<fp16[16, 64],Layout>", "BLOCK": "constexpr"}
+MAP = {"swizzle": 3, "block_size": [16, 64]}
+
+
+def _described(t: torch.Tensor) -> Any:
+    hopper = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
+    return hopper.TensorDescriptor(t, list(t.shape), list(t.stride()), [16, 64], layout)
+
+
+def _record_mapped(t: torch.Tensor) -> Any:
+    kernel = driver.load(compiled(MAPPED, tensordesc_meta=[MAP]))
+    assert kernel is not None
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        assert launch._call.recorded is not None
+        launch._call.recorded.append(launch.Recorded(kernel, (1,), (_described(t),), (16,)))
+        return torch.empty(2)
+
+    return launch.record(function, (t,), {})[1]
+
+
+def test_tensor_maps_are_of_the_tensors_of_the_call(onlooker: Onlooker):
+    tensors = [torch.zeros(32, 128, dtype=torch.float16) for _ in range(2)]
+    repeat, before = _record_mapped(tensors[0]), onlooker.maps
+    for t, encoded in ((tensors[1], 1), (tensors[1], 1), (tensors[0], 2)):
+        repeat(STREAM, t.data_ptr())
+        assert onlooker.values()[0] == t.data_ptr()
+        assert onlooker.maps == before + encoded
+    assert onlooker.map() == [6, 3, 2, 128, 32, 256, 64, 16]
+
+
+def test_a_tensor_map_that_the_driver_refuses_is_an_error(onlooker: Onlooker):
+    t = torch.zeros(32, 128, dtype=torch.float16)
+    repeat, launches = _record_mapped(t), onlooker.launches
+    onlooker.tell("map_answer", 1)
+    with pytest.raises(RuntimeError, match="a kernel could not be launched: as it was told to"):
+        repeat(STREAM, t.data_ptr())
+    assert onlooker.launches == launches
+    onlooker.tell("map_answer", 0)
+    repeat(STREAM, t.data_ptr())
+    assert onlooker.launches == launches + 1
+
+
+def test_a_tensor_descriptor_that_triton_does_not_describe_is_not():
+    assert driver.load(compiled(MAPPED)) is None
+
+
 @pytest.mark.parametrize("kind", [tuple, type(None), torch.Tensor])
 def test_a_repeat_returns_what_the_call_did(kind: type):
     made = {tuple: (torch.empty(2, 3), torch.empty(0)), type(None): None, torch.Tensor: torch.empty(5)}[kind]

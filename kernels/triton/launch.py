@@ -63,8 +63,26 @@ class Recorded(NamedTuple):
 
     kernel: Kernel
     grid: tuple[int, ...]
-    tensors: Sequence[Tensor | None]
+    tensors: Sequence[Any]
     rest: tuple[Any, ...]
+
+
+def _base(t: Any) -> Tensor | None:
+    """The tensor that a descriptor is of."""
+    return t if t is None or isinstance(t, Tensor) else t.base
+
+
+def _kind(t: Any, pointer: int | None) -> tuple[Any, ...] | None:
+    """What a kernel is compiled for."""
+    base = _base(t)
+    if base is None or pointer is None:
+        return None
+    return base.dtype, not pointer & ALIGNMENT, () if base is t else (*t.block_shape, t.layout)
+
+
+def _with(pointer: Any, t: Any) -> Any:
+    """A pointer as :meth:`.driver.Kernel.launch` takes it."""
+    return pointer if t is None or isinstance(t, Tensor) else (pointer, t)
 
 
 _ready: dict[tuple[Any, ...], tuple[Any, Kernel | None]] = {}
@@ -86,7 +104,7 @@ _call = _Call()
 def launch(
     kernel: Any,
     grid: Sequence[Any],
-    tensors: Sequence[Tensor | None],
+    tensors: Sequence[Any],
     scalars: Sequence[Any],
     strides: Sequence[Any],
     constants: Sequence[Any],
@@ -95,9 +113,9 @@ def launch(
 ) -> None:
     """Launch ``kernel`` with the arguments ``(*tensors, *scalars, *strides, *constants)``.
 
-    ``scalars`` are the arguments that the kernel lists in ``do_not_specialize``; ``constants`` its
-    ``tl.constexpr`` ones. Unless ``run``, the kernel is only made ready to be launched in a capture, where it could
-    not be loaded.
+    ``tensors`` may be None, or Gluon's ``TensorDescriptor`` of one. ``scalars`` are the arguments that the kernel
+    lists in ``do_not_specialize``; ``constants`` its ``tl.constexpr`` ones. Unless ``run``, the kernel is only made
+    ready to be launched in a capture, where it could not be loaded.
     """
     first = tensors[0]
     assert first is not None
@@ -139,22 +157,20 @@ def _compiling_together() -> Iterator[None]:
 def _launch_direct(
     kernel: JITFunction[Any],
     grid: Sequence[int],
-    tensors: Sequence[Tensor | None],
+    tensors: Sequence[Any],
     scalars: Sequence[Any],
     strides: Sequence[int],
     constants: Sequence[Any],
     options: Options,
     run: bool,
 ) -> None:
-    device = tensors[0].device.index  # type: ignore[union-attr]
+    device = tensors[0].device.index
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             _launch_direct(kernel, grid, tensors, scalars, strides, constants, options, run)
             return
-    pointers = [None if t is None else t.data_ptr() for t in tensors]
-    kinds = tuple(
-        None if t is None or p is None else (t.dtype, not p & ALIGNMENT) for t, p in zip(tensors, pointers, strict=True)
-    )
+    pointers = [None if t is None else t.data_ptr() for t in map(_base, tensors)]
+    kinds = tuple(map(_kind, tensors, pointers))
     key = (kernel, device, kinds, tuple(strides), tuple(constants), options)
     if key not in _ready:
         compiled = kernel.warmup(*tensors, *scalars, *strides, *constants, grid=tuple(grid), **options.keywords())
@@ -172,12 +188,14 @@ def _launch_direct(
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     if loaded:
-        arguments = (*(None if p is None else address(p) for p in pointers), *rest)
+        addresses = [None if p is None else address(p) for p in pointers]
+        arguments = (*map(_with, addresses, tensors), *rest)
         native().Repeat((loaded.launch(grid, arguments),), 0, (), True)(stream)
     else:
         x, y, z = (*grid, 1, 1)[:3]
         settings = (compiled.function, compiled.packed_metadata, None, None, None)
-        compiled.run(x, y, z, stream, *settings, *pointers, *rest)
+        given = (p if _base(t) is t else t for p, t in zip(pointers, tensors, strict=True))
+        compiled.run(x, y, z, stream, *settings, *given, *rest)
 
 
 def _tensors_of(result: Any) -> list[Tensor]:
@@ -195,8 +213,10 @@ def _repeat(given: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) 
     outputs = _tensors_of(result)
     cells = {id(t): i for i, t in enumerate((*given, *outputs))}
 
-    def pointer(t: Tensor | None) -> bytes | int | None:
-        return None if t is None else cells[id(t)] if id(t) in cells else address(t.data_ptr())
+    def pointer(t: Any) -> Any:
+        base = _base(t)
+        place = None if base is None else cells[id(base)] if id(base) in cells else address(base.data_ptr())
+        return _with(place, t)
 
     launches = tuple(r.kernel.launch(r.grid, (*map(pointer, r.tensors), *r.rest)) for r in recorded if all(r.grid))
     makers = tuple(t if t.numel() == 0 else _maker(t) for t in outputs)
@@ -238,6 +258,6 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
         and not watch.computed
         and all(t.get_device() == device and not t.data_ptr() & ALIGNMENT for t in free)
         and all(t.is_contiguous() for t in outputs)
-        and all(t is None or id(t) in there for r in recorded for t in r.tensors)
+        and all(t is None or id(_base(t)) in there for r in recorded for t in r.tensors)
     )
     return result, _repeat(given, result, recorded) if repeats else None
