@@ -65,7 +65,7 @@ def load_item(
     begin, end = gl.load(record + 2, mask=listed, other=0), gl.load(record + 3, mask=listed, other=0)
     position, page_start = gl.load(record + 4, mask=listed, other=0), gl.load(record + 5, mask=listed, other=0)
     slot = gl.load(record + 6, mask=listed, other=-1)
-    begin, page_start = gl.maximum(begin, 0), gl.maximum(page_start, 0)
+    page_start = gl.maximum(page_start, 0)
     if PAGED:
         end = gl.minimum(end, gl.where(num_pages > 0, gl.maximum(max_pages - page_start, 0), 0) * PAGE_SIZE)
     else:

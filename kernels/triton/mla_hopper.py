@@ -1,9 +1,10 @@
 """MLA decode on Hopper, in Gluon: one program per work item and 64 of its pairs of a query row and a head.
 
-Keys of 512 + 64, of which the first 512 are the values too, are read once, in blocks of 64 tokens of a page, by a
-warpgroup that does nothing else. Two warpgroups attend. Each multiplies the queries with every other block and makes
-its weights, and multiplies the weights of all blocks with its half of the values: while one makes weights the other
-keeps the tensor cores busy. The weights for the other go where the block had the 64 columns that are not values.
+Keys of 512 + 64, of which the first 512 are the values too, are read once, in blocks of 64 tokens of a page: by the
+copy engine (TMA), which a warpgroup asks for them, or by that warpgroup itself where the tokens end in a block. Two
+warpgroups attend. Each multiplies the queries with every other block and makes its weights, and multiplies the weights
+of all blocks with its half of the values: while one makes weights the other keeps the tensor cores busy. The weights
+for the other go where the block had the 64 columns that are not values.
 
 Packages of AOTInductor do without: they hold Triton alone. The work items and partial results are those of
 :mod:`.prefill`.
@@ -22,9 +23,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
@@ -54,6 +57,9 @@ HALF = gl.constexpr(256)
 
 TOKENS = gl.constexpr(64)
 """Of a block."""
+
+BLOCK = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+"""The layout of a block in memory, ``[page, token, column]``, as the copy engine brings it."""
 
 REGISTERS = gl.constexpr(208)
 """Of a thread that attends."""
@@ -95,25 +101,71 @@ def copy_tokens(block, cache, count, STRIDE: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
-def copy_block(
+def copy_done(barrier):
+    """Wait for what this warpgroup has copied, and tell."""
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    mbarrier.arrive(barrier)
+
+
+@gluon.jit
+def copy_cut_block(
     own: gl.constexpr, stage, caches, page_strides, page, first, end, phase,
     PAGE_SIZE: gl.constexpr, STRIDE_CKV: gl.constexpr, STRIDE_KPE: gl.constexpr,
-    WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy the block from token ``first`` on, first the half of the values of warpgroup ``own``.
-
-    It is to multiply the block with the queries. The other one has the rest of the keys free last.
-    """
+    """As :func:`copy_block` for a block in which the tokens end; what follows them in memory may be anything."""
     other: gl.constexpr = 1 - own
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     ckv = caches[0] + page * page_strides[0] + first % PAGE_SIZE * STRIDE_CKV
     kpe = caches[1] + page * page_strides[1] + first % PAGE_SIZE * STRIDE_KPE
     mbarrier.wait(stage.free.index(own), phase)
     copy_tokens(stage.keys.index(own), ckv + own * HALF, end - first, STRIDE_CKV, WIDE)
-    async_copy.mbarrier_arrive(stage.ready.index(own), increment_count=False)
+    copy_done(stage.ready.index(own))
     mbarrier.wait(stage.free.index(other), phase)
     copy_tokens(stage.keys.index(other), ckv + other * HALF, end - first, STRIDE_CKV, WIDE)
     copy_tokens(stage.rest, kpe, end - first, STRIDE_KPE, NARROW)
-    async_copy.mbarrier_arrive(stage.ready.index(other), increment_count=False)
+    copy_done(stage.ready.index(other))
+
+
+@gluon.jit
+def bring(block, cache, page, token, column, barrier):
+    """Let the copy engine bring ``block [tokens, columns]`` and tell."""
+    block = block._reinterpret(block.dtype, [1, block.shape[0], block.shape[1]], BLOCK)
+    tma.async_copy_global_to_shared(cache, [page, token, column], barrier, block)
+
+
+@gluon.jit
+def copy_block(own: gl.constexpr, stage, maps, page, token, phase):
+    """Start to copy the block from ``token`` of ``page`` on, first the half of the values of warpgroup ``own``.
+
+    It is to multiply the block with the queries. The other one has the rest of the keys free last.
+    """
+    other: gl.constexpr = 1 - own
+    ckv, kpe = maps
+    HALF_BYTES: gl.constexpr = TOKENS * HALF * 2
+    mbarrier.wait(stage.free.index(own), phase)
+    mbarrier.expect(stage.ready.index(own), HALF_BYTES)
+    bring(stage.keys.index(own), ckv, page, token, own * HALF, stage.ready.index(own))
+    mbarrier.wait(stage.free.index(other), phase)
+    mbarrier.expect(stage.ready.index(other), HALF_BYTES + TOKENS * KPE * 2)
+    bring(stage.keys.index(other), ckv, page, token, other * HALF, stage.ready.index(other))
+    bring(stage.rest, kpe, page, token, 0, stage.ready.index(other))
+
+
+@gluon.jit
+def copy_next(
+    own: gl.constexpr, stage, maps, caches, page_strides, page, first, end, phase,
+    PAGE_SIZE: gl.constexpr, STRIDE_CKV: gl.constexpr, STRIDE_KPE: gl.constexpr,
+):  # fmt: skip
+    """Start to copy the tokens from ``first`` on, as many as a block has."""
+    if first + TOKENS <= end:
+        copy_block(own, stage, maps, page.to(gl.int32), first % PAGE_SIZE, phase)
+    else:
+        copy_cut_block(
+            own, stage, caches, page_strides, page, first, end, phase, PAGE_SIZE, STRIDE_CKV, STRIDE_KPE
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -121,7 +173,7 @@ def copy_all(
     given, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, STRIDE_CKV: gl.constexpr, STRIDE_KPE: gl.constexpr
 ):  # fmt: skip
     """The role of the warpgroup that copies."""
-    query, query_ready, stages, q, q_strides, caches, page_strides, pages, tile, rows = given
+    query, query_ready, stages, q, q_strides, maps, caches, page_strides, pages, tile, rows = given
     kv_indices, page_start, max_pages, num_pages = pages
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -139,14 +191,12 @@ def copy_all(
         now_even, now_odd = even, odd
         even = load_page(kv_indices, page_start + after // PAGE_SIZE, max_pages, num_pages)
         odd = load_page(kv_indices, page_start + (after + TOKENS) // PAGE_SIZE, max_pages, num_pages)
-        copy_block(
-            0, stages[0], caches, page_strides, now_even, first, end, phase,
-            PAGE_SIZE, STRIDE_CKV, STRIDE_KPE, WIDE, NARROW,
+        copy_next(
+            0, stages[0], maps, caches, page_strides, now_even, first, end, phase, PAGE_SIZE, STRIDE_CKV, STRIDE_KPE
         )  # fmt: skip
         if then < end:
-            copy_block(
-                1, stages[1], caches, page_strides, now_odd, then, end, phase,
-                PAGE_SIZE, STRIDE_CKV, STRIDE_KPE, WIDE, NARROW,
+            copy_next(
+                1, stages[1], maps, caches, page_strides, now_odd, then, end, phase, PAGE_SIZE, STRIDE_CKV, STRIDE_KPE
             )  # fmt: skip
         phase ^= 1
 
@@ -158,11 +208,9 @@ def multiply_keys(own: gl.constexpr, nil, query, stage, phase, LOGITS: gl.conste
     other: gl.constexpr = 1 - own
     logits = gl.zeros([PAIRS, TOKENS], gl.float32, LOGITS)
     mbarrier.wait(stage.ready.index(own), phase)
-    fence_async_shared()
     key = stage.keys.index(own + nil).permute([1, 0])
     logits = warpgroup_mma(query_v.index(own + nil), key, logits, use_acc=False, is_async=True)
     mbarrier.wait(stage.ready.index(other), phase)
-    fence_async_shared()
     key = stage.keys.index(other + nil).permute([1, 0])
     logits = warpgroup_mma(query_v.index(other + nil), key, logits, is_async=True)
     return warpgroup_mma(query_k, stage.rest.permute([1, 0]), logits, is_async=True)
@@ -230,6 +278,7 @@ def attend_half(
     total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, LOGITS))
     acc = gl.zeros([PAIRS, HALF], gl.float32, VALUES)
     mbarrier.wait(query_ready, 0)
+    fence_async_shared()
     phase, their_phase = 0, 0
     start = begin + TOKENS
     if own == 0:  # the first block of all, perhaps of no tokens
@@ -239,7 +288,7 @@ def attend_half(
         acc = multiply_own(own, mine, exchange, acc, weight, decay, WEIGHTS)
         phase, start = 1, begin + 2 * TOKENS
     for first in range(start, end, 2 * TOKENS):
-        nil = first >> 30  # 0, which the assembler cannot know: it would keep the addresses of all operands, and spill
+        nil = first >> 31  # 0, which the assembler cannot know: it would keep the addresses of all operands, and spill
         if own == 1:
             logits = multiply_keys(own, nil, query, mine, phase, LOGITS)
             m, total, acc = multiply_theirs(own, theirs, exchange, (m, total, acc), their_phase)
@@ -291,7 +340,7 @@ def attend_half(
 def allocate_stage(DTYPE: gl.constexpr):
     keys = gl.allocate_shared_memory(DTYPE, [2, TOKENS, HALF], OPERAND)
     rest = gl.allocate_shared_memory(DTYPE, [TOKENS, KPE], OPERAND)
-    return Stage(keys, rest, allocate_barriers(2, 32 * WARPS), allocate_barriers(2, 1))
+    return Stage(keys, rest, allocate_barriers(2, 1), allocate_barriers(2, 1))
 
 
 @gluon.jit(do_not_specialize=["scale", "rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"])
@@ -300,6 +349,8 @@ def mla_kernel(
     q_pe,  # [rows, HEADS, 64]
     ckv,  # [num_pages, PAGE_SIZE, 512]
     kpe,  # [num_pages, PAGE_SIZE, 64]
+    ckv_map,  # the same for the copy engine
+    kpe_map,
     out,  # [rows, HEADS, 512]
     lse,  # [rows, HEADS] or [0]
     partial,  # [slots, TILE_ROWS, HEADS, 512], then the same without 512
@@ -373,7 +424,8 @@ def mla_kernel(
     )  # fmt: skip
     copied = (
         query, query_ready, stages, (q_nope, q_pe), (stride_q_row, stride_q_head, stride_qb_row, stride_qb_head),
-        (ckv, kpe), (stride_ckv_page, stride_kpe_page), (kv_indices, page_start, max_pages, num_pages), tile, rows,
+        (ckv_map, kpe_map), (ckv, kpe), (stride_ckv_page, stride_kpe_page),
+        (kv_indices, page_start, max_pages, num_pages), tile, rows,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -399,10 +451,16 @@ def objections(
         ((q_nope.shape[2], q_pe.shape[2]) == (CKV.value, KPE.value), "the head is not 512 + 64 wide"),
         (problem.page_size % TOKENS.value == 0, f"pages of {problem.page_size} are not whole blocks of 64 tokens"),
         (in_units and max(t.stride(1) for t in caches) <= LONGEST_STRIDE, "rows are not aligned to 16 bytes"),
+        (all(n > 0 for t in caches for n in (*t.shape, *t.stride())), "the cache has no pages, or all in one place"),
         (problem.window == 0 and o.window_left < 0, "a window cuts blocks"),
         (o.logits_soft_cap == 0 and o.sinks is None and o.kv_scale is None, "a cap, sinks or scales are given"),
     ]
     return [reason for ok, reason in checks if not ok]
+
+
+def described(cache: Tensor) -> TensorDescriptor:
+    block = [1, TOKENS.value, min(HALF.value, cache.shape[2])]
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, BLOCK.value)
 
 
 def attend(
@@ -422,7 +480,7 @@ def attend(
     launch(
         mla_kernel,
         (num_items * triton.cdiv(tile_rows * heads, PAIRS.value),),
-        (*q, *caches, out, lse, workspace, plan.qo_indptr, plan.kv_indices, plan.work),
+        (*q, *caches, *map(described, caches), out, lse, workspace, plan.qo_indptr, plan.kv_indices, plan.work),
         (scale, rows, caches[0].shape[0], plan.kv_indices.shape[0], plan.work.shape[0], max_batch, pieces),
         (*q[0].stride()[:2], *q[1].stride()[:2], caches[0].stride(0), caches[1].stride(0)),
         (
