@@ -103,6 +103,14 @@ def test_objections(sizes: dict[str, Any], options: dict[str, Any], reason: str)
     assert [reason in text for text in found] == [True]
 
 
+def test_a_cache_in_one_place_is_left_to_the_general_kernel() -> None:
+    """It has no tensor map, nor has one without pages."""
+    (q_nope, q_pe, ckv, kpe), planner = _call()
+    for bad in (kpe[:1].expand(kpe.shape), kpe[:0]):
+        found = hopper.objections(q_nope, q_pe, ckv, bad, PlanProblem.of(planner.state.problem), Options())
+        assert ["the cache has no pages" in text for text in found] == [True]
+
+
 def test_no_objections() -> None:
     for sizes in ({}, {"packed": True, "heads": 16}, {"page_size": 192, "dtype": torch.float16}):
         tensors, planner = _call(**sizes)

@@ -1,9 +1,10 @@
 """Prefill on Hopper, in Gluon: one program per work item, KV head and block of the item's pairs of a row and a head.
 
-Warpgroups have roles. One copies blocks of keys and values into a ring in shared memory, as far ahead as it is
-long. The others have 64 pairs each or, of a tile that has no more, take turns at its blocks of keys and add up what
-they have at the end. They issue the products of the queries with the next keys, and of the weights with the last
-values, before they make weights of the next logits: the tensor cores work meanwhile.
+Warps have roles. One asks the copy engine (TMA) for blocks of keys, which come into a ring in shared memory, as far
+ahead as it is long, and one for blocks of values. Two warpgroups attend. They have 64 pairs each or, of a tile that has
+no more, take turns at its blocks of keys and add up what they have at the end. They issue the products of the queries
+with the next keys, and of the weights with the last values, before they make weights of the next logits: the tensor
+cores work meanwhile.
 
 Packages of AOTInductor do without: they hold Triton alone. Work items and partial results are those of :mod:`.prefill`.
 """
@@ -11,7 +12,7 @@ Packages of AOTInductor do without: they hold Triton alone. Work items and parti
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -22,14 +23,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .hopper_steps import (
-    LONGEST_STRIDE,
     OPERAND,
     PAIRS,
     WARPS,
@@ -50,94 +52,148 @@ if TYPE_CHECKING:
     from .prefill import Operands
     from .prefill import Options as AttentionOptions
 
-REGISTERS = gl.constexpr(504)
-"""Of three threads, one of each warpgroup, as Triton hands them out."""
+REGISTERS = gl.constexpr((240, 24))
+"""Of a thread that attends, and of one that copies."""
 
-COPY_REGISTERS = gl.constexpr(40)
-"""Of a thread that copies without a page table; those that attend share the rest."""
+PAGED_BOX, RAGGED_BOX = 16, 32
+"""Tokens that are copied at a time, those of a cache all of one page."""
+
+COLUMNS = gl.constexpr(64)
+"""Of a box: 128 bytes, as many as are swizzled."""
+
+BOX_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 
 
 class Shape(NamedTuple):
-    """Two blocks at least in each ring: the next keys are waited for before the last values are free, but in turns."""
-
     tokens: int  # of a block
     keys: int  # blocks of keys in their ring
     values: int  # and of values in theirs
-    paged_copy_registers: int  # of a thread that copies with a page table
 
 
 SHAPES = {
-    (64, 0, 64): Shape(128, 4, 4, 56),
-    (128, 0, 128): Shape(128, 3, 3, 56),
-    (128, 64, 128): Shape(128, 2, 2, 40),
-    (256, 0, 256): Shape(64, 3, 2, 40),
+    (64, 0, 64): Shape(128, 4, 4),
+    (128, 0, 128): Shape(128, 3, 3),
+    (128, 64, 128): Shape(128, 2, 2),
+    (256, 0, 256): Shape(64, 3, 2),
 }
 """By the widths of the two parts of a key and of a value; a result goes through the first part of the query."""
 
 
-@gluon.jit
-def copy_block(
-    block, free, phase, cache, kv_indices, page_start, first, end, max_pages, num_pages, stride_page,
-    STRIDE: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Start to copy ``block [tokens, dim]`` from token ``first`` on, once it is free; zeros from ``end`` on.
+class Ring(NamedTuple):
+    """Blocks of keys or of values on their way, in turn in each stage.
 
-    Eight threads copy 128 bytes of a token at a time; each has a run of tokens, of which the page is looked up once.
+    There are twice as many barriers for what has come as stages, so that each is always waited for by the same one of
+    two warpgroups that take turns, and one more.
     """
-    TOKENS: gl.constexpr = block.shape[0]
-    RUN: gl.constexpr = TOKENS // (4 * WARPS)
-    COPY: gl.constexpr = gl.BlockedLayout([RUN, 8], [4, 8], [WARPS, 1], [1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(1, COPY)
-    RUNS: gl.constexpr = gl.BlockedLayout([1, RUN], [4, 8], [WARPS, 1], [1, 0])
-    token = first + gl.arange(0, TOKENS // RUN, gl.SliceLayout(1, RUNS)) * RUN
-    if PAGED:
-        page = load_page(kv_indices, page_start + token // PAGE_SIZE, max_pages, num_pages)
-        run = page * stride_page + token % PAGE_SIZE * STRIDE
-    else:
-        run = (page_start + token).to(gl.int64) * STRIDE
-    i = gl.arange(0, RUN, gl.SliceLayout(0, RUNS))
-    row = gl.reshape(run[:, None] + (i * STRIDE)[None, :], [TOKENS])
-    row = gl.convert_layout(row, ROWS, assert_trivial=True)
-    there = gl.reshape(token[:, None] + i[None, :] < end, [TOKENS])
-    there = gl.convert_layout(there, ROWS, assert_trivial=True)
-    d = gl.arange(0, block.shape[1], gl.SliceLayout(0, COPY))
-    at = gl.multiple_of(cache + row[:, None] + d[None, :], [1, 16])  # bytes, which the compiler does not know
-    mbarrier.wait(free, phase)
-    async_copy.async_copy_global_to_shared(block, at, mask=there[:, None])
+
+    parts: Any  # of a row, each [stages, tokens, columns]
+    ready: Any
+    free: Any
+
+
+@gluon.jit
+def allocate_ring(
+    DTYPE: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, DIM: gl.constexpr, DIM_B: gl.constexpr,
+    READERS: gl.constexpr,
+):  # fmt: skip
+    parts = allocate_parts(DTYPE, STAGES, TOKENS, DIM, DIM_B)
+    return Ring(parts, allocate_barriers(2 * STAGES + 1, 1), allocate_barriers(STAGES, READERS))
+
+
+@gluon.jit
+def advance(number, phase, LENGTH: gl.constexpr, BLOCKS: gl.constexpr):
+    """The barrier so many blocks after this one, of ``LENGTH`` in turn, and its parity."""
+    over = number >= LENGTH - BLOCKS
+    return gl.where(over, number + BLOCKS - LENGTH, number + BLOCKS), gl.where(over, phase ^ 1, phase)
+
+
+@gluon.jit
+def next_ready(ring, number, phase, BLOCKS: gl.constexpr):
+    return advance(number, phase, 2 * ring.free.shape[0], BLOCKS)
+
+
+@gluon.jit
+def stage_of(ring, number):
+    """The stage that barrier ``number`` of those that are ready is of."""
+    STAGES: gl.constexpr = ring.free.shape[0]
+    return gl.where(number >= STAGES, number - STAGES, number)
+
+
+@gluon.jit
+def release(ring, stage):
+    """Tell that this thread has read a block.
+
+    ``mbarrier.arrive`` tells it for the warpgroup, whose threads wait for each other first. Here each tells it for
+    itself once what it copies has come, which is nothing.
+    """
+    async_copy.mbarrier_arrive(ring.free.index(stage), increment_count=False)
+
+
+@gluon.jit
+def box_of(blocks, stage, column, number, BOX: gl.constexpr):
+    """``[BOX, COLUMNS]`` of a block; in memory all tokens of its first columns come before the next columns."""
+    ROWS: gl.constexpr = blocks.shape[1] // BOX
+    WIDTH: gl.constexpr = blocks.shape[2] // COLUMNS
+    boxes = blocks._reinterpret(blocks.dtype, [blocks.shape[0] * WIDTH * ROWS, BOX, COLUMNS], OPERAND)
+    return boxes.index((stage * WIDTH + column) * ROWS + number)
+
+
+@gluon.jit
+def clear_from(blocks, stage, count, BOX: gl.constexpr):
+    """Zeros in a block in the rows from ``count`` on, as far as the box goes that they begin in."""
+    STEP: gl.constexpr = 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for number in range(count // STEP, (count + BOX - 1) // BOX * (BOX // STEP)):
+        there = number * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)) < count
+        for column in gl.static_range(blocks.shape[2] // COLUMNS):
+            rows = box_of(blocks, stage, column, number, STEP)
+            rows.store(gl.where(there[:, None], rows.load(LAYOUT), 0.0))
+    fence_async_shared()
 
 
 @gluon.jit
 def copy_blocks(
-    given, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr
+    given, ring, array, kv_head, CLEARS: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """The role of the warpgroup that copies."""
-    keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page = given
-    ready_k, ready_v = ready
-    free_k, free_v = free
-    TOKENS: gl.constexpr = values.shape[1]
-    key, key_phase, value, value_phase = 0, 1, 0, 1
+    """The role of a warp that has blocks copied from ``array [pages, tokens, heads, dim]``, box by box.
+
+    Boxes from ``end`` on are outside of the array: zeros. What follows ``end`` within a box may be anything in memory;
+    the warp clears it where that matters, before it tells that the block has come.
+    """
+    start, end, page_start, kv_indices, tokens, max_pages, num_pages = given
+    TOKENS: gl.constexpr = ring.parts[0].shape[1]
+    BOX: gl.constexpr = array.block_type.shape[1]
+    BOXES: gl.constexpr = TOKENS // BOX
+    FIRST: gl.constexpr = ring.parts[0].shape[2]
+    ROW: gl.constexpr = FIRST if len(ring.parts) == 1 else FIRST + ring.parts[1].shape[2]
+    UNTOLD: gl.constexpr = ring.ready.shape[0] - 1
+    stage, phase, number = 0, 1, 0
     for first in range(start, end, TOKENS):
-        for part in gl.static_range(len(keys)):
-            copy_block(
-                keys[part].index(key), free_k.index(key), key_phase, k + part * keys[0].shape[2], kv_indices,
-                page_start, first, end, max_pages, num_pages, strides_page[0], STRIDE_K, PAGED, PAGE_SIZE,
-            )  # fmt: skip
-        async_copy.mbarrier_arrive(ready_k.index(key), increment_count=False)
-        copy_block(
-            values.index(value), free_v.index(value), value_phase, v, kv_indices, page_start, first, end, max_pages,
-            num_pages, strides_page[1], STRIDE_V, PAGED, PAGE_SIZE,
-        )  # fmt: skip
-        async_copy.mbarrier_arrive(ready_v.index(value), increment_count=False)
-        key, key_phase = advance(key, key_phase, free_k, 1)
-        value, value_phase = advance(value, value_phase, free_v, 1)
-
-
-@gluon.jit
-def advance(stage, phase, barriers, BLOCKS: gl.constexpr):
-    """The stage of a ring so many blocks after this one, and the parity of its barriers."""
-    STAGES: gl.constexpr = barriers.shape[0]
-    over = stage >= STAGES - BLOCKS
-    return gl.where(over, stage + BLOCKS - STAGES, stage + BLOCKS), gl.where(over, phase ^ 1, phase)
+        places = ()
+        for i in gl.static_range(BOXES):
+            token = first + i * BOX
+            if PAGED:
+                page = load_page(kv_indices, page_start + token // PAGE_SIZE, max_pages, num_pages).to(gl.int32)
+                places += ((page, gl.where(token < end, token % PAGE_SIZE, tokens)),)
+            else:
+                places += ((0, gl.where(token < end, page_start + token, tokens)),)
+        clears = (first + TOKENS > end) & ((end - first) % BOX > 0) if CLEARS else False
+        told = ring.ready.index(gl.where(clears, UNTOLD, number))
+        mbarrier.wait(ring.free.index(stage), phase)
+        mbarrier.expect(told, TOKENS * ROW * 2)
+        for part in gl.static_range(len(ring.parts)):
+            for i in gl.static_range(BOXES):
+                for column in gl.static_range(ring.parts[part].shape[2] // COLUMNS):
+                    box = box_of(ring.parts[part], stage, column, i, BOX)
+                    box = box._reinterpret(box.dtype, [1, BOX, 1, COLUMNS], BOX_LAYOUT)
+                    at = [places[i][0], places[i][1], kv_head, part * FIRST + column * COLUMNS]
+                    tma.async_copy_global_to_shared(array, at, told, box)
+        if clears:
+            mbarrier.wait(told, 0)
+            clear_from(ring.parts[0], stage, end - first, BOX)
+            mbarrier.arrive(ring.ready.index(number))
+        stage, phase = advance(stage, phase, ring.free.shape[0], 1)
+        number, _ = next_ready(ring, number, 0, 1)
 
 
 @gluon.jit
@@ -262,7 +318,8 @@ def attend_pairs(
     TURNS: gl.constexpr,
 ):  # fmt: skip
     """The role of a warpgroup that attends: it has its pairs, or in TURNS every other block of keys for all pairs."""
-    query, keys, values, ready, free, meeting, q, strides_q, sinks, results, tile, rows, slots, numbers = given
+    query, key_ring, value_ring, meeting, q, strides_q, sinks, results, tile, rows, slots, numbers = given
+    keys, values = key_ring.parts, value_ring.parts[0]
     out, lse, partial = results
     scale, cap, window_left = numbers
     factor = LOG2E if CAP else scale * LOG2E
@@ -272,8 +329,6 @@ def attend_pairs(
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
-    ready_k, ready_v = ready
-    free_k, free_v = free
     TURN: gl.constexpr = warpgroup if TURNS else 0
     BLOCKS: gl.constexpr = 2 if TURNS else 1
     STEP: gl.constexpr = BLOCKS * TOKENS
@@ -293,10 +348,9 @@ def attend_pairs(
     total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, LOGITS))
     acc = gl.zeros([PAIRS, DIM], gl.float32, VALUES)
     if end > start:
-        mbarrier.wait(ready_k.index(TURN), 0)
-        fence_async_shared()
+        mbarrier.wait(key_ring.ready.index(TURN), 0)
         logits = warpgroup_mma_wait(0, deps=[start_logits(query, warpgroup, keys, TURN, LOGITS)])
-        mbarrier.arrive(free_k.index(TURN))
+        release(key_ring, TURN)
         if CAP:
             logits = soft_cap(logits * scale, cap)
         logits = hide(logits, start + n, row_position, end, window_left, CAUSAL, WINDOW)
@@ -305,16 +359,15 @@ def attend_pairs(
         total = gl.sum(weight, 1)
         weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
         value, value_phase = TURN, 0
-        key, key_phase = advance(TURN, 0, free_k, BLOCKS)
-        mbarrier.wait(ready_k.index(key), key_phase, pred=start + STEP < end)
+        key, key_phase = next_ready(key_ring, TURN, 0, BLOCKS)
+        mbarrier.wait(key_ring.ready.index(key), key_phase, pred=start + STEP < end)
         for first in range(start + STEP, end, STEP):
-            fence_async_shared()
-            logits = start_logits(query, warpgroup, keys, key, LOGITS)
-            mbarrier.wait(ready_v.index(value), value_phase)
-            fence_async_shared()
-            acc = warpgroup_mma(weights, values.index(value), acc, is_async=True)
+            key_stage, value_stage = stage_of(key_ring, key), stage_of(value_ring, value)
+            logits = start_logits(query, warpgroup, keys, key_stage, LOGITS)
+            mbarrier.wait(value_ring.ready.index(value), value_phase)
+            acc = warpgroup_mma(weights, values.index(value_stage), acc, is_async=True)
             logits = warpgroup_mma_wait(1, deps=[logits])
-            mbarrier.arrive(free_k.index(key))
+            release(key_ring, key_stage)
             if CAP:
                 logits = soft_cap(logits * scale, cap)
             cut = first + TOKENS > (gl.minimum(end, first_position + 1) if CAUSAL else end)
@@ -326,22 +379,17 @@ def attend_pairs(
             weight = exp2(logits * factor - finite(top)[:, None])
             decay = exp2(m - finite(top))
             m, total = top, total * decay + gl.sum(weight, 1)
-            key, key_phase = advance(key, key_phase, free_k, BLOCKS)
+            key, key_phase = next_ready(key_ring, key, key_phase, BLOCKS)
             # A wait in a loop of its own keeps the assembler from moving the exponentials after the next one.
-            if TURNS:  # the next keys may come after what takes the place of these values
-                mbarrier.wait(ready_v.index(value), value_phase)
-            else:
-                mbarrier.wait(ready_k.index(key), key_phase, pred=first + STEP < end)
+            mbarrier.wait(key_ring.ready.index(key), key_phase, pred=first + STEP < end)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(free_v.index(value))
-            if TURNS:
-                mbarrier.wait(ready_k.index(key), key_phase, pred=first + STEP < end)
+            release(value_ring, value_stage)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
             weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
-            value, value_phase = advance(value, value_phase, free_v, BLOCKS)
-        mbarrier.wait(ready_v.index(value), value_phase)
-        fence_async_shared()
-        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values.index(value), acc, is_async=True)])
+            value, value_phase = next_ready(value_ring, value, value_phase, BLOCKS)
+        mbarrier.wait(value_ring.ready.index(value), value_phase)
+        value_stage = stage_of(value_ring, value)
+        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values.index(value_stage), acc, is_async=True)])
 
     if TURNS:
         m, total, acc = meet(warpgroup, meeting, values, m, total, acc)
@@ -359,8 +407,8 @@ def attend_pairs(
 )
 def prefill_hopper_kernel(
     q,  # [rows, NUM_KV_HEADS * GROUP, DIM + DIM_B]
-    k,  # [num_pages, ...] of pages of PAGE_SIZE tokens, or [kv_rows, ...], as the strides say
-    v,
+    k,  # [num_pages, PAGE_SIZE, NUM_KV_HEADS, DIM + DIM_B] or [1, kv_rows, ...], for the copy engine
+    v,  # the same with DIM
     sinks,  # [NUM_KV_HEADS * GROUP], not read unless SINKS
     out,  # [rows, NUM_KV_HEADS * GROUP, DIM]
     lse,  # [rows, NUM_KV_HEADS * GROUP] or [0]
@@ -380,12 +428,6 @@ def prefill_hopper_kernel(
     slots,
     stride_q_row,
     stride_q_head,
-    stride_k_page,
-    stride_k_head,
-    stride_v_page,
-    stride_v_head,
-    STRIDE_K: gl.constexpr,  # of a token
-    STRIDE_V: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,  # of a value, and of the first part of a key
@@ -403,7 +445,6 @@ def prefill_hopper_kernel(
     TOKENS: gl.constexpr,
     KEYS: gl.constexpr,
     VALUES: gl.constexpr,
-    PAGED_COPY: gl.constexpr,
 ):
     if PDL:
         gdc_wait()
@@ -435,33 +476,26 @@ def prefill_hopper_kernel(
 
     DTYPE: gl.constexpr = q.dtype.element_ty
     query = allocate_parts(DTYPE, 2, PAIRS, DIM, DIM_B)
-    keys = allocate_parts(DTYPE, KEYS, TOKENS, DIM, DIM_B)
-    values = gl.allocate_shared_memory(DTYPE, [VALUES, TOKENS, DIM], OPERAND)
-    ready = (allocate_barriers(KEYS, 32 * WARPS), allocate_barriers(VALUES, 32 * WARPS))
-    READERS: gl.constexpr = 1 if TURNS else 2
-    free = (allocate_barriers(KEYS, READERS), allocate_barriers(VALUES, READERS))
+    READERS: gl.constexpr = 32 * WARPS * (1 if TURNS else 2)
+    keys = allocate_ring(DTYPE, KEYS, TOKENS, DIM, DIM_B, READERS)
+    values = allocate_ring(DTYPE, VALUES, TOKENS, DIM, 0, READERS)
     meeting = allocate_meeting(TURNS)
-    k += kv_head.to(gl.int64) * stride_k_head
-    v += kv_head.to(gl.int64) * stride_v_head
     tile = Tile(row, count, position, start, end, slot, first_pair, kv_head * GROUP)
-    strides_page = (stride_k_page, stride_v_page)
     attended = (
-        query, keys, values, ready, free, meeting, q, (stride_q_row, stride_q_head), sinks, (out, lse, partial),
+        query, keys, values, meeting, q, (stride_q_row, stride_q_head), sinks, (out, lse, partial),
         tile, rows, slots, (scale, cap, window_left),
     )  # fmt: skip
-    copied = (
-        keys, values, ready, free, k, v, kv_indices, page_start, start, end, max_pages, num_pages, strides_page
-    )  # fmt: skip
+    copied = (start, end, page_start, kv_indices, rows * 0 + PAGE_SIZE if PAGED else kv_rows, max_pages, num_pages)
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
-    COPY: gl.constexpr = PAGED_COPY if PAGED else COPY_REGISTERS
     gl.warp_specialize(
         [
             (attend_pairs, (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, TURNS)),
             (attend_pairs, (1, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, TURNS)),
-            (copy_blocks, (copied, STRIDE_K, STRIDE_V, PAGED, PAGE_SIZE)),
+            (copy_blocks, (copied, keys, k, kv_head, False, PAGED, PAGE_SIZE)),
+            (copy_blocks, (copied, values, v, kv_head, True, PAGED, PAGE_SIZE)),
         ],
-        [WARPS, WARPS],
-        [(REGISTERS - COPY) // 2, COPY],
+        [WARPS, 1, 1],
+        [REGISTERS[0], REGISTERS[1], REGISTERS[1]],
     )
 
 
@@ -470,18 +504,25 @@ def objections(x: Operands, plan: PrefillPlan | None, tile_rows: int, o: Attenti
     tensors, strides = (x.q, x.k, x.v), (*x.q.stride()[:2], *x.k_strides, *x.v_strides)
     in_units = aligned(*tensors) and not any(stride % 8 for stride in strides)
     page_size = PlanProblem.of(plan.problem).page_size if plan is not None and plan.kv_indices.shape[0] else 0
-    longest = max(x.k_strides[1], x.v_strides[1])
+    kv = (x.k, x.v)
     checks = [
         (x.q.dtype in (torch.float16, torch.bfloat16), f"{x.q.dtype} is not a 16-bit dtype"),
         (x.k.dtype == x.q.dtype, f"the cache is {x.k.dtype}"),
         (x.dims in SHAPES and not x.shared, f"heads are {x.dims} wide"),
         (page_size % 16 == 0, f"pages of {page_size} are not whole runs of 16 tokens"),
         (in_units, "rows are not aligned to 16 bytes"),
-        (longest <= LONGEST_STRIDE and page_size * longest < 1 << 31, "tokens are too far apart"),
+        (all(n > 0 for t in kv for n in (*t.shape, *t.stride())), "there are no tokens, or several in one place"),
         (o.mask is None and o.pos_encoding == "NONE", "a mask or positions are given"),
         (o.kv_scale is None, "scales of keys and values are given"),
     ]
     return [reason for ok, reason in checks if not ok]
+
+
+def described(t: Tensor, strides: tuple[int, int, int], page_size: int, x: Operands) -> TensorDescriptor:
+    """Keys or values as ``[pages, tokens, heads, dim]``; ragged ones are one page."""
+    pages, tokens, stride = (t.shape[0], page_size, strides[0]) if page_size else (1, x.kv_rows, x.kv_rows * strides[1])
+    shape, box = [pages, tokens, x.heads[1], t.shape[-1]], PAGED_BOX if page_size else RAGGED_BOX
+    return TensorDescriptor(t, shape, [stride, *strides[1:], 1], [1, box, 1, COLUMNS.value], BOX_LAYOUT.value)
 
 
 def run(
@@ -499,6 +540,8 @@ def run(
     group = num_heads // num_kv_heads
     pdl = starts_early(out)
     paged = plan is not None and plan.kv_indices.shape[0] > 0
+    page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
+    k, v = (described(*t, page_size if paged else 0, x) for t in ((x.k, x.k_strides), (x.v, x.v_strides)))
     capacities = (0,) * 4
     if plan is not None:
         capacities = plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], num_pieces(plan)
@@ -506,17 +549,16 @@ def run(
         prefill_hopper_kernel,
         (num_items * num_kv_heads * triton.cdiv(tile_rows * group, 2 * PAIRS.value),),
         (
-            *(x.q, x.k, x.v, lse if o.sinks is None else o.sinks, out, lse, lse if workspace is None else workspace),
+            *(x.q, k, v, lse if o.sinks is None else o.sinks, out, lse, lse if workspace is None else workspace),
             *((lse,) * 3 if plan is None else (plan.qo_indptr, plan.kv_indices, plan.work)),
         ),
         (
             *(o.sm_scale or 1 / math.sqrt(dim + dim_b), o.logits_soft_cap, min(o.window_left, 1 << 30)),
             *(x.q.shape[0], x.kv_rows, x.k.shape[0], *capacities),
         ),
-        (*x.q.stride()[:2], x.k_strides[0], x.k_strides[2], x.v_strides[0], x.v_strides[2]),
+        x.q.stride()[:2],
         (
-            *(x.k_strides[1], x.v_strides[1], num_kv_heads, group, dim, dim_b),
-            *(1 if plan is None else PlanProblem.of(plan.problem).page_size, tile_rows, plan is not None, paged),
+            *(num_kv_heads, group, dim, dim_b, page_size, tile_rows, plan is not None, paged),
             *(o.causal, o.window_left >= 0, o.logits_soft_cap > 0, o.sinks is not None, lse.dim() > 1, pdl),
             *SHAPES[x.dims],
         ),
