@@ -26,6 +26,7 @@ from .plan import (
     split_tokens,
     workspace_size,
 )
+from .startup import prepare
 from .tiling import most_pieces, pieces_of
 
 CTAS_PER_SM = 2
@@ -152,6 +153,7 @@ class DecodePlanner(_Planner):
         )
         self.max_pages, self.cache_pages = max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
+        prepare(self.device)
         shares = num_ctas or ctas_per_head(self.device, num_kv_heads)
         self.state = allocate_decode(self.problem, max_batch, max_pages, shares, self.device)
         self.workspace = torch.zeros(workspace_size(self.state), device=self.device)
@@ -246,6 +248,7 @@ class PrefillPlanner(_Planner):
         )
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
+        prepare(self.device)
         pieces = num_ctas
         if pieces is None:
             pieces = pieces_per_head(self.device, self.problem)

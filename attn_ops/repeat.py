@@ -2,8 +2,9 @@
 
 Eager calls only: a decode step makes the same call for every layer and token, and checking it costs more
 than launching it. A backend that can repeat a call offers ``record(function, args, kwargs)``, which makes
-the call and returns its result with a ``Repeat`` or None. Finding and repeating calls is C (``repeat.c``), built while
-the first call on CUDA is made, by the compiler that Triton needs there too; what is remembered is decided here.
+the call and returns its result with a ``Repeat`` or None. Finding and repeating calls is C (``repeat.c``), built when
+a planner or wrapper on CUDA is made (:mod:`attn_ops.startup`), or else a call, by the compiler that Triton needs there
+too; what is remembered is decided here.
 """
 
 from __future__ import annotations

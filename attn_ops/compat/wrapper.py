@@ -13,6 +13,7 @@ from ..again import Memory, same
 from ..errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError
 from ..inductor import mark_static
 from ..plan import DecodePlan, PrefillPlan, workspace_size
+from ..startup import prepare
 from ..tiling import pieces_of
 from . import inline, masks
 from .arguments import DTypes, fail, layout, own_backend, positional
@@ -90,6 +91,7 @@ class Wrapper:
         self.device = (
             torch.empty(0, device=device).device if float_workspace_buffer is None else (float_workspace_buffer.device)
         )
+        prepare(self.device)
         self._backend = own_backend(backend)
         self._follow = follow(self._name, jit_args)
         self._graph = None if buffers is None else GraphBuffers(self._name, self.device, buffers)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from ...repeat import ALIGNMENT, held, moving, native
+from ...startup import wait
 from .driver import Kernel, address, load
 
 DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
@@ -173,6 +174,7 @@ def _launch_direct(
     kinds = tuple(map(_kind, tensors, pointers))
     key = (kernel, device, kinds, tuple(strides), tuple(constants), options)
     if key not in _ready:
+        wait()
         compiled = kernel.warmup(*tensors, *scalars, *strides, *constants, grid=tuple(grid), **options.keywords())
         if not run and hasattr(compiled, "result"):
             _call.coming[key] = compiled
