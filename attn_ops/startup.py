@@ -22,14 +22,15 @@ from . import repeat
 
 @functools.cache
 def _preparing() -> Sequence[Future[Any]]:
-    """Triton's driver, and its hash."""
+    """Triton's driver with the version of its assembler, and its hash."""
     try:
+        from triton.compiler import make_backend
         from triton.runtime import driver
         from triton.runtime.cache import triton_key
     except ImportError:
         return ()
     executor = ThreadPoolExecutor(2, "attn_ops")
-    return executor.submit(lambda: driver.active.utils), executor.submit(triton_key)
+    return executor.submit(lambda: make_backend(driver.active.get_current_target()).hash()), executor.submit(triton_key)
 
 
 def prepare(device: torch.device) -> None:
