@@ -214,6 +214,16 @@ def test_kernels_made_ready_are_compiled_beside_others(loads: list[Any], monkeyp
     assert len(loads) == 1
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_threads_compile_where_python_can_parse_in_several(together: bool, monkeypatch: pytest.MonkeyPatch):
+    modes: list[Any] = []
+    monkeypatch.setattr(launch, "TOGETHER", together)
+    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda executor: nullcontext(modes.append(executor)))
+    with launch._compiling_together():
+        pass
+    assert len(modes) == together
+
+
 CHANGES = {
     "shape": lambda t: torch.zeros(3, 8),
     "stride": lambda t: torch.zeros(8, 4).T[:4],

@@ -11,10 +11,11 @@ as much host time as a small kernel runs. A :class:`.driver.Kernel` is that work
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,13 @@ from .driver import Kernel, address, load
 
 DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Releases whose compiled kernels have ``run(grid, stream, function, metadata, hooks, *args)``."""
+
+TOGETHER = not (3, 11) <= sys.version_info < (3, 11, 8)
+"""Releases of Python in which threads can compile kernels together.
+
+In the others, one that parses source fails where another does so while garbage is collected, with ``SystemError: AST
+constructor recursion depth mismatch``: https://github.com/python/cpython/issues/106905.
+"""
 
 
 class Options(NamedTuple):
@@ -146,7 +154,7 @@ def _compiling_together() -> Iterator[None]:
     """Kernels that are only made ready are compiled beside the others of the block, and ready at its end."""
     outer, _call.coming = _call.coming, {}
     try:
-        with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
+        with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor) if TOGETHER else nullcontext():
             yield
         for key, compiled in _call.coming.items():
             with torch.cuda.device(key[1]):
