@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,8 @@ class Watch:
         if threading.current_thread() is not threading.main_thread():
             print(name)
 
+if torch.cuda.is_available():
+    torch.cuda.init()
 sys.meta_path.insert(0, Watch())
 startup.prepare(torch.device("cuda"))
 startup.wait()
@@ -44,12 +48,31 @@ attn_ops.DecodePlanner(2, 2, page_size=16, num_qo_heads=2, num_kv_heads=1, head_
 print("triton" in sys.modules)
 """
 
+FIRST_PLAN = """
+import subprocess
+import torch, attn_ops
+
+built, run = [], subprocess.check_call
+
+def check_call(command, *args, **kwargs):
+    built.append(command[1].rsplit("/", 1)[-1])
+    return run(command, *args, **kwargs)
+
+subprocess.check_call = check_call
+planner = attn_ops.DecodePlanner(2, 2, page_size=16, num_qo_heads=2, num_kv_heads=1, head_dim=16, device="cuda")
+table = [torch.tensor(t, dtype=torch.int32, device="cuda") for t in ([0, 1, 2], [0, 1], [16, 16])]
+assert planner.plan(*table).kv_len.tolist() == [16, 16]
+print(*sorted(built))
+"""
+
 SIZES: dict[str, Any] = {"page_size": 16, "num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 16, "device": "cpu"}
 WORKSPACE = torch.empty(1 << 20, dtype=torch.uint8)
 
 
-def _python(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def _python(code: str, **env: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -61,6 +84,11 @@ def test_threads_import_nothing_that_the_program_may_be_importing():
 
 def test_a_planner_on_the_cpu_needs_nothing():
     assert _python(PLANNER_ON_THE_CPU) == ["False"]
+
+
+@pytest.mark.gpu
+def test_each_module_is_built_once(tmp_path: Path):
+    assert _python(FIRST_PLAN, TRITON_CACHE_DIR=str(tmp_path)) == ["cuda_utils.c", "repeat.c"]
 
 
 @pytest.mark.parametrize(
