@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -156,19 +155,22 @@ def xqa_mla(
     sm_count: int | None = None,
     enable_pdl: bool | None = None,
 ) -> Tensor | None:
-    """Decode a batch over a latent cache; logits are scaled by ``q_scale * kv_scale / sqrt(q.shape[-1])``.
+    """Decode a batch over a latent cache; logits are scaled by ``q_scale * kv_scale``, softmax scale included.
 
     Args:
         q: ``[batch, num_heads, ckv + kpe]``, or with a beam of 1 as for :func:`xqa`.
-        k_cache: ``[pages, page_size, ckv + kpe]``. ``v_cache``: ``[pages, page_size, ckv or more]``, whose width gives
-            that of the values unless it is k_cache's; then it is 512. The values are those of ``k_cache``: other
-            memory is refused, as far as that is seen, which it is not while tracing.
+        k_cache: ``[pages, page_size, ckv + kpe]``, or flat ``[pages * page_size, ckv + kpe]`` with ``page_size``.
+            ``v_cache``: the same with ``ckv`` or more columns, which give the width of the values unless they are
+            k_cache's; then it is 512. The values are those of ``k_cache``: other memory is refused, as far as that is
+            seen, which it is not while tracing.
+        q_scale: the softmax scale too, unlike in :func:`xqa`. ``kv_scale`` multiplies the output as well.
         page_table, seq_lens, output: as for :func:`xqa`; the output is ``[..., num_heads, ckv]``.
     """
     where = "xqa_mla"
     ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else 512
-    caches = [t.squeeze(2) if t.dim() == 4 and t.shape[2] == 1 else t for t in (k_cache, v_cache)]
-    cache: Any = caches[0]
+    cache = k_cache.squeeze(2) if k_cache.dim() == 4 and k_cache.shape[2] == 1 else k_cache
+    if cache.dim() == 2 and page_size and cache.shape[0] % page_size == 0:
+        cache = cache.unflatten(0, (-1, page_size))
     if cache.dim() != 3 or cache.shape[2] <= ckv:
         fail(ShapeError, where, f"k_cache is {list(k_cache.shape)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
     if not torch.compiler.is_compiling() and v_cache.data_ptr() != k_cache.data_ptr():
@@ -193,7 +195,7 @@ def xqa_mla(
         tables,
         seq_lens,
         torch.arange(tables.shape[0] + 1, dtype=torch.int32, device=q.device) * q_len,
-        1 / math.sqrt(q.shape[-1]),
+        1.0,
         logit_scales={"q_scale": q_scale, "kv_scale": kv_scale},
         value_scales={"kv_scale": kv_scale},
     )

@@ -150,7 +150,7 @@ def xqa_with_beam(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor) -> Any:
 
 
 def xqa_mla(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor, cum: Tensor) -> Any:
-    return flashinfer.xqa_mla(q, cache, cache[..., :64], pages, lens)
+    return flashinfer.xqa_mla(q, cache, cache[..., :64], pages, lens, q_scale=0.1)
 
 
 def trtllm_mla(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor, cum: Tensor) -> Any:
@@ -182,7 +182,7 @@ FORMS: dict[str, Form] = {
     "xqa": Form(DECODE, DECODES, table, xqa, causal),
     "xqa of rows": Form(PREFILL, PAIRS, table, xqa_with_beam, causal),
     "xqa of ragged rows": Form(PREFILL, PREFILLS, rows, xqa, causal),
-    "xqa_mla": Form(MLA, latents((1, 70), (1, 9), (1, 130)), mla, xqa_mla, lambda m: m.expected(sm_scale=80**-0.5)),
+    "xqa_mla": Form(MLA, latents((1, 70), (1, 9), (1, 130)), mla, xqa_mla, lambda m: m.expected(sm_scale=0.1)),
     "trtllm mla": Form(
         MLA, latents((1, 70), (5, 9), (20, 130)), mla, trtllm_mla, lambda m: m.expected(sm_scale=0.1, causal=True)
     ),

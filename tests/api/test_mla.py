@@ -128,15 +128,16 @@ def test_cuda_graph_mode() -> None:
         m.expected(sm_scale=0.1).check(wrapper.run(query=m.q, kv_cache=m.cache))
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_xqa_mla(given: bool) -> None:
+@pytest.mark.parametrize(("given", "flat"), [(True, False), (False, False), (False, True)])
+def test_xqa_mla(given: bool, flat: bool) -> None:
     m = Latents(((1, 40), (1, 5), (1, 20)), dims=(512, 64), page_size=32)
     out = torch.empty(3, 1, 3, 512, dtype=torch.float16, device=DEVICE) if given else None
     tables = (m.block_tables, m.table[2].to(torch.int32).view(torch.uint32)[:, None])
+    cache = m.cache.flatten(0, 1) if flat else m.cache
     result = flashinfer.xqa_mla(
-        m.q[:, None], m.cache, m.cache[..., :512], *tables, out, page_size=32, q_scale=0.5, kv_scale=2.0
+        m.q[:, None], cache, cache[..., :512], *tables, out, page_size=32, q_scale=0.05, kv_scale=2.0
     )
     assert (result is None) == given
     output = out if result is None else result
     assert output is not None
-    m.expected(sm_scale=1 / math.sqrt(576)).check(output[:, 0] / 2)
+    m.expected(sm_scale=0.1).check(output[:, 0] / 2)
