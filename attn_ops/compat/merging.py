@@ -19,7 +19,10 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    """:func:`merge_state` into ``v`` and float32 ``s``; ``mask [rows]``, bool or uint8, leaves rows out where False."""
+    """:func:`merge_state` into ``v`` and float32 ``s``.
+
+    ``mask [rows]``, bool or uint8 of any stride, leaves rows out where it is False.
+    """
     if s.dtype != torch.float32:
         fail(
             DTypeError,
@@ -28,7 +31,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
             "float32, since it is written",
             "convert it first",
         )
-    torch.ops.attn.merge_state_in_place(v, s, v_other, s_other.float(), mask)
+    torch.ops.attn.merge_state_in_place(v, s, v_other, s_other.float(), None if mask is None else mask.contiguous())
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:

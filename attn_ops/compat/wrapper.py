@@ -338,7 +338,7 @@ def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:
         fail(ArgumentError, where, f"sinks is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
     if sinks.dim() == 2:
         sinks = sinks.flatten()
-    return sinks.to(device, torch.float32)
+    return sinks.to(device, torch.float32).contiguous()
 
 
 def graph_buffers(use_cuda_graph: bool, **buffers: tuple[str, Tensor | None]) -> Any:

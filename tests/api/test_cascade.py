@@ -31,6 +31,10 @@ def test_merges() -> None:
     flashinfer.merge_state_in_place(here, sums, v[:, 1], s[:, 1], mask)
     torch.testing.assert_close(here[mask].double().cpu(), out[mask.cpu()], rtol=2e-3, atol=2e-3)
     assert torch.equal(here[~mask], v[~mask, 0])
+    for every in (torch.zeros(1, dtype=torch.bool, device=DEVICE).expand(6), mask.repeat_interleave(2)[::2]):
+        strided, sums = v[:, 0].clone(), s[:, 0].clone()
+        flashinfer.merge_state_in_place(strided, sums, v[:, 1], s[:, 1], every)
+        assert torch.equal(strided, here if every.any() else v[:, 0])
     with pytest.raises(errors.DTypeError, match="s is float16; expected float32"):
         flashinfer.merge_state_in_place(here, sums.half(), v[:, 1], s[:, 1])
     varying = flashinfer.variable_length_merge_states(

@@ -279,9 +279,9 @@ def test_xqa_fills_output() -> None:
     r.expected(sm_scale=SCALE, v_scale=6.0, window_left=7, sinks=True).check(out)
 
 
-def test_xqa_sinks_by_kv_head() -> None:
+def test_forms_of_sinks() -> None:
     r = Requests()
-    for sinks in (r.sinks.view(2, 2), [r.sinks]):
+    for sinks in (r.sinks.view(2, 2), [r.sinks], r.sinks.repeat_interleave(2)[::2]):
         out = flashinfer.xqa(r.q, *r.cache(), r.block_tables(), r.seq_lens, sinks=sinks)
         r.expected(sinks=True).check(out)
 
