@@ -23,7 +23,7 @@ from .compat.single import attend_dense
 from .compat.tables import Tables
 from .compat.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from .compat.wrapper import graph_buffers
-from .errors import ShapeError
+from .errors import PlanError, ShapeError
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -175,8 +175,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             last_page_len: int ``[batch]``, tokens in each request's last page, 1 to ``page_size``.
             q_data_type, kv_data_type, o_data_type, data_type: dtypes or their names; ``data_type`` is both of the
                 query and the KV, of the KV alone where it is FP8 or ``q_data_type`` says otherwise.
-            q_len_per_req: query rows of each request. With more than 1 they are the last tokens of the request,
-                causal among themselves unless ``is_causal`` is False.
+            q_len_per_req: query rows of each request, in CUDA-graph mode always those of the first plan. With more
+                than 1 they are the last tokens of the request, causal among themselves unless ``is_causal`` is False.
             fixed_split_size: cut every request into pieces of this many pages, rounded up to whole units of 64
                 tokens; None or -1 cuts for balance. ``disable_split_kv`` cuts none. With either the result of a
                 request is the same, bit for bit, in every batch (docs/guide/plans.md).
@@ -188,6 +188,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         refuse(where, window_right=window_right)
         if q_len_per_req < 1:
             fail(ShapeError, where, f"q_len_per_req is {q_len_per_req}", "1 or more", "change it")
+        if self._graph is not None and self._planned is not None and q_len_per_req != self._q_len_per_req:
+            fail(
+                PlanError,
+                where,
+                f"q_len_per_req is {q_len_per_req}",
+                f"{self._q_len_per_req} as in the first plan, in CUDA-graph mode",
+                "make a wrapper for each number of rows",
+            )
         tables, shape = self._problem(
             where,
             indptr,

@@ -41,6 +41,12 @@ def graph(pages: int = 20, batch: int = 4) -> Any:
     return flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
 
 
+def replanned_graph(first: int, then: int) -> None:
+    wrapper = graph()
+    for rows in (first, then):
+        wrapper.plan(*R.table, *R.sizes, q_len_per_req=rows)
+
+
 def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
@@ -208,6 +214,11 @@ CASES: dict[str, Case] = {
         lambda: graph(batch=5).plan(*R.table, *R.sizes),
         errors.PlanError,
         "the batch has 4 requests and the buffers are for 5",
+    ),
+    "other rows of a request in graph mode": (
+        lambda: replanned_graph(2, 1),
+        errors.PlanError,
+        "q_len_per_req is 1; expected 2 as in the first plan, in CUDA-graph mode",
     ),
     "too many pages in graph mode": (
         lambda: graph(pages=7).plan(R.table[0], R.table[1][:13], R.table[2], *R.sizes),
