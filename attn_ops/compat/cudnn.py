@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import ArgumentError, OptionError, UnsupportedError
 from .arguments import fail, output_dtype, own_backend, required
 from .packed import attend_ragged
-from .results import Wanted
+from .results import Padded, Wanted
 from .scales import Scale
 from .tabled import attend, block_table, lengths, uniform_rows
 
@@ -168,9 +168,10 @@ def cudnn_batch_prefill_with_kv_cache(
             packed by ``actual_seq_lens_kv``.
         scale: the softmax scale; ``q_scale``, ``k_scale`` multiply it, ``v_scale`` the output: one value each.
         batch_offsets_*: refused unless packed without gaps, in ``batch_offsets_units`` elements or tokens.
+        lse: a buffer ``[nnz_qo, num_qo_heads]``, or padded ``[batch, max_token_per_sequence, num_qo_heads]``.
 
     Returns:
-        ``(out, lse)``; ``lse`` is None unless ``return_lse``.
+        ``(out, lse)``; ``lse`` is None unless ``return_lse``, and ``[nnz_qo, num_qo_heads]`` without a buffer.
     """
     where = "cudnn_batch_prefill_with_kv_cache"
     required(where, actual_seq_lens_q=actual_seq_lens_q, actual_seq_lens_kv=actual_seq_lens_kv)
@@ -189,7 +190,8 @@ def cudnn_batch_prefill_with_kv_cache(
         },
     )
     dtype = q.dtype if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
-    wanted = Wanted(out, lse, return_lse, dtype, lse_base)
+    padded = Padded(qo_indptr, max_token_per_sequence)
+    wanted = Wanted(out, lse, return_lse, dtype, lse_base, padded=padded)
     result: Any
     logit_scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale}
     backend = own_backend(backend or "auto")

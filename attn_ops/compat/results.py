@@ -15,12 +15,28 @@ LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 LSE_LAYOUTS = ("NH", "HN")
 
 
+class Padded(NamedTuple):
+    """Of an LSE ``[batch, max_rows, heads]``: ``qo_indptr [batch + 1]`` says which rows a request has."""
+
+    qo_indptr: Tensor
+    max_rows: int
+
+    def fill(self, padded: Tensor, lse: Tensor) -> Tensor:
+        """``padded`` with ``lse [rows, heads]`` in it; what no row has a place for stays as it was."""
+        if not lse.shape[0]:
+            return padded
+        row = self.qo_indptr[:-1, None] + torch.arange(self.max_rows, device=lse.device)
+        given = (row < self.qo_indptr[1:, None])[..., None]
+        return padded.copy_(torch.where(given, lse[row.clamp(max=lse.shape[0] - 1)], padded))
+
+
 class Wanted(NamedTuple):
     """The form of a call's result.
 
     ``out``, ``lse``  buffers of the caller, filled and returned
     ``dtype``         of the output; None for that of ``out``, or the query's
     ``lse_base``      ``"log2"`` or ``"ln"``; ``lse_layout``: ``"NH"`` ``[rows, heads]`` or ``"HN"`` ``[heads, rows]``
+    ``padded``        what an ``lse`` of three dimensions is padded to
     """
 
     out: Tensor | None = None
@@ -29,6 +45,7 @@ class Wanted(NamedTuple):
     dtype: torch.dtype | None = None
     lse_base: str = "log2"
     lse_layout: str = "NH"
+    padded: Padded | None = None
 
     @property
     def needs_lse(self) -> bool:
@@ -45,6 +62,8 @@ class Wanted(NamedTuple):
             _check(where, "out", self.out, shape, self.dtype or self.out.dtype, q.device)
         if self.lse is not None:
             shape = tuple(q.shape[:-1]) if self.lse_layout == "NH" else tuple(q.shape[-2::-1])
+            if self.padded is not None and self.lse.dim() == 3:
+                shape = (self.padded.qo_indptr.shape[0] - 1, self.padded.max_rows, q.shape[1])
             _check(where, "lse", self.lse, shape, torch.float32, q.device)
 
     def finish(self, out: Tensor, lse: Tensor, scale: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
@@ -60,7 +79,12 @@ class Wanted(NamedTuple):
             lse = lse * LSE_BASES[self.lse_base]
         if self.lse_layout == "HN":
             lse = lse.transpose(0, 1)
-        lse = lse.contiguous() if self.lse is None else self.lse.copy_(lse)
+        if self.lse is None:
+            lse = lse.contiguous()
+        elif self.padded is not None and self.lse.dim() == 3:
+            lse = self.padded.fill(self.lse, lse)
+        else:
+            lse = self.lse.copy_(lse)
         return (out, lse) if self.return_lse else out
 
 

@@ -239,6 +239,32 @@ def test_cudnn_prefill(paged: bool) -> None:
     r.expected(causal=True, sm_scale=SCALE / 2, v_scale=3.0).check(out, ln(lse))
 
 
+@pytest.mark.parametrize("rows", [(1, 5, 0, 40), (0, 0, 0, 0)])
+@pytest.mark.parametrize("paged", [True, False])
+def test_cudnn_prefill_pads_lse(paged: bool, rows: tuple[int, ...]) -> None:
+    r = Requests((70, 3, 9, 130), rows, kv_layout="HND")
+    k, v = r.cache() if paged else r.ragged()
+    lse = torch.full((4, 40, 4), math.nan, device=DEVICE)
+    out, got = flashinfer.cudnn_batch_prefill_with_kv_cache(
+        r.q,
+        k,
+        v,
+        SCALE,
+        workspace(),
+        max_token_per_sequence=40,
+        max_sequence_kv=130,
+        actual_seq_lens_q=torch.tensor(r.qo_lens, device=DEVICE),
+        actual_seq_lens_kv=r.seq_lens,
+        causal=True,
+        return_lse=True,
+        lse=lse,
+        block_tables=r.block_tables() if paged else None,
+    )
+    assert got is lse
+    r.expected(causal=True).check(out, torch.cat([x[:n] for x, n in zip(lse, rows, strict=True)]))
+    assert all(x[n:].isnan().all() for x, n in zip(lse, rows, strict=True))
+
+
 @pytest.mark.parametrize("form", ["[B, H, D]", "[B, 1, H, D]", "[B, 1, Q, H, D]"])
 @pytest.mark.parametrize("lengths", ["int32", "uint32 [B, 1]"])
 def test_xqa(form: str, lengths: str) -> None:
