@@ -47,6 +47,14 @@ class DTypes:
         both = None if data_type is None else as_dtype(where, "data_type", data_type)
         unsaid = default == torch.float16 and both is not None and both not in FP8
         self.q = both if unsaid and both is not None else default
+        if self.q in FP8:
+            fail(
+                UnsupportedError,
+                where,
+                f"q_data_type is {str(self.q).removeprefix('torch.')}",
+                "float16, bfloat16 or float32",
+                "convert the query, times its scale",
+            )
         kv = kv_data_type if kv_data_type is not None else both
         self.kv = self.q if kv is None else as_dtype(where, "kv_data_type", kv)
         self.o = self.q if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)

@@ -93,6 +93,11 @@ CASES: dict[str, Case] = {
         errors.UnsupportedError,
         "o_data_type is float8_e4m3fn; expected float16, bfloat16 or float32",
     ),
+    "FP8 query": (
+        lambda: ragged(q_data_type="float8_e4m3fn", o_data_type=torch.float16),
+        errors.UnsupportedError,
+        "q_data_type is float8_e4m3fn; expected float16, bfloat16 or float32; convert the query",
+    ),
     "rows": (lambda: decode().run(R.q[:3], R.cache()), errors.ShapeError, "q has 3 rows; expected 4 as planned"),
     "rows of prefill": (lambda: prefill().run(P.q[1:], P.cache()), errors.ShapeError, "45 rows; expected 46"),
     "heads": (lambda: decode().run(R.q[:, :2], R.cache()), errors.PlanError, "num_qo_heads 4"),
