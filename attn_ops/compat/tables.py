@@ -61,20 +61,28 @@ class Tables(NamedTuple):
         return tables
 
     def measured(self, page_size: int) -> tuple[Tables, Extent]:
-        """The tables without what follows the last page, and their extent. Reads the lengths on the host."""
-        kv_indptr = self.kv_indptr.cpu()
+        """The tables without what precedes the first page and follows the last, and their extent.
+
+        Pages precede the first one where these are the later requests of a larger batch: ``kv_indptr`` does not begin
+        at 0. Reads the lengths on the host.
+        """
+        tables, kv_indptr = self, self.kv_indptr.cpu()
+        if self.kv_indices is not None and kv_indptr.numel() and kv_indptr[0] > 0:
+            first = int(kv_indptr[0])
+            tables = self._replace(kv_indptr=self.kv_indptr - first, kv_indices=self.kv_indices[first:])
+            kv_indptr = kv_indptr - first
         check_indptr("kv_indptr", kv_indptr)
         steps, batch, rows = kv_indptr.diff(), kv_indptr.shape[0] - 1, kv_indptr.shape[0] - 1
         if self.qo_indptr is not None:
             qo_indptr = self.qo_indptr.cpu()
             check_indptr("qo_indptr", qo_indptr)
             rows = int(qo_indptr[-1])
-        if self.kv_indices is None:
-            return self, Extent(batch, rows, 0, _largest(steps))
+        if tables.kv_indices is None:
+            return tables, Extent(batch, rows, 0, _largest(steps))
         used = int(kv_indptr[-1])
         last = page_size if self.kv_last_page_len is None else self.kv_last_page_len.cpu()
         kv_len = _largest(torch.where(steps > 0, (steps - 1) * page_size + last, 0))
-        return self._replace(kv_indices=self.kv_indices[:used]), Extent(batch, rows, used, kv_len)
+        return tables._replace(kv_indices=tables.kv_indices[:used]), Extent(batch, rows, used, kv_len)
 
     def bounded(self) -> tuple[Tables, Extent]:
         """As :meth:`measured` without reading a length, for one query row a request: the most that shapes allow."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from api.requests import DEVICE, Requests, sink_variant, workspace
+from oracle import Expected
 
 import attn_ops as flashinfer
 from attn_ops import errors
@@ -174,6 +175,17 @@ def test_room_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tables, "measured", lambda tables, page_size: tables.bounded())
     for r in (Requests(), Requests(kv_lens=(1, 600, 2, 0, 77))):
         r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_later_requests_of_a_batch(device: str) -> None:
+    """Their pages follow those of the others in one table."""
+    r = Requests((37, 5, 130, 1))
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    indptr, indices, last = (t.to(device) for t in r.table)
+    wrapper.plan(indptr[1:], indices, last[1:], *r.sizes)
+    later = zip(r.q.split(1)[1:], r.batch.keys[1:], r.batch.values[1:], strict=True)
+    Expected.of([(*part, None) for part in later]).check(wrapper.run(r.q[1:], r.cache()))
 
 
 def test_cuda_graph_mode_fills_the_callers_buffers() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from api.requests import DEVICE, Requests, ln, sink_variant, workspace
 from api.test_decode import CACHES, GQA
+from oracle import Expected
 
 import attn_ops as flashinfer
 from attn_ops import errors
@@ -156,6 +157,16 @@ def test_mask_does_not_outlive_its_plan(kind: str) -> None:
     tables = (r.qo_indptr, *r.table, *r.sizes) if kind == "paged" else (r.qo_indptr, r.kv_indptr, *r.sizes[:3])
     call.wrapper.plan(*tables, causal=True)
     r.expected(causal=True).check(call.run())
+
+
+def test_later_requests_of_a_batch() -> None:
+    """Their pages follow those of the others in one table."""
+    r = Requests((37, 5, 130, 1), (2, 3, 5, 1))
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    indptr, indices, last = r.table
+    wrapper.plan(r.qo_indptr[1:] - 2, indptr[1:].cpu(), indices, last[1:], *r.sizes, causal=True)
+    later = zip(r.q.split(r.rows)[1:], r.batch.keys[1:], r.batch.values[1:], strict=True)
+    Expected.of([(*part, None) for part in later], causal=True).check(wrapper.run(r.q[2:], r.cache()))
 
 
 @each_kind
