@@ -147,7 +147,7 @@ def clear_from(blocks, stage, count, BOX: gl.constexpr):
         there = number * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)) < count
         for column in gl.static_range(blocks.shape[2] // COLUMNS):
             rows = box_of(blocks, stage, column, number, STEP)
-            rows.store(gl.where(there[:, None], rows.load(LAYOUT), 0.0))
+            leave(rows, gl.where(there[:, None], rows.load(LAYOUT), 0.0))
     fence_async_shared()
 
 
@@ -174,9 +174,9 @@ def copy_blocks(
             token = first + i * BOX
             if PAGED:
                 page = load_page(kv_indices, page_start + token // PAGE_SIZE, max_pages, num_pages).to(gl.int32)
-                places += ((page, gl.where(token < end, token % PAGE_SIZE, tokens)),)
+                places += ((page, gl.where(token < end, token % PAGE_SIZE, tokens)),)  # type: ignore[assignment]
             else:
-                places += ((0, gl.where(token < end, page_start + token, tokens)),)
+                places += ((0, gl.where(token < end, page_start + token, tokens)),)  # type: ignore[assignment]
         clears = (first + TOKENS > end) & ((end - first) % BOX > 0) if CLEARS else False
         told = ring.ready.index(gl.where(clears, UNTOLD, number))
         mbarrier.wait(ring.free.index(stage), phase)
