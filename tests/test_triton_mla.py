@@ -104,7 +104,7 @@ def test_objections(sizes: dict[str, Any], options: dict[str, Any], reason: str)
 
 
 def test_a_cache_in_one_place_is_left_to_the_general_kernel() -> None:
-    """It has no tensor map, nor has one without pages."""
+    """It has no tensor map, and neither has one without pages."""
     (q_nope, q_pe, ckv, kpe), planner = _call()
     for bad in (kpe[:1].expand(kpe.shape), kpe[:0]):
         found = hopper.objections(q_nope, q_pe, ckv, bad, PlanProblem.of(planner.state.problem), Options())

@@ -44,6 +44,11 @@ def aligned(*tensors: Tensor) -> bool:
     return all(isinstance(t, FakeTensor) or not t.data_ptr() & ALIGNMENT for t in tensors)
 
 
+def mappable(*tensors: Tensor) -> bool:
+    """Whether there are tensor maps of them, as far as they have sizes: each element has a place of its own."""
+    return all(isinstance(t, FakeTensor) or all(n > 0 for n in (*t.shape, *t.stride())) for t in tensors)
+
+
 @gluon.jit
 def load_page(kv_indices, at, max_pages, num_pages):
     """The pages at ``at`` of the page table, within the cache."""

@@ -44,6 +44,7 @@ from .hopper_steps import (
     load_item,
     load_page,
     locate,
+    mappable,
     take,
 )
 from .launch import Options, launch, starts_early
@@ -451,7 +452,7 @@ def objections(
         ((q_nope.shape[2], q_pe.shape[2]) == (CKV.value, KPE.value), "the head is not 512 + 64 wide"),
         (problem.page_size % TOKENS.value == 0, f"pages of {problem.page_size} are not whole blocks of 64 tokens"),
         (in_units and max(t.stride(1) for t in caches) <= LONGEST_STRIDE, "rows are not aligned to 16 bytes"),
-        (all(n > 0 for t in caches for n in (*t.shape, *t.stride())), "the cache has no pages, or all in one place"),
+        (mappable(*caches), "the cache has no pages, or several in one place"),
         (problem.window == 0 and o.window_left < 0, "a window cuts blocks"),
         (o.logits_soft_cap == 0 and o.sinks is None and o.kv_scale is None, "a cap, sinks or scales are given"),
     ]

@@ -43,6 +43,7 @@ from .hopper_steps import (
     load_item,
     load_page,
     locate,
+    mappable,
     take,
 )
 from .launch import Options, launch, starts_early
@@ -124,7 +125,7 @@ def release(ring, stage):
     """Tell that this thread has read a block.
 
     ``mbarrier.arrive`` tells it for the warpgroup, whose threads wait for each other first. Here each tells it for
-    itself once what it copies has come, which is nothing.
+    itself, once what it has copied is there, and it copies nothing.
     """
     async_copy.mbarrier_arrive(ring.free.index(stage), increment_count=False)
 
@@ -160,7 +161,7 @@ def copy_blocks(
     Boxes from ``end`` on are outside of the array: zeros. What follows ``end`` within a box may be anything in memory;
     the warp clears it where that matters, before it tells that the block has come.
     """
-    start, end, page_start, kv_indices, tokens, max_pages, num_pages = given
+    start, end, page_start, kv_indices, kv_rows, max_pages, num_pages = given
     TOKENS: gl.constexpr = ring.parts[0].shape[1]
     BOX: gl.constexpr = array.block_type.shape[1]
     BOXES: gl.constexpr = TOKENS // BOX
@@ -174,9 +175,9 @@ def copy_blocks(
             token = first + i * BOX
             if PAGED:
                 page = load_page(kv_indices, page_start + token // PAGE_SIZE, max_pages, num_pages).to(gl.int32)
-                places += ((page, gl.where(token < end, token % PAGE_SIZE, tokens)),)  # type: ignore[assignment]
+                places += ((page, gl.where(token < end, token % PAGE_SIZE, PAGE_SIZE)),)  # type: ignore[assignment]
             else:
-                places += ((0, gl.where(token < end, page_start + token, tokens)),)  # type: ignore[assignment]
+                places += ((0, gl.where(token < end, page_start + token, kv_rows)),)  # type: ignore[assignment]
         clears = (first + TOKENS > end) & ((end - first) % BOX > 0) if CLEARS else False
         told = ring.ready.index(gl.where(clears, UNTOLD, number))
         mbarrier.wait(ring.free.index(stage), phase)
@@ -472,7 +473,8 @@ def prefill_hopper_kernel(
         end = gl.minimum(end, position + last_row + 1)
     if WINDOW:
         begin = gl.maximum(begin, position + first_row - window_left)
-    start = bounded(begin // 16 * 16 if PAGED else begin, end)
+    BOX: gl.constexpr = k.block_type.shape[1]
+    start = bounded(begin // BOX * BOX if PAGED else begin, end)
 
     DTYPE: gl.constexpr = q.dtype.element_ty
     query = allocate_parts(DTYPE, 2, PAIRS, DIM, DIM_B)
@@ -485,7 +487,7 @@ def prefill_hopper_kernel(
         query, keys, values, meeting, q, (stride_q_row, stride_q_head), sinks, (out, lse, partial),
         tile, rows, slots, (scale, cap, window_left),
     )  # fmt: skip
-    copied = (start, end, page_start, kv_indices, rows * 0 + PAGE_SIZE if PAGED else kv_rows, max_pages, num_pages)
+    copied = (start, end, page_start, kv_indices, kv_rows, max_pages, num_pages)
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     gl.warp_specialize(
         [
@@ -504,14 +506,13 @@ def objections(x: Operands, plan: PrefillPlan | None, tile_rows: int, o: Attenti
     tensors, strides = (x.q, x.k, x.v), (*x.q.stride()[:2], *x.k_strides, *x.v_strides)
     in_units = aligned(*tensors) and not any(stride % 8 for stride in strides)
     page_size = PlanProblem.of(plan.problem).page_size if plan is not None and plan.kv_indices.shape[0] else 0
-    kv = (x.k, x.v)
     checks = [
         (x.q.dtype in (torch.float16, torch.bfloat16), f"{x.q.dtype} is not a 16-bit dtype"),
         (x.k.dtype == x.q.dtype, f"the cache is {x.k.dtype}"),
         (x.dims in SHAPES and not x.shared, f"heads are {x.dims} wide"),
-        (page_size % 16 == 0, f"pages of {page_size} are not whole runs of 16 tokens"),
+        (page_size % PAGED_BOX == 0, f"pages of {page_size} are not whole boxes of {PAGED_BOX} tokens"),
         (in_units, "rows are not aligned to 16 bytes"),
-        (all(n > 0 for t in kv for n in (*t.shape, *t.stride())), "there are no tokens, or several in one place"),
+        (mappable(x.k, x.v), "there are no tokens, or several in one place"),
         (o.mask is None and o.pos_encoding == "NONE", "a mask or positions are given"),
         (o.kv_scale is None, "scales of keys and values are given"),
     ]
