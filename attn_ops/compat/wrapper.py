@@ -68,12 +68,26 @@ class Planned:
             )
 
 
+def _told(name: str) -> Any:
+    """An option as planned, under the name of FlashInfer's wrappers for it, by which engines check theirs."""
+
+    def value(self: Wrapper) -> Any:
+        if self._planned is None:
+            raise AttributeError(f"{self._name}: there is no plan that says {name}; call plan() first")
+        return {"causal": self._planned.shape.causal, **self._planned.options}[name]
+
+    return property(value)
+
+
 class Wrapper:
     """Holds a plan between calls.
 
     ``float_workspace_buffer`` of any dtype is the op's scratch memory, and its device is the wrapper's. A wrapper
     serves calls that run one after another.
     """
+
+    _causal, _sm_scale = _told("causal"), _told("sm_scale")
+    _window_left, _logits_soft_cap = _told("window_left"), _told("logits_soft_cap")
 
     def __init__(
         self,

@@ -162,6 +162,18 @@ def test_positional_options_of_plan() -> None:
     r.expected(window_left=9, logits_soft_cap=3.0).check(wrapper.run(r.q, r.cache()))
 
 
+def test_what_engines_assert_of_a_plan() -> None:
+    r = Requests()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    with pytest.raises(AttributeError, match="no plan that says sm_scale"):
+        _ = wrapper._sm_scale
+    wrapper.plan(*r.table, *r.sizes, "NONE", 9, 3.0, "float16", sm_scale=0.25)
+    told = wrapper._causal, wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap
+    assert told == (False, 0.25, 9, 3.0)
+    wrapper.plan(*r.table, *r.sizes, q_data_type=r.q.dtype)
+    assert (wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap) == (None, -1, 0.0)
+
+
 def test_int64_tables_and_lengths_of_the_next_batch() -> None:
     r, s = Requests(), Requests(kv_lens=(1, 600, 2, 0, 77), seed=1)
     wrapper = planned(r)

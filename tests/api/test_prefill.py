@@ -156,6 +156,7 @@ def test_mask_does_not_outlive_its_plan(kind: str) -> None:
     r.expected(masked=True).check(call.run())
     tables = (r.qo_indptr, *r.table, *r.sizes) if kind == "paged" else (r.qo_indptr, r.kv_indptr, *r.sizes[:3])
     call.wrapper.plan(*tables, causal=True)
+    assert call.wrapper._causal
     r.expected(causal=True).check(call.run())
 
 
