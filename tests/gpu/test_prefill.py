@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from attn_ops.kernels.triton import hopper as places
+from batches import indptr, page_table
 from calls import positional
 from cases import PREFILL, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case, one_at_a_time
 from harness import Setup
 from test_single import check_single
 from torch._inductor.utils import run_and_get_code
 
+import attn_ops
 from attn_ops.inductor import mark_static
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -123,6 +125,25 @@ def test_hopper_ragged(case: Case, taken: list[str]) -> None:
 )
 def test_hopper_single(case: Case, taken: list[str]) -> None:
     check_single(case, "cuda", "triton")
+    assert taken
+
+
+def test_hopper_turns_while_memory_is_busy(taken: list[str]) -> None:
+    """Blocks come in no order then, and each of the warpgroups that take turns has to wait for its own."""
+    batch, rows, tokens, page_size, device = 32, 16, 4096, 16, "cuda"
+    pages = batch * tokens // page_size
+    sizes = {"page_size": page_size, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    planner = attn_ops.PrefillPlanner(batch, batch * rows, pages, **sizes, causal=True, device=device)
+    plan = planner.plan(indptr((rows,) * batch), *page_table((tokens,) * batch, page_size))
+    q = torch.randn(batch * rows, 32, 128, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, pages, page_size, 8, 128, device=device, dtype=torch.bfloat16).unbind()
+
+    def run() -> torch.Tensor:
+        return torch.ops.attn.batch_prefill(q, k, v, plan, planner.workspace, causal=True, backend="triton")[0]
+
+    alone = run()
+    torch.cuda.synchronize()
+    assert all(torch.equal(alone, out) for out in [run() for _ in range(100)])
     assert taken
 
 
