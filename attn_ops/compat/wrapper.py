@@ -72,9 +72,11 @@ def _told(name: str) -> Any:
     """An option as planned, under the name of FlashInfer's wrappers for it, by which engines check theirs."""
 
     def value(self: Wrapper) -> Any:
-        if self._planned is None:
-            raise AttributeError(f"{self._name}: there is no plan that says {name}; call plan() first")
-        return {"causal": self._planned.shape.causal, **self._planned.options}[name]
+        p = self._planned
+        options = {} if p is None else {"causal": p.shape.causal, **p.options}
+        if name not in options:
+            raise AttributeError(f"{self._name}: there is no plan that says {name}")
+        return options[name]
 
     return property(value)
 

@@ -38,6 +38,13 @@ def test_split_and_packed(causal: bool, page_size: int) -> None:
             expected.check(*wrapper.run(**queries, **caches, return_lse=True))
 
 
+def test_a_plan_tells_the_options_that_it_has() -> None:
+    wrapper = planned(Latents(), causal=True)
+    assert wrapper._causal
+    assert wrapper._sm_scale == 0.1
+    assert not hasattr(wrapper, "_logits_soft_cap")
+
+
 def test_default_scale_of_512_and_64() -> None:
     m = Latents(((1, 40), (3, 20)), dims=(512, 64))
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
