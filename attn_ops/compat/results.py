@@ -48,6 +48,11 @@ class Wanted(NamedTuple):
     padded: Padded | None = None
 
     @property
+    def padding(self) -> Padded | None:
+        """How the buffer for the LSE is padded, if it is."""
+        return self.padded if self.lse is not None and self.lse.dim() == 3 else None
+
+    @property
     def needs_lse(self) -> bool:
         return self.return_lse or self.lse is not None
 
@@ -62,8 +67,8 @@ class Wanted(NamedTuple):
             _check(where, "out", self.out, shape, self.dtype or self.out.dtype, q.device)
         if self.lse is not None:
             shape = tuple(q.shape[:-1]) if self.lse_layout == "NH" else tuple(q.shape[-2::-1])
-            if self.padded is not None and self.lse.dim() == 3:
-                shape = (self.padded.qo_indptr.shape[0] - 1, self.padded.max_rows, q.shape[1])
+            if self.padding is not None:
+                shape = (self.padding.qo_indptr.shape[0] - 1, self.padding.max_rows, q.shape[1])
             _check(where, "lse", self.lse, shape, torch.float32, q.device)
 
     def finish(self, out: Tensor, lse: Tensor, scale: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
@@ -81,8 +86,8 @@ class Wanted(NamedTuple):
             lse = lse.transpose(0, 1)
         if self.lse is None:
             lse = lse.contiguous()
-        elif self.padded is not None and self.lse.dim() == 3:
-            lse = self.padded.fill(self.lse, lse)
+        elif self.padding is not None:
+            lse = self.padding.fill(self.lse, lse)
         else:
             lse = self.lse.copy_(lse)
         return (out, lse) if self.return_lse else out

@@ -13,9 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...repeat import ALIGNMENT
 from .primitives import within
 
-LONGEST_STRIDE = 1 << 20
-"""Elements from a token to the next, of which offsets within a block are 32-bit multiples."""
-
 PAIRS = gl.constexpr(64)
 """Pairs of a query row and a head that a warpgroup has, as many as a matrix instruction takes."""
 

@@ -32,7 +32,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .hopper_steps import (
-    LONGEST_STRIDE,
     OPERAND,
     PAIRS,
     WARPS,
@@ -52,6 +51,9 @@ from .merge_tiles import merge_tiles
 from .prefill import Options as AttentionOptions
 from .primitives import LOG2E, exp2, finite, inverse, log_sum
 
+LONGEST_STRIDE = 1 << 20
+"""Elements from a token to the next, of which offsets within a block are 32-bit multiples."""
+
 CKV, KPE = gl.constexpr(512), gl.constexpr(64)
 HALF = gl.constexpr(256)
 """Columns of the values that a warpgroup has."""
@@ -61,6 +63,10 @@ TOKENS = gl.constexpr(64)
 
 BLOCK = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 """The layout of a block in memory, ``[page, token, column]``, as the copy engine brings it."""
+
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [WARPS.value, 1], [1, 0]))
+NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [WARPS.value, 1], [1, 0]))
+"""Of what the warpgroup that copies brings itself, 16 bytes a thread: rows of 256 columns, and of 64."""
 
 REGISTERS = gl.constexpr(208)
 """Of a thread that attends."""
@@ -117,8 +123,6 @@ def copy_cut_block(
 ):  # fmt: skip
     """As :func:`copy_block` for a block in which the tokens end; what follows them in memory may be anything."""
     other: gl.constexpr = 1 - own
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     ckv = caches[0] + page * page_strides[0] + first % PAGE_SIZE * STRIDE_CKV
     kpe = caches[1] + page * page_strides[1] + first % PAGE_SIZE * STRIDE_KPE
     mbarrier.wait(stage.free.index(own), phase)
@@ -176,8 +180,6 @@ def copy_all(
     """The role of the warpgroup that copies."""
     query, query_ready, stages, q, q_strides, maps, caches, page_strides, pages, tile, rows = given
     kv_indices, page_start, max_pages, num_pages = pages
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     begin, end = tile.start, tile.end
     even = load_page(kv_indices, page_start + begin // PAGE_SIZE, max_pages, num_pages)
     odd = load_page(kv_indices, page_start + (begin + TOKENS) // PAGE_SIZE, max_pages, num_pages)

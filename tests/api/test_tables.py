@@ -211,31 +211,33 @@ def test_cudnn_decode() -> None:
     r.expected().check(out, lse)
 
 
-@pytest.mark.parametrize("paged", [True, False])
-def test_cudnn_prefill(paged: bool) -> None:
-    r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
-    lengths = torch.tensor(r.qo_lens, device=DEVICE).view(-1, 1, 1, 1)
-    k, v = r.cache() if paged else r.ragged()
-    options: dict[str, Any] = {"block_tables": r.block_tables()} if paged else {}
-    if not paged:
-        options = {"batch_offsets_k": r.kv_indptr, "batch_offsets_units": "tokens", "batch_offsets_q": r.qo_indptr}
-    out, lse = flashinfer.cudnn_batch_prefill_with_kv_cache(
+def _cudnn_prefill(r: Requests, paged: bool, rows: torch.Tensor, **options: Any) -> Any:
+    """Of ``rows`` query rows a request, 40 at most."""
+    return flashinfer.cudnn_batch_prefill_with_kv_cache(
         r.q,
-        k,
-        v,
+        *(r.cache() if paged else r.ragged()),
         SCALE,
         workspace(),
         max_token_per_sequence=40,
         max_sequence_kv=130,
-        actual_seq_lens_q=lengths,
+        actual_seq_lens_q=rows,
         actual_seq_lens_kv=r.seq_lens,
         causal=True,
         return_lse=True,
-        q_scale=torch.tensor(0.5, device=DEVICE),
-        v_scale=torch.tensor(3.0, device=DEVICE),
-        lse_base="ln",
+        block_tables=r.block_tables() if paged else None,
         **options,
     )
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_cudnn_prefill(paged: bool) -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
+    lengths = torch.tensor(r.qo_lens, device=DEVICE).view(-1, 1, 1, 1)
+    options: dict[str, Any] = {}
+    if not paged:
+        options = {"batch_offsets_k": r.kv_indptr, "batch_offsets_units": "tokens", "batch_offsets_q": r.qo_indptr}
+    scales = {"q_scale": torch.tensor(0.5, device=DEVICE), "v_scale": torch.tensor(3.0, device=DEVICE)}
+    out, lse = _cudnn_prefill(r, paged, lengths, **scales, lse_base="ln", **options)
     r.expected(causal=True, sm_scale=SCALE / 2, v_scale=3.0).check(out, ln(lse))
 
 
@@ -243,23 +245,8 @@ def test_cudnn_prefill(paged: bool) -> None:
 @pytest.mark.parametrize("paged", [True, False])
 def test_cudnn_prefill_pads_lse(paged: bool, rows: tuple[int, ...]) -> None:
     r = Requests((70, 3, 9, 130), rows, kv_layout="HND")
-    k, v = r.cache() if paged else r.ragged()
     lse = torch.full((4, 40, 4), math.nan, device=DEVICE)
-    out, got = flashinfer.cudnn_batch_prefill_with_kv_cache(
-        r.q,
-        k,
-        v,
-        SCALE,
-        workspace(),
-        max_token_per_sequence=40,
-        max_sequence_kv=130,
-        actual_seq_lens_q=torch.tensor(r.qo_lens, device=DEVICE),
-        actual_seq_lens_kv=r.seq_lens,
-        causal=True,
-        return_lse=True,
-        lse=lse,
-        block_tables=r.block_tables() if paged else None,
-    )
+    out, got = _cudnn_prefill(r, paged, torch.tensor(r.qo_lens, device=DEVICE), lse=lse)
     assert got is lse
     r.expected(causal=True).check(out, torch.cat([x[:n] for x, n in zip(lse, rows, strict=True)]))
     assert all(x[n:].isnan().all() for x, n in zip(lse, rows, strict=True))
