@@ -27,7 +27,7 @@ from .launch import launch, runs_now, starts_early
 from .pieces import merge_pieces, merge_rows, store_heads
 from .positions import alibi_slopes, rotate_halves
 from .primitives import LOG2E, LOWEST, add_sink, exp2, soft_cap, within
-from .tiles import decode_tile, short_stages
+from .tiles import decode_tile, evenly, short_stages
 from .tuned import tuned
 
 ITEMS = tl.constexpr(32)
@@ -207,14 +207,18 @@ def decode_kernel(
         num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
         mine = cta + tl.arange(0, BLOCK_EMPTY) * num_ctas
         lengths = tl.load(kv_len + mine, mask=mine < tl.minimum(rows, max_batch), other=1)
+    # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
+    # writes takes for an alias of the pointers it was given.
+    record, listed = work + cta * 8, cta < max_items  # the first item of each CTA, where there is one request
+    row, slot = tl.load(record, mask=listed, other=-1), tl.load(record + 6, mask=listed, other=-1)
+    begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
     first_item = tl.maximum(tl.load(cta_indptr + cta), 0)
     item = first_item
     stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
-    # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
-    # writes takes for an alias of the pointers it was given.
-    row = tl.load(work + item * 8, mask=item < stop, other=-1)
-    slot = tl.load(work + item * 8 + 6, mask=item < stop, other=-1)
-    begin, end, page_start = load_extent(work + item * 8, item < stop, max_pages, window_left, PAGE_SIZE, WINDOW)
+    if (item != cta) | (item >= stop):
+        record, listed = work + item * 8, item < stop
+        row, slot = tl.load(record, mask=listed, other=-1), tl.load(record + 6, mask=listed, other=-1)
+        begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
     block = begin // BLOCK_KV * BLOCK_KV
     pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV)
     query_mask = head_mask[:, None] & (d_qk < PART)
@@ -376,9 +380,10 @@ def batch_decode(
         tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
     many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))
     pdl, now = starts_early(q), runs_now(q)
+    programs = num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads)
     arguments = (
         decode_kernel,
-        (num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads),),
+        (programs,),
         (
             *(q, k_cache, v_cache, sinks, kv_scale, out, lse, workspace),
             *(p.arrivals, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr),
@@ -402,7 +407,7 @@ def batch_decode(
         *(triton.next_power_of_2(triton.cdiv(p.kv_len.shape[0], num_ctas)), max(1, many // 8), many),
         *(in_pairs(v_cache), pdl),
     )
-    options = tile.options._replace(launch_pdl=pdl)
+    options = tile.options._replace(launch_pdl=pdl, min_shared=evenly(q.device, programs) if pdl else 0)
     launch(*arguments, (*constants, False), options, run=not now)
     merge_rows(out, lse, workspace, sinks, p, return_lse, run=not now)
     if now:

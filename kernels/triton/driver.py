@@ -76,7 +76,7 @@ class Kernel(NamedTuple):
         return self.function, (*grid, 1, 1)[:3], self.threads, self.shared, self.early, (*parameters, *NO_SCRATCH)
 
 
-def load(compiled: Any) -> Kernel | None:
+def load(compiled: Any, min_shared: int = 0) -> Kernel | None:
     """Load what Triton compiled; None if it takes more than parameters to launch, or there is no ``native()``."""
     meta = compiled.metadata
     plain = meta.num_ctas == 1 and not meta.launch_cooperative_grid
@@ -90,5 +90,6 @@ def load(compiled: Any) -> Kernel | None:
     if not known or not plain or meta.global_scratch_size or meta.profile_scratch_size or native() is None:
         return None
     driver = triton.runtime.driver.active
-    _, function, *_ = driver.utils.load_binary(compiled.name, compiled.kernel, meta.shared, driver.get_current_device())
-    return Kernel(function, 32 * meta.num_warps, meta.shared, bool(meta.launch_pdl), used)
+    shared = max(meta.shared, min_shared)
+    _, function, *_ = driver.utils.load_binary(compiled.name, compiled.kernel, shared, driver.get_current_device())
+    return Kernel(function, 32 * meta.num_warps, shared, bool(meta.launch_pdl), used)

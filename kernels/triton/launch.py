@@ -44,9 +44,13 @@ class Options(NamedTuple):
     num_warps: int = 4
     num_stages: int = 1
     launch_pdl: bool = False
+    min_shared: int = 0
+    """Bytes of shared memory that a program takes at least, where launches are not left to Triton or Inductor."""
 
     def keywords(self) -> dict[str, Any]:
-        return {name: value for name, value in self._asdict().items() if name != "launch_pdl" or value}
+        """What Triton compiles for."""
+        keywords = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return keywords | {"launch_pdl": True} if self.launch_pdl else keywords
 
 
 @functools.cache
@@ -143,7 +147,7 @@ def launch(
 def _make_ready(key: tuple[Any, ...], compiled: Any) -> None:
     if hasattr(compiled, "result"):
         compiled = compiled.result()
-    loaded = load(compiled)
+    loaded = load(compiled, key[-1].min_shared)
     if loaded is None:
         _ = compiled.run  # loads it
     _ready[key] = compiled, loaded

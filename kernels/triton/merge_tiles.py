@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .launch import Options, launch, starts_early
@@ -17,20 +17,21 @@ SLICE, SLICE_PIECES = 64, 64
 READ = 2048
 """Elements that it reads at a time, of whole rows, where there are more."""
 
-MERGE_PROGRAMS = 2048
-"""Programs at most: about as many as run at once, and where nothing was split each takes time to find that out."""
+MERGE_PROGRAMS = 1024
+"""Programs at most: where nothing was split each takes time to find that out."""
+
+SPLITS_PER_WARP = 1024
+"""One warp needs no barriers, which would take longer than all else it does."""
 
 
 @triton.jit
 def merge_job(
-    out, lse, partial, sinks, merges, rows, slots, split, pair, first_d,
+    out, lse, partial, sinks, row, count, first, pieces, rows, slots, pair, first_d,
     HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Write ``BLOCK_DIM`` elements from ``first_d`` on of one pair of a row and a head of a split tile."""
     PAIRS: tl.constexpr = TILE_ROWS * HEADS
-    record = merges + split * 4
-    row, count, first, pieces = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
     first, head, d = tl.maximum(first, 0), pair % HEADS, first_d + tl.arange(0, BLOCK_DIM)
     stop = tl.minimum(first + pieces, slots)
     sums = partial + tl.cast(slots, tl.int64) * (PAIRS * DIM)
@@ -40,8 +41,9 @@ def merge_job(
     for slot in range(first, stop, BLOCK_SLOTS):
         index = slot + tl.arange(0, BLOCK_SLOTS)
         at, mask = index.to(tl.int64) * PAIRS + pair, index < stop
-        s = tl.load(sums + at, mask=mask, other=float("-inf"))
-        v = tl.load(partial + at[:, None] * DIM + d[None, :], mask=mask[:, None] & (d < DIM)[None, :], other=0.0)
+        s = tl.load(sums + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        at, mask = at[:, None] * DIM + d, mask[:, None] & (d < DIM)
+        v = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
         top = tl.maximum(m, tl.max(s, 0, keep_dims=True))
         decay, weight = tl.exp2(m - finite(top)), tl.exp2(s - finite(top))
         m, total = top, total * decay + tl.sum(weight, 0, keep_dims=True)
@@ -85,21 +87,32 @@ def merge_tiles_kernel(
     split = tl.arange(0, BLOCK_SPLITS)
     is_split = tl.load(merges + split * 4 + 3, mask=split < max_splits, other=0) > 0
     pairs = tl.sum(is_split.to(tl.int32), 0) * PAIRS
+    sliced = FIXED or 2 * pairs < tl.num_programs(0)
+    slices = SLICES if sliced else 1
+    job, jobs = tl.program_id(0), pairs * slices
+    # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
+    # the pointers it was given.
+    record = merges + tl.minimum(job // slices // PAIRS, max_splits - 1) * 4
+    row, count, first, pieces = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
     if PDL:
         gdc_wait()
-    if not FIXED and 2 * pairs >= tl.num_programs(0):
-        for job in range(tl.program_id(0), pairs, tl.num_programs(0)):
+        gdc_launch_dependents()
+    while job < jobs:
+        pair = job // slices % PAIRS
+        if sliced:
             merge_job(
-                out, lse, partial, sinks, merges, rows, slots, job // PAIRS, job % PAIRS, 0,
-                HEADS, DIM, TILE_ROWS, BLOCK_DIM, BLOCK_SLOTS, SINKS, LSE,
-            )  # fmt: skip
-    else:
-        for job in range(tl.program_id(0), pairs * SLICES, tl.num_programs(0)):
-            pair, d = job // SLICES, job % SLICES * SLICE
-            merge_job(
-                out, lse, partial, sinks, merges, rows, slots, pair // PAIRS, pair % PAIRS, d,
+                out, lse, partial, sinks, row, count, first, pieces, rows, slots, pair, job % SLICES * SLICE,
                 HEADS, DIM, TILE_ROWS, SLICE, SLICE_SLOTS, SINKS, LSE,
             )  # fmt: skip
+        else:
+            merge_job(
+                out, lse, partial, sinks, row, count, first, pieces, rows, slots, pair, 0,
+                HEADS, DIM, TILE_ROWS, BLOCK_DIM, BLOCK_SLOTS, SINKS, LSE,
+            )  # fmt: skip
+        job += tl.num_programs(0)
+        if job < jobs:
+            record = merges + job // slices // PAIRS * 4
+            row, count, first, pieces = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
 
 
 def merge_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: PrefillPlan) -> None:
@@ -121,5 +134,5 @@ def merge_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | Non
             *(heads, dim, problem.tile_rows, block, max(1, READ // block), part, SLICE_PIECES),
             *(triton.next_power_of_2(max_splits), problem.split > 0, sinks is not None, lse.dim() > 1, pdl),
         ),
-        Options(launch_pdl=pdl),
+        Options(1 if max_splits <= SPLITS_PER_WARP else 4, launch_pdl=pdl),
     )

@@ -5,16 +5,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...plan import DecodePlan, num_slots
+from ...plan import DecodePlan, PlanProblem, num_slots
 from .launch import Options, launch, starts_early
 from .primitives import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum
 
-FEW, MANY = 2, 64
-"""Pieces that a program of ``merge_rows`` reads at a time: of most rows, and of those with more pieces than ``FEW``."""
+FEW = 2
+"""Pieces that most rows with pieces have: others are merged more at a time."""
 
-MERGE_PROGRAMS = 256
+MANY = 16, 128
+"""The least and the most of that: as many as there are shares. A program of ``merge_rows`` reads ``READ`` elements for
+each of its warps, so with few pieces it has more of a head."""
+READ = 2048
+
+FIXED_MANY = 64
+"""That of pieces of a fixed size, which are added up alike in every batch."""
+
+WARPS = ((512, 1), (4096, 4))
+"""Warps of ``merge_rows`` by requests, ``MOST_WARPS`` for more. One needs no barriers, which would take longer than all
+else it does."""
+MOST_WARPS = 16
+
+MERGE_PROGRAMS = 512
 """Programs of ``merge_rows`` at most: mostly there is nothing to merge, and each takes time to find that out."""
 
 
@@ -44,11 +57,14 @@ def load_pieces(
 
 
 @triton.jit
-def absorb(m, total, acc, s, v):
-    """The state of each head with those of more pieces."""
-    top = tl.maximum(m, tl.max(s, 0))
-    decay, weight = exp2(m - top), exp2(s - top)
-    return top, total * decay + tl.sum(weight, 0), acc * decay[:, None] + tl.sum(weight[:, :, None] * v, 0)
+def state_of(
+    partial, slots, first, stop, heads, mask, d, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr
+):  # fmt: skip
+    """The state of the heads of a row that up to ``PIECES`` pieces make, in the slots ``[first, stop)``."""
+    s, v = load_pieces(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, PIECES)
+    m = tl.maximum(tl.max(s, 0), LOWEST)
+    weight = exp2(s - m)
+    return m, tl.sum(weight, 0), tl.sum(weight[:, :, None] * v, 0)
 
 
 @triton.jit
@@ -57,14 +73,17 @@ def merge_pieces(
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """The state of the heads of a row whose pieces are in the slots ``[first, stop)``, mostly few."""
-    m = tl.full((heads.shape[0],), LOWEST, tl.float32)
-    total = tl.zeros((heads.shape[0],), tl.float32)
-    acc = tl.zeros((heads.shape[0], d.shape[0]), tl.float32)
-    few_s, few_v = load_pieces(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, FEW)
-    for i in range(first + FEW, stop, MANY):
-        s, v = load_pieces(partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, MANY)
-        m, total, acc = absorb(m, total, acc, s, v)
-    return absorb(m, total, acc, few_s, few_v)
+    if stop - first <= FEW:
+        m, total, acc = state_of(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, FEW)
+    else:
+        m, total, acc = state_of(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, MANY)
+        for i in range(first + MANY, stop, MANY):
+            more_m, more, more_acc = state_of(partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, MANY)
+            top = tl.maximum(m, more_m)
+            decay, weight = exp2(m - top), exp2(more_m - top)
+            m, total = top, total * decay + more * weight
+            acc = acc * decay[:, None] + more_acc * weight[:, None]
+    return m, total, acc
 
 
 @triton.jit
@@ -88,14 +107,15 @@ def merge_rows_kernel(
     slots,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
+    SLICE: tl.constexpr,  # elements of a head that a program does
+    BLOCK_BATCH: tl.constexpr,  # power of 2, at least max_batch
     FEW: tl.constexpr,
     MANY: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    SLICES: tl.constexpr = (DIM + SLICE - 1) // SLICE
     # What is read of the plan was there before the pieces were.
     b = tl.arange(0, BLOCK_BATCH)
     planned = b < max_batch
@@ -103,18 +123,25 @@ def merge_rows_kernel(
     end = tl.minimum(tl.load(merge_indptr + b + 1, mask=planned, other=0), slots)
     empty = tl.load(kv_len + b, mask=planned, other=0) <= 0
     todo = ((b < rows) & (empty | (end > begin))).to(tl.int32)
-    jobs, job, d = tl.sum(todo, 0) * HEADS, tl.program_id(0), tl.arange(0, BLOCK_DIM)
-    row, slot, stop = find_row(todo, begin, end, job // HEADS, BLOCK_BATCH)
+    jobs, job = tl.sum(todo, 0) * (HEADS * SLICES), tl.program_id(0)
+    row, slot, stop = find_row(todo, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     while job < jobs:
-        head = job % HEADS + tl.arange(0, 1)
-        m, norm, value = merge_pieces(partial, slots, slot, stop, head, head < HEADS, d, HEADS, DIM, FEW, MANY)
+        part = job % SLICES
+        head, d = job // SLICES % HEADS + tl.arange(0, 1), part * SLICE + tl.arange(0, SLICE)
+        here = head < HEADS
+        m, norm, value = merge_pieces(partial, slots, slot, stop, head, here, d, HEADS, DIM, FEW, MANY)
         if SINKS:
             m, norm, value = add_sink(m, norm, value, tl.load(sinks + head) * LOG2E)
-        store_heads(out, lse, m, norm, value, row.to(tl.int64) * HEADS + head, head < HEADS, d, DIM, LSE)
+        at = row.to(tl.int64) * HEADS + head
+        store_heads(out, lse, m, norm, value, at, here, d, DIM, False)
+        if LSE:
+            tl.store(lse + at, log_sum(m, norm), mask=part == 0)
         job += tl.num_programs(0)
-        row, slot, stop = find_row(todo, begin, end, job // HEADS, BLOCK_BATCH)
+        if job < jobs:
+            row, slot, stop = find_row(todo, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)
 
 
 def merge_rows(
@@ -126,16 +153,17 @@ def merge_rows(
     """
     rows, heads, dim = out.shape
     max_batch, pdl = plan.kv_len.shape[0], starts_early(out)
+    warps = next((warps for requests, warps in WARPS if max_batch <= requests), MOST_WARPS)
+    shares = FIXED_MANY if PlanProblem.of(plan.problem).split else plan.cta_indptr.shape[0] - 1
+    many = min(max(triton.next_power_of_2(shares), MANY[0]), MANY[1])
+    part = min(triton.next_power_of_2(dim), READ * min(warps, 4) // many)
     launch(
         merge_rows_kernel,
-        (min(max_batch * heads, MERGE_PROGRAMS),),
+        (min(max_batch * heads * triton.cdiv(dim, part), MERGE_PROGRAMS),),
         (out, lse, workspace, sinks, plan.kv_len, plan.merge_indptr),
         (rows, max_batch, num_slots(plan)),
         (),
-        (
-            *(heads, dim, triton.next_power_of_2(dim), triton.next_power_of_2(max_batch)),
-            *(FEW, MANY if dim <= 128 else 16, sinks is not None, return_lse, pdl),
-        ),
-        Options(4 if max_batch <= 4096 else 16, launch_pdl=pdl),
+        (heads, dim, part, triton.next_power_of_2(max_batch), FEW, many, sinks is not None, return_lse, pdl),
+        Options(warps, launch_pdl=pdl),
         run,
     )

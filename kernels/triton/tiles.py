@@ -49,6 +49,16 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
     return optin, properties.shared_memory_per_multiprocessor
 
 
+@functools.cache
+def evenly(device: torch.device, programs: int) -> int:
+    """Shared memory with which no multiprocessor has room for more programs of a grid than an even share.
+
+    Programs that are launched while another kernel ends would crowd on the multiprocessors that it left first.
+    """
+    each = triton.cdiv(programs, torch.cuda.get_device_properties(device).multi_processor_count)
+    return max(0, shared_memory(device)[1] // (each + 1) - 896)  # and 1024 that each program takes beside it
+
+
 def shared_bytes(
     kv: int,
     stages: int,
