@@ -51,9 +51,10 @@ def prefill(
     *_: Any,
     causal: bool = False,
     window_left: int = -1,
+    mask: Tensor | None = None,
     **__: Any,
 ) -> int:
-    return _attention(q, v, _planned_pairs(plan, causal, window_left))
+    return _attention(q, v, _planned_pairs(plan, causal and mask is None, window_left))
 
 
 @register_flop_formula(torch.ops.attn.single_prefill, get_raw=True)
@@ -64,11 +65,12 @@ def single_prefill(
     *,
     causal: bool = False,
     window_left: int = -1,
+    mask: Tensor | None = None,
     kv_layout: str = "NHD",
     **_: Any,
 ) -> int:
     lengths = torch.tensor([q.shape[0]]), torch.tensor([k.shape[0 if kv_layout == "NHD" else 1]])
-    return _attention(q, v, visible_pairs(*lengths, causal, window_left))
+    return _attention(q, v, visible_pairs(*lengths, causal and mask is None, window_left))
 
 
 @register_flop_formula(torch.ops.attn.batch_mla, get_raw=True)

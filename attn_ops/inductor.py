@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from . import tile_tables
+from . import kernels, meta, tile_tables
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +59,11 @@ def sources_tag() -> str:
     """A hash of this library's sources and tables: Inductor's cache key holds an op's name, not what it lowers to."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
-    for folder in (
-        package,
-        package.parent / "kernels",
-        package.parent / "meta",
-        package / "kernels",
-        package / "meta",
-    ):
+    for folder in (package, *map(Path, kernels.__path__), *map(Path, meta.__path__)):
         for source in sorted(folder.rglob("*.py")):
             digest.update(source.read_bytes())
-    for table in tile_tables.files():
+    table = tile_tables.file()
+    if table is not None and table.is_file():
         digest.update(table.read_bytes())
     return f"attn_ops-{digest.hexdigest()[:16]}"
 

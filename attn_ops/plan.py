@@ -33,6 +33,9 @@ request      index in the batch
 """
 
 
+WIDEST_WINDOW = (1 << 30) - 1
+"""The largest ``window_left``: positions are int32, and so are their differences from it."""
+
 MERGE_FIELDS = ("row", "rows", "slot", "slots")
 """Columns of ``PrefillPlan.merges``, int32."""
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from .again import Memory, again
-from .errors import CapacityError, OptionError, ShapeError
+from .errors import ArgumentError, CapacityError, OptionError, ShapeError
 from .inductor import mark_static
 from .page_table import check_indptr, check_pages
 from .plan import (
+    WIDEST_WINDOW,
     DecodePlan,
     PlanProblem,
     PrefillPlan,
@@ -58,6 +59,11 @@ def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: 
     for name, value in {**capacities, **sizes}.items():
         if value < at_least[name]:
             raise OptionError(f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger")
+    if problem.window > WIDEST_WINDOW + 1:
+        raise OptionError(
+            f"planner: window_left is {problem.window - 1}; expected 0 or more tokens, at most "
+            f"{WIDEST_WINDOW}, or -1 for no window; change it"
+        )
     if problem.num_qo_heads % problem.num_kv_heads:
         raise ShapeError(
             f"planner: {problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly; "
@@ -272,7 +278,20 @@ class PrefillPlanner(_Planner):
         ``qo_indptr`` int ``[batch + 1]`` holds the cumulative query rows. For ragged KV ``kv_indptr`` holds
         the cumulative tokens and the next two are left out. The rest is as in :meth:`DecodePlanner.plan`.
         """
+        if (kv_indices is None) != (kv_last_page_len is None):
+            given, other = "kv_indices", "kv_last_page_len"
+            if kv_indices is None:
+                given, other = other, given
+            raise ArgumentError(
+                f"plan: {given} is given without {other}; expected both for paged KV, or neither for ragged KV; "
+                "pass the two together"
+            )
         if kv_indices is None or kv_last_page_len is None:
+            if self.max_pages:
+                raise ArgumentError(
+                    "plan: kv_indices and kv_last_page_len are missing; expected both, since the planner was made for "
+                    "paged KV; pass the two, or make the planner with max_pages=0"
+                )
             kv_indices = kv_indptr.new_zeros(0)
             kv_last_page_len = torch.ones_like(kv_indptr[1:])
         self._fill(validate, qo_indptr, kv_indptr, kv_indices, kv_last_page_len)

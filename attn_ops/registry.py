@@ -23,7 +23,7 @@ class Problem:
     """What decides which backend runs an op. Fields that an op does not have keep their defaults."""
 
     op: str
-    device: str
+    device: torch.device
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
     num_qo_heads: int = 1
@@ -63,8 +63,9 @@ def triton_installed() -> bool:
 
 
 @functools.cache
-def compute_capability() -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """None where it cannot be asked for."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 TRITON_PREFILL = frozenset({"batch_prefill", "ragged_prefill", "single_prefill", "batch_mla"})
@@ -84,13 +85,13 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _triton_objections(p: Problem) -> list[str]:
-    capability = compute_capability()
+    capability = compute_capability(p.device)
     prefill = p.op in TRITON_PREFILL
     key_dim = max(p.head_dim_vo, p.head_dim_qk - p.head_dim_vo) if p.op in TRITON_MLA else p.head_dim_qk
     checks = [
         (p.op in TRITON_OPS, f"it has no kernel for {p.op}"),
         (triton_installed(), "triton is not installed"),
-        (p.device == "cuda", f"it runs on cuda, not {p.device}"),
+        (p.device.type == "cuda", f"it runs on cuda, not {p.device.type}"),
         (
             capability is None or capability >= (8, 0),
             f"it needs compute capability 8.0 or newer, not {capability}",

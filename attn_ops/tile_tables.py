@@ -1,11 +1,10 @@
-"""Where tables of tuned tiles lie: one with the library, and one of the user's, named by ``ATTN_OPS_TILES``.
+"""The table of tuned tiles that ``ATTN_OPS_TILES`` names, if any.
 
 A table is JSON, written by ``python -m benchmarks tune``::
 
     {"NVIDIA H200": {"decode": {"bfloat16 bfloat16 128 128 4 16": {"kv": 64, "num_warps": 4, "num_stages": 3}}}}
 
-GPU name, kernel, problem, tile. Both are read once, when a kernel is first launched or compiled; entries of the
-user's table go before the library's.
+GPU name, kernel, problem, tile. It is read once, when a kernel is first launched or compiled.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import os
 from pathlib import Path
 
 VARIABLE = "ATTN_OPS_TILES"
-SHIPPED = Path(__file__).with_name("tuned.json")
 
 
-def files() -> list[Path]:
-    """The tables there are, the library's first."""
+def file() -> Path | None:
+    """The table, which need not be there."""
     named = os.environ.get(VARIABLE)
-    return [path for path in (SHIPPED, *([Path(named)] if named else [])) if path.is_file()]
+    return Path(named) if named else None

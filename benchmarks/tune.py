@@ -142,6 +142,8 @@ def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     gpu = torch.cuda.get_device_name()
+    if not args.output.exists():  # kernels look it up too, if it is the one that the variable names
+        args.output.write_text("{}\n", encoding="utf-8")
     makers = {"decode": decode_cases, "prefill": prefill_cases}
     groups: dict[tuple[str, str], list[Case]] = {}
     for kernel in args.kernels:

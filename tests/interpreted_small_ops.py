@@ -6,6 +6,7 @@ import pytest
 from redirect import redirected
 from test_append import *  # noqa: F403
 from test_bits import *  # noqa: F403
+from test_far_apart import *  # noqa: F403
 from test_merge import *  # noqa: F403
 from test_pages import *  # noqa: F403
 

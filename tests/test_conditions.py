@@ -42,14 +42,25 @@ CONDITIONS: list[tuple[dict[str, Any], tuple[int, int], str]] = [
 ]
 
 
+GPU = torch.device("cuda", 0)
+
+
 @pytest.mark.parametrize(("problem", "capability", "reason"), CONDITIONS)
 def test_refused_with_the_reason(
     problem: dict[str, Any], capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "compute_capability", lambda: capability)
+    monkeypatch.setattr(registry, "compute_capability", lambda device: capability)
     with pytest.raises(BackendError, match=rf"triton: it (needs|does) {reason.removeprefix('does ')}"):
-        registry.choose.__wrapped__(Problem(device="cuda", **problem), "triton")
-    assert registry.choose.__wrapped__(Problem(device="cuda", **problem)).name == "reference"
+        registry.choose.__wrapped__(Problem(device=GPU, **problem), "triton")
+    assert registry.choose.__wrapped__(Problem(device=GPU, **problem)).name == "reference"
+
+
+def test_the_gpu_of_the_tensors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is current."""
+    capabilities = {GPU: (9, 0), torch.device("cuda", 1): (7, 5)}
+    monkeypatch.setattr(registry, "compute_capability", capabilities.get)
+    for device, backend in zip(capabilities, ("triton", "reference"), strict=True):
+        assert registry.choose.__wrapped__(Problem(device=device, op="packbits")).name == backend
 
 
 FP8 = {"kv_dtype": torch.float8_e5m2, "kv_scale": torch.ones(2)}

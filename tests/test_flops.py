@@ -50,3 +50,6 @@ def test_single_prefill_and_mla_sizes():
     with FlopCounterMode(display=False) as counter:
         torch.ops.attn.single_prefill(q, k, v, causal=True)
     assert counter.get_total_flops() == 2 * 4 * (16 + 8) * (3 + 4 + 5)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.attn.single_prefill(q, k, v, causal=True, mask=torch.full((2,), 255, dtype=torch.uint8))
+    assert counter.get_total_flops() == 2 * 4 * (16 + 8) * 3 * 5

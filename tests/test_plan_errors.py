@@ -11,7 +11,7 @@ from batches import int32
 from torch import Tensor
 
 from attn_ops import DecodePlanner, PrefillPlanner
-from attn_ops.errors import AttnOpsError, CapacityError, OptionError, PageTableError, ShapeError
+from attn_ops.errors import ArgumentError, AttnOpsError, CapacityError, OptionError, PageTableError, ShapeError
 
 SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 PAGED: dict[str, Any] = {**SIZES, "page_size": 16, "max_kv_len": 64, "cache_pages": 9}
@@ -148,6 +148,12 @@ def test_page_numbers_beyond_int32_are_found_before_they_are_converted() -> None
         ({"head_dim": 0}, OptionError, "head_dim_qk is 0", "at least 1"),
         ({"num_kv_heads": 0}, OptionError, "num_kv_heads is 0", "at least 1"),
         ({"window_left": -2}, OptionError, "window_left is -2", "at least -1"),
+        (
+            {"window_left": 2**63 - 1},
+            OptionError,
+            f"window_left is {2**63 - 1}",
+            f"0 or more tokens, at most {2**30 - 1}, or -1",
+        ),
         ({"num_qo_heads": 1}, ShapeError, "1 query heads do not share 2 KV heads", "a query head count"),
         ({"num_qo_heads": 5}, ShapeError, "5 query heads do not share 2 KV heads", "a query head count"),
     ],
@@ -170,3 +176,15 @@ def test_ragged_planner_needs_lengths(changes: dict[str, int]) -> None:
 def test_decode_planner_needs_a_share() -> None:
     with pytest.raises(OptionError, match=r"^planner: num_ctas is -3; expected at least 1; \w"):
         DecodePlanner(3, 7, num_ctas=-3, **PAGED)
+
+
+@pytest.mark.parametrize("given", [{"kv_indices"}, {"kv_last_page_len"}, set()], ids=["indices", "last", "neither"])
+@pytest.mark.parametrize("validate", [None, False])
+def test_a_page_table_comes_whole(given: set[str], validate: bool | None) -> None:
+    planner = PrefillPlanner(3, 8, 3, **PAGED)
+    planner.plan(**GOOD)
+    before = [t.clone() for t in planner.state]
+    batch = {name: t for name, t in GOOD.items() if name in {"qo_indptr", "kv_indptr", *given}}
+    with pytest.raises(ArgumentError, match=r"^plan: kv_.*; expected both[^;]*; pass the"):
+        planner.plan(**batch, validate=validate)
+    assert all(map(torch.equal, before, planner.state))

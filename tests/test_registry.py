@@ -14,7 +14,7 @@ from attn_ops.errors import BackendError, OptionError
 from attn_ops.registry import Backend, Problem
 from attn_ops.schemas import SCHEMAS
 
-PROBLEM = Problem(op="batch_decode", device="cpu")
+PROBLEM = Problem(op="batch_decode", device=torch.device("cpu"))
 
 
 def _backend(name: str, *objections: str) -> Backend:

@@ -199,6 +199,14 @@ def test_a_kernel_made_ready_is_loaded_and_not_launched(
     assert onlooker.values() == [a.data_ptr(), out.data_ptr(), 7, 0.5, 0, 0]
 
 
+def test_a_scalar_of_64_bits_has_a_kernel_of_its_own(loads: list[Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    kernel, t = Source(), torch.zeros(4)
+    for size in (7, -1, 2**31, 2**40):
+        launch._launch_direct(kernel, (3,), (t, None, t), (size, 0.5), (), REST[2:], launch.Options(), False)
+    assert len(loads) == 2
+
+
 def test_kernels_made_ready_are_compiled_beside_others(loads: list[Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     compiling: Future[Any] = Future()

@@ -128,7 +128,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("op", sorted(TRITON_OPS))
 def test_triton_takes_an_option_or_refuses_it(op: str) -> None:
     pytest.importorskip("triton")
-    plain = Problem(op, "cuda")
+    plain = Problem(op, torch.device("cuda"))
     for name in _not_taken(TRITON.implementation(op), op):
         refusing = TRITON.objections(replace(plain, **REFUSED[name]))
         assert set(refusing) > set(TRITON.objections(plain)), f"triton ignores {name}"

@@ -157,6 +157,25 @@ def test_prefill_plans_are_those_of_the_reference(seed: int) -> None:
 
 
 @inside
+@pytest.mark.parametrize("options", [{"num_ctas": 16}, {"num_ctas": 300, "fixed_split_size": 4}], ids=["even", "fixed"])
+def test_a_batch_beyond_the_capacity_is_planned_within_the_plan(options: dict[str, int]) -> None:
+    """One long request, and one of far more rows than there is room for, which the host cannot see."""
+    from attn_ops.kernels.triton import plan_prefill
+
+    planner = attn_ops.PrefillPlanner(
+        2, 32, 2000, page_size=64, num_qo_heads=2, num_kv_heads=1, head_dim=16, tile_rows=16, device="cpu", **options
+    )
+    guarded = {
+        name: torch.full((getattr(planner.state, name).numel() + 4096,), -7).int() for name in ("work", "merges")
+    }
+    fields = {name: t[:-4096].view_as(getattr(planner.state, name)) for name, t in guarded.items()}
+    qo_indptr, kv_indptr, last = (torch.tensor(t).int() for t in ([0, 1, 3201], [0, 1000, 1001], [64, 1]))
+    plan_prefill(qo_indptr, kv_indptr, torch.arange(1001).int(), last, list(planner.state._replace(**fields)))
+    for name, t in guarded.items():
+        assert (t[-4096:] == -7).all(), name
+
+
+@inside
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_pieces_of_a_fixed_size_give_the_same_bits_in_every_batch() -> None:

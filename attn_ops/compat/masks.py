@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import DTypeError, ShapeError
+from ..errors import CapacityError, DTypeError, ShapeError
 from .arguments import fail
 
 
@@ -33,12 +33,21 @@ def packed(
         return None
     pairs = "one for every pair of query row and key"
     _check(where, "custom_mask", custom_mask, (torch.bool, torch.uint8), int(bits.sum()), pairs)
-    return pack(custom_mask.to(device), bits)
+    return pack(where, custom_mask.to(device), bits)
 
 
-def pack(mask: Tensor, bits: Tensor) -> Tensor:
+def pack(where: str, mask: Tensor, bits: Tensor) -> Tensor:
     """``mask [sum(bits)]`` packed by request; ``bits`` on the host."""
-    indptr = torch.cat((bits.new_zeros(1), bits.cumsum(0))).to(mask.device, torch.int32)
+    indptr = torch.cat((bits.new_zeros(1), bits.cumsum(0)))
+    if int(indptr[-1]) >= 1 << 31:
+        fail(
+            CapacityError,
+            where,
+            f"custom_mask has {int(indptr[-1])} elements",
+            "fewer than 2^31, which int32 counts",
+            "pack it by request, and pass packed_custom_mask",
+        )
+    indptr = indptr.to(mask.device, torch.int32)
     size = int(((bits + 7) // 8).sum())
     return torch.ops.attn.segment_packbits(mask.bool(), indptr, size, bitorder="little")[0]
 

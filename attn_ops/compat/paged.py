@@ -46,7 +46,8 @@ class PagedWrapper(Wrapper):
     def _sizes(self, tables: Tables, shape: Shape) -> tuple[int, int]:
         """Bytes of float workspace that the batch needs, and bytes of integers that its plan holds by itself."""
         tables, extent = measured(tables, shape)
-        plan = self._growing.fit(shape, extent).planner.state
+        fixed = None if self._graph is None else self._graph.room(shape.page_size, extent)
+        plan = self._growing.fit(shape, extent, fixed).planner.state
         return 4 * workspace_size(plan), 4 * sum(t.numel() for t in plan)
 
 

@@ -109,7 +109,10 @@ def index(where: str, name: str, t: Tensor) -> Tensor:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", "one dimension", f"reshape {name}")
     if t.dtype not in _INTEGERS:
         fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
-    return t.to(torch.int32)
+    small = t.to(torch.int32)
+    if t.dtype != torch.int32 and t.device.type == "cpu" and not torch.equal(small, t):
+        fail(PageTableError, where, f"{name} has a number beyond int32", "numbers of pages or tokens", "correct it")
+    return small
 
 
 def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> Tables:

@@ -258,7 +258,7 @@ class Wrapper:
         if shape.decode and tables.kv_indptr.is_cuda and dtypes is not None:
             problem = registry.Problem(
                 op=op,
-                device="cuda",
+                device=tables.kv_indptr.device,
                 dtype=dtypes.q,
                 kv_dtype=dtypes.kv,
                 num_qo_heads=shape.num_qo_heads,

@@ -24,7 +24,7 @@ def _attention(op: Op, q: Tensor, k: Tensor, v: Tensor, page_size: int, num_kv_h
     op.no_grad(q=q, k=k, v=v, sinks=options.sinks)
     return Problem(
         op=op.name,
-        device=q.device.type,
+        device=q.device,
         dtype=q.dtype,
         kv_dtype=k.dtype,
         num_qo_heads=int(q.shape[1]),
@@ -234,7 +234,7 @@ def batch_mla(
     op.no_grad(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, sinks=sinks)
     problem = Problem(
         op=op.name,
-        device=q_nope.device.type,
+        device=q_nope.device,
         dtype=q_nope.dtype,
         kv_dtype=ckv_cache.dtype,
         num_qo_heads=int(q_nope.shape[1]),

@@ -19,7 +19,7 @@ def _bits(op: Op, x: Tensor, bitorder: str) -> None:
 def packbits(x: Tensor, *, bitorder: str = "big", backend: str = "auto") -> Problem:
     op = Op("packbits")
     _bits(op, x, bitorder)
-    return Problem(op.name, x.device.type)
+    return Problem(op.name, x.device)
 
 
 def segment_packbits(
@@ -30,4 +30,4 @@ def segment_packbits(
     op.tensor("indptr", indptr, "[segments + 1]", (torch.int32,), x)
     if num_bytes < 0:
         op.fail(OptionError, f"num_bytes is {num_bytes}", "at least 0", "pass the packed size of all segments")
-    return Problem(op.name, x.device.type)
+    return Problem(op.name, x.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,7 +19,7 @@ from ..errors import (
     PlanError,
     ShapeError,
 )
-from ..plan import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
+from ..plan import WIDEST_WINDOW, WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -109,11 +110,21 @@ class Op:
             (
                 "sm_scale",
                 o.sm_scale,
-                o.sm_scale is None or o.sm_scale > 0,
+                o.sm_scale is None or 0 < o.sm_scale < math.inf,
                 "a positive number, or None for the default",
             ),
-            ("logits_soft_cap", o.logits_soft_cap, o.logits_soft_cap >= 0, "a positive number, or 0 for none"),
-            ("window_left", o.window_left, o.window_left >= -1, "0 or more tokens, or -1 for no window"),
+            (
+                "logits_soft_cap",
+                o.logits_soft_cap,
+                0 <= o.logits_soft_cap < math.inf,
+                "a positive number, or 0 for none",
+            ),
+            (
+                "window_left",
+                o.window_left,
+                -1 <= o.window_left <= WIDEST_WINDOW,
+                f"0 or more tokens, at most {WIDEST_WINDOW}, or -1 for no window",
+            ),
             ("pos_encoding", o.pos_encoding, o.pos_encoding in POS_ENCODINGS, ", ".join(POS_ENCODINGS)),
             ("rope_scale", o.rope_scale, o.rope_scale > 0, "a positive number"),
             ("rope_theta", o.rope_theta, o.rope_theta > 0, "a positive number"),

@@ -38,14 +38,14 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, *, backend: 
     _states(op, v_b, s_b, "rows, heads", v_a, "_b")
     _alike(op, v_a, v_b, "v_a", "v_b")
     op.no_grad(v_a=v_a, v_b=v_b)
-    return Problem("merge_state", v_a.device.type, v_a.dtype, v_a.dtype, head_dim_vo=int(v_a.shape[-1]))
+    return Problem("merge_state", v_a.device, v_a.dtype, v_a.dtype, head_dim_vo=int(v_a.shape[-1]))
 
 
 def merge_states(v: Tensor, s: Tensor, *, backend: str = "auto") -> Problem:
     op = Op("merge_states")
     _states(op, v, s, "rows, states, heads", None)
     op.no_grad(v=v)
-    return Problem("merge_states", v.device.type, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
+    return Problem("merge_states", v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
 
 
 def merge_state_in_place(
@@ -59,7 +59,7 @@ def merge_state_in_place(
         op.tensor("mask", mask, "[rows]", (torch.bool, torch.uint8), v)
         op.size("mask", "rows", mask.shape[0], v.shape[0], "v")
     op.no_grad(v=v, v_other=v_other)
-    return Problem(op.name, v.device.type, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
+    return Problem(op.name, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
 
 
 def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, *, backend: str = "auto") -> Problem:
@@ -67,4 +67,4 @@ def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, *, backend: str = 
     _states(op, v, s, "states, heads", None)
     op.tensor("indptr", indptr, "[rows + 1]", (torch.int32,), v)
     op.no_grad(v=v)
-    return Problem(op.name, v.device.type, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
+    return Problem(op.name, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))

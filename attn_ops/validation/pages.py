@@ -57,7 +57,7 @@ def append_kv(
     op.no_grad(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     return Problem(
         "append_kv",
-        k.device.type,
+        k.device,
         k.dtype,
         k_cache.dtype,
         heads,
@@ -94,7 +94,7 @@ def append_mla_kv(
     op.no_grad(ckv=ckv, kpe=kpe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
     return Problem(
         op=op.name,
-        device=ckv.device.type,
+        device=ckv.device,
         dtype=ckv.dtype,
         kv_dtype=ckv_cache.dtype,
         head_dim_qk=int(ckv.shape[1]) + int(kpe.shape[1]),
@@ -114,7 +114,7 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, *
     op.tensor("seq_lens", seq_lens, "[batch]", (torch.int32,), append_indptr)
     op.size("seq_lens", "length", seq_lens.shape[0], append_indptr.shape[0] - 1, "append_indptr less 1")
     _positive(op, "nnz", nnz, 0)
-    return Problem(op.name, append_indptr.device.type)
+    return Problem(op.name, append_indptr.device)
 
 
 def seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int, *, backend: str = "auto") -> Problem:
@@ -123,7 +123,7 @@ def seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int, *, bac
     op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), kv_indptr)
     op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
     _positive(op, "page_size", page_size, 1)
-    return Problem(op.name, kv_indptr.device.type)
+    return Problem(op.name, kv_indptr.device)
 
 
 def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int, *, backend: str = "auto") -> Problem:
@@ -132,4 +132,4 @@ def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int, *, backen
     op.tensor("seq_lens", seq_lens, "[batch]", (torch.int32,), block_tables)
     op.size("seq_lens", "length", seq_lens.shape[0], block_tables.shape[0], "block_tables")
     _positive(op, "page_size", page_size, 1)
-    return Problem(op.name, block_tables.device.type)
+    return Problem(op.name, block_tables.device)

@@ -44,7 +44,7 @@ def plan_decode(
     op = Op("plan_decode")
     typed = op.plan(plan, DecodePlan, plan[0] if plan else None)
     _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed)
-    return Problem("plan_decode", typed.kv_len.device.type)
+    return Problem("plan_decode", typed.kv_len.device)
 
 
 def plan_prefill(
@@ -61,4 +61,4 @@ def plan_prefill(
     op.tensor("qo_indptr", qo_indptr, "[batch + 1]", (torch.int32,), typed.kv_len)
     _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed)
     op.size("qo_indptr", "length", qo_indptr.shape[0], kv_indptr.shape[0], "kv_indptr")
-    return Problem("plan_prefill", typed.kv_len.device.type)
+    return Problem("plan_prefill", typed.kv_len.device)

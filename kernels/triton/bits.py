@@ -9,7 +9,7 @@ from torch import Tensor
 from ...meta.outputs import packbits as allocate
 from ...meta.outputs import segment_packbits as allocate_segments
 from .launch import Options, launch
-from .primitives import CHUNK, LOG_CHUNK, find_segment, within
+from .primitives import CHUNK, LOG_CHUNK, find_segment
 
 BYTES = 512
 """Bytes that a program packs."""
@@ -19,8 +19,8 @@ BYTES = 512
 def pack(x, first, count, bits, BIG: tl.constexpr):
     """``[bytes]`` of the ``count`` bits from ``first`` on for each, 0 where ``x [bits]`` has none."""
     bit = tl.arange(0, 8)[None, :]
-    at = first[:, None] + bit
-    given = tl.load(x + at, mask=(bit < count[:, None]) & within(at, bits), other=0)
+    at = first.to(tl.int64)[:, None] + bit
+    given = tl.load(x + at, mask=(bit < count[:, None]) & (at >= 0) & (at < bits), other=0)
     return tl.sum((given != 0).to(tl.int32) << (7 - bit if BIG else bit), 1).to(tl.uint8)
 
 
@@ -34,7 +34,9 @@ def packbits_kernel(
     BYTES: tl.constexpr,
 ):
     byte = tl.program_id(0) * BYTES + tl.arange(0, BYTES)
-    tl.store(out + byte, pack(x, byte * 8, tl.full((BYTES,), 8, tl.int32), bits, BIG), mask=byte < num_bytes)
+    tl.store(
+        out + byte, pack(x, byte.to(tl.int64) * 8, tl.full((BYTES,), 8, tl.int32), bits, BIG), mask=byte < num_bytes
+    )
 
 
 @triton.jit(do_not_specialize=["bits", "segments", "num_bytes"])

@@ -83,7 +83,7 @@ def page_offsets(pages, num_pages, block, stride_page, stride_slot, PAGE_SIZE: t
     n = tl.arange(0, BLOCK_KV)
     slot = n % PAGE_SIZE if BLOCK_KV % PAGE_SIZE == 0 else (block + n) % PAGE_SIZE
     page = tl.minimum(pages.to(tl.uint32), tl.cast(num_pages, tl.uint32) - 1)
-    return page.to(tl.int64) * stride_page + slot * stride_slot
+    return page.to(tl.int64) * stride_page + slot.to(tl.int64) * stride_slot
 
 
 @triton.jit
@@ -190,9 +190,9 @@ def decode_kernel(
     d_pair = tl.arange(0, BLOCK_VO // PACK)
     if PAIRED:
         v_cache = v_cache.to(tl.pointer_type(tl.int16))
-    q += heads[:, None] * stride_q_head + d_qk
-    k_cache += kv_head * stride_k_head + d_qk[None, :]
-    v_cache += kv_head * (stride_v_head // PACK) + d_pair[None, :]
+    q += heads.to(tl.int64)[:, None] * stride_q_head + d_qk
+    k_cache += kv_head.to(tl.int64) * stride_k_head + d_qk[None, :]
+    v_cache += kv_head.to(tl.int64) * (stride_v_head // PACK) + d_pair[None, :]
     sink = tl.load(sinks + heads, mask=head_mask, other=0.0) * LOG2E if SINKS else 0.0
     unit = 1.0 if CAP else LOG2E
     logit_scale = tl.cast(scale, tl.float32) * unit

@@ -184,7 +184,8 @@ def _launch_direct(
             return
     pointers = [None if t is None else t.data_ptr() for t in map(_base, tensors)]
     kinds = tuple(map(_kind, tensors, pointers))
-    key = (kernel, device, kinds, tuple(strides), tuple(constants), options)
+    wide = tuple(type(x) is int and not -(1 << 31) <= x < 1 << 31 for x in scalars)
+    key = (kernel, device, kinds, wide, tuple(strides), tuple(constants), options)
     if key not in _ready:
         wait()
         compiled = kernel.warmup(*tensors, *scalars, *strides, *constants, grid=tuple(grid), **options.keywords())

@@ -35,7 +35,7 @@ def store_merged(out, lse, m, total, acc, pair, mask, d, DIM: tl.constexpr):
 @triton.jit
 def load_state(v, s, row, head, mask, stride_v_row, stride_v_head, stride_s_row, d, DIM: tl.constexpr):
     """``v [P, D]`` in float32 and ``s [P]`` at ``row [P]`` and ``head [P]``."""
-    at = row.to(tl.int64) * stride_v_row + head * stride_v_head
+    at = row.to(tl.int64) * stride_v_row + head.to(tl.int64) * stride_v_head
     value = tl.load(v + at[:, None] + d, mask=mask[:, None] & (d < DIM), other=0.0)
     return value.to(tl.float32), tl.load(s + row.to(tl.int64) * stride_s_row + head, mask=mask, other=float("-inf"))
 
@@ -139,9 +139,8 @@ def merge_state_in_place_kernel(
     tl.debug_barrier()  # several threads have read each of s, and one of them writes it
     at = row.to(tl.int64)
     result = (acc * inverse(total)[:, None]).to(v.dtype.element_ty)
-    tl.store(
-        v + (at * stride_v_row + head * stride_v_head)[:, None] + d, result, mask=mask[:, None] & (d < DIM)[None, :]
-    )
+    to = v + (at * stride_v_row + head.to(tl.int64) * stride_v_head)[:, None] + d
+    tl.store(to, result, mask=mask[:, None] & (d < DIM)[None, :])
     tl.store(s + at * stride_s_row + head, log_sum(m, total), mask=mask)
 
 

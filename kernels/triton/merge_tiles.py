@@ -20,8 +20,8 @@ READ = 2048
 MERGE_PROGRAMS = 1024
 """Programs at most: where nothing was split each takes time to find that out."""
 
-SPLITS_PER_WARP = 1024
-"""One warp needs no barriers, which would take longer than all else it does."""
+FEW_SPLITS = 1024
+"""Of so many, one warp keeps account: it needs no barriers, which take longer than all else that a program does."""
 
 
 @triton.jit
@@ -122,6 +122,7 @@ def merge_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | Non
     """
     rows, heads, dim = out.shape
     problem, max_splits, pdl = PlanProblem.of(plan.problem), plan.merges.shape[0], starts_early(out)
+    fixed = problem.split > 0
     block = triton.next_power_of_2(dim)
     part = min(SLICE, block)
     launch(
@@ -132,7 +133,7 @@ def merge_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | Non
         (),
         (
             *(heads, dim, problem.tile_rows, block, max(1, READ // block), part, SLICE_PIECES),
-            *(triton.next_power_of_2(max_splits), problem.split > 0, sinks is not None, lse.dim() > 1, pdl),
+            *(triton.next_power_of_2(max_splits), fixed, sinks is not None, lse.dim() > 1, pdl),
         ),
-        Options(1 if max_splits <= SPLITS_PER_WARP else 4, launch_pdl=pdl),
+        Options(1 if max_splits <= FEW_SPLITS and not fixed else 4, launch_pdl=pdl),
     )

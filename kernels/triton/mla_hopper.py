@@ -93,7 +93,7 @@ def copy_queries(block, q, tile, rows, stride_row, stride_head, HEADS: gl.conste
     """Start to copy ``[PAIRS, dim]`` of the queries, 0 where there is none."""
     tile_row, head, used = locate(tile, tile.first_pair, rows, LAYOUT, HEADS)
     d = gl.arange(0, block.shape[1], gl.SliceLayout(0, LAYOUT))
-    at = (tile.row + tile_row).to(gl.int64) * stride_row + head * stride_head
+    at = (tile.row + tile_row).to(gl.int64) * stride_row + head.to(gl.int64) * stride_head
     at = gl.multiple_of(q + at[:, None] + d[None, :], [1, 16])
     async_copy.async_copy_global_to_shared(block, at, mask=used[:, None])
 
@@ -123,8 +123,8 @@ def copy_cut_block(
 ):  # fmt: skip
     """As :func:`copy_block` for a block in which the tokens end; what follows them in memory may be anything."""
     other: gl.constexpr = 1 - own
-    ckv = caches[0] + page * page_strides[0] + first % PAGE_SIZE * STRIDE_CKV
-    kpe = caches[1] + page * page_strides[1] + first % PAGE_SIZE * STRIDE_KPE
+    ckv = caches[0] + page * page_strides[0] + (first % PAGE_SIZE).to(gl.int64) * STRIDE_CKV
+    kpe = caches[1] + page * page_strides[1] + (first % PAGE_SIZE).to(gl.int64) * STRIDE_KPE
     mbarrier.wait(stage.free.index(own), phase)
     copy_tokens(stage.keys.index(own), ckv + own * HALF, end - first, STRIDE_CKV, WIDE)
     copy_done(stage.ready.index(own))

@@ -51,7 +51,7 @@ def append_kernel(
     listed = known & (position >= 0) & (place < tl.load(kv_indptr + request + 1, mask=known, other=0))
     page = tl.load(kv_indices + place, mask=listed & within(place, num_indices), other=-1)
     if within(page, num_pages):
-        slot = position % PAGE_SIZE
+        slot = (position % PAGE_SIZE).to(tl.int64)
         heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
         d_qk, d_vo = tl.arange(0, BLOCK_QK)[None, :], tl.arange(0, BLOCK_VO)[None, :]
         k_mask, v_mask = (heads < HEADS) & (d_qk < DIM_QK), (heads < HEADS) & (d_vo < DIM_VO)

@@ -19,13 +19,11 @@ MANY = 16, 128
 each of its warps, so with few pieces it has more of a head."""
 READ = 2048
 
-FIXED_MANY = 64
-"""That of pieces of a fixed size, which are added up alike in every batch."""
+FEW_REQUESTS = 512
+"""Of so many, one warp keeps account: it needs no barriers, which take longer than all else that a program does."""
 
-WARPS = ((512, 1), (4096, 4))
-"""Warps of ``merge_rows`` by requests, ``MOST_WARPS`` for more. One needs no barriers, which would take longer than all
-else it does."""
-MOST_WARPS = 16
+FIXED_MANY = 64
+"""``MANY`` where pieces have a fixed size, and are added up alike in every batch: by several warps in any."""
 
 MERGE_PROGRAMS = 512
 """Programs of ``merge_rows`` at most: mostly there is nothing to merge, and each takes time to find that out."""
@@ -153,9 +151,9 @@ def merge_rows(
     """
     rows, heads, dim = out.shape
     max_batch, pdl = plan.kv_len.shape[0], starts_early(out)
-    warps = next((warps for requests, warps in WARPS if max_batch <= requests), MOST_WARPS)
-    shares = FIXED_MANY if PlanProblem.of(plan.problem).split else plan.cta_indptr.shape[0] - 1
-    many = min(max(triton.next_power_of_2(shares), MANY[0]), MANY[1])
+    fixed, shares = PlanProblem.of(plan.problem).split > 0, plan.cta_indptr.shape[0] - 1
+    warps = 1 if max_batch <= FEW_REQUESTS and not fixed else 4 if max_batch <= 4096 else 16
+    many = FIXED_MANY if fixed else min(max(triton.next_power_of_2(shares), MANY[0]), MANY[1])
     part = min(triton.next_power_of_2(dim), READ * min(warps, 4) // many)
     launch(
         merge_rows_kernel,

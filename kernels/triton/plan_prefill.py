@@ -159,7 +159,7 @@ def plan_prefill_kernel(
         slot = tl.where(is_split, slots + slots_until - pieces, -1)
         row, page = tl.gather(first_row, request, 0) + offset, tl.gather(first_page, request, 0)
         for piece in range(tl.max(pieces, 0)):
-            mask = used & (piece < pieces)
+            mask = used & (piece < pieces) & (at + piece < max_items)
             divisor = tl.maximum(pieces, 1)
             cut = (first_unit + (units.to(tl.int64) * piece // divisor).to(tl.int32)) * UNIT
             next_cut = (first_unit + (units.to(tl.int64) * (piece + 1) // divisor).to(tl.int32)) * UNIT
@@ -174,11 +174,12 @@ def plan_prefill_kernel(
             tl.store(record + 5, page, mask=mask)
             tl.store(record + 6, tl.where(is_split, slot + piece, -1), mask=mask)
             tl.store(record + 7, request, mask=mask)
-        record = merges + (splits + splits_until - 1) * 4
-        tl.store(record + 0, row, mask=is_split)
-        tl.store(record + 1, rows, mask=is_split)
-        tl.store(record + 2, slot, mask=is_split)
-        tl.store(record + 3, pieces, mask=is_split)
+        split = splits + splits_until - 1
+        record, mask = merges + split * 4, is_split & (split < max_splits)
+        tl.store(record + 0, row, mask=mask)
+        tl.store(record + 1, rows, mask=mask)
+        tl.store(record + 2, slot, mask=mask)
+        tl.store(record + 3, pieces, mask=mask)
         place += tl.sum(member, 0)
         slots += tl.max(slots_until, 0)
         splits += tl.max(splits_until, 0)

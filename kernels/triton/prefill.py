@@ -51,7 +51,7 @@ def run_offsets(
     """``[BLOCK / RUN]``: where the runs of tokens from ``first`` on begin in the cache, in elements."""
     token = first + tl.arange(0, BLOCK // RUN) * RUN
     if PAGED:
-        return pages.to(tl.int64) * stride_page + token % PAGE_SIZE * stride_slot
+        return pages.to(tl.int64) * stride_page + (token % PAGE_SIZE).to(tl.int64) * stride_slot
     else:  # noqa: RET505
         return (page_start + token).to(tl.int64) * stride_slot
 
@@ -70,7 +70,7 @@ def load_tokens(
 
     If MASKED, only the first ``count`` tokens are read: what follows may be NaN.
     """
-    at = runs[:, None, None] + (tl.arange(0, RUN) * stride)[None, :, None] + d[None, None, :]
+    at = runs[:, None, None] + (tl.arange(0, RUN).to(tl.int64) * stride)[None, :, None] + d[None, None, :]
     i = tl.arange(0, runs.shape[0])[:, None] * RUN + tl.arange(0, RUN)[None, :]
     if MASKED:
         x = tl.load(base + at, mask=(i < count)[:, :, None] & (d < LIMIT)[None, None, :], other=0.0)
@@ -214,12 +214,12 @@ def prefill_kernel(
     row_position = position + tile_row
 
     d_a = tl.arange(0, BLOCK_A)
-    q_row = (row + tile_row).to(tl.int64)
-    q_a_at = q_row * stride_q_row + head * stride_q_head
+    q_row, q_head = (row + tile_row).to(tl.int64), head.to(tl.int64)
+    q_a_at = q_row * stride_q_row + q_head * stride_q_head
     query_a = load_pairs(q, q_a_at, used, d_a, DIM_A)
     if DIM_B > 0:
         d_b = OFFSET_B + tl.arange(0, BLOCK_B)
-        q_b_at = q_row * stride_qb_row + head * stride_qb_head
+        q_b_at = q_row * stride_qb_row + q_head * stride_qb_head
         query_b = load_pairs(q_b, q_b_at, used, d_b, OFFSET_B + DIM_B)
     if ROPE:
         DIM: tl.constexpr = DIM_A + DIM_B
@@ -408,7 +408,7 @@ def _run(
             *((None,) * 4 if plan is None else (plan.qo_indptr, plan.kv_indices, plan.kv_len, plan.work)),
         ),
         (
-            *(o.sm_scale or 1 / math.sqrt(dim_a + dim_b), o.logits_soft_cap, min(o.window_left, 1 << 30)),
+            *(o.sm_scale or 1 / math.sqrt(dim_a + dim_b), o.logits_soft_cap, o.window_left),
             *(math.log2(o.rope_theta), 1 / o.rope_scale, x.q.shape[0], x.kv_rows, x.k.shape[0]),
             *((0,) * 4 if plan is None else _capacities(plan)),
             0 if o.mask is None else o.mask.shape[0],

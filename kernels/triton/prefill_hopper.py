@@ -205,7 +205,7 @@ def rows_at(
     THREADS: gl.constexpr = DIM // 8  # of a row
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
     tile_row, head, used = locate(tile, first_pair, rows, WIDE, GROUP)
-    at = (tile.row + tile_row).to(gl.int64) * stride_row + (tile.first_head + head) * stride_head
+    at = (tile.row + tile_row).to(gl.int64) * stride_row + (tile.first_head + head).to(gl.int64) * stride_head
     return at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :], used[:, None]
 
 

@@ -58,18 +58,21 @@ def table(gpu: str) -> dict[str, dict[str, Entry]]:
     """Of a GPU, by kernel and problem.
 
     Raises:
-        OptionError: a table's file is not a table.
+        OptionError: the file is not there, or not a table.
     """
-    merged: dict[str, dict[str, Entry]] = {kernel: {} for kernel in FIELDS}
-    for path in tile_tables.files():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get(gpu, {})
-            for kernel, fields in FIELDS.items():
-                for key, entry in found.get(kernel, {}).items():
-                    merged[kernel][key] = {field: int(entry[field]) for field in fields}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise OptionError(
-                f"tiles: {path} is not a table of tiles ({error!r}); expected what python -m benchmarks tune writes; "
-                f"write it again, or leave {tile_tables.VARIABLE} unset"
-            ) from error
-    return merged
+    path = tile_tables.file()
+    if path is None:
+        return {kernel: {} for kernel in FIELDS}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get(gpu, {})
+        return {
+            kernel: {
+                key: {field: int(entry[field]) for field in fields} for key, entry in found.get(kernel, {}).items()
+            }
+            for kernel, fields in FIELDS.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OptionError(
+            f"tiles: {path} is not a table of tiles ({error!r}); expected what python -m benchmarks tune writes; "
+            f"write it again, or leave {tile_tables.VARIABLE} unset"
+        ) from error

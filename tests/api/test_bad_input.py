@@ -215,6 +215,20 @@ CASES: dict[str, Case] = {
         errors.DTypeError,
         "kv_indptr is float32; expected int32 or int64",
     ),
+    "pages beyond int32": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
+            R.table[0].cpu(), R.table[1].cpu().long() + 2**32, R.table[2].cpu(), *R.sizes
+        ),
+        errors.PageTableError,
+        "kv_indices has a number beyond int32; expected numbers of pages or tokens",
+    ),
+    "a mask beyond int32": (
+        lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
+            *[torch.tensor([0, 50_000])] * 2, 4, 2, 64, custom_mask=torch.ones(1).bool().expand(50_000**2)
+        ),
+        errors.CapacityError,
+        "custom_mask has 2500000000 elements; expected fewer than 2^31",
+    ),
     "other batch in graph mode": (
         lambda: graph(batch=5).plan(*R.table, *R.sizes),
         errors.PlanError,

@@ -94,6 +94,19 @@ def test_workspace_size_counts_pieces() -> None:
     assert prefill.workspace_size(r.qo_indptr, *r.table, *r.sizes, disable_split_kv=True)[0] == 0
 
 
+def test_workspace_size_counts_the_pieces_that_a_captured_batch_has_room_for() -> None:
+    r = Requests((70, 3), (1, 1))
+
+    def wrapper(float_workspace: torch.Tensor) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:
+        buffers = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in (3, 1024, 2)]
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(float_workspace, "NHD", True, False, *buffers)
+
+    size, _ = wrapper(workspace(SCRATCH)).workspace_size(*r.table, *r.sizes, fixed_split_size=1)
+    planned_one = wrapper(workspace(size))
+    planned_one.plan(*r.table, *r.sizes, fixed_split_size=1)
+    r.expected().check(planned_one.run(r.q, r.cache("tensor")))
+
+
 def test_a_captured_prefill_has_room_for_the_pieces_of_its_first_plan() -> None:
     def buffer(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=DEVICE)

@@ -61,8 +61,14 @@ def test_a_table_takes_the_place_of_the_default_for_its_problem_and_gpu(table: P
     assert _tile(*PROBLEM[:4], 8, 16) == DEFAULT
 
 
-def test_without_a_table_the_default_holds(table: Path) -> None:
+def test_without_a_table_the_default_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tile_tables.VARIABLE, raising=False)
     assert _tile(*PROBLEM) == DEFAULT
+
+
+def test_a_table_that_is_not_there_is_refused_by_name(table: Path) -> None:
+    with pytest.raises(errors.OptionError, match=rf"tiles: {table} is not a table .* expected what .* ATTN_OPS_TILES"):
+        _tile(*PROBLEM)
 
 
 def test_an_entry_goes_when_the_default_wins_and_others_stay(table: Path) -> None:
@@ -89,6 +95,7 @@ def test_inductor_does_not_reuse_what_was_compiled_for_other_tiles(table: Path) 
 
 
 def test_a_trial_holds_for_its_kernel_and_its_block(table: Path) -> None:
+    table.write_text("{}")
     with tuned.trying("decode", {"kv": 32, "num_warps": 4, "num_stages": 2}):
         assert _tile(*PROBLEM).kv == 32
         assert tuned.tuned(DEFAULT, "prefill", GPU, *PROBLEM) == DEFAULT
