@@ -17,7 +17,8 @@ import torch
 from torch.library import Library
 
 from . import registry
-from .inductor import Lowerings
+from .errors import AttnOpsError
+from .inductor import Lowerings, with_numbers
 from .meta.outputs import OUTPUTS
 from .repeat import Repeats
 from .schemas import NAMESPACE, SCHEMAS
@@ -61,7 +62,13 @@ def _fake(op: str) -> Callable[..., Any]:
 
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         LOWERINGS.register_if_compiling()
-        registry.choose(check(*args, backend=backend, **kwargs), backend)
+        try:
+            problem = check(*args, backend=backend, **kwargs)
+        except AttnOpsError:
+            numbers, named = with_numbers((args, kwargs))
+            check(*numbers, backend=backend, **named)  # the same words as in an eager call
+            raise
+        registry.choose(problem, backend)
         return outputs(*args, **kwargs)
 
     return implementation

@@ -145,6 +145,28 @@ def _register(op: torch._ops.OpOverload, body: Body) -> None:
 _TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+def with_numbers(tree: Any) -> Any:
+    """Arguments whose symbols are the numbers that they stand for in this trace, as far as those are known."""
+
+    def number(x: Any) -> Any:
+        return x if not isinstance(x, torch.SymInt | torch.SymFloat) or x.node.hint is None else x.node.hint
+
+    def alike(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return number(x)
+        sizes = [tuple(map(number, size)) for size in (x.shape, x.stride())]
+        return torch.empty_strided(*sizes, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+    return pytree.tree_map(alike, tree)
+
+
+def may_vary(t: torch.Tensor) -> torch.Tensor:
+    """``t``, whose first size graphs take as a symbol if what they compare it with is one."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.maybe_mark_dynamic(t, 0)
+    return t
+
+
 def mark_static(*tensors: torch.Tensor) -> None:
     """Fix the tensors' addresses for CUDA-graph trees, which then neither copy nor refuse to mutate them."""
     if tensors[0].is_cuda:

@@ -84,6 +84,11 @@ class _Planner:
     def __init__(self) -> None:
         self._memory = Memory()
 
+    def _own(self, plan: DecodePlan | PrefillPlan) -> None:
+        self.state = plan
+        self.workspace = torch.zeros(workspace_size(plan), dtype=torch.float32, device=self.device)
+        mark_static(*plan, self.workspace)
+
     def _recall(self) -> int | None:
         return 0 if self.device.type == "cuda" else None
 
@@ -161,9 +166,8 @@ class DecodePlanner(_Planner):
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
         shares = num_ctas or ctas_per_head(self.device, num_kv_heads)
-        self.state = allocate_decode(self.problem, max_batch, max_pages, shares, self.device)
-        self.workspace = torch.zeros(workspace_size(self.state), device=self.device)
-        mark_static(*self.state, self.workspace)
+        with torch.inference_mode(False):  # plans and calls are made outside of it too
+            self._own(allocate_decode(self.problem, max_batch, max_pages, shares, self.device))
 
     def plan(
         self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *, validate: bool | None = None
@@ -260,9 +264,8 @@ class PrefillPlanner(_Planner):
             pieces = pieces_per_head(self.device, self.problem)
             if self.problem.split:
                 pieces = most_pieces(self.problem, max_batch, max_tokens)
-        self.state = allocate_prefill(self.problem, max_batch, max_tokens, max_pages, self.device, pieces)
-        self.workspace = torch.zeros(workspace_size(self.state), device=self.device)
-        mark_static(*self.state, self.workspace)
+        with torch.inference_mode(False):  # plans and calls are made outside of it too
+            self._own(allocate_prefill(self.problem, max_batch, max_tokens, max_pages, self.device, pieces))
 
     def plan(
         self,

@@ -27,7 +27,7 @@ from .compat.caches import PagedCache
 from .compat.cudnn import cudnn_batch_prefill_with_kv_cache
 from .compat.deepseek import trtllm_ragged_attention_deepseek
 from .compat.items import scoring_mask
-from .compat.masks import packed
+from .compat.masks import packed_single
 from .compat.paged import PagedWrapper, forward_changes
 from .compat.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from .compat.results import Wanted
@@ -110,12 +110,7 @@ def single_prefill_with_kv_cache(
         rope_theta=rope_theta,
     )
     kv_dim = 0 if layout(where, kv_layout) == "NHD" else 1
-    if custom_mask is not None:
-        custom_mask = custom_mask.flatten()
-    mask = None
-    if custom_mask is not None or packed_custom_mask is not None:
-        lengths = torch.tensor([q.shape[0]]), torch.tensor([k.shape[kv_dim]])
-        mask = packed(where, custom_mask, packed_custom_mask, *lengths, q.device)
+    mask = packed_single(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[kv_dim], q.device)
     options.update(causal=causal, mask=mask, backend=own_backend(backend))
     return attend_dense(
         where,

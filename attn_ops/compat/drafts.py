@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def check_draft(where: str, mask: Tensor, rows: int, q_len: int = 1) -> None:
             "pack it: bit j of a row's words is token j",
         )
     bits = 8 * mask.dtype.itemsize * mask.shape[-1] if mask.dim() else 0
-    if mask.dim() < 2 or mask.shape[:-1].numel() != rows or bits < q_len:
+    if mask.dim() < 2 or math.prod(mask.shape[:-1]) != rows or bits < q_len:
         fail(
             ShapeError,
             where,

@@ -21,6 +21,16 @@ from ..planner import ctas_per_head, pieces_per_head, rows_per_tile
 from .growing import Shape
 
 
+def bound(size: int) -> int:
+    """``size``, at least 1; in graphs the power of 2 from it on, so that a range of sizes shares one."""
+    if type(size) is int and not torch.compiler.is_compiling():
+        return max(1, size)
+    power = 1
+    while power < size:
+        power *= 2
+    return power
+
+
 def problem_of(shape: Shape, max_kv_len: int, rows: int = 1) -> PlanProblem:
     """``rows``: query rows that a request has, about."""
     tile_rows = shape.tile_rows or rows_per_tile(shape.num_qo_heads, shape.num_kv_heads, rows)
@@ -30,7 +40,7 @@ def problem_of(shape: Shape, max_kv_len: int, rows: int = 1) -> PlanProblem:
         num_kv_heads=shape.num_kv_heads,
         head_dim_qk=shape.head_dim_qk,
         head_dim_vo=shape.head_dim_vo,
-        max_kv_len=max(max_kv_len, 1),
+        max_kv_len=bound(max_kv_len),
         tile_rows=1 if shape.decode else tile_rows,
         window=shape.window_left + 1,
         causal=int(shape.causal),
@@ -45,7 +55,7 @@ def plan_block_tables(
     batch, width = block_tables.shape
     page_size, device = shape.page_size, block_tables.device
     kv_indptr, kv_indices, last = torch.ops.attn.page_table(block_tables, seq_lens, page_size)
-    problem = problem_of(shape, width * page_size, _share(max_rows, batch))
+    problem = problem_of(shape, bound(width) * page_size, _share(max_rows, batch))
     if qo_indptr is None:
         decode = allocate_decode(problem, batch, batch * width, ctas_per_head(device, shape.num_kv_heads), device)
         torch.ops.attn.plan_decode(kv_indptr, kv_indices, last, decode)
@@ -79,7 +89,7 @@ def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
 
 
 def _share(rows: int, batch: int) -> int:
-    return max(1, -(-rows // max(1, batch)))
+    return bound(-(-rows // max(1, batch)))
 
 
 def scratch(plan: DecodePlan | PrefillPlan) -> Tensor:

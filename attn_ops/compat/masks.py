@@ -20,20 +20,31 @@ def packed(
     """uint8 ``[bytes]`` of a batch with the given host lengths, or None. A packed mask is taken before a bool one."""
     bits = qo_len * kv_len
     if packed_custom_mask is not None:
-        _check(
-            where,
-            "packed_custom_mask",
-            packed_custom_mask,
-            (torch.uint8,),
-            int(((bits + 7) // 8).sum()),
-            "a byte for every 8 pairs of query row and key, each request's padded to a whole byte",
-        )
+        _check_packed(where, packed_custom_mask, int(((bits + 7) // 8).sum()))
         return packed_custom_mask.to(device)
     if custom_mask is None:
         return None
-    pairs = "one for every pair of query row and key"
-    _check(where, "custom_mask", custom_mask, (torch.bool, torch.uint8), int(bits.sum()), pairs)
+    _check_bools(where, custom_mask, int(bits.sum()))
     return pack(where, custom_mask.to(device), bits)
+
+
+def packed_single(
+    where: str,
+    custom_mask: Tensor | None,
+    packed_custom_mask: Tensor | None,
+    qo_len: int,
+    kv_len: int,
+    device: torch.device,
+) -> Tensor | None:
+    """:func:`packed` for one request, whose lengths may be symbols."""
+    if packed_custom_mask is not None:
+        _check_packed(where, packed_custom_mask, (qo_len * kv_len + 7) // 8)
+        return packed_custom_mask.to(device)
+    if custom_mask is None:
+        return None
+    custom_mask = custom_mask.flatten()
+    _check_bools(where, custom_mask, qo_len * kv_len)
+    return torch.ops.attn.packbits(custom_mask.to(device).bool(), bitorder="little")
 
 
 def pack(where: str, mask: Tensor, bits: Tensor) -> Tensor:
@@ -47,9 +58,18 @@ def pack(where: str, mask: Tensor, bits: Tensor) -> Tensor:
             "fewer than 2^31, which int32 counts",
             "pack it by request, and pass packed_custom_mask",
         )
-    indptr = indptr.to(mask.device, torch.int32)
     size = int(((bits + 7) // 8).sum())
-    return torch.ops.attn.segment_packbits(mask.bool(), indptr, size, bitorder="little")[0]
+    return torch.ops.attn.segment_packbits(mask.bool(), indptr.to(mask.device, torch.int32), size, bitorder="little")[0]
+
+
+def _check_packed(where: str, mask: Tensor, length: int) -> None:
+    meaning = "a byte for every 8 pairs of query row and key, each request's padded to a whole byte"
+    _check(where, "packed_custom_mask", mask, (torch.uint8,), length, meaning)
+
+
+def _check_bools(where: str, mask: Tensor, length: int) -> None:
+    meaning = "one for every pair of query row and key"
+    _check(where, "custom_mask", mask, (torch.bool, torch.uint8), length, meaning)
 
 
 def _check(where: str, name: str, mask: Tensor, dtypes: tuple[torch.dtype, ...], length: int, meaning: str) -> None:

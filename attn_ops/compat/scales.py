@@ -58,7 +58,7 @@ def fold(
         sm_scale = scale
     if key is None and value is None:
         return Scales(sm_scale, None, output)
-    one = torch.ones((), device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
     return Scales(sm_scale, torch.stack((one if key is None else key, one if value is None else value)), output)
 
 

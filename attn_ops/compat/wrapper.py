@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import registry
 from ..again import Memory, same
 from ..errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError
-from ..inductor import mark_static
+from ..inductor import mark_static, may_vary
 from ..plan import DecodePlan, PrefillPlan, workspace_size
 from ..startup import prepare
 from ..tiling import pieces_of
@@ -180,7 +180,7 @@ class Wrapper:
         """Nothing to do: a plan needs no end. Kept for callers of the 0.1 interface."""
 
     def _scratch(self, where: str, plan: DecodePlan | PrefillPlan) -> Tensor:
-        """float32 memory for ``plan`` in the caller's workspace."""
+        """The caller's workspace as float32, all of it, so that it looks alike whatever a plan needs."""
         needed = workspace_size(plan)
         assert self._workspace is not None
         if not self._workspace.is_contiguous():
@@ -195,7 +195,7 @@ class Wrapper:
                 f"at least {start + 4 * needed} bytes for this plan",
                 "pass a larger float_workspace_buffer",
             )
-        scratch = memory[start : start + 4 * needed].view(torch.float32)
+        scratch = memory[start : start + (memory.shape[0] - start) // 4 * 4].view(torch.float32)
         mark_static(scratch)
         return scratch
 
@@ -247,7 +247,7 @@ class Wrapper:
             shape=shape,
             options={**options, "backend": self._backend},
             dtypes=dtypes,
-            rows=torch.empty(extent.rows, 0, device=self.device),
+            rows=may_vary(torch.empty(extent.rows, 0, device=self.device)),
             exact=self._graph is None,
         )
 
@@ -278,7 +278,8 @@ class Wrapper:
             return self._graph.hold_mask(mask)
         size = max(64, 1 << (max(mask.shape[0], 1) - 1).bit_length())
         if self._mask is None or self._mask.shape[0] < size:
-            self._mask = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            with torch.inference_mode(False):  # the next plan may be made outside of it
+                self._mask = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self._mask[: mask.shape[0]] = mask
         return self._mask
 

@@ -173,7 +173,8 @@ def xqa_mla(
         cache = cache.unflatten(0, (-1, page_size))
     if cache.dim() != 3 or cache.shape[2] <= ckv:
         fail(ShapeError, where, f"k_cache is {list(k_cache.shape)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
-    if not torch.compiler.is_compiling() and v_cache.data_ptr() != k_cache.data_ptr():
+    seen = type(k_cache) is Tensor and not torch.compiler.is_compiling()  # fake tensors are nowhere
+    if seen and v_cache.data_ptr() != k_cache.data_ptr():
         fail(
             UnsupportedError,
             where,

@@ -21,7 +21,7 @@ def _attention(op: Op, q: Tensor, k: Tensor, v: Tensor, page_size: int, num_kv_h
     op.options(q, options)
     if options.pos_encoding == "ROPE_LLAMA" and int(q.shape[2]) % 2:
         op.fail(ShapeError, f"q has head_dim {q.shape[2]}", "an even one for ROPE_LLAMA", "pad the heads")
-    op.no_grad(q=q, k=k, v=v, sinks=options.sinks)
+    op.no_grad(q=q, k=k, v=v, sinks=options.sinks, kv_scale=options.kv_scale)
     return Problem(
         op=op.name,
         device=q.device,
@@ -231,7 +231,7 @@ def batch_mla(
     if sm_scale is None and dims != (512, 64):
         op.fail(OptionError, f"sm_scale is None with head_dim {dims[0]} + {dims[1]}", "a number", "pass sm_scale")
     op.options(q_nope, options)
-    op.no_grad(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, sinks=sinks)
+    op.no_grad(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, sinks=sinks, kv_scale=kv_scale)
     problem = Problem(
         op=op.name,
         device=q_nope.device,

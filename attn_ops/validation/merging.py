@@ -37,14 +37,14 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, *, backend: 
     _states(op, v_a, s_a, "rows, heads", None, "_a")
     _states(op, v_b, s_b, "rows, heads", v_a, "_b")
     _alike(op, v_a, v_b, "v_a", "v_b")
-    op.no_grad(v_a=v_a, v_b=v_b)
+    op.no_grad(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     return Problem("merge_state", v_a.device, v_a.dtype, v_a.dtype, head_dim_vo=int(v_a.shape[-1]))
 
 
 def merge_states(v: Tensor, s: Tensor, *, backend: str = "auto") -> Problem:
     op = Op("merge_states")
     _states(op, v, s, "rows, states, heads", None)
-    op.no_grad(v=v)
+    op.no_grad(v=v, s=s)
     return Problem("merge_states", v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
 
 
@@ -58,7 +58,7 @@ def merge_state_in_place(
     if mask is not None:
         op.tensor("mask", mask, "[rows]", (torch.bool, torch.uint8), v)
         op.size("mask", "rows", mask.shape[0], v.shape[0], "v")
-    op.no_grad(v=v, v_other=v_other)
+    op.no_grad(v=v, s=s, v_other=v_other, s_other=s_other)
     return Problem(op.name, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
 
 
@@ -66,5 +66,5 @@ def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, *, backend: str = 
     op = Op("merge_states_varlen")
     _states(op, v, s, "states, heads", None)
     op.tensor("indptr", indptr, "[rows + 1]", (torch.int32,), v)
-    op.no_grad(v=v)
+    op.no_grad(v=v, s=s)
     return Problem(op.name, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))

@@ -6,7 +6,9 @@ tile is one row; for prefill the tiles are the plan's work items.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from ...plan import DecodePlan, PlanProblem, PrefillPlan
 from .masks import byte_offsets, unpack
 from .page import as_nhd, gather
 from .positions import alibi_slopes, rotate_half
+from .sizes import any_zero
 
 LOG2E = math.log2(math.e)
 ELEMENTS_AT_ONCE = 1 << 26
@@ -91,6 +94,21 @@ def _logits(t: Tiles, keys: Tensor, opts: Options) -> Tensor:
     return logits
 
 
+def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose products autocast leaves alone."""
+
+    @functools.wraps(function)
+    def wrapped(t: Tiles, *args: Any) -> Any:
+        device = t.q.device.type
+        if not torch.is_autocast_enabled(device):
+            return function(t, *args)
+        with torch.autocast(device, enabled=False):
+            return function(t, *args)
+
+    return wrapped
+
+
+@_in_float32
 def _attend(t: Tiles, keys: Tensor, values: Tensor, opts: Options) -> tuple[Tensor, Tensor]:
     """``keys [N, L, num_kv_heads, head_dim_qk]``, ``values [..., head_dim_vo]``, of which ``kv_len`` exist.
 
@@ -179,7 +197,7 @@ def prefill(
 ) -> tuple[Tensor, Tensor]:
     """``k, v [pages, page_size, heads, dim]``; the plan's tiles a few at a time."""
     out, lse = _nothing_seen(q, k, v, return_lse=True)
-    if 0 not in (q.shape[0], k.shape[0]):
+    if not any_zero(q.shape[0], k.shape[0]):
         problem, length = PlanProblem.of(plan.problem), _longest(plan)
         scores, kv = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
         step = max(1, ELEMENTS_AT_ONCE // (max(scores, kv) * length))
@@ -239,6 +257,14 @@ def ragged_prefill(
     return prefill(q, keys, values, PrefillPlan(*plan), mask, Options(**options), return_lse)
 
 
+def _parts(rows: int, scores: int) -> list[tuple[int, int]]:
+    """Half-open ranges of rows with so many scores each; one of all where a number is a symbol."""
+    if not (type(rows) is int and type(scores) is int):
+        return [(0, rows)]
+    step = max(1, ELEMENTS_AT_ONCE // scores)
+    return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+
+
 def single_prefill(
     q: Tensor,
     k: Tensor,
@@ -251,15 +277,14 @@ def single_prefill(
 ) -> tuple[Tensor, Tensor]:
     keys, values = (t[None] if kv_layout == "NHD" else t.transpose(0, 1)[None] for t in (k, v))
     rows, length = q.shape[0], keys.shape[1]
-    if 0 in (rows, length):
+    if any_zero(rows, length):
         return _nothing_seen(q, k, v, return_lse)
     kv_len = torch.full((1,), length, device=q.device)
     outs, lses = [], []
-    step = max(1, ELEMENTS_AT_ONCE // (q.shape[1] * length))
-    for begin in range(0, rows, step):
-        row = torch.arange(begin, min(begin + step, rows), device=q.device)[None]
+    for begin, end in _parts(rows, length * q.shape[1]):
+        row = torch.arange(begin, end, device=q.device)[None]
         keep = None if mask is None else unpack(mask, kv_len * 0, row, kv_len, length)
-        tiles = Tiles(q[None, begin : begin + step], row, row + length - rows, kv_len, keep)
+        tiles = Tiles(q[None, begin:end], row, row + length - rows, kv_len, keep)
         out, lse = _attend(tiles, keys, values, Options(**options))
         outs.append(out[0].to(q.dtype))
         lses.append(lse[0])

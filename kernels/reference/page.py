@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .sizes import any_zero
+
 
 def as_nhd(cache: Tensor, kv_layout: str) -> Tensor:
     """A view of a paged cache as ``[pages, page_size, num_kv_heads, head_dim]``."""
@@ -32,7 +34,7 @@ def _write(
     """Row i of each of ``news`` goes to its cache ``[pages, page_size, ...]``; a row with no place is skipped."""
     num_pages, page_size = caches[0].shape[:2]
     rows = batch_indices.shape[0]
-    if 0 in (rows, num_pages, kv_indices.shape[0]) or kv_indptr.shape[0] < 2:
+    if any_zero(rows, num_pages, kv_indices.shape[0]) or kv_indptr.shape[0] < 2:
         return
     request = batch_indices.clamp(0, kv_indptr.shape[0] - 2)
     place = kv_indptr[request] + positions // page_size
