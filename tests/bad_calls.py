@@ -180,6 +180,7 @@ def _options() -> list[Bad]:
             Bad(op, {"sinks": torch.zeros(4).half()}, DTypeError, "sinks is float16", "float32"),
             Bad(op, {"sinks": torch.zeros(4, 1)}, ShapeError, "sinks has rank 2", "1, [num_qo_heads]"),
             Bad(op, {"sinks": meta(torch.zeros(4))}, DeviceError, "sinks is on meta", "cpu"),
+            Bad(op, {"kv_scale": torch.ones(2).requires_grad_()}, GradientError, "kv_scale requires grad", "inference"),
             Bad(op, {"kv_scale": torch.zeros(1)}, ShapeError, "kv_scale has length 1", "2 as in the scales"),
             Bad(op, {"q": dims(slice(None), slice(3))}, ShapeError, "3 query heads do not share 2 KV heads", "a query"),
             Bad(op, {"q": dims(..., slice(32))}, ShapeError, "k has head_dim 64", "32 as in q"),
@@ -307,8 +308,10 @@ def _others() -> list[Bad]:
         Bad("merge_state", {"v_b": dims(..., slice(8))}, ShapeError, "v_b is [5, 4, 8] float32", "[5, 4, 64] float32"),
         Bad("merge_state", {"s_a": one}, ShapeError, "s_a is [1, 4]", "[5, 4], the shape of v_a less head_dim"),
         Bad("merge_state", {"v_a": leaf}, GradientError, "v_a requires grad", "inference"),
+        Bad("merge_state", {"s_b": leaf}, GradientError, "s_b requires grad", "inference"),
         Bad("merge_states", {"s": dims(slice(None), slice(2))}, ShapeError, "s is [5, 2, 4]", "[5, 3, 4]"),
         Bad("merge_states", {"v": leaf}, GradientError, "v requires grad", "inference"),
+        Bad("merge_states", {"s": leaf}, GradientError, "s requires grad", "inference"),
         Bad("merge_state_in_place", {"s": to(torch.float16)}, DTypeError, "s is float16", "float32"),
         Bad(
             "merge_state_in_place",
@@ -319,7 +322,9 @@ def _others() -> list[Bad]:
         ),
         Bad("merge_state_in_place", {"mask": torch.ones(5)}, DTypeError, "mask is float32", "bool or uint8"),
         Bad("merge_state_in_place", {"v": leaf}, GradientError, "v requires grad", "inference"),
+        Bad("merge_state_in_place", {"s_other": leaf}, GradientError, "s_other requires grad", "inference"),
         Bad("merge_states_varlen", {"v": leaf}, GradientError, "v requires grad", "inference"),
+        Bad("merge_states_varlen", {"s": leaf}, GradientError, "s requires grad", "inference"),
         # page tables and bits
         Bad("batch_indices_positions", {"nnz": -1}, OptionError, "nnz is -1", "at least 0"),
         Bad("batch_indices_positions", {"seq_lens": one}, ShapeError, "seq_lens has length 1", "3 as in append_indptr"),

@@ -1,0 +1,225 @@
+"""Sizes that are symbols, and modes around a call: what a graph bakes in, and what it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import int32
+from oracle import Expected
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+
+import attn_ops
+from attn_ops import errors
+
+HEADS, KV_HEADS, DIM, PAGE, SCALE = 4, 2, 16, 4, 0.25
+SIZES = {"page_size": PAGE, "num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.compiler.reset()
+    counters.clear()
+
+
+def _dense(rows: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(rows, HEADS, DIM), torch.randn(keys, KV_HEADS, DIM), torch.randn(keys, KV_HEADS, DIM)
+
+
+class Single(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.attn.single_prefill(q, k, v, causal=True, return_lse=True)
+
+
+def test_a_package_takes_any_number_of_rows(tmp_path: Path) -> None:
+    rows, keys = Dim("rows", max=1000), Dim("keys", max=1000)
+    shapes = ({0: rows}, {0: keys}, {0: keys})
+    program = torch.export.export(Single(), _dense(4, 9), dynamic_shapes=shapes)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "single.pt2"))
+    package = torch._inductor.aoti_load_package(path)
+    for sizes in ((7, 11), (2, 30)):
+        inputs = _dense(*sizes)
+        Expected.of([inputs], causal=True).check(*package(*inputs))
+
+
+def test_a_mask_of_any_size_shares_a_graph() -> None:
+    compiled = torch.compile(attn_ops.single_prefill_with_kv_cache, fullgraph=True, backend="aot_eager")
+    for rows, keys in ((4, 9), (5, 11), (7, 30), (6, 13)):
+        mask = torch.rand(rows, keys) < 0.7
+        inputs = _dense(rows, keys)
+        out = compiled(*inputs, custom_mask=mask)
+        Expected.of([(*inputs, mask)]).check(out)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_no_guard_is_needed_on_sizes_that_nothing_is_known_of() -> None:
+    class Cut(nn.Module):
+        def forward(self, n: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = n.item()
+            torch._check(rows >= 1)
+            torch._check(rows <= q.shape[0])
+            return torch.ops.attn.single_prefill(q[:rows], k, v)[0]
+
+    q, k, v = _dense(9, 12)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(Cut(), fullgraph=True)
+        for rows in (3, 8):
+            Expected.of([(q[:rows], k, v)]).check(compiled(torch.tensor(rows), q, k, v))
+
+
+def _paged(batch: int) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor]:
+    """A page each for requests of 3 tokens: the table, and what the oracle takes."""
+    cache, q = torch.randn(20, 2, PAGE, KV_HEADS, DIM), torch.randn(batch, HEADS, DIM)
+    table = int32(range(batch + 1)), int32(range(batch)), int32([3] * batch)
+    return table, [(q[b : b + 1], cache[b, 0, :3], cache[b, 1, :3]) for b in range(batch)], q, cache
+
+
+@pytest.mark.parametrize("mark", ["mark_dynamic", "maybe_mark_dynamic", None])
+def test_rows_of_a_wrapper_can_be_marked_dynamic(mark: str | None) -> None:
+    wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 16, dtype=torch.uint8))
+    compiled = torch.compile(lambda q, cache: wrapper.run(q, cache), fullgraph=True, backend="aot_eager")
+    for i, batch in enumerate((3, 4, 2)):
+        table, requests, q, cache = _paged(batch)
+        wrapper.plan(*table, HEADS, KV_HEADS, DIM, PAGE, q_data_type="float32")
+        if mark is not None:
+            getattr(torch._dynamo, mark)(q, 0)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0 and mark is not None):
+            Expected.of(requests).check(compiled(q, cache))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_wrappers_that_share_a_workspace_share_a_graph(backend: str) -> None:
+    workspace, cache = torch.zeros(1 << 22, dtype=torch.uint8), torch.randn(120, 2, 16, KV_HEADS, DIM)
+    decode = attn_ops.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    prefill = attn_ops.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    both = torch.compile(lambda a, b: (prefill.run(a, cache), decode.run(b, cache)), fullgraph=True, backend=backend)
+    for pages in (20, 60, 110):
+        table = int32([0, 10, pages]), int32(range(pages)), int32([16, 16])
+        options = {"q_data_type": "float32", "fixed_split_size": 4}
+        prefill.plan(int32([0, 2, 5]), *table, HEADS, KV_HEADS, DIM, 16, **options)
+        decode.plan(*table, HEADS, KV_HEADS, DIM, 16, **options)
+        q = torch.randn(7, HEADS, DIM)
+        keys, values = cache[:pages].unbind(1)
+        kv = [(keys[a:b].flatten(0, 1), values[a:b].flatten(0, 1)) for a, b in ((0, 10), (10, pages))]
+        outs = both(q[:5], q[5:])
+        Expected.of([(q[:2], *kv[0]), (q[2:5], *kv[1])]).check(outs[0])
+        Expected.of([(q[5:6], *kv[0]), (q[6:], *kv[1])]).check(outs[1])
+
+
+def _deepseek(q: Tensor, kv: Tensor, indptr: Tensor, kv_indptr: Tensor) -> Tensor:
+    options = (None, kv_indptr, 40, 130, SCALE, 1.0, None, 2, -1, indptr, kv_indptr, None, True, True)
+    return attn_ops.trtllm_ragged_attention_deepseek(q, kv, kv, *options)[0]
+
+
+def _tabled(q: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
+    return attn_ops.trtllm_batch_decode_with_kv_cache(
+        q, cache, None, block_tables, seq_lens, 99, SCALE, kv_layout="NHD"
+    )
+
+
+def test_functions_without_a_plan_share_graphs_over_ranges_of_sizes() -> None:
+    compiled = torch.compile(_deepseek, fullgraph=True, backend="aot_eager")
+    for keys in range(9, 33):
+        q, kv = torch.randn(6, HEADS, DIM), torch.randn(keys, KV_HEADS, DIM)
+        out = compiled(q, kv, int32([0, 3, 6]), int32([0, 4, keys]))
+        requests = [(q[:3], kv[:4], kv[:4]), (q[3:], kv[4:], kv[4:])]
+        Expected.of(requests, causal=True, sm_scale=SCALE).check(out)
+    assert counters["stats"]["unique_graphs"] <= 3
+    compiled = torch.compile(_tabled, fullgraph=True, backend="aot_eager")
+    cache = torch.randn(40, 2, PAGE, KV_HEADS, DIM)
+    counters.clear()
+    for width in range(3, 14):
+        q, tables = torch.randn(2, HEADS, DIM), torch.randint(0, 40, (2, width), dtype=torch.int32)
+        tokens = [cache[tables[b].long()].transpose(0, 1).flatten(1, 2)[:, :9] for b in range(2)]
+        out = compiled(q, cache, tables, int32([9, 9]))
+        Expected.of([(q[b : b + 1], *tokens[b]) for b in range(2)], sm_scale=SCALE).check(out)
+    assert counters["stats"]["unique_graphs"] <= 4
+
+
+def test_functions_without_a_plan_run_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        cache = torch.randn(16, 2, PAGE, KV_HEADS, DIM)
+        out = _tabled(torch.randn(2, HEADS, DIM), cache, int32([[0, 1, 2]] * 2), int32([1, 2]))
+        assert out.shape == (2, HEADS, DIM)
+
+
+def test_a_draft_mask_exports_with_any_batch() -> None:
+    class Draft(nn.Module):
+        def forward(self, q: Tensor, cache: Tensor, tables: Tensor, seq_lens: Tensor, mask: Tensor) -> Tensor:
+            options: dict[str, Any] = {"kv_layout": "NHD", "q_len_per_req": 3, "mask": mask}
+            return attn_ops.trtllm_batch_decode_with_kv_cache(q, cache, None, tables, seq_lens, 99, SCALE, **options)
+
+    batch = Dim("batch", min=2, max=64)
+
+    def inputs(n: int) -> tuple[Tensor, ...]:
+        visible = torch.tensor([1, 3, 7], dtype=torch.int32).to(torch.uint16)  # each row's draft up to itself
+        tables = torch.arange(2 * n, dtype=torch.int32).view(n, 2)
+        return (
+            *(torch.randn(3 * n, HEADS, DIM), torch.randn(20, 2, PAGE, KV_HEADS, DIM), tables),
+            *(int32([7] * n), visible.view(1, 3, 1).repeat(n, 1, 1)),
+        )
+
+    shapes = ({0: 3 * batch}, {}, {0: batch}, {0: batch}, {0: batch})
+    program = torch.export.export(Draft(), inputs(4), dynamic_shapes=shapes)
+    q, cache, tables, *rest = inputs(5)
+    out = program.module()(q, cache, tables, *rest)
+    tokens = [cache[tables[b].long()].transpose(0, 1).flatten(1, 2)[:, :7] for b in range(5)]
+    requests = [(q[3 * b : 3 * b + 3], *tokens[b]) for b in range(5)]
+    Expected.of(requests, causal=True, sm_scale=SCALE).check(out)
+
+
+def test_errors_name_numbers_not_symbols() -> None:
+    table, _, q, cache = _paged(7)
+    planner = attn_ops.DecodePlanner(4, 7, **SIZES)
+    words = r"q has 7 rows and the plan room for 4 requests; expected max_batch of at least 7"
+
+    def call(q: Tensor) -> Tensor:
+        return torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], planner.state, planner.workspace)[0]
+
+    with pytest.raises(errors.CapacityError, match=words):
+        call(q)
+    with pytest.raises(Exception, match=words):
+        torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)(q)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_planners_and_scales_do_not_follow_the_default_dtype(dtype: torch.dtype) -> None:
+    table, requests, q, cache = _paged(3)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        planner = attn_ops.DecodePlanner(3, 3, **SIZES)
+        plan = planner.plan(*table)
+        out = torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], plan, planner.workspace)[0]
+        wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 16, dtype=torch.uint8))
+        wrapper.plan(*table, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
+        scaled = wrapper.run(q, cache, k_scale=torch.ones((), dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(usual)
+    Expected.of(requests).check(out)
+    Expected.of(requests).check(scaled)
+
+
+def test_autocast_does_not_reach_into_the_reference() -> None:
+    inputs = _dense(5, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = Single()(*inputs)
+    Expected.of([inputs], causal=True).check(out, lse)
+
+
+def test_what_is_planned_in_inference_mode_is_planned_again_outside() -> None:
+    table, requests, q, cache = _paged(3)
+    wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 16, dtype=torch.uint8))
+    with torch.inference_mode():
+        planner = attn_ops.DecodePlanner(3, 3, **SIZES)
+        planner.plan(*table)
+        wrapper.plan(*table, HEADS, KV_HEADS, DIM, PAGE, q_data_type="float32")
+    plan = planner.plan(*table)
+    wrapper.plan(*table, HEADS, KV_HEADS, DIM, PAGE, q_data_type="float32")
+    Expected.of(requests).check(torch.ops.attn.batch_decode(q, *cache.unbind(1), plan, planner.workspace)[0])
+    Expected.of(requests).check(wrapper.run(q, cache))
