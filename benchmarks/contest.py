@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -88,7 +89,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, NotMeasuredError):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    return f"{type(error).__name__}: {lines[0][:160]}"
+    return f"{type(error).__name__}: {re.sub(r'/[^ :]*/', '', lines[0])[:160]}"
 
 
 def worst_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import attn_ops
+from attn_ops.inductor import sources_tag
 
 from .contest import Refusal
 
@@ -46,7 +47,7 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "attn_ops": attn_ops.__version__,
+        "attn_ops": f"{attn_ops.__version__}, sources {sources_tag().removeprefix('attn_ops-')}",
     }
     try:
         import flashinfer

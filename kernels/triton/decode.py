@@ -196,7 +196,7 @@ def decode_kernel(
     sink = tl.load(sinks + heads, mask=head_mask, other=0.0) * LOG2E if SINKS else 0.0
     unit = 1.0 if CAP else LOG2E
     logit_scale = tl.cast(scale, tl.float32) * unit
-    slope = alibi_slopes(heads, NUM_HEADS, LOG2_HEADS) * unit if ALIBI else 0.0
+    slope = alibi_slopes(heads, LOG2_HEADS) * unit if ALIBI else 0.0
     value_scale = 1.0
     if KV_SCALE:
         logit_scale *= tl.load(kv_scale)

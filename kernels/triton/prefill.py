@@ -243,7 +243,7 @@ def prefill_kernel(
         logit_scale *= tl.load(kv_scale)
         value_scale = tl.load(kv_scale + 1)
     factor = logit_scale * LOG2E if FOLD else 1.0
-    slope = alibi_slopes(head, NUM_HEADS, LOG2_HEADS) if ALIBI else 0.0
+    slope = alibi_slopes(head, LOG2_HEADS) if ALIBI else 0.0
     if MASK:
         length = tl.load(kv_len + request) if PLANNED else kv_rows
         bits_at = mask_offset(qo_indptr, kv_len, request, max_batch, 256) if PLANNED else 0
@@ -371,7 +371,7 @@ def attend(
         tile_rows, pieces = PlanProblem.of(plan.problem).tile_rows, num_pieces(plan)
         num_items = plan.kv_len.shape[0] + pieces
     num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
-    special = hopper_for("prefill_hopper", x.q, lambda module: module.objections(x, plan, tile_rows, o))
+    special = hopper_for("prefill_hopper", x.q, lambda module: module.objections(x, plan, o))
     run = special.run if special else _run
     run(x, out, lse, plan, workspace, tile_rows, num_items, o)
     if workspace is not None and plan is not None and pieces:

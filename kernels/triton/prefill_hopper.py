@@ -501,7 +501,7 @@ def prefill_hopper_kernel(
     )
 
 
-def objections(x: Operands, plan: PrefillPlan | None, tile_rows: int, o: AttentionOptions) -> list[str]:
+def objections(x: Operands, plan: PrefillPlan | None, o: AttentionOptions) -> list[str]:
     """Why the kernel does not run this call, which is then left to the general one."""
     tensors, strides = (x.q, x.k, x.v), (*x.q.stride()[:2], *x.k_strides, *x.v_strides)
     in_units = aligned(*tensors) and not any(stride % 8 for stride in strides)
