@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from .compat.tables import Tables, by_length, index
 from .compat.wrapper import Wrapper, as_sinks, graph_buffers
 from .compat.xqa import attend_latent
 from .errors import ArgumentError, OptionError, ShapeError
+from .options import MLA_DIMS, MLA_SM_SCALE
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -33,7 +33,7 @@ LSE_MODES = {"none": None, "base2": "log2", "basee": "ln"}
 
 def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
     """Of 512 + 64, whose keys are 128 + 64 wide before they are absorbed; other sizes have to name theirs."""
-    if (head_dim_ckv, head_dim_kpe) != (512, 64):
+    if (head_dim_ckv, head_dim_kpe) != MLA_DIMS:
         fail(
             OptionError,
             where,
@@ -41,7 +41,7 @@ def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
             "a number",
             "pass sm_scale, 1 / sqrt of the key's width before absorption",
         )
-    return 1 / math.sqrt(128 + 64)
+    return MLA_SM_SCALE
 
 
 class BatchMLAPagedAttentionWrapper(Wrapper):

@@ -33,8 +33,17 @@ request      index in the batch
 """
 
 
-WIDEST_WINDOW = (1 << 30) - 1
-"""The largest ``window_left``: positions are int32, and so are their differences from it."""
+CTAS_PER_SM = 2
+"""Programs on a multiprocessor that decode's work is cut for, and its tiles leave room for."""
+
+SLACK = 16
+"""A share of decode's work may be longer than the mean by one part in ``SLACK`` where that saves a cut."""
+
+LENGTH_BUCKETS = 32
+"""Classes of KV extent that prefill tiles are ordered by."""
+
+MIN_PIECE_UNITS = 2
+"""Units in the shortest piece that a prefill tile is split into for balance."""
 
 MERGE_FIELDS = ("row", "rows", "slot", "slots")
 """Columns of ``PrefillPlan.merges``, int32."""

@@ -15,9 +15,10 @@ from torch import Tensor
 from .again import Memory, again
 from .errors import ArgumentError, CapacityError, OptionError, ShapeError
 from .inductor import mark_static
+from .options import WIDEST_WINDOW
 from .page_table import check_indptr, check_pages
 from .plan import (
-    WIDEST_WINDOW,
+    CTAS_PER_SM,
     DecodePlan,
     PlanProblem,
     PrefillPlan,
@@ -29,9 +30,6 @@ from .plan import (
 )
 from .startup import prepare
 from .tiling import most_pieces, pieces_of
-
-CTAS_PER_SM = 2
-"""CTAs that the decode work is cut for, per multiprocessor."""
 
 EVEN_SHARES = 8
 """Shares are a multiple of this, if that many, so that batches of 2^n requests often need no cut."""

@@ -8,12 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CapacityError, OptionError, PlanError, ShapeError
+from ..options import MLA_DIMS, AttentionOptions
 from ..plan import DecodePlan, PrefillPlan, workspace_size
 from ..registry import Problem
-from .common import FLOATS, FP8, Op, Options, caches
+from .common import FLOATS, FP8, Op, caches
 
 
-def _attention(op: Op, q: Tensor, k: Tensor, v: Tensor, page_size: int, num_kv_heads: int, options: Options) -> Problem:
+def _attention(
+    op: Op, q: Tensor, k: Tensor, v: Tensor, page_size: int, num_kv_heads: int, options: AttentionOptions
+) -> Problem:
     """What every attention op checks once its KV is known to be well formed."""
     op.heads(int(q.shape[1]), num_kv_heads)
     op.size("k", "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
@@ -45,7 +48,7 @@ def _planned(
     q: Tensor,
     plan: Sequence[Tensor],
     workspace: Tensor,
-    options: Options,
+    options: AttentionOptions,
 ) -> Any:
     """The plan, which must be one for this problem, and its workspace large enough."""
     typed = op.plan(plan, kind, q)
@@ -76,7 +79,9 @@ def batch_decode(
     backend: str = "auto",
 ) -> Problem:
     op = Op("batch_decode")
-    options = Options(sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta)
+    options = AttentionOptions(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal=True
+    )
     op.tensor("q", q, "[batch, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
     problem = _attention(op, q, k_cache, v_cache, page_size, heads, options)
@@ -114,7 +119,7 @@ def batch_prefill(
     backend: str = "auto",
 ) -> Problem:
     op = Op("batch_prefill")
-    options = Options(
+    options = AttentionOptions(
         sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
     )
     op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
@@ -158,7 +163,7 @@ def ragged_prefill(
     backend: str = "auto",
 ) -> Problem:
     op = Op("ragged_prefill")
-    options = Options(
+    options = AttentionOptions(
         sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
     )
     problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
@@ -188,7 +193,7 @@ def single_prefill(
     backend: str = "auto",
 ) -> Problem:
     op = Op("single_prefill")
-    options = Options(
+    options = AttentionOptions(
         sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
     )
     problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
@@ -216,7 +221,7 @@ def batch_mla(
     backend: str = "auto",
 ) -> Problem:
     op = Op("batch_mla")
-    options = Options(sm_scale, logits_soft_cap, window_left, sinks, kv_scale, causal=causal)
+    options = AttentionOptions(sm_scale, logits_soft_cap, window_left, sinks, kv_scale, causal=causal)
     op.tensor("q_nope", q_nope, "[nnz_qo, num_heads, head_dim_ckv]", FLOATS, None)
     op.tensor("q_pe", q_pe, "[nnz_qo, num_heads, head_dim_kpe]", (q_nope.dtype,), q_nope)
     op.tensor("ckv_cache", ckv_cache, "[pages, page_size, head_dim_ckv]", FLOATS + FP8, q_nope)
@@ -228,7 +233,7 @@ def batch_mla(
     op.size("kpe_cache", "head_dim", int(kpe_cache.shape[2]), int(q_pe.shape[2]), "q_pe")
     op.kv_dtype(q_nope, ckv_cache, kpe_cache)
     dims = int(q_nope.shape[2]), int(q_pe.shape[2])
-    if sm_scale is None and dims != (512, 64):
+    if sm_scale is None and dims != MLA_DIMS:
         op.fail(OptionError, f"sm_scale is None with head_dim {dims[0]} + {dims[1]}", "a number", "pass sm_scale")
     op.options(q_nope, options)
     op.no_grad(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, sinks=sinks, kv_scale=kv_scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from ..errors import (
     PlanError,
     ShapeError,
 )
-from ..plan import WIDEST_WINDOW, WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
+from ..options import WIDEST_WINDOW, AttentionOptions
+from ..plan import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -28,21 +29,6 @@ LAYOUTS = {
     "NHD": "[pages, page_size, num_kv_heads, head_dim]",
     "HND": "[pages, num_kv_heads, page_size, head_dim]",
 }
-
-
-class Options(NamedTuple):
-    """The options of an attention op, for their checks."""
-
-    sm_scale: float | None
-    logits_soft_cap: float
-    window_left: int
-    sinks: Tensor | None
-    kv_scale: Tensor | None
-    pos_encoding: str = "NONE"
-    rope_scale: float = 1.0
-    rope_theta: float = 10000.0
-    causal: bool = True
-    mask: Tensor | None = None
 
 
 class Op:
@@ -105,7 +91,7 @@ class Op:
                 "repeat or regroup the heads",
             )
 
-    def options(self, q: Tensor, o: Options) -> None:
+    def options(self, q: Tensor, o: AttentionOptions) -> None:
         for what, value, ok, expected in (
             (
                 "sm_scale",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...meta.outputs import attention as allocate
+from ...options import AttentionOptions
 from ...plan import DecodePlan, PlanProblem, PrefillPlan
 from .masks import byte_offsets, unpack
 from .page import as_nhd, gather
@@ -24,20 +25,6 @@ from .sizes import any_zero
 LOG2E = math.log2(math.e)
 ELEMENTS_AT_ONCE = 1 << 26
 """Of scores, or of gathered keys, in prefill."""
-
-
-class Options(NamedTuple):
-    """The options of the attention ops, under their names in the schemas."""
-
-    sm_scale: float | None = None
-    logits_soft_cap: float = 0.0
-    window_left: int = -1
-    sinks: Tensor | None = None
-    kv_scale: Tensor | None = None
-    pos_encoding: str = "NONE"
-    rope_scale: float = 1.0
-    rope_theta: float = 10000.0
-    causal: bool = False
 
 
 class Tiles(NamedTuple):
@@ -57,7 +44,7 @@ class Tiles(NamedTuple):
     keep: Tensor | None = None
 
 
-def _visible(t: Tiles, length: int, opts: Options) -> Tensor:
+def _visible(t: Tiles, length: int, opts: AttentionOptions) -> Tensor:
     """bool ``[N, R, length]``: which keys a row sees."""
     token = torch.arange(length, device=t.q.device)
     visible = (token < t.kv_len[:, None])[:, None, :].expand(*t.position.shape, length)
@@ -70,7 +57,7 @@ def _visible(t: Tiles, length: int, opts: Options) -> Tensor:
     return visible
 
 
-def _logits(t: Tiles, keys: Tensor, opts: Options) -> Tensor:
+def _logits(t: Tiles, keys: Tensor, opts: AttentionOptions) -> Tensor:
     """float32 ``[N, num_kv_heads, R, group, L]``: scaled, biased and capped, natural base."""
     q, k = t.q.float(), keys.float()
     num_qo_heads, dim = q.shape[2:]
@@ -109,7 +96,7 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_in_float32
-def _attend(t: Tiles, keys: Tensor, values: Tensor, opts: Options) -> tuple[Tensor, Tensor]:
+def _attend(t: Tiles, keys: Tensor, values: Tensor, opts: AttentionOptions) -> tuple[Tensor, Tensor]:
     """``keys [N, L, num_kv_heads, head_dim_qk]``, ``values [..., head_dim_vo]``, of which ``kv_len`` exist.
 
     Returns float32 ``out [N, R, num_qo_heads, head_dim_vo]`` and base-2 ``lse [N, R, num_qo_heads]``.
@@ -182,7 +169,7 @@ def batch_decode(
         Tiles(q[:, None], torch.zeros_like(position), position, kv_len),
         _gather_pages(as_nhd(k_cache, kv_layout), p, request, length),
         _gather_pages(as_nhd(v_cache, kv_layout), p, request, length),
-        Options(**options),
+        AttentionOptions(**options),
     )
     return out[:, 0].to(q.dtype), lse[:, 0] if return_lse else lse.new_empty(0)
 
@@ -193,7 +180,7 @@ def _nothing_seen(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Te
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, mask: Tensor | None, opts: Options, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, mask: Tensor | None, opts: AttentionOptions, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """``k, v [pages, page_size, heads, dim]``; the plan's tiles a few at a time."""
     out, lse = _nothing_seen(q, k, v, return_lse=True)
@@ -238,7 +225,7 @@ def batch_prefill(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     k, v = as_nhd(k_cache, kv_layout), as_nhd(v_cache, kv_layout)
-    return prefill(q, k, v, PrefillPlan(*plan), mask, Options(**options), return_lse)
+    return prefill(q, k, v, PrefillPlan(*plan), mask, AttentionOptions(**options), return_lse)
 
 
 def ragged_prefill(
@@ -254,7 +241,7 @@ def ragged_prefill(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     keys, values = (t[:, None] if kv_layout == "NHD" else t.transpose(0, 1)[:, None] for t in (k, v))
-    return prefill(q, keys, values, PrefillPlan(*plan), mask, Options(**options), return_lse)
+    return prefill(q, keys, values, PrefillPlan(*plan), mask, AttentionOptions(**options), return_lse)
 
 
 def _parts(rows: int, scores: int) -> list[tuple[int, int]]:
@@ -285,7 +272,7 @@ def single_prefill(
         row = torch.arange(begin, end, device=q.device)[None]
         keep = None if mask is None else unpack(mask, kv_len * 0, row, kv_len, length)
         tiles = Tiles(q[None, begin:end], row, row + length - rows, kv_len, keep)
-        out, lse = _attend(tiles, keys, values, Options(**options))
+        out, lse = _attend(tiles, keys, values, AttentionOptions(**options))
         outs.append(out[0].to(q.dtype))
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses) if return_lse else lses[0].new_empty(0)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...options import MLA_SM_SCALE, AttentionOptions
 from ...plan import PrefillPlan
-from .attention import Options, prefill
+from .attention import prefill
 from .page import bits
-
-DEFAULT_SM_SCALE = 1 / math.sqrt(128 + 64)
-"""For 512 + 64, whose keys are 128 + 64 wide before they are absorbed; other sizes must name theirs."""
 
 
 def batch_mla(
@@ -28,7 +25,7 @@ def batch_mla(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    opts = Options(sm_scale=DEFAULT_SM_SCALE if sm_scale is None else sm_scale, **options)
+    opts = AttentionOptions(sm_scale=MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
     keys = torch.cat((bits(ckv_cache), bits(kpe_cache)), -1).view(ckv_cache.dtype)
     q = torch.cat((q_nope, q_pe), -1)
     return prefill(q, keys[:, :, None], ckv_cache[:, :, None], PrefillPlan(*plan), None, opts, return_lse)

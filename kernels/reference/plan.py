@@ -17,18 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...plan import KV_UNIT, DecodePlan, PlanProblem, PrefillPlan
+from ...plan import KV_UNIT, LENGTH_BUCKETS, MIN_PIECE_UNITS, SLACK, DecodePlan, PlanProblem, PrefillPlan
 from ...tiling import fixed_pieces, tiles_of
-
-SLACK = 16
-"""A share may be longer than the mean by one part in ``SLACK`` where that saves a cut."""
-
-LENGTH_BUCKETS = 32
-"""Classes of KV extent that prefill tiles are ordered by."""
-
-
-MIN_PIECE_UNITS = 2
-"""KV units in the shortest piece that a prefill tile is split into."""
 
 
 def _lengths(kv_indptr: Tensor, last: Tensor, page_size: int, max_pages: int) -> Tensor:

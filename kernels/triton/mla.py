@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ...meta.outputs import batch_mla as allocate
+from ...options import MLA_SM_SCALE, AttentionOptions
 from ...plan import PlanProblem, PrefillPlan
-from ..reference.mla import DEFAULT_SM_SCALE
 from .hopper import hopper_for
-from .prefill import Operands, Options, attend
+from .prefill import Operands, attend
 
 
 def batch_mla(
@@ -27,7 +27,7 @@ def batch_mla(
 ) -> tuple[Tensor, Tensor]:
     out, lse = allocate(q_nope, return_lse=return_lse)
     state = PrefillPlan(*plan)
-    o = Options(DEFAULT_SM_SCALE if sm_scale is None else sm_scale, **options)
+    o = AttentionOptions(MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
     call = q_nope, q_pe, ckv_cache, kpe_cache, PlanProblem.of(state.problem), o
     special = hopper_for("mla_hopper", q_nope, lambda module: module.objections(*call))
     if special:

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...options import AttentionOptions
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .hopper_steps import (
     OPERAND,
@@ -48,7 +49,6 @@ from .hopper_steps import (
 )
 from .launch import Options, launch, starts_early
 from .merge_tiles import merge_tiles
-from .prefill import Options as AttentionOptions
 from .primitives import LOG2E, exp2, finite, inverse, log_sum
 
 LONGEST_STRIDE = 1 << 20

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...plan import KV_UNIT, DecodePlan, PlanProblem
-from ..reference.plan import SLACK
+from ...plan import KV_UNIT, SLACK, DecodePlan, PlanProblem
 from ..reference.plan import plan_decode as plan_in_closed_form
 from .launch import Options, launch, starts_early
 

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...plan import KV_UNIT, PlanProblem, PrefillPlan
-from ..reference.plan import LENGTH_BUCKETS, MIN_PIECE_UNITS
+from ...plan import KV_UNIT, LENGTH_BUCKETS, MIN_PIECE_UNITS, PlanProblem, PrefillPlan
 from ..reference.plan import plan_prefill as plan_in_closed_form
 from .launch import Options, launch
 from .plan_decode import COPY, MAX_REQUESTS, at_previous, copy_page_numbers, count_tokens

@@ -53,7 +53,7 @@ def rotate_halves(low, high, position, pair, log2_theta, inverse_scale, DIM: tl.
 
 @triton.jit
 def alibi_slopes(head, LOG2_HEADS: tl.constexpr):
-    """Powers of ``2^(-8 / n)``, n = 2^LOG2_HEADS the largest power of two in the number of heads, then those between."""
+    """Powers of ``2^(-8 / n)``, n = 2^LOG2_HEADS the largest power of two in their number; then those between."""
     n: tl.constexpr = 1 << LOG2_HEADS
     head = head.to(tl.float32)
     return tl.where(head < n, tl.exp2(-8.0 / n * (head + 1.0)), tl.exp2(-4.0 / n * (2.0 * (head - n) + 1.0)))

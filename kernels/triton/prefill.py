@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.outputs import attention as allocate
+from ...options import AttentionOptions
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .hopper import hopper_for
 from .launch import launch
@@ -346,23 +347,8 @@ class Operands(NamedTuple):
     shared: bool = False
 
 
-class Options(NamedTuple):
-    """The options of the ops, under their names in the schemas."""
-
-    sm_scale: float | None = None
-    logits_soft_cap: float = 0.0
-    window_left: int = -1
-    sinks: Tensor | None = None
-    kv_scale: Tensor | None = None
-    pos_encoding: str = "NONE"
-    rope_scale: float = 1.0
-    rope_theta: float = 10000.0
-    causal: bool = False
-    mask: Tensor | None = None
-
-
 def attend(
-    x: Operands, out: Tensor, lse: Tensor, plan: PrefillPlan | None, workspace: Tensor | None, o: Options
+    x: Operands, out: Tensor, lse: Tensor, plan: PrefillPlan | None, workspace: Tensor | None, o: AttentionOptions
 ) -> None:
     """Write ``out`` and, unless it has no elements, ``lse``; without a plan the query rows are one request."""
     tile_rows = max(1, SINGLE_PAIRS // (x.heads[0] // x.heads[1]))
@@ -386,7 +372,7 @@ def _run(
     workspace: Tensor | None,
     tile_rows: int,
     num_items: int,
-    o: Options,
+    o: AttentionOptions,
 ) -> None:
     """Write the items of tiles of ``tile_rows``: what is whole to its place, pieces to ``workspace``."""
     (num_heads, num_kv_heads), (dim_a, dim_b, dim_vo) = x.heads, x.dims
@@ -456,7 +442,7 @@ def batch_prefill(
     out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse)
     slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
     x = _operands(q, k_cache, v_cache, k_cache.shape[head], (0, slot, head), 0)
-    attend(x, out, lse, PrefillPlan(*plan), workspace, Options(**options))
+    attend(x, out, lse, PrefillPlan(*plan), workspace, AttentionOptions(**options))
     return out, lse
 
 
@@ -474,7 +460,7 @@ def ragged_prefill(
     out, lse = allocate(q, k, v, return_lse=return_lse)
     slot, head = (0, 1) if kv_layout == "NHD" else (1, 0)
     x = _operands(q, k, v, k.shape[head], (None, slot, head), k.shape[slot])
-    attend(x, out, lse, PrefillPlan(*plan), workspace, Options(**options))
+    attend(x, out, lse, PrefillPlan(*plan), workspace, AttentionOptions(**options))
     return out, lse
 
 
@@ -484,6 +470,11 @@ def single_prefill(
     out, lse = allocate(q, k, v, return_lse=return_lse)
     slot, head = (0, 1) if kv_layout == "NHD" else (1, 0)
     attend(
-        _operands(q, k, v, k.shape[head], (None, slot, head), k.shape[slot]), out, lse, None, None, Options(**options)
+        _operands(q, k, v, k.shape[head], (None, slot, head), k.shape[slot]),
+        out,
+        lse,
+        None,
+        None,
+        AttentionOptions(**options),
     )
     return out, lse

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...options import AttentionOptions
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .hopper_steps import (
     OPERAND,
@@ -51,7 +52,6 @@ from .primitives import LOG2E, exp2, finite, inverse, join_sink, log_sum, soft_c
 
 if TYPE_CHECKING:
     from .prefill import Operands
-    from .prefill import Options as AttentionOptions
 
 REGISTERS = gl.constexpr((240, 24))
 """Of a thread that attends, and of one that copies."""

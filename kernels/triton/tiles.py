@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ...plan import CTAS_PER_SM
 from .launch import Options
 
 WARPS = 4
-CTAS_PER_SM = 2
 STAGES = 3
 STEP_BYTES = 32 << 10
 """Keys and values of a step, where that is 16 to 128 tokens."""
