@@ -14,9 +14,9 @@ import attn_ops
 triton = pytest.importorskip("triton")
 hopper = pytest.importorskip("attn_ops.kernels.triton.mla_hopper", exc_type=ImportError)
 
-from attn_ops.kernels.triton.prefill import Options  # noqa: E402
 from offline import compiling_for, tool  # noqa: E402
 
+from attn_ops.options import AttentionOptions  # noqa: E402
 from attn_ops.plan import PlanProblem  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -99,7 +99,7 @@ def test_registers_and_shared_memory_suffice(
 )
 def test_objections(sizes: dict[str, Any], options: dict[str, Any], reason: str) -> None:
     tensors, planner = _call(**sizes)
-    found = hopper.objections(*tensors, PlanProblem.of(planner.state.problem), Options(**options))
+    found = hopper.objections(*tensors, PlanProblem.of(planner.state.problem), AttentionOptions(**options))
     assert [reason in text for text in found] == [True]
 
 
@@ -107,11 +107,11 @@ def test_a_cache_in_one_place_is_left_to_the_general_kernel() -> None:
     """It has no tensor map, and neither has one without pages."""
     (q_nope, q_pe, ckv, kpe), planner = _call()
     for bad in (kpe[:1].expand(kpe.shape), kpe[:0]):
-        found = hopper.objections(q_nope, q_pe, ckv, bad, PlanProblem.of(planner.state.problem), Options())
+        found = hopper.objections(q_nope, q_pe, ckv, bad, PlanProblem.of(planner.state.problem), AttentionOptions())
         assert ["the cache has no pages" in text for text in found] == [True]
 
 
 def test_no_objections() -> None:
     for sizes in ({}, {"packed": True, "heads": 16}, {"page_size": 192, "dtype": torch.float16}):
         tensors, planner = _call(**sizes)
-        assert not hopper.objections(*tensors, PlanProblem.of(planner.state.problem), Options(causal=True))
+        assert not hopper.objections(*tensors, PlanProblem.of(planner.state.problem), AttentionOptions(causal=True))

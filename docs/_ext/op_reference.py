@@ -147,7 +147,7 @@ def _objections(backend: registry.Backend, problem: Problem) -> list[str]:
 def _ordinary(op: str, device: str) -> Problem:
     # MLA: the keys are wider than the values by the rotated part.
     sizes = {"num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512} if op == "batch_mla" else {}
-    return Problem(op=op, device=device, **{**ORDINARY, **sizes})
+    return Problem(op=op, device=torch.device(device), **{**ORDINARY, **sizes})
 
 
 def _devices(backend: registry.Backend, op: str) -> list[str]:
