@@ -16,14 +16,20 @@ def packed(
     qo_len: Tensor,
     kv_len: Tensor,
     device: torch.device,
+    exact: bool = True,
 ) -> Tensor | None:
-    """uint8 ``[bytes]`` of a batch with the given host lengths, or None. A packed mask is taken before a bool one."""
+    """uint8 ``[bytes]`` of a batch with the given host lengths, or None. A packed mask is taken before a bool one.
+
+    A bool one may hold more than the batch needs if not ``exact``.
+    """
     bits = qo_len * kv_len
     if packed_custom_mask is not None:
         _check_packed(where, packed_custom_mask, int(((bits + 7) // 8).sum()))
         return packed_custom_mask.to(device)
     if custom_mask is None:
         return None
+    if not exact and custom_mask.dim() == 1:
+        custom_mask = custom_mask[: int(bits.sum())]
     _check_bools(where, custom_mask, int(bits.sum()))
     return pack(where, custom_mask.to(device), bits)
 

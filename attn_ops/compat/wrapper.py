@@ -223,7 +223,8 @@ class Wrapper:
         mask = None
         if custom_mask is not None or packed_custom_mask is not None:
             lengths = tables.lengths(shape.page_size)
-            mask = masks.packed(where, custom_mask, packed_custom_mask, *lengths, self.device)
+            exact = self._graph is None  # engines capture several sizes of batches with one mask
+            mask = masks.packed(where, custom_mask, packed_custom_mask, *lengths, self.device, exact)
             shape = shape._replace(causal=False)
         tables, extent = self._extent(op, tables, shape, options, dtypes)
         fixed = None

@@ -276,7 +276,8 @@ def test_cuda_graph_mode(kind: str) -> None:
         tables = (batch.qo_indptr, *batch.table, *batch.sizes)
         if kind == "ragged":
             tables = (batch.qo_indptr, batch.kv_indptr, *batch.sizes[:3])
-        wrapper.plan(*tables, causal=not masked, custom_mask=batch.mask if masked else None)
+        mask = torch.nn.functional.pad(batch.mask, (0, 99), value=True) if masked else None  # of a larger batch
+        wrapper.plan(*tables, causal=not masked, custom_mask=mask)
         assert torch.equal(buffers["qo_indptr_buf"], batch.qo_indptr)
         cache = (batch.cache(),) if kind == "paged" else batch.ragged()
         rows = len(batch.q)
