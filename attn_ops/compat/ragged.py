@@ -204,7 +204,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
 
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``.
-            k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]``, or heads first with layout HND.
+            k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]`` or more rows, or heads first with layout HND.
             args: as for decoding. The others are those of the paged wrapper's run().
 
         Returns:

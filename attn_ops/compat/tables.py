@@ -18,7 +18,7 @@ class Extent(NamedTuple):
     """What a batch asks of a plan: ``pages`` and query ``rows`` of all requests, ``kv_len`` of the longest.
 
     ``kv_len`` is None where it was not read: as many as the pages hold. ``pieces`` are those of a fixed size that
-    prefill tiles make.
+    prefill tiles make. ``keys`` of ragged KV take no room of a plan.
     """
 
     batch: int
@@ -26,6 +26,7 @@ class Extent(NamedTuple):
     pages: int
     kv_len: int | None
     pieces: int = 0
+    keys: int = 0
 
 
 class Tables(NamedTuple):
@@ -78,7 +79,7 @@ class Tables(NamedTuple):
             check_indptr("qo_indptr", qo_indptr)
             rows = int(qo_indptr[-1])
         if tables.kv_indices is None:
-            return tables, Extent(batch, rows, 0, _largest(steps))
+            return tables, Extent(batch, rows, 0, _largest(steps), keys=int(kv_indptr[-1]))
         used = int(kv_indptr[-1])
         last = page_size if self.kv_last_page_len is None else self.kv_last_page_len.cpu()
         kv_len = _largest(torch.where(steps > 0, (steps - 1) * page_size + last, 0))

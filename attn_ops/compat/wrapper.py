@@ -34,7 +34,8 @@ class Planned:
 
     ``rows [n, 0]`` holds the planned number of query rows in its shape, which a compiled run() need not
     specialise on as it would on an int. ``exact``: the query has that many; otherwise it may have more, which are
-    padding. ``dtypes`` None means those of the query.
+    padding. ``dtypes`` None means those of the query. ``keys [n, 0]`` likewise holds the planned number of ragged keys;
+    there may be more.
     """
 
     op: str
@@ -45,6 +46,7 @@ class Planned:
     dtypes: DTypes | None
     rows: Tensor
     exact: bool
+    keys: Tensor | None = None
 
     def check(self, where: str, q: Tensor, kv: Tensor) -> None:
         if self.dtypes is not None:
@@ -65,6 +67,18 @@ class Planned:
                 f"q has {rows} rows",
                 f"{planned} as planned{'' if self.exact else ', or more'}",
                 "call plan() for this batch first",
+            )
+        if self.keys is not None and kv.dim() == 3:
+            self._check_keys(where, kv.shape[0 if self.options["kv_layout"] == "NHD" else 1], self.keys.shape[0])
+
+    def _check_keys(self, where: str, keys: int, planned: int) -> None:
+        if keys < planned:
+            fail(
+                ShapeError,
+                where,
+                f"k and v have {keys} rows",
+                f"{planned} as planned by kv_indptr, or more",
+                "pass the keys of all requests, or call plan() for this batch first",
             )
 
 
@@ -144,7 +158,10 @@ class Wrapper:
                 raise
 
     def _recall(self) -> int | None:
-        """The planned number of rows. What is remembered is forgotten if this is not the wrapper of then."""
+        """The planned numbers of rows and ragged keys, in one.
+
+        What is remembered is forgotten if this is not the wrapper of then.
+        """
         planned = self._planned
         if planned is None or self.device.type != "cuda":
             return None
@@ -155,7 +172,8 @@ class Wrapper:
             ):
                 self._memory.clear()
             self._remembered, self._as_remembered = planned, state
-        return planned.rows.shape[0]
+        rows, keys = planned.rows.shape[0], planned.keys
+        return rows if keys is None else rows << 32 | keys.shape[0]
 
     def _state(self) -> dict[str, Any]:
         """What a call depends on beside its arguments and the number of rows."""
@@ -250,6 +268,7 @@ class Wrapper:
             dtypes=dtypes,
             rows=may_vary(torch.empty(extent.rows, 0, device=self.device)),
             exact=self._graph is None,
+            keys=None if shape.paged else torch.empty(extent.keys, 0, device=self.device),
         )
 
     def _extent(

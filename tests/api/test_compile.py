@@ -86,6 +86,19 @@ def test_other_numbers_of_rows_compile_once_more() -> None:
     assert len(recorder.graphs) == 2
 
 
+def test_other_numbers_of_keys_compile_once_more() -> None:
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    recorder = Recorder()
+    step = torch.compile(lambda *tensors: wrapper.run(*tensors), fullgraph=True, backend=recorder)
+    for rows in (20, 33, 40, 7):
+        r = Requests((rows + 50, 90), (rows, 3))
+        wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3])
+        r.expected().check(step(r.q, *r.ragged()))
+    assert len(recorder.graphs) == 2
+    with pytest.raises(Exception, match="k and v have 146 rows; expected 147 as planned"):
+        step(r.q, *(t[:-1] for t in r.ragged()))
+
+
 def test_ragged_and_mla() -> None:
     ragged, recorder = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()), Recorder()
     r = PREFILLS[0]
