@@ -189,7 +189,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         required(where, seq_lens=seq_lens)
         assert seq_lens is not None
         pages = block_table(where, "block_tables", block_tables, block_tables.device)
-        tokens = lengths(where, "seq_lens", seq_lens, pages.shape[0], pages.device)
+        capacity = pages.shape[1] * page_size
+        tokens = lengths(where, "seq_lens", seq_lens, pages.shape[0], pages.device, capacity)
         return Tables.of(where, *torch.ops.attn.page_table(pages, tokens, page_size))
 
     @again

@@ -100,6 +100,11 @@ CASES: dict[str, Case] = {
     ),
     "rows": (lambda: decode().run(R.q[:3], R.cache()), errors.ShapeError, "q has 3 rows; expected 4 as planned"),
     "rows of prefill": (lambda: prefill().run(P.q[1:], P.cache()), errors.ShapeError, "45 rows; expected 46"),
+    "keys of ragged prefill": (
+        lambda: ragged().run(P.q, *(t[:-1] for t in P.ragged())),
+        errors.ShapeError,
+        "k and v have 211 rows; expected 212 as planned by kv_indptr, or more",
+    ),
     "heads": (lambda: decode().run(R.q[:, :2], R.cache()), errors.PlanError, "num_qo_heads 4"),
     "uneven heads": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 5, 2, 64, 16),
@@ -269,6 +274,17 @@ CASES: dict[str, Case] = {
         ),
         errors.PageTableError,
         "request 0 has 86 tokens and 5 pages of 16; expected 6 pages",
+    ),
+    "MLA block tables too narrow": (
+        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
+            P.qo_indptr,
+            num_heads=4,
+            page_size=16,
+            block_tables=P.block_tables()[:, :8],
+            seq_lens=torch.tensor(P.kv_lens),
+        ),
+        errors.PageTableError,
+        "a request has 130 tokens and its row of the page table places for 128",
     ),
     "block tables too narrow": (
         lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables()[:, :8], torch.tensor(R.kv_lens, dtype=torch.int32)),
