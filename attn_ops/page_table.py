@@ -9,18 +9,18 @@ from .errors import CapacityError, PageTableError, ShapeError
 from .plan import PlanProblem
 
 
-def check_indptr(name: str, indptr: Tensor) -> None:
+def check_indptr(name: str, indptr: Tensor, where: str = "plan") -> None:
     """Cumulative lengths: starting at 0, never decreasing."""
     if indptr.dim() != 1 or not indptr.numel():
-        raise ShapeError(f"plan: {name} is {list(indptr.shape)}; expected [batch + 1]; pass cumulative lengths")
+        raise ShapeError(f"{where}: {name} is {list(indptr.shape)}; expected [batch + 1]; pass cumulative lengths")
     values = indptr.cpu().long()
     if int(values[0]):
-        raise PageTableError(f"plan: {name} starts at {int(values[0])}; expected 0; pass cumulative lengths from 0")
+        raise PageTableError(f"{where}: {name} starts at {int(values[0])}; expected 0; pass cumulative lengths from 0")
     falls = values.diff() < 0
     if falls.any():
         b = int(falls.int().argmax())
         raise PageTableError(
-            f"plan: {name} falls from {int(values[b])} to {int(values[b + 1])} at request {b}; expected values "
+            f"{where}: {name} falls from {int(values[b])} to {int(values[b + 1])} at request {b}; expected values "
             "that never decrease; pass cumulative lengths"
         )
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, AttnOpsError, DTypeError, OptionError, UnsupportedError
+from ..errors import ArgumentError, AttnOpsError, DTypeError, OptionError, ShapeError, UnsupportedError
 from ..registry import BACKENDS
 from ..validation.common import FP8, LAYOUTS, POS_ENCODINGS
 from .refused import REFUSED
@@ -86,6 +86,18 @@ def required(where: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is None:
             fail(ArgumentError, where, f"{name} is missing", "a value", f"pass {name}")
+
+
+def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
+    """``t`` has as many dimensions as ``dims`` names, such as ``"[rows, heads, head_dim]"``."""
+    if t.dim() != dims.count(",") + 1:
+        fail(ShapeError, where, f"{name} is {list(t.shape)}", dims, f"reshape {name}")
+
+
+def positive(where: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            fail(OptionError, where, f"{name} is {size}", "1 or more", "change it")
 
 
 def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, OptionError, UnsupportedError
-from .arguments import fail, output_dtype, own_backend, required
+from .arguments import fail, output_dtype, own_backend, ranked, required
 from .packed import attend_ragged
 from .results import Padded, Wanted
 from .scales import Scale
 from .tabled import attend, block_table, lengths, uniform_rows
+from .tables import cumulative
 
 OFFSET_UNITS = ("elements", "tokens")
+ROWS = "[rows, heads, head_dim]"
 
 
 def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tuple[Tensor | None, set[int]]]) -> None:
@@ -44,9 +46,11 @@ def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tu
             )
 
 
-def _indptr(where: str, name: str, seq_lens: Tensor, device: torch.device) -> Tensor:
-    ends = lengths(where, name, seq_lens, seq_lens.numel(), device).cumsum(0)
-    return torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+def _indptr(where: str, name: str, seq_lens: Tensor, rows_name: str, rows: Tensor) -> Tensor:
+    """``qo_indptr`` or ``kv_indptr`` of lengths that are packed in ``rows``."""
+    batch = seq_lens.numel()
+    ends = lengths(where, name, seq_lens, batch, seq_lens.device).cumsum(0)
+    return cumulative(where, name, torch.cat((ends.new_zeros(1), ends)), batch, rows_name, rows)
 
 
 def cudnn_batch_decode_with_kv_cache(
@@ -85,6 +89,7 @@ def cudnn_batch_decode_with_kv_cache(
         ``out`` as q, with ``return_lse`` also float32 ``lse``, base 2.
     """
     where = "cudnn_batch_decode_with_kv_cache"
+    ranked(where, "q", q, ROWS)
     required(where, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables)
     assert actual_seq_lens_kv is not None
     assert block_tables is not None
@@ -174,10 +179,11 @@ def cudnn_batch_prefill_with_kv_cache(
         ``(out, lse)``; ``lse`` is None unless ``return_lse``, and ``[nnz_qo, num_qo_heads]`` without a buffer.
     """
     where = "cudnn_batch_prefill_with_kv_cache"
+    ranked(where, "q", q, ROWS)
     required(where, actual_seq_lens_q=actual_seq_lens_q, actual_seq_lens_kv=actual_seq_lens_kv)
     assert actual_seq_lens_q is not None
     assert actual_seq_lens_kv is not None
-    qo_indptr = _indptr(where, "actual_seq_lens_q", actual_seq_lens_q, q.device)
+    qo_indptr = _indptr(where, "actual_seq_lens_q", actual_seq_lens_q, "q", q)
     heads = q.shape[1]
     _check_offsets(
         where,
@@ -214,7 +220,9 @@ def cudnn_batch_prefill_with_kv_cache(
             backend=backend,
         )
         return result if return_lse else (result, None)
-    kv_indptr = _indptr(where, "actual_seq_lens_kv", actual_seq_lens_kv, q.device)
+    kv_indptr = _indptr(where, "actual_seq_lens_kv", actual_seq_lens_kv, "k_cache", k_cache)
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        ranked(where, name, t, ROWS)
     kv_heads = k_cache.shape[1]
     _check_offsets(
         where,

@@ -13,6 +13,7 @@ from .caches import latent
 from .packed import attend_ragged
 from .results import Wanted
 from .tabled import block_table, uniform_rows
+from .tables import cumulative
 from .wrapper import as_sinks
 from .xqa import attend_latent
 
@@ -48,7 +49,7 @@ def _decode(
         uniform_rows(where, batch, tables.shape[0], 1, query.device)
         rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * q_len
     else:
-        rows = cum_seq_lens_q.to(query.device, torch.int32)
+        rows = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, tables.shape[0], "query", query)
     wanted = Wanted(None, lse, return_lse, None, lse_base)
     Wanted(out).check(where, query, dims[0])
     wanted.check(where, flat, dims[0])
@@ -224,22 +225,20 @@ def trtllm_ragged_attention_deepseek(
         num_elts_per_sage_attn_blk=num_elts_per_sage_attn_blk,
         uses_spcompress=uses_spcompress,
     )
-    for name, indptr in (("cum_seq_lens_q", cum_seq_lens_q), ("cum_seq_lens_kv", cum_seq_lens_kv)):
-        if indptr.dim() != 1 or indptr.shape[0] != batch_size + 1:
-            fail(
-                ShapeError,
-                where,
-                f"{name} is {list(indptr.shape)}",
-                f"[{batch_size + 1}], for the {batch_size} requests of batch_size",
-                "correct one",
-            )
+    qo_indptr, kv_indptr = (
+        cumulative(where, name, indptr, batch_size, rows_name, rows)
+        for name, indptr, rows_name, rows in (
+            ("cum_seq_lens_q", cum_seq_lens_q, "query", query),
+            ("cum_seq_lens_kv", cum_seq_lens_kv, "key", key),
+        )
+    )
     return attend_ragged(
         where,
         query,
         key,
         value,
-        cum_seq_lens_q.to(query.device, torch.int32),
-        cum_seq_lens_kv.to(query.device, torch.int32),
+        qo_indptr,
+        kv_indptr,
         Wanted(out, lse, return_lse),
         causal=is_causal,
         sm_scale=1.0,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import inline
+from .arguments import positive, ranked
 from .growing import Shape
 from .results import Wanted
 from .scales import Scale, fold
@@ -32,6 +33,9 @@ def attend_ragged(
     backend: str = "auto",
 ) -> Any:
     """``q [nnz_qo, num_qo_heads, head_dim]``, ``k, v [nnz_kv, num_kv_heads, head_dim]``; both indptr int32."""
+    for name, t in (("the query", q), ("the key", k), ("the value", v)):
+        ranked(where, name, t, "[rows, heads, head_dim]")
+    positive(where, num_qo_heads=q.shape[1])
     wanted.check(where, q, v.shape[-1])
     shape = Shape(
         decode=False,

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PageTableError, ShapeError
+from ..errors import DTypeError, PageTableError, ShapeError
 from ..plan import PrefillPlan
 from . import inline
-from .arguments import fail
+from .arguments import fail, positive, ranked
 from .caches import paged_sizes
 from .drafts import draft_mask
 from .growing import Shape
 from .results import Wanted
 from .scales import Scale, fold
+from .tables import seen
 from .wrapper import as_sinks
 
 
@@ -30,8 +31,12 @@ def lengths(where: str, name: str, t: Tensor, batch: int, device: torch.device, 
     """
     if t.numel() != batch:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch}], one a request", "correct it")
+    if t.is_floating_point() or t.dtype == torch.bool:
+        fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
     if t.dtype == torch.uint32:
         t = t.view(torch.int32)
+    if seen(t) and batch and int(t.min()) < 0:
+        fail(PageTableError, where, f"{name} has a length of {int(t.min())}", "0 or more", "correct it")
     if capacity is not None:
         check_fits(where, t, capacity)
     return t.reshape(batch).to(device, torch.int32)
@@ -96,6 +101,8 @@ def attend(
 
     ``draft`` says which of a request's last tokens each of its rows sees (:mod:`.drafts`), in the place of ``causal``.
     """
+    ranked(where, "the query", q, "[rows, num_qo_heads, head_dim]")
+    positive(where, num_qo_heads=q.shape[1])
     if draft is not None and qo_indptr is None:
         qo_indptr = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     causal = causal and draft is None

@@ -14,6 +14,11 @@ from .arguments import fail
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
+def seen(t: Tensor) -> bool:
+    """Whether the contents of ``t`` can be looked at: on the host, and neither traced nor fake."""
+    return not torch.compiler.is_compiling() and type(t) is Tensor and t.device.type == "cpu"
+
+
 class Extent(NamedTuple):
     """What a batch asks of a plan: ``pages`` and query ``rows`` of all requests, ``kv_len`` of the longest.
 
@@ -111,9 +116,38 @@ def index(where: str, name: str, t: Tensor) -> Tensor:
     if t.dtype not in _INTEGERS:
         fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
     small = t.to(torch.int32)
-    if t.dtype != torch.int32 and t.device.type == "cpu" and not torch.equal(small, t):
+    if t.dtype != torch.int32 and seen(t) and not torch.equal(small, t):
         fail(PageTableError, where, f"{name} has a number beyond int32", "numbers of pages or tokens", "correct it")
     return small
+
+
+def cumulative(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: Tensor) -> Tensor:
+    """int32 ``[batch + 1]`` of cumulative lengths, which end in ``rows [n, ...]``, and on their device.
+
+    Contents on the host are checked.
+    """
+    if t.dtype == torch.uint32:
+        t = t.view(torch.int32)
+    indptr = index(where, name, t)
+    if indptr.shape[0] != batch + 1:
+        fail(
+            ShapeError,
+            where,
+            f"{name} is {list(indptr.shape)}",
+            f"[{batch + 1}], for the {batch} requests of the batch",
+            "make the two agree",
+        )
+    if seen(t):
+        check_indptr(name, indptr, where)
+        if int(indptr[-1]) > rows.shape[0]:
+            fail(
+                ShapeError,
+                where,
+                f"{rows_name} has {rows.shape[0]} rows",
+                f"{int(indptr[-1])} or more, where {name} ends",
+                "pass the rows of all requests",
+            )
+    return indptr.to(rows.device)
 
 
 def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> Tables:

@@ -18,6 +18,7 @@ from .caches import PagedCache, paged
 from .drafts import check_draft
 from .results import Wanted
 from .tabled import attend, block_table, uniform_rows
+from .tables import cumulative
 
 
 def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
@@ -39,17 +40,18 @@ def _decode(
     sinks: Any,
     kv_layout: str,
     q_len_per_req: int | None,
-    cum_seq_lens_q: Tensor | None,
+    ragged: tuple[str, Tensor | None],
     mask: Tensor | None,
     backend: str = "auto",
 ) -> Any:
     tables = block_table(where, "block_tables", block_tables, query.device)
     k, v = paged(where, kv_cache, layout(where, kv_layout))
-    if cum_seq_lens_q is None:
+    name, indptr = ragged
+    if indptr is None:
         q_len = q_len_per_req or 1
         rows = uniform_rows(where, query.shape[0], tables.shape[0], q_len, query.device)
     else:
-        q_len, rows = 1, cum_seq_lens_q.to(query.device, torch.int32)
+        q_len, rows = 1, cumulative(where, name, indptr, tables.shape[0], "the query", query)
     if mask is not None:
         check_draft(where, mask, query.shape[0], q_len)
     return attend(
@@ -153,7 +155,7 @@ def trtllm_batch_decode_with_kv_cache(
         sinks,
         kv_layout,
         q_len_per_req,
-        cum_seq_lens_q,
+        ("cum_seq_lens_q", cum_seq_lens_q),
         mask,
         backend,
     )
@@ -195,7 +197,7 @@ def xqa_batch_decode_with_kv_cache(
         sinks,
         kv_layout,
         q_len_per_req,
-        q_cu_seq_lens,
+        ("q_cu_seq_lens", q_cu_seq_lens),
         mask,
     )
 
@@ -272,7 +274,7 @@ def trtllm_batch_context_with_kv_cache(
         tables,
         seq_lens,
         Wanted(out, lse, return_lse, _output(where, out, out_dtype)),
-        qo_indptr=cum_seq_lens_q.to(query.device, torch.int32),
+        qo_indptr=cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, batch_size, "the query", query),
         causal=causal,
         sm_scale=1.0,
         logit_scales={"bmm1_scale": bmm1_scale},

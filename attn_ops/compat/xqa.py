@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError
 from . import inline
-from .arguments import fail, layout, refuse, required
+from .arguments import fail, layout, positive, ranked, refuse, required
 from .caches import paged_sizes
 from .drafts import check_draft
 from .growing import Shape
 from .results import Wanted
 from .scales import fold
 from .tabled import attend, block_table, lengths, uniform_rows
+from .tables import cumulative
 
 
 def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
@@ -113,7 +114,8 @@ def xqa(
         flat, q_len = _rows(where, q, q_seq_len)
         qo_indptr = uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
     else:
-        flat, q_len, qo_indptr = q, 1, q_cu_seq_lens.to(q.device, torch.int32)
+        flat, q_len = q, 1
+        qo_indptr = cumulative(where, "q_cu_seq_lens", q_cu_seq_lens, tables.shape[0], "q", q)
     if mask is not None:
         check_draft(where, mask, flat.shape[0], q_len)
     if sliding_win_size < 0:
@@ -221,6 +223,11 @@ def attend_latent(
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """MLA by block tables in one call: ``out [rows, num_heads, ckv]`` and base-2 ``lse``."""
+    for name, t in (("q_nope", q_nope), ("q_pe", q_pe)):
+        ranked(where, name, t, "[rows, num_heads, head_dim]")
+    for name, t in (("ckv_cache", ckv), ("kpe_cache", kpe)):
+        ranked(where, name, t, "[pages, page_size, head_dim]")
+    positive(where, num_heads=q_nope.shape[1])
     shape = Shape(
         decode=False,
         paged=True,

@@ -51,6 +51,54 @@ def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
+H = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
+QO, KV, LENS = (torch.tensor(t, dtype=torch.int32) for t in ([0, 1, 6, 6, 46], [0, 70, 73, 82, 212], H.kv_lens))
+"""Lengths of H, on the host."""
+
+
+def context(q: torch.Tensor = H.q, indptr: torch.Tensor = QO, seq_lens: torch.Tensor = LENS) -> Any:
+    tables = H.block_tables(), seq_lens
+    return flashinfer.trtllm_batch_context_with_kv_cache(
+        q, H.cache(), workspace(), *tables, 40, 130, 0.1, 1.0, 4, indptr, KV
+    )
+
+
+def several(q: torch.Tensor = H.q, indptr: torch.Tensor = QO) -> Any:
+    tables = H.block_tables(), LENS
+    return flashinfer.trtllm_batch_decode_with_kv_cache(
+        q, H.cache(), workspace(), *tables, 130, cum_seq_lens_q=indptr, max_q_len=40
+    )
+
+
+def latent(q: torch.Tensor, indptr: torch.Tensor = QO) -> Any:
+    cache, dims = empty(15, 16, 576), (128, 512, 64)
+    tables = H.block_tables(), LENS, 130
+    return flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+        q, cache, workspace(), *dims, *tables, cum_seq_lens_q=indptr, max_q_len=40
+    )
+
+
+def deepseek(q: torch.Tensor = H.q, keys: int = 212, qo: torch.Tensor = QO, kv: torch.Tensor = KV) -> Any:
+    k, v = (t[:keys] for t in H.ragged())
+    sizes = 40, 130, 0.1, 1.0, -1, len(qo) - 1, -1
+    return flashinfer.trtllm_ragged_attention_deepseek(q, k, v, workspace(), LENS, *sizes, qo, kv, False, True, False)
+
+
+def cudnn(q: torch.Tensor = H.q, keys: int = 212, **changes: Any) -> Any:
+    lengths: dict[str, Any] = {"actual_seq_lens_q": QO.diff(), "actual_seq_lens_kv": LENS}
+    return flashinfer.cudnn_batch_prefill_with_kv_cache(
+        q,
+        *(t[:keys] for t in H.ragged()),
+        0.1,
+        workspace(),
+        max_token_per_sequence=40,
+        max_sequence_kv=130,
+        causal=True,
+        return_lse=False,
+        **{**lengths, **changes},
+    )
+
+
 def run_decode(**options: Any) -> Any:
     return decode().run(R.q, R.cache(), **options)
 
@@ -315,6 +363,85 @@ CASES: dict[str, Case] = {
         errors.ArgumentError,
         "sinks is 0.5; expected a float32 tensor [num_qo_heads]; pass such a tensor",
     ),
+    **{
+        f"rows of {name}": (
+            lambda call=call, q=q: call(q[1:]),
+            errors.ShapeError,
+            f"{what} has 45 rows; expected 46 or more, where {lengths} ends",
+        )
+        for name, call, q, what, lengths in (
+            ("context", context, H.q, "the query", "cum_seq_lens_q"),
+            ("several", several, H.q, "the query", "cum_seq_lens_q"),
+            ("latent", latent, empty(46, 4, 576), "query", "cum_seq_lens_q"),
+            ("deepseek", deepseek, H.q, "query", "cum_seq_lens_q"),
+            ("cudnn", cudnn, H.q, "q", "actual_seq_lens_q"),
+        )
+    },
+    **{
+        f"keys of {name}": (
+            lambda call=call: call(keys=211),
+            errors.ShapeError,
+            f"{what} has 211 rows; expected 212 or more, where {lengths} ends",
+        )
+        for name, call, what, lengths in (
+            ("deepseek", deepseek, "key", "cum_seq_lens_kv"),
+            ("cudnn", cudnn, "k_cache", "actual_seq_lens_kv"),
+        )
+    },
+    "rows of xqa": (
+        lambda: flashinfer.xqa(H.q[1:], *H.cache(), H.block_tables(), LENS, kv_layout="HND", q_cu_seq_lens=QO),
+        errors.ShapeError,
+        "q has 45 rows; expected 46 or more, where q_cu_seq_lens ends",
+    ),
+    "falling rows of context": (
+        lambda: context(indptr=torch.tensor([0, 9, 5, 5, 46])),
+        errors.PageTableError,
+        "trtllm_batch_context_with_kv_cache: cum_seq_lens_q falls from 9 to 5 at request 1",
+    ),
+    "falling rows of decoding": (
+        lambda: several(indptr=torch.tensor([0, 9, 5, 5, 46])),
+        errors.PageTableError,
+        "trtllm_batch_decode_with_kv_cache: cum_seq_lens_q falls from 9 to 5 at request 1",
+    ),
+    "falling keys of deepseek": (
+        lambda: deepseek(kv=KV.flip(0) - KV),
+        errors.PageTableError,
+        "cum_seq_lens_kv starts at 212; expected 0",
+    ),
+    "float rows of context": (
+        lambda: context(indptr=QO + 0.7),
+        errors.DTypeError,
+        "cum_seq_lens_q is float32; expected int32 or int64",
+    ),
+    "requests of deepseek": (
+        lambda: deepseek(kv=KV[:-1]),
+        errors.ShapeError,
+        "cum_seq_lens_kv is [4]; expected [5], for the 4 requests of the batch",
+    ),
+    "float lengths of context": (
+        lambda: context(seq_lens=LENS.float()),
+        errors.DTypeError,
+        "seq_lens is float32; expected int32 or int64",
+    ),
+    "negative lengths of cudnn": (
+        lambda: cudnn(actual_seq_lens_kv=LENS - 4),
+        errors.PageTableError,
+        "actual_seq_lens_kv has a length of -1; expected 0 or more",
+    ),
+    **{
+        f"rank of the query of {call.__name__}": (
+            lambda call=call, q=q: call(q.flatten(1)),
+            errors.ShapeError,
+            f"{what}; expected [rows, ",
+        )
+        for call, q, what in (
+            (context, H.q, "the query is [46, 256]"),
+            (several, H.q, "the query is [46, 256]"),
+            (latent, empty(46, 4, 576), "query is [46, 2304]"),
+            (deepseek, H.q, "the query is [46, 256]"),
+            (cudnn, H.q, "q is [46, 256]"),
+        )
+    },
     "xqa cache": (
         lambda: flashinfer.xqa(R.q, *(t.flatten(0, 2) for t in R.cache()), R.block_tables(), R.seq_lens),
         errors.ShapeError,
