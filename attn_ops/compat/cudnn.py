@@ -53,6 +53,15 @@ def _indptr(where: str, name: str, seq_lens: Tensor, rows_name: str, rows: Tenso
     return cumulative(where, name, torch.cat((ends.new_zeros(1), ends)), batch, rows_name, rows)
 
 
+def _lengths(
+    where: str, name: str, offsets_name: str, offsets: Tensor | None, units: str, rows_name: str, rows: Tensor
+) -> Tensor:
+    """The lengths called ``name``, which are not given, by offsets in tokens of ``rows``."""
+    if offsets is None or units != "tokens":
+        fail(ArgumentError, where, f"{name} is missing", f"it, or {offsets_name} in tokens", f"pass {name}")
+    return cumulative(where, offsets_name, offsets.flatten(), offsets.numel() - 1, rows_name, rows).diff()
+
+
 def cudnn_batch_decode_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -171,6 +180,8 @@ def cudnn_batch_prefill_with_kv_cache(
         q: ``[nnz_qo, num_qo_heads, head_dim]``, packed by ``actual_seq_lens_q``.
         k_cache, v_cache: ``[pages, num_kv_heads, page_size, head_dim]``, or ragged ``[nnz_kv, num_kv_heads, head_dim]``
             packed by ``actual_seq_lens_kv``.
+        actual_seq_lens_q, actual_seq_lens_kv: int ``[batch]``, or with dimensions of size 1 after it; unless given, the
+            differences of ``batch_offsets_q`` and ``batch_offsets_k [batch + 1]``, which are then in tokens.
         scale: the softmax scale; ``q_scale``, ``k_scale`` multiply it, ``v_scale`` the output: one value each.
         batch_offsets_*: refused unless packed without gaps, in ``batch_offsets_units`` elements or tokens.
         lse: a buffer ``[nnz_qo, num_qo_heads]``, or padded ``[batch, max_token_per_sequence, num_qo_heads]``.
@@ -180,9 +191,12 @@ def cudnn_batch_prefill_with_kv_cache(
     """
     where = "cudnn_batch_prefill_with_kv_cache"
     ranked(where, "q", q, ROWS)
-    required(where, actual_seq_lens_q=actual_seq_lens_q, actual_seq_lens_kv=actual_seq_lens_kv)
-    assert actual_seq_lens_q is not None
-    assert actual_seq_lens_kv is not None
+    by_offsets = batch_offsets_units, "q", q
+    if actual_seq_lens_q is None:
+        actual_seq_lens_q = _lengths(where, "actual_seq_lens_q", "batch_offsets_q", batch_offsets_q, *by_offsets)
+    if actual_seq_lens_kv is None:
+        by_offsets = batch_offsets_units, "k_cache", k_cache
+        actual_seq_lens_kv = _lengths(where, "actual_seq_lens_kv", "batch_offsets_k", batch_offsets_k, *by_offsets)
     qo_indptr = _indptr(where, "actual_seq_lens_q", actual_seq_lens_q, "q", q)
     heads = q.shape[1]
     _check_offsets(

@@ -428,6 +428,21 @@ CASES: dict[str, Case] = {
         errors.PageTableError,
         "actual_seq_lens_kv has a length of -1; expected 0 or more",
     ),
+    "lengths of cudnn by offsets in elements": (
+        lambda: cudnn(actual_seq_lens_q=None, batch_offsets_q=QO * 256),
+        errors.ArgumentError,
+        "actual_seq_lens_q is missing; expected it, or batch_offsets_q in tokens",
+    ),
+    "lengths of pages by offsets": (
+        lambda: cudnn(actual_seq_lens_kv=None, block_tables=H.block_tables(), batch_offsets_units="tokens"),
+        errors.ArgumentError,
+        "actual_seq_lens_kv is missing",
+    ),
+    "falling offsets of cudnn": (
+        lambda: cudnn(actual_seq_lens_kv=None, batch_offsets_k=KV - KV * 2, batch_offsets_units="tokens"),
+        errors.PageTableError,
+        "batch_offsets_k falls from 0 to -70 at request 0",
+    ),
     **{
         f"rank of the query of {call.__name__}": (
             lambda call=call, q=q: call(q.flatten(1)),

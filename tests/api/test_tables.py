@@ -213,7 +213,7 @@ def test_cudnn_decode() -> None:
     r.expected().check(out, lse)
 
 
-def _cudnn_prefill(r: Requests, paged: bool, rows: torch.Tensor, **options: Any) -> Any:
+def _cudnn_prefill(r: Requests, paged: bool, rows: torch.Tensor | None, **options: Any) -> Any:
     """Of ``rows`` query rows a request, 40 at most."""
     return flashinfer.cudnn_batch_prefill_with_kv_cache(
         r.q,
@@ -222,12 +222,14 @@ def _cudnn_prefill(r: Requests, paged: bool, rows: torch.Tensor, **options: Any)
         workspace(),
         max_token_per_sequence=40,
         max_sequence_kv=130,
-        actual_seq_lens_q=rows,
-        actual_seq_lens_kv=r.seq_lens,
-        causal=True,
-        return_lse=True,
-        block_tables=r.block_tables() if paged else None,
-        **options,
+        **{
+            "actual_seq_lens_q": rows,
+            "actual_seq_lens_kv": r.seq_lens,
+            "causal": True,
+            "return_lse": True,
+            "block_tables": r.block_tables() if paged else None,
+            **options,
+        },
     )
 
 
@@ -241,6 +243,15 @@ def test_cudnn_prefill(paged: bool) -> None:
     scales = {"q_scale": torch.tensor(0.5, device=DEVICE), "v_scale": torch.tensor(3.0, device=DEVICE)}
     out, lse = _cudnn_prefill(r, paged, lengths, **scales, lse_base="ln", **options)
     r.expected(causal=True, sm_scale=SCALE / 2, v_scale=3.0).check(out, ln(lse))
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_cudnn_lengths_by_offsets_in_tokens(paged: bool) -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
+    options: dict[str, Any] = {"batch_offsets_q": r.qo_indptr, "batch_offsets_units": "tokens"}
+    if not paged:
+        options |= {"batch_offsets_k": r.kv_indptr[:, None], "actual_seq_lens_kv": None}
+    r.expected(causal=True).check(*_cudnn_prefill(r, paged, None, **options))
 
 
 @pytest.mark.parametrize("rows", [(1, 5, 0, 40), (0, 0, 0, 0)])
