@@ -336,7 +336,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         q = tensors[0]
         pages = block_table(where, "page_table", page_table, q.device)
         batch = pages.shape[0]
-        if batch < 1 or q.shape[0] % batch:
+        q_len = q.shape[0] // max(1, batch)
+        if q.shape[0] != batch * q_len:
             fail(
                 ShapeError,
                 where,
@@ -350,7 +351,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             *tensors,
             pages,
             kv_len,
-            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * (q.shape[0] // batch),
+            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q_len,
             sm_scale,
             logit_scales=logit_scales,
             value_scales=value_scales,

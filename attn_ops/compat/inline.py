@@ -1,5 +1,6 @@
 """Plans made inside a call, for functions without a plan(): shapes alone decide their size, so they trace.
 
+They have room for a request at least, so that a batch of none is no special case.
 Under ``torch.compile`` and ``torch.export`` such a call is a page-table op, a plan op and an attention op.
 """
 
@@ -52,7 +53,7 @@ def plan_block_tables(
     shape: Shape, block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None = None, max_rows: int = 0
 ) -> DecodePlan | PrefillPlan:
     """A plan for ``block_tables [batch, width]`` and ``seq_lens [batch]``, int32 on the query's device."""
-    batch, width = block_tables.shape
+    batch, width = max(1, block_tables.shape[0]), block_tables.shape[1]
     page_size, device = shape.page_size, block_tables.device
     kv_indptr, kv_indices, last = torch.ops.attn.page_table(block_tables, seq_lens, page_size)
     problem = problem_of(shape, bound(width) * page_size, _share(max_rows, batch))
@@ -68,7 +69,7 @@ def plan_block_tables(
 
 def plan_ragged(shape: Shape, qo_indptr: Tensor, kv_indptr: Tensor, max_rows: int, max_kv_len: int) -> PrefillPlan:
     """A plan for ragged KV; both indptr int32 ``[batch + 1]`` on the query's device."""
-    batch = qo_indptr.shape[0] - 1
+    batch = max(1, qo_indptr.shape[0] - 1)
     problem, device = problem_of(shape, max_kv_len, _share(max_rows, batch)), qo_indptr.device
     plan = allocate_prefill(problem, batch, max_rows, 0, device, pieces_per_head(device, problem))
     none, ones = kv_indptr.new_zeros(0), torch.ones_like(kv_indptr[1:])
@@ -89,7 +90,7 @@ def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
 
 
 def _share(rows: int, batch: int) -> int:
-    return bound(-(-rows // max(1, batch)))
+    return bound(-(-rows // batch))
 
 
 def scratch(plan: DecodePlan | PrefillPlan) -> Tensor:

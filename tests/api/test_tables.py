@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -252,6 +253,68 @@ def test_cudnn_lengths_by_offsets_in_tokens(paged: bool) -> None:
     if not paged:
         options |= {"batch_offsets_k": r.kv_indptr[:, None], "actual_seq_lens_kv": None}
     r.expected(causal=True).check(*_cudnn_prefill(r, paged, None, **options))
+
+
+NONE = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+FROM_0 = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+NO_ROWS, NO_KEYS, NO_LATENT_ROWS = (torch.zeros(0, *shape, device=DEVICE) for shape in ((4, 64), (2, 64), (4, 576)))
+HND, LATENT = torch.zeros(5, 2, 2, 16, 64, device=DEVICE), torch.zeros(5, 16, 576, device=DEVICE)
+SIZES: dict[str, int] = {"max_token_per_sequence": 0, "max_sequence_kv": 0}
+
+
+def _mla_by_page_table(pages: torch.Tensor) -> torch.Tensor:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    return wrapper.run(query=NO_LATENT_ROWS, kv_cache=LATENT, page_table=pages, kv_len=NONE)
+
+
+EMPTY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "decode": lambda pages: flashinfer.trtllm_batch_decode_with_kv_cache(
+        NO_ROWS, HND, workspace(), pages, NONE, 0, return_lse=True
+    ),
+    "draft": lambda pages: flashinfer.trtllm_batch_decode_with_kv_cache(
+        NO_ROWS, HND, workspace(), pages, NONE, 0, mask=torch.zeros(0, 2, dtype=torch.uint16, device=DEVICE)
+    ),
+    "context": lambda pages: flashinfer.trtllm_batch_context_with_kv_cache(
+        NO_ROWS, HND, workspace(), pages, NONE, 0, 0, 0.1, 1.0, 0, FROM_0, FROM_0, return_lse=True
+    ),
+    "deepseek": lambda _: flashinfer.trtllm_ragged_attention_deepseek(
+        *(NO_ROWS, NO_KEYS, NO_KEYS, workspace(), NONE, 0, 0, 0.1, 1.0, -1, 0, -1, FROM_0, FROM_0, False, True, True)
+    ),
+    "xqa": lambda pages: flashinfer.xqa(NO_ROWS, HND[:, 0], HND[:, 1], pages, NONE, kv_layout="HND"),
+    "xqa_mla": lambda pages: flashinfer.xqa_mla(NO_LATENT_ROWS, LATENT, LATENT[..., :512], pages, NONE),
+    "MLA": lambda pages: flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+        NO_LATENT_ROWS[:, None], LATENT, workspace(), 128, 512, 64, pages, NONE, 0
+    ),
+    "MLA by page table": _mla_by_page_table,
+    "cudnn decode": lambda pages: flashinfer.cudnn_batch_decode_with_kv_cache(
+        *(NO_ROWS, HND[:, 0], HND[:, 1], 0.1, workspace()),
+        max_sequence_kv=0,
+        actual_seq_lens_kv=NONE,
+        block_tables=pages,
+    ),
+    **{
+        f"cudnn {kind}": lambda pages, kv=kv, paged=paged: flashinfer.cudnn_batch_prefill_with_kv_cache(
+            *(NO_ROWS, *kv, 0.1, workspace()),
+            **SIZES,
+            actual_seq_lens_q=NONE,
+            actual_seq_lens_kv=NONE,
+            block_tables=pages if paged else None,
+            causal=True,
+            return_lse=True,
+        )
+        for kind, kv, paged in (("prefill", (HND[:, 0], HND[:, 1]), True), ("ragged", (NO_KEYS, NO_KEYS), False))
+    },
+}
+
+
+@pytest.mark.parametrize("width", [0, 3])
+@pytest.mark.parametrize("name", EMPTY)
+def test_no_requests(name: str, width: int) -> None:
+    result = EMPTY[name](torch.zeros(0, width, dtype=torch.int32, device=DEVICE))
+    out, *lse = result if isinstance(result, tuple) else (result,)
+    assert out.shape[0] == 0
+    assert out.shape[-2:] == ((4, 512) if "MLA" in name.upper() else (4, 64))
+    assert [t.shape for t in lse] in ([], [(0, 4)])
 
 
 @pytest.mark.parametrize("rows", [(1, 5, 0, 40), (0, 0, 0, 0)])
