@@ -9,19 +9,32 @@ from .errors import CapacityError, PageTableError, ShapeError
 from .plan import PlanProblem
 
 
-def check_indptr(name: str, indptr: Tensor, where: str = "plan") -> None:
-    """Cumulative lengths: starting at 0, never decreasing."""
+def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool = False) -> None:
+    """Cumulative lengths: starting at 0, or after it for the ``later`` requests of a batch, never decreasing."""
     if indptr.dim() != 1 or not indptr.numel():
         raise ShapeError(f"{where}: {name} is {list(indptr.shape)}; expected [batch + 1]; pass cumulative lengths")
     values = indptr.cpu().long()
-    if int(values[0]):
-        raise PageTableError(f"{where}: {name} starts at {int(values[0])}; expected 0; pass cumulative lengths from 0")
+    if int(values[0]) and not (later and int(values[0]) > 0):
+        expected = "0 or more" if later else "0"
+        raise PageTableError(
+            f"{where}: {name} starts at {int(values[0])}; expected {expected}; pass cumulative lengths from 0"
+        )
     falls = values.diff() < 0
     if falls.any():
         b = int(falls.int().argmax())
         raise PageTableError(
             f"{where}: {name} falls from {int(values[b])} to {int(values[b + 1])} at request {b}; expected values "
             "that never decrease; pass cumulative lengths"
+        )
+
+
+def check_entries(kv_indptr: Tensor, kv_indices: Tensor, where: str = "plan") -> None:
+    """``kv_indptr``, which is well formed, ends in ``kv_indices``."""
+    used = int(kv_indptr[-1])
+    if used > kv_indices.shape[0]:
+        raise PageTableError(
+            f"{where}: kv_indptr ends at {used} and kv_indices has {kv_indices.shape[0]} entries; expected an entry "
+            "for every page; pass all page numbers"
         )
 
 
@@ -59,15 +72,11 @@ def check_pages(
             f"of at least {longest}; make the planner with that max_kv_len"
         )
     if max_pages:
+        check_entries(indptr, kv_indices)
         _check_indices(kv_indices, int(indptr[-1]), max_pages, cache_pages)
 
 
 def _check_indices(kv_indices: Tensor, used: int, max_pages: int, cache_pages: int | None) -> None:
-    if used > kv_indices.shape[0]:
-        raise PageTableError(
-            f"plan: kv_indptr ends at {used} and kv_indices has {kv_indices.shape[0]} entries; expected an entry "
-            "for every page; pass all page numbers"
-        )
     if used > max_pages:
         raise CapacityError(
             f"plan: the batch has {used} pages and the plan room for {max_pages}; expected max_pages of at least "

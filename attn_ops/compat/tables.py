@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DTypeError, PageTableError, ShapeError
-from ..page_table import check_indptr
+from ..page_table import check_entries, check_indptr
 from .arguments import fail
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -73,11 +73,13 @@ class Tables(NamedTuple):
         at 0. Reads the lengths on the host.
         """
         tables, kv_indptr = self, self.kv_indptr.cpu()
-        if self.kv_indices is not None and kv_indptr.numel() and kv_indptr[0] > 0:
+        check_indptr("kv_indptr", kv_indptr, later=self.kv_indices is not None)
+        if self.kv_indices is not None:
+            check_entries(kv_indptr, self.kv_indices)
             first = int(kv_indptr[0])
-            tables = self._replace(kv_indptr=self.kv_indptr - first, kv_indices=self.kv_indices[first:])
-            kv_indptr = kv_indptr - first
-        check_indptr("kv_indptr", kv_indptr)
+            if first:
+                tables = self._replace(kv_indptr=self.kv_indptr - first, kv_indices=self.kv_indices[first:])
+                kv_indptr = kv_indptr - first
         steps, batch, rows = kv_indptr.diff(), kv_indptr.shape[0] - 1, kv_indptr.shape[0] - 1
         if self.qo_indptr is not None:
             qo_indptr = self.qo_indptr.cpu()
@@ -170,6 +172,12 @@ def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor,
             "make the two agree",
         )
     indptr = indptr[: batch + 1]
+    if seen(indptr):
+        check_indptr("kv_indptr", indptr, where, later=True)
+        check_entries(indptr, indices, where)
+    if seen(lengths) and batch and int(lengths.min()) < 0:
+        b = int(lengths.argmin())
+        fail(PageTableError, where, f"kv_len_arr[{b}] is {int(lengths[b])}", "0 or more tokens", "correct it")
     lengths, indices = lengths.to(indptr.device), indices.to(indptr.device)
     held = indptr.diff()
     pages = torch.where(held > 0, (lengths + page_size - 1) // page_size, 0)

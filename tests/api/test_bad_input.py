@@ -99,6 +99,22 @@ def cudnn(q: torch.Tensor = H.q, keys: int = 212, **changes: Any) -> Any:
     )
 
 
+PAGES = torch.tensor([7, 8, 9, 10])
+
+
+def listed_prefill(indptr: torch.Tensor, lens: torch.Tensor) -> None:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(torch.arange(3), indptr, PAGES, torch.ones_like(lens), *P.sizes)
+
+
+def listed_mla(indptr: torch.Tensor, lens: torch.Tensor) -> None:
+    flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(torch.arange(3), indptr, PAGES, lens, 4, 512, 64, 4)
+
+
+def listed_attention(indptr: torch.Tensor, lens: torch.Tensor) -> None:
+    flashinfer.BatchAttention(device=DEVICE).plan(torch.arange(3), indptr, PAGES, lens, 4, 2, 64, 64, 4)
+
+
 def run_decode(**options: Any) -> Any:
     return decode().run(R.q, R.cache(), **options)
 
@@ -316,6 +332,27 @@ CASES: dict[str, Case] = {
         errors.OptionError,
         "sm_scale is missing for head dimensions 48 + 16",
     ),
+    **{
+        f"{name} of {what}": (
+            lambda plan=plan, indptr=indptr, lens=lens: plan(torch.tensor(indptr), torch.tensor(lens)),
+            errors.PageTableError,
+            words,
+        )
+        for name, plan in (("prefill", listed_prefill), ("MLA", listed_mla), ("attention", listed_attention))
+        for what, indptr, lens, words in (
+            ("pages beyond the list", [100, 102, 104], [5, 5], "kv_indptr ends at 104 and kv_indices has 4 entries"),
+            ("pages before the list", [-1, 1, 3], [5, 5], "kv_indptr starts at -1; expected 0 or more"),
+            ("falling pages", [1, 3, 2], [5, 0], "kv_indptr falls from 3 to 2 at request 1"),
+        )
+    },
+    **{
+        f"{name} of a negative length": (
+            lambda plan=plan: plan(torch.tensor([0, 2, 4]), torch.tensor([5, -3])),
+            errors.PageTableError,
+            "kv_len_arr[1] is -3; expected 0 or more tokens",
+        )
+        for name, plan in (("MLA", listed_mla), ("attention", listed_attention))
+    },
     "MLA pages missing": (
         lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
             P.qo_indptr.cpu(), P.table[0].cpu(), P.table[1].cpu(), P.seq_lens.cpu() + 16, 4, 512, 64, 16
