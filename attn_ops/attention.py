@@ -67,12 +67,13 @@ class BatchAttention(PagedWrapper):
         options = attention_options(where, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
         options.update(causal=causal, kv_layout=self._kv_layout)
         pages = by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)._replace(qo_indptr=qo_indptr)
-        self._plan(where, "batch_prefill", pages, shape, options)
-        self._by_token = None
+        by_token = None
         if page_size > 1 and torch.equal(kv_indptr.cpu().long().diff(), kv_len_arr.cpu().long()):
             tokens = Tables.of(where, kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), qo_indptr)
-            self._by_token = PagedWrapper(None, self._kv_layout, device=self.device)
-            self._by_token._plan(where, "batch_prefill", tokens, shape._replace(page_size=1), options)
+            by_token = PagedWrapper(None, self._kv_layout, device=self.device)
+            by_token._plan(where, "batch_prefill", tokens, shape._replace(page_size=1), options)
+        self._plan(where, "batch_prefill", pages, shape, options)
+        self._by_token = by_token
 
     begin_forward = plan
 

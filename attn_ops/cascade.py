@@ -10,6 +10,7 @@ from torch import Tensor
 from .compat.arguments import DType, fail
 from .compat.caches import PagedCache
 from .compat.merging import merge_state, merge_state_in_place, merge_states, variable_length_merge_states
+from .compat.wrapper import together
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .errors import ShapeError
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -102,23 +103,24 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
         _check_levels(f"{type(self).__name__}.plan", len(self._levels), arrays)
-        for i, (level, *tables) in enumerate(zip(self._levels, *arrays.values(), strict=True)):
-            level.plan(
-                *tables,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                causal=causal and i == len(self._levels) - 1,
-                pos_encoding_mode=pos_encoding_mode,
-                sm_scale=sm_scale,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-            )
+        with together(self._levels):
+            for i, (level, *tables) in enumerate(zip(self._levels, *arrays.values(), strict=True)):
+                level.plan(
+                    *tables,
+                    num_qo_heads,
+                    num_kv_heads,
+                    head_dim,
+                    page_size,
+                    causal=causal and i == len(self._levels) - 1,
+                    pos_encoding_mode=pos_encoding_mode,
+                    sm_scale=sm_scale,
+                    window_left=window_left,
+                    logits_soft_cap=logits_soft_cap,
+                    rope_scale=rope_scale,
+                    rope_theta=rope_theta,
+                    q_data_type=q_data_type,
+                    kv_data_type=kv_data_type,
+                )
 
     begin_forward = plan
 

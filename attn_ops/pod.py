@@ -12,6 +12,7 @@ from .compat.masks import packed
 from .compat.paged import forward_changes
 from .compat.results import Wanted
 from .compat.scales import Scale
+from .compat.wrapper import together
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .errors import PlanError, UnsupportedError
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -214,25 +215,27 @@ class BatchPODWithPagedKVCacheWrapper:
         non_blocking: bool = True,
     ) -> None:
         """Plan both batches, as the prefill wrapper does; the rows of the second are not causal."""
-        for wrapper, tables in (
+        batches = (
             (self._prefill, (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)),
             (self._decode, (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d)),
-        ):
-            wrapper.plan(
-                *tables,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
-                q_data_type="float16" if q_data_type is None else q_data_type,
-                kv_data_type=kv_data_type,
-                data_type=data_type,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-            )
+        )
+        with together([wrapper for wrapper, _ in batches]):
+            for wrapper, tables in batches:
+                wrapper.plan(
+                    *tables,
+                    num_qo_heads,
+                    num_kv_heads,
+                    head_dim,
+                    page_size,
+                    pos_encoding_mode=pos_encoding_mode,
+                    window_left=window_left,
+                    q_data_type="float16" if q_data_type is None else q_data_type,
+                    kv_data_type=kv_data_type,
+                    data_type=data_type,
+                    sm_scale=sm_scale,
+                    rope_scale=rope_scale,
+                    rope_theta=rope_theta,
+                )
 
     begin_forward = plan
 

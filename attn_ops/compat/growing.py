@@ -88,6 +88,14 @@ class Growing:
             return held
         return Room(shape, extent, self._make(shape, extent))
 
+    def check(self, room: Room, tables: Tables) -> None:
+        """Raise what :meth:`fill` would, of a batch that is known to fit; nothing is written."""
+        indptrs = {"kv_indptr": tables.kv_indptr}
+        if tables.qo_indptr is not None:
+            indptrs = {"qo_indptr": tables.qo_indptr, **indptrs}
+        if tables.kv_indices is not None and tables.kv_last_page_len is not None:
+            room.planner._inputs(None, indptrs, tables.kv_indices, tables.kv_last_page_len)
+
     def fill(self, room: Room, tables: Tables) -> None:
         """Plan the batch, and hold the planner."""
         planner = room.planner

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +21,13 @@ from ..tiling import pieces_of
 from . import inline, masks
 from .arguments import DTypes, fail, layout, own_backend, positional
 from .graphs import GraphBuffers
-from .growing import READ_WHOLE_PLANS, Growing, Shape
+from .growing import READ_WHOLE_PLANS, Growing, Room, Shape
 from .results import Wanted
 from .scales import Scale, fold
 from .tables import Extent, Tables
 from .variants import follow
 
-REMEMBERING = frozenset({"_planned", "_memory", "_remembered", "_as_remembered"})
+REMEMBERING = frozenset({"_planned", "_held_back", "_memory", "_remembered", "_as_remembered"})
 """Attributes of a wrapper that are about its memory of calls, or compared by their parts."""
 
 
@@ -130,6 +133,7 @@ class Wrapper:
         )
         self._planned: Planned | None = None
         self._mask: Tensor | None = None
+        self._held_back: list[Callable[[], None]] | None = None
         self._memory = Memory()
         self._remembered: Planned | None = None
         self._as_remembered: dict[str, Any] = {}
@@ -252,6 +256,25 @@ class Wrapper:
             self._graph.check(where, extent, fixed, mask)
         room = self._growing.fit(shape, extent, fixed)
         workspace = room.planner.workspace if self._workspace is None else self._scratch(where, room.planner.state)
+        settle = partial(self._settle, op, tables, extent, room, workspace, options, dtypes, mask)
+        if self._held_back is None:
+            settle()
+        else:
+            self._growing.check(room, tables)
+            self._held_back.append(settle)
+
+    def _settle(
+        self,
+        op: str,
+        tables: Tables,
+        extent: Extent,
+        room: Room,
+        workspace: Tensor,
+        options: dict[str, Any],
+        dtypes: DTypes | None,
+        mask: Tensor | None,
+    ) -> None:
+        shape = room.shape
         self._growing.fill(room, tables)
         if mask is not None:
             mask = self._hold_mask(mask)
@@ -352,6 +375,21 @@ class Wrapper:
             **options,
         )
         return wanted.finish(out, lse, scales.output)
+
+
+@contextmanager
+def together(wrappers: Sequence[Wrapper]) -> Iterator[None]:
+    """A block that calls plan() of several wrappers: none is planned unless all can be."""
+    plans: list[Callable[[], None]] = []
+    for wrapper in wrappers:
+        wrapper._held_back = plans
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper._held_back = None
+    for settle in plans:
+        settle()
 
 
 def measured(tables: Tables, shape: Shape) -> tuple[Tables, Extent]:

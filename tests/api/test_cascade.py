@@ -105,6 +105,41 @@ def test_cascade(use_cuda_graph: bool) -> None:
     expected.check(out)
 
 
+FALLING, NEGATIVE, LONG = "falls from 9 to 0", r"kv_indices\[9\] is -5", r"kv_last_page_len\[3\] is 17"
+
+
+def wrong(r: Requests, words: str) -> tuple[torch.Tensor, ...]:
+    """The page table of ``r`` with a mistake in the last request, on the host, where it is seen."""
+    indptr, indices, last = (t.cpu().clone() for t in r.table)
+    if words == FALLING:
+        indptr[-1] = 0
+    elif words == NEGATIVE:
+        indices[indptr[-1] - 1] = -5
+    else:
+        last[-1] = 17
+    return indptr, indices, last
+
+
+@pytest.mark.parametrize("words", [FALLING, NEGATIVE, LONG])
+def test_plans_that_fail_leave_the_earlier_ones(words: str) -> None:
+    r, other = Requests((37, 9, 70, 1)), Requests((2, 3, 4, 5), seed=1)
+    bad = wrong(r, words)
+    pod = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace())
+    pod.plan(r.qo_indptr, *r.table, r.qo_indptr, *r.table, *r.sizes)
+    cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace())
+    cascade.plan(*([a, a] for a in (r.qo_indptr, *r.table)), *r.sizes)
+    before = *pod.run(r.q, r.cache(), r.q, r.cache()), cascade.run(r.q, r.cache())
+    with pytest.raises(errors.PageTableError, match=words):
+        pod.plan(other.qo_indptr, *other.table, r.qo_indptr.cpu(), *bad, *r.sizes)
+    levels = zip((other.qo_indptr, *other.table), (r.qo_indptr.cpu(), *bad), strict=True)
+    with pytest.raises(errors.PageTableError, match=words):
+        cascade.plan(*(list(level) for level in levels), *r.sizes)
+    after = *pod.run(r.q, r.cache(), r.q, r.cache()), cascade.run(r.q, r.cache())
+    assert all(map(torch.equal, before, after))
+    pod.plan(other.qo_indptr, *other.table, r.qo_indptr, *r.table, *r.sizes)
+    other.expected().check(pod.run(other.q, other.cache(), r.q, r.cache())[0])
+
+
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_pod(return_lse: bool) -> None:
     p, d = Requests(kv_lens=(50,), qo_lens=(12,)), Requests(seed=1)
