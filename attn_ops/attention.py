@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .again import again
-from .compat.arguments import DType, attention_options, fail, refuse
+from .compat.arguments import DType, attention_options, fail, refuse, required
 from .compat.caches import PagedCache
 from .compat.paged import PagedWrapper
 from .compat.results import Wanted
 from .compat.scales import Scale
 from .compat.shapes import prefill_shape
-from .compat.tables import Tables, by_length
+from .compat.tables import Tables, by_length, index
 from .compat.variants import SINK
 from .errors import ArgumentError
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -66,7 +66,9 @@ class BatchAttention(PagedWrapper):
         shape = shape._replace(causal=causal)
         options = attention_options(where, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
         options.update(causal=causal, kv_layout=self._kv_layout)
-        pages = by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)._replace(qo_indptr=qo_indptr)
+        required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
+        pages = by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)
+        pages = pages._replace(qo_indptr=index(where, "qo_indptr", qo_indptr))
         by_token = None
         if page_size > 1 and torch.equal(kv_indptr.cpu().long().diff(), kv_len_arr.cpu().long()):
             tokens = Tables.of(where, kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), qo_indptr)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .again import again
-from .compat.arguments import DType, DTypes, attention_options, fail, layout, refuse
+from .compat.arguments import DType, DTypes, attention_options, fail, layout, refuse, required
 from .compat.caches import PagedCache
 from .compat.cudnn import cudnn_batch_decode_with_kv_cache
 from .compat.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
@@ -245,6 +245,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         q_len_per_req: int,
         is_causal: bool | None,
     ) -> tuple[Tables, Shape]:
+        required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
         qo_indptr = None if q_len_per_req == 1 else torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
         shape = Shape(
             decode=q_len_per_req == 1,

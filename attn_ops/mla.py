@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .again import again
-from .compat.arguments import DType, DTypes, as_dtype, fail, output_dtype, refuse, required
+from .compat.arguments import DType, DTypes, as_dtype, fail, output_dtype, positive, refuse, required
 from .compat.caches import PagedCache, latent
 from .compat.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from .compat.growing import Shape
@@ -143,6 +143,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         assert rows is not None
         assert num_heads is not None
         assert page_size is not None
+        positive(where, num_heads=num_heads, page_size=page_size)
         tables = self._tables(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
         ckv, kpe = head_dim_ckv or 512, 64 if head_dim_kpe is None else head_dim_kpe
         shape = Shape(

@@ -17,11 +17,13 @@ from .compat.arguments import (
     DType,
     DTypes,
     attention_options,
+    fail,
     layout,
     output_dtype,
     own_backend,
     refuse,
     renamed,
+    required,
 )
 from .compat.caches import PagedCache
 from .compat.cudnn import cudnn_batch_prefill_with_kv_cache
@@ -37,6 +39,7 @@ from .compat.single import attend_dense
 from .compat.tables import Tables
 from .compat.trtllm import trtllm_batch_context_with_kv_cache
 from .compat.wrapper import graph_buffers
+from .errors import ShapeError
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -110,6 +113,7 @@ def single_prefill_with_kv_cache(
         rope_theta=rope_theta,
     )
     kv_dim = 0 if layout(where, kv_layout) == "NHD" else 1
+    _check_pairs(where, custom_mask, q.shape[0], k.shape[kv_dim])
     mask = packed_single(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[kv_dim], q.device)
     options.update(causal=causal, mask=mask, backend=own_backend(backend))
     return attend_dense(
@@ -123,6 +127,12 @@ def single_prefill_with_kv_cache(
         logit_scales={"scale_q": scale_q, "scale_k": scale_k, "k_scale": k_scale},
         value_scales={"scale_v": scale_v, "v_scale": v_scale},
     )
+
+
+def _check_pairs(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:
+    """A mask that is not flat has a dimension for query rows, and one for keys."""
+    if mask is not None and mask.dim() != 1 and tuple(mask.shape) != (qo_len, kv_len):
+        fail(ShapeError, where, f"custom_mask is {list(mask.shape)}", f"[{qo_len}, {kv_len}], or flat", "reshape it")
 
 
 def single_prefill_with_kv_cache_return_lse(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -248,6 +258,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             absent=False,
         )
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
+        required(
+            where,
+            qo_indptr=qo_indptr,
+            paged_kv_indptr=paged_kv_indptr,
+            paged_kv_indices=paged_kv_indices,
+            paged_kv_last_page_len=paged_kv_last_page_len,
+        )
         tables = Tables.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
         custom_mask = scoring_mask(
             where,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..again import again
-from .arguments import DType, DTypes, attention_options, refuse, renamed
+from .arguments import DType, DTypes, attention_options, refuse, renamed, required
 from .items import scoring_mask
 from .paged import forward_changes
 from .results import Wanted
@@ -125,6 +125,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
         split = splitting(where, fixed_split_size, disable_split_kv)
         shape = shape._replace(paged=False, causal=causal, window_left=window_left, **split)
+        required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
         tables = Tables.of(where, kv_indptr, qo_indptr=qo_indptr)
         custom_mask = scoring_mask(
             where,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError, DTypeError, OptionError, ShapeError
+from ..errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError
 from .arguments import fail
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
@@ -110,3 +110,5 @@ def _check(
         )
     if buffer.device != device:
         fail(DeviceError, where, f"{name} is on {buffer.device}", f"{device}, where the query is", "move it")
+    if buffer.requires_grad and torch.is_grad_enabled():
+        fail(GradientError, where, f"{name} requires grad", "inference, there is no backward", f"detach {name}")

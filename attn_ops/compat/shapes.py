@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ArgumentError, OptionError
-from .arguments import fail, renamed, required
+from .arguments import fail, positive, renamed, required
 from .growing import Shape
 
 
@@ -24,6 +24,7 @@ def prefill_shape(
     if head_dim_vo is not None and not isinstance(head_dim_vo, int):
         fail(ArgumentError, where, "head_dim_vo is not a number", "one", "pass what follows page_size by name")
     assert page_size is not None
+    positive(where, page_size=page_size)
     return Shape(
         decode=False,
         paged=True,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import positive, ranked
 from .results import Wanted
 from .scales import Scale, fold
 
@@ -24,6 +25,8 @@ def attend_dense(
     value_scales: dict[str, Scale],
 ) -> Any:
     """``q [qo_len, num_qo_heads, head_dim]`` over ``k, v [kv_len, num_kv_heads, head_dim]`` (HND: heads first)."""
+    ranked(where, "q", q, "[qo_len, num_qo_heads, head_dim]")
+    positive(where, num_qo_heads=q.shape[1])
     wanted.check(where, q, v.shape[-1])
     options = dict(options)
     scales = fold(where, options.pop("sm_scale"), q.shape[-1], q.device, logit_scales, value_scales)

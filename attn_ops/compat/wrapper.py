@@ -19,7 +19,7 @@ from ..plan import DecodePlan, PrefillPlan, workspace_size
 from ..startup import prepare
 from ..tiling import pieces_of
 from . import inline, masks
-from .arguments import DTypes, fail, layout, own_backend, positional
+from .arguments import DTypes, fail, layout, own_backend, positional, positive
 from .graphs import GraphBuffers
 from .growing import READ_WHOLE_PLANS, Growing, Room, Shape
 from .results import Wanted
@@ -234,7 +234,9 @@ class Wrapper:
         packed_custom_mask: Tensor | None = None,
     ) -> None:
         """Settle everything that run() needs. Nothing of the wrapper changes if this raises."""
-        if shape.num_kv_heads < 1 or shape.num_qo_heads % shape.num_kv_heads:
+        sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+        positive(where, **{size: getattr(shape, size) for size in sizes})
+        if shape.num_qo_heads % shape.num_kv_heads:
             fail(
                 ShapeError,
                 where,

@@ -24,6 +24,8 @@ def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
     if q.dim() in (4, 5) and q.shape[1] != 1:
         fail(ShapeError, where, f"q has a beam of {q.shape[1]}", "1", "pass [batch, 1, ...]")
     if q.dim() == 5:
+        if q_seq_len not in (1, q.shape[2]):
+            fail(ShapeError, where, f"q_seq_len is {q_seq_len}", f"{q.shape[2]} as q has", "correct one")
         return q.flatten(0, 2), q.shape[2]
     if q.dim() == 4:
         return q.flatten(0, 1), q_seq_len

@@ -35,6 +35,12 @@ def ragged(**plan: Any) -> Any:
     return wrapper
 
 
+def attention(**changes: Any) -> None:
+    qo_indptr, page_size = changes.get("qo_indptr", P.qo_indptr), changes.get("page_size", 16)
+    wrapper = flashinfer.BatchAttention(device=DEVICE)
+    wrapper.plan(qo_indptr, *P.table[:2], P.seq_lens, 4, 2, 64, 64, page_size)
+
+
 def graph(pages: int = 20, batch: int = 4) -> Any:
     sizes = batch + 1, pages, batch
     buffers = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in sizes)
@@ -353,6 +359,82 @@ CASES: dict[str, Case] = {
         )
         for name, plan in (("MLA", listed_mla), ("attention", listed_attention))
     },
+    "no pages of decoding": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(R.table[0], None, R.table[2], *R.sizes),
+        errors.ArgumentError,
+        "indices is missing",
+    ),
+    "no last pages of prefill": (
+        lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace()).plan(
+            P.qo_indptr, *P.table[:2], None, *P.sizes
+        ),
+        errors.ArgumentError,
+        "paged_kv_last_page_len is missing",
+    ),
+    "no rows of ragged prefill": (
+        lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(None, P.kv_indptr, *P.sizes[:3]),
+        errors.ArgumentError,
+        "qo_indptr is missing",
+    ),
+    "no rows of attention": (lambda: attention(qo_indptr=None), errors.ArgumentError, "qo_indptr is missing"),
+    "float rows of attention": (
+        lambda: attention(qo_indptr=P.qo_indptr + 0.9),
+        errors.DTypeError,
+        "qo_indptr is float32; expected int32 or int64",
+    ),
+    "page size of attention": (lambda: attention(page_size=0), errors.OptionError, "page_size is 0; expected 1 or"),
+    "page size of MLA": (
+        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
+            P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 0
+        ),
+        errors.OptionError,
+        "page_size is 0; expected 1 or more",
+    ),
+    "page size of decoding": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 4, 2, 64, 0),
+        errors.OptionError,
+        "page_size is 0; expected 1 or more",
+    ),
+    "no query heads planned": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 0, 2, 64, 16),
+        errors.OptionError,
+        "num_qo_heads is 0; expected 1 or more",
+    ),
+    "no query heads": (
+        lambda: flashinfer.single_prefill_with_kv_cache(P.q[:, :0], *P.ragged()),
+        errors.OptionError,
+        "single_prefill_with_kv_cache: num_qo_heads is 0; expected 1 or more",
+    ),
+    "no query heads of one row": (
+        lambda: flashinfer.single_decode_with_kv_cache(P.q[0, :0], *P.ragged()),
+        errors.OptionError,
+        "num_qo_heads is 0; expected 1 or more",
+    ),
+    "rank of the query of single prefill": (
+        lambda: flashinfer.single_prefill_with_kv_cache(P.q[0], *P.ragged()),
+        errors.ShapeError,
+        "q is [4, 64]; expected [qo_len, num_qo_heads, head_dim]",
+    ),
+    "out that requires grad": (
+        lambda: run_decode(out=empty(4, 4, 64).requires_grad_()),
+        errors.GradientError,
+        "out requires grad; expected inference",
+    ),
+    "lse that requires grad": (
+        lambda: run_decode(lse=empty(4, 4, dtype=torch.float32).requires_grad_()),
+        errors.GradientError,
+        "lse requires grad; expected inference",
+    ),
+    "transposed mask": (
+        lambda: flashinfer.single_prefill_with_kv_cache(P.q, *P.ragged(), custom_mask=empty(212, 46) == 0),
+        errors.ShapeError,
+        "custom_mask is [212, 46]; expected [46, 212], or flat",
+    ),
+    "rows of xqa twice": (
+        lambda: flashinfer.xqa(R.q[:, None, None], *R.cache(), R.block_tables(), R.seq_lens, q_seq_len=5),
+        errors.ShapeError,
+        "q_seq_len is 5; expected 1 as q has",
+    ),
     "MLA pages missing": (
         lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
             P.qo_indptr.cpu(), P.table[0].cpu(), P.table[1].cpu(), P.seq_lens.cpu() + 16, 4, 512, 64, 16
@@ -531,7 +613,7 @@ def test_error(name: str) -> None:
     call, error, words = CASES[name]
     with pytest.raises(error, match=re.escape(words)) as raised:
         call()
-    assert isinstance(raised.value, ValueError | TypeError)
+    assert isinstance(raised.value, ValueError | TypeError | errors.GradientError)
     assert isinstance(raised.value, errors.AttnOpsError)
 
 
