@@ -24,12 +24,14 @@ from .compat.tables import Tables
 from .compat.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from .compat.wrapper import graph_buffers
 from .errors import PlanError, ShapeError
+from .page import get_seq_lens
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
+    "get_seq_lens",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",

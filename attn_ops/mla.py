@@ -16,7 +16,7 @@ from .compat.results import Wanted
 from .compat.scales import Scale
 from .compat.tabled import block_table, lengths
 from .compat.tables import Tables, by_length, index
-from .compat.wrapper import Wrapper, as_sinks, graph_buffers
+from .compat.wrapper import Wrapper, as_sinks, buffer, graph_buffers
 from .compat.xqa import attend_latent
 from .errors import ArgumentError, OptionError, ShapeError
 from .options import MLA_DIMS, MLA_SM_SCALE
@@ -55,6 +55,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         kv_layout: ``"NHD"`` or ``"HND"``, which are the same for a cache without heads.
         backend: no effect on results (:mod:`attn_ops.compat.ignored`).
     """
+
+    _kv_indptr_buf, _kv_indices_buf, _kv_len_arr_buf = buffer("kv_indptr"), buffer("kv_indices"), buffer("kv_len")
 
     def __init__(
         self,

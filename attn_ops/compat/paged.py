@@ -13,10 +13,13 @@ from .growing import Shape
 from .results import Wanted
 from .scales import Scale
 from .tables import Tables
-from .wrapper import Wrapper, measured
+from .wrapper import Wrapper, buffer, measured
 
 
 class PagedWrapper(Wrapper):
+    _paged_kv_indptr_buf, _paged_kv_indices_buf = buffer("kv_indptr"), buffer("kv_indices")
+    _paged_kv_last_page_len_buf = buffer("kv_last_page_len")
+
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Nothing to do: one kernel reads caches of any strides."""
 

@@ -14,7 +14,7 @@ from .results import Wanted
 from .scales import Scale
 from .shapes import prefill_shape, splitting
 from .tables import Tables
-from .wrapper import Wrapper, graph_buffers
+from .wrapper import Wrapper, buffer, graph_buffers
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
@@ -32,6 +32,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.ragged_prefill`` node.
     """
+
+    _kv_indptr_buf = buffer("kv_indptr")
 
     def __init__(
         self,

@@ -98,6 +98,17 @@ def _told(name: str) -> Any:
     return property(value)
 
 
+def buffer(key: str) -> Any:
+    """A buffer of CUDA-graph mode, under the name of FlashInfer's wrappers for it, by which engines fill theirs."""
+
+    def value(self: Wrapper) -> Tensor:
+        if self._graph is None or key not in self._graph.buffers:
+            raise AttributeError(f"{self._name}: there is no buffer for {key}; they are those of CUDA-graph mode")
+        return self._graph.buffers[key][1]
+
+    return property(value)
+
+
 class Wrapper:
     """Holds a plan between calls.
 
@@ -107,6 +118,7 @@ class Wrapper:
 
     _causal, _sm_scale = _told("causal"), _told("sm_scale")
     _window_left, _logits_soft_cap = _told("window_left"), _told("logits_soft_cap")
+    _qo_indptr_buf = buffer("qo_indptr")
 
     def __init__(
         self,
@@ -141,6 +153,11 @@ class Wrapper:
     @property
     def is_cuda_graph_enabled(self) -> bool:
         return self._graph is not None
+
+    @property
+    def _fixed_batch_size(self) -> int:
+        """Requests of every plan in CUDA-graph mode, 0 outside of it; an attribute of FlashInfer's wrappers."""
+        return 0 if self._graph is None else self._graph.batch
 
     @property
     def resolved_backend(self) -> str:

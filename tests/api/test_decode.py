@@ -167,6 +167,9 @@ def test_what_engines_assert_of_a_plan() -> None:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
     with pytest.raises(AttributeError, match="no plan that says sm_scale"):
         _ = wrapper._sm_scale
+    with pytest.raises(AttributeError, match="no buffer for kv_indices; they are those of CUDA-graph mode"):
+        _ = wrapper._paged_kv_indices_buf
+    assert wrapper._fixed_batch_size == 0
     wrapper.plan(*r.table, *r.sizes, "NONE", 9, 3.0, "float16", sm_scale=0.25)
     told = wrapper._causal, wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap
     assert told == (False, 0.25, 9, 3.0)
@@ -206,6 +209,10 @@ def test_cuda_graph_mode_fills_the_callers_buffers() -> None:
     indices = torch.zeros(40, dtype=torch.int32, device=DEVICE)
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), indptr, indices, last)
     assert wrapper.is_cuda_graph_enabled
+    assert wrapper._fixed_batch_size == 4
+    assert wrapper._paged_kv_indptr_buf is indptr
+    assert wrapper._paged_kv_indices_buf is indices
+    assert wrapper._paged_kv_last_page_len_buf is last
     for batch in (r, Requests(kv_lens=(2, 3, 0, 300), seed=1)):
         wrapper.plan(*batch.table, *batch.sizes)
         assert wrapper._planned is not None

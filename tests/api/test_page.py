@@ -10,7 +10,7 @@ import torch
 from api.requests import DEVICE, Requests
 
 import attn_ops as flashinfer
-from attn_ops import errors, page, quantization
+from attn_ops import decode, errors, page, quantization
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -34,6 +34,7 @@ def test_batch_indices_positions(dtype: torch.dtype) -> None:
 
 
 def test_seq_lens() -> None:
+    assert decode.get_seq_lens is page.get_seq_lens
     assert page.get_seq_lens(int32(0, 2, 2, 5), int32(3, 9, 16), 16).tolist() == [19, 0, 48]
 
 

@@ -272,6 +272,8 @@ def test_cuda_graph_mode(kind: str) -> None:
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
             workspace(), use_cuda_graph=True, kv_indptr_buf=buffer(5), **buffers
         )
+    named = buffers if kind == "paged" else {"qo_indptr_buf": buffers["qo_indptr_buf"]}
+    assert all(getattr(wrapper, f"_{name}") is t for name, t in named.items() if name != "custom_mask_buf")
     for batch, masked in ((r, False), (s, True), (r, True)):
         tables = (batch.qo_indptr, *batch.table, *batch.sizes)
         if kind == "ragged":
