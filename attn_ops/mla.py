@@ -49,9 +49,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
     Args:
         float_workspace_buffer: scratch memory on the device of the query.
-        use_cuda_graph: ``qo_indptr [batch + 1]``, ``kv_indptr [batch + 1]``, ``kv_indices [max_pages]`` and
-            ``kv_len_arr [batch]``, int32, become the plan's memory, and the batch size is fixed. Without it they have
-            no effect.
+        use_cuda_graph: ``qo_indptr [batch + 1]`` and ``kv_len_arr [batch]``, int32, become the plan's memory;
+            ``kv_indptr [batch + 1]`` and ``kv_indices [max_pages]`` say how much room it has, and may hold the page
+            table for plan(), which does not write them. The batch size is fixed. Without it they have no effect.
         kv_layout: ``"NHD"`` or ``"HND"``, which are the same for a cache without heads.
         backend: no effect on results (:mod:`attn_ops.compat.ignored`).
     """

@@ -1,7 +1,8 @@
 """CUDA-graph mode: the caller's buffers are the plan's memory, and their sizes its room.
 
 The buffers of ``qo_indptr``, ``kv_indptr``, ``kv_indices`` and (MLA) ``kv_len_arr`` become fields of the plan; a
-buffer of last page lengths, which a plan does not hold, is copied into.
+buffer of last page lengths, which a plan does not hold, is copied into. Where lengths are given in tokens, a plan's
+page table leaves out the pages that they do not need: it is the plan's own, and the caller's buffers stay as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from .arguments import fail
 from .tables import Extent, Tables
 
 PLAN_FIELDS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len")
+PLAN_FIELDS_BY_LENGTH = ("qo_indptr", "kv_len")
+"""Of those, the fields in the caller's buffers, and the ones where lengths are given in tokens."""
 
 
 @dataclass
@@ -43,7 +46,8 @@ class GraphBuffers:
                     f"{self.batch + extra}, for the {self.batch} requests of {name}",
                     "make the two agree",
                 )
-        self.storage = {key: self.buffers[key][1] for key in PLAN_FIELDS if key in self.buffers}
+        fields = PLAN_FIELDS_BY_LENGTH if "kv_len" in self.buffers else PLAN_FIELDS
+        self.storage = {key: self.buffers[key][1] for key in fields if key in self.buffers}
 
     def _check(self, name: str, buffer: Tensor, dtype: torch.dtype) -> None:
         if buffer is None:

@@ -135,6 +135,27 @@ def test_cuda_graph_mode() -> None:
         m.expected(sm_scale=0.1).check(wrapper.run(query=m.q, kv_cache=m.cache))
 
 
+def test_the_callers_page_table_stays_in_cuda_graph_mode() -> None:
+    """Its buffers are the page table, with pages for the tokens to come, and lengths grow in place."""
+    m = Latents(((1, 70), (1, 33), (1, 3), (1, 130)))
+    whole = m.latents
+    qo_indptr, kv_indptr, kv_len_arr = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (5, 5, 4))
+    kv_indices = torch.zeros(40, dtype=torch.int32, device=DEVICE)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(), True, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+    starts, indices, _ = m.table
+    kv_indptr.copy_(starts)
+    kv_indices[: len(indices)] = indices
+    before = kv_indptr.clone(), kv_indices.clone()
+    for lengths in ([60, 9, 1, 112], m.tokens):
+        kv_len_arr.copy_(torch.tensor(lengths))
+        wrapper.plan(m.qo_indptr, kv_indptr, kv_indices, kv_len_arr, 3, *m.dims, 16, False, 0.1)
+        assert torch.equal(kv_indptr, before[0])
+        assert torch.equal(kv_indices, before[1])
+        assert kv_len_arr.tolist() == lengths
+        m.latents = [latent[:n] for latent, n in zip(whole, lengths, strict=True)]
+        m.expected(sm_scale=0.1).check(wrapper.run(query=m.q, kv_cache=m.cache))
+
+
 @pytest.mark.parametrize(("given", "flat"), [(True, False), (False, False), (False, True)])
 def test_xqa_mla(given: bool, flat: bool) -> None:
     m = Latents(((1, 40), (1, 5), (1, 20)), dims=(512, 64), page_size=32)
