@@ -181,7 +181,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 than 1 they are the last tokens of the request, causal among themselves unless ``is_causal`` is False.
             fixed_split_size: cut every request into pieces of this many pages, rounded up to whole units of 64
                 tokens; None or -1 cuts for balance. ``disable_split_kv`` cuts none. With either the result of a
-                request is the same, bit for bit, in every batch (docs/guide/plans.md).
+                request is the same, bit for bit, in every batch on the ``triton`` backend; on ``reference`` results
+                agree to rounding (docs/guide/plans.md).
 
         Raises:
             PageTableError: the table is inconsistent; CapacityError: it exceeds the buffers of CUDA-graph mode.
