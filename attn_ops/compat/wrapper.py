@@ -310,7 +310,7 @@ class Wrapper:
             dtypes=dtypes,
             rows=may_vary(torch.empty(extent.rows, 0, device=self.device)),
             exact=self._graph is None,
-            keys=None if shape.paged else torch.empty(extent.keys, 0, device=self.device),
+            keys=None if shape.paged else may_vary(torch.empty(extent.keys, 0, device=self.device)),
         )
 
     def _extent(

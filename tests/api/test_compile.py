@@ -99,6 +99,17 @@ def test_other_numbers_of_keys_compile_once_more() -> None:
         step(r.q, *(t[:-1] for t in r.ragged()))
 
 
+def test_captured_ragged_batches_stay_compiled_with_fewer_keys() -> None:
+    buffers = [torch.zeros(3, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", True, *buffers)
+    step = torch.compile(lambda *tensors: wrapper.run(*tensors), fullgraph=True, backend="eager")
+    q, k, v = (torch.randn(n, heads, 64, device=DEVICE).half() for n, heads in ((40, 4), (160, 2), (160, 2)))
+    for keys in (160, 120, 90):
+        wrapper.plan(*(torch.tensor([0, 5, n]) for n in (40, keys)), 4, 2, 64)
+        with torch.compiler.set_stance("default" if keys == 160 else "fail_on_recompile"):
+            torch.testing.assert_close(step(q, k, v), wrapper.run(q, k, v))
+
+
 def test_ragged_and_mla() -> None:
     ragged, recorder = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()), Recorder()
     r = PREFILLS[0]
