@@ -119,8 +119,8 @@ class DecodePlanner(_Planner):
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: shares to cut the work of one KV head into; default by the device.
         fixed_split_size: cut each request into pieces of this many pages, rounded up to whole units of
-            :data:`~attn_ops.plan.KV_UNIT` tokens, whatever else is in the batch. Its result is then the same, bit for
-            bit, in every batch. None cuts for balance.
+            :data:`~attn_ops.plan.KV_UNIT` tokens, whatever else is in the batch. Its result is then the same in every
+            batch, bit for bit on the ``triton`` backend. None cuts for balance.
         device: where the plan lives; default torch's default device.
 
     Attributes:
