@@ -71,7 +71,7 @@ def load_tokens(
 
     If MASKED, only the first ``count`` tokens are read: what follows may be NaN.
     """
-    at = runs[:, None, None] + (tl.arange(0, RUN).to(tl.int64) * stride)[None, :, None] + d[None, None, :]
+    at = runs[:, None, None] + (tl.arange(0, RUN) * stride)[None, :, None] + d[None, None, :]
     i = tl.arange(0, runs.shape[0])[:, None] * RUN + tl.arange(0, RUN)[None, :]
     if MASKED:
         x = tl.load(base + at, mask=(i < count)[:, :, None] & (d < LIMIT)[None, None, :], other=0.0)
@@ -386,6 +386,9 @@ def _run(
     blocks = triton.cdiv(tile_rows * group, tile.rows)
     paged = plan is not None and plan.kv_indices.shape[0] > 0
     run = run_length(problem.page_size, tile.kv) if problem is not None and paged else tile.kv
+    token_strides = x.k_strides[1], x.k_b_strides[1], x.v_strides[1]
+    if any(type(stride) is int and stride * run >= 1 << 31 for stride in token_strides):
+        run = 1  # within a run, offsets have 32 bits
     launch(
         prefill_kernel,
         (num_items * num_kv_heads * blocks,),
