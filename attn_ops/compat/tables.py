@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ..errors import DTypeError, PageTableError, ShapeError
 from ..page_table import check_entries, check_indptr
@@ -14,9 +15,14 @@ from .arguments import fail
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
+def real(t: Tensor) -> bool:
+    """Whether ``t`` is in memory: neither traced nor fake."""
+    return not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
+
+
 def seen(t: Tensor) -> bool:
-    """Whether the contents of ``t`` can be looked at: on the host, and neither traced nor fake."""
-    return not torch.compiler.is_compiling() and type(t) is Tensor and t.device.type == "cpu"
+    """Whether the contents of ``t`` can be looked at without waiting for a device."""
+    return real(t) and t.device.type == "cpu"
 
 
 class Extent(NamedTuple):

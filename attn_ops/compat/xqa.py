@@ -16,7 +16,7 @@ from .growing import Shape
 from .results import Wanted
 from .scales import fold
 from .tabled import attend, block_table, lengths, uniform_rows
-from .tables import cumulative
+from .tables import cumulative, real
 
 
 def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
@@ -177,8 +177,7 @@ def xqa_mla(
         cache = cache.unflatten(0, (-1, page_size))
     if cache.dim() != 3 or cache.shape[2] <= ckv:
         fail(ShapeError, where, f"k_cache is {list(k_cache.shape)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
-    seen = type(k_cache) is Tensor and not torch.compiler.is_compiling()  # fake tensors are nowhere
-    if seen and v_cache.data_ptr() != k_cache.data_ptr():
+    if real(k_cache) and v_cache.data_ptr() != k_cache.data_ptr():
         fail(
             UnsupportedError,
             where,
