@@ -95,6 +95,8 @@ def merge_tiles_kernel(
     record = merges + tl.minimum(job // slices // PAIRS, max_splits - 1) * 4
     row, count, first, pieces = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
     if PDL:
+        if job >= jobs:
+            gdc_launch_dependents()
         gdc_wait()
         gdc_launch_dependents()
     while job < jobs:

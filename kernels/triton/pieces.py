@@ -19,6 +19,9 @@ MANY = 16, 128
 each of its warps, so with few pieces it has more of a head."""
 READ = 2048
 
+SPREAD, LEAST = 128, 32
+"""Programs that few heads are spread over, one for most multiprocessors, and the elements of a head that each has."""
+
 FEW_REQUESTS = 512
 """Of so many, one warp keeps account: it needs no barriers, which take longer than all else that a program does."""
 
@@ -124,6 +127,8 @@ def merge_rows_kernel(
     jobs, job = tl.sum(todo, 0) * (HEADS * SLICES), tl.program_id(0)
     row, slot, stop = find_row(todo, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)
     if PDL:
+        if job >= jobs:
+            gdc_launch_dependents()
         gdc_wait()
         gdc_launch_dependents()
     while job < jobs:
@@ -154,7 +159,10 @@ def merge_rows(
     fixed, shares = PlanProblem.of(plan.problem).split > 0, plan.cta_indptr.shape[0] - 1
     warps = 1 if max_batch <= FEW_REQUESTS and not fixed else 4 if max_batch <= 4096 else 16
     many = FIXED_MANY if fixed else min(max(triton.next_power_of_2(shares), MANY[0]), MANY[1])
-    part = min(triton.next_power_of_2(dim), READ * min(warps, 4) // many)
+    block = triton.next_power_of_2(dim)
+    part = min(block, READ * min(warps, 4) // many)
+    if not fixed:
+        part = min(part, max(LEAST, triton.next_power_of_2(max_batch * heads * block // SPREAD)))
     launch(
         merge_rows_kernel,
         (min(max_batch * heads * triton.cdiv(dim, part), MERGE_PROGRAMS),),
