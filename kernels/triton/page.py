@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import Options, launch
+from .launch import Options, launch, starts_early
 from .primitives import padded, within
 
 ELEMENTS = 4096
@@ -43,7 +44,11 @@ def append_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_VO: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     request, position = tl.load(batch_indices + token), tl.load(positions + token)
     known = (request >= 0) & (request < batch)
@@ -75,14 +80,15 @@ def _append(
     block_qk, block_vo = padded(dim_qk), padded(dim_vo)
     block_heads = min(padded(heads), max(1, ELEMENTS // max(block_qk, block_vo)))
     _, _, kv_indices, kv_indptr = table
+    pdl = starts_early(caches[0])
     launch(
         append_kernel,
         (news[0].shape[0], triton.cdiv(heads, block_heads)),
         (*news, *caches, *table),
         (kv_indptr.shape[0] - 1, kv_indices.shape[0], caches[0].shape[0]),
         strides,
-        (*shape, block_heads, block_qk, block_vo),
-        Options(),
+        (*shape, block_heads, block_qk, block_vo, pdl),
+        Options(launch_pdl=pdl),
     )
 
 
