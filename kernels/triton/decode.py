@@ -23,8 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...meta.outputs import attention as allocate
 from ...plan import DecodePlan, PlanProblem, num_slots
 from .fp8 import float16_scale, in_pairs, unpack
-from .launch import launch, runs_now, starts_early
+from .launch import launch, runs_now
 from .pieces import merge_pieces, merge_rows, store_heads
+from .plan_decode import read_early
 from .positions import alibi_slopes, rotate_halves
 from .primitives import LOG2E, LOWEST, add_sink, exp2, soft_cap, within
 from .tiles import decode_tile, evenly, short_stages
@@ -41,15 +42,17 @@ MERGED = 16384
 
 @triton.jit
 def load_extent(record, mask, max_pages, window_left, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr):
-    """``(begin, end, page_start)`` of work items, which have no tokens where masked.
+    """``(begin, end, page_start)`` of work items, which have no tokens where masked. As all that is read before the
+    kernel ahead has ended, past this multiprocessor's cache.
 
     ``begin`` leaves out what is left of the window; ``end`` is in reach of the page table.
     """
-    begin = tl.maximum(tl.load(record + 2, mask=mask, other=0), 0)
-    end = tl.load(record + 3, mask=mask, other=0)
-    page_start = tl.minimum(tl.maximum(tl.load(record + 5, mask=mask, other=0), 0), max_pages)
+    begin = tl.maximum(tl.load(record + 2, mask=mask, other=0, cache_modifier=".cg"), 0)
+    end = tl.load(record + 3, mask=mask, other=0, cache_modifier=".cg")
+    page_start = tl.load(record + 5, mask=mask, other=0, cache_modifier=".cg")
+    page_start = tl.minimum(tl.maximum(page_start, 0), max_pages)
     if WINDOW:
-        begin = tl.maximum(begin, tl.load(record + 4, mask=mask, other=0) - window_left)
+        begin = tl.maximum(begin, tl.load(record + 4, mask=mask, other=0, cache_modifier=".cg") - window_left)
     return begin, tl.maximum(tl.minimum(end, (max_pages - page_start) * PAGE_SIZE), begin), page_start
 
 
@@ -68,13 +71,15 @@ def count_blocks(
 
 
 @triton.jit
-def load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+def load_pages(
+    kv_indices, max_pages, page_start, block, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, CACHE: tl.constexpr
+):  # fmt: skip
     """The page of each token of a block, which may be none of the cache's; 0 beyond the page table."""
     if BLOCK_KV % PAGE_SIZE == 0:
         at = page_start + block // PAGE_SIZE + tl.arange(0, BLOCK_KV) // PAGE_SIZE
     else:
         at = page_start + (block + tl.arange(0, BLOCK_KV)) // PAGE_SIZE
-    return tl.load(kv_indices + at, mask=within(at, max_pages), other=0)
+    return tl.load(kv_indices + at, mask=within(at, max_pages), other=0, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -170,9 +175,6 @@ def decode_kernel(
     PDL: tl.constexpr,
     MERGE: tl.constexpr,  # in this kernel
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     FP8: tl.constexpr = k_cache.dtype.element_ty.is_fp8()
     COMPUTE: tl.constexpr = tl.float16 if FP8 and q.dtype.element_ty != tl.float32 else q.dtype.element_ty
     PREPARE: tl.constexpr = ROPE or q.dtype.element_ty != COMPUTE
@@ -193,6 +195,33 @@ def decode_kernel(
     q += heads.to(tl.int64)[:, None] * stride_q_head + d_qk
     k_cache += kv_head.to(tl.int64) * stride_k_head + d_qk[None, :]
     v_cache += kv_head.to(tl.int64) * (stride_v_head // PACK) + d_pair[None, :]
+    max_pages = tl.where(num_pages > 0, max_pages, 0)
+
+    if MERGE:
+        num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
+        mine = cta + tl.arange(0, BLOCK_EMPTY) * num_ctas
+        lengths = tl.load(kv_len + mine, mask=mine < tl.minimum(rows, max_batch), other=1, cache_modifier=".cg")
+    # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
+    # writes takes for an alias of the pointers it was given.
+    record, listed = work + cta * 8, cta < max_items  # the first item of each CTA, where there is one request
+    row = tl.load(record, mask=listed, other=-1, cache_modifier=".cg")
+    slot = tl.load(record + 6, mask=listed, other=-1, cache_modifier=".cg")
+    begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
+    first_item = tl.maximum(tl.load(cta_indptr + cta, cache_modifier=".cg"), 0)
+    item = first_item
+    stop = tl.minimum(tl.load(cta_indptr + cta + 1, cache_modifier=".cg"), max_items)
+    if (item != cta) | (item >= stop):
+        record, listed = work + item * 8, item < stop
+        row = tl.load(record, mask=listed, other=-1, cache_modifier=".cg")
+        slot = tl.load(record + 6, mask=listed, other=-1, cache_modifier=".cg")
+        begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
+    block = begin // BLOCK_KV * BLOCK_KV
+    pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV, ".cg")
+    blocks = count_blocks(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)
+    if PDL:  # what is above is of the plan
+        gdc_wait()
+        gdc_launch_dependents()
+
     sink = tl.load(sinks + heads, mask=head_mask, other=0.0) * LOG2E if SINKS else 0.0
     unit = 1.0 if CAP else LOG2E
     logit_scale = tl.cast(scale, tl.float32) * unit
@@ -201,26 +230,6 @@ def decode_kernel(
     if KV_SCALE:
         logit_scale *= tl.load(kv_scale)
         value_scale = tl.load(kv_scale + 1)
-    max_pages = tl.where(num_pages > 0, max_pages, 0)
-
-    if MERGE:
-        num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
-        mine = cta + tl.arange(0, BLOCK_EMPTY) * num_ctas
-        lengths = tl.load(kv_len + mine, mask=mine < tl.minimum(rows, max_batch), other=1)
-    # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
-    # writes takes for an alias of the pointers it was given.
-    record, listed = work + cta * 8, cta < max_items  # the first item of each CTA, where there is one request
-    row, slot = tl.load(record, mask=listed, other=-1), tl.load(record + 6, mask=listed, other=-1)
-    begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
-    first_item = tl.maximum(tl.load(cta_indptr + cta), 0)
-    item = first_item
-    stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
-    if (item != cta) | (item >= stop):
-        record, listed = work + item * 8, item < stop
-        row, slot = tl.load(record, mask=listed, other=-1), tl.load(record + 6, mask=listed, other=-1)
-        begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
-    block = begin // BLOCK_KV * BLOCK_KV
-    pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV)
     query_mask = head_mask[:, None] & (d_qk < PART)
     query, far_query, query_scale = 0.0, 0.0, 1.0
     if PREPARE:
@@ -234,7 +243,7 @@ def decode_kernel(
     total = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
     acc = tl.zeros((BLOCK_HEADS, BLOCK_VO // PACK), tl.float32)
     acc_odd = tl.zeros((BLOCK_HEADS, BLOCK_VO // PACK), tl.float32) if PAIRED else 0.0
-    for _ in range(count_blocks(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)):
+    for _ in range(blocks):
         last = block + BLOCK_KV >= end
         next_item, next_block = item, block + BLOCK_KV
         next_row, next_begin, next_end, next_page_start, next_slot = row, begin, end, page_start, slot
@@ -251,7 +260,7 @@ def decode_kernel(
                     *(q, next_row, rows, query_mask, stride_q_row, position, d_qk, log2_theta, inverse_rope_scale),
                     *(DIM_QK, ROPE, COMPUTE),
                 )
-        next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV)
+        next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV, "")
 
         visible = (block + n - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
         k_at = page_offsets(pages, num_pages, block, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_KV)
@@ -379,7 +388,7 @@ def batch_decode(
     if not rope:
         tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
     many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))
-    pdl, now = starts_early(q), runs_now(q)
+    pdl, now = read_early(q, p.kv_len.shape[0]), runs_now(q)
     programs = num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads)
     arguments = (
         decode_kernel,

@@ -47,8 +47,9 @@ from .hopper_steps import (
     mappable,
     take,
 )
-from .launch import Options, launch, starts_early
+from .launch import Options, launch
 from .merge_tiles import merge_tiles
+from .plan_decode import read_early
 from .primitives import LOG2E, exp2, finite, inverse, log_sum
 
 LONGEST_STRIDE = 1 << 20
@@ -382,9 +383,6 @@ def mla_kernel(
     LSE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     BLOCKS: gl.constexpr = (TILE_ROWS * HEADS + PAIRS - 1) // PAIRS
     item, num_items = gl.program_id(0) // BLOCKS, gl.num_programs(0) // BLOCKS
     first_pair = gl.program_id(0) % BLOCKS * PAIRS
@@ -403,6 +401,9 @@ def mla_kernel(
         True,
         PAGE_SIZE,
     )
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     last_row = gl.minimum((first_pair + PAIRS - 1) // HEADS, count - 1)
     if first_pair // HEADS > last_row:
         return
@@ -479,7 +480,7 @@ def attend(
     """Write ``out`` and, unless it has no elements, ``lse``."""
     problem, pieces = PlanProblem.of(plan.problem), num_pieces(plan)
     (rows, heads), tile_rows, max_batch = q[0].shape[:2], problem.tile_rows, plan.kv_len.shape[0]
-    num_items, pdl = triton.cdiv(rows, tile_rows) + max_batch + pieces, starts_early(out)
+    num_items, pdl = triton.cdiv(rows, tile_rows) + max_batch + pieces, read_early(out, max_batch)
     launch(
         mla_kernel,
         (num_items * triton.cdiv(tile_rows * heads, PAIRS.value),),

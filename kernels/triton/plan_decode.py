@@ -10,11 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from ...plan import KV_UNIT, SLACK, DecodePlan, PlanProblem
 from ..reference.plan import plan_decode as plan_in_closed_form
 from .launch import Options, launch, starts_early
+from .primitives import publish
 
 MAX_REQUESTS = 32768
 """Requests whose line fits in shared memory; longer ones are planned by tensor operations."""
@@ -28,6 +29,14 @@ SCHEDULERS = tl.constexpr(2)
 REQUESTS_PER_WARP, MOST_WARPS = 128, 16
 
 
+def read_early(t: Tensor, max_batch: int) -> bool:
+    """Whether a kernel on ``t`` may read a plan for so many requests before the kernel ahead of it has ended.
+
+    That may be the one that made the plan, which publishes it, as tensor operations do not.
+    """
+    return starts_early(t) and max_batch <= MAX_REQUESTS
+
+
 @triton.jit
 def count_tokens(first_page, end_page, last_page_len, max_pages, PAGE_SIZE: tl.constexpr):
     """Tokens of requests whose pages and last page may be inconsistent."""
@@ -37,9 +46,11 @@ def count_tokens(first_page, end_page, last_page_len, max_pages, PAGE_SIZE: tl.c
 
 
 @triton.jit
-def copy_page_numbers(source, target, count, chunk, COPY: tl.constexpr):
+def copy_page_numbers(source, target, count, chunk, COPY: tl.constexpr, PDL: tl.constexpr):
     i = chunk * COPY + tl.arange(0, COPY)
     tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
+    if PDL:
+        publish()
 
 
 @triton.jit
@@ -166,10 +177,9 @@ def plan_decode_kernel(
 ):
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     clear(arrivals, num_arrivals, COPY)
     if tl.program_id(0) >= SCHEDULERS:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - SCHEDULERS, COPY)
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - SCHEDULERS, COPY, PDL)
         return
     b, c = tl.arange(0, B), tl.arange(0, C)
     # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
@@ -209,6 +219,8 @@ def plan_decode_kernel(
         next_inside = tl.associative_scan(tl.where(inside, cut, total), 0, smaller, reverse=True)
         end = tl.minimum(ends, tl.gather(next_inside, first_cut, 0))
         store_items(work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_UNIT, B > 128)
+        if PDL:
+            publish()
         return
 
     # A piece ends at the next cut that is another place, or with its request.
@@ -229,6 +241,8 @@ def plan_decode_kernel(
     tl.store(cta_indptr + c, cut_item, mask=c <= num_ctas)
     tl.store(merge_indptr + b, first_slot, mask=b < max_batch)
     tl.store(merge_indptr + max_batch, tl.max(merge_end, 0))
+    if PDL:
+        publish()
 
 
 def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ...plan import KV_UNIT, DecodePlan, PlanProblem
-from .launch import Options, launch
+from .launch import Options, launch, starts_early
 from .plan_decode import COPY, MAX_REQUESTS, clear, copy_page_numbers, count_tokens
 from .plan_decode import plan_decode as plan_shares
-from .primitives import count_at_most
+from .primitives import count_at_most, publish
 
 ITEMS = 256
 """Work items made at a time."""
@@ -49,10 +50,13 @@ def plan_pieces_kernel(
     C: tl.constexpr,  # power of 2, more than num_ctas
     ITEMS: tl.constexpr,
     COPY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
     clear(arrivals, num_arrivals, COPY)
     if tl.program_id(0) > 0:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY, PDL)
         return
     b, c = tl.arange(0, B), tl.arange(0, C)
     first_page = tl.load(kv_indptr + tl.minimum(b, batch))
@@ -97,6 +101,8 @@ def plan_pieces_kernel(
     tl.store(plan_kv_indptr + 1 + b, end_page, mask=b < max_batch)
     tl.store(merge_indptr + b, tl.zeros_like(b), mask=b == 0)
     tl.store(merge_indptr + 1 + b, merge_end, mask=b < max_batch)
+    if PDL:
+        publish()
 
 
 def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
@@ -108,6 +114,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         plan_shares(kv_indptr, kv_indices, kv_last_page_len, plan)
         return
     block_batch, num_indices = triton.next_power_of_2(max_batch), kv_indices.shape[0]
+    pdl = starts_early(kv_indptr)
     launch(
         plan_pieces_kernel,
         (1 + triton.cdiv(num_indices, COPY),),
@@ -127,7 +134,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         (),
         (
             *(problem.page_size, problem.window, problem.split // KV_UNIT, KV_UNIT),
-            *(block_batch, block_batch.bit_length() - 1, triton.next_power_of_2(num_ctas + 1), ITEMS, COPY),
+            *(block_batch, block_batch.bit_length() - 1, triton.next_power_of_2(num_ctas + 1), ITEMS, COPY, pdl),
         ),
-        Options(num_warps=4 if block_batch <= 512 else 8),
+        Options(num_warps=4 if block_batch <= 512 else 8, launch_pdl=pdl),
     )

@@ -10,12 +10,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ...plan import KV_UNIT, LENGTH_BUCKETS, MIN_PIECE_UNITS, PlanProblem, PrefillPlan
 from ..reference.plan import plan_prefill as plan_in_closed_form
-from .launch import Options, launch
+from .launch import Options, launch, starts_early
 from .plan_decode import COPY, MAX_REQUESTS, at_previous, copy_page_numbers, count_tokens
-from .primitives import count_at_most
+from .primitives import count_at_most, publish
 
 TILES = 256
 """Tiles ordered at a time."""
@@ -95,9 +96,12 @@ def plan_prefill_kernel(
     LOG_B: tl.constexpr,
     TILES: tl.constexpr,
     COPY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
     if tl.program_id(0) > 0:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY, PDL)
         return
     b = tl.arange(0, B)
     # Loaded here, not by a helper, as in plan_decode.
@@ -190,6 +194,8 @@ def plan_prefill_kernel(
     tl.store(plan_kv_indptr + 1 + b, end_page, mask=b < max_batch)
     tl.store(plan_qo_indptr + b, first_row, mask=b == 0)
     tl.store(plan_qo_indptr + 1 + b, end_row, mask=b < max_batch)
+    if PDL:
+        publish()
 
 
 def plan_prefill(
@@ -202,7 +208,7 @@ def plan_prefill(
         plan_in_closed_form(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan)
         return
     block_batch = triton.next_power_of_2(max_batch)
-    num_indices = kv_indices.shape[0]
+    num_indices, pdl = kv_indices.shape[0], starts_early(kv_indptr)
     launch(
         plan_prefill_kernel,
         (1 + triton.cdiv(num_indices, COPY),),
@@ -218,7 +224,7 @@ def plan_prefill(
         (
             *(problem.page_size, problem.tile_rows, problem.window, problem.causal),
             *(LENGTH_BUCKETS, KV_UNIT, MIN_PIECE_UNITS, problem.split // KV_UNIT),
-            *(block_batch, block_batch.bit_length() - 1, TILES, COPY),
+            *(block_batch, block_batch.bit_length() - 1, TILES, COPY, pdl),
         ),
-        Options(num_warps=8),
+        Options(num_warps=8, launch_pdl=pdl),
     )

@@ -48,6 +48,7 @@ from .hopper_steps import (
     take,
 )
 from .launch import Options, launch, starts_early
+from .plan_decode import read_early
 from .primitives import LOG2E, exp2, finite, inverse, join_sink, log_sum, soft_cap
 
 if TYPE_CHECKING:
@@ -447,9 +448,6 @@ def prefill_hopper_kernel(
     KEYS: gl.constexpr,
     VALUES: gl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     TURNS: gl.constexpr = TILE_ROWS * GROUP <= PAIRS
     M: gl.constexpr = PAIRS if TURNS else 2 * PAIRS
     BLOCKS: gl.constexpr = (TILE_ROWS * GROUP + M - 1) // M
@@ -466,6 +464,9 @@ def prefill_hopper_kernel(
         count, begin, end = gl.minimum(rows - row, TILE_ROWS), row * 0, kv_rows
         # A slot of -1 is a constant, on which Triton 3.6 fails.
         position, page_start, slot = kv_rows - rows + row, row * 0, -1 - rows
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     first_row, last_row = first_pair // GROUP, gl.minimum((first_pair + M - 1) // GROUP, count - 1)
     if first_row > last_row:
         return
@@ -539,7 +540,7 @@ def run(
     """Write ``out`` and, unless it has no elements, ``lse``, or the pieces of the tiles that are split."""
     (num_heads, num_kv_heads), (dim, dim_b, _) = x.heads, x.dims
     group = num_heads // num_kv_heads
-    pdl = starts_early(out)
+    pdl = starts_early(out) if plan is None else read_early(out, plan.kv_len.shape[0])
     paged = plan is not None and plan.kv_indices.shape[0] > 0
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     k, v = (described(*t, page_size if paged else 0, x) for t in ((x.k, x.k_strides), (x.v, x.v_strides)))

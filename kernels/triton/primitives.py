@@ -30,12 +30,24 @@ if triton.knobs.runtime.interpret:
     def exp2(x):
         return tl.exp2(x)
 
+    @triton.jit
+    def publish():
+        pass
+
 else:
 
     @triton.jit
     def exp2(x):
         """``2^x`` in one instruction; what would be denormal is 0."""
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def publish():
+        """Have what was stored seen by kernels that read it, past their caches, before they wait for this one.
+
+        Inductor's analysis of writes refuses it.
+        """
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
