@@ -12,6 +12,7 @@ An all-zero plan is valid and means "no work".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -141,45 +142,59 @@ torch.serialization.add_safe_globals([DecodePlan, PrefillPlan])
 
 
 def allocate_decode(
-    problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int, device: torch.device
+    problem: PlanProblem,
+    max_batch: int,
+    max_pages: int,
+    num_ctas: int,
+    device: torch.device,
+    make: Callable[..., Tensor] = torch.zeros,
 ) -> DecodePlan:
-    """An all-zero plan of this capacity. Traceable: a graph may make, fill and use a plan of its own."""
+    """A plan of this capacity, all zero; with ``torch.empty`` one that is planned before anything reads it.
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+    Traceable: a graph may make, fill and use a plan of its own.
+    """
+
+    def new(*shape: int) -> Tensor:
+        return make(shape, dtype=torch.int32, device=device)
 
     return DecodePlan(
         problem=problem.carrier(device),
-        kv_indptr=zeros(max_batch + 1),
-        kv_indices=zeros(max_pages),
-        kv_len=zeros(max_batch),
-        work=zeros(max_batch + (_whole_pieces(problem, max_pages) if problem.split else num_ctas), len(WORK_FIELDS)),
-        cta_indptr=zeros(num_ctas + 1),
-        merge_indptr=zeros(max_batch + 1),
-        arrivals=zeros(_slots(problem, max_batch, max_pages, num_ctas), problem.num_qo_heads),
+        kv_indptr=new(max_batch + 1),
+        kv_indices=new(max_pages),
+        kv_len=new(max_batch),
+        work=new(max_batch + (_whole_pieces(problem, max_pages) if problem.split else num_ctas), len(WORK_FIELDS)),
+        cta_indptr=new(num_ctas + 1),
+        merge_indptr=new(max_batch + 1),
+        arrivals=new(_slots(problem, max_batch, max_pages, num_ctas), problem.num_qo_heads),
     )
 
 
 def allocate_prefill(
-    problem: PlanProblem, max_batch: int, max_tokens: int, max_pages: int, device: torch.device, max_pieces: int = 0
+    problem: PlanProblem,
+    max_batch: int,
+    max_tokens: int,
+    max_pages: int,
+    device: torch.device,
+    max_pieces: int = 0,
+    make: Callable[..., Tensor] = torch.zeros,
 ) -> PrefillPlan:
     """As :func:`allocate_decode`, with room for ``max_tokens`` query rows; ``max_pages`` 0 for ragged KV.
 
     ``max_pieces`` is how many items there may be of tiles that are split.
     """
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+    def new(*shape: int) -> Tensor:
+        return make(shape, dtype=torch.int32, device=device)
 
     tiles = (max_tokens + problem.tile_rows - 1) // problem.tile_rows + max_batch
     return PrefillPlan(
         problem=problem.carrier(device),
-        qo_indptr=zeros(max_batch + 1),
-        kv_indptr=zeros(max_batch + 1),
-        kv_indices=zeros(max_pages),
-        kv_len=zeros(max_batch),
-        work=zeros(tiles + max_pieces, len(WORK_FIELDS)),
-        merges=zeros(max_pieces // 2, len(MERGE_FIELDS)),
+        qo_indptr=new(max_batch + 1),
+        kv_indptr=new(max_batch + 1),
+        kv_indices=new(max_pages),
+        kv_len=new(max_batch),
+        work=new(tiles + max_pieces, len(WORK_FIELDS)),
+        merges=new(max_pieces // 2, len(MERGE_FIELDS)),
     )
 
 

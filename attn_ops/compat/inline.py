@@ -58,11 +58,12 @@ def plan_block_tables(
     kv_indptr, kv_indices, last = torch.ops.attn.page_table(block_tables, seq_lens, page_size)
     problem = problem_of(shape, bound(width) * page_size, _share(max_rows, batch))
     if qo_indptr is None:
-        decode = allocate_decode(problem, batch, batch * width, ctas_per_head(device, shape.num_kv_heads), device)
+        shares = ctas_per_head(device, shape.num_kv_heads)
+        decode = allocate_decode(problem, batch, batch * width, shares, device, torch.empty)
         torch.ops.attn.plan_decode(kv_indptr, kv_indices, last, decode)
         return decode
     pieces = pieces_per_head(device, problem)
-    prefill = allocate_prefill(problem, batch, max_rows, batch * width, device, pieces)
+    prefill = allocate_prefill(problem, batch, max_rows, batch * width, device, pieces, torch.empty)
     torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, kv_indices, last, prefill)
     return prefill
 
@@ -71,7 +72,7 @@ def plan_ragged(shape: Shape, qo_indptr: Tensor, kv_indptr: Tensor, max_rows: in
     """A plan for ragged KV; both indptr int32 ``[batch + 1]`` on the query's device."""
     batch = max(1, qo_indptr.shape[0] - 1)
     problem, device = problem_of(shape, max_kv_len, _share(max_rows, batch)), qo_indptr.device
-    plan = allocate_prefill(problem, batch, max_rows, 0, device, pieces_per_head(device, problem))
+    plan = allocate_prefill(problem, batch, max_rows, 0, device, pieces_per_head(device, problem), torch.empty)
     none, ones = kv_indptr.new_zeros(0), torch.ones_like(kv_indptr[1:])
     torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, none, ones, plan)
     return plan
@@ -80,7 +81,7 @@ def plan_ragged(shape: Shape, qo_indptr: Tensor, kv_indptr: Tensor, max_rows: in
 def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
     """The same batch planned anew, into as much room, for calls that see beyond the planned window."""
     problem = PlanProblem.of(plan.problem)._replace(window=0)
-    fields = [problem.carrier(plan.kv_len.device), *(torch.zeros_like(t) for t in plan[1:])]
+    fields = [problem.carrier(plan.kv_len.device), *(torch.empty_like(t) for t in plan[1:])]
     table = plan.kv_indptr, plan.kv_indices, (plan.kv_len - 1) % problem.page_size + 1
     if isinstance(plan, DecodePlan):
         torch.ops.attn.plan_decode(*table, fields)
