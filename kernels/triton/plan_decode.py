@@ -46,11 +46,10 @@ def count_tokens(first_page, end_page, last_page_len, max_pages, PAGE_SIZE: tl.c
 
 
 @triton.jit
-def copy_page_numbers(source, target, count, chunk, COPY: tl.constexpr, PDL: tl.constexpr):
+def copy_page_numbers(source, target, count, chunk, COPY: tl.constexpr):
     i = chunk * COPY + tl.arange(0, COPY)
     tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
-    if PDL:
-        publish()
+    publish(target + chunk * COPY)
 
 
 @triton.jit
@@ -179,7 +178,7 @@ def plan_decode_kernel(
         gdc_wait()
     clear(arrivals, num_arrivals, COPY)
     if tl.program_id(0) >= SCHEDULERS:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - SCHEDULERS, COPY, PDL)
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - SCHEDULERS, COPY)
         return
     b, c = tl.arange(0, B), tl.arange(0, C)
     # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
@@ -219,8 +218,7 @@ def plan_decode_kernel(
         next_inside = tl.associative_scan(tl.where(inside, cut, total), 0, smaller, reverse=True)
         end = tl.minimum(ends, tl.gather(next_inside, first_cut, 0))
         store_items(work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_UNIT, B > 128)
-        if PDL:
-            publish()
+        publish(work)
         return
 
     # A piece ends at the next cut that is another place, or with its request.
@@ -241,8 +239,7 @@ def plan_decode_kernel(
     tl.store(cta_indptr + c, cut_item, mask=c <= num_ctas)
     tl.store(merge_indptr + b, first_slot, mask=b < max_batch)
     tl.store(merge_indptr + max_batch, tl.max(merge_end, 0))
-    if PDL:
-        publish()
+    publish(merge_indptr + max_batch)
 
 
 def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:

@@ -56,7 +56,7 @@ def plan_pieces_kernel(
         gdc_wait()
     clear(arrivals, num_arrivals, COPY)
     if tl.program_id(0) > 0:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY, PDL)
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
         return
     b, c = tl.arange(0, B), tl.arange(0, C)
     first_page = tl.load(kv_indptr + tl.minimum(b, batch))
@@ -101,8 +101,7 @@ def plan_pieces_kernel(
     tl.store(plan_kv_indptr + 1 + b, end_page, mask=b < max_batch)
     tl.store(merge_indptr + b, tl.zeros_like(b), mask=b == 0)
     tl.store(merge_indptr + 1 + b, merge_end, mask=b < max_batch)
-    if PDL:
-        publish()
+    publish(merge_indptr)
 
 
 def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:

@@ -101,7 +101,7 @@ def plan_prefill_kernel(
     if PDL:
         gdc_wait()
     if tl.program_id(0) > 0:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY, PDL)
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
         return
     b = tl.arange(0, B)
     # Loaded here, not by a helper, as in plan_decode.
@@ -194,8 +194,7 @@ def plan_prefill_kernel(
     tl.store(plan_kv_indptr + 1 + b, end_page, mask=b < max_batch)
     tl.store(plan_qo_indptr + b, first_row, mask=b == 0)
     tl.store(plan_qo_indptr + 1 + b, end_row, mask=b < max_batch)
-    if PDL:
-        publish()
+    publish(plan_qo_indptr)
 
 
 def plan_prefill(

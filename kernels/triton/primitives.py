@@ -30,10 +30,6 @@ if triton.knobs.runtime.interpret:
     def exp2(x):
         return tl.exp2(x)
 
-    @triton.jit
-    def publish():
-        pass
-
 else:
 
     @triton.jit
@@ -41,13 +37,12 @@ else:
         """``2^x`` in one instruction; what would be denormal is 0."""
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def publish():
-        """Have what was stored seen by kernels that read it, past their caches, before they wait for this one.
 
-        Inductor's analysis of writes refuses it.
-        """
-        tl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+@triton.jit
+def publish(stored):
+    """Let kernels that read before they wait see what this program has stored, one integer of it at ``stored``."""
+    tl.debug_barrier()
+    tl.atomic_add(stored, 0, sem="release")
 
 
 @triton.jit
