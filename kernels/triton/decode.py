@@ -6,6 +6,9 @@ pipeline: its loop goes over blocks of KV tokens and steps to the next item wher
 of the next item are in flight before the last one is finished. A query that is rotated, or converted for an FP8
 cache (:mod:`.fp8`), is so once an item.
 
+What a program needs of the plan to begin with it reads before it waits for the kernel ahead
+(:func:`.plan_decode.read_early`), past its multiprocessor's cache.
+
 The merge is a kernel of its own where launches are recorded, in graphs and captures. In eager calls, where the host
 pays for each, the last of the programs that share a request merges it (``MERGE``); in graphs that takes longer, as
 nobody else does anything meanwhile.
@@ -42,8 +45,7 @@ MERGED = 16384
 
 @triton.jit
 def load_extent(record, mask, max_pages, window_left, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr):
-    """``(begin, end, page_start)`` of work items, which have no tokens where masked. As all that is read before the
-    kernel ahead has ended, past this multiprocessor's cache.
+    """``(begin, end, page_start)`` of work items, which have no tokens where masked.
 
     ``begin`` leaves out what is left of the window; ``end`` is in reach of the page table.
     """
@@ -218,7 +220,7 @@ def decode_kernel(
     block = begin // BLOCK_KV * BLOCK_KV
     pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV, ".cg")
     blocks = count_blocks(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)
-    if PDL:  # what is above is of the plan
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
