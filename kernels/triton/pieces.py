@@ -161,7 +161,7 @@ def merge_rows(
     many = FIXED_MANY if fixed else min(max(triton.next_power_of_2(shares), MANY[0]), MANY[1])
     block = triton.next_power_of_2(dim)
     part = min(block, READ * min(warps, 4) // many)
-    if not fixed:
+    if not fixed and isinstance(max_batch, int):
         part = min(part, max(LEAST, triton.next_power_of_2(max_batch * heads * block // SPREAD)))
     launch(
         merge_rows_kernel,
