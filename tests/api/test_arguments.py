@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from api.requests import DEVICE
-from api.surfaces import ELSEWHERE, SURFACES, Raises, Surface
+from api.surface import Raises, Surface
+from api.surfaces import ELSEWHERE, SURFACES
 
 from attn_ops import errors, exports
 from attn_ops.compat.ignored import HERE, IGNORED
