@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import triton
 from attn_ops.kernels import triton as backend
+from attn_ops.kernels.triton import decode as backend_decode
 from attn_ops.kernels.triton import launch, prefill_tiles, tiles
 
 import attn_ops
@@ -73,6 +74,8 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
             patch.object(tiles, "shared_memory", shared_memory),
             patch.object(prefill_tiles, "shared_memory", shared_memory),
             patch.object(prefill_tiles, "tensor_memory", lambda device: capability // 10 == 10),
+            patch.object(launch, "_hopper", lambda device: capability >= 90),
+            patch.object(backend_decode, "evenly", lambda device, programs: 0),
         ):
             yield compiled
     finally:

@@ -7,7 +7,7 @@ of the next item are in flight before the last one is finished. A query that is 
 cache (:mod:`.fp8`), is so once an item.
 
 What a program needs of the plan to begin with it reads before it waits for the kernel ahead
-(:func:`.plan_decode.read_early`), past its multiprocessor's cache.
+(:func:`.plan_decode.read_early`).
 
 The merge is a kernel of its own where launches are recorded, in graphs and captures. In eager calls, where the host
 pays for each, the last of the programs that share a request merges it (``MERGE``); in graphs that takes longer, as
@@ -30,7 +30,7 @@ from .launch import launch, runs_now
 from .pieces import merge_pieces, merge_rows, store_heads
 from .plan_decode import read_early
 from .positions import alibi_slopes, rotate_halves
-from .primitives import LOG2E, LOWEST, add_sink, exp2, soft_cap, within
+from .primitives import LOG2E, LOWEST, acquire, add_sink, exp2, soft_cap, within
 from .tiles import decode_tile, evenly, short_stages
 from .tuned import tuned
 
@@ -49,12 +49,12 @@ def load_extent(record, mask, max_pages, window_left, PAGE_SIZE: tl.constexpr, W
 
     ``begin`` leaves out what is left of the window; ``end`` is in reach of the page table.
     """
-    begin = tl.maximum(tl.load(record + 2, mask=mask, other=0, cache_modifier=".cg"), 0)
-    end = tl.load(record + 3, mask=mask, other=0, cache_modifier=".cg")
-    page_start = tl.load(record + 5, mask=mask, other=0, cache_modifier=".cg")
+    begin = tl.maximum(tl.load(record + 2, mask=mask, other=0), 0)
+    end = tl.load(record + 3, mask=mask, other=0)
+    page_start = tl.load(record + 5, mask=mask, other=0)
     page_start = tl.minimum(tl.maximum(page_start, 0), max_pages)
     if WINDOW:
-        begin = tl.maximum(begin, tl.load(record + 4, mask=mask, other=0, cache_modifier=".cg") - window_left)
+        begin = tl.maximum(begin, tl.load(record + 4, mask=mask, other=0) - window_left)
     return begin, tl.maximum(tl.minimum(end, (max_pages - page_start) * PAGE_SIZE), begin), page_start
 
 
@@ -73,15 +73,13 @@ def count_blocks(
 
 
 @triton.jit
-def load_pages(
-    kv_indices, max_pages, page_start, block, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, CACHE: tl.constexpr
-):  # fmt: skip
+def load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
     """The page of each token of a block, which may be none of the cache's; 0 beyond the page table."""
     if BLOCK_KV % PAGE_SIZE == 0:
         at = page_start + block // PAGE_SIZE + tl.arange(0, BLOCK_KV) // PAGE_SIZE
     else:
         at = page_start + (block + tl.arange(0, BLOCK_KV)) // PAGE_SIZE
-    return tl.load(kv_indices + at, mask=within(at, max_pages), other=0, cache_modifier=CACHE)
+    return tl.load(kv_indices + at, mask=within(at, max_pages), other=0)
 
 
 @triton.jit
@@ -183,6 +181,8 @@ def decode_kernel(
     PART: tl.constexpr = DIM_QK // 2 if ROPE else DIM_QK
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    if PDL:
+        acquire()
     program = tl.program_id(0)
     cta = program // (NUM_KV_HEADS * HEAD_BLOCKS)
     kv_head = program // HEAD_BLOCKS % NUM_KV_HEADS
@@ -202,23 +202,23 @@ def decode_kernel(
     if MERGE:
         num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
         mine = cta + tl.arange(0, BLOCK_EMPTY) * num_ctas
-        lengths = tl.load(kv_len + mine, mask=mine < tl.minimum(rows, max_batch), other=1, cache_modifier=".cg")
+        lengths = tl.load(kv_len + mine, mask=mine < tl.minimum(rows, max_batch), other=1)
     # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
     # writes takes for an alias of the pointers it was given.
     record, listed = work + cta * 8, cta < max_items  # the first item of each CTA, where there is one request
-    row = tl.load(record, mask=listed, other=-1, cache_modifier=".cg")
-    slot = tl.load(record + 6, mask=listed, other=-1, cache_modifier=".cg")
+    row = tl.load(record, mask=listed, other=-1)
+    slot = tl.load(record + 6, mask=listed, other=-1)
     begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
-    first_item = tl.maximum(tl.load(cta_indptr + cta, cache_modifier=".cg"), 0)
+    first_item = tl.maximum(tl.load(cta_indptr + cta), 0)
     item = first_item
-    stop = tl.minimum(tl.load(cta_indptr + cta + 1, cache_modifier=".cg"), max_items)
+    stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
     if (item != cta) | (item >= stop):
         record, listed = work + item * 8, item < stop
-        row = tl.load(record, mask=listed, other=-1, cache_modifier=".cg")
-        slot = tl.load(record + 6, mask=listed, other=-1, cache_modifier=".cg")
+        row = tl.load(record, mask=listed, other=-1)
+        slot = tl.load(record + 6, mask=listed, other=-1)
         begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
     block = begin // BLOCK_KV * BLOCK_KV
-    pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV, ".cg")
+    pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV)
     blocks = count_blocks(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)
     if PDL:
         gdc_wait()
@@ -262,7 +262,7 @@ def decode_kernel(
                     *(q, next_row, rows, query_mask, stride_q_row, position, d_qk, log2_theta, inverse_rope_scale),
                     *(DIM_QK, ROPE, COMPUTE),
                 )
-        next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV, "")
+        next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV)
 
         visible = (block + n - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
         k_at = page_offsets(pages, num_pages, block, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_KV)

@@ -60,24 +60,20 @@ def load_item(
 ):  # fmt: skip
     """``(row, count, begin, end, position, page_start, slot)`` of a work item, within what there is.
 
-    One without rows has rows of no request instead, which see nothing: each such item has its share. It is read past
-    this multiprocessor's cache, since the kernel ahead, which may have written it, need not have ended.
+    One without rows has rows of no request instead, which see nothing: each such item has its share.
     """
     record, listed = work + item * 8, item < max_items
-    row = gl.load(record, mask=listed, other=0, cache_modifier=".cg")
-    count = gl.load(record + 1, mask=listed, other=0, cache_modifier=".cg")
-    begin = gl.load(record + 2, mask=listed, other=0, cache_modifier=".cg")
-    end = gl.load(record + 3, mask=listed, other=0, cache_modifier=".cg")
-    position = gl.load(record + 4, mask=listed, other=0, cache_modifier=".cg")
-    page_start = gl.load(record + 5, mask=listed, other=0, cache_modifier=".cg")
-    slot = gl.load(record + 6, mask=listed, other=-1, cache_modifier=".cg")
+    row, count = gl.load(record, mask=listed, other=0), gl.load(record + 1, mask=listed, other=0)
+    begin, end = gl.load(record + 2, mask=listed, other=0), gl.load(record + 3, mask=listed, other=0)
+    position, page_start = gl.load(record + 4, mask=listed, other=0), gl.load(record + 5, mask=listed, other=0)
+    slot = gl.load(record + 6, mask=listed, other=-1)
     page_start = gl.maximum(page_start, 0)
     if PAGED:
         end = gl.minimum(end, gl.where(num_pages > 0, gl.maximum(max_pages - page_start, 0), 0) * PAGE_SIZE)
     else:
         end = gl.minimum(end, kv_rows - page_start)
     if count <= 0:
-        row = gl.load(qo_indptr + max_batch, cache_modifier=".cg") + (num_items - 1 - item) * TILE_ROWS
+        row = gl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
         count, end, slot = rows - row, begin, slot * 0 - 1
     return row, gl.minimum(count, TILE_ROWS), begin, end, position, page_start, slot
 

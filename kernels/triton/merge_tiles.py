@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import PlanProblem, PrefillPlan, num_pieces
 from .launch import Options, launch, starts_early
-from .primitives import LOG2E, add_sink, finite, inverse, log_sum, within
+from .primitives import LOG2E, acquire, add_sink, finite, inverse, log_sum, within
 
 SLICE, SLICE_PIECES = 64, 64
 """Elements of a row, and pieces, that a program reads at a time where there are fewer rows than programs."""
@@ -83,6 +83,8 @@ def merge_tiles_kernel(
 ):
     SLICES: tl.constexpr = (DIM + SLICE - 1) // SLICE
     PAIRS: tl.constexpr = TILE_ROWS * HEADS
+    if PDL:
+        acquire()
     # What is read of the plan was there before the pieces were.
     split = tl.arange(0, BLOCK_SPLITS)
     is_split = tl.load(merges + split * 4 + 3, mask=split < max_splits, other=0) > 0

@@ -50,7 +50,7 @@ from .hopper_steps import (
 from .launch import Options, launch
 from .merge_tiles import merge_tiles
 from .plan_decode import read_early
-from .primitives import LOG2E, exp2, finite, inverse, log_sum
+from .primitives import LOG2E, acquire, exp2, finite, inverse, log_sum
 
 LONGEST_STRIDE = 1 << 20
 """Elements from a token to the next, of which offsets within a block are 32-bit multiples."""
@@ -383,6 +383,8 @@ def mla_kernel(
     LSE: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    if PDL:
+        acquire()
     BLOCKS: gl.constexpr = (TILE_ROWS * HEADS + PAIRS - 1) // PAIRS
     item, num_items = gl.program_id(0) // BLOCKS, gl.num_programs(0) // BLOCKS
     first_pair = gl.program_id(0) % BLOCKS * PAIRS

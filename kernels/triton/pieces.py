@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...plan import DecodePlan, PlanProblem, num_slots
 from .launch import Options, launch, starts_early
-from .primitives import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum
+from .primitives import LOG2E, LOWEST, acquire, add_sink, exp2, inverse, log_sum
 
 FEW = 2
 """Pieces that most rows with pieces have: others are merged more at a time."""
@@ -117,6 +117,8 @@ def merge_rows_kernel(
     PDL: tl.constexpr,
 ):
     SLICES: tl.constexpr = (DIM + SLICE - 1) // SLICE
+    if PDL:
+        acquire()
     # What is read of the plan was there before the pieces were.
     b = tl.arange(0, BLOCK_BATCH)
     planned = b < max_batch

@@ -49,7 +49,7 @@ from .hopper_steps import (
 )
 from .launch import Options, launch, starts_early
 from .plan_decode import read_early
-from .primitives import LOG2E, exp2, finite, inverse, join_sink, log_sum, soft_cap
+from .primitives import LOG2E, acquire, exp2, finite, inverse, join_sink, log_sum, soft_cap
 
 if TYPE_CHECKING:
     from .prefill import Operands
@@ -455,6 +455,8 @@ def prefill_hopper_kernel(
     kv_head = gl.program_id(0) // BLOCKS % NUM_KV_HEADS
     first_pair = gl.program_id(0) % BLOCKS * M
     if PLANNED:
+        if PDL:
+            acquire()
         row, count, begin, end, position, page_start, slot = load_item(
             work, item, num_items, max_items, qo_indptr, max_batch, rows, num_pages, max_pages, kv_rows,
             TILE_ROWS, PAGED, PAGE_SIZE,

@@ -46,6 +46,12 @@ def publish(stored):
 
 
 @triton.jit
+def acquire():
+    """Let this program read what kernels that have ended have published, before it waits for the last of them."""
+    tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def finite(m):
     """``m`` where there is a largest logit, 0 where there is none, so that ``logit - m`` is never inf - inf."""
     return tl.where(m == float("-inf"), 0.0, m)
