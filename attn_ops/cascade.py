@@ -121,6 +121,15 @@ class MultiLevelCascadeAttentionWrapper:
                     q_data_type=q_data_type,
                     kv_data_type=kv_data_type,
                 )
+            rows = [int(qo_indptr[-1]) for qo_indptr in qo_indptr_arr]
+            if len(set(rows)) > 1:
+                fail(
+                    ShapeError,
+                    f"{type(self).__name__}.plan",
+                    f"the levels have {', '.join(map(str, rows))} query rows",
+                    "as many rows in each, which are the same",
+                    "correct qo_indptr_arr",
+                )
 
     begin_forward = plan
 

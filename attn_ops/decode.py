@@ -19,7 +19,7 @@ from .compat.growing import Shape
 from .compat.paged import PagedWrapper, forward_changes
 from .compat.results import Wanted
 from .compat.shapes import splitting
-from .compat.single import attend_dense
+from .compat.single import attend_dense, check_dense
 from .compat.tables import Tables
 from .compat.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from .compat.wrapper import graph_buffers
@@ -78,9 +78,11 @@ def single_decode_with_kv_cache(
         rope_scale=rope_scale,
         rope_theta=rope_theta,
     )
+    q = q[None]
+    check_dense(where, q, k, v)
     result = attend_dense(
         where,
-        q[None],
+        q,
         k,
         v,
         layout(where, kv_layout),

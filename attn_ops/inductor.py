@@ -162,13 +162,13 @@ def with_numbers(tree: Any) -> Any:
 
 def may_vary(t: torch.Tensor) -> torch.Tensor:
     """``t``, whose first size graphs take as a symbol if what they compare it with is one."""
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(t, 0)
     return t
 
 
 def mark_static(*tensors: torch.Tensor) -> None:
     """Fix the tensors' addresses for CUDA-graph trees, which then neither copy nor refuse to mutate them."""
-    if tensors[0].is_cuda:
+    if tensors[0].is_cuda and not torch.compiler.is_compiling():
         for t in tensors:
             torch._dynamo.mark_static_address(t, guard=False)

@@ -259,6 +259,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             return self._by_page_table(
                 where, (nope, pe, ckv, kpe), page_table, kv_len, scale, wanted, sinks, logit_scales, value_scales
             )
+        if kv_len is not None:
+            required(where, page_table=page_table)
         return self._run(
             where,
             (nope, pe, ckv, kpe),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compat.arguments import fail, layout
+from .compat.arguments import fail, layout, required
 from .compat.caches import PagedCache, paged
 from .compat.tables import index
 from .errors import ArgumentError
@@ -80,8 +80,8 @@ def append_paged_kv_cache(
 
 
 def append_paged_mla_kv_cache(
-    append_ckv: Tensor,
-    append_kpe: Tensor,
+    append_ckv: Tensor | None,
+    append_kpe: Tensor | None,
     batch_indices: Tensor,
     positions: Tensor,
     ckv_cache: Tensor | None,
@@ -95,14 +95,20 @@ def append_paged_mla_kv_cache(
     Caches are ``[pages, page_size, dim]``; None leaves that part out. The rest is as for :func:`append_paged_kv_cache`.
     """
     where = "append_paged_mla_kv_cache"
-    places = _places(where, append_ckv, batch_indices, positions, kv_indices, kv_indptr)
-    parts = [(new, cache) for new, cache in ((append_ckv, ckv_cache), (append_kpe, kpe_cache)) if cache is not None]
+    given = {"append_ckv": (append_ckv, ckv_cache), "append_kpe": (append_kpe, kpe_cache)}
+    parts: list[tuple[Tensor, Tensor]] = []
+    for name, (new, cache) in given.items():
+        if cache is not None:
+            required(where, **{name: new})
+            assert new is not None
+            parts.append((new, cache))
     if len(parts) == 1:
         # The op writes two parts: give it an empty one, of width 0.
         new, cache = parts[0]
         parts.append((new[:, :0], cache[..., :0]))
     if parts:
         (ckv, ckv_pages), (kpe, kpe_pages) = parts
+        places = _places(where, ckv, batch_indices, positions, kv_indices, kv_indptr)
         torch.ops.attn.append_mla_kv(ckv, kpe, ckv_pages, kpe_pages, *places)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .again import Memory, again
 from .errors import ArgumentError, CapacityError, OptionError, ShapeError
@@ -70,6 +71,10 @@ def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: 
     return problem
 
 
+def _on_host(t: Tensor) -> bool:
+    return t.device.type == "cpu" and not isinstance(t, FakeTensor)
+
+
 class _Planner:
     """Brings page tables to the plan's device and dtype, checked on the way if they are on the host."""
 
@@ -95,7 +100,7 @@ class _Planner:
 
     def _inputs(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> list[Tensor]:
         tensors = [*indptrs.values(), indices, last]
-        if validate or (validate is None and not any(t.is_cuda for t in tensors)):
+        if validate or (validate is None and all(map(_on_host, tensors))):
             for name, indptr in indptrs.items():
                 check_indptr(name, indptr)
             check_pages(self.problem, indptrs["kv_indptr"], indices, last, self.max_pages, self.cache_pages)

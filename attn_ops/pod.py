@@ -8,13 +8,14 @@ from torch import Tensor
 
 from .compat.arguments import DType, fail, refuse
 from .compat.caches import PagedCache
-from .compat.masks import packed
+from .compat.masks import packed_by_plan
 from .compat.paged import forward_changes
 from .compat.results import Wanted
 from .compat.scales import Scale
 from .compat.wrapper import together
 from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .errors import PlanError, UnsupportedError
+from .errors import ArgumentError, PlanError, UnsupportedError
+from .plan import PrefillPlan
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
@@ -125,6 +126,7 @@ class PODWithPagedKVCacheWrapper:
         return_lse_d: bool = False,
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
+        *args: Any,
     ) -> tuple[Any, Any]:
         """Both parts: names with ``_p`` are :func:`~attn_ops.prefill.single_prefill_with_kv_cache`'s arguments.
 
@@ -136,6 +138,8 @@ class PODWithPagedKVCacheWrapper:
             ``(prefill, decode)``, each an output, or ``(out, lse)`` with its ``return_lse``.
         """
         where = f"{type(self).__name__}.run"
+        if args:
+            fail(ArgumentError, where, f"{len(args)} arguments follow enable_pdl", "none without jit_args", "drop them")
         for name, mask in (("custom_mask_d", custom_mask_d), ("packed_custom_mask_d", packed_custom_mask_d)):
             if mask is not None:
                 fail(
@@ -264,9 +268,8 @@ class BatchPODWithPagedKVCacheWrapper:
             planned = self._prefill._planned
             if planned is None:
                 fail(PlanError, where, "there is no plan", "plan() before run()", "call plan() for this batch")
-            plan: Any = planned.plan
-            lengths = plan.qo_indptr.cpu().long().diff(), plan.kv_len.cpu().long()
-            mask = packed(where, custom_mask_p, packed_custom_mask_p, *lengths, q_p.device)
+            assert isinstance(planned.plan, PrefillPlan)
+            mask = packed_by_plan(where, custom_mask_p, packed_custom_mask_p, planned.plan, q_p.device)
         causal = {"causal": True} if causal_p else {}
         return (
             self._prefill._attend(where, q_p, paged_kv_cache_p, wanted, mask=mask, **causal),

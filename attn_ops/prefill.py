@@ -35,7 +35,7 @@ from .compat.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from .compat.results import Wanted
 from .compat.scales import Scale
 from .compat.shapes import prefill_shape, splitting
-from .compat.single import attend_dense
+from .compat.single import attend_dense, check_dense
 from .compat.tables import Tables
 from .compat.trtllm import trtllm_batch_context_with_kv_cache
 from .compat.wrapper import graph_buffers
@@ -113,6 +113,7 @@ def single_prefill_with_kv_cache(
         rope_theta=rope_theta,
     )
     kv_dim = 0 if layout(where, kv_layout) == "NHD" else 1
+    check_dense(where, q, k, v)
     _check_pairs(where, custom_mask, q.shape[0], k.shape[kv_dim])
     mask = packed_single(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[kv_dim], q.device)
     options.update(causal=causal, mask=mask, backend=own_backend(backend))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .compat.arguments import fail
 from .compat.tables import index
+from .errors import ShapeError
+from .page_table import check_indptr
 
 __all__ = ["packbits", "segment_packbits"]
 
@@ -22,6 +25,11 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
         ``packed`` uint8 ``[bytes]`` and ``byte_indptr`` int32 ``[segments + 1]``. Their number of bytes depends on the
         data, so this reads ``indptr`` on the host; ``torch.ops.attn.segment_packbits`` takes the number instead.
     """
-    indptr = index("segment_packbits", "indptr", indptr)
-    size = int(((indptr.cpu().long().diff() + 7) // 8).sum())
+    where = "segment_packbits"
+    indptr = index(where, "indptr", indptr)
+    host = indptr.cpu().long()
+    check_indptr("indptr", host, where, later=True)
+    if int(host[-1]) > x.shape[0]:
+        fail(ShapeError, where, f"indptr ends at {int(host[-1])} and x has {x.shape[0]}", "it within x", "correct it")
+    size = int(((host.diff() + 7) // 8).sum())
     return torch.ops.attn.segment_packbits(x, indptr.to(x.device), size, bitorder=bitorder)

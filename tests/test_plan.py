@@ -10,6 +10,7 @@ from batches import int32, items, page_table
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
@@ -142,6 +143,14 @@ def test_unchecked_garbage_stays_in_bounds_prefill(
         assert 0 <= item.kv_begin <= item.kv_end <= max(0, int(plan.kv_len[item.request])) <= 40 * PAGE
     q, cache = torch.zeros(45, 4, 16), torch.zeros(7, PAGE, 2, 16)
     torch.ops.attn.batch_prefill(q, cache, cache, plan, planner.workspace)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_tables_without_contents_are_not_looked_at(fake: bool) -> None:
+    with FakeTensorMode() if fake else torch.device("meta"):
+        planner = DecodePlanner(5, 40, page_size=PAGE, num_ctas=3, **SIZES)
+        tables = (torch.empty(n, dtype=torch.int32) for n in (4, 9, 3))
+        assert planner.plan(*tables) is planner.state
 
 
 def test_plans_are_pytrees_of_their_fields() -> None:

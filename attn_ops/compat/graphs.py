@@ -73,7 +73,16 @@ class GraphBuffers:
         return Extent(self.batch, max(first.rows, 1), pages, max(pages * page_size, 1), first.pieces)
 
     def check(self, where: str, needed: Extent, room: Extent, mask: Tensor | None) -> None:
-        """The batch is the fixed one, and it fits."""
+        """The batch is the fixed one, it fits, and the buffers can be written to."""
+        for name, buffer in self.buffers.values():
+            if buffer.is_inference() and not torch.is_inference_mode_enabled():
+                fail(
+                    ArgumentError,
+                    where,
+                    f"{name} was made in inference mode",
+                    "a buffer made outside of it, or plan() inside",
+                    "allocate it outside of torch.inference_mode()",
+                )
         if mask is not None:
             self._check_mask(where, mask)
         if needed.batch != self.batch:

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from ..errors import CapacityError, DTypeError, ShapeError
+from ..plan import PrefillPlan
 from .arguments import fail
+from .tables import real
+
+PACKED = (torch.uint8,), "a byte for every 8 pairs of query row and key, each request's padded to a whole byte"
+BOOLS = (torch.bool, torch.uint8), "one for every pair of query row and key"
 
 
 def packed(
@@ -32,6 +37,25 @@ def packed(
         custom_mask = custom_mask[: int(bits.sum())]
     _check_bools(where, custom_mask, int(bits.sum()))
     return pack(where, custom_mask.to(device), bits)
+
+
+def packed_by_plan(
+    where: str, custom_mask: Tensor | None, packed_custom_mask: Tensor | None, plan: PrefillPlan, device: torch.device
+) -> Tensor | None:
+    """:func:`packed` for the requests of a plan, whose lengths are not looked at while tracing or capturing."""
+    qo_len, kv_len = plan.qo_indptr.diff(), plan.kv_len
+    if real(kv_len) and not (kv_len.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return packed(where, custom_mask, packed_custom_mask, qo_len.cpu().long(), kv_len.cpu().long(), device)
+    if packed_custom_mask is not None:
+        _check(where, "packed_custom_mask", packed_custom_mask, PACKED)
+        return packed_custom_mask.to(device)
+    if custom_mask is None:
+        return None
+    _check(where, "custom_mask", custom_mask, BOOLS)
+    ends = (qo_len.long() * kv_len).cumsum(0)
+    indptr = torch.cat((ends.new_zeros(1), ends)).to(device, torch.int32)
+    most = (custom_mask.shape[0] + 7) // 8 + kv_len.shape[0]
+    return torch.ops.attn.segment_packbits(custom_mask.to(device).bool(), indptr, most, bitorder="little")[0]
 
 
 def packed_single(
@@ -69,16 +93,18 @@ def pack(where: str, mask: Tensor, bits: Tensor) -> Tensor:
 
 
 def _check_packed(where: str, mask: Tensor, length: int) -> None:
-    meaning = "a byte for every 8 pairs of query row and key, each request's padded to a whole byte"
-    _check(where, "packed_custom_mask", mask, (torch.uint8,), length, meaning)
+    _check(where, "packed_custom_mask", mask, PACKED, length)
 
 
 def _check_bools(where: str, mask: Tensor, length: int) -> None:
-    meaning = "one for every pair of query row and key"
-    _check(where, "custom_mask", mask, (torch.bool, torch.uint8), length, meaning)
+    _check(where, "custom_mask", mask, BOOLS, length)
 
 
-def _check(where: str, name: str, mask: Tensor, dtypes: tuple[torch.dtype, ...], length: int, meaning: str) -> None:
+def _check(
+    where: str, name: str, mask: Tensor, form: tuple[tuple[torch.dtype, ...], str], length: int | None = None
+) -> None:
+    """``length`` None: not known yet."""
+    dtypes, meaning = form
     if mask.dtype not in dtypes:
         fail(
             DTypeError,
@@ -87,5 +113,6 @@ def _check(where: str, name: str, mask: Tensor, dtypes: tuple[torch.dtype, ...],
             str(dtypes[0]).removeprefix("torch."),
             "convert it",
         )
-    if mask.dim() != 1 or mask.shape[0] != length:
-        fail(ShapeError, where, f"{name} is {list(mask.shape)}", f"[{length}], {meaning}", "make it of that length")
+    if mask.dim() != 1 or (length is not None and mask.shape[0] != length):
+        expected = f"{'one dimension' if length is None else [length]}, {meaning}"
+        fail(ShapeError, where, f"{name} is {list(mask.shape)}", expected, "make it of that length")

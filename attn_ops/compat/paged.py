@@ -38,7 +38,7 @@ class PagedWrapper(Wrapper):
     ) -> Any:
         return self._run(
             where,
-            (q, *paged(where, paged_kv_cache, self._kv_layout)),
+            (q, *paged(where, paged_kv_cache, changes.get("kv_layout") or self._kv_layout)),
             wanted,
             logit_scales={"q_scale": q_scale, "k_scale": k_scale},
             value_scales={"v_scale": v_scale},

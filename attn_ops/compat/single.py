@@ -12,6 +12,14 @@ from .results import Wanted
 from .scales import Scale, fold
 
 
+def check_dense(where: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Ranks and sizes that :func:`attend_dense`, and what makes a mask for it, rely on."""
+    ranked(where, "q", q, "[qo_len, num_qo_heads, head_dim]")
+    for name, t in (("k", k), ("v", v)):
+        ranked(where, name, t, "[kv_len, num_kv_heads, head_dim]")
+    positive(where, num_qo_heads=q.shape[1], head_dim=q.shape[2])
+
+
 def attend_dense(
     where: str,
     q: Tensor,
@@ -25,8 +33,6 @@ def attend_dense(
     value_scales: dict[str, Scale],
 ) -> Any:
     """``q [qo_len, num_qo_heads, head_dim]`` over ``k, v [kv_len, num_kv_heads, head_dim]`` (HND: heads first)."""
-    ranked(where, "q", q, "[qo_len, num_qo_heads, head_dim]")
-    positive(where, num_qo_heads=q.shape[1])
     wanted.check(where, q, v.shape[-1])
     options = dict(options)
     scales = fold(where, options.pop("sm_scale"), q.shape[-1], q.device, logit_scales, value_scales)

@@ -14,27 +14,33 @@ from torch import Tensor
 from ..errors import DTypeError, PageTableError, ShapeError
 from ..plan import PrefillPlan
 from . import inline
-from .arguments import fail, positive, ranked
+from .arguments import fail, positive, ranked, required
 from .caches import paged_sizes
 from .drafts import draft_mask
 from .growing import Shape
 from .results import Wanted
 from .scales import Scale, fold
-from .tables import seen
+from .tables import as_int32, seen
 from .wrapper import as_sinks
 
 
-def lengths(where: str, name: str, t: Tensor, batch: int, device: torch.device, capacity: int | None = None) -> Tensor:
+def lengths(
+    where: str, name: str, t: Tensor | None, batch: int, device: torch.device, capacity: int | None = None
+) -> Tensor:
     """int32 ``[batch]`` of lengths of any integer dtype, which may have further dimensions of size 1.
 
     ``capacity``: tokens that a row of the page table has places for.
     """
+    required(where, **{name: t})
+    assert t is not None
     if t.numel() != batch:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch}], one a request", "correct it")
     if t.is_floating_point() or t.dtype == torch.bool:
         fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
     if t.dtype == torch.uint32:
         t = t.view(torch.int32)
+    if t.dtype in (torch.uint16, torch.uint64):
+        t = t.long()
     if seen(t) and batch and int(t.min()) < 0:
         fail(PageTableError, where, f"{name} has a length of {int(t.min())}", "0 or more", "correct it")
     if capacity is not None:
@@ -42,10 +48,13 @@ def lengths(where: str, name: str, t: Tensor, batch: int, device: torch.device, 
     return t.reshape(batch).to(device, torch.int32)
 
 
-def block_table(where: str, name: str, t: Tensor, device: torch.device) -> Tensor:
+def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -> Tensor:
+    """int32 ``[batch, max_pages_per_request]`` of any integer dtype."""
+    required(where, **{name: t})
+    assert t is not None
     if t.dim() != 2:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", "[batch, max_pages_per_request]", "reshape it")
-    return t.to(device, torch.int32).contiguous()
+    return as_int32(where, name, t).to(device).contiguous()
 
 
 def uniform_rows(where: str, rows: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:

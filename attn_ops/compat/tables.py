@@ -121,6 +121,11 @@ def index(where: str, name: str, t: Tensor) -> Tensor:
     """``t`` as int32, which it need not be yet."""
     if t.dim() != 1:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", "one dimension", f"reshape {name}")
+    return as_int32(where, name, t)
+
+
+def as_int32(where: str, name: str, t: Tensor) -> Tensor:
+    """``t`` of any integer dtype; numbers beyond int32 are noticed on the host."""
     if t.dtype not in _INTEGERS:
         fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
     small = t.to(torch.int32)

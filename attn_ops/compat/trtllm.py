@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .arguments import DType, fail, layout, output_dtype, own_backend, refuse
+from .arguments import DType, fail, layout, output_dtype, own_backend, positive, refuse, required
 from .caches import PagedCache, paged
 from .drafts import check_draft
 from .results import Wanted
@@ -48,7 +48,8 @@ def _decode(
     k, v = paged(where, kv_cache, layout(where, kv_layout))
     name, indptr = ragged
     if indptr is None:
-        q_len = q_len_per_req or 1
+        q_len = 1 if q_len_per_req is None else q_len_per_req
+        positive(where, q_len_per_req=q_len)
         rows = uniform_rows(where, query.shape[0], tables.shape[0], q_len, query.device)
     else:
         q_len, rows = 1, cumulative(where, name, indptr, tables.shape[0], "the query", query)
@@ -255,6 +256,7 @@ def trtllm_batch_context_with_kv_cache(
         uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
         uses_spcompress=uses_spcompress,
     )
+    required(where, cum_seq_lens_q=cum_seq_lens_q)
     tables = block_table(where, "block_tables", block_tables, query.device)
     if tables.shape[0] != batch_size:
         fail(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,6 +30,13 @@ from .variants import follow
 
 REMEMBERING = frozenset({"_planned", "_held_back", "_memory", "_remembered", "_as_remembered"})
 """Attributes of a wrapper that are about its memory of calls, or compared by their parts."""
+
+
+_scratches: WeakValueDictionary[tuple[torch.device, int, int], Tensor] = WeakValueDictionary()
+"""The workspaces in use, by device, address and elements.
+
+Wrappers that share one also share the tensor: ``torch.compile(dynamic=True)`` does not take two of one memory.
+"""
 
 
 @dataclass
@@ -235,6 +243,7 @@ class Wrapper:
                 "pass a larger float_workspace_buffer",
             )
         scratch = memory[start : start + (memory.shape[0] - start) // 4 * 4].view(torch.float32)
+        scratch = _scratches.setdefault((scratch.device, scratch.data_ptr(), scratch.shape[0]), scratch)
         mark_static(scratch)
         return scratch
 

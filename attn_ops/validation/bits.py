@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from ..registry import Problem
-from .common import Op
+from .common import Op, known
 
 
 def _bits(op: Op, x: Tensor, bitorder: str) -> None:
@@ -27,7 +27,7 @@ def segment_packbits(
 ) -> Problem:
     op = Op("segment_packbits")
     _bits(op, x, bitorder)
-    op.tensor("indptr", indptr, "[segments + 1]", (torch.int32,), x)
-    if num_bytes < 0:
+    op.indptr("indptr", indptr, "[segments + 1]", x)
+    if known(num_bytes < 0):
         op.fail(OptionError, f"num_bytes is {num_bytes}", "at least 0", "pass the packed size of all segments")
     return Problem(op.name, x.device)

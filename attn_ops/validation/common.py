@@ -63,6 +63,12 @@ class Op:
                 f"use {name}.contiguous()",
             )
 
+    def indptr(self, name: str, t: Tensor, dims: str, like: Tensor | None) -> None:
+        """Cumulative lengths, of which there is one more than of what they are the lengths of."""
+        self.tensor(name, t, dims, (torch.int32,), like)
+        if not t.shape[0]:
+            self.fail(ShapeError, f"{name} is [0]", f"{dims}, which is [1] where there are none", "pass one 0")
+
     def size(self, name: str, dim: str, actual: Any, expected: Any, source: str) -> None:
         if actual != expected:
             self.fail(ShapeError, f"{name} has {dim} {actual}", f"{expected} as in {source}", "make the two agree")
@@ -221,6 +227,15 @@ class Op:
                 f"at least {needed} for this plan",
                 "pass the workspace of the planner that made it",
             )
+
+
+def known(condition: Any) -> bool:
+    """Whether ``condition`` holds. One on sizes that only the run tells is left to the run."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports SymPy
+
+    return guard_or_false(condition)
 
 
 def dtype_name(t: Tensor) -> str:

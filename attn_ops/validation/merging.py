@@ -65,6 +65,6 @@ def merge_state_in_place(
 def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, *, backend: str = "auto") -> Problem:
     op = Op("merge_states_varlen")
     _states(op, v, s, "states, heads", None)
-    op.tensor("indptr", indptr, "[rows + 1]", (torch.int32,), v)
+    op.indptr("indptr", indptr, "[rows + 1]", v)
     op.no_grad(v=v, s=s)
     return Problem(op.name, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import DTypeError, OptionError
 from ..registry import Problem
-from .common import FLOATS, FP8, Op, caches, dtype_name
+from .common import FLOATS, FP8, Op, caches, dtype_name, known
 
 
 def _places(
@@ -18,7 +18,7 @@ def _places(
         op.tensor(name, t, "[nnz]", (torch.int32,), new)
         op.size(name, "tokens", t.shape[0], new.shape[0], "the appended rows")
     op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), new)
-    op.tensor("kv_indptr", kv_indptr, "[batch + 1]", (torch.int32,), new)
+    op.indptr("kv_indptr", kv_indptr, "[batch + 1]", new)
 
 
 def _same_dtype(op: Op, name: str, new: Tensor, cache: Tensor) -> None:
@@ -104,13 +104,13 @@ def append_mla_kv(
 
 
 def _positive(op: Op, name: str, value: int, least: int) -> None:
-    if value < least:
+    if known(value < least):
         op.fail(OptionError, f"{name} is {value}", f"at least {least}", "change it")
 
 
 def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, *, backend: str = "auto") -> Problem:
     op = Op("batch_indices_positions")
-    op.tensor("append_indptr", append_indptr, "[batch + 1]", (torch.int32,), None)
+    op.indptr("append_indptr", append_indptr, "[batch + 1]", None)
     op.tensor("seq_lens", seq_lens, "[batch]", (torch.int32,), append_indptr)
     op.size("seq_lens", "length", seq_lens.shape[0], append_indptr.shape[0] - 1, "append_indptr less 1")
     _positive(op, "nnz", nnz, 0)
@@ -119,7 +119,7 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, *
 
 def seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int, *, backend: str = "auto") -> Problem:
     op = Op("seq_lens")
-    op.tensor("kv_indptr", kv_indptr, "[batch + 1]", (torch.int32,), None)
+    op.indptr("kv_indptr", kv_indptr, "[batch + 1]", None)
     op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), kv_indptr)
     op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
     _positive(op, "page_size", page_size, 1)

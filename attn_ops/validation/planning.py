@@ -16,7 +16,7 @@ from .common import Op
 
 def _page_table(op: Op, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: Any) -> None:
     device = plan.kv_len
-    op.tensor("kv_indptr", kv_indptr, "[batch + 1]", (torch.int32,), device)
+    op.indptr("kv_indptr", kv_indptr, "[batch + 1]", device)
     op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), device)
     op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), device)
     op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
@@ -58,7 +58,7 @@ def plan_prefill(
 ) -> Problem:
     op = Op("plan_prefill")
     typed = op.plan(plan, PrefillPlan, plan[0] if plan else None)
-    op.tensor("qo_indptr", qo_indptr, "[batch + 1]", (torch.int32,), typed.kv_len)
+    op.indptr("qo_indptr", qo_indptr, "[batch + 1]", typed.kv_len)
     _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed)
     op.size("qo_indptr", "length", qo_indptr.shape[0], kv_indptr.shape[0], "kv_indptr")
     return Problem("plan_prefill", typed.kv_len.device)

@@ -54,15 +54,130 @@ def cudnn(q: torch.Tensor = H.q, keys: int = 212, **changes: Any) -> Any:
         *(t[:keys] for t in H.ragged()),
         0.1,
         workspace(),
-        max_token_per_sequence=40,
+        **{"max_token_per_sequence": 40, "return_lse": False, **lengths, **changes},
         max_sequence_kv=130,
         causal=True,
-        return_lse=False,
-        **{**lengths, **changes},
     )
 
 
+def decoding(tables: Any, lens: Any = LENS, **changes: Any) -> Any:
+    return flashinfer.trtllm_batch_decode_with_kv_cache(R.q, H.cache(), workspace(), tables, lens, 130, **changes)
+
+
+def deepseek_into(dtype: torch.dtype) -> Any:
+    k, v = H.ragged()
+    sizes, out = (40, 130, 0.1, 1.0, -1, 4, -1), empty(46, 4, 64, dtype=dtype)
+    return flashinfer.trtllm_ragged_attention_deepseek(
+        H.q, k, v, workspace(), LENS, *sizes, QO, KV, False, True, False, out=out
+    )
+
+
+def segments(*indptr: int) -> Any:
+    return flashinfer.segment_packbits(torch.ones(10, dtype=torch.bool, device=DEVICE), torch.tensor(indptr))
+
+
+TABLES = H.block_tables().cpu()
+NONE = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+
 CASES: dict[str, Case] = {
+    "block tables of bools": (
+        lambda: decoding(TABLES > 0),
+        errors.DTypeError,
+        "block_tables is bool; expected int32 or int64",
+    ),
+    "block tables of floats": (
+        lambda: decoding(TABLES + 0.5),
+        errors.DTypeError,
+        "block_tables is float32; expected int32 or int64",
+    ),
+    "pages beyond int32": (
+        lambda: decoding(TABLES.long() + (1 << 32)),
+        errors.PageTableError,
+        "block_tables has a number beyond int32",
+    ),
+    "no block tables": (lambda: decoding(None), errors.ArgumentError, "block_tables is missing"),
+    "no lengths": (lambda: decoding(TABLES, None), errors.ArgumentError, "seq_lens is missing"),
+    "no rows a request": (
+        lambda: decoding(TABLES, q_len_per_req=0),
+        errors.OptionError,
+        "q_len_per_req is 0; expected 1 or more",
+    ),
+    "no rows of context": (
+        lambda: context(indptr=None),  # type: ignore[arg-type]
+        errors.ArgumentError,
+        "cum_seq_lens_q is missing",
+    ),
+    "no values of xqa": (
+        lambda: flashinfer.xqa(R.q, R.cache()[0], None, TABLES, LENS),
+        errors.ArgumentError,
+        "xqa: v_cache is missing",
+    ),
+    **{
+        f"{what} out of deepseek": (
+            lambda dtype=dtype: deepseek_into(dtype),
+            error,
+            f"out is {what}; expected",
+        )
+        for what, dtype, error in (
+            ("float8_e4m3fn", torch.float8_e4m3fn, errors.UnsupportedError),
+            ("float64", torch.float64, errors.UnsupportedError),
+            ("int32", torch.int32, errors.DTypeError),
+        )
+    },
+    "FP8 output of xqa": (
+        lambda: flashinfer.xqa(
+            R.q, *R.cache(), R.block_tables(), R.seq_lens, output=empty(4, 4, 64, dtype=torch.float8_e5m2)
+        ),
+        errors.UnsupportedError,
+        "out is float8_e5m2; expected float16, bfloat16 or float32",
+    ),
+    "padded LSE too short": (
+        lambda: cudnn(max_token_per_sequence=39, lse=empty(4, 39, 4, dtype=torch.float32), return_lse=True),
+        errors.ShapeError,
+        "a request has 40 query rows and max_token_per_sequence is 39",
+    ),
+    "single with heads of nothing": (
+        lambda: flashinfer.single_prefill_with_kv_cache(empty(2, 2, 0), empty(3, 2, 0), empty(3, 2, 0)),
+        errors.OptionError,
+        "head_dim is 0; expected 1 or more",
+    ),
+    "rank of the keys of single prefill": (
+        lambda: flashinfer.single_prefill_with_kv_cache(P.q, empty(9), empty(9), kv_layout="HND"),
+        errors.ShapeError,
+        "k is [9]; expected [kv_len, num_kv_heads, head_dim]",
+    ),
+    "segments beyond their bits": (
+        lambda: segments(0, 20),
+        errors.ShapeError,
+        "segment_packbits: indptr ends at 20 and x has 10",
+    ),
+    "segments from before their bits": (
+        lambda: segments(-3, 5),
+        errors.PageTableError,
+        "segment_packbits: indptr starts at -3",
+    ),
+    "falling segments": (
+        lambda: segments(0, 10, 5),
+        errors.PageTableError,
+        "segment_packbits: indptr falls from 10 to 5",
+    ),
+    "no segment's indptr": (
+        lambda: torch.ops.attn.segment_packbits(empty(8) == 0, NONE, 0),
+        errors.ShapeError,
+        "segment_packbits: indptr is [0]; expected [segments + 1], which is [1] where there are none",
+    ),
+    "no merged row's indptr": (
+        lambda: torch.ops.attn.merge_states_varlen(empty(3, 2, 8), empty(3, 2, dtype=torch.float32), NONE),
+        errors.ShapeError,
+        "merge_states_varlen: indptr is [0]; expected [rows + 1]",
+    ),
+    "latents that are not given": (
+        lambda: flashinfer.append_paged_mla_kv_cache(
+            None, empty(1, 64), *(torch.zeros(1),) * 2, empty(1, 4, 512), empty(1, 4, 64), *(torch.zeros(2),) * 3
+        ),
+        errors.ArgumentError,
+        "append_ckv is missing",
+    ),
     "single mode": (
         lambda: flashinfer.single_prefill_with_kv_cache(P.q, *P.ragged(), pos_encoding_mode="x"),
         errors.OptionError,

@@ -53,6 +53,19 @@ def replanned_graph(first: int, then: int) -> None:
         wrapper.plan(*R.table, *R.sizes, q_len_per_req=rows)
 
 
+def graph_buffers_of_inference_mode() -> None:
+    with torch.inference_mode():
+        wrapper = graph()
+    wrapper.plan(*R.table, *R.sizes)
+
+
+def latent_by_lengths() -> None:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    wrapper.plan(P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 16)
+    sizes = (46, 4, 512), (46, 4, 64), (17, 16, 512), (17, 16, 64)
+    wrapper.run(*(empty(*size) for size in sizes), kv_len=P.seq_lens)
+
+
 def listed_prefill(indptr: torch.Tensor, lens: torch.Tensor) -> None:
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
     wrapper.plan(torch.arange(3), indptr, PAGES, torch.ones_like(lens), *P.sizes)
@@ -376,6 +389,28 @@ CASES: dict[str, Case] = {
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan([], [], [], [], 4, 2, 64, 16),
         errors.ShapeError,
         "qo_indptr_arr has 0 tensors; expected 2",
+    ),
+    "levels of other rows": (
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan(
+            [P.qo_indptr, P.qo_indptr.clamp(max=45)], *([t, t] for t in P.table), *P.sizes
+        ),
+        errors.ShapeError,
+        "the levels have 46, 45 query rows; expected as many rows in each",
+    ),
+    "buffers of inference mode": (
+        graph_buffers_of_inference_mode,
+        errors.ArgumentError,
+        "plan: paged_kv_indptr_buffer was made in inference mode",
+    ),
+    "MLA lengths without a table": (
+        latent_by_lengths,
+        errors.ArgumentError,
+        "page_table is missing",
+    ),
+    "more of POD": (
+        lambda: flashinfer.PODWithPagedKVCacheWrapper(workspace()).run(*[None] * 31),
+        errors.ArgumentError,
+        "1 arguments follow enable_pdl; expected none without jit_args",
     ),
 }
 

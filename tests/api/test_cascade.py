@@ -162,6 +162,15 @@ def test_pod(return_lse: bool) -> None:
     d.expected(sm_scale=0.2, window_left=9, k_scale=0.5, v_scale=2.0).check(*second)
 
 
+def test_pod_without_page_dimension() -> None:
+    p, d = Requests(kv_lens=(50,), qo_lens=(12,)), Requests(seed=1, page_size=1)
+    wrapper = flashinfer.PODWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*d.table, *d.sizes)
+    cache = tuple(t.squeeze(1) for t in d.cache())
+    for kv_layout in ("NHD", "HND"):
+        d.expected().check(wrapper.run(p.q, *p.ragged(), d.q, cache, kv_layout_d=kv_layout)[1])
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_batch_pod(masked: bool) -> None:
     p, d = Requests((70, 3, 9, 130), (1, 5, 0, 40)), Requests(seed=1)

@@ -185,6 +185,68 @@ def test_other_functions(kind: str) -> None:
         assert torch.equal(cache, whole)
 
 
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_wrappers_of_one_workspace_compile_together(dynamic: bool | None) -> None:
+    memory, p, d = workspace(), PREFILLS[0], DECODES[0]
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(memory)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory)
+    cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, memory)
+    prefill.plan(p.qo_indptr, *p.table, *p.sizes, causal=True)
+    _decode(d, decode)
+    none = torch.zeros(1, dtype=torch.int32)
+    one = torch.tensor([0, 46], dtype=torch.int32), torch.zeros(2, dtype=torch.int32), none[:0], none
+    cascade.plan(*([a, b.cpu()] for a, b in zip(one, (p.qo_indptr, *p.table), strict=True)), *p.sizes)
+
+    def step(p_q: torch.Tensor, p_cache: torch.Tensor, d_q: torch.Tensor, d_cache: torch.Tensor) -> Any:
+        return prefill.run(p_q, p_cache), decode.run(d_q, d_cache), cascade.run(p_q, p_cache)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    outs = compiled(p.q, p.cache("tensor"), d.q, d.cache("tensor"))
+    for out, expected in zip(outs, (p.expected(causal=True), d.expected(), p.expected()), strict=True):
+        expected.check(out)
+
+
+@pytest.mark.parametrize("masked", ["bools", "packed"])
+def test_batch_pod_with_a_mask(masked: str) -> None:
+    p, d = PREFILLS[0], DECODES[0]
+    wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(p.qo_indptr, *p.table, d.qo_indptr, *d.table, *d.sizes)
+    bits = torch.tensor([0, *(a * b for a, b in zip(p.rows, p.kv_lens, strict=True))]).cumsum(0)
+    mask = p.mask if masked == "bools" else flashinfer.segment_packbits(p.mask, bits, "little")[0]
+    name = "custom_mask_p" if masked == "bools" else "packed_custom_mask_p"
+
+    def step(p_q: torch.Tensor, p_cache: torch.Tensor, d_q: torch.Tensor, d_cache: torch.Tensor, m: Any) -> Any:
+        return wrapper.run(p_q, p_cache, d_q, d_cache, **{name: m})
+
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        first, second = call(p.q, p.cache("tensor"), d.q, d.cache("tensor"), mask)
+        p.expected(masked=True).check(first)
+        d.expected().check(second)
+
+
+def test_plan_inside_of_a_compiled_function() -> None:
+    first, second = DECODES[:2]
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    _decode(first, wrapper)
+
+    def step(r: Requests) -> torch.Tensor:
+        _decode(r, wrapper)
+        return wrapper.run(r.q, r.cache("tensor"))
+
+    second.expected().check(torch.compile(step, backend="aot_eager")(second))
+    second.expected().check(wrapper.run(second.q, second.cache("tensor")))
+
+
+def test_values_that_change_nothing_do_so_in_graphs() -> None:
+    r = Requests()
+    cache, tables = r.cache("tensor"), (r.block_tables(), r.seq_lens, 9, 0.125)
+
+    def step(q: torch.Tensor) -> Any:
+        return flashinfer.trtllm_batch_decode_with_kv_cache(q, cache, None, *tables, kv_layout="NHD", o_sf_scale=1.0)
+
+    r.expected().check(torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)(r.q))
+
+
 @pytest.mark.slow
 def test_inductor() -> None:
     wrapper, r = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()), Requests(dtype=torch.float32)

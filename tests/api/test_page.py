@@ -65,6 +65,9 @@ def test_append_latent() -> None:
     one = torch.zeros_like(ckv)
     flashinfer.append_paged_mla_kv_cache(*new, *places, one, None, *table)
     assert torch.equal(one, ckv)
+    other = torch.zeros_like(kpe)
+    flashinfer.append_paged_mla_kv_cache(None, new[1], *places, None, other, *table)
+    assert torch.equal(other, kpe)
 
 
 @pytest.mark.parametrize("bitorder", ["big", "little"])

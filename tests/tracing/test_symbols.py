@@ -149,6 +149,16 @@ def test_functions_without_a_plan_run_on_fake_tensors() -> None:
         assert out.shape == (2, HEADS, DIM)
 
 
+def test_rows_may_be_counted_in_the_graph() -> None:
+    def places(indptr: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        return attn_ops.get_batch_indices_positions(indptr, seq_lens, indptr[-1].item())
+
+    inputs = int32([0, 1, 3]), int32([4, 5])
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(places, fullgraph=True, backend="aot_eager")(*inputs)
+    assert [t.tolist() for t in compiled] == [[0, 1, 1], [3, 3, 4]]
+
+
 def test_a_draft_mask_exports_with_any_batch() -> None:
     class Draft(nn.Module):
         def forward(self, q: Tensor, cache: Tensor, tables: Tensor, seq_lens: Tensor, mask: Tensor) -> Tensor:
