@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, OptionError, UnsupportedError
+from ..errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from .arguments import fail, output_dtype, own_backend, ranked, required
 from .packed import attend_ragged
 from .results import Padded, Wanted
 from .scales import Scale
 from .tabled import attend, block_table, lengths, uniform_rows
-from .tables import cumulative
+from .tables import cumulative, seen
 
 OFFSET_UNITS = ("elements", "tokens")
 ROWS = "[rows, heads, head_dim]"
@@ -144,6 +144,19 @@ def _no_offsets(where: str, **offsets: Tensor | None) -> None:
             )
 
 
+def _check_longest(where: str, seq_lens: Tensor, most: int) -> None:
+    """Every row has a place in a padded LSE, as far as that can be seen."""
+    longest = int(seq_lens.max()) if seen(seq_lens) and seq_lens.numel() else 0
+    if longest > most:
+        fail(
+            ShapeError,
+            where,
+            f"a request has {longest} query rows and max_token_per_sequence is {most}",
+            f"at least {longest}, for the padded lse",
+            "correct it, and pass such a buffer",
+        )
+
+
 def cudnn_batch_prefill_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -212,6 +225,8 @@ def cudnn_batch_prefill_with_kv_cache(
     dtype = q.dtype if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
     padded = Padded(qo_indptr, max_token_per_sequence)
     wanted = Wanted(out, lse, return_lse, dtype, lse_base, padded=padded)
+    if wanted.padding is not None:
+        _check_longest(where, actual_seq_lens_q, max_token_per_sequence)
     result: Any
     logit_scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale}
     backend = own_backend(backend or "auto")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError
 from .arguments import fail, output_dtype
-from .tables import seen
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 LSE_LAYOUTS = ("NH", "HN")
@@ -21,18 +20,6 @@ class Padded(NamedTuple):
 
     qo_indptr: Tensor
     max_rows: int
-
-    def check(self, where: str) -> None:
-        """Every row has a place, as far as that can be seen."""
-        longest = int(self.qo_indptr.diff().max()) if seen(self.qo_indptr) and self.qo_indptr.shape[0] > 1 else 0
-        if longest > self.max_rows:
-            fail(
-                ShapeError,
-                where,
-                f"a request has {longest} query rows and max_token_per_sequence is {self.max_rows}",
-                f"at least {longest}, for the padded lse",
-                "correct it, and pass such a buffer",
-            )
 
     def fill(self, padded: Tensor, lse: Tensor) -> Tensor:
         """``padded`` with ``lse [rows, heads]`` in it; what no row has a place for stays as it was."""
@@ -82,7 +69,6 @@ class Wanted(NamedTuple):
         if self.lse is not None:
             shape = tuple(q.shape[:-1]) if self.lse_layout == "NH" else tuple(q.shape[-2::-1])
             if self.padding is not None:
-                self.padding.check(where)
                 shape = (self.padding.qo_indptr.shape[0] - 1, self.padding.max_rows, q.shape[1])
             _check(where, "lse", self.lse, shape, torch.float32, q.device)
 
