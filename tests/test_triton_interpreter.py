@@ -157,6 +157,31 @@ def test_prefill_plans_are_those_of_the_reference(seed: int) -> None:
 
 
 @inside
+@pytest.mark.parametrize("planned", ["shares", "pieces", "tiles", "ragged"])
+def test_numbers_that_overflow_are_planned_as_by_the_reference(planned: str) -> None:
+    from attn_ops.kernels import triton
+
+    lowest = -(1 << 31)
+    indptr = torch.tensor([0, 1_900_000_000, -700_000_000, 5, 3, lowest, 1 << 30]).int()
+    qo_indptr, last = torch.tensor([-5, 2, 4, 4, lowest, 7, 9]).int(), torch.tensor([1, -7, 1 << 30, 1, 16, 0]).int()
+    pages = torch.arange(0 if planned == "ragged" else 9).int()
+    sizes = {"page_size": 1 if planned == "ragged" else 16, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    plans = []
+    for backend in (reference, triton):
+        if planned in ("tiles", "ragged"):
+            tiles = attn_ops.PrefillPlanner(6, 12, pages.shape[0], max_kv_len=64, device="cpu", **sizes)
+            backend.plan_prefill(qo_indptr, indptr, pages, last, [*tiles.state])
+            plans.append(tiles.state)
+        else:
+            split = 2 if planned == "pieces" else None
+            shares = attn_ops.DecodePlanner(6, 9, device="cpu", fixed_split_size=split, **sizes)
+            backend.plan_decode(indptr, pages, last, [*shares.state])
+            plans.append(shares.state)
+    for name, expected, actual in zip(plans[0]._fields, *plans, strict=True):
+        assert torch.equal(expected, actual), name
+
+
+@inside
 @pytest.mark.parametrize("options", [{"num_ctas": 16}, {"num_ctas": 300, "fixed_split_size": 4}], ids=["even", "fixed"])
 def test_a_batch_beyond_the_capacity_is_planned_within_the_plan(options: dict[str, int]) -> None:
     """One long request, and one of far more rows than there is room for, which the host cannot see."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import ArgumentError, ShapeError
 from .arguments import fail
 
 PagedCache = Tensor | tuple[Tensor, Tensor] | list[Tensor]
@@ -26,10 +26,13 @@ def paged(where: str, cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor
                 "pass such a tensor, or the pair (k_cache, v_cache)",
             )
         k, v = cache[:, 0], cache[:, 1]
-    else:
+    elif isinstance(cache, tuple | list):
         if len(cache) != 2:
             fail(ShapeError, where, f"the KV cache has {len(cache)} parts", "2, keys and values", "pass a pair")
         k, v = cache
+    else:
+        kind = type(cache).__name__
+        fail(ArgumentError, where, f"the KV cache is of type {kind}", "a tensor, or a pair of them", "pass the cache")
     return _with_page(k, kv_layout), _with_page(v, kv_layout)
 
 

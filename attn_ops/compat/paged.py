@@ -65,7 +65,10 @@ def forward_changes(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
 ) -> dict[str, Any]:
-    """What ``forward`` changes for its call: each option that departs from its default; the others stay as planned."""
+    """What ``forward`` changes for its call: each option that departs from its default; the others stay as planned.
+
+    A soft cap of 0 does, as it is not None.
+    """
     given = attention_options(
         where,
         pos_encoding_mode=pos_encoding_mode,
@@ -77,4 +80,6 @@ def forward_changes(
     )
     default = attention_options(where)
     changes = {name: None if value == default[name] else value for name, value in given.items()}
+    if logits_soft_cap is not None:
+        changes["logits_soft_cap"] = given["logits_soft_cap"]
     return {**changes, "causal": True} if causal else changes

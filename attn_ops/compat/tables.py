@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ..errors import DTypeError, PageTableError, ShapeError
+from ..errors import ArgumentError, DTypeError, PageTableError, ShapeError
 from ..page_table import check_entries, check_indptr
 from .arguments import fail
 
@@ -119,6 +119,8 @@ def _largest(lengths: Tensor) -> int:
 
 def index(where: str, name: str, t: Tensor) -> Tensor:
     """``t`` as int32, which it need not be yet."""
+    if not isinstance(t, Tensor):
+        fail(ArgumentError, where, f"{name} is of type {type(t).__name__}", "an int32 tensor", "make a tensor of it")
     if t.dim() != 1:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", "one dimension", f"reshape {name}")
     return as_int32(where, name, t)

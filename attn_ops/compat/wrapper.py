@@ -21,6 +21,7 @@ from ..startup import prepare
 from ..tiling import pieces_of
 from . import inline, masks
 from .arguments import DTypes, fail, layout, own_backend, positional, positive
+from .caches import paged_sizes
 from .graphs import GraphBuffers
 from .growing import READ_WHOLE_PLANS, Growing, Room, Shape
 from .results import Wanted
@@ -59,7 +60,7 @@ class Planned:
     exact: bool
     keys: Tensor | None = None
 
-    def check(self, where: str, q: Tensor, kv: Tensor) -> None:
+    def check(self, where: str, q: Tensor, kv: Tensor, kv_layout: str | None) -> None:
         if self.dtypes is not None:
             for name, t, dtype in (("q", q, self.dtypes.q), ("the KV cache", kv, self.dtypes.kv)):
                 if t.dtype != dtype:
@@ -79,8 +80,25 @@ class Planned:
                 f"{planned} as planned{'' if self.exact else ', or more'}",
                 "call plan() for this batch first",
             )
+        if self.shape.paged and kv.dim() == 4:
+            self._check_layout(where, kv, kv_layout)
         if self.keys is not None and kv.dim() == 3:
-            self._check_keys(where, kv.shape[0 if self.options["kv_layout"] == "NHD" else 1], self.keys.shape[0])
+            self._check_keys(where, kv.shape[0 if kv_layout == "NHD" else 1], self.keys.shape[0])
+
+    def _check_layout(self, where: str, kv: Tensor, kv_layout: str | None) -> None:
+        """The likeliest mistake, which the op would find in the numbers of heads or of places."""
+        assert kv_layout is not None
+        planned = self.shape.page_size, self.shape.num_kv_heads
+        page_size, heads = paged_sizes(where, kv, kv_layout)
+        if (page_size, heads) != planned == (heads, page_size):
+            other = "HND" if kv_layout == "NHD" else "NHD"
+            fail(
+                ShapeError,
+                where,
+                f"in layout {kv_layout} the KV cache has pages of {page_size} tokens and {heads} heads",
+                f"{planned[0]} tokens and {planned[1]} heads as planned",
+                f"name kv_layout={other!r}, or pass a cache in {kv_layout}",
+            )
 
     def _check_keys(self, where: str, keys: int, planned: int) -> None:
         if keys < planned:
@@ -380,7 +398,7 @@ class Wrapper:
         if p is None:
             fail(PlanError, where, "there is no plan", "plan() before run()", "call plan() for this batch")
         q = tensors[0]
-        p.check(where, q, tensors[-1])
+        p.check(where, q, tensors[-1], changes.get("kv_layout") or p.options.get("kv_layout"))
         if p.dtypes is not None and wanted.dtype is None:
             wanted = wanted._replace(dtype=p.dtypes.o)
         wanted.check(where, q, p.shape.head_dim_vo)

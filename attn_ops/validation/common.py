@@ -94,7 +94,7 @@ class Op:
                 ShapeError,
                 f"{num_qo_heads} query heads do not share {num_kv_heads} KV heads evenly",
                 "a query head count that is a multiple of the KV head count",
-                "repeat or regroup the heads",
+                "repeat or regroup the heads, or name the other kv_layout",
             )
 
     def options(self, q: Tensor, o: AttentionOptions) -> None:

@@ -52,6 +52,12 @@ def cut_line(ends: Tensor, num_ctas: int) -> Tensor:
     return torch.where(whole | near, snapped, even)
 
 
+def _complete(plan: DecodePlan | PrefillPlan) -> None:
+    """One launch more on a GPU, where attention may read what was written last before that is visible."""
+    if plan.kv_len.is_cuda:
+        plan.kv_len.add_(0)
+
+
 def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
@@ -62,6 +68,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         _plan_pieces(p, problem)
     else:
         _plan_shares(p, problem)
+    _complete(p)
 
 
 def _line(p: DecodePlan, problem: PlanProblem) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,3 +225,4 @@ def plan_prefill(
         merges = torch.stack((first_row, rows, slot, pieces), 1)
         spare = merges.new_zeros(max_splits + 1, merges.shape[1])
         p.merges.copy_(spare.scatter_(0, at[:, None].expand_as(merges), merges)[:-1])
+    _complete(p)

@@ -40,7 +40,7 @@ def read_early(t: Tensor, max_batch: int) -> bool:
 @triton.jit
 def count_tokens(first_page, end_page, last_page_len, max_pages, PAGE_SIZE: tl.constexpr):
     """Tokens of requests whose pages and last page may be inconsistent."""
-    pages = tl.minimum(end_page, max_pages) - tl.maximum(first_page, 0)
+    pages = tl.maximum(tl.minimum(end_page, max_pages), 0) - tl.maximum(first_page, 0)
     tokens = (pages - 1) * PAGE_SIZE + tl.minimum(tl.maximum(last_page_len, 1), PAGE_SIZE)
     return tl.where(pages > 0, tokens, 0)
 

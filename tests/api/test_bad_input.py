@@ -390,6 +390,18 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "qo_indptr_arr has 0 tensors; expected 2",
     ),
+    "the other layout": (
+        lambda: decode().run(R.q, tuple(t.transpose(1, 2) for t in R.cache())),
+        errors.ShapeError,
+        "in layout NHD the KV cache has pages of 2 tokens and 16 heads; expected 16 tokens and 2 heads as planned; "
+        "name kv_layout='HND'",
+    ),
+    "no cache": (lambda: decode().run(R.q, None), errors.ArgumentError, "the KV cache is of type NoneType"),
+    "a list as page table": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan([0, 1], *R.table[1:], *R.sizes),  # type: ignore[arg-type]
+        errors.ArgumentError,
+        "is of type list; expected an int32 tensor",
+    ),
     "levels of other rows": (
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan(
             [P.qo_indptr, P.qo_indptr.clamp(max=45)], *([t, t] for t in P.table), *P.sizes

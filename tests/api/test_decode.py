@@ -152,6 +152,9 @@ def test_old_interface() -> None:
     out, lse = wrapper.forward_return_lse(r.q, r.cache(), "ROPE_LLAMA", window_left=9, logits_soft_cap=3.0)
     r.expected(pos_encoding="ROPE_LLAMA", window_left=9, logits_soft_cap=3.0).check(out, lse)
     r.expected().check(*wrapper.run_return_lse(r.q, r.cache()))
+    wrapper.begin_forward(*r.table, *r.sizes, data_type="float16", logits_soft_cap=2.0)
+    r.expected(logits_soft_cap=2.0).check(wrapper.forward(r.q, r.cache()))
+    r.expected().check(wrapper.forward(r.q, r.cache(), logits_soft_cap=0.0))
     wrapper.end_forward()
 
 
