@@ -18,7 +18,7 @@ def _places(
         op.tensor(name, t, "[nnz]", (torch.int32,), new)
         op.size(name, "tokens", t.shape[0], new.shape[0], "the appended rows")
     op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), new)
-    op.indptr("kv_indptr", kv_indptr, "[batch + 1]", new)
+    op.tensor("kv_indptr", kv_indptr, "[batch + 1]", (torch.int32,), new)
 
 
 def _same_dtype(op: Op, name: str, new: Tensor, cache: Tensor) -> None:
