@@ -103,7 +103,7 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
         _check_levels(f"{type(self).__name__}.plan", len(self._levels), arrays)
-        with together(self._levels):
+        with together(self._levels) as plans:
             for i, (level, *tables) in enumerate(zip(self._levels, *arrays.values(), strict=True)):
                 level.plan(
                     *tables,
@@ -121,7 +121,7 @@ class MultiLevelCascadeAttentionWrapper:
                     q_data_type=q_data_type,
                     kv_data_type=kv_data_type,
                 )
-            rows = [int(qo_indptr[-1]) for qo_indptr in qo_indptr_arr]
+            rows = [plan.rows for plan in plans]
             if len(set(rows)) > 1:
                 fail(
                     ShapeError,

@@ -189,8 +189,6 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             return by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)
         if any(t is not None for t in listed):
             fail(ArgumentError, where, "kv_indptr and block_tables are both given", "one page table", "drop one")
-        required(where, seq_lens=seq_lens)
-        assert seq_lens is not None
         pages = block_table(where, "block_tables", block_tables, block_tables.device)
         capacity = pages.shape[1] * page_size
         tokens = lengths(where, "seq_lens", seq_lens, pages.shape[0], pages.device, capacity)

@@ -85,7 +85,8 @@ WRITTEN = {
 
 def _written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
     """As Inductor launches it: not early."""
-    arguments = {name: name != "PDL" and value for name, value in arguments.items()}
+    if "PDL" in arguments:
+        arguments = {**arguments, "PDL": False}
     if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):
         accesses = triton_kernel_wrap.identify_accessed_tensors(kernel.src.fn, arguments, {})
         return {access.name for access in accesses.read_writes.writes}

@@ -52,10 +52,8 @@ def packed_by_plan(
     if custom_mask is None:
         return None
     _check(where, "custom_mask", custom_mask, BOOLS)
-    ends = (qo_len.long() * kv_len).cumsum(0)
-    indptr = torch.cat((ends.new_zeros(1), ends)).to(device, torch.int32)
     most = (custom_mask.shape[0] + 7) // 8 + kv_len.shape[0]
-    return torch.ops.attn.segment_packbits(custom_mask.to(device).bool(), indptr, most, bitorder="little")[0]
+    return pack(where, custom_mask.to(device), qo_len.long() * kv_len, most)
 
 
 def packed_single(
@@ -77,18 +75,19 @@ def packed_single(
     return torch.ops.attn.packbits(custom_mask.to(device).bool(), bitorder="little")
 
 
-def pack(where: str, mask: Tensor, bits: Tensor) -> Tensor:
-    """``mask [sum(bits)]`` packed by request; ``bits`` on the host."""
-    indptr = torch.cat((bits.new_zeros(1), bits.cumsum(0)))
-    if int(indptr[-1]) >= 1 << 31:
+def pack(where: str, mask: Tensor, bits: Tensor, size: int | None = None) -> Tensor:
+    """``mask [sum(bits)]`` packed by request, in ``size`` bytes, or as many as it takes if ``bits`` are on the host."""
+    if mask.shape[0] >= 1 << 31:
         fail(
             CapacityError,
             where,
-            f"custom_mask has {int(indptr[-1])} elements",
+            f"custom_mask has {mask.shape[0]} elements",
             "fewer than 2^31, which int32 counts",
             "pack it by request, and pass packed_custom_mask",
         )
-    size = int(((bits + 7) // 8).sum())
+    if size is None:
+        size = int(((bits + 7) // 8).sum())
+    indptr = torch.cat((bits.new_zeros(1), bits.cumsum(0)))
     return torch.ops.attn.segment_packbits(mask.bool(), indptr.to(mask.device, torch.int32), size, bitorder="little")[0]
 
 

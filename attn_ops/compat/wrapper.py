@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,7 +31,6 @@ from .variants import follow
 
 REMEMBERING = frozenset({"_planned", "_held_back", "_memory", "_remembered", "_as_remembered"})
 """Attributes of a wrapper that are about its memory of calls, or compared by their parts."""
-
 
 _scratches: WeakValueDictionary[tuple[torch.device, int, int], Tensor] = WeakValueDictionary()
 """The workspaces in use, by device, address and elements.
@@ -111,6 +110,13 @@ class Planned:
             )
 
 
+class HeldBack(NamedTuple):
+    """A plan() that waits for others (:func:`together`): the query rows of its batch, and what is left to do."""
+
+    rows: int
+    settle: Callable[[], None]
+
+
 def _told(name: str) -> Any:
     """An option as planned, under the name of FlashInfer's wrappers for it, by which engines check theirs."""
 
@@ -171,7 +177,7 @@ class Wrapper:
         )
         self._planned: Planned | None = None
         self._mask: Tensor | None = None
-        self._held_back: list[Callable[[], None]] | None = None
+        self._held_back: list[HeldBack] | None = None
         self._memory = Memory()
         self._remembered: Planned | None = None
         self._as_remembered: dict[str, Any] = {}
@@ -307,7 +313,7 @@ class Wrapper:
             settle()
         else:
             self._growing.check(room, tables)
-            self._held_back.append(settle)
+            self._held_back.append(HeldBack(extent.rows, settle))
 
     def _settle(
         self,
@@ -424,18 +430,18 @@ class Wrapper:
 
 
 @contextmanager
-def together(wrappers: Sequence[Wrapper]) -> Iterator[None]:
-    """A block that calls plan() of several wrappers: none is planned unless all can be."""
-    plans: list[Callable[[], None]] = []
+def together(wrappers: Sequence[Wrapper]) -> Iterator[list[HeldBack]]:
+    """A block that calls plan() of several wrappers: none is planned unless all can be and the block does not raise."""
+    plans: list[HeldBack] = []
     for wrapper in wrappers:
         wrapper._held_back = plans
     try:
-        yield
+        yield plans
     finally:
         for wrapper in wrappers:
             wrapper._held_back = None
-    for settle in plans:
-        settle()
+    for plan in plans:
+        plan.settle()
 
 
 def measured(tables: Tables, shape: Shape) -> tuple[Tables, Extent]:

@@ -106,7 +106,7 @@ def xqa(
     """
     where = "xqa"
     refuse(where, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
-    required(where, k_cache=k_cache, v_cache=v_cache, page_table=page_table, seq_lens=seq_lens)
+    required(where, k_cache=k_cache, v_cache=v_cache)
     k = k_cache[:, 0] if k_cache.dim() == 5 else k_cache
     v = v_cache[:, 1] if v_cache.dim() == 5 else v_cache
     places, heads = paged_sizes(where, k, layout(where, kv_layout))
@@ -171,7 +171,7 @@ def xqa_mla(
         page_table, seq_lens, output: as for :func:`xqa`; the output is ``[..., num_heads, ckv]``.
     """
     where = "xqa_mla"
-    required(where, k_cache=k_cache, v_cache=v_cache, page_table=page_table, seq_lens=seq_lens)
+    required(where, k_cache=k_cache, v_cache=v_cache)
     ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else 512
     cache = k_cache.squeeze(2) if k_cache.dim() == 4 and k_cache.shape[2] == 1 else k_cache
     if cache.dim() == 2 and page_size and cache.shape[0] % page_size == 0:
