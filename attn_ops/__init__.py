@@ -15,14 +15,15 @@ On top of the ops lie FlashInfer's names, in its modules and here (:mod:`attn_op
 import importlib
 from typing import Any
 
-from . import dispatch, errors
-from .dispatch import explain
-from .exports import EXPORTS, HOMES
-from .plan import DecodePlan, PrefillPlan
-from .planner import DecodePlanner, PrefillPlanner
-from .version import __version__
+from attn_ops import errors
+from attn_ops.exports import EXPORTS, HOMES
+from attn_ops.ops import register
+from attn_ops.ops.register import explain
+from attn_ops.plan.state import DecodePlan, PrefillPlan
+from attn_ops.planner import DecodePlanner, PrefillPlanner
+from attn_ops.version import __version__
 
-dispatch.register()
+register.register()
 
 __all__ = [
     "DecodePlan",

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .again import again
-from .compat.arguments import DType, attention_options, fail, refuse, required
-from .compat.caches import PagedCache
-from .compat.paged import PagedWrapper
-from .compat.results import Wanted
-from .compat.scales import Scale
-from .compat.shapes import prefill_shape
-from .compat.tables import Tables, by_length, index
-from .compat.variants import SINK
-from .errors import ArgumentError
-from .prefill import BatchPrefillWithPagedKVCacheWrapper
+from attn_ops.eager.prepared_call import prepared
+from attn_ops.errors import ArgumentError
+from attn_ops.frontend.arguments import DType, attention_options, fail, refuse, required
+from attn_ops.frontend.kv_cache import PagedCache
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.paged import PagedWrapper
+from attn_ops.frontend.plan_spec import prefill_shape
+from attn_ops.frontend.scales import Scale
+from attn_ops.frontend.variants import SINK
+from attn_ops.plan.page_table import PageTable, by_length, index
+from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 
@@ -71,7 +71,7 @@ class BatchAttention(PagedWrapper):
         pages = pages._replace(qo_indptr=index(where, "qo_indptr", qo_indptr))
         by_token = None
         if page_size > 1 and torch.equal(kv_indptr.cpu().long().diff(), kv_len_arr.cpu().long()):
-            tokens = Tables.of(where, kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), qo_indptr)
+            tokens = PageTable.of(where, kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), qo_indptr)
             by_token = PagedWrapper(None, self._kv_layout, device=self.device)
             by_token._plan(where, "batch_prefill", tokens, shape._replace(page_size=1), options)
         self._plan(where, "batch_prefill", pages, shape, options)
@@ -79,7 +79,7 @@ class BatchAttention(PagedWrapper):
 
     begin_forward = plan
 
-    @again
+    @prepared
     def run(
         self,
         q: Tensor,
@@ -104,7 +104,7 @@ class BatchAttention(PagedWrapper):
             where,
             q,
             kv_cache,
-            Wanted(out, lse, return_lse=True),
+            OutputSpec(out, lse, return_lse=True),
             k_scale=k_scale,
             v_scale=v_scale,
             logits_soft_cap=logits_soft_cap or None,

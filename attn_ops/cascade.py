@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat.arguments import DType, fail
-from .compat.caches import PagedCache
-from .compat.merging import merge_state, merge_state_in_place, merge_states, variable_length_merge_states
-from .compat.wrapper import together
-from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .errors import ShapeError
-from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
+from attn_ops.errors import ShapeError
+from attn_ops.frontend.arguments import DType, fail
+from attn_ops.frontend.base import together
+from attn_ops.frontend.kv_cache import PagedCache
+from attn_ops.frontend.merge_states import merge_state, merge_state_in_place, merge_states, variable_length_merge_states
+from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .again import again
-from .compat.arguments import DType, DTypes, attention_options, fail, layout, refuse, required
-from .compat.caches import PagedCache
-from .compat.cudnn import cudnn_batch_decode_with_kv_cache
-from .compat.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
-from .compat.growing import Shape
-from .compat.paged import PagedWrapper, forward_changes
-from .compat.results import Wanted
-from .compat.shapes import splitting
-from .compat.single import attend_dense, check_dense
-from .compat.tables import Tables
-from .compat.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
-from .compat.wrapper import graph_buffers
-from .errors import PlanError, ShapeError
-from .page import get_seq_lens
+from attn_ops.eager.prepared_call import prepared
+from attn_ops.errors import PlanError, ShapeError
+from attn_ops.frontend.arguments import DType, DTypes, attention_options, fail, layout, refuse, required
+from attn_ops.frontend.attend_dense import attend_dense, check_dense
+from attn_ops.frontend.base import graph_buffers
+from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
+from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from attn_ops.frontend.kv_cache import PagedCache
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.paged import PagedWrapper, forward_changes
+from attn_ops.frontend.plan_spec import splitting
+from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from attn_ops.page import get_seq_lens
+from attn_ops.plan.page_table import PageTable
+from attn_ops.plan.resizable import PlanSpec
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -87,7 +87,7 @@ def single_decode_with_kv_cache(
         v,
         layout(where, kv_layout),
         options,
-        Wanted(return_lse=return_lse),
+        OutputSpec(return_lse=return_lse),
         logit_scales={"q_scale": q_scale, "k_scale": k_scale},
         value_scales={"v_scale": v_scale},
     )
@@ -103,7 +103,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         use_cuda_graph: the three buffers, int32, become the plan's memory. The batch size is then fixed, by
             ``paged_kv_indptr_buffer [batch + 1]`` and ``paged_kv_last_page_len_buffer [batch]``, and
             ``paged_kv_indices_buffer`` bounds the pages. Without it the buffers have no effect.
-        use_tensor_cores, backend: no effect on results (:mod:`attn_ops.compat.ignored`).
+        use_tensor_cores, backend: no effect on results (:mod:`attn_ops.frontend.no_effect`).
         jit_args: those of the variant AttentionSink, by which run() takes ``sinks, sm_scale`` by position.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_decode`` node. The plan's tensors keep
@@ -249,10 +249,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         disable_split_kv: bool,
         q_len_per_req: int,
         is_causal: bool | None,
-    ) -> tuple[Tables, Shape]:
+    ) -> tuple[PageTable, PlanSpec]:
         required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
         qo_indptr = None if q_len_per_req == 1 else torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
-        shape = Shape(
+        shape = PlanSpec(
             decode=q_len_per_req == 1,
             paged=True,
             page_size=page_size,
@@ -265,7 +265,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             **splitting(where, fixed_split_size, disable_split_kv),
             rows=q_len_per_req,
         )
-        return Tables.of(where, indptr, indices, last_page_len, qo_indptr), shape
+        return PageTable.of(where, indptr, indices, last_page_len, qo_indptr), shape
 
     def workspace_size(
         self,
@@ -312,7 +312,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             )
         )
 
-    @again
+    @prepared
     def run(
         self,
         q: Tensor,
@@ -352,12 +352,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         sm_scale = None
         if args:
             k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
-        wanted = Wanted(out, lse, return_lse)
+        output_spec = OutputSpec(out, lse, return_lse)
         return self._attend(
             where,
             q,
             paged_kv_cache,
-            wanted,
+            output_spec,
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -397,9 +397,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        wanted = Wanted(return_lse=return_lse)
+        output_spec = OutputSpec(return_lse=return_lse)
         return self._attend(
-            where, q, paged_kv_cache, wanted, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **changes
+            where, q, paged_kv_cache, output_spec, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **changes
         )
 
     def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .plan import DecodePlan, PrefillPlan
+from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
 def visible_pairs(qo_len: Tensor, kv_len: Tensor, causal: bool, window_left: int) -> int:

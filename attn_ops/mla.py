@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .again import again
-from .compat.arguments import DType, DTypes, as_dtype, fail, output_dtype, positive, refuse, required
-from .compat.caches import PagedCache, latent
-from .compat.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
-from .compat.growing import Shape
-from .compat.results import Wanted
-from .compat.scales import Scale
-from .compat.tabled import block_table, lengths
-from .compat.tables import Tables, by_length, index
-from .compat.wrapper import Wrapper, as_sinks, buffer, graph_buffers
-from .compat.xqa import attend_latent
-from .errors import ArgumentError, OptionError, ShapeError
-from .options import MLA_DIMS, MLA_SM_SCALE
+from attn_ops.eager.prepared_call import prepared
+from attn_ops.errors import ArgumentError, OptionError, ShapeError
+from attn_ops.frontend.arguments import DType, DTypes, as_dtype, fail, output_dtype, positive, refuse, required
+from attn_ops.frontend.attend_block_tables import block_table, lengths
+from attn_ops.frontend.base import Wrapper, as_sinks, buffer, graph_buffers
+from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from attn_ops.frontend.kv_cache import PagedCache, latent
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.scales import Scale
+from attn_ops.frontend.xqa import attend_latent
+from attn_ops.ops.options import MLA_DIMS, MLA_SM_SCALE
+from attn_ops.plan.page_table import PageTable, by_length, index
+from attn_ops.plan.resizable import PlanSpec
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -53,7 +53,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             ``kv_indptr [batch + 1]`` and ``kv_indices [max_pages]`` say how much room it has, and may hold the page
             table for plan(), which does not write them. The batch size is fixed. Without it they have no effect.
         kv_layout: ``"NHD"`` or ``"HND"``, which are the same for a cache without heads.
-        backend: no effect on results (:mod:`attn_ops.compat.ignored`).
+        backend: no effect on results (:mod:`attn_ops.frontend.no_effect`).
     """
 
     _kv_indptr_buf, _kv_indices_buf, _kv_len_arr_buf = buffer("kv_indptr"), buffer("kv_indices"), buffer("kv_len")
@@ -148,7 +148,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         positive(where, num_heads=num_heads, page_size=page_size)
         tables = self._tables(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
         ckv, kpe = head_dim_ckv or 512, 64 if head_dim_kpe is None else head_dim_kpe
-        shape = Shape(
+        shape = PlanSpec(
             decode=False,
             paged=True,
             page_size=page_size,
@@ -179,7 +179,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         listed: tuple[Tensor | None, Tensor | None, Tensor | None],
         block_tables: Tensor | None,
         seq_lens: Tensor | None,
-    ) -> Tables:
+    ) -> PageTable:
         kv_indptr, kv_indices, kv_len_arr = listed
         if block_tables is None:
             required(where, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
@@ -192,9 +192,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         pages = block_table(where, "block_tables", block_tables, block_tables.device)
         capacity = pages.shape[1] * page_size
         tokens = lengths(where, "seq_lens", seq_lens, pages.shape[0], pages.device, capacity)
-        return Tables.of(where, *torch.ops.attn.page_table(pages, tokens, page_size))
+        return PageTable.of(where, *torch.ops.attn.page_table(pages, tokens, page_size))
 
-    @again
+    @prepared
     def run(
         self,
         q_nope: Tensor | None = None,
@@ -251,18 +251,18 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if (kpe_scale or 1.0) != (ckv_scale or 1.0):
             pe = pe * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
         base = "ln" if return_lse_base_on_e else self._lse_base or "log2"
-        wanted = Wanted(out, lse, return_lse, self._output_dtype or nope.dtype, base)
+        output_spec = OutputSpec(out, lse, return_lse, self._output_dtype or nope.dtype, base)
         if page_table is not None:
             scale = 1.0 if bmm1_scale is not None else self._scale(where, nope, pe)
             return self._by_page_table(
-                where, (nope, pe, ckv, kpe), page_table, kv_len, scale, wanted, sinks, logit_scales, value_scales
+                where, (nope, pe, ckv, kpe), page_table, kv_len, scale, output_spec, sinks, logit_scales, value_scales
             )
         if kv_len is not None:
             required(where, page_table=page_table)
         return self._run(
             where,
             (nope, pe, ckv, kpe),
-            wanted,
+            output_spec,
             logit_scales=logit_scales,
             value_scales=value_scales,
             sinks=sinks,
@@ -329,7 +329,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         page_table: Tensor,
         kv_len: Tensor | None,
         sm_scale: float,
-        wanted: Wanted,
+        output_spec: OutputSpec,
         sinks: Any,
         logit_scales: dict[str, Scale],
         value_scales: dict[str, Scale],
@@ -348,7 +348,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 "the same number of rows for every request",
                 "plan() with qo_indptr for ragged rows",
             )
-        wanted.check(where, q, q.shape[-1])
+        output_spec.check(where, q, q.shape[-1])
         out, lse = attend_latent(
             where,
             *tensors,
@@ -359,9 +359,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             logit_scales=logit_scales,
             value_scales=value_scales,
             sinks=as_sinks(where, sinks, q.device),
-            return_lse=wanted.needs_lse,
+            return_lse=output_spec.needs_lse,
         )
-        return wanted.finish(out, lse)
+        return output_spec.finalize(out, lse)
 
 
 def _output(where: str, dtype: DType) -> torch.dtype:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compat.arguments import fail, layout, required
-from .compat.caches import PagedCache, paged
-from .compat.tables import index
-from .errors import ArgumentError
+from attn_ops.errors import ArgumentError
+from attn_ops.frontend.arguments import fail, layout, required
+from attn_ops.frontend.kv_cache import PagedCache, paged
+from attn_ops.plan.page_table import index
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 

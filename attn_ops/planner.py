@@ -13,39 +13,39 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .again import Memory, again
-from .errors import ArgumentError, CapacityError, OptionError, ShapeError
-from .inductor import mark_static
-from .options import WIDEST_WINDOW
-from .page_table import check_indptr, check_pages
-from .plan import (
+from attn_ops.eager.prepared_call import PreparedMethods, prepared
+from attn_ops.eager.startup import prepare
+from attn_ops.errors import ArgumentError, CapacityError, OptionError, ShapeError
+from attn_ops.ops.inductor import mark_static
+from attn_ops.ops.options import WIDEST_WINDOW
+from attn_ops.plan.page_table_checks import check_indptr, check_pages
+from attn_ops.plan.sizing import count_splits, max_splits_for
+from attn_ops.plan.state import (
     CTAS_PER_SM,
     DecodePlan,
     PlanProblem,
     PrefillPlan,
     allocate_decode,
     allocate_prefill,
-    num_pieces,
+    num_partials,
     split_tokens,
     workspace_size,
 )
-from .startup import prepare
-from .tiling import most_pieces, pieces_of
 
-EVEN_SHARES = 8
+CTA_MULTIPLE = 8
 """Shares are a multiple of this, if that many, so that batches of 2^n requests often need no cut."""
 
 TILE_ROWS = 256
 """Query rows times query heads per KV head in a prefill tile, and what it has at least."""
 MIN_TILE_ROWS = 64
 
-WIDE_HEAD = 256
+LARGE_HEAD_DIM = 256
 """Heads wider than this leave room for so few rows as a tile has at least in a CTA."""
 
 WORKSPACE_BYTES = 20 << 20
 """Most memory for the partial results of split prefill tiles."""
 
-MAY_BE_NONE = {"window_left": -1, "window": 0, "causal": 0, "max_pages": 0, "split": 0}
+MIN_VALUES = {"window_left": -1, "window": 0, "causal": 0, "max_pages": 0, "split": 0}
 """The least of what need not be positive."""
 
 
@@ -54,7 +54,7 @@ def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: 
         capacities = {**capacities, "fixed_split_size": fixed_split_size}
     sizes["split"] = split_tokens(fixed_split_size, sizes["page_size"])
     problem = PlanProblem(**sizes)
-    at_least = dict.fromkeys((*sizes, *capacities), 1) | MAY_BE_NONE
+    at_least = dict.fromkeys((*sizes, *capacities), 1) | MIN_VALUES
     for name, value in {**capacities, **sizes}.items():
         if value < at_least[name]:
             raise OptionError(f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger")
@@ -85,17 +85,17 @@ class _Planner:
     state: Sequence[Tensor]
 
     def __init__(self) -> None:
-        self._memory = Memory()
+        self._memory = PreparedMethods()
 
     def _own(self, plan: DecodePlan | PrefillPlan) -> None:
         self.state = plan
         self.workspace = torch.zeros(workspace_size(plan), dtype=torch.float32, device=self.device)
         mark_static(*plan, self.workspace)
 
-    def _recall(self) -> int | None:
+    def _cache_key(self) -> int | None:
         return 0 if self.device.type == "cuda" else None
 
-    def _held(self) -> Sequence[Tensor]:
+    def _owned_tensors(self) -> Sequence[Tensor]:
         return self.state
 
     def _inputs(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> list[Tensor]:
@@ -123,9 +123,9 @@ class DecodePlanner(_Planner):
         window_left: plan for a sliding window, so that keys outside of it count as no work; -1 for none.
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: shares to cut the work of one KV head into; default by the device.
-        fixed_split_size: cut each request into pieces of this many pages, rounded up to whole units of
-            :data:`~attn_ops.plan.KV_UNIT` tokens, whatever else is in the batch. Its result is then the same in every
-            batch, bit for bit on the ``triton`` backend. None cuts for balance.
+        fixed_split_size: split each request every so many pages, rounded up to whole KV blocks of
+            :data:`~attn_ops.plan.state.KV_BLOCK` tokens, whatever else is in the batch. Its result is then the same in
+            every batch, bit for bit on the ``triton`` backend. None cuts for balance.
         device: where the plan lives; default torch's default device.
 
     Attributes:
@@ -191,7 +191,7 @@ class DecodePlanner(_Planner):
         self._fill(validate, kv_indptr, kv_indices, kv_last_page_len)
         return self.state
 
-    @again
+    @prepared
     def _fill(self, validate: bool | None, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
         inputs = self._inputs(validate, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
         torch.ops.attn.plan_decode(*inputs, self.state)
@@ -264,9 +264,9 @@ class PrefillPlanner(_Planner):
         prepare(self.device)
         pieces = num_ctas
         if pieces is None:
-            pieces = pieces_per_head(self.device, self.problem)
+            pieces = splits_per_head(self.device, self.problem)
             if self.problem.split:
-                pieces = most_pieces(self.problem, max_batch, max_tokens)
+                pieces = max_splits_for(self.problem, max_batch, max_tokens)
         with torch.inference_mode(False):  # plans and calls are made outside of it too
             self._own(allocate_prefill(self.problem, max_batch, max_tokens, max_pages, self.device, pieces))
 
@@ -303,7 +303,7 @@ class PrefillPlanner(_Planner):
         self._fill(validate, qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
         return self.state
 
-    @again
+    @prepared
     def _fill(
         self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
     ) -> None:
@@ -325,9 +325,9 @@ class PrefillPlanner(_Planner):
             )
 
     def _check_pieces(self, qo_indptr: Tensor, kv_indptr: Tensor, last: Tensor) -> None:
-        pages, room = kv_indptr.cpu().long().diff(), num_pieces(self.state)
+        pages, room = kv_indptr.cpu().long().diff(), num_partials(self.state)
         kv_len = torch.where(pages > 0, (pages - 1) * self.problem.page_size + last.cpu(), 0)
-        needed = pieces_of(self.problem, qo_indptr.cpu().long().diff(), kv_len)
+        needed = count_splits(self.problem, qo_indptr.cpu().long().diff(), kv_len)
         if needed > room:
             raise CapacityError(
                 f"plan: the batch needs room for {needed} pieces of {self.problem.split} tokens and the plan has room "
@@ -343,7 +343,7 @@ def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = TILE_ROWS) -
     return max(1, pairs // group)
 
 
-def pieces_per_head(device: torch.device, problem: PlanProblem) -> int:
+def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
     """Pieces that the prefill tiles of one KV head are split into, so that they fill the device once.
 
     A tile of wide heads takes several CTAs, which split its KV alike.
@@ -351,7 +351,7 @@ def pieces_per_head(device: torch.device, problem: PlanProblem) -> int:
     if device.type != "cuda":
         return 0
     pairs = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
-    wide = max(problem.head_dim_qk, problem.head_dim_vo) > WIDE_HEAD
+    wide = max(problem.head_dim_qk, problem.head_dim_vo) > LARGE_HEAD_DIM
     ctas = problem.num_kv_heads * (-(-pairs // MIN_TILE_ROWS) if wide else 1)
     slots = torch.cuda.get_device_properties(device).multi_processor_count
     slots *= 1 if wide or pairs > MIN_TILE_ROWS else CTAS_PER_SM
@@ -364,4 +364,4 @@ def ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
     if device.type != "cuda":
         return 1
     shares = torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads
-    return max(1, shares // EVEN_SHARES * EVEN_SHARES or shares)
+    return max(1, shares // CTA_MULTIPLE * CTA_MULTIPLE or shares)

@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from .compat.arguments import DType, fail, refuse
-from .compat.caches import PagedCache
-from .compat.masks import packed_by_plan
-from .compat.paged import forward_changes
-from .compat.results import Wanted
-from .compat.scales import Scale
-from .compat.wrapper import together
-from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .errors import ArgumentError, PlanError, UnsupportedError
-from .plan import PrefillPlan
-from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
+from attn_ops.errors import ArgumentError, PlanError, UnsupportedError
+from attn_ops.frontend.arguments import DType, fail, refuse
+from attn_ops.frontend.base import together
+from attn_ops.frontend.kv_cache import PagedCache
+from attn_ops.frontend.masks import packed_by_plan
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.paged import forward_changes
+from attn_ops.frontend.scales import Scale
+from attn_ops.plan.state import PrefillPlan
+from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -174,8 +174,10 @@ class PODWithPagedKVCacheWrapper:
             return_lse=return_lse_p,
         )
         kv_layout = None if kv_layout_d == "NHD" else kv_layout_d
-        wanted = Wanted(return_lse=return_lse_d)
-        decoded = self._decode._attend(where, q_d, paged_kv_cache_d, wanted, **scales, kv_layout=kv_layout, **changes)
+        output_spec = OutputSpec(return_lse=return_lse_d)
+        decoded = self._decode._attend(
+            where, q_d, paged_kv_cache_d, output_spec, **scales, kv_layout=kv_layout, **changes
+        )
         return prefill, decoded
 
     def end_forward(self) -> None:
@@ -262,7 +264,7 @@ class BatchPODWithPagedKVCacheWrapper:
         """``(prefill, decode)``, each an output, or ``(out, lse)`` with ``return_lse``; scales are the decoding's."""
         where = f"{type(self).__name__}.run"
         scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        wanted = Wanted(return_lse=return_lse)
+        output_spec = OutputSpec(return_lse=return_lse)
         mask = None
         if custom_mask_p is not None or packed_custom_mask_p is not None:
             planned = self._prefill._planned
@@ -272,8 +274,8 @@ class BatchPODWithPagedKVCacheWrapper:
             mask = packed_by_plan(where, custom_mask_p, packed_custom_mask_p, planned.plan, q_p.device)
         causal = {"causal": True} if causal_p else {}
         return (
-            self._prefill._attend(where, q_p, paged_kv_cache_p, wanted, mask=mask, **causal),
-            self._decode._attend(where, q_d, paged_kv_cache_d, wanted, **scales),
+            self._prefill._attend(where, q_p, paged_kv_cache_p, output_spec, mask=mask, **causal),
+            self._decode._attend(where, q_d, paged_kv_cache_d, output_spec, **scales),
         )
 
     def end_forward(self) -> None:

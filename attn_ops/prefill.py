@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .again import again
-from .compat.arguments import (
+from attn_ops.eager.prepared_call import prepared
+from attn_ops.errors import ShapeError
+from attn_ops.frontend.arguments import (
     DType,
     DTypes,
     attention_options,
@@ -25,21 +26,20 @@ from .compat.arguments import (
     renamed,
     required,
 )
-from .compat.caches import PagedCache
-from .compat.cudnn import cudnn_batch_prefill_with_kv_cache
-from .compat.deepseek import trtllm_ragged_attention_deepseek
-from .compat.items import scoring_mask
-from .compat.masks import packed_single
-from .compat.paged import PagedWrapper, forward_changes
-from .compat.ragged import BatchPrefillWithRaggedKVCacheWrapper
-from .compat.results import Wanted
-from .compat.scales import Scale
-from .compat.shapes import prefill_shape, splitting
-from .compat.single import attend_dense, check_dense
-from .compat.tables import Tables
-from .compat.trtllm import trtllm_batch_context_with_kv_cache
-from .compat.wrapper import graph_buffers
-from .errors import ShapeError
+from attn_ops.frontend.attend_dense import attend_dense, check_dense
+from attn_ops.frontend.base import graph_buffers
+from attn_ops.frontend.cudnn import cudnn_batch_prefill_with_kv_cache
+from attn_ops.frontend.deepseek import trtllm_ragged_attention_deepseek
+from attn_ops.frontend.kv_cache import PagedCache
+from attn_ops.frontend.masks import packed_single
+from attn_ops.frontend.multi_item_mask import scoring_mask
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.paged import PagedWrapper, forward_changes
+from attn_ops.frontend.plan_spec import prefill_shape, splitting
+from attn_ops.frontend.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from attn_ops.frontend.scales import Scale
+from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache
+from attn_ops.plan.page_table import PageTable
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -124,7 +124,7 @@ def single_prefill_with_kv_cache(
         v,
         kv_layout,
         options,
-        Wanted(return_lse=return_lse, dtype=None if o_dtype is None else output_dtype(where, "o_dtype", o_dtype)),
+        OutputSpec(return_lse=return_lse, dtype=None if o_dtype is None else output_dtype(where, "o_dtype", o_dtype)),
         logit_scales={"scale_q": scale_q, "scale_k": scale_k, "k_scale": k_scale},
         value_scales={"scale_v": scale_v, "v_scale": v_scale},
     )
@@ -151,7 +151,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ``paged_kv_last_page_len_buf [batch]``; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and
             the first plan's query rows are the most. Without it the buffers have no effect.
         mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
-            (:mod:`attn_ops.compat.ignored`).
+            (:mod:`attn_ops.frontend.no_effect`).
         jit_args: as for decoding.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_prefill`` node.
@@ -242,7 +242,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             custom_mask: bool, for every request ``[qo_len * kv_len]`` row by row, concatenated; True keeps. Overrides
                 ``causal``. ``packed_custom_mask``: uint8, its bits little-endian, every request padded to whole bytes.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring
-                (:func:`attn_ops.compat.items.scoring_mask`), always causal.
+                (:func:`attn_ops.frontend.multi_item_mask.scoring_mask`), always causal.
             q_data_type, kv_data_type, o_data_type, data_type: as for decoding.
             fixed_split_size, disable_split_kv: as for decoding.
 
@@ -266,7 +266,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             paged_kv_indices=paged_kv_indices,
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
-        tables = Tables.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
+        tables = PageTable.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
         custom_mask = scoring_mask(
             where,
             prefix_len_ptr,
@@ -330,9 +330,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             window_left=given.get("window_left", -1),
             **splitting(where, given.get("fixed_split_size"), given.get("disable_split_kv", False)),
         )
-        return self._sizes(Tables.of(where, *tables[1:], qo_indptr), shape)
+        return self._sizes(PageTable.of(where, *tables[1:], qo_indptr), shape)
 
-    @again
+    @prepared
     def run(
         self,
         q: Tensor,
@@ -379,7 +379,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             where,
             q,
             paged_kv_cache,
-            Wanted(out, lse, return_lse, None, lse_base, lse_layout),
+            OutputSpec(out, lse, return_lse, None, lse_base, lse_layout),
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -421,8 +421,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        wanted = Wanted(return_lse=return_lse)
-        return self._attend(where, q, paged_kv_cache, wanted, k_scale=k_scale, v_scale=v_scale, **changes)
+        output_spec = OutputSpec(return_lse=return_lse)
+        return self._attend(where, q, paged_kv_cache, output_spec, k_scale=k_scale, v_scale=v_scale, **changes)
 
     def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`forward` with the LSE."""

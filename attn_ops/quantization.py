@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compat.arguments import fail
-from .compat.tables import index
-from .errors import ShapeError
-from .page_table import check_indptr
+from attn_ops.errors import ShapeError
+from attn_ops.frontend.arguments import fail
+from attn_ops.plan.page_table import index
+from attn_ops.plan.page_table_checks import check_indptr
 
 __all__ = ["packbits", "segment_packbits"]
 

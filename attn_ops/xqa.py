@@ -6,7 +6,7 @@ So ``attn_ops.xqa(...)``, ``attn_ops.xqa.xqa_mla(...)`` and ``from attn_ops.xqa 
 
 import sys
 
-from .compat.xqa import xqa, xqa_mla
+from attn_ops.frontend.xqa import xqa, xqa_mla
 
 __all__ = ["xqa", "xqa_mla"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import attn_ops
-from attn_ops.schemas import SCHEMAS
+from attn_ops.ops.schemas import SCHEMAS
 
 from . import report
 from .contest import NotMeasuredError

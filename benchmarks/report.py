@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import attn_ops
-from attn_ops.inductor import sources_tag
+from attn_ops.ops.inductor import sources_tag
 
 from .contest import Refusal
 

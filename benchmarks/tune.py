@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.triton.tuned import Entry, key_of, trying
+from attn_ops.kernels.triton.config_tuned import Entry, key_of, trying
 
-from attn_ops import tile_tables
+from attn_ops.ops import tuning_table
 
 from . import decode, prefill, report
 from .contest import WORST_ERROR, Prepare, release
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--fp8", action="store_true", help="an FP8 cache, for decode")
     parser.add_argument("--kernels", nargs="*", choices=("decode", "prefill"), default=("decode", "prefill"))
-    chosen = os.environ.get(tile_tables.VARIABLE, "attn_ops_tiles.json")
+    chosen = os.environ.get(tuning_table.VARIABLE, "attn_ops_tiles.json")
     parser.add_argument("--output", type=Path, default=Path(chosen), help=f"the table; default: {chosen}")
 
 
@@ -157,4 +157,4 @@ def run(args: argparse.Namespace) -> None:
             store(args.output, gpu, kernel, key, entry)
             bar.write(f"{kernel} {key}: " + (f"{entry}, {share:.3f} of the default" if entry else "the default"))
             release()
-    print(f"{args.output}: set {tile_tables.VARIABLE} to it")
+    print(f"{args.output}: set {tuning_table.VARIABLE} to it")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from .errors import DemoError
-from .progress import Progress
-from .session import STAGES, Options, Session
+from attn_ops.demo.errors import DemoError
+from attn_ops.demo.progress import Progress
+from attn_ops.demo.session import STAGES, Options, Session
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import DemoError
-from .model import LanguageModel, ModelConfig
-from .rope import RopeScaling
+from attn_ops.demo.errors import DemoError
+from attn_ops.demo.model import LanguageModel, ModelConfig
+from attn_ops.demo.rope import RopeScaling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch._dynamo.utils import counters
 
-from .memory import Memory, Step, run_decode, run_prefill
-from .model import LanguageModel
-from .steps import DecodeStep, PrefillStep
+from attn_ops.demo.memory import Memory, Step, run_decode, run_prefill
+from attn_ops.demo.model import LanguageModel
+from attn_ops.demo.steps import DecodeStep, PrefillStep
 
 WARM_UP_CALLS = 3
 """Under CUDA graphs the first call of a compiled function warms up, the second captures, the third replays."""

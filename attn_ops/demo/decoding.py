@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from .engine import Snapshot
-from .memory import Memory, Step, run_decode
+from attn_ops.demo.engine import Snapshot
+from attn_ops.demo.memory import Memory, Step, run_decode
 
 
 class Decoded(NamedTuple):

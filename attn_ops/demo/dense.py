@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .model import LanguageModel
+from attn_ops.demo.model import LanguageModel
 
 TIE_TOLERANCE = 8.0
 """Two logits are a near tie if no further apart than this many roundings of the row's largest magnitude."""

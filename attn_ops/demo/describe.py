@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import dispatch
-from ..version import __version__
-from .engine import Request
-from .memory import Memory
-from .model import ModelConfig
+from attn_ops.demo.engine import Request
+from attn_ops.demo.memory import Memory
+from attn_ops.demo.model import ModelConfig
+from attn_ops.ops import register
+from attn_ops.version import __version__
 
 
 def header(
@@ -36,10 +36,10 @@ def backends(memory: Memory) -> dict[str, str]:
     q = keys.new_empty((1, memory.decode.problem.num_qo_heads, keys.shape[-1]))
     window_left = memory.decode.problem.window - 1
     verdicts = {
-        "batch_decode": dispatch.explain(
+        "batch_decode": register.explain(
             "batch_decode", q, keys, values, memory.decode.state, memory.decode.workspace, window_left=window_left
         ),
-        "batch_prefill": dispatch.explain(
+        "batch_prefill": register.explain(
             "batch_prefill",
             q,
             keys,

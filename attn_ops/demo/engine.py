@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from .errors import DemoError
-from .memory import Memory, Step, run_decode, run_prefill
-from .pages import PageAllocator, pages_for
+from attn_ops.demo.errors import DemoError
+from attn_ops.demo.memory import Memory, Step, run_decode, run_prefill
+from attn_ops.demo.pages import PageAllocator, pages_for
 
 
 @dataclass

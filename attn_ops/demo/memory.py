@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inductor import mark_static
-from ..planner import DecodePlanner, PrefillPlanner
-from .model import ModelConfig
-from .pages import page_table, pages_for
+from attn_ops.demo.model import ModelConfig
+from attn_ops.demo.pages import page_table, pages_for
+from attn_ops.ops.inductor import mark_static
+from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 Step = Callable[..., Tensor]
 

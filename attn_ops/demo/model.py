@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .rope import RopeScaling, frequencies, rotate
+from attn_ops.demo.rope import RopeScaling, frequencies, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, q [n, Hq, D], k [n, Hkv, D], v [n, Hkv, D]) -> [n, Hq, D]``."""

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .engine import Snapshot
-from .errors import DemoError
-from .memory import Memory
-from .model import LanguageModel
-from .pages import page_table
-from .steps import DecodeStep, PlanStep
+from attn_ops.demo.engine import Snapshot
+from attn_ops.demo.errors import DemoError
+from attn_ops.demo.memory import Memory
+from attn_ops.demo.model import LanguageModel
+from attn_ops.demo.pages import page_table
+from attn_ops.demo.steps import DecodeStep, PlanStep
 
 RUNNER_SOURCE = Path(__file__).with_name("runner.cpp")
 

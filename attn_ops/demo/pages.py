@@ -19,7 +19,7 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._held: set[int] = set()
+        self._owned_tensors: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -30,14 +30,14 @@ class PageAllocator:
         if count > len(self._free):
             raise MemoryError(f"{count} pages were asked for and {len(self._free)} of {self.num_pages} are free")
         pages = [self._free.pop() for _ in range(count)]
-        self._held.update(pages)
+        self._owned_tensors.update(pages)
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back ``pages``, all of which must be held."""
-        if len(set(pages)) != len(pages) or not self._held.issuperset(pages):
+        if len(set(pages)) != len(pages) or not self._owned_tensors.issuperset(pages):
             raise ValueError(f"pages {list(pages)} are not all held, each once")
-        self._held.difference_update(pages)
+        self._owned_tensors.difference_update(pages)
         self._free.extend(reversed(pages))
 
 

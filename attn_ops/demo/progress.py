@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from .errors import DemoError
+from attn_ops.demo.errors import DemoError
 
 
 class Progress:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .compiling import Counts
-from .dense import Comparison
+from attn_ops.demo.compiling import Counts
+from attn_ops.demo.dense import Comparison
 
 STEPS = ("prefill", "decode")
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .engine import Request
+from attn_ops.demo.engine import Request
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

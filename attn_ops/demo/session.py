@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from . import checkpoint, compiling, decoding, dense, describe, package, requests
-from .compiling import Counts
-from .decoding import Decoded
-from .engine import Engine, Request, Snapshot
-from .errors import DemoError
-from .memory import Capacity, Memory, Step
-from .model import ModelConfig, seeded
-from .pages import pages_for
-from .progress import Progress
-from .report import Report, Row
-from .steps import DecodeStep, PrefillStep
+from attn_ops.demo import checkpoint, compiling, decoding, dense, describe, package, requests
+from attn_ops.demo.compiling import Counts
+from attn_ops.demo.decoding import Decoded
+from attn_ops.demo.engine import Engine, Request, Snapshot
+from attn_ops.demo.errors import DemoError
+from attn_ops.demo.memory import Capacity, Memory, Step
+from attn_ops.demo.model import ModelConfig, seeded
+from attn_ops.demo.pages import pages_for
+from attn_ops.demo.progress import Progress
+from attn_ops.demo.report import Report, Row
+from attn_ops.demo.steps import DecodeStep, PrefillStep
 
 SEEDED_MODEL = ModelConfig(
     vocab_size=4096,
@@ -38,7 +38,7 @@ Steps = tuple[Step, Step]
 PAGE_SIZE = 16
 PREFILL_TOKENS = 128
 REQUESTS_PER_SLOT = 2
-REPEATS = 3
+LAUNCH_CACHES = 3
 STAGES = 15
 ONE_THREAD_BELOW = 1 << 27
 """Parameters under which a step on the CPU runs on one thread: its ops are too short to be worth sharing."""
@@ -129,7 +129,7 @@ class Session:
         """The first requests at a fixed horizon, which is what the C++ runner does too."""
         with self.progress.stage(f"decoding, {row.name}"):
             start = self._snapshot(steps)
-            decoded = decoding.decode(steps[1], self.memory, start, self._horizon, REPEATS)
+            decoded = decoding.decode(steps[1], self.memory, start, self._horizon, LAUNCH_CACHES)
         self._enter(row, start, decoded)
 
     def _decode_in_cpp(self, row: Row, steps: Steps, folder: Path) -> None:
@@ -139,7 +139,7 @@ class Session:
             runner = package.compile_runner(folder, self.options.device)
         with self.progress.stage(f"decoding, {row.name}"):
             start = self._snapshot(steps)
-            result = package.run(runner, artifact, self.memory, start, self._horizon, REPEATS)
+            result = package.run(runner, artifact, self.memory, start, self._horizon, LAUNCH_CACHES)
         self.report.python_mapped = result.python_mapped
         self._enter(row, start, Decoded(result.tokens, result.seconds))
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..plan import DecodePlan, PrefillPlan
-from .model import LanguageModel
+from attn_ops.demo.model import LanguageModel
+from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
 class DecodeStep(nn.Module):

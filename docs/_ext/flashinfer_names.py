@@ -8,9 +8,9 @@ from typing import Any
 
 from markdown import Page, code, data, table
 
-from attn_ops.compat.ignored import IGNORED
-from attn_ops.compat.refused import REFUSED
 from attn_ops.exports import EXPORTS, HOMES
+from attn_ops.frontend.no_effect import IGNORED
+from attn_ops.frontend.unsupported import REFUSED
 
 
 def names() -> Page:

@@ -11,8 +11,8 @@ from markdown import Page, code, data, table
 from torch.utils.flop_counter import flop_registry
 
 import attn_ops.flops  # noqa: F401  registers the formulas
-from attn_ops import registry, schemas
-from attn_ops.registry import Problem
+from attn_ops.ops import backends, schemas
+from attn_ops.ops.backends import Problem
 
 # An ordinary call: a model of the Llama family in bfloat16.
 ORDINARY = {
@@ -76,7 +76,7 @@ def _words() -> tuple[dict[str, OpWords], Page]:
 def summary() -> Page:
     ops, page = _words()
     rows = [[f"[`{name}`](#{_anchor(name)})", op.own.get("text", ""), *_verdicts(name)] for name, op in ops.items()]
-    page.text = table(["op", "what it does", *(b.name for b in registry.BACKENDS)], rows)
+    page.text = table(["op", "what it does", *(b.name for b in backends.BACKENDS)], rows)
     page.problems = []  # told once, by ops()
     return page
 
@@ -135,13 +135,13 @@ def _argument_row(op: OpWords, argument: Any) -> list[str]:
     return [code(argument.name), code(kind), both, entry.get("text", "") + written]
 
 
-def _objections(backend: registry.Backend, problem: Problem) -> list[str]:
+def _objections(backend: backends.Backend, problem: Problem) -> list[str]:
     """On a machine that has what the backend needs."""
     with (
-        mock.patch.object(registry, "triton_installed", return_value=True),
-        mock.patch.object(registry, "compute_capability", return_value=(9, 0)),
+        mock.patch.object(backends, "triton_installed", return_value=True),
+        mock.patch.object(backends, "compute_capability", return_value=(9, 0)),
     ):
-        return backend.objections(problem)
+        return backend.unsupported_reasons(problem)
 
 
 def _ordinary(op: str, device: str) -> Problem:
@@ -150,13 +150,13 @@ def _ordinary(op: str, device: str) -> Problem:
     return Problem(op=op, device=torch.device(device), **{**ORDINARY, **sizes})
 
 
-def _devices(backend: registry.Backend, op: str) -> list[str]:
+def _devices(backend: backends.Backend, op: str) -> list[str]:
     return [device for device in ("cpu", "cuda") if not _objections(backend, _ordinary(op, device))]
 
 
 def _verdicts(op: str) -> list[str]:
     names = {"cpu": "CPU", "cuda": "CUDA"}
-    return [", ".join(names[device] for device in _devices(backend, op)) or "no" for backend in registry.BACKENDS]
+    return [", ".join(names[device] for device in _devices(backend, op)) or "no" for backend in backends.BACKENDS]
 
 
 def _backends(op: OpWords) -> list[str]:
@@ -165,7 +165,7 @@ def _backends(op: OpWords) -> list[str]:
     names = {argument.name for argument in op.schema.arguments}
     tried = [p for p in words["problems"] if names & set(p["argument"].split(", "))]
     lines = []
-    for backend, verdict in zip(registry.BACKENDS, _verdicts(op.name), strict=True):
+    for backend, verdict in zip(backends.BACKENDS, _verdicts(op.name), strict=True):
         devices = _devices(backend, op.name)
         if not devices:
             reasons = _objections(backend, _ordinary(op.name, "cuda"))

@@ -4,12 +4,12 @@ Every function is traceable: no data-dependent shape, no ``.item()``, no loop ov
 proportional to a plan's capacity, not to the lengths it holds.
 """
 
-from .attention import batch_decode, batch_prefill, ragged_prefill, single_prefill
-from .bits import packbits, segment_packbits
-from .merge import merge_state, merge_state_in_place, merge_states, merge_states_varlen
-from .mla import batch_mla
-from .page import append_kv, append_mla_kv, batch_indices_positions, page_table, seq_lens
-from .plan import plan_decode, plan_prefill
+from attn_ops.kernels.reference.append import append_kv, append_mla_kv, batch_indices_positions, page_table, seq_lens
+from attn_ops.kernels.reference.attention import batch_decode, batch_prefill, ragged_prefill, single_prefill
+from attn_ops.kernels.reference.merge_states import merge_state, merge_state_in_place, merge_states, merge_states_varlen
+from attn_ops.kernels.reference.mla import batch_mla
+from attn_ops.kernels.reference.packbits import packbits, segment_packbits
+from attn_ops.kernels.reference.plan import plan_decode, plan_prefill
 
 __all__ = [
     "append_kv",

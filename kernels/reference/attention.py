@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from attn_ops.kernels.reference.append import as_nhd, gather
+from attn_ops.kernels.reference.masks import byte_offsets, unpack
+from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
+from attn_ops.kernels.reference.sizes import any_zero
+from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from ...meta.outputs import attention as allocate
-from ...options import AttentionOptions
-from ...plan import DecodePlan, PlanProblem, PrefillPlan
-from .masks import byte_offsets, unpack
-from .page import as_nhd, gather
-from .positions import alibi_slopes, rotate_half
-from .sizes import any_zero
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 
 LOG2E = math.log2(math.e)
 ELEMENTS_AT_ONCE = 1 << 26

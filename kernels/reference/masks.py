@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...plan import PrefillPlan
+from attn_ops.plan.state import PrefillPlan
 
 
 def byte_offsets(plan: PrefillPlan) -> Tensor:

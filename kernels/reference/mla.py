@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attn_ops.kernels.reference.append import bits
+from attn_ops.kernels.reference.attention import prefill
 from torch import Tensor
 
-from ...options import MLA_SM_SCALE, AttentionOptions
-from ...plan import PrefillPlan
-from .attention import prefill
-from .page import bits
+from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
+from attn_ops.plan.state import PrefillPlan
 
 
 def batch_mla(

@@ -17,8 +17,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...plan import KV_UNIT, LENGTH_BUCKETS, MIN_PIECE_UNITS, SLACK, DecodePlan, PlanProblem, PrefillPlan
-from ...tiling import fixed_pieces, tiles_of
+from attn_ops.plan.sizing import fixed_split_counts, query_tiles
+from attn_ops.plan.state import (
+    IMBALANCE_DENOM,
+    KV_BLOCK,
+    LENGTH_BUCKETS,
+    MIN_SPLIT_BLOCKS,
+    DecodePlan,
+    PlanProblem,
+    PrefillPlan,
+)
 
 
 def _lengths(kv_indptr: Tensor, last: Tensor, page_size: int, max_pages: int) -> Tensor:
@@ -47,8 +55,8 @@ def cut_line(ends: Tensor, num_ctas: int) -> Tensor:
     after = ends[tile]
     before = torch.where(tile > 0, ends[tile - 1], 0)
     snapped = torch.where(even - before < after - even, before, after)
-    whole = (snapped.diff().amax() * num_ctas * SLACK) <= total * (SLACK + 1)
-    near = (snapped - even).abs() * num_ctas * SLACK * 2 <= total
+    whole = (snapped.diff().amax() * num_ctas * IMBALANCE_DENOM) <= total * (IMBALANCE_DENOM + 1)
+    near = (snapped - even).abs() * num_ctas * IMBALANCE_DENOM * 2 <= total
     return torch.where(whole | near, snapped, even)
 
 
@@ -63,7 +71,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     problem = PlanProblem.of(p.problem)
     kv_len = _lengths(kv_indptr, kv_last_page_len, problem.page_size, p.kv_indices.shape[0])
     _copy_requests(p, kv_indptr, kv_indices, kv_len)
-    p.arrivals.zero_()
+    p.split_counters.zero_()
     if problem.split:
         _plan_pieces(p, problem)
     else:
@@ -75,8 +83,8 @@ def _line(p: DecodePlan, problem: PlanProblem) -> tuple[Tensor, Tensor, Tensor]:
     """``(first token, first unit, units)`` of the work of each request."""
     kv_len = p.kv_len.long()
     start = (kv_len - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_len)
-    first_unit = start // KV_UNIT
-    return start, first_unit, (kv_len + KV_UNIT - 1) // KV_UNIT - first_unit
+    first_unit = start // KV_BLOCK
+    return start, first_unit, (kv_len + KV_BLOCK - 1) // KV_BLOCK - first_unit
 
 
 def _plan_shares(p: DecodePlan, problem: PlanProblem) -> None:
@@ -119,8 +127,8 @@ def _plan_shares(p: DecodePlan, problem: PlanProblem) -> None:
     fields = (
         r,
         torch.ones_like(r),
-        torch.maximum((item_begin + offset) * KV_UNIT, start[r]),
-        torch.minimum((item_end + offset) * KV_UNIT, kv_len[r]),
+        torch.maximum((item_begin + offset) * KV_BLOCK, start[r]),
+        torch.minimum((item_end + offset) * KV_BLOCK, kv_len[r]),
         kv_len[r] - 1,
         p.kv_indptr[r].long(),
         torch.where(pieces[r] > 0, merge_end[r] - pieces[r] + item - base[r], -1),
@@ -132,8 +140,8 @@ def _plan_shares(p: DecodePlan, problem: PlanProblem) -> None:
 def _plan_pieces(p: DecodePlan, problem: PlanProblem) -> None:
     kv_len, num_ctas, capacity = p.kv_len.long(), p.cta_indptr.shape[0] - 1, p.work.shape[0]
     start, first_unit, units = _line(p, problem)
-    size = problem.split // KV_UNIT
-    pieces = torch.where(units > 0, fixed_pieces(problem, units), 0)
+    size = problem.split // KV_BLOCK
+    pieces = torch.where(units > 0, fixed_split_counts(problem, units), 0)
     piece_end, slots = pieces.cumsum(0), torch.where(pieces > 1, pieces, 0)
     first_piece, merge_end = piece_end - pieces, slots.cumsum(0)
     p.merge_indptr.copy_(torch.cat((merge_end.new_zeros(1), merge_end)))
@@ -141,7 +149,7 @@ def _plan_pieces(p: DecodePlan, problem: PlanProblem) -> None:
     item = torch.arange(capacity, device=kv_len.device)
     r = torch.searchsorted(piece_end, item, right=True).clamp(max=kv_len.shape[0] - 1)
     piece = item - first_piece[r]
-    begin = (first_unit[r] + piece * size) * KV_UNIT
+    begin = (first_unit[r] + piece * size) * KV_BLOCK
     fields = (
         r,
         torch.ones_like(r),
@@ -182,29 +190,29 @@ def plan_prefill(
     capacity = p.work.shape[0]
     kv_len, qo_begin = p.kv_len.long(), p.qo_indptr[:-1].long()
     qo_len = p.qo_indptr.long().diff().clamp(min=0)
-    tiles = tiles_of(problem, qo_len, kv_len, capacity)
+    tiles = query_tiles(problem, qo_len, kv_len, capacity)
     used, r, rows, position = tiles.used, tiles.request, tiles.rows, tiles.position
     kv_begin, kv_end = tiles.begin, tiles.end
     first_row = qo_begin[r] + tiles.offset
 
     extent = torch.where(used, kv_end - kv_begin, 0)
-    first_unit, units = tiles.units()
+    first_unit, units = tiles.kv_blocks()
     pieces, size = torch.where(used, 1, 0), 0
-    max_splits = p.merges.shape[0]
+    max_splits = p.split_tiles.shape[0]
     if max_splits and problem.split:
-        size = problem.split // KV_UNIT
-        fixed = pieces * fixed_pieces(problem, units)
+        size = problem.split // KV_BLOCK
+        fixed = pieces * fixed_split_counts(problem, units)
         fits = torch.where(fixed > 1, fixed, 0).sum() <= 2 * max_splits
         pieces = torch.where(fits, fixed, pieces)
     elif max_splits:
-        share = ((units.sum() + 2 * max_splits - 1) // (2 * max_splits)).clamp(min=MIN_PIECE_UNITS)
+        share = ((units.sum() + 2 * max_splits - 1) // (2 * max_splits)).clamp(min=MIN_SPLIT_BLOCKS)
         pieces = pieces * (units // share).clamp(min=1)
     split = pieces > 1
     slot_end = torch.where(split, pieces, 0).cumsum(0)
     slot = torch.where(split, slot_end - pieces, -1)
 
     # Longest first, by classes of the piece's extent; the order within a class is the order of the batch.
-    extent = torch.where(split, (size or (units + pieces - 1) // pieces.clamp(min=1)) * KV_UNIT, extent)
+    extent = torch.where(split, (size or (units + pieces - 1) // pieces.clamp(min=1)) * KV_BLOCK, extent)
     bucket = torch.where(used, LENGTH_BUCKETS - 1 - extent * LENGTH_BUCKETS // (extent.amax() + 1), LENGTH_BUCKETS)
     order = torch.argsort(bucket, stable=True)
     ends = pieces[order].cumsum(0)
@@ -213,7 +221,7 @@ def plan_prefill(
     t = order[place]
     piece = tile - (ends[place] - pieces[t])
     cuts = [at * size if size else units[t] * at // pieces[t].clamp(min=1) for at in (piece, piece + 1)]
-    begin, end = ((first_unit[t] + cut) * KV_UNIT for cut in cuts)
+    begin, end = ((first_unit[t] + cut) * KV_BLOCK for cut in cuts)
     begin = torch.where(piece > 0, begin, kv_begin[t])
     end = torch.where(piece + 1 < pieces[t], end, kv_end[t])
     item_slot = torch.where(split[t], slot[t] + piece, -1)
@@ -224,5 +232,5 @@ def plan_prefill(
         at = torch.where(split, split.long().cumsum(0) - 1, max_splits).clamp(max=max_splits)
         merges = torch.stack((first_row, rows, slot, pieces), 1)
         spare = merges.new_zeros(max_splits + 1, merges.shape[1])
-        p.merges.copy_(spare.scatter_(0, at[:, None].expand_as(merges), merges)[:-1])
+        p.split_tiles.copy_(spare.scatter_(0, at[:, None].expand_as(merges), merges)[:-1])
     _complete(p)

@@ -1,15 +1,15 @@
 """Triton: the general GPU backend, and what Inductor inlines into CUDA graphs and packages."""
 
-from .bits import packbits, segment_packbits
-from .decode import batch_decode
-from .launch import record
-from .merge import merge_state, merge_state_in_place, merge_states, merge_states_varlen
-from .mla import batch_mla
-from .page import append_kv, append_mla_kv
-from .page_table import batch_indices_positions, page_table, seq_lens
-from .plan_pieces import plan_decode
-from .plan_prefill import plan_prefill
-from .prefill import batch_prefill, ragged_prefill, single_prefill
+from attn_ops.kernels.triton.append import append_kv, append_mla_kv
+from attn_ops.kernels.triton.decode import batch_decode
+from attn_ops.kernels.triton.launch import capture_launches
+from attn_ops.kernels.triton.merge_states import merge_state, merge_state_in_place, merge_states, merge_states_varlen
+from attn_ops.kernels.triton.mla import batch_mla
+from attn_ops.kernels.triton.packbits import packbits, segment_packbits
+from attn_ops.kernels.triton.page_table import batch_indices_positions, page_table, seq_lens
+from attn_ops.kernels.triton.plan_decode_fixed_split import plan_decode
+from attn_ops.kernels.triton.plan_prefill import plan_prefill
+from attn_ops.kernels.triton.prefill import batch_prefill, ragged_prefill, single_prefill
 
 __all__ = [
     "append_kv",
@@ -18,6 +18,7 @@ __all__ = [
     "batch_indices_positions",
     "batch_mla",
     "batch_prefill",
+    "capture_launches",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
@@ -27,7 +28,6 @@ __all__ = [
     "plan_decode",
     "plan_prefill",
     "ragged_prefill",
-    "record",
     "segment_packbits",
     "seq_lens",
     "single_prefill",

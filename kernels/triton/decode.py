@@ -20,19 +20,19 @@ import math
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.triton.combine_decode import merge_pieces, merge_rows, store_heads
+from attn_ops.kernels.triton.config_decode import decode_tile, evenly, short_stages
+from attn_ops.kernels.triton.config_tuned import tuned
+from attn_ops.kernels.triton.fp8 import float16_scale, in_pairs, unpack
+from attn_ops.kernels.triton.launch import launch, runs_now
+from attn_ops.kernels.triton.plan_decode import read_early
+from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate_halves
+from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, acquire, add_sink, exp2, soft_cap, within
+from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...meta.outputs import attention as allocate
-from ...plan import DecodePlan, PlanProblem, num_slots
-from .fp8 import float16_scale, in_pairs, unpack
-from .launch import launch, runs_now
-from .pieces import merge_pieces, merge_rows, store_heads
-from .plan_decode import read_early
-from .positions import alibi_slopes, rotate_halves
-from .primitives import LOG2E, LOWEST, acquire, add_sink, exp2, soft_cap, within
-from .tiles import decode_tile, evenly, short_stages
-from .tuned import tuned
+from attn_ops.plan.state import DecodePlan, PlanProblem, num_slots
 
 ITEMS = tl.constexpr(32)
 """Work items that are looked at together."""
@@ -126,7 +126,7 @@ def decode_kernel(
     out,  # [rows, num_qo_heads, DIM_VO]
     lse,  # [rows, num_qo_heads] or [0]
     partial,  # [slots, num_qo_heads, DIM_VO], then [slots, num_qo_heads]
-    arrivals,  # [slots, num_qo_heads]
+    split_counters,  # [slots, num_qo_heads]
     kv_indices,  # [max_pages]
     kv_len,  # [max_batch]
     work,  # [max_items, 8]
@@ -342,7 +342,7 @@ def decode_kernel(
                 here = items == item
                 row = tl.sum(tl.where(here, piece_row, 0), 0)
                 begin, end = tl.sum(tl.where(here, piece_begin, 0), 0), tl.sum(tl.where(here, piece_end, 0), 0)
-                count = arrivals + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
+                count = split_counters + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
                 last = False
                 if begin < end:
                     last = tl.atomic_add(count, 1, sem="acq_rel") == end - begin - 1
@@ -397,7 +397,7 @@ def batch_decode(
         (programs,),
         (
             *(q, k_cache, v_cache, sinks, kv_scale, out, lse, workspace),
-            *(p.arrivals, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr),
+            *(p.split_counters, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr),
         ),
         (
             *(sm_scale or 1 / math.sqrt(problem.head_dim_qk), logits_soft_cap, window_left),

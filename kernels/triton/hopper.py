@@ -8,11 +8,11 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from attn_ops.kernels.triton.launch import DIRECT
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ...inductor import stay_a_call
-from .launch import DIRECT
+from attn_ops.ops.inductor import stay_a_call
 
 
 @functools.cache
@@ -26,13 +26,13 @@ def hopper(device: torch.device, name: str) -> ModuleType | None:
         return None
 
 
-def hopper_for(name: str, q: Tensor, objections: Callable[[ModuleType], list[str]]) -> ModuleType | None:
-    """Module ``name`` if it runs a call with the query ``q``, to which it has no ``objections``.
+def hopper_for(name: str, q: Tensor, unsupported_reasons: Callable[[ModuleType], list[str]]) -> ModuleType | None:
+    """Module ``name`` if it runs a call with the query ``q``, to which it has no ``unsupported_reasons``.
 
     Inductor generates Triton alone: a call that is being lowered stays one where it can, and else is left to Triton.
     """
     module = hopper(q.device, name)
-    if module is None or objections(module):
+    if module is None or unsupported_reasons(module):
         return None
     if isinstance(q, FakeTensor):
         stay_a_call()

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from attn_ops.kernels.triton.cubin import Kernel, address, load
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from ...repeat import ALIGNMENT, held, moving, native
-from ...startup import wait
-from .driver import Kernel, address, load
+from attn_ops.eager.launch_cache import ALIGNMENT, native, plan_tensors, runtime_tensors
+from attn_ops.eager.startup import wait
 
 DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Releases whose compiled kernels have ``run(grid, stream, function, metadata, hooks, *args)``."""
@@ -224,7 +224,7 @@ def _maker(t: Tensor) -> Callable[[], Tensor]:
 
 
 def _repeat(given: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) -> Any:
-    """The launches of a call, to be made again on the tensors of a call like it (:mod:`attn_ops.repeat`)."""
+    """The launches of a call, to be replayed on other tensors (:mod:`attn_ops.eager.launch_cache`)."""
     outputs = _tensors_of(result)
     cells = {id(t): i for i, t in enumerate((*given, *outputs))}
 
@@ -252,7 +252,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Call ``function``; a ``Repeat`` if it only launched kernels, on tensors that were given or are returned."""
     launches: list[Recorded | None] = []
     outer, _call.recorded = _call.recorded, launches
@@ -263,9 +263,9 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
         _call.recorded = outer
     recorded = [entry for entry in launches if entry is not None]
     known = len(recorded) == len(launches) > 0
-    given, outputs = moving(args, kwargs), _tensors_of(result)
+    given, outputs = runtime_tensors(args, kwargs), _tensors_of(result)
     free, device = [*given, *outputs], torch.cuda.current_device()
-    every = [*free, *held(args)]
+    every = [*free, *plan_tensors(args)]
     there = {id(t) for t in every}
     repeats = (
         known

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_ops.kernels.triton.hopper import hopper_for
+from attn_ops.kernels.triton.prefill import Operands, attend
+from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
-from ...meta.outputs import batch_mla as allocate
-from ...options import MLA_SM_SCALE, AttentionOptions
-from ...plan import PlanProblem, PrefillPlan
-from .hopper import hopper_for
-from .prefill import Operands, attend
+from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
+from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 
 def batch_mla(
@@ -29,7 +29,7 @@ def batch_mla(
     state = PrefillPlan(*plan)
     o = AttentionOptions(MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
     call = q_nope, q_pe, ckv_cache, kpe_cache, PlanProblem.of(state.problem), o
-    special = hopper_for("mla_hopper", q_nope, lambda module: module.objections(*call))
+    special = hopper_for("mla_hopper", q_nope, lambda module: module.unsupported_reasons(*call))
     if special:
         special.attend((q_nope, q_pe), (ckv_cache, kpe_cache), out, lse, state, workspace, o.sm_scale, o.causal)
         return out, lse

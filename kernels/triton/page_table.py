@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.triton.launch import Options, launch
+from attn_ops.kernels.triton.softmax import CHUNK, LOG_CHUNK, count_at_most, find_segment, within
+from attn_ops.meta.outputs import batch_indices_positions as allocate_places
+from attn_ops.meta.outputs import page_table as allocate_table
+from attn_ops.meta.outputs import seq_lens as allocate_lengths
 from torch import Tensor
-
-from ...meta.outputs import batch_indices_positions as allocate_places
-from ...meta.outputs import page_table as allocate_table
-from ...meta.outputs import seq_lens as allocate_lengths
-from .launch import Options, launch
-from .primitives import CHUNK, LOG_CHUNK, count_at_most, find_segment, within
 
 BLOCK = 512
 """Elements of the result that a program makes."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.reference.plan import plan_decode as plan_in_closed_form
+from attn_ops.kernels.triton.launch import Options, launch, starts_early
+from attn_ops.kernels.triton.softmax import publish
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ...plan import KV_UNIT, SLACK, DecodePlan, PlanProblem
-from ..reference.plan import plan_decode as plan_in_closed_form
-from .launch import Options, launch, starts_early
-from .primitives import publish
+from attn_ops.plan.state import IMBALANCE_DENOM, KV_BLOCK, DecodePlan, PlanProblem
 
 MAX_REQUESTS = 32768
 """Requests whose line fits in shared memory; longer ones are planned by tensor operations."""
@@ -23,7 +23,7 @@ MAX_REQUESTS = 32768
 COPY = 4096
 """Page numbers that a program copies."""
 
-SCHEDULERS = tl.constexpr(2)
+SCHEDULER_CTAS = tl.constexpr(2)
 """Programs that make the schedule: one writes the items of whole requests, the other what is left."""
 
 REQUESTS_PER_WARP, MOST_WARPS = 128, 16
@@ -88,7 +88,7 @@ def first_even_cut(x, total, num_ctas, WIDE: tl.constexpr):
 
 
 @triton.jit
-def cut_line(ends, begins, total, passed, num_ctas, SLACK: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+def cut_line(ends, begins, total, passed, num_ctas, IMBALANCE_DENOM: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
     """Cuts ``[C]`` of a line of requests ``begins, ends [B]``; those after the last are at the line's end.
 
     ``passed`` requests end before each even cut. Returns ``(cut, even, inside, begin, end)``: whether a cut is the
@@ -101,8 +101,8 @@ def cut_line(ends, begins, total, passed, num_ctas, SLACK: tl.constexpr, B: tl.c
     begin, end = tl.gather(begins, request, 0), tl.gather(ends, request, 0)
     snapped = tl.where(even - begin < end - even, begin, end)
     longest = tl.max(at_next(snapped, c, C) - snapped, 0).to(tl.int64)
-    whole = longest * num_ctas * SLACK <= total.to(tl.int64) * (SLACK + 1)
-    near = tl.abs(snapped - even).to(tl.int64) * num_ctas * SLACK * 2 <= total
+    whole = longest * num_ctas * IMBALANCE_DENOM <= total.to(tl.int64) * (IMBALANCE_DENOM + 1)
+    near = tl.abs(snapped - even).to(tl.int64) * num_ctas * IMBALANCE_DENOM * 2 <= total
     cut = tl.where(whole | near, snapped, even)
     inside = (cut == even) & (cut > begin) & (cut < total) & (cut > at_previous(cut, c, -1))
     return cut, even, inside, begin, end
@@ -121,13 +121,13 @@ def both_sums(a, b, more_a, more_b):
 @triton.jit
 def store_items(
     work, item, mask, row, begin, end, offset, start, kv_len, page_start, slot,
-    KV_UNIT: tl.constexpr, WHOLE: tl.constexpr,
+    KV_BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One record of ``WORK_FIELDS`` for each ``item``; ``begin`` and ``end`` are on the line, in units.
 
     ``WHOLE`` exchanges the fields between threads and stores records in one piece: for many items.
     """
-    kv_begin, kv_end = tl.maximum((begin + offset) * KV_UNIT, start), tl.minimum((end + offset) * KV_UNIT, kv_len)
+    kv_begin, kv_end = tl.maximum((begin + offset) * KV_BLOCK, start), tl.minimum((end + offset) * KV_BLOCK, kv_len)
     position, rows = kv_len - 1, tl.zeros_like(row) + 1
     if WHOLE:
         even = tl.join(tl.join(row, position), tl.join(kv_begin, slot))
@@ -146,7 +146,7 @@ def store_items(
         tl.store(record + 7, row, mask=mask)
 
 
-@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "num_ctas", "num_arrivals"])
+@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "num_ctas", "num_split_counters"])
 def plan_decode_kernel(
     kv_indptr,  # [batch + 1]
     kv_indices,  # [num_indices]
@@ -157,17 +157,17 @@ def plan_decode_kernel(
     work,  # [max_batch + num_ctas, 8]
     cta_indptr,  # [num_ctas + 1]
     merge_indptr,  # [max_batch + 1]
-    arrivals,  # [num_arrivals]
+    split_counters,  # [num_split_counters]
     batch,
     num_indices,
     max_batch,
     max_pages,
     num_ctas,
-    num_arrivals,
+    num_split_counters,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    KV_UNIT: tl.constexpr,
-    SLACK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    IMBALANCE_DENOM: tl.constexpr,
     B: tl.constexpr,  # power of 2, at least max_batch
     C: tl.constexpr,  # power of 2, more than num_ctas
     COPY: tl.constexpr,
@@ -176,9 +176,9 @@ def plan_decode_kernel(
 ):
     if PDL:
         gdc_wait()
-    clear(arrivals, num_arrivals, COPY)
-    if tl.program_id(0) >= SCHEDULERS:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - SCHEDULERS, COPY)
+    clear(split_counters, num_split_counters, COPY)
+    if tl.program_id(0) >= SCHEDULER_CTAS:
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - SCHEDULER_CTAS, COPY)
         return
     b, c = tl.arange(0, B), tl.arange(0, C)
     # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
@@ -188,8 +188,8 @@ def plan_decode_kernel(
     last_len = tl.load(last_page_len + b, mask=b < batch, other=1)
     kv_len = tl.where(b < batch, count_tokens(first_page, end_page, last_len, max_pages, PAGE_SIZE), 0)
     start = tl.maximum(kv_len - WINDOW, 0) if WINDOW else tl.zeros_like(kv_len)
-    first_unit = start // KV_UNIT
-    units = tl.cdiv(kv_len, KV_UNIT) - first_unit
+    first_unit = start // KV_BLOCK
+    units = tl.cdiv(kv_len, KV_BLOCK) - first_unit
     nonempty = (units > 0).to(tl.int32)
     ends, requests_until = tl.associative_scan((units, nonempty), 0, both_sums)
     begins, total = ends - units, tl.sum(units, 0)
@@ -201,7 +201,9 @@ def plan_decode_kernel(
     # The cuts, those inside a request among them, and the items that begin before each.
     first_cut, cuts_end = first_even_cut(begins, total, num_ctas, WIDE), first_even_cut(ends, total, num_ctas, WIDE)
     passed = tl.cumsum(tl.histogram(cuts_end, C), 0)
-    cut, even, inside, request_begin, request_end = cut_line(ends, begins, total, passed, num_ctas, SLACK, B, C)
+    cut, even, inside, request_begin, request_end = cut_line(
+        ends, begins, total, passed, num_ctas, IMBALANCE_DENOM, B, C
+    )
     cuts_until = tl.cumsum(inside.to(tl.int32), 0)
     cut_item = at_previous(requests_until, passed, 0) + (cut > even) + cuts_until
 
@@ -217,7 +219,9 @@ def plan_decode_kernel(
     if tl.program_id(0) == 0:
         next_inside = tl.associative_scan(tl.where(inside, cut, total), 0, smaller, reverse=True)
         end = tl.minimum(ends, tl.gather(next_inside, first_cut, 0))
-        store_items(work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_UNIT, B > 128)
+        store_items(
+            work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_BLOCK, B > 128
+        )
         publish(work)
         return
 
@@ -226,9 +230,9 @@ def plan_decode_kernel(
     end = tl.minimum(request_end, tl.maximum(at_next(cut, c, C), cut + 1))
     length, page = tl.gather(kv_len, request, 0), tl.gather(first_page, request, 0)
     start = tl.maximum(length - WINDOW, 0) if WINDOW else tl.zeros_like(length)
-    offset = start // KV_UNIT - request_begin
+    offset = start // KV_BLOCK - request_begin
     slot = tl.gather(first_slot - item, request, 0) + cut_item
-    store_items(work, cut_item, inside, request, cut, end, offset, start, length, page, slot, KV_UNIT, False)
+    store_items(work, cut_item, inside, request, cut, end, offset, start, length, page, slot, KV_BLOCK, False)
 
     ROWS: tl.constexpr = max(B, C)
     max_items, field = max_batch + num_ctas, tl.arange(0, 8)
@@ -251,18 +255,18 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         return
     block_batch, block_cuts = triton.next_power_of_2(max_batch), triton.next_power_of_2(num_ctas + 1)
     num_indices, pdl = kv_indices.shape[0], starts_early(kv_indptr)
-    most = num_ctas * (p.kv_indices.shape[0] * problem.page_size // KV_UNIT + max_batch)
+    most = num_ctas * (p.kv_indices.shape[0] * problem.page_size // KV_BLOCK + max_batch)
     launch(
         plan_decode_kernel,
-        (SCHEDULERS.value + triton.cdiv(num_indices, COPY),),
+        (SCHEDULER_CTAS.value + triton.cdiv(num_indices, COPY),),
         (
             *(kv_indptr, kv_indices, kv_last_page_len),
-            *(p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr, p.arrivals),
+            *(p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr, p.split_counters),
         ),
-        (kv_indptr.shape[0] - 1, num_indices, max_batch, p.kv_indices.shape[0], num_ctas, p.arrivals.numel()),
+        (kv_indptr.shape[0] - 1, num_indices, max_batch, p.kv_indices.shape[0], num_ctas, p.split_counters.numel()),
         (),
         (
-            *(problem.page_size, problem.window, KV_UNIT, SLACK),
+            *(problem.page_size, problem.window, KV_BLOCK, IMBALANCE_DENOM),
             *(block_batch, block_cuts, COPY, not isinstance(most, int) or most >= 1 << 31, pdl),
         ),
         Options(min(MOST_WARPS, max(4, block_batch // REQUESTS_PER_WARP)), launch_pdl=pdl),

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
+from attn_ops.kernels.triton.launch import Options, launch, starts_early
+from attn_ops.kernels.triton.plan_decode import COPY, MAX_REQUESTS, at_previous, copy_page_numbers, count_tokens
+from attn_ops.kernels.triton.softmax import count_at_most, publish
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ...plan import KV_UNIT, LENGTH_BUCKETS, MIN_PIECE_UNITS, PlanProblem, PrefillPlan
-from ..reference.plan import plan_prefill as plan_in_closed_form
-from .launch import Options, launch, starts_early
-from .plan_decode import COPY, MAX_REQUESTS, at_previous, copy_page_numbers, count_tokens
-from .primitives import count_at_most, publish
+from attn_ops.plan.state import KV_BLOCK, LENGTH_BUCKETS, MIN_SPLIT_BLOCKS, PlanProblem, PrefillPlan
 
 TILES = 256
 """Tiles ordered at a time."""
@@ -213,16 +213,16 @@ def plan_prefill(
         (1 + triton.cdiv(num_indices, COPY),),
         (
             *(qo_indptr, kv_indptr, kv_indices, kv_last_page_len),
-            *(p.qo_indptr, p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.merges),
+            *(p.qo_indptr, p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.split_tiles),
         ),
         (
             *(kv_indptr.shape[0] - 1, num_indices, max_batch),
-            *(max_pages or torch.iinfo(torch.int32).max, p.work.shape[0], p.merges.shape[0]),
+            *(max_pages or torch.iinfo(torch.int32).max, p.work.shape[0], p.split_tiles.shape[0]),
         ),
         (),
         (
             *(problem.page_size, problem.tile_rows, problem.window, problem.causal),
-            *(LENGTH_BUCKETS, KV_UNIT, MIN_PIECE_UNITS, problem.split // KV_UNIT),
+            *(LENGTH_BUCKETS, KV_BLOCK, MIN_SPLIT_BLOCKS, problem.split // KV_BLOCK),
             *(block_batch, block_batch.bit_length() - 1, TILES, COPY, pdl),
         ),
         Options(num_warps=8, launch_pdl=pdl),

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.triton.combine_prefill import merge_tiles
+from attn_ops.kernels.triton.config_prefill import pad, prefill_tile, run_length, split_dim
+from attn_ops.kernels.triton.config_tuned import tuned
+from attn_ops.kernels.triton.hopper import hopper_for
+from attn_ops.kernels.triton.launch import launch
+from attn_ops.kernels.triton.masks import causal_or_window, full_blocks, mask_bits, mask_offset
+from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_partner
+from attn_ops.kernels.triton.softmax import LOG2E, add_sink, finite, inverse, log_sum, soft_cap, within
+from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from ...meta.outputs import attention as allocate
-from ...options import AttentionOptions
-from ...plan import PlanProblem, PrefillPlan, num_pieces
-from .hopper import hopper_for
-from .launch import launch
-from .masks import causal_or_window, full_blocks, mask_bits, mask_offset
-from .merge_tiles import merge_tiles
-from .positions import alibi_slopes, rotate, rotation_partner
-from .prefill_tiles import pad, prefill_tile, run_length, split_dim
-from .primitives import LOG2E, add_sink, finite, inverse, log_sum, soft_cap, within
-from .tuned import tuned
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
 
 
 @triton.jit
@@ -354,10 +354,10 @@ def attend(
     tile_rows = max(1, SINGLE_PAIRS // (x.heads[0] // x.heads[1]))
     num_items = pieces = 0
     if plan is not None:
-        tile_rows, pieces = PlanProblem.of(plan.problem).tile_rows, num_pieces(plan)
+        tile_rows, pieces = PlanProblem.of(plan.problem).tile_rows, num_partials(plan)
         num_items = plan.kv_len.shape[0] + pieces
     num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
-    special = hopper_for("prefill_hopper", x.q, lambda module: module.objections(x, plan, o))
+    special = hopper_for("prefill_hopper", x.q, lambda module: module.unsupported_reasons(x, plan, o))
     run = special.run if special else _run
     run(x, out, lse, plan, workspace, tile_rows, num_items, o)
     if workspace is not None and plan is not None and pieces:
@@ -420,7 +420,7 @@ SINGLE_PAIRS = 256
 
 
 def _capacities(plan: PrefillPlan) -> tuple[int, int, int, int]:
-    return plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], num_pieces(plan)
+    return plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], num_partials(plan)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, heads: int, at: tuple[int | None, int, int], kv_rows: int) -> Operands:

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops import errors, inductor, tile_tables
+from attn_ops import errors
+from attn_ops.ops import inductor, tuning_table
 from benchmarks import tune
 
 pytest.importorskip("triton")
 
-from attn_ops.kernels.triton import tuned
+from attn_ops.kernels.triton import config_tuned
+from attn_ops.kernels.triton.config_decode import DecodeTile
 from attn_ops.kernels.triton.launch import Options
-from attn_ops.kernels.triton.tiles import DecodeTile
 
 GPU = torch.device("cuda", 0)
 PROBLEM = (torch.bfloat16, torch.bfloat16, 128, 128, 4, 16)
@@ -36,19 +37,19 @@ def some_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for cached in (tuned._entry, tuned.table, inductor.sources_tag):
+    for cached in (config_tuned._entry, config_tuned.table, inductor.sources_tag):
         cached.cache_clear()
 
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "tiles.json"
-    monkeypatch.setenv(tile_tables.VARIABLE, str(path))
+    monkeypatch.setenv(tuning_table.VARIABLE, str(path))
     return path
 
 
 def _tile(*problem: Any) -> Any:
-    return tuned.tuned(DEFAULT, "decode", GPU, *problem)
+    return config_tuned.tuned(DEFAULT, "decode", GPU, *problem)
 
 
 def test_a_table_takes_the_place_of_the_default_for_its_problem_and_gpu(table: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_table_takes_the_place_of_the_default_for_its_problem_and_gpu(table: P
 
 
 def test_without_a_table_the_default_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(tile_tables.VARIABLE, raising=False)
+    monkeypatch.delenv(tuning_table.VARIABLE, raising=False)
     assert _tile(*PROBLEM) == DEFAULT
 
 
@@ -96,9 +97,9 @@ def test_inductor_does_not_reuse_what_was_compiled_for_other_tiles(table: Path) 
 
 def test_a_trial_holds_for_its_kernel_and_its_block(table: Path) -> None:
     table.write_text("{}")
-    with tuned.trying("decode", {"kv": 32, "num_warps": 4, "num_stages": 2}):
+    with config_tuned.trying("decode", {"kv": 32, "num_warps": 4, "num_stages": 2}):
         assert _tile(*PROBLEM).kv == 32
-        assert tuned.tuned(DEFAULT, "prefill", GPU, *PROBLEM) == DEFAULT
+        assert config_tuned.tuned(DEFAULT, "prefill", GPU, *PROBLEM) == DEFAULT
     assert _tile(*PROBLEM) == DEFAULT
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from demo import golden
+from helpers import demo_golden
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,13 +17,13 @@ from attn_ops.demo import checkpoint, dense
 from attn_ops.demo.errors import DemoError
 from attn_ops.demo.rope import RopeScaling
 
-CASES: dict[str, dict[str, Any]] = json.loads(golden.FILE.read_text(encoding="utf-8"))
+CASES: dict[str, dict[str, Any]] = json.loads(demo_golden.FILE.read_text(encoding="utf-8"))
 CPU = torch.device("cpu")
-SIZES = golden.SIZES | {"model_type": "llama"}
+SIZES = demo_golden.SIZES | {"model_type": "llama"}
 
 
 def weights(case: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: golden.weight(name, shape) for name, shape in case["weights"].items()}
+    return {name: demo_golden.weight(name, shape) for name, shape in case["weights"].items()}
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], shards: int = 1) -> Path:
@@ -46,7 +46,7 @@ def write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], s
 def test_logits_are_those_of_transformers(name: str, shards: int, tmp_path: Path) -> None:
     case = CASES[name]
     folder = write(tmp_path, case["config"], weights(case), shards)
-    logits = dense.logits(checkpoint.load(folder, torch.float32, CPU).model, golden.tokens())
+    logits = dense.logits(checkpoint.load(folder, torch.float32, CPU).model, demo_golden.tokens())
     torch.testing.assert_close(logits[-1], torch.tensor(case["last"]), atol=1e-4, rtol=1e-4)
     assert logits.argmax(-1).tolist() == case["argmax"]
 
@@ -79,8 +79,8 @@ def test_tokenizer_and_stop_tokens(tmp_path: Path) -> None:
     [
         ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
         (
-            {"rope_theta": 5e5, "rope_scaling": golden.LLAMA3},
-            {"rope_parameters": {"rope_theta": 5e5, **golden.LLAMA3}},
+            {"rope_theta": 5e5, "rope_scaling": demo_golden.LLAMA3},
+            {"rope_parameters": {"rope_theta": 5e5, **demo_golden.LLAMA3}},
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_parameters": {"rope_type": "linear", "factor": 2}}),
         ({"head_dim": None, "num_key_value_heads": None}, {"head_dim": 8, "num_key_value_heads": 4}),
@@ -92,7 +92,7 @@ def test_older_configs_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -
 
 
 def test_rope_scaling_and_windows_are_read() -> None:
-    config = checkpoint.parse_config(SIZES | {"rope_scaling": golden.LLAMA3})
+    config = checkpoint.parse_config(SIZES | {"rope_scaling": demo_golden.LLAMA3})
     assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
     mistral = SIZES | {"model_type": "mistral", "sliding_window": 6}
     assert checkpoint.parse_config(mistral).windows == (5, 5, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from demo import tiny
+from helpers import demo_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,9 +34,9 @@ def check(m: object, served: list[Request]) -> dense.Comparison:
     ids=["full", "window", "mixed-windows", "qk-norm-bias", "mha"],
 )
 def test_tokens_equal_the_dense_run_and_pages_are_freed(changes: dict[str, object]) -> None:
-    m = tiny.model(**changes)
-    served = tiny.requests([1, 4, 5, 13, 16, 9, 2], max_new_tokens=8, every=2)
-    engine = tiny.engine(m, CAPACITY)
+    m = demo_tiny.model(**changes)
+    served = demo_tiny.requests([1, 4, 5, 13, 16, 9, 2], max_new_tokens=8, every=2)
+    engine = demo_tiny.engine(m, CAPACITY)
     engine.submit(served)
     heard: list[int] = []
     engine.run(heard.append)
@@ -60,11 +60,11 @@ def test_tokens_equal_the_dense_run_and_pages_are_freed(changes: dict[str, objec
 def test_any_capacity_serves_the_same_tokens(
     lengths: list[int], new: int, every: int, max_batch: int, page_size: int, prefill_tokens: int, spare: int
 ) -> None:
-    m = tiny.model(num_layers=1, windows=(-1,))
+    m = demo_tiny.model(num_layers=1, windows=(-1,))
     longest = max(lengths) + new - 1
     capacity = Capacity(max_batch, page_size, -(-longest // page_size) + spare, longest, prefill_tokens)
-    engine = tiny.engine(m, capacity)
-    served = tiny.requests(lengths, new, every)
+    engine = demo_tiny.engine(m, capacity)
+    served = demo_tiny.requests(lengths, new, every)
     engine.submit(served)
     engine.run()
     assert check(m, served) == dense.Comparison(tokens=new * len(lengths))
@@ -72,16 +72,16 @@ def test_any_capacity_serves_the_same_tokens(
 
 
 def test_a_request_stops_at_a_stop_token() -> None:
-    m = tiny.model()
-    free = tiny.requests([6], max_new_tokens=8)
-    engine = tiny.engine(m, CAPACITY)
+    m = demo_tiny.model()
+    free = demo_tiny.requests([6], max_new_tokens=8)
+    engine = demo_tiny.engine(m, CAPACITY)
     engine.submit(free)
     engine.run()
     stop = free[0].output[3]
     first = free[0].output.index(stop)
 
-    stopped = tiny.requests([6], max_new_tokens=8)
-    engine = tiny.engine(m, CAPACITY, frozenset({stop}))
+    stopped = demo_tiny.requests([6], max_new_tokens=8)
+    engine = demo_tiny.engine(m, CAPACITY, frozenset({stop}))
     engine.submit(stopped)
     engine.run()
     assert stopped[0].output == free[0].output[: first + 1]
@@ -92,29 +92,29 @@ def test_a_request_stops_at_a_stop_token() -> None:
     ("length", "new", "message"), [(20, 6, "needs 25 tokens"), (0, 4, "no tokens")], ids=["too-long", "empty"]
 )
 def test_a_request_that_could_never_run_is_refused(length: int, new: int, message: str) -> None:
-    engine = tiny.engine(tiny.model(), CAPACITY)
+    engine = demo_tiny.engine(demo_tiny.model(), CAPACITY)
     with pytest.raises(DemoError, match=message):
-        engine.submit(tiny.requests([length], new))
+        engine.submit(demo_tiny.requests([length], new))
 
 
 def test_decoding_from_a_snapshot_repeats_what_serving_did() -> None:
-    m = tiny.model()
-    start_engine = tiny.engine(m, CAPACITY)
-    start = start_engine.snapshot(tiny.requests([5, 16], max_new_tokens=6))
+    m = demo_tiny.model()
+    start_engine = demo_tiny.engine(m, CAPACITY)
+    start = start_engine.snapshot(demo_tiny.requests([5, 16], max_new_tokens=6))
     assert start.lengths == [5, 16, 0]
     decoded = decode(DecodeStep(m), start_engine.memory, start, steps=5, repeats=2)
 
-    served = tiny.requests([5, 16], max_new_tokens=6)
-    engine = tiny.engine(m, CAPACITY)
+    served = demo_tiny.requests([5, 16], max_new_tokens=6)
+    engine = demo_tiny.engine(m, CAPACITY)
     engine.submit(served)
     engine.run()
     assert start.sequences(decoded.tokens) == [(request.prompt, request.output) for request in served]
 
 
 def test_the_comparison_notices_a_wrong_page() -> None:
-    m = tiny.model()
-    engine = tiny.engine(m, CAPACITY)
-    start = engine.snapshot(tiny.requests([8, 12], max_new_tokens=6))
+    m = demo_tiny.model()
+    engine = demo_tiny.engine(m, CAPACITY)
+    start = engine.snapshot(demo_tiny.requests([8, 12], max_new_tokens=6))
     start.pages[0][0], start.pages[1][0] = start.pages[1][0], start.pages[0][0]
     decoded = decode(DecodeStep(m), engine.memory, start, steps=5, repeats=1)
     found = dense.compare(m, start.sequences(decoded.tokens))
@@ -122,8 +122,8 @@ def test_the_comparison_notices_a_wrong_page() -> None:
 
 
 def test_a_near_tie_is_counted_apart() -> None:
-    m = tiny.model()
-    prompt = tiny.prompts([7])[0]
+    m = demo_tiny.model()
+    prompt = demo_tiny.prompts([7])[0]
     best = int(dense.logits(m, torch.tensor(prompt))[-1].argmax())
     twin = (best + 1) % m.config.vocab_size
     m.lm_head.weight[twin] = m.lm_head.weight[best]

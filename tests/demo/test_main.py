@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from demo import golden
+from helpers import demo_golden
 from safetensors.torch import save_file
 
 from attn_ops.demo.__main__ import main
@@ -18,7 +18,7 @@ from attn_ops.demo.compiling import Counts
 from attn_ops.demo.dense import Comparison
 from attn_ops.demo.report import Report, Row
 
-CASE = json.loads(golden.FILE.read_text(encoding="utf-8"))["qwen3-window"]
+CASE = json.loads(demo_golden.FILE.read_text(encoding="utf-8"))["qwen3-window"]
 CLEAN = Report(
     ["header"],
     rows=[
@@ -48,9 +48,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     (folder / "config.json").write_text(json.dumps(CASE["config"] | {"eos_token_id": None}), encoding="utf-8")
     save_file(
-        {name: golden.weight(name, shape) for name, shape in CASE["weights"].items()}, folder / "model.safetensors"
+        {name: demo_golden.weight(name, shape) for name, shape in CASE["weights"].items()}, folder / "model.safetensors"
     )
-    vocabulary = {f"w{i}": i for i in range(golden.SIZES["vocab_size"])}
+    vocabulary = {f"w{i}": i for i in range(demo_golden.SIZES["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_ops import registry
+from attn_ops.ops import backends
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
@@ -53,7 +53,7 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A page's blocks in order, in one namespace and one folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(registry, "BACKENDS", registry.BACKENDS)
+    monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS)
     torch._dynamo.reset()
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": page.stem}
@@ -61,7 +61,7 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for block in blocks(page):
             run(block, page, namespace)
     finally:
-        registry.choose.cache_clear()
+        backends.choose.cache_clear()
 
 
 def run(block: Block, page: Path, namespace: dict[str, object]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import decoder as d
-import native
 import pytest
 import torch
-from test_export import DYNAMIC_BATCH
+from helpers import cpp_runner
+from helpers import decoder as d
+from tracing.test_export import DYNAMIC_BATCH
 
 import attn_ops
 
@@ -33,7 +33,7 @@ def test_decode_step_in_python_and_cpp(dynamic: bool, tmp_path: Path):
         eager, python, cpp = (d.clone(tuple(caches)) for _ in range(3))
         expected = model(x, *eager, plan, planner.workspace)
         torch.testing.assert_close(loaded(x, *python, plan, planner.workspace), expected)
-        (result,), mutated = native.run(package, [x, *cpp, *plan, planner.workspace], tmp_path)
+        (result,), mutated = cpp_runner.run(package, [x, *cpp, *plan, planner.workspace], tmp_path)
         torch.testing.assert_close(result, expected)
         for want, in_python, in_cpp in zip(eager, python, mutated[1:3], strict=True):
             torch.testing.assert_close(in_python, want)
@@ -60,6 +60,6 @@ def test_plan_step_in_cpp(tmp_path: Path):
     padded[: indices.shape[0]] = indices
     expected = attn_ops.DecodePlan(*d.clone(planner.plan(indptr, padded, last)))
     blank = [torch.zeros_like(field) for field in expected]
-    _, mutated = native.run(package, [indptr, padded, last, *blank], tmp_path)
+    _, mutated = cpp_runner.run(package, [indptr, padded, last, *blank], tmp_path)
     for field, want, got in zip(expected._fields, expected, mutated[3:], strict=True):
         assert torch.equal(got, want), field

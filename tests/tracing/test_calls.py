@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import decoder as d
 import pytest
 import torch
 from attn_ops.kernels import reference
+from helpers import decoder as d
 from torch._inductor.utils import run_and_get_code
 
-from attn_ops.inductor import stay_a_call
+from attn_ops.ops.inductor import stay_a_call
 
 LENGTHS = [5, 3, 9, 1]
 

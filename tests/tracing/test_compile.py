@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import decoder as d
 import pytest
 import torch
+from helpers import decoder as d
 from torch._inductor.utils import run_and_get_code
 
 STEPS = [[5, 3, 9, 1], [7, 0, 20, 2], [48, 48, 48, 48], [1, 1, 1, 1], [0, 0, 0, 0]]
@@ -99,7 +99,7 @@ def test_cold_process_and_stale_cache(tmp_path: Path):
     shutil.copytree(root / "attn_ops", package)
     for folder in ("kernels", "meta"):
         shutil.copytree(root / folder, package / folder)
-    path = os.pathsep.join([str(package.parent), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(package.parent), str(Path(__file__).parents[1])])
     cache = tmp_path / "cache"
 
     model, planner = d.decoder(), d.planner()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import decoder as d
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from helpers import decoder as d
 from torch.export import Dim
 
 import attn_ops

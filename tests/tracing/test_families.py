@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from batches import int32
-from calls import BITS, arguments, written
-from cases import DECODE_BASE, PREFILL_BASE
+from helpers.batches import int32
+from helpers.calls import BITS, arguments, written
+from helpers.cases import DECODE_BASE, PREFILL_BASE
+from helpers.tracing_limits import BROKEN_GATHER
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tracing_limits import BROKEN_GATHER
 
-from attn_ops.schemas import SCHEMAS
+from attn_ops.ops.schemas import SCHEMAS
 
 Inputs = dict[str, dict[str, Any]]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from batches import int32
-from oracle import Expected
+from helpers.batches import int32
+from helpers.oracle import Expected
+from helpers.tracing_limits import BROKEN_GATHER
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
-from tracing_limits import BROKEN_GATHER
 
 import attn_ops
 from attn_ops import errors

@@ -1,0 +1,279 @@
+"""``cudnn_batch_*``: lengths per request, caches in layout HND, tensors that are packed without gaps.
+
+Offsets of queries, outputs and ragged KV are accepted where they say what packing says already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
+from attn_ops.frontend.arguments import fail, output_dtype, own_backend, ranked, required
+from attn_ops.frontend.attend_block_tables import attend, block_table, lengths, uniform_rows
+from attn_ops.frontend.attend_ragged import attend_ragged
+from attn_ops.frontend.outputs import OutputSpec, PaddedLse
+from attn_ops.frontend.scales import Scale
+from attn_ops.plan.page_table import cumulative, seen
+
+OFFSET_UNITS = ("elements", "tokens")
+ROWS = "[rows, heads, head_dim]"
+
+
+def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tuple[Tensor | None, set[int]]]) -> None:
+    """Each given tensor is ``indptr`` times its elements per token (or 1): those of a token, or from one to the next.
+
+    Not seen while tracing or capturing.
+    """
+    if units not in OFFSET_UNITS:
+        fail(OptionError, where, f"batch_offsets_units is {units!r}", " or ".join(OFFSET_UNITS), "pass one of the two")
+    given = {name: pair for name, pair in offsets.items() if pair[0] is not None}
+    if not given or torch.compiler.is_compiling() or (indptr.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    for name, (tensor, elements) in given.items():
+        assert tensor is not None
+        flat = tensor.cpu().long().flatten()
+        packed = indptr[: flat.shape[0]].cpu().long()
+        if not any(torch.equal(flat, packed * step) for step in (elements if units == "elements" else {1})):
+            fail(
+                UnsupportedError,
+                where,
+                f"{name} leaves gaps between requests",
+                "tokens packed without gaps",
+                "pack the tensor",
+            )
+
+
+def _indptr(where: str, name: str, seq_lens: Tensor, rows_name: str, rows: Tensor) -> Tensor:
+    """``qo_indptr`` or ``kv_indptr`` of lengths that are packed in ``rows``."""
+    batch = seq_lens.numel()
+    ends = lengths(where, name, seq_lens, batch, seq_lens.device).cumsum(0)
+    return cumulative(where, name, torch.cat((ends.new_zeros(1), ends)), batch, rows_name, rows)
+
+
+def _lengths(
+    where: str, name: str, offsets_name: str, offsets: Tensor | None, units: str, rows_name: str, rows: Tensor
+) -> Tensor:
+    """The lengths called ``name``, which are not given, by offsets in tokens of ``rows``."""
+    if offsets is None or units != "tokens":
+        fail(ArgumentError, where, f"{name} is missing", f"it, or {offsets_name} in tokens", f"pass {name}")
+    return cumulative(where, offsets_name, offsets.flatten(), offsets.numel() - 1, rows_name, rows).diff()
+
+
+def cudnn_batch_decode_with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    workspace_buffer: Tensor,
+    *,
+    max_sequence_kv: int,
+    actual_seq_lens_kv: Tensor | None = None,
+    block_tables: Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    batch_offsets_q: Tensor | None = None,
+    batch_offsets_o: Tensor | None = None,
+    batch_offsets_k: Tensor | None = None,
+    batch_offsets_v: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    lse: Tensor | None = None,
+    q_len_per_req: int = 1,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Decode a batch by block tables.
+
+    Args:
+        q: ``[batch * q_len_per_req, num_qo_heads, head_dim]``; several rows of a request are causal.
+        k_cache, v_cache: ``[pages, num_kv_heads, page_size, head_dim]``.
+        scale: the softmax scale.
+        actual_seq_lens_kv: int ``[batch]``, or with dimensions of size 1 after it.
+        block_tables: int ``[batch, max_pages_per_request]``.
+        batch_offsets_q, batch_offsets_o: first element of each request, refused unless packed without gaps.
+
+    Returns:
+        ``out`` as q, with ``return_lse`` also float32 ``lse``, base 2.
+    """
+    where = "cudnn_batch_decode_with_kv_cache"
+    ranked(where, "q", q, ROWS)
+    required(where, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables)
+    assert actual_seq_lens_kv is not None
+    assert block_tables is not None
+    _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
+    tables = block_table(where, "block_tables", block_tables, q.device)
+    rows = uniform_rows(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
+    even = torch.arange(tables.shape[0] + 1) * q_len_per_req
+    per_row = {q.shape[1] * q.shape[2], q.stride(0)}, {q.shape[1] * v_cache.shape[-1]}
+    _check_offsets(
+        where,
+        "elements",
+        even,
+        {"batch_offsets_q": (batch_offsets_q, per_row[0]), "batch_offsets_o": (batch_offsets_o, per_row[1])},
+    )
+    return attend(
+        where,
+        q,
+        k_cache,
+        v_cache,
+        "HND",
+        tables,
+        actual_seq_lens_kv,
+        OutputSpec(out, lse, return_lse, q.dtype),
+        qo_indptr=rows,
+        causal=True,
+        sm_scale=scale,
+        logit_scales={},
+        value_scales={},
+        window_left=window_left,
+        sinks=sinks,
+    )
+
+
+def _no_offsets(where: str, **offsets: Tensor | None) -> None:
+    for name, value in offsets.items():
+        if value is not None:
+            fail(
+                ArgumentError,
+                where,
+                f"{name} is given with a paged cache",
+                "offsets of ragged KV only",
+                "leave it out; block_tables says where pages are",
+            )
+
+
+def _check_longest(where: str, seq_lens: Tensor, most: int) -> None:
+    """Every row has a place in a padded LSE, as far as that can be seen."""
+    longest = int(seq_lens.max()) if seen(seq_lens) and seq_lens.numel() else 0
+    if longest > most:
+        fail(
+            ShapeError,
+            where,
+            f"a request has {longest} query rows and max_token_per_sequence is {most}",
+            f"at least {longest}, for the padded lse",
+            "correct it, and pass such a buffer",
+        )
+
+
+def cudnn_batch_prefill_with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    workspace_buffer: Tensor,
+    *,
+    max_token_per_sequence: int,
+    max_sequence_kv: int,
+    actual_seq_lens_q: Tensor | None = None,
+    actual_seq_lens_kv: Tensor | None = None,
+    block_tables: Tensor | None = None,
+    causal: bool,
+    return_lse: bool,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    batch_offsets_q: Tensor | None = None,
+    batch_offsets_o: Tensor | None = None,
+    batch_offsets_k: Tensor | None = None,
+    batch_offsets_v: Tensor | None = None,
+    batch_offsets_stats: Tensor | None = None,
+    batch_offsets_units: str = "elements",
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    backend: str | None = None,
+    o_data_type: torch.dtype | None = None,
+    lse_base: str = "log2",
+) -> tuple[Tensor, Tensor | None]:
+    """Prefill or append a batch, over a paged cache by ``block_tables``, or over ragged KV without them.
+
+    Args:
+        q: ``[nnz_qo, num_qo_heads, head_dim]``, packed by ``actual_seq_lens_q``.
+        k_cache, v_cache: ``[pages, num_kv_heads, page_size, head_dim]``, or ragged ``[nnz_kv, num_kv_heads, head_dim]``
+            packed by ``actual_seq_lens_kv``.
+        actual_seq_lens_q, actual_seq_lens_kv: int ``[batch]``, or with dimensions of size 1 after it; unless given, the
+            differences of ``batch_offsets_q`` and ``batch_offsets_k [batch + 1]``, which are then in tokens.
+        scale: the softmax scale; ``q_scale``, ``k_scale`` multiply it, ``v_scale`` the output: one value each.
+        batch_offsets_*: refused unless packed without gaps, in ``batch_offsets_units`` elements or tokens.
+        lse: a buffer ``[nnz_qo, num_qo_heads]``, or padded ``[batch, max_token_per_sequence, num_qo_heads]``.
+
+    Returns:
+        ``(out, lse)``; ``lse`` is None unless ``return_lse``, and ``[nnz_qo, num_qo_heads]`` without a buffer.
+    """
+    where = "cudnn_batch_prefill_with_kv_cache"
+    ranked(where, "q", q, ROWS)
+    by_offsets = batch_offsets_units, "q", q
+    if actual_seq_lens_q is None:
+        actual_seq_lens_q = _lengths(where, "actual_seq_lens_q", "batch_offsets_q", batch_offsets_q, *by_offsets)
+    if actual_seq_lens_kv is None:
+        by_offsets = batch_offsets_units, "k_cache", k_cache
+        actual_seq_lens_kv = _lengths(where, "actual_seq_lens_kv", "batch_offsets_k", batch_offsets_k, *by_offsets)
+    qo_indptr = _indptr(where, "actual_seq_lens_q", actual_seq_lens_q, "q", q)
+    heads = q.shape[1]
+    _check_offsets(
+        where,
+        batch_offsets_units,
+        qo_indptr,
+        {
+            "batch_offsets_q": (batch_offsets_q, {heads * q.shape[2], q.stride(0)}),
+            "batch_offsets_o": (batch_offsets_o, {heads * v_cache.shape[-1]}),
+            "batch_offsets_stats": (batch_offsets_stats, {heads}),
+        },
+    )
+    dtype = q.dtype if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
+    padded = PaddedLse(qo_indptr, max_token_per_sequence)
+    output_spec = OutputSpec(out, lse, return_lse, dtype, lse_base, padded=padded)
+    if output_spec.padding is not None:
+        _check_longest(where, actual_seq_lens_q, max_token_per_sequence)
+    result: Any
+    logit_scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale}
+    backend = own_backend(backend or "auto")
+    if block_tables is not None:
+        _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
+        result = attend(
+            where,
+            q,
+            k_cache,
+            v_cache,
+            "HND",
+            block_table(where, "block_tables", block_tables, q.device),
+            actual_seq_lens_kv,
+            output_spec,
+            qo_indptr=qo_indptr,
+            causal=causal,
+            sm_scale=scale,
+            logit_scales=logit_scales,
+            value_scales={"v_scale": v_scale},
+            backend=backend,
+        )
+        return result if return_lse else (result, None)
+    kv_indptr = _indptr(where, "actual_seq_lens_kv", actual_seq_lens_kv, "k_cache", k_cache)
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        ranked(where, name, t, ROWS)
+    kv_heads = k_cache.shape[1]
+    _check_offsets(
+        where,
+        batch_offsets_units,
+        kv_indptr,
+        {
+            "batch_offsets_k": (batch_offsets_k, {kv_heads * q.shape[2], k_cache.stride(0)}),
+            "batch_offsets_v": (batch_offsets_v, {kv_heads * v_cache.shape[-1], v_cache.stride(0)}),
+        },
+    )
+    result = attend_ragged(
+        where,
+        q,
+        k_cache,
+        v_cache,
+        qo_indptr,
+        kv_indptr,
+        output_spec,
+        causal=causal,
+        sm_scale=scale,
+        logit_scales=logit_scales,
+        value_scales={"v_scale": v_scale},
+        backend=backend,
+    )
+    return result if return_lse else (result, None)

@@ -1,0 +1,250 @@
+"""DeepSeek's attention by the names of other libraries: MLA decoding by block tables, and ragged prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import OptionError, ShapeError
+from attn_ops.frontend.arguments import fail, own_backend, refuse, required
+from attn_ops.frontend.attend_block_tables import block_table, uniform_rows
+from attn_ops.frontend.attend_ragged import attend_ragged
+from attn_ops.frontend.base import as_sinks
+from attn_ops.frontend.kv_cache import latent
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.xqa import attend_latent
+from attn_ops.plan.page_table import cumulative
+
+LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
+
+
+def _decode(
+    where: str,
+    query: Tensor,
+    kv_cache: Tensor,
+    dims: tuple[int, int],
+    block_tables: Tensor,
+    seq_lens: Tensor | None,
+    out: Tensor | None,
+    scales: tuple[Any, Any],
+    sinks: Any,
+    cum_seq_lens_q: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    lse_base: str = "log2",
+) -> Any:
+    required(where, seq_lens=seq_lens)
+    assert seq_lens is not None
+    rank, form = (4, "[batch, q_len, num_heads, {}]") if cum_seq_lens_q is None else (3, "[rows, num_heads, {}]")
+    if query.dim() != rank or query.shape[-1] != sum(dims):
+        fail(ShapeError, where, f"query is {list(query.shape)}", form.format(sum(dims)), "reshape it")
+    flat, (ckv, kpe) = query.reshape(-1, *query.shape[-2:]), latent(where, kv_cache, dims[0])
+    if kpe.shape[-1] != dims[1]:
+        fail(ShapeError, where, f"kv_cache is {list(kv_cache.shape)}", f"{sum(dims)} at the end", "correct the sizes")
+    tables = block_table(where, "block_tables", block_tables, query.device)
+    if cum_seq_lens_q is None:
+        batch, q_len = query.shape[:2]
+        uniform_rows(where, batch, tables.shape[0], 1, query.device)
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * q_len
+    else:
+        rows = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, tables.shape[0], "query", query)
+    output_spec = OutputSpec(None, lse, return_lse, None, lse_base)
+    OutputSpec(out).check(where, query, dims[0])
+    output_spec.check(where, flat, dims[0])
+    values, sums = attend_latent(
+        where,
+        flat[..., : dims[0]],
+        flat[..., dims[0] :],
+        ckv,
+        kpe,
+        tables,
+        seq_lens,
+        rows,
+        1.0,
+        logit_scales={"bmm1_scale": scales[0]},
+        value_scales={"bmm2_scale": scales[1]},
+        sinks=as_sinks(where, sinks, query.device),
+        return_lse=output_spec.needs_lse,
+    )
+    values = values.view(*query.shape[:-1], dims[0])
+    return output_spec.finalize(values if out is None else out.copy_(values), sums)
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor | None,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: Tensor | None = None,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    sinks: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    sparse_mla_top_k_lens: Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
+) -> Any:
+    """Decode a batch over a latent cache by block tables.
+
+    Args:
+        query: ``[batch, q_len, num_heads, kv_lora_rank + qk_rope_head_dim]``; several rows of a request are its last
+            tokens, causal among themselves. With ``cum_seq_lens_q [batch + 1]``: ``[rows, num_heads, ...]``.
+        kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head.
+        block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
+        bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
+        return_lse_base: ``"base2"``, also meant by None, or ``"basee"``.
+
+    Returns:
+        ``out [..., num_heads, kv_lora_rank]``; with ``return_lse`` also float32 ``lse [rows, num_heads]``.
+    """
+    where = "trtllm_batch_decode_with_kv_cache_mla"
+    refuse(
+        where,
+        sparse_mla_top_k=sparse_mla_top_k,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
+        kv_scale_format=kv_scale_format,
+        sparse_mla_top_k_lens=sparse_mla_top_k_lens,
+        enable_dcp=enable_dcp,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
+    )
+    if return_lse_base not in LSE_BASES:
+        fail(OptionError, where, f"return_lse_base is {return_lse_base!r}", "base2 or basee", "pass one of the two")
+    return _decode(
+        where,
+        query,
+        kv_cache,
+        (kv_lora_rank, qk_rope_head_dim),
+        block_tables,
+        seq_lens,
+        out,
+        (bmm1_scale, bmm2_scale),
+        sinks,
+        cum_seq_lens_q,
+        lse,
+        return_lse,
+        LSE_BASES[return_lse_base],
+    )
+
+
+def xqa_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    out: Tensor | None = None,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    sinks: Any = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    """:func:`trtllm_batch_decode_with_kv_cache_mla` under its other name."""
+    where, dims = "xqa_batch_decode_with_kv_cache_mla", (kv_lora_rank, qk_rope_head_dim)
+    return _decode(where, query, kv_cache, dims, block_tables, seq_lens, out, (bmm1_scale, bmm2_scale), sinks)
+
+
+def trtllm_ragged_attention_deepseek(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    workspace_buffer: Tensor,
+    seq_lens: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor,
+    o_sf_scale: float | None,
+    batch_size: int,
+    window_left: int,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
+    enable_pdl: bool | None,
+    is_causal: bool,
+    return_lse: bool,
+    attention_sinks: Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    sage_attn_sfs: tuple[Tensor | None, ...] = (None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple[int, ...] = (0, 0, 0, 0),
+    backend: str = "trtllm-gen",
+    q_seq_lens_cpu: Tensor | None = None,
+    kv_seq_lens_cpu: Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    skip_all_rows_active_check: bool = True,
+) -> Any:
+    """Prefill a batch over ragged keys and values, whose head dimensions may differ, such as 192 and 128.
+
+    Args:
+        query: ``[nnz_qo, num_qo_heads, head_dim_qk]``, of request b the rows ``cum_seq_lens_q[b]`` to ``[b + 1]``.
+        key, value: ``[nnz_kv, num_kv_heads, head_dim]``, packed by ``cum_seq_lens_kv``.
+        bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
+        batch_size: requests of ``cum_seq_lens_q``.
+        is_causal: aligned bottom-right. ``attention_sinks``: float32 ``[num_qo_heads]``.
+
+    Returns:
+        ``out [nnz_qo, num_qo_heads, head_dim_vo]``; with ``return_lse`` also float32 ``lse``, base 2.
+    """
+    where = "trtllm_ragged_attention_deepseek"
+    refuse(
+        where,
+        o_sf_scale=o_sf_scale,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        sage_attn_sfs=sage_attn_sfs,
+        num_elts_per_sage_attn_blk=num_elts_per_sage_attn_blk,
+        uses_spcompress=uses_spcompress,
+    )
+    qo_indptr, kv_indptr = (
+        cumulative(where, name, indptr, batch_size, rows_name, rows)
+        for name, indptr, rows_name, rows in (
+            ("cum_seq_lens_q", cum_seq_lens_q, "query", query),
+            ("cum_seq_lens_kv", cum_seq_lens_kv, "key", key),
+        )
+    )
+    return attend_ragged(
+        where,
+        query,
+        key,
+        value,
+        qo_indptr,
+        kv_indptr,
+        OutputSpec(out, lse, return_lse),
+        causal=is_causal,
+        sm_scale=1.0,
+        logit_scales={"bmm1_scale": bmm1_scale},
+        value_scales={"bmm2_scale": bmm2_scale},
+        window_left=window_left,
+        sinks=attention_sinks,
+        backend=own_backend(backend),
+    )

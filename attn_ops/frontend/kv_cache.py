@@ -1,0 +1,71 @@
+"""KV caches in the forms that callers hold them, as the views that the ops take (docs/guide/layouts.md)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attn_ops.errors import ArgumentError, ShapeError
+from attn_ops.frontend.arguments import fail
+
+PagedCache = Tensor | tuple[Tensor, Tensor] | list[Tensor]
+
+
+def paged(where: str, cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
+    """``(keys, values)``, 4-D views in ``kv_layout``.
+
+    One tensor has keys at ``[:, 0]`` and values at ``[:, 1]``; a pair, tuple or list, has one tensor each. Without a
+    dimension for the places in a page (one 4-D tensor, or a pair of 3-D ones) the page size is 1.
+    """
+    if isinstance(cache, Tensor):
+        if cache.dim() not in (4, 5) or cache.shape[1] != 2:
+            fail(
+                ShapeError,
+                where,
+                f"the KV cache is one tensor {list(cache.shape)}",
+                "[pages, 2, ...] of 5 dimensions, or of 4 for page size 1",
+                "pass such a tensor, or the pair (k_cache, v_cache)",
+            )
+        k, v = cache[:, 0], cache[:, 1]
+    elif isinstance(cache, tuple | list):
+        if len(cache) != 2:
+            fail(ShapeError, where, f"the KV cache has {len(cache)} parts", "2, keys and values", "pass a pair")
+        k, v = cache
+    else:
+        kind = type(cache).__name__
+        fail(ArgumentError, where, f"the KV cache is of type {kind}", "a tensor, or a pair of them", "pass the cache")
+    return _with_page(k, kv_layout), _with_page(v, kv_layout)
+
+
+def _with_page(cache: Tensor, kv_layout: str) -> Tensor:
+    if cache.dim() != 3:
+        return cache
+    return cache.unsqueeze(1 if kv_layout == "NHD" else 2)
+
+
+def paged_sizes(where: str, cache: Tensor, kv_layout: str) -> tuple[int, int]:
+    """``(page_size, num_kv_heads)`` of a 4-D cache."""
+    if cache.dim() != 4:
+        fail(ShapeError, where, f"a KV cache is {list(cache.shape)}", "pages, places, heads and head_dim", "view it so")
+    return (cache.shape[1], cache.shape[2]) if kv_layout == "NHD" else (cache.shape[2], cache.shape[1])
+
+
+def latent(where: str, cache: PagedCache, head_dim_ckv: int) -> tuple[Tensor, Tensor]:
+    """``(ckv, kpe)`` of an MLA cache, packed ``[pages, page_size, ckv + kpe]`` or a pair.
+
+    A packed cache may have a dimension of size 1 before or after the places in a page.
+    """
+    if not isinstance(cache, Tensor):
+        if len(cache) != 2:
+            fail(ShapeError, where, f"the MLA cache has {len(cache)} parts", "2, ckv and kpe", "pass a pair")
+        return cache[0], cache[1]
+    if cache.dim() == 4 and 1 in (cache.shape[1], cache.shape[2]):
+        cache = cache.squeeze(1 if cache.shape[1] == 1 else 2)
+    if cache.dim() != 3 or cache.shape[2] <= head_dim_ckv:
+        fail(
+            ShapeError,
+            where,
+            f"the packed MLA cache is {list(cache.shape)}",
+            f"[pages, page_size, {head_dim_ckv} + head_dim_kpe]",
+            "pass such a tensor, or the pair (ckv_cache, kpe_cache)",
+        )
+    return cache[..., :head_dim_ckv], cache[..., head_dim_ckv:]

@@ -1,0 +1,115 @@
+"""From what an attention op returns to what the caller asked for: scale, dtype, base, layout, buffers."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError
+from attn_ops.frontend.arguments import fail, output_dtype
+
+LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
+LSE_LAYOUTS = ("NH", "HN")
+
+
+class PaddedLse(NamedTuple):
+    """Of an LSE ``[batch, max_rows, heads]``: ``qo_indptr [batch + 1]`` says which rows a request has."""
+
+    qo_indptr: Tensor
+    max_rows: int
+
+    def fill(self, padded: Tensor, lse: Tensor) -> Tensor:
+        """``padded`` with ``lse [rows, heads]`` in it; what no row has a place for stays as it was."""
+        if not lse.shape[0]:
+            return padded
+        row = self.qo_indptr[:-1, None] + torch.arange(self.max_rows, device=lse.device)
+        given = (row < self.qo_indptr[1:, None])[..., None]
+        return padded.copy_(torch.where(given, lse[row.clamp(max=lse.shape[0] - 1)], padded))
+
+
+class OutputSpec(NamedTuple):
+    """The form of a call's result.
+
+    ``out``, ``lse``  buffers of the caller, filled and returned
+    ``dtype``         of the output; None for that of ``out``, or the query's
+    ``lse_base``      ``"log2"`` or ``"ln"``; ``lse_layout``: ``"NH"`` ``[rows, heads]`` or ``"HN"`` ``[heads, rows]``
+    ``padded``        what an ``lse`` of three dimensions is padded to
+    """
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    return_lse: bool = False
+    dtype: torch.dtype | None = None
+    lse_base: str = "log2"
+    lse_layout: str = "NH"
+    padded: PaddedLse | None = None
+
+    @property
+    def padding(self) -> PaddedLse | None:
+        """How the buffer for the LSE is padded, if it is."""
+        return self.padded if self.lse is not None and self.lse.dim() == 3 else None
+
+    @property
+    def needs_lse(self) -> bool:
+        return self.return_lse or self.lse is not None
+
+    def check(self, where: str, q: Tensor, head_dim: int) -> None:
+        """Before anything is computed: are the options known and the buffers right?"""
+        if self.lse_base not in LSE_BASES:
+            fail(OptionError, where, f"lse_base is {self.lse_base!r}", " or ".join(LSE_BASES), "pass one of the two")
+        if self.lse_layout not in LSE_LAYOUTS:
+            fail(OptionError, where, f"lse_layout is {self.lse_layout!r}", " or ".join(LSE_LAYOUTS), "pass one")
+        if self.out is not None:
+            shape = (*q.shape[:-1], head_dim)
+            _check(where, "out", self.out, shape, self.dtype or self.out.dtype, q.device)
+            output_dtype(where, "out", self.out.dtype)
+        if self.lse is not None:
+            shape = tuple(q.shape[:-1]) if self.lse_layout == "NH" else tuple(q.shape[-2::-1])
+            if self.padding is not None:
+                shape = (self.padding.qo_indptr.shape[0] - 1, self.padding.max_rows, q.shape[1])
+            _check(where, "lse", self.lse, shape, torch.float32, q.device)
+
+    def finalize(self, out: Tensor, lse: Tensor, scale: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
+        if scale != 1.0:
+            out = out * scale
+        if self.out is not None:
+            out = self.out.copy_(out)
+        elif self.dtype is not None and self.dtype != out.dtype:
+            out = out.to(self.dtype)
+        if not self.needs_lse:
+            return out
+        if self.lse_base != "log2":
+            lse = lse * LSE_BASES[self.lse_base]
+        if self.lse_layout == "HN":
+            lse = lse.transpose(0, 1)
+        if self.lse is None:
+            lse = lse.contiguous()
+        elif self.padding is not None:
+            lse = self.padding.fill(self.lse, lse)
+        else:
+            lse = self.lse.copy_(lse)
+        return (out, lse) if self.return_lse else out
+
+
+def _check(
+    where: str, name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if tuple(buffer.shape) != tuple(shape):
+        fail(
+            ShapeError, where, f"{name} is {list(buffer.shape)}", f"{list(shape)}", f"pass such a buffer, or no {name}"
+        )
+    if buffer.dtype != dtype or not buffer.is_floating_point():
+        fail(
+            DTypeError,
+            where,
+            f"{name} is {str(buffer.dtype).removeprefix('torch.')}",
+            str(dtype).removeprefix("torch."),
+            f"pass such a buffer, or no {name}",
+        )
+    if buffer.device != device:
+        fail(DeviceError, where, f"{name} is on {buffer.device}", f"{device}, where the query is", "move it")
+    if buffer.requires_grad and torch.is_grad_enabled():
+        fail(GradientError, where, f"{name} requires grad", "inference, there is no backward", f"detach {name}")

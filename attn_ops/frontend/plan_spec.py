@@ -1,0 +1,44 @@
+"""The sizes that a plan is made for, from the arguments of plan()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_ops.errors import ArgumentError, OptionError
+from attn_ops.frontend.arguments import fail, positive, renamed, required
+from attn_ops.plan.resizable import PlanSpec
+
+
+def prefill_shape(
+    where: str,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int | None,
+    head_dim_qk: int | None,
+    head_dim_vo: Any = None,
+    page_size: int | None = 1,
+) -> PlanSpec:
+    """``head_dim`` and ``head_dim_qk`` are one argument; ``page_size`` 1 of ragged KV too."""
+    dim = renamed(where, "head_dim", head_dim, "head_dim_qk", head_dim_qk)
+    required(where, head_dim_qk=dim, page_size=page_size)
+    if head_dim_vo is not None and not isinstance(head_dim_vo, int):
+        fail(ArgumentError, where, "head_dim_vo is not a number", "one", "pass what follows page_size by name")
+    assert page_size is not None
+    positive(where, page_size=page_size)
+    return PlanSpec(
+        decode=False,
+        paged=True,
+        page_size=page_size,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=dim,
+        head_dim_vo=dim if head_dim_vo is None else head_dim_vo,
+    )
+
+
+def splitting(where: str, fixed_split_size: int | None, disable_split_kv: bool) -> dict[str, Any]:
+    """``unsplit`` and ``fixed_split_size`` of a shape; -1 is no size, and nothing is split if both are given."""
+    size = None if fixed_split_size == -1 else fixed_split_size
+    if size is not None and size < 1:
+        fail(OptionError, where, f"fixed_split_size is {size}", "1 page or more, or None", "change it")
+    return {"unsplit": disable_split_kv, "fixed_split_size": None if disable_split_kv else size}

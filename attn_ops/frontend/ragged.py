@@ -1,0 +1,271 @@
+"""Prefill over ragged keys and values: those of all requests in one tensor, by cumulative lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from attn_ops.eager.prepared_call import prepared
+from attn_ops.frontend.arguments import DType, DTypes, attention_options, refuse, renamed, required
+from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
+from attn_ops.frontend.multi_item_mask import scoring_mask
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.paged import forward_changes
+from attn_ops.frontend.plan_spec import prefill_shape, splitting
+from attn_ops.frontend.scales import Scale
+from attn_ops.plan.page_table import PageTable
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
+    """Prefill or append for a batch over ragged keys and values: plan() once for a batch, run() in every layer.
+
+    Args:
+        float_workspace_buffer: scratch memory on the device of the query, any dtype.
+        kv_layout: ``"NHD"`` for ``[nnz_kv, num_kv_heads, head_dim]``, ``"HND"`` for heads first.
+        use_cuda_graph: ``qo_indptr_buf [batch + 1]`` and ``kv_indptr_buf [batch + 1]``, int32, become the plan's
+            memory; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and the first plan's query rows
+            and longest request are the most. Without it the buffers have no effect.
+        mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
+            (:mod:`attn_ops.frontend.no_effect`).
+        jit_args: as for decoding.
+
+    run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.ragged_prefill`` node.
+    """
+
+    _kv_indptr_buf = buffer("kv_indptr")
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+        *,
+        qk_indptr_buf: Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            backend=backend,
+            jit_args=jit_args,
+            buffers=graph_buffers(
+                use_cuda_graph,
+                qo_indptr=("qo_indptr_buf", qo_indptr_buf),
+                kv_indptr=("kv_indptr_buf", kv_indptr_buf),
+                mask=("custom_mask_buf", custom_mask_buf),
+            ),
+        )
+        renamed(self._name, "qk_indptr_buf", qk_indptr_buf, "mask_indptr_buf", mask_indptr_buf)
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int | None = None,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
+        uniform_q_len: int | None = None,
+        *,
+        data_type: DType | None = None,
+        head_dim: int | None = None,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> None:
+        """Plan a batch. Eager, never inside a graph.
+
+        ``qo_indptr`` and ``kv_indptr``, int ``[batch + 1]``, are the cumulative query rows and keys. The other
+        arguments and errors are those of the paged wrapper's plan().
+        """
+        where = f"{self._name}.plan"
+        refuse(
+            where,
+            v_indptr=v_indptr,
+            o_indptr=o_indptr,
+        )
+        renamed(
+            where,
+            "allow_fp16_qk_reduction",
+            allow_fp16_qk_reduction,
+            "use_fp16_qk_reduction",
+            use_fp16_qk_reduction,
+            absent=False,
+        )
+        shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
+        split = splitting(where, fixed_split_size, disable_split_kv)
+        shape = shape._replace(paged=False, causal=causal, window_left=window_left, **split)
+        required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+        tables = PageTable.of(where, kv_indptr, qo_indptr=qo_indptr)
+        custom_mask = scoring_mask(
+            where,
+            prefix_len_ptr,
+            token_pos_in_items_ptr,
+            token_pos_in_items_len,
+            (custom_mask, packed_custom_mask),
+            tables,
+            1,
+            self.device,
+        )
+        options = attention_options(
+            where,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        self._plan(
+            where,
+            "ragged_prefill",
+            tables,
+            shape,
+            {**options, "causal": causal, "kv_layout": self._kv_layout},
+            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+        )
+
+    begin_forward = plan
+
+    def _attend(
+        self,
+        where: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output_spec: OutputSpec,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        **changes: Any,
+    ) -> Any:
+        return self._run(
+            where,
+            (q, k, v),
+            output_spec,
+            logit_scales={"q_scale": q_scale, "k_scale": k_scale},
+            value_scales={"v_scale": v_scale},
+            **changes,
+        )
+
+    @prepared
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        o_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        sinks: Tensor | None = None,
+        window_left: int | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """Attend as planned.
+
+        Args:
+            q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``.
+            k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]`` or more rows, or heads first with layout HND.
+            args: as for decoding. The others are those of the paged wrapper's run().
+
+        Returns:
+            ``out [rows, num_qo_heads, head_dim_vo]``, with ``return_lse`` also float32 ``lse``.
+        """
+        where = f"{self._name}.run"
+        refuse(where, kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        sm_scale = None
+        if args:
+            k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
+        return self._attend(
+            where,
+            q,
+            k,
+            v,
+            OutputSpec(out, lse, return_lse, None, lse_base, lse_layout),
+            q_scale,
+            k_scale,
+            v_scale,
+            sinks=sinks,
+            window_left=window_left,
+            sm_scale=sm_scale,
+        )
+
+    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`run` with ``return_lse``."""
+        return self.run(q, k, v, *args, **kwargs, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """:meth:`run` of the 0.1 interface: an option that is not at its default replaces the planned one."""
+        where = f"{self._name}.forward"
+        changes = forward_changes(
+            where,
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self._attend(where, q, k, v, OutputSpec(return_lse=return_lse), **changes)
+
+    def forward_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`forward` with the LSE."""
+        return self.forward(q, k, v, *args, **kwargs, return_lse=True)

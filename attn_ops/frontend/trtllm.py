@@ -1,0 +1,287 @@
+"""``trtllm_*`` and ``xqa_batch_decode``: block tables, layout HND by default, one scale for each product.
+
+``bmm1_scale`` takes the place of ``sm_scale`` and of all scales of query and keys, ``bmm2_scale`` multiplies the
+output; each is a number or a 0-d tensor. They run on this library's kernels whatever their name.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import ShapeError
+from attn_ops.frontend.arguments import DType, fail, layout, output_dtype, own_backend, positive, refuse, required
+from attn_ops.frontend.attend_block_tables import attend, block_table, uniform_rows
+from attn_ops.frontend.kv_cache import PagedCache, paged
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.tree_mask import check_draft
+from attn_ops.plan.page_table import cumulative
+
+
+def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
+    if out_dtype is not None:
+        return output_dtype(where, "out_dtype", out_dtype)
+    return None if out is None else output_dtype(where, "out", out.dtype)
+
+
+def _decode(
+    where: str,
+    query: Tensor,
+    kv_cache: PagedCache,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor,
+    window_left: int,
+    output_spec: OutputSpec,
+    sinks: Any,
+    kv_layout: str,
+    q_len_per_req: int | None,
+    ragged: tuple[str, Tensor | None],
+    mask: Tensor | None,
+    backend: str = "auto",
+) -> Any:
+    tables = block_table(where, "block_tables", block_tables, query.device)
+    k, v = paged(where, kv_cache, layout(where, kv_layout))
+    name, indptr = ragged
+    if indptr is None:
+        q_len = 1 if q_len_per_req is None else q_len_per_req
+        positive(where, q_len_per_req=q_len)
+        rows = uniform_rows(where, query.shape[0], tables.shape[0], q_len, query.device)
+    else:
+        q_len, rows = 1, cumulative(where, name, indptr, tables.shape[0], "the query", query)
+    if mask is not None:
+        check_draft(where, mask, query.shape[0], q_len)
+    return attend(
+        where,
+        query,
+        k,
+        v,
+        kv_layout,
+        tables,
+        seq_lens,
+        output_spec,
+        qo_indptr=rows,
+        causal=True,
+        sm_scale=1.0,
+        logit_scales={"bmm1_scale": bmm1_scale},
+        value_scales={"bmm2_scale": bmm2_scale},
+        window_left=window_left,
+        sinks=sinks,
+        draft=mask,
+        backend=own_backend(backend),
+    )
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: Tensor,
+    kv_cache: PagedCache,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    out_dtype: DType | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: Any = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: Any = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: Tensor | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None,
+    bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: Tensor | None = None,
+    request_order_plan: Any = None,
+) -> Any:
+    """Decode a batch by block tables.
+
+    Args:
+        query: ``[batch * q_len_per_req, num_qo_heads, head_dim]``, or by ``cum_seq_lens_q [batch + 1]``. Several rows
+            of a request are its last tokens, causal among themselves unless there is a ``mask``.
+        kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair.
+        block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
+        bmm1_scale_log2: ``bmm1_scale`` times log2(e), in its place.
+        bmm2_scale: multiplies the output, which ``o_scale`` does not: callers divide ``bmm2_scale`` by that.
+        sinks: float32 ``[num_qo_heads]``, or a list of that one tensor.
+        mask: uint16 or uint32 ``[batch, q_len_per_req, words]``, or ``[rows, words]``: bit j of a row's words, the
+            lowest first, says whether it sees token j of those last ones. All tokens before them it sees.
+
+    Returns:
+        ``out`` as the query, in ``out_dtype``; with ``return_lse`` also float32 ``lse``, base 2.
+    """
+    where = "trtllm_batch_decode_with_kv_cache"
+    refuse(
+        where,
+        o_sf_scale=o_sf_scale,
+        o_sf_vec_size=o_sf_vec_size,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        kv_cache_sf=kv_cache_sf,
+        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
+        enable_block_sparse_attention=enable_block_sparse_attention,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
+    )
+    return _decode(
+        where,
+        query,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        bmm1_scale if bmm1_scale_log2 is None else bmm1_scale_log2 * math.log(2),
+        bmm2_scale,
+        window_left,
+        OutputSpec(out, lse, return_lse, _output(where, out, out_dtype)),
+        sinks,
+        kv_layout,
+        q_len_per_req,
+        ("cum_seq_lens_q", cum_seq_lens_q),
+        mask,
+        backend,
+    )
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: Tensor,
+    kv_cache: PagedCache,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: Tensor | None = None,
+    kv_cache_sf: Any = None,
+    q_cu_seq_lens: Tensor | None = None,
+) -> Tensor:
+    """:func:`trtllm_batch_decode_with_kv_cache` under its other name, layout NHD; ``q_cu_seq_lens`` for ragged rows."""
+    where = "xqa_batch_decode_with_kv_cache"
+    refuse(where, kv_cache_sf=kv_cache_sf)
+    return _decode(
+        where,
+        query,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        bmm1_scale,
+        bmm2_scale,
+        window_left,
+        OutputSpec(out, dtype=_output(where, out, None)),
+        sinks,
+        kv_layout,
+        q_len_per_req,
+        ("q_cu_seq_lens", q_cu_seq_lens),
+        mask,
+    )
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: Tensor,
+    kv_cache: PagedCache,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor,
+    batch_size: int,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    out_dtype: DType | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: Any = None,
+    kv_cache_sf: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
+) -> Any:
+    """Prefill or append a batch by block tables.
+
+    Args:
+        query: ``[nnz_qo, num_qo_heads, head_dim]``, of request b the rows ``cum_seq_lens_q[b]`` to ``[b + 1]``.
+        kv_cache, block_tables, seq_lens, scales: as for :func:`trtllm_batch_decode_with_kv_cache`.
+        batch_size: rows of ``block_tables``.
+        causal: aligned bottom-right.
+
+    Returns:
+        ``out`` as the query, in ``out_dtype``; with ``return_lse`` also float32 ``lse``, base 2.
+    """
+    where = "trtllm_batch_context_with_kv_cache"
+    refuse(
+        where,
+        o_sf_scale=o_sf_scale,
+        o_sf_vec_size=o_sf_vec_size,
+        kv_cache_sf=kv_cache_sf,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
+        uses_spcompress=uses_spcompress,
+    )
+    required(where, cum_seq_lens_q=cum_seq_lens_q)
+    tables = block_table(where, "block_tables", block_tables, query.device)
+    if tables.shape[0] != batch_size:
+        fail(
+            ShapeError,
+            where,
+            f"batch_size is {batch_size}",
+            f"{tables.shape[0]}, the rows of block_tables",
+            "correct it",
+        )
+    k, v = paged(where, kv_cache, layout(where, kv_layout))
+    return attend(
+        where,
+        query,
+        k,
+        v,
+        kv_layout,
+        tables,
+        seq_lens,
+        OutputSpec(out, lse, return_lse, _output(where, out, out_dtype)),
+        qo_indptr=cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, batch_size, "the query", query),
+        causal=causal,
+        sm_scale=1.0,
+        logit_scales={"bmm1_scale": bmm1_scale},
+        value_scales={"bmm2_scale": bmm2_scale},
+        window_left=window_left,
+        sinks=sinks,
+        backend=own_backend(backend),
+    )

@@ -1,0 +1,260 @@
+"""``xqa`` and ``xqa_mla``: decoding by a page table, in the forms that the documents and 0.7.2 call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import ShapeError, UnsupportedError
+from attn_ops.frontend import plan_in_call
+from attn_ops.frontend.arguments import fail, layout, positive, ranked, refuse, required
+from attn_ops.frontend.attend_block_tables import attend, block_table, lengths, uniform_rows
+from attn_ops.frontend.kv_cache import paged_sizes
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.scales import fold
+from attn_ops.frontend.tree_mask import check_draft
+from attn_ops.plan.page_table import cumulative, real
+from attn_ops.plan.resizable import PlanSpec
+
+
+def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
+    """q as ``[rows, num_qo_heads, head_dim]``, and the query rows of each request."""
+    if q.dim() in (4, 5) and q.shape[1] != 1:
+        fail(ShapeError, where, f"q has a beam of {q.shape[1]}", "1", "pass [batch, 1, ...]")
+    if q.dim() == 5:
+        if q_seq_len not in (1, q.shape[2]):
+            fail(ShapeError, where, f"q_seq_len is {q_seq_len}", f"{q.shape[2]} as q has", "correct one")
+        return q.flatten(0, 2), q.shape[2]
+    if q.dim() == 4:
+        return q.flatten(0, 1), q_seq_len
+    if q.dim() != 3:
+        fail(
+            ShapeError,
+            where,
+            f"q is {list(q.shape)}",
+            "[batch, heads, dim], [batch, 1, heads, dim] or [batch, 1, q_seq_len, heads, dim]",
+            "reshape it",
+        )
+    return q, q_seq_len
+
+
+def _agree(where: str, **pairs: tuple[int | None, int]) -> None:
+    """Sizes given as arguments are those of the tensors."""
+    for name, (given, actual) in pairs.items():
+        if given is not None and given != actual:
+            fail(ShapeError, where, f"{name} is {given}", f"{actual} as the tensors have", "correct one")
+
+
+def _deliver(q: Tensor, out: Tensor, output: Tensor | None) -> Tensor | None:
+    """``out`` in the form of q: copied to ``output``, or returned where that is None."""
+    shaped = out.view(*q.shape[:-1], out.shape[-1])
+    if output is None:
+        return shaped
+    output.copy_(shaped)
+    return None
+
+
+def _check_output(where: str, q: Tensor, head_dim: int, output: Tensor | None) -> None:
+    OutputSpec(output).check(where, q, head_dim)
+
+
+def xqa(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    output: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
+    semaphores: Tensor | None = None,
+    num_kv_heads: int | None = None,
+    page_size: int | None = None,
+    sinks: Tensor | None = None,
+    q_scale: float | Tensor = 1.0,
+    kv_scale: float | Tensor = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: Tensor | None = None,
+    *,
+    q_cu_seq_lens: Tensor | None = None,
+    k_sf_cache: Tensor | None = None,
+    v_sf_cache: Tensor | None = None,
+    head_dim: int | None = None,
+) -> Tensor | None:
+    """Decode a batch by a page table; logits are scaled by ``q_scale * kv_scale / sqrt(head_dim)``.
+
+    Args:
+        q: ``[batch, num_qo_heads, head_dim]``, ``[batch, 1, num_qo_heads, head_dim]`` or
+            ``[batch, 1, q_seq_len, num_qo_heads, head_dim]``; several rows of a request are causal unless there is a
+            ``mask``. With ``q_cu_seq_lens [batch + 1]``: ``[rows, num_qo_heads, head_dim]``.
+        mask: uint16 or uint32 ``[batch, q_seq_len, words]``, or ``[rows, words]``: bit j of a row's words, the lowest
+            first, says whether it sees row j's token. All tokens before those of the rows it sees.
+        k_cache, v_cache: ``[pages, page_size, num_kv_heads, head_dim]`` (HND: heads before places). Of a 5-D tensor
+            ``[pages, 2, ...]`` the keys, or the values.
+        page_table: int ``[batch, max_pages_per_request]``. ``seq_lens``: int or uint32 ``[batch]`` or ``[batch, 1]``.
+        output: filled, and None returned; without it the output is returned.
+        kv_scale: multiplies the output too, as ``rcp_out_scale`` does.
+        sinks: ``[num_qo_heads]``, or ``[num_kv_heads, num_qo_heads // num_kv_heads]``.
+        sliding_win_size: keys that a query sees, itself included; 0 for all.
+        num_kv_heads, page_size, head_dim: checked against the tensors where given.
+    """
+    where = "xqa"
+    refuse(where, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
+    required(where, k_cache=k_cache, v_cache=v_cache)
+    k = k_cache[:, 0] if k_cache.dim() == 5 else k_cache
+    v = v_cache[:, 1] if v_cache.dim() == 5 else v_cache
+    places, heads = paged_sizes(where, k, layout(where, kv_layout))
+    _agree(where, num_kv_heads=(num_kv_heads, heads), page_size=(page_size, places), head_dim=(head_dim, q.shape[-1]))
+    tables = block_table(where, "page_table", page_table, q.device)
+    if q_cu_seq_lens is None:
+        flat, q_len = _rows(where, q, q_seq_len)
+        qo_indptr = uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
+    else:
+        flat, q_len = q, 1
+        qo_indptr = cumulative(where, "q_cu_seq_lens", q_cu_seq_lens, tables.shape[0], "q", q)
+    if mask is not None:
+        check_draft(where, mask, flat.shape[0], q_len)
+    if sliding_win_size < 0:
+        fail(ShapeError, where, f"sliding_win_size is {sliding_win_size}", "tokens, or 0 for no window", "change it")
+    _check_output(where, q, v.shape[-1], output)
+    out = attend(
+        where,
+        flat,
+        k,
+        v,
+        kv_layout,
+        tables,
+        seq_lens,
+        OutputSpec(),
+        qo_indptr=qo_indptr,
+        causal=True,
+        sm_scale=None,
+        logit_scales={"q_scale": q_scale, "kv_scale": kv_scale},
+        value_scales={"kv_scale": kv_scale, "rcp_out_scale": rcp_out_scale},
+        window_left=sliding_win_size - 1,
+        sinks=sinks,
+        draft=mask,
+    )
+    return _deliver(q, out, output)
+
+
+def xqa_mla(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    output: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
+    semaphores: Tensor | None = None,
+    page_size: int | None = None,
+    q_scale: float | Tensor = 1.0,
+    kv_scale: float | Tensor = 1.0,
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor | None:
+    """Decode a batch over a latent cache; logits are scaled by ``q_scale * kv_scale``, softmax scale included.
+
+    Args:
+        q: ``[batch, num_heads, ckv + kpe]``, or with a beam of 1 as for :func:`xqa`.
+        k_cache: ``[pages, page_size, ckv + kpe]``, or flat ``[pages * page_size, ckv + kpe]`` with ``page_size``.
+            ``v_cache``: the same with ``ckv`` or more columns, which give the width of the values unless they are
+            k_cache's; then it is 512. The values are those of ``k_cache``: other memory is refused, as far as that is
+            seen, which it is not while tracing.
+        q_scale: the softmax scale too, unlike in :func:`xqa`. ``kv_scale`` multiplies the output as well.
+        page_table, seq_lens, output: as for :func:`xqa`; the output is ``[..., num_heads, ckv]``.
+    """
+    where = "xqa_mla"
+    required(where, k_cache=k_cache, v_cache=v_cache)
+    ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else 512
+    cache = k_cache.squeeze(2) if k_cache.dim() == 4 and k_cache.shape[2] == 1 else k_cache
+    if cache.dim() == 2 and page_size and cache.shape[0] % page_size == 0:
+        cache = cache.unflatten(0, (-1, page_size))
+    if cache.dim() != 3 or cache.shape[2] <= ckv:
+        fail(ShapeError, where, f"k_cache is {list(k_cache.shape)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
+    if real(k_cache) and v_cache.data_ptr() != k_cache.data_ptr():
+        fail(
+            UnsupportedError,
+            where,
+            "v_cache is other memory than k_cache",
+            "its first columns, k_cache[..., :head_dim_ckv]",
+            "pass that view, or use a prefill wrapper for values of their own",
+        )
+    _agree(where, page_size=(page_size, cache.shape[1]))
+    flat, q_len = _rows(where, q, 1)
+    tables = block_table(where, "page_table", page_table, q.device)
+    uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
+    _check_output(where, q, ckv, output)
+    out, _ = attend_latent(
+        where,
+        flat[..., :ckv],
+        flat[..., ckv:],
+        cache[..., :ckv],
+        cache[..., ckv:],
+        tables,
+        seq_lens,
+        torch.arange(tables.shape[0] + 1, dtype=torch.int32, device=q.device) * q_len,
+        1.0,
+        logit_scales={"q_scale": q_scale, "kv_scale": kv_scale},
+        value_scales={"kv_scale": kv_scale},
+    )
+    return _deliver(q, out, output)
+
+
+def attend_latent(
+    where: str,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv: Tensor,
+    kpe: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    sm_scale: float,
+    *,
+    logit_scales: dict[str, Any],
+    value_scales: dict[str, Any],
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """MLA by block tables in one call: ``out [rows, num_heads, ckv]`` and base-2 ``lse``."""
+    for name, t in (("q_nope", q_nope), ("q_pe", q_pe)):
+        ranked(where, name, t, "[rows, num_heads, head_dim]")
+    for name, t in (("ckv_cache", ckv), ("kpe_cache", kpe)):
+        ranked(where, name, t, "[pages, page_size, head_dim]")
+    positive(where, num_heads=q_nope.shape[1])
+    shape = PlanSpec(
+        decode=False,
+        paged=True,
+        page_size=ckv.shape[1],
+        num_qo_heads=q_nope.shape[1],
+        num_kv_heads=1,
+        head_dim_qk=q_nope.shape[2] + q_pe.shape[2],
+        head_dim_vo=q_nope.shape[2],
+        causal=causal,
+    )
+    capacity = block_tables.shape[1] * shape.page_size
+    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q_nope.device, capacity)
+    scales = fold(where, sm_scale, shape.head_dim_qk, q_nope.device, logit_scales, value_scales)
+    plan = plan_in_call.plan_block_tables(shape, block_tables, seq_lens, qo_indptr, q_nope.shape[0])
+    out, lse = torch.ops.attn.batch_mla(
+        q_nope,
+        q_pe,
+        ckv,
+        kpe,
+        plan,
+        plan_in_call.scratch(plan),
+        sm_scale=scales.sm_scale,
+        kv_scale=scales.kv_scale,
+        sinks=sinks,
+        causal=causal,
+        return_lse=return_lse,
+    )
+    return (out if scales.output == 1.0 else out * scales.output), lse

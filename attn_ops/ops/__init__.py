@@ -1,0 +1,1 @@
+"""The ops of ``torch.ops.attn``: schemas, options, checks, backends, registration and Inductor lowering."""

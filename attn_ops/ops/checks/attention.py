@@ -1,0 +1,253 @@
+"""Checks of the attention ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from attn_ops.errors import CapacityError, OptionError, PlanError, ShapeError
+from attn_ops.ops.backends import Problem
+from attn_ops.ops.checks.checker import FLOATS, FP8, OpChecker, caches
+from attn_ops.ops.options import MLA_DIMS, AttentionOptions
+from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
+
+
+def _attention(
+    op: OpChecker, q: Tensor, k: Tensor, v: Tensor, page_size: int, num_kv_heads: int, options: AttentionOptions
+) -> Problem:
+    """What every attention op checks once its KV is known to be well formed."""
+    op.heads(int(q.shape[1]), num_kv_heads)
+    op.size("k", "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
+    op.kv_dtype(q, k, v)
+    op.options(q, options)
+    if options.pos_encoding == "ROPE_LLAMA" and int(q.shape[2]) % 2:
+        op.fail(ShapeError, f"q has head_dim {q.shape[2]}", "an even one for ROPE_LLAMA", "pad the heads")
+    op.no_grad(q=q, k=k, v=v, sinks=options.sinks, kv_scale=options.kv_scale)
+    return Problem(
+        op=op.name,
+        device=q.device,
+        dtype=q.dtype,
+        kv_dtype=k.dtype,
+        num_qo_heads=int(q.shape[1]),
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=int(q.shape[2]),
+        head_dim_vo=int(v.shape[-1]),
+        page_size=page_size,
+        pos_encoding=options.pos_encoding,
+        masked=options.mask is not None,
+        scaled=options.kv_scale is not None,
+    )
+
+
+def _planned(
+    op: OpChecker,
+    kind: type[DecodePlan] | type[PrefillPlan],
+    problem: Problem,
+    q: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    options: AttentionOptions,
+) -> Any:
+    """The plan, which must be one for this problem, and its workspace large enough."""
+    typed = op.plan(plan, kind, q)
+    sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+    op.planned_for(typed, **{size: getattr(problem, size) for size in sizes})
+    op.covered(typed, options.window_left, options.causal, options.mask is not None)
+    op.workspace(workspace, workspace_size(typed), q)
+    return typed
+
+
+def batch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = OpChecker("batch_decode")
+    options = AttentionOptions(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal=True
+    )
+    op.tensor("q", q, "[batch, num_qo_heads, head_dim]", FLOATS, None)
+    page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, options)
+    typed = _planned(op, DecodePlan, problem, q, plan, workspace, options)
+    capacity = typed.kv_len.shape[0]
+    if q.shape[0] > capacity:
+        op.fail(
+            CapacityError,
+            f"q has {q.shape[0]} rows and the plan room for {capacity} requests",
+            f"max_batch of at least {q.shape[0]}",
+            "make the planner with that max_batch",
+        )
+    return problem
+
+
+def batch_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = OpChecker("batch_prefill")
+    options = AttentionOptions(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
+    )
+    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
+    page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, options)
+    _planned(op, PrefillPlan, problem, q, plan, workspace, options)
+    return problem
+
+
+def _dense_kv(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> int:
+    """The KV heads of checked keys and values that are not paged."""
+    op.layout(kv_layout)
+    dims = "[nnz_kv, num_kv_heads, head_dim]" if kv_layout == "NHD" else "[num_kv_heads, nnz_kv, head_dim]"
+    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
+    op.tensor("k", k, dims, FLOATS + FP8, q)
+    op.tensor("v", v, dims, FLOATS + FP8, q)
+    for dim in (0, 1):
+        op.size("v", f"dimension {dim}", v.shape[dim], k.shape[dim], "k")
+    return int(k.shape[1 if kv_layout == "NHD" else 0])
+
+
+def ragged_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = OpChecker("ragged_prefill")
+    options = AttentionOptions(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
+    )
+    problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
+    typed = _planned(op, PrefillPlan, problem, q, plan, workspace, options)
+    if typed.kv_indices.shape[0]:
+        op.fail(PlanError, "the plan is for a paged cache", "one for ragged KV", "make the planner with max_pages=0")
+    return problem
+
+
+def single_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    pos_encoding: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 10000.0,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = OpChecker("single_prefill")
+    options = AttentionOptions(
+        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
+    )
+    problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
+    if mask is not None:
+        bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
+        op.size("mask", "bytes", mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
+    return problem
+
+
+def batch_mla(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    causal: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = OpChecker("batch_mla")
+    options = AttentionOptions(sm_scale, logits_soft_cap, window_left, sinks, kv_scale, causal=causal)
+    op.tensor("q_nope", q_nope, "[nnz_qo, num_heads, head_dim_ckv]", FLOATS, None)
+    op.tensor("q_pe", q_pe, "[nnz_qo, num_heads, head_dim_kpe]", (q_nope.dtype,), q_nope)
+    op.tensor("ckv_cache", ckv_cache, "[pages, page_size, head_dim_ckv]", FLOATS + FP8, q_nope)
+    op.tensor("kpe_cache", kpe_cache, "[pages, page_size, head_dim_kpe]", FLOATS + FP8, q_nope)
+    for dim in (0, 1):
+        op.size("q_pe", f"dimension {dim}", q_pe.shape[dim], q_nope.shape[dim], "q_nope")
+        op.size("kpe_cache", f"dimension {dim}", kpe_cache.shape[dim], ckv_cache.shape[dim], "ckv_cache")
+    op.size("ckv_cache", "head_dim", int(ckv_cache.shape[2]), int(q_nope.shape[2]), "q_nope")
+    op.size("kpe_cache", "head_dim", int(kpe_cache.shape[2]), int(q_pe.shape[2]), "q_pe")
+    op.kv_dtype(q_nope, ckv_cache, kpe_cache)
+    dims = int(q_nope.shape[2]), int(q_pe.shape[2])
+    if sm_scale is None and dims != MLA_DIMS:
+        op.fail(OptionError, f"sm_scale is None with head_dim {dims[0]} + {dims[1]}", "a number", "pass sm_scale")
+    op.options(q_nope, options)
+    op.no_grad(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, sinks=sinks, kv_scale=kv_scale)
+    problem = Problem(
+        op=op.name,
+        device=q_nope.device,
+        dtype=q_nope.dtype,
+        kv_dtype=ckv_cache.dtype,
+        num_qo_heads=int(q_nope.shape[1]),
+        num_kv_heads=1,
+        head_dim_qk=int(q_nope.shape[2]) + int(q_pe.shape[2]),
+        head_dim_vo=int(q_nope.shape[2]),
+        page_size=int(ckv_cache.shape[1]),
+        scaled=kv_scale is not None,
+    )
+    _planned(op, PrefillPlan, problem, q_nope, plan, workspace, options)
+    return problem

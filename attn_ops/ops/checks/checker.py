@@ -1,0 +1,254 @@
+"""The checks that the ops share, each naming its op in the message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import (
+    AttnOpsError,
+    CapacityError,
+    DeviceError,
+    DTypeError,
+    GradientError,
+    OptionError,
+    PlanError,
+    ShapeError,
+)
+from attn_ops.ops.options import WIDEST_WINDOW, AttentionOptions
+from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+LAYOUTS = {
+    "NHD": "[pages, page_size, num_kv_heads, head_dim]",
+    "HND": "[pages, num_kv_heads, page_size, head_dim]",
+}
+
+
+class OpChecker:
+    """The checks of one call, each naming the op in its message."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def fail(self, error: type[AttnOpsError], what: str, expected: str, fix: str) -> NoReturn:
+        raise error(f"{self.name}: {what}; expected {expected}; {fix}")
+
+    def tensor(self, name: str, t: Tensor, dims: str, dtypes: Sequence[torch.dtype], like: Tensor | None) -> None:
+        """Rank (counted from ``dims``, such as ``"[batch, heads, head_dim]"``), dtype, device and last stride."""
+        rank = dims.count(",") + 1
+        if t.dim() != rank:
+            self.fail(ShapeError, f"{name} has rank {t.dim()}", f"{rank}, {dims}", f"reshape {name}")
+        if t.dtype not in dtypes:
+            names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            self.fail(DTypeError, f"{name} is {dtype_name(t)}", names, f"convert it with {name}.to(...)")
+        if like is not None and t.device != like.device:
+            self.fail(
+                DeviceError,
+                f"{name} is on {t.device}",
+                f"{like.device}, where the other tensors are",
+                "move it",
+            )
+        if t.dim() and t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel():
+            self.fail(
+                ShapeError,
+                f"{name} has stride {t.stride(-1)} in its last dimension",
+                "1",
+                f"use {name}.contiguous()",
+            )
+
+    def indptr(self, name: str, t: Tensor, dims: str, like: Tensor | None) -> None:
+        """Cumulative lengths, of which there is one more than of what they are the lengths of."""
+        self.tensor(name, t, dims, (torch.int32,), like)
+        if not t.shape[0]:
+            self.fail(ShapeError, f"{name} is [0]", f"{dims}, which is [1] where there are none", "pass one 0")
+
+    def size(self, name: str, dim: str, actual: Any, expected: Any, source: str) -> None:
+        if actual != expected:
+            self.fail(ShapeError, f"{name} has {dim} {actual}", f"{expected} as in {source}", "make the two agree")
+
+    def no_grad(self, **tensors: Tensor | None) -> None:
+        if torch.is_grad_enabled():
+            for name, t in tensors.items():
+                if t is not None and t.requires_grad:
+                    self.fail(
+                        GradientError,
+                        f"{name} requires grad",
+                        "inference, these ops have no backward",
+                        f"call under torch.no_grad() or detach {name}",
+                    )
+
+    def layout(self, kv_layout: str) -> None:
+        if kv_layout not in LAYOUTS:
+            self.fail(OptionError, f"kv_layout is {kv_layout}", "NHD or HND", "pass one of the two")
+
+    def heads(self, num_qo_heads: int, num_kv_heads: int) -> None:
+        if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
+            self.fail(
+                ShapeError,
+                f"{num_qo_heads} query heads do not share {num_kv_heads} KV heads evenly",
+                "a query head count that is a multiple of the KV head count",
+                "repeat or regroup the heads, or name the other kv_layout",
+            )
+
+    def options(self, q: Tensor, o: AttentionOptions) -> None:
+        for what, value, ok, expected in (
+            (
+                "sm_scale",
+                o.sm_scale,
+                o.sm_scale is None or 0 < o.sm_scale < math.inf,
+                "a positive number, or None for the default",
+            ),
+            (
+                "logits_soft_cap",
+                o.logits_soft_cap,
+                0 <= o.logits_soft_cap < math.inf,
+                "a positive number, or 0 for none",
+            ),
+            (
+                "window_left",
+                o.window_left,
+                -1 <= o.window_left <= WIDEST_WINDOW,
+                f"0 or more tokens, at most {WIDEST_WINDOW}, or -1 for no window",
+            ),
+            ("pos_encoding", o.pos_encoding, o.pos_encoding in POS_ENCODINGS, ", ".join(POS_ENCODINGS)),
+            ("rope_scale", o.rope_scale, o.rope_scale > 0, "a positive number"),
+            ("rope_theta", o.rope_theta, o.rope_theta > 0, "a positive number"),
+        ):
+            if not ok:
+                self.fail(OptionError, f"{what} is {value}", expected, "change it")
+        if o.sinks is not None:
+            self.tensor("sinks", o.sinks, "[num_qo_heads]", (torch.float32,), q)
+            self.size("sinks", "length", o.sinks.shape[0], q.shape[-2], "the query heads of q")
+        if o.kv_scale is not None:
+            self.tensor("kv_scale", o.kv_scale, "[2]", (torch.float32,), q)
+            self.size("kv_scale", "length", o.kv_scale.shape[0], 2, "the scales of K and V")
+        if o.mask is not None:
+            self.tensor("mask", o.mask, "[bytes]", (torch.uint8,), q)
+
+    def kv_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if k.dtype != v.dtype:
+            self.fail(
+                DTypeError, f"the keys are {dtype_name(k)} and the values {dtype_name(v)}", "one dtype", "convert one"
+            )
+        if k.dtype not in (q.dtype, *FP8):
+            self.fail(
+                DTypeError,
+                f"the keys are {dtype_name(k)} and q {dtype_name(q)}",
+                "the dtype of q, or float8_e4m3fn or float8_e5m2",
+                "convert q or the cache",
+            )
+
+    def plan(self, plan: Sequence[Tensor], kind: type[DecodePlan] | type[PrefillPlan], like: Tensor | None) -> Any:
+        """The plan as its NamedTuple, its fields checked for number, rank, dtype and device."""
+        if len(plan) != len(kind._fields):
+            self.fail(
+                PlanError,
+                f"plan has {len(plan)} tensors",
+                f"the {len(kind._fields)} of {kind.__name__} ({', '.join(kind._fields)})",
+                f"pass what {kind.__name__.removesuffix('Plan')}Planner.plan() returned",
+            )
+        typed = kind(*plan)
+        ranks = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles": 2, "split_counters": 2}
+        for field, t in zip(kind._fields, typed, strict=True):
+            if t.dtype != torch.int32 or t.dim() != ranks.get(field, 1) or not t.is_contiguous():
+                self.fail(
+                    PlanError,
+                    f"plan.{field} is {dtype_name(t)} of rank {t.dim()}",
+                    f"contiguous int32 of rank {ranks.get(field, 1)}",
+                    "pass the plan as the planner made it",
+                )
+            if like is not None and t.device != like.device:
+                self.fail(
+                    DeviceError,
+                    f"plan.{field} is on {t.device}",
+                    f"{like.device}, where the other tensors are",
+                    "make the planner with that device",
+                )
+        columns = {"work": len(WORK_FIELDS), "split_counters": PlanProblem.of(typed.problem).num_qo_heads}
+        for field in columns.keys() & set(kind._fields):
+            if getattr(typed, field).shape[1] != columns[field]:
+                self.fail(
+                    PlanError,
+                    f"plan.{field} has {getattr(typed, field).shape[1]} columns",
+                    f"{columns[field]}",
+                    "pass the plan as the planner made it",
+                )
+        return typed
+
+    def planned_for(self, plan: DecodePlan | PrefillPlan, **actual: int) -> None:
+        planned = PlanProblem.of(plan.problem)
+        for field, value in actual.items():
+            if getattr(planned, field) != value:
+                self.fail(
+                    PlanError,
+                    f"the plan was made for {field} {getattr(planned, field)}",
+                    f"a plan for {field} {value}, which the tensors have",
+                    "make a planner for this problem",
+                )
+
+    def covered(self, plan: DecodePlan | PrefillPlan, window_left: int, causal: bool, masked: bool) -> None:
+        """The plan leaves out no key that the call may see."""
+        planned = PlanProblem.of(plan.problem)
+        if planned.window and not 0 <= window_left < planned.window:
+            self.fail(
+                PlanError,
+                f"window_left is {window_left} and the plan was made for window_left {planned.window - 1}",
+                "a window no wider than the planned one",
+                "make a planner for the widest window, or without one",
+            )
+        if planned.causal and masked:
+            self.fail(
+                PlanError,
+                "the plan was made for causal attention and a mask takes its place",
+                "no mask",
+                "make the planner with causal=False",
+            )
+        if planned.causal and not causal:
+            self.fail(
+                PlanError,
+                "the plan was made for causal attention and causal is False",
+                "causal=True",
+                "make the planner with causal=False",
+            )
+
+    def workspace(self, workspace: Tensor, needed: int, like: Tensor) -> None:
+        self.tensor("workspace", workspace, "[elements]", (torch.float32,), like)
+        if workspace.shape[0] < needed:
+            self.fail(
+                CapacityError,
+                f"workspace has {workspace.shape[0]} elements",
+                f"at least {needed} for this plan",
+                "pass the workspace of the planner that made it",
+            )
+
+
+def known(condition: Any) -> bool:
+    """Whether ``condition`` holds. One on sizes that only the run tells is left to the run."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports SymPy
+
+    return guard_or_false(condition)
+
+
+def dtype_name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def caches(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> tuple[int, int]:
+    """``(page_size, num_kv_heads)`` of a checked pair of paged caches."""
+    op.layout(kv_layout)
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        op.tensor(name, cache, LAYOUTS[kv_layout], FLOATS + FP8, q)
+        op.size(name, "pages", cache.shape[0], k.shape[0], "k_cache")
+        op.size(name, "dimension 1", cache.shape[1], k.shape[1], "k_cache")
+        op.size(name, "dimension 2", cache.shape[2], k.shape[2], "k_cache")
+    page_size, heads = (k.shape[1], k.shape[2]) if kv_layout == "NHD" else (k.shape[2], k.shape[1])
+    return int(page_size), int(heads)

@@ -1,0 +1,214 @@
+"""Page tables as callers give them, and how much room a plan for them needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError
+from attn_ops.frontend.arguments import fail
+from attn_ops.plan.page_table_checks import check_entries, check_indptr
+
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+def real(t: Tensor) -> bool:
+    """Whether ``t`` is in memory: neither traced nor fake."""
+    return not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
+
+
+def seen(t: Tensor) -> bool:
+    """Whether the contents of ``t`` can be looked at without waiting for a device."""
+    return real(t) and t.device.type == "cpu"
+
+
+class BatchSize(NamedTuple):
+    """What a batch asks of a plan: ``pages`` and query ``rows`` of all requests, ``kv_len`` of the longest.
+
+    ``kv_len`` is None where it was not read: as many as the pages hold. ``pieces`` are those of a fixed size that
+    prefill tiles make. ``keys`` of ragged KV take no room of a plan.
+    """
+
+    batch: int
+    rows: int
+    pages: int
+    kv_len: int | None
+    pieces: int = 0
+    keys: int = 0
+
+
+class PageTable(NamedTuple):
+    """One batch. ``kv_indices`` is None for ragged KV, ``qo_indptr`` None for one query row per request."""
+
+    kv_indptr: Tensor
+    kv_indices: Tensor | None
+    kv_last_page_len: Tensor | None
+    qo_indptr: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        where: str,
+        kv_indptr: Tensor,
+        kv_indices: Tensor | None = None,
+        kv_last_page_len: Tensor | None = None,
+        qo_indptr: Tensor | None = None,
+    ) -> PageTable:
+        """Checked for rank, dtype and agreement of their lengths; any device, int32."""
+        optional = {"kv_indices": kv_indices, "kv_last_page_len": kv_last_page_len, "qo_indptr": qo_indptr}
+        tables = cls(
+            index(where, "kv_indptr", kv_indptr),
+            *(None if t is None else index(where, name, t) for name, t in optional.items()),
+        )
+        batch = tables.kv_indptr.shape[0] - 1
+        for name, t, length in (
+            ("kv_last_page_len", tables.kv_last_page_len, batch),
+            ("qo_indptr", tables.qo_indptr, batch + 1),
+        ):
+            if t is not None and t.shape[0] != length:
+                fail(ShapeError, where, f"{name} has length {t.shape[0]}", f"{length} as kv_indptr has", "correct it")
+        return tables
+
+    def measured(self, page_size: int) -> tuple[PageTable, BatchSize]:
+        """The tables without what precedes the first page and follows the last, and their extent.
+
+        Pages precede the first one where these are the later requests of a larger batch: ``kv_indptr`` does not begin
+        at 0. Reads the lengths on the host.
+        """
+        tables, kv_indptr = self, self.kv_indptr.cpu()
+        check_indptr("kv_indptr", kv_indptr, later=self.kv_indices is not None)
+        if self.kv_indices is not None:
+            check_entries(kv_indptr, self.kv_indices)
+            first = int(kv_indptr[0])
+            if first:
+                tables = self._replace(kv_indptr=self.kv_indptr - first, kv_indices=self.kv_indices[first:])
+                kv_indptr = kv_indptr - first
+        steps, batch, rows = kv_indptr.diff(), kv_indptr.shape[0] - 1, kv_indptr.shape[0] - 1
+        if self.qo_indptr is not None:
+            qo_indptr = self.qo_indptr.cpu()
+            check_indptr("qo_indptr", qo_indptr)
+            rows = int(qo_indptr[-1])
+        if tables.kv_indices is None:
+            return tables, BatchSize(batch, rows, 0, _largest(steps), keys=int(kv_indptr[-1]))
+        used = int(kv_indptr[-1])
+        last = page_size if self.kv_last_page_len is None else self.kv_last_page_len.cpu()
+        kv_len = _largest(torch.where(steps > 0, (steps - 1) * page_size + last, 0))
+        return tables._replace(kv_indices=tables.kv_indices[:used]), BatchSize(batch, rows, used, kv_len)
+
+    def bounded(self) -> tuple[PageTable, BatchSize]:
+        """As :meth:`measured` without reading a length, for one query row a request: the most that shapes allow."""
+        assert self.kv_indices is not None
+        batch, pages = self.kv_indptr.shape[0] - 1, self.kv_indices.shape[0]
+        return self, BatchSize(batch, batch, pages, None)
+
+    def lengths(self, page_size: int) -> tuple[Tensor, Tensor]:
+        """int64 ``[batch]`` on the host: query rows and KV tokens of each request."""
+        kv_steps = self.kv_indptr.cpu().long().diff()
+        qo = torch.ones_like(kv_steps) if self.qo_indptr is None else self.qo_indptr.cpu().long().diff()
+        if self.kv_last_page_len is None:
+            return qo, kv_steps
+        return qo, torch.where(kv_steps > 0, (kv_steps - 1) * page_size + self.kv_last_page_len.cpu(), 0)
+
+
+def _largest(lengths: Tensor) -> int:
+    return int(lengths.amax()) if lengths.numel() else 0
+
+
+def index(where: str, name: str, t: Tensor) -> Tensor:
+    """``t`` as int32, which it need not be yet."""
+    if not isinstance(t, Tensor):
+        fail(ArgumentError, where, f"{name} is of type {type(t).__name__}", "an int32 tensor", "make a tensor of it")
+    if t.dim() != 1:
+        fail(ShapeError, where, f"{name} is {list(t.shape)}", "one dimension", f"reshape {name}")
+    return as_int32(where, name, t)
+
+
+def as_int32(where: str, name: str, t: Tensor) -> Tensor:
+    """``t`` of any integer dtype; numbers beyond int32 are noticed on the host."""
+    if t.dtype not in _INTEGERS:
+        fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
+    small = t.to(torch.int32)
+    if t.dtype != torch.int32 and seen(t) and not torch.equal(small, t):
+        fail(PageTableError, where, f"{name} has a number beyond int32", "numbers of pages or tokens", "correct it")
+    return small
+
+
+def cumulative(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: Tensor) -> Tensor:
+    """int32 ``[batch + 1]`` of cumulative lengths, which end in ``rows [n, ...]``, and on their device.
+
+    Contents on the host are checked.
+    """
+    if t.dtype == torch.uint32:
+        t = t.view(torch.int32)
+    indptr = index(where, name, t)
+    if indptr.shape[0] != batch + 1:
+        fail(
+            ShapeError,
+            where,
+            f"{name} is {list(indptr.shape)}",
+            f"[{batch + 1}], for the {batch} requests of the batch",
+            "make the two agree",
+        )
+    if seen(t):
+        check_indptr(name, indptr, where)
+        if int(indptr[-1]) > rows.shape[0]:
+            fail(
+                ShapeError,
+                where,
+                f"{rows_name} has {rows.shape[0]} rows",
+                f"{int(indptr[-1])} or more, where {name} ends",
+                "pass the rows of all requests",
+            )
+    return indptr.to(rows.device)
+
+
+def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> PageTable:
+    """A page table whose lengths are given in tokens; its rows may hold more pages than those need.
+
+    ``kv_len`` says how many requests there are: what ``kv_indptr`` holds after them is not read. The pages in use are
+    moved together, so that the last of each request is its last page.
+    """
+    indptr, indices, lengths = (
+        index(where, name, t)
+        for name, t in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_len_arr", kv_len))
+    )
+    batch = lengths.shape[0]
+    if indptr.shape[0] <= batch:
+        fail(
+            ShapeError,
+            where,
+            f"kv_indptr has length {indptr.shape[0]}",
+            f"{batch + 1} or more for the {batch} requests of kv_len_arr",
+            "make the two agree",
+        )
+    indptr = indptr[: batch + 1]
+    if seen(indptr):
+        check_indptr("kv_indptr", indptr, where, later=True)
+        check_entries(indptr, indices, where)
+    if seen(lengths) and batch and int(lengths.min()) < 0:
+        b = int(lengths.argmin())
+        fail(PageTableError, where, f"kv_len_arr[{b}] is {int(lengths[b])}", "0 or more tokens", "correct it")
+    lengths, indices = lengths.to(indptr.device), indices.to(indptr.device)
+    held = indptr.diff()
+    pages = torch.where(held > 0, (lengths + page_size - 1) // page_size, 0)
+    if not indptr.is_cuda and bool((pages > held).any()):
+        b = int((pages > held).int().argmax())
+        fail(
+            PageTableError,
+            where,
+            f"request {b} has {int(lengths[b])} tokens and {int(held[b])} pages of {page_size}",
+            f"{int(pages[b])} pages",
+            "pass the pages of all tokens",
+        )
+    ends = pages.cumsum(0)
+    compact = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+    if indices.numel() and pages.numel():
+        place = torch.arange(indices.shape[0], device=indptr.device)
+        request = torch.searchsorted(ends, place, right=True).clamp(max=pages.shape[0] - 1)
+        source = indptr[request] + place - compact[request]
+        indices = indices[source.clamp(0, indices.shape[0] - 1)]
+    last = torch.where(pages > 0, (lengths - 1) % page_size + 1, 0)
+    return PageTable(compact, indices, last.to(torch.int32))

@@ -1,0 +1,88 @@
+"""What all attention ops have in common beside the numbers of ``test_decode``, ``test_prefill`` and ``test_ragged``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
+from helpers.harness import OPS, Setup
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+each_kind = pytest.mark.parametrize("kind", OPS)
+
+
+def _setup(kind: str, **changes: object) -> Setup:
+    base: Case = DECODE_BASE if kind == "decode" else PREFILL_BASE
+    return Setup(kind, replace(base, **changes))  # type: ignore[arg-type]
+
+
+@each_kind
+def test_lse_is_optional(kind: str) -> None:
+    setup = _setup(kind)
+    out, lse = setup.run(return_lse=False)
+    setup.check(out)
+    assert lse.shape == (0,)
+    assert lse.dtype == torch.float32
+
+
+@each_kind
+def test_zero_plan_is_no_work(kind: str) -> None:
+    setup = _setup(kind)
+    for t in setup.planner.state:
+        t.zero_()
+    out, lse = setup.run()
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+@each_kind
+def test_next_batch_leaves_no_trace_of_the_last(kind: str) -> None:
+    """Plans into one planner, from the largest batch to none."""
+    setup = _setup(kind, kv_lens=(130, 64, 90, 17), spare_batch=2)
+    for kv_lens in ((130, 64, 90, 17), (5, 0, 33, 17), (1,), ()):
+        smaller = _setup(kind, kv_lens=kv_lens, qo_lens=(5, 2, 33, 1)[: len(kv_lens)] if kind != "decode" else ())
+        setup.planner.plan(*smaller.plan_inputs)
+        smaller.check(*smaller.run(plan=setup.planner.state, workspace=setup.planner.workspace))
+
+
+@each_kind
+def test_inputs_are_only_read(kind: str) -> None:
+    setup = _setup(kind, sinks=1.0)
+    inputs = [setup.q, setup.k, setup.v, *setup.planner.state, setup.arguments["sinks"]]
+    before = [t.clone() for t in inputs]
+    setup.run()
+    for t, old in zip(inputs, before, strict=True):
+        torch.testing.assert_close(t, old, rtol=0, atol=0, equal_nan=True)
+
+
+@each_kind
+def test_twice_is_bit_equal(kind: str) -> None:
+    setup = _setup(kind, dtype=torch.bfloat16)
+    assert all(map(torch.equal, setup.run(), setup.run()))
+
+
+@each_kind
+def test_infinite_sinks(kind: str) -> None:
+    """A sink of minus infinity is none at all; one that outweighs every key leaves nothing of the output."""
+    setup = _setup(kind)
+    sinks = torch.tensor([-math.inf, 1e30, -1e30, 0.0])
+    out, lse = setup.run(sinks=sinks)
+    plain_out, plain_lse = setup.run()
+    seen = plain_lse > -math.inf
+    torch.testing.assert_close(out[:, [0, 2]], plain_out[:, [0, 2]])
+    torch.testing.assert_close(lse[:, [0, 2]], plain_lse[:, [0, 2]])
+    assert (out[:, 1] == 0).all()
+    assert (lse[:, 1][seen[:, 1]] == torch.tensor(1e30 * math.log2(math.e))).all()
+    assert (lse[~seen] == -math.inf).all()
+
+
+@each_kind
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_parameters_are_accepted_without_grad(kind: str, mode: type) -> None:
+    setup = _setup(kind)
+    q = torch.nn.Parameter(setup.q)
+    with mode():
+        setup.check(*setup.run(q=q))

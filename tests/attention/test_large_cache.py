@@ -1,0 +1,134 @@
+"""Caches of more than 2^31 elements: offsets must not be computed in 32 bits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers.oracle import Expected
+from torch import Tensor
+
+import attn_ops
+
+PAGE, HEADS, DIM = 16, 8, 128
+PAGES = 2**31 // (2 * PAGE * HEADS * DIM) + 40
+TABLE = (PAGES - 1, 0, PAGES - 3, PAGES // 2)
+LENGTH = 3 * PAGE + 5
+
+
+class Large(NamedTuple):
+    k_cache: Tensor
+    v_cache: Tensor
+    keys: Tensor
+    values: Tensor
+    table: tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def large(request: pytest.FixtureRequest) -> Large:
+    """One request on four pages from both ends of the cache. On the CPU only the pages touched are committed."""
+    try:
+        cache = torch.empty(PAGES, 2, PAGE, HEADS, DIM, dtype=torch.float16, device=request.param)
+    except RuntimeError as error:
+        pytest.skip(f"no memory for a large cache: {error}")
+    assert cache.numel() > 2**31
+    keys, values = torch.randn(2, LENGTH, HEADS, DIM, generator=torch.Generator().manual_seed(0)).half()
+    for t in range(LENGTH):
+        page, slot = TABLE[t // PAGE], t % PAGE
+        cache[page, 0, slot], cache[page, 1, slot] = keys[t], values[t]
+    table = [[0, len(TABLE)], TABLE, [LENGTH % PAGE]]
+    kv_indptr, kv_indices, last = (torch.tensor(t, dtype=torch.int32, device=request.param) for t in table)
+    return Large(cache[:, 0], cache[:, 1], keys, values, (kv_indptr, kv_indices, last))
+
+
+def test_decode(large: Large) -> None:
+    planner = attn_ops.DecodePlanner(
+        1,
+        len(TABLE),
+        page_size=PAGE,
+        num_qo_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        device=large.k_cache.device,
+    )
+    plan = planner.plan(*large.table)
+    q = torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half()
+    out, lse = torch.ops.attn.batch_decode(
+        q.to(large.k_cache.device), large.k_cache, large.v_cache, plan, planner.workspace, return_lse=True
+    )
+    Expected.of([(q, large.keys, large.values)]).check(out, lse)
+
+
+def test_prefill(large: Large) -> None:
+    device = large.k_cache.device
+    planner = attn_ops.PrefillPlanner(
+        1, 9, len(TABLE), page_size=PAGE, num_qo_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, device=device
+    )
+    plan = planner.plan(torch.tensor([0, 9], dtype=torch.int32, device=device), *large.table)
+    q = torch.randn(9, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half()
+    out, lse = torch.ops.attn.batch_prefill(
+        q.to(device), large.k_cache, large.v_cache, plan, planner.workspace, causal=True, return_lse=True
+    )
+    Expected.of([(q, large.keys, large.values)], causal=True).check(out, lse)
+
+
+def test_append(large: Large) -> None:
+    device = large.k_cache.device
+    kv_indptr, kv_indices, _ = large.table
+    positions = torch.tensor([0, PAGE + 1, 2 * PAGE + 2, LENGTH], dtype=torch.int32, device=device)
+    new = torch.randn(4, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half().to(device)
+    zeros = torch.zeros_like(positions)
+    torch.ops.attn.append_kv(new, -new, large.k_cache, large.v_cache, zeros, positions, kv_indices, kv_indptr)
+    for i, (page, slot) in enumerate(((TABLE[0], 0), (TABLE[1], 1), (TABLE[2], 2), (TABLE[3], LENGTH % PAGE))):
+        assert torch.equal(large.k_cache[page, slot], new[i])
+        assert torch.equal(large.v_cache[page, slot], -new[i])
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def latent(request: pytest.FixtureRequest) -> Tensor:
+    """Packed MLA cache ``[pages, page, 512 + 64]``."""
+    try:
+        return torch.empty(2**31 // (64 * 576) + 40, 64, 576, dtype=torch.float16, device=request.param)
+    except RuntimeError as error:
+        pytest.skip(f"no memory for a large cache: {error}")
+
+
+def test_append_and_attend_to_latents(latent: Tensor) -> None:
+    """Tokens of one request on pages from both ends, appended and then attended to."""
+    device, table = latent.device, (len(latent) - 1, 0, len(latent) - 3)
+    ckv, kpe = latent.split((512, 64), -1)
+    length = 2 * 64 + 5
+    tokens = torch.randn(length, 576, generator=torch.Generator().manual_seed(0)).half()
+    kv_indptr, kv_indices, last, positions, zeros, qo_indptr = (
+        torch.tensor(t, dtype=torch.int32, device=device)
+        for t in ([0, 3], table, [5], range(length), [0] * length, [0, 2])
+    )
+    new = tokens.to(device).split((512, 64), -1)
+    torch.ops.attn.append_mla_kv(*new, ckv, kpe, zeros, positions, kv_indices, kv_indptr)
+    for position in (0, 63, 64, length - 1):
+        assert torch.equal(latent[table[position // 64], position % 64].cpu(), tokens[position])
+
+    sizes = {"page_size": 64, "num_qo_heads": 3, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
+    planner = attn_ops.PrefillPlanner(1, 2, 3, device=device, **sizes)
+    plan = planner.plan(qo_indptr, kv_indptr, kv_indices, last)
+    q = torch.randn(2, 3, 576, generator=torch.Generator().manual_seed(1)).half()
+    q_nope, q_pe = q.to(device).split((512, 64), -1)
+    out, lse = torch.ops.attn.batch_mla(
+        q_nope, q_pe, ckv, kpe, plan, planner.workspace, sm_scale=0.05, causal=True, return_lse=True
+    )
+    Expected.of([(q, tokens[:, None], tokens[:, None, :512])], sm_scale=0.05, causal=True).check(out, lse)
+
+
+@pytest.mark.gpu
+def test_heads_far_apart() -> None:
+    """The keys of a head of ragged HND KV begin more than 2^31 elements after those of the first."""
+    tokens = 2**31 // ((HEADS - 1) * DIM) + 1000
+    kv = torch.empty(HEADS, tokens, DIM, dtype=torch.float16, device="cuda")
+    used = torch.randn(HEADS, 200, DIM, generator=torch.Generator().manual_seed(0)).half()
+    kv[:, -200:] = used.cuda()
+    q = torch.randn(9, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half()
+    options = {"causal": True, "window_left": 100}
+    out, lse = torch.ops.attn.single_prefill(q.cuda(), kv, kv, kv_layout="HND", return_lse=True, **options)
+    tail = used.transpose(0, 1)
+    Expected.of([(q, tail, tail)], **options).check(out, lse)

@@ -1,0 +1,118 @@
+"""``attn::merge_state`` and ``attn::merge_states`` against the oracle, and as the inverse of cutting KV apart."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.oracle import attention, merge
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _states(shape: tuple[int, ...], dtype: torch.dtype, spread: float, empty: float) -> tuple[Tensor, Tensor]:
+    """Random states, a share ``empty`` of them without a key: what their ``v`` holds must not matter."""
+    generator = torch.Generator().manual_seed(0)
+    v, s = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[:-1], generator=generator) * spread
+    none = torch.rand(s.shape, generator=generator) < empty
+    v[none], s[none] = math.nan, -math.inf
+    return v, s
+
+
+def _check(out: Tensor, lse: Tensor, v: Tensor, s: Tensor) -> None:
+    expected_out, expected_lse = merge(v, s)
+    assert out.dtype == v.dtype
+    eps = max(torch.finfo(v.dtype).eps, 8 * torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(out.double(), expected_out, rtol=eps, atol=eps)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("empty", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("spread", [3.0, 1000.0])
+@pytest.mark.parametrize("shape", [(5, 3, 4, 64), (3, 1, 2, 8), (2, 17, 1, 80), (4, 0, 2, 16), (0, 3, 2, 16)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_states(dtype: torch.dtype, shape: tuple[int, ...], spread: float, empty: float) -> None:
+    v, s = _states(shape, dtype, spread, empty)
+    _check(*torch.ops.attn.merge_states(v, s), v, s)
+
+
+@pytest.mark.parametrize("empty", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_state(dtype: torch.dtype, empty: float) -> None:
+    v, s = _states((6, 2, 4, 32), dtype, 3.0, empty)
+    (v_a, v_b), (s_a, s_b) = v.unbind(1), s.unbind(1)
+    _check(*torch.ops.attn.merge_state(v_a, s_a, v_b, s_b), v, s)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    keys=st.integers(0, 40),
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+    scale=st.sampled_from([0.1, 1.0, 20.0]),
+    sink=st.booleans(),
+)
+def test_any_partition_merges_to_the_whole(seed: int, keys: int, cuts: list[int], scale: float, sink: bool) -> None:
+    """A sink counts in one part, whichever; parts may be empty, and come in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(n, 2, 8, generator=generator, dtype=torch.float64) for n in (3, keys, keys))
+    sinks = torch.randn(2, generator=generator) * scale if sink and keys else None
+    bounds = [*sorted({0, keys, *(min(c, keys) for c in cuts)}), keys]
+    parts = [slice(a, b) for a, b in pairwise(bounds)]
+    first = next((i for i, part in enumerate(parts) if part.stop > part.start), 0)
+    states = [
+        attention(q, k[part], v[part], sm_scale=scale, sinks=sinks if i == first else None)
+        for i, part in enumerate(parts)
+    ]
+    order = torch.randperm(len(states), generator=generator)
+    outs, lses = (torch.stack([states[i][field] for i in order], 1).float() for field in (0, 1))
+    out, lse = torch.ops.attn.merge_states(outs, lses)
+    whole_out, whole_lse = attention(q, k, v, sm_scale=scale, sinks=sinks)
+    # A state's LSE is rounded to float32 before it weighs the state.
+    rounding = 4e-7 * (1 + float(lses.abs().nan_to_num(posinf=0).max()))
+    torch.testing.assert_close(out.double(), whole_out, rtol=rounding, atol=rounding * 4)
+    torch.testing.assert_close(lse.double(), whole_lse, rtol=1e-6, atol=rounding)
+
+
+@pytest.mark.parametrize("spare", [0, 8])
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None, spare: int) -> None:
+    """Rows that the mask leaves out keep every bit, whatever the other state holds; so does what lies between rows."""
+    v, s = _states((6, 2, 4, 32), dtype, 3.0, 0.3)
+    v_other, s_other = v[:, 1].contiguous(), s[:, 1].contiguous()
+    merged = torch.tensor([True, False, True, True, False, False])
+    keep = None if mask is None else merged.to(mask)
+    if mask is not None:
+        v_other[~merged], s_other[~merged] = math.nan, math.nan
+    memory = torch.full((6, 4 + spare, 32 + spare), 7.0, dtype=dtype), torch.full((6, 4 + spare), 7.0)
+    out, lse = memory[0][:, :4, :32].copy_(v[:, 0]), memory[1][:, :4].copy_(s[:, 0])
+    torch.ops.attn.merge_state_in_place(out, lse, v_other, s_other, keep)
+    rows = merged if mask is not None else torch.ones_like(merged)
+    _check(out[rows], lse[rows], v[rows], s[rows])
+    torch.testing.assert_close(out[~rows], v[:, 0][~rows], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(lse[~rows], s[:, 0][~rows], rtol=0, atol=0, equal_nan=True)
+    for written, whole in zip((out, lse), memory, strict=True):
+        written.fill_(7.0)
+        assert (whole == 7.0).all()
+
+
+@pytest.mark.parametrize("empty", [0.0, 0.6])
+@pytest.mark.parametrize("heads", [3, 33, 0])
+@pytest.mark.parametrize("counts", [(3, 0, 1, 7), (0, 0), (1,), (), (5, 5)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_states_varlen(dtype: torch.dtype, counts: tuple[int, ...], heads: int, empty: float) -> None:
+    """Two more states than the rows own stand behind the last."""
+    v, s = _states((sum(counts) + 2, heads, 16), dtype, 3.0, empty)
+    v[-2:] = math.nan
+    indptr = torch.tensor([0, *counts]).cumsum(0).int()
+    out, lse = torch.ops.attn.merge_states_varlen(v, s, indptr)
+    assert out.shape == (len(counts), heads, 16)
+    for row, (begin, end) in enumerate(pairwise(indptr.tolist())):
+        _check(out[row, None], lse[row, None], v[None, begin:end], s[None, begin:end])

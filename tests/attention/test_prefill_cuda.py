@@ -1,0 +1,197 @@
+"""``batch_prefill``, ``ragged_prefill`` and ``single_prefill`` of the triton backend against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention.test_single import check_single
+from attn_ops.kernels.triton import hopper as places
+from helpers.batches import indptr, page_table
+from helpers.calls import positional
+from helpers.cases import PREFILL, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case, one_at_a_time
+from helpers.harness import Setup
+from torch._inductor.utils import run_and_get_code
+
+import attn_ops
+from attn_ops.ops.inductor import mark_static
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+HOPPER_BASE = Case(
+    "base",
+    kv_lens=(700, 9, 40, 2, 0, 300),
+    qo_lens=(100, 3, 7, 0, 5, 300),
+    dtype=torch.bfloat16,
+    heads=(8, 2),
+    head_dims=(128, 128),
+    causal=True,
+)
+HOPPER_AXES: dict[str, tuple[Any, ...]] = {
+    "causal": (False,),
+    "dtype": (torch.float16,),
+    "heads": ((4, 4), (8, 1), (7, 1), (10, 2)),
+    "kv_layout": ("HND",),
+    "storage": ("fused", "padded"),
+    "page_size": (48, 64, 256),
+    "window_left": (0, 33, 127, 128, 1000),
+    "sm_scale": (30.0,),
+    "logits_soft_cap": (5.0,),
+    "sinks": (1.0, 100.0),
+    "kv_lens": ((5, 0, 33, 1, 1, 60), (0,) * 6, (2048, 3, 7, 64, 5, 300)),
+    "planner": ({"tile_rows": 33}, {"tile_rows": 128}, {"causal": True}),
+}
+_SPLIT: dict[str, Any] = {"kv_lens": (3000, 2000), "qo_lens": (40, 33), "planner": {"num_ctas": 8}}
+HOPPER = [
+    *one_at_a_time(HOPPER_BASE, HOPPER_AXES),
+    *(
+        replace(HOPPER_BASE, name=name, **options)
+        for name, options in {
+            "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
+            "window, planned": {"window_left": 200, "planner": {"window_left": 200, "causal": True}},
+            "window, not causal": {"window_left": 100, "causal": False},
+            "split": _SPLIT,
+            "split, not causal": {**_SPLIT, "causal": False},
+            "split, sinks": {**_SPLIT, "sinks": 1.0},
+            "fixed split": {"planner": {"fixed_split_size": 8, "num_ctas": 80}},
+        }.items()
+    ),
+    *(
+        replace(HOPPER_BASE, name=f"turns, {name}", **{"planner": {"tile_rows": 16}, **options})
+        for name, options in {
+            "causal": {},
+            "not causal": {"causal": False},
+            "small tiles": {"planner": {"tile_rows": 3}},
+            "one row a tile": {"planner": {"tile_rows": 1}, "heads": (7, 1)},
+            "few and no keys": {"kv_lens": (129, 0, 300, 128, 1, 256)},
+            "window": {"window_left": 100},
+            "cap and sinks": {"logits_soft_cap": 5.0, "sinks": 1.0},
+            "split": {**_SPLIT, "planner": {"num_ctas": 8, "tile_rows": 16}},
+            "64/64": {"head_dims": (64, 64)},
+            "192/128": {"head_dims": (192, 128)},
+            "256/256": {"head_dims": (256, 256)},
+            "256/256, split": {**_SPLIT, "head_dims": (256, 256), "planner": {"num_ctas": 8, "tile_rows": 16}},
+        }.items()
+    ),
+    *(
+        replace(HOPPER_BASE, name=f"{dims[0]}/{dims[1]}, {name}", head_dims=dims, **options)
+        for dims in ((64, 64), (192, 128), (256, 256))
+        for name, options in {
+            "causal": {},
+            "one KV head": {"heads": (7, 1), "causal": False},
+            "groups of 5 in pages of 64": {"heads": (10, 2), "page_size": 64, "kv_layout": "HND"},
+            "window": {"dtype": torch.float16, "window_left": 100},
+            "no keys": {"kv_lens": (0,) * 6},
+            "few keys": {"kv_lens": (5, 0, 33, 1, 1, 60), "storage": "padded"},
+            "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
+            "split": _SPLIT,
+            "split, all options": {**_SPLIT, "logits_soft_cap": 5.0, "sinks": 1.0, "window_left": 1500},
+            "cap and sinks": {"logits_soft_cap": 5.0, "sinks": 1.0, "heads": (4, 4)},
+        }.items()
+    ),
+]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A line for each call that the Hopper kernel was given: its tensors may be of a graph that wants them freed."""
+    special, calls = places.hopper(torch.device("cuda", 0), "prefill_hopper"), []
+    if special is None:
+        pytest.skip("no Hopper GPU, or no Gluon")
+    run: Callable[..., None] = special.run
+    monkeypatch.setattr(special, "run", lambda *args: (calls.append("run"), run(*args)))
+    return calls
+
+
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_hopper_paged(case: Case, taken: list[str]) -> None:
+    setup = Setup("prefill", case, "cuda")
+    setup.check(*setup.run("triton"))
+    assert taken
+
+
+@pytest.mark.parametrize("case", [c for c in HOPPER if c.storage != "fused" and c.page_size == 16], ids=str)
+def test_hopper_ragged(case: Case, taken: list[str]) -> None:
+    setup = Setup("ragged", case, "cuda")
+    setup.check(*setup.run("triton"))
+    assert bool(taken) == any(case.kv_lens)  # of no tokens there is no tensor map
+
+
+@pytest.mark.parametrize(
+    "case", [HOPPER_BASE, *(c for c in HOPPER if c.name == "heads=4-4" or ", cap and sinks" in c.name)], ids=str
+)
+def test_hopper_single(case: Case, taken: list[str]) -> None:
+    check_single(case, "cuda", "triton")
+    assert taken
+
+
+def test_hopper_turns_while_memory_is_busy(taken: list[str]) -> None:
+    """Blocks come in no order then, and each of the warpgroups that take turns has to wait for its own."""
+    batch, rows, tokens, page_size, device = 32, 16, 4096, 16, "cuda"
+    pages = batch * tokens // page_size
+    sizes = {"page_size": page_size, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    planner = attn_ops.PrefillPlanner(batch, batch * rows, pages, **sizes, causal=True, device=device)
+    plan = planner.plan(indptr((rows,) * batch), *page_table((tokens,) * batch, page_size))
+    q = torch.randn(batch * rows, 32, 128, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, pages, page_size, 8, 128, device=device, dtype=torch.bfloat16).unbind()
+
+    def run() -> torch.Tensor:
+        return torch.ops.attn.batch_prefill(q, k, v, plan, planner.workspace, causal=True, backend="triton")[0]
+
+    alone = run()
+    torch.cuda.synchronize()
+    assert all(torch.equal(alone, out) for out in [run() for _ in range(100)])
+    assert taken
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_hopper_compiled(mode: str | None, taken: list[str]) -> None:
+    """The graph calls the op, which copies no cache."""
+    torch._dynamo.reset()
+    setup = Setup("prefill", HOPPER_BASE, "cuda")
+    mark_static(*setup.planner.state, setup.planner.workspace)
+    inputs, options = positional("batch_prefill", setup.arguments)
+
+    def step(*args: Any) -> Any:
+        return torch.ops.attn.batch_prefill(args[0] * 1, *args[1:], **options, backend="triton")
+
+    compiled = torch.compile(step, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        (out, lse), code = run_and_get_code(compiled, *inputs)
+        setup.check(out.clone(), lse.clone())
+        for _ in range(3):
+            setup.check(*(t.clone() for t in compiled(*inputs)))
+    assert taken
+    assert "torch.ops.attn.batch_prefill" in "".join(code)
+
+
+@pytest.mark.parametrize("case", HOPPER[:2], ids=str)
+def test_general_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What packages run."""
+    monkeypatch.setattr(places, "hopper", lambda device, name: None)
+    test_paged(case)
+
+
+def tolerance(case: Case) -> dict[str, float]:
+    """Rotated queries and keys are rounded to the dtype before they are multiplied."""
+    return {"float32_eps": torch.finfo(case.dtype).eps / 8} if case.pos_encoding == "ROPE_LLAMA" else {}
+
+
+@pytest.mark.parametrize("case", [*PREFILL, *PREFILL_SPECIAL], ids=str)
+def test_paged(case: Case) -> None:
+    setup = Setup("prefill", case, "cuda")
+    setup.check(*setup.run("triton"), **tolerance(case))
+
+
+@pytest.mark.parametrize("case", [*RAGGED, *RAGGED_SPECIAL], ids=str)
+def test_ragged(case: Case) -> None:
+    setup = Setup("ragged", case, "cuda")
+    setup.check(*setup.run("triton"), **tolerance(case))
+
+
+@pytest.mark.parametrize("case", [*(c for c in RAGGED if "planned" not in c.name), *RAGGED_SPECIAL], ids=str)
+def test_single(case: Case) -> None:
+    check_single(case, "cuda", "triton", **tolerance(case))

@@ -1,0 +1,141 @@
+"""What is begun in other threads when a planner or wrapper is made, and that a kernel is compiled after it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_driver import compiled
+
+pytest.importorskip("triton")
+
+from attn_ops.kernels.triton import launch
+
+import attn_ops
+from attn_ops import planner
+from attn_ops.eager import launch_cache, startup
+from attn_ops.frontend import base
+
+IMPORTED_BY_THREADS = """
+import sys, threading
+import torch, attn_ops
+from attn_ops.eager import launch_cache, startup
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            print(name)
+
+if torch.cuda.is_available():
+    torch.cuda.init()
+sys.meta_path.insert(0, Watch())
+startup.prepare(torch.device("cuda"))
+startup.wait()
+launch_cache.native()
+driver, key = startup._preparing()
+assert driver.done() and key.result()
+"""
+
+PLANNER_ON_THE_CPU = """
+import sys
+import attn_ops
+attn_ops.DecodePlanner(2, 2, page_size=16, num_qo_heads=2, num_kv_heads=1, head_dim=16, device="cpu")
+print("triton" in sys.modules)
+"""
+
+FIRST_PLAN = """
+import subprocess
+import torch, attn_ops
+
+built, run = [], subprocess.check_call
+
+def check_call(command, *args, **kwargs):
+    built.append(command[1].rsplit("/", 1)[-1])
+    return run(command, *args, **kwargs)
+
+subprocess.check_call = check_call
+planner = attn_ops.DecodePlanner(2, 2, page_size=16, num_qo_heads=2, num_kv_heads=1, head_dim=16, device="cuda")
+table = [torch.tensor(t, dtype=torch.int32, device="cuda") for t in ([0, 1, 2], [0, 1], [16, 16])]
+assert planner.plan(*table).kv_len.tolist() == [16, 16]
+print(*sorted(built))
+"""
+
+SIZES: dict[str, Any] = {"page_size": 16, "num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 16, "device": "cpu"}
+WORKSPACE = torch.empty(1 << 20, dtype=torch.uint8)
+
+
+def _python(code: str, **env: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_threads_import_nothing_that_the_program_may_be_importing():
+    packages = {name.split(".")[0] for name in _python(IMPORTED_BY_THREADS)}
+    assert not packages & {"triton", "torch", "attn_ops"}
+
+
+def test_a_planner_on_the_cpu_needs_nothing():
+    assert _python(PLANNER_ON_THE_CPU) == ["False"]
+
+
+@pytest.mark.gpu
+def test_each_module_is_built_once(tmp_path: Path):
+    assert _python(FIRST_PLAN, TRITON_CACHE_DIR=str(tmp_path)) == ["cuda_utils.c", "launch_cache.c"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: attn_ops.DecodePlanner(2, 2, **SIZES),
+        lambda: attn_ops.PrefillPlanner(2, 2, 2, **SIZES),
+        lambda: attn_ops.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE),
+        lambda: attn_ops.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE),
+    ],
+    ids=["decode", "prefill", "decode wrapper", "prefill wrapper"],
+)
+def test_planners_and_wrappers_begin_for_their_device(make: Any, monkeypatch: pytest.MonkeyPatch):
+    devices: list[torch.device] = []
+    for module in (planner, base):
+        monkeypatch.setattr(module, "prepare", devices.append)
+    make()
+    assert devices == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize(("device", "begun"), [("cpu", []), ("cuda", ["launch_cache.c", "triton"])])
+def test_what_is_begun_is_by_the_device(device: str, begun: list[str], monkeypatch: pytest.MonkeyPatch):
+    names: list[str] = []
+    monkeypatch.setattr(launch_cache, "_building", lambda: names.append("launch_cache.c") or Future())  # type: ignore[func-returns-value]
+    monkeypatch.setattr(startup, "_preparing", lambda: names.append("triton"))
+    startup.prepare(torch.device(device))
+    assert names == begun
+
+
+def test_a_kernel_is_compiled_after_what_was_begun(monkeypatch: pytest.MonkeyPatch):
+    class Source:
+        def warmup(self, *args: Any, **options: Any) -> Any:
+            order.append("compiled")
+            return compiled()
+
+    order: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(launch, "wait", lambda: order.append("waited"))
+    monkeypatch.setattr(launch, "_make_ready", lambda key, kernel: None)
+    kernel: Any = Source()
+    launch._launch_direct(kernel, (1,), (torch.zeros(4),), (), (), (), launch.Options(), False)
+    assert order == ["waited", "compiled"]
+
+
+def test_what_failed_is_left_to_who_uses_it(monkeypatch: pytest.MonkeyPatch):
+    failed: Future[Any] = Future()
+    failed.set_exception(RuntimeError("0 active drivers"))
+    monkeypatch.setattr(startup, "_preparing", lambda: (failed,))
+    startup.wait()

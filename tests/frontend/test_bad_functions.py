@@ -1,0 +1,358 @@
+"""Wrong calls of functions without a plan raise typed errors, as those of wrappers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.refusals import Case, empty, refused
+from helpers.wrapper_requests import DEVICE, Requests, workspace
+
+import attn_ops as flashinfer
+from attn_ops import errors
+
+R = Requests()
+P = Requests((70, 3, 9, 130), (1, 5, 0, 40))
+H = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
+QO, KV, LENS = (torch.tensor(t, dtype=torch.int32) for t in ([0, 1, 6, 6, 46], [0, 70, 73, 82, 212], H.kv_lens))
+"""Lengths of H, on the host."""
+
+
+def context(q: torch.Tensor = H.q, indptr: torch.Tensor = QO, seq_lens: torch.Tensor = LENS) -> Any:
+    tables = H.block_tables(), seq_lens
+    return flashinfer.trtllm_batch_context_with_kv_cache(
+        q, H.cache(), workspace(), *tables, 40, 130, 0.1, 1.0, 4, indptr, KV
+    )
+
+
+def several(q: torch.Tensor = H.q, indptr: torch.Tensor = QO) -> Any:
+    tables = H.block_tables(), LENS
+    return flashinfer.trtllm_batch_decode_with_kv_cache(
+        q, H.cache(), workspace(), *tables, 130, cum_seq_lens_q=indptr, max_q_len=40
+    )
+
+
+def latent(q: torch.Tensor, indptr: torch.Tensor = QO) -> Any:
+    cache, dims = empty(15, 16, 576), (128, 512, 64)
+    tables = H.block_tables(), LENS, 130
+    return flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+        q, cache, workspace(), *dims, *tables, cum_seq_lens_q=indptr, max_q_len=40
+    )
+
+
+def deepseek(q: torch.Tensor = H.q, keys: int = 212, qo: torch.Tensor = QO, kv: torch.Tensor = KV) -> Any:
+    k, v = (t[:keys] for t in H.ragged())
+    sizes = 40, 130, 0.1, 1.0, -1, len(qo) - 1, -1
+    return flashinfer.trtllm_ragged_attention_deepseek(q, k, v, workspace(), LENS, *sizes, qo, kv, False, True, False)
+
+
+def cudnn(q: torch.Tensor = H.q, keys: int = 212, **changes: Any) -> Any:
+    lengths: dict[str, Any] = {"actual_seq_lens_q": QO.diff(), "actual_seq_lens_kv": LENS}
+    return flashinfer.cudnn_batch_prefill_with_kv_cache(
+        q,
+        *(t[:keys] for t in H.ragged()),
+        0.1,
+        workspace(),
+        **{"max_token_per_sequence": 40, "return_lse": False, **lengths, **changes},
+        max_sequence_kv=130,
+        causal=True,
+    )
+
+
+def decoding(tables: Any, lens: Any = LENS, **changes: Any) -> Any:
+    return flashinfer.trtllm_batch_decode_with_kv_cache(R.q, H.cache(), workspace(), tables, lens, 130, **changes)
+
+
+def deepseek_into(dtype: torch.dtype) -> Any:
+    k, v = H.ragged()
+    sizes, out = (40, 130, 0.1, 1.0, -1, 4, -1), empty(46, 4, 64, dtype=dtype)
+    return flashinfer.trtllm_ragged_attention_deepseek(
+        H.q, k, v, workspace(), LENS, *sizes, QO, KV, False, True, False, out=out
+    )
+
+
+def segments(*indptr: int) -> Any:
+    return flashinfer.segment_packbits(torch.ones(10, dtype=torch.bool, device=DEVICE), torch.tensor(indptr))
+
+
+TABLES = H.block_tables().cpu()
+NONE = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+
+CASES: dict[str, Case] = {
+    "block tables of bools": (
+        lambda: decoding(TABLES > 0),
+        errors.DTypeError,
+        "block_tables is bool; expected int32 or int64",
+    ),
+    "block tables of floats": (
+        lambda: decoding(TABLES + 0.5),
+        errors.DTypeError,
+        "block_tables is float32; expected int32 or int64",
+    ),
+    "pages beyond int32": (
+        lambda: decoding(TABLES.long() + (1 << 32)),
+        errors.PageTableError,
+        "block_tables has a number beyond int32",
+    ),
+    "no block tables": (lambda: decoding(None), errors.ArgumentError, "block_tables is missing"),
+    "no lengths": (lambda: decoding(TABLES, None), errors.ArgumentError, "seq_lens is missing"),
+    "no rows a request": (
+        lambda: decoding(TABLES, q_len_per_req=0),
+        errors.OptionError,
+        "q_len_per_req is 0; expected 1 or more",
+    ),
+    "no rows of context": (
+        lambda: context(indptr=None),  # type: ignore[arg-type]
+        errors.ArgumentError,
+        "cum_seq_lens_q is missing",
+    ),
+    "no values of xqa": (
+        lambda: flashinfer.xqa(R.q, R.cache()[0], None, TABLES, LENS),
+        errors.ArgumentError,
+        "xqa: v_cache is missing",
+    ),
+    **{
+        f"{what} out of deepseek": (
+            lambda dtype=dtype: deepseek_into(dtype),
+            error,
+            f"out is {what}; expected",
+        )
+        for what, dtype, error in (
+            ("float8_e4m3fn", torch.float8_e4m3fn, errors.UnsupportedError),
+            ("float64", torch.float64, errors.UnsupportedError),
+            ("int32", torch.int32, errors.DTypeError),
+        )
+    },
+    "FP8 output of xqa": (
+        lambda: flashinfer.xqa(
+            R.q, *R.cache(), R.block_tables(), R.seq_lens, output=empty(4, 4, 64, dtype=torch.float8_e5m2)
+        ),
+        errors.UnsupportedError,
+        "out is float8_e5m2; expected float16, bfloat16 or float32",
+    ),
+    "padded LSE too short": (
+        lambda: cudnn(max_token_per_sequence=39, lse=empty(4, 39, 4, dtype=torch.float32), return_lse=True),
+        errors.ShapeError,
+        "a request has 40 query rows and max_token_per_sequence is 39",
+    ),
+    "single with heads of nothing": (
+        lambda: flashinfer.single_prefill_with_kv_cache(empty(2, 2, 0), empty(3, 2, 0), empty(3, 2, 0)),
+        errors.OptionError,
+        "head_dim is 0; expected 1 or more",
+    ),
+    "rank of the keys of single prefill": (
+        lambda: flashinfer.single_prefill_with_kv_cache(P.q, empty(9), empty(9), kv_layout="HND"),
+        errors.ShapeError,
+        "k is [9]; expected [kv_len, num_kv_heads, head_dim]",
+    ),
+    "segments beyond their bits": (
+        lambda: segments(0, 20),
+        errors.ShapeError,
+        "segment_packbits: indptr ends at 20 and x has 10",
+    ),
+    "segments from before their bits": (
+        lambda: segments(-3, 5),
+        errors.PageTableError,
+        "segment_packbits: indptr starts at -3",
+    ),
+    "falling segments": (
+        lambda: segments(0, 10, 5),
+        errors.PageTableError,
+        "segment_packbits: indptr falls from 10 to 5",
+    ),
+    "no segment's indptr": (
+        lambda: torch.ops.attn.segment_packbits(empty(8) == 0, NONE, 0),
+        errors.ShapeError,
+        "segment_packbits: indptr is [0]; expected [segments + 1], which is [1] where there are none",
+    ),
+    "no merged row's indptr": (
+        lambda: torch.ops.attn.merge_states_varlen(empty(3, 2, 8), empty(3, 2, dtype=torch.float32), NONE),
+        errors.ShapeError,
+        "merge_states_varlen: indptr is [0]; expected [rows + 1]",
+    ),
+    "latents that are not given": (
+        lambda: flashinfer.append_paged_mla_kv_cache(
+            None, empty(1, 64), *(torch.zeros(1),) * 2, empty(1, 4, 512), empty(1, 4, 64), *(torch.zeros(2),) * 3
+        ),
+        errors.ArgumentError,
+        "append_ckv is missing",
+    ),
+    "single mode": (
+        lambda: flashinfer.single_prefill_with_kv_cache(P.q, *P.ragged(), pos_encoding_mode="x"),
+        errors.OptionError,
+        "NONE, ROPE_LLAMA, ALIBI",
+    ),
+    "no query heads": (
+        lambda: flashinfer.single_prefill_with_kv_cache(P.q[:, :0], *P.ragged()),
+        errors.OptionError,
+        "single_prefill_with_kv_cache: num_qo_heads is 0; expected 1 or more",
+    ),
+    "no query heads of one row": (
+        lambda: flashinfer.single_decode_with_kv_cache(P.q[0, :0], *P.ragged()),
+        errors.OptionError,
+        "num_qo_heads is 0; expected 1 or more",
+    ),
+    "rank of the query of single prefill": (
+        lambda: flashinfer.single_prefill_with_kv_cache(P.q[0], *P.ragged()),
+        errors.ShapeError,
+        "q is [4, 64]; expected [qo_len, num_qo_heads, head_dim]",
+    ),
+    "transposed mask": (
+        lambda: flashinfer.single_prefill_with_kv_cache(P.q, *P.ragged(), custom_mask=empty(212, 46) == 0),
+        errors.ShapeError,
+        "custom_mask is [212, 46]; expected [46, 212], or flat",
+    ),
+    "rows of xqa twice": (
+        lambda: flashinfer.xqa(R.q[:, None, None], *R.cache(), R.block_tables(), R.seq_lens, q_seq_len=5),
+        errors.ShapeError,
+        "q_seq_len is 5; expected 1 as q has",
+    ),
+    "block tables too narrow": (
+        lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables()[:, :8], torch.tensor(R.kv_lens, dtype=torch.int32)),
+        errors.PageTableError,
+        "a request has 130 tokens and its row of the page table places for 128",
+    ),
+    "xqa beam": (
+        lambda: flashinfer.xqa(R.q.view(2, 2, 4, 64), *R.cache(), R.block_tables(), R.seq_lens),
+        errors.ShapeError,
+        "q has a beam of 2; expected 1",
+    ),
+    "draft mask of bools": (
+        lambda: flashinfer.xqa(
+            R.q, *R.cache(), R.block_tables(), R.seq_lens, mask=torch.ones(4, 2, dtype=torch.bool, device=DEVICE)
+        ),
+        errors.DTypeError,
+        "mask is bool; expected uint16 or uint32",
+    ),
+    "draft mask of other rows": (
+        lambda: flashinfer.xqa(
+            R.q, *R.cache(), R.block_tables(), R.seq_lens, mask=torch.ones(3, 2, dtype=torch.uint16, device=DEVICE)
+        ),
+        errors.ShapeError,
+        "mask is [3, 2], of 32 bits a row; expected [4, words]",
+    ),
+    **{
+        f"rows of {name}": (
+            lambda call=call, q=q: call(q[1:]),
+            errors.ShapeError,
+            f"{what} has 45 rows; expected 46 or more, where {lengths} ends",
+        )
+        for name, call, q, what, lengths in (
+            ("context", context, H.q, "the query", "cum_seq_lens_q"),
+            ("several", several, H.q, "the query", "cum_seq_lens_q"),
+            ("latent", latent, empty(46, 4, 576), "query", "cum_seq_lens_q"),
+            ("deepseek", deepseek, H.q, "query", "cum_seq_lens_q"),
+            ("cudnn", cudnn, H.q, "q", "actual_seq_lens_q"),
+        )
+    },
+    **{
+        f"keys of {name}": (
+            lambda call=call: call(keys=211),
+            errors.ShapeError,
+            f"{what} has 211 rows; expected 212 or more, where {lengths} ends",
+        )
+        for name, call, what, lengths in (
+            ("deepseek", deepseek, "key", "cum_seq_lens_kv"),
+            ("cudnn", cudnn, "k_cache", "actual_seq_lens_kv"),
+        )
+    },
+    "rows of xqa": (
+        lambda: flashinfer.xqa(H.q[1:], *H.cache(), H.block_tables(), LENS, kv_layout="HND", q_cu_seq_lens=QO),
+        errors.ShapeError,
+        "q has 45 rows; expected 46 or more, where q_cu_seq_lens ends",
+    ),
+    "falling rows of context": (
+        lambda: context(indptr=torch.tensor([0, 9, 5, 5, 46])),
+        errors.PageTableError,
+        "trtllm_batch_context_with_kv_cache: cum_seq_lens_q falls from 9 to 5 at request 1",
+    ),
+    "falling rows of decoding": (
+        lambda: several(indptr=torch.tensor([0, 9, 5, 5, 46])),
+        errors.PageTableError,
+        "trtllm_batch_decode_with_kv_cache: cum_seq_lens_q falls from 9 to 5 at request 1",
+    ),
+    "falling keys of deepseek": (
+        lambda: deepseek(kv=KV.flip(0) - KV),
+        errors.PageTableError,
+        "cum_seq_lens_kv starts at 212; expected 0",
+    ),
+    "float rows of context": (
+        lambda: context(indptr=QO + 0.7),
+        errors.DTypeError,
+        "cum_seq_lens_q is float32; expected int32 or int64",
+    ),
+    "requests of deepseek": (
+        lambda: deepseek(kv=KV[:-1]),
+        errors.ShapeError,
+        "cum_seq_lens_kv is [4]; expected [5], for the 4 requests of the batch",
+    ),
+    "float lengths of context": (
+        lambda: context(seq_lens=LENS.float()),
+        errors.DTypeError,
+        "seq_lens is float32; expected int32 or int64",
+    ),
+    "negative lengths of cudnn": (
+        lambda: cudnn(actual_seq_lens_kv=LENS - 4),
+        errors.PageTableError,
+        "actual_seq_lens_kv has a length of -1; expected 0 or more",
+    ),
+    "lengths of cudnn by offsets in elements": (
+        lambda: cudnn(actual_seq_lens_q=None, batch_offsets_q=QO * 256),
+        errors.ArgumentError,
+        "actual_seq_lens_q is missing; expected it, or batch_offsets_q in tokens",
+    ),
+    "lengths of pages by offsets": (
+        lambda: cudnn(actual_seq_lens_kv=None, block_tables=H.block_tables(), batch_offsets_units="tokens"),
+        errors.ArgumentError,
+        "actual_seq_lens_kv is missing",
+    ),
+    "falling offsets of cudnn": (
+        lambda: cudnn(actual_seq_lens_kv=None, batch_offsets_k=KV - KV * 2, batch_offsets_units="tokens"),
+        errors.PageTableError,
+        "batch_offsets_k falls from 0 to -70 at request 0",
+    ),
+    **{
+        f"rank of the query of {call.__name__}": (
+            lambda call=call, q=q: call(q.flatten(1)),
+            errors.ShapeError,
+            f"{what}; expected [rows, ",
+        )
+        for call, q, what in (
+            (context, H.q, "the query is [46, 256]"),
+            (several, H.q, "the query is [46, 256]"),
+            (latent, empty(46, 4, 576), "query is [46, 2304]"),
+            (deepseek, H.q, "the query is [46, 256]"),
+            (cudnn, H.q, "q is [46, 256]"),
+        )
+    },
+    "xqa cache": (
+        lambda: flashinfer.xqa(R.q, *(t.flatten(0, 2) for t in R.cache()), R.block_tables(), R.seq_lens),
+        errors.ShapeError,
+        "xqa: a KV cache is [480, 64]; expected pages, places, heads and head_dim",
+    ),
+    "xqa sizes": (
+        lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables(), R.seq_lens, num_kv_heads=4),
+        errors.ShapeError,
+        "num_kv_heads is 4; expected 2 as the tensors have",
+    ),
+    "gaps": (
+        lambda: flashinfer.cudnn_batch_decode_with_kv_cache(
+            R.q,
+            *Requests(kv_layout="HND").cache(),
+            0.1,
+            None,
+            max_sequence_kv=130,
+            actual_seq_lens_kv=R.seq_lens,
+            block_tables=R.block_tables(),
+            batch_offsets_q=torch.arange(5) * 300,
+        ),
+        errors.UnsupportedError,
+        "batch_offsets_q leaves gaps between requests",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error(name: str) -> None:
+    refused(CASES[name])

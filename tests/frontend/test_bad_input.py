@@ -1,0 +1,458 @@
+"""Wrong calls of wrappers raise typed errors: what was wrong, what was expected and what to do, before any write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.refusals import Case, empty, refused
+from helpers.wrapper_requests import DEVICE, Requests, workspace
+
+import attn_ops as flashinfer
+from attn_ops import errors, planner
+
+R = Requests()
+P = Requests((70, 3, 9, 130), (1, 5, 0, 40))
+PAGES = torch.tensor([7, 8, 9, 10])
+
+
+def decode(**plan: Any) -> Any:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*R.table, *R.sizes, **plan)
+    return wrapper
+
+
+def prefill(**plan: Any) -> Any:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(P.qo_indptr, *P.table, *P.sizes, **plan)
+    return wrapper
+
+
+def ragged(**plan: Any) -> Any:
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    wrapper.plan(P.qo_indptr, P.kv_indptr, *P.sizes[:3], **plan)
+    return wrapper
+
+
+def attention(**changes: Any) -> None:
+    qo_indptr, page_size = changes.get("qo_indptr", P.qo_indptr), changes.get("page_size", 16)
+    wrapper = flashinfer.BatchAttention(device=DEVICE)
+    wrapper.plan(qo_indptr, *P.table[:2], P.seq_lens, 4, 2, 64, 64, page_size)
+
+
+def graph(pages: int = 20, batch: int = 4) -> Any:
+    sizes = batch + 1, pages, batch
+    buffers = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in sizes)
+    return flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
+
+
+def replanned_graph(first: int, then: int) -> None:
+    wrapper = graph()
+    for rows in (first, then):
+        wrapper.plan(*R.table, *R.sizes, q_len_per_req=rows)
+
+
+def graph_buffers_of_inference_mode() -> None:
+    with torch.inference_mode():
+        wrapper = graph()
+    wrapper.plan(*R.table, *R.sizes)
+
+
+def latent_by_lengths() -> None:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    wrapper.plan(P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 16)
+    sizes = (46, 4, 512), (46, 4, 64), (17, 16, 512), (17, 16, 64)
+    wrapper.run(*(empty(*size) for size in sizes), kv_len=P.seq_lens)
+
+
+def listed_prefill(indptr: torch.Tensor, lens: torch.Tensor) -> None:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(torch.arange(3), indptr, PAGES, torch.ones_like(lens), *P.sizes)
+
+
+def listed_mla(indptr: torch.Tensor, lens: torch.Tensor) -> None:
+    flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(torch.arange(3), indptr, PAGES, lens, 4, 512, 64, 4)
+
+
+def listed_attention(indptr: torch.Tensor, lens: torch.Tensor) -> None:
+    flashinfer.BatchAttention(device=DEVICE).plan(torch.arange(3), indptr, PAGES, lens, 4, 2, 64, 64, 4)
+
+
+def run_decode(**options: Any) -> Any:
+    return decode().run(R.q, R.cache(), **options)
+
+
+CASES: dict[str, Case] = {
+    "run before plan": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).run(R.q, R.cache()),
+        errors.PlanError,
+        "there is no plan; expected plan() before run()",
+    ),
+    "mode": (
+        lambda: decode(pos_encoding_mode="ROPE"),
+        errors.OptionError,
+        "pos_encoding_mode is 'ROPE'; expected NONE, ROPE_LLAMA, ALIBI",
+    ),
+    "layout": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NDH"),
+        errors.OptionError,
+        "kv_layout is 'NDH'; expected NHD or HND",
+    ),
+    "dtype of q": (
+        lambda: decode().run(R.q.bfloat16(), R.cache()),
+        errors.DTypeError,
+        "q is bfloat16; expected float16 as planned",
+    ),
+    "dtype of the cache": (
+        lambda: decode(data_type="bfloat16").run(R.q.bfloat16(), R.cache()),
+        errors.DTypeError,
+        "the KV cache is float16; expected bfloat16 as planned",
+    ),
+    "dtype name": (lambda: decode(q_data_type="half16"), errors.DTypeError, "q_data_type is 'half16'"),
+    "output dtype": (
+        lambda: decode(o_data_type=torch.float8_e4m3fn),
+        errors.UnsupportedError,
+        "o_data_type is float8_e4m3fn; expected float16, bfloat16 or float32",
+    ),
+    "FP8 query": (
+        lambda: ragged(q_data_type="float8_e4m3fn", o_data_type=torch.float16),
+        errors.UnsupportedError,
+        "q_data_type is float8_e4m3fn; expected float16, bfloat16 or float32; convert the query",
+    ),
+    "rows": (lambda: decode().run(R.q[:3], R.cache()), errors.ShapeError, "q has 3 rows; expected 4 as planned"),
+    "rows of prefill": (lambda: prefill().run(P.q[1:], P.cache()), errors.ShapeError, "45 rows; expected 46"),
+    "keys of ragged prefill": (
+        lambda: ragged().run(P.q, *(t[:-1] for t in P.ragged())),
+        errors.ShapeError,
+        "k and v have 211 rows; expected 212 as planned by kv_indptr, or more",
+    ),
+    "heads": (lambda: decode().run(R.q[:, :2], R.cache()), errors.PlanError, "num_qo_heads 4"),
+    "uneven heads": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 5, 2, 64, 16),
+        errors.ShapeError,
+        "5 query heads do not share 2 KV heads evenly",
+    ),
+    "page size": (
+        lambda: decode().run(R.q, Requests(page_size=8).cache()),
+        errors.PlanError,
+        "the plan was made for page_size 16; expected a plan for page_size 8",
+    ),
+    "out shape": (lambda: run_decode(out=empty(4, 4, 32)), errors.ShapeError, "out is [4, 4, 32]; expected [4, 4, 64]"),
+    "out dtype": (
+        lambda: run_decode(out=empty(4, 4, 64, dtype=torch.float32)),
+        errors.DTypeError,
+        "out is float32; expected float16",
+    ),
+    "lse shape": (
+        lambda: prefill().run(P.q, P.cache(), lse=empty(46, 4, dtype=torch.float32), return_lse=True, lse_layout="HN"),
+        errors.ShapeError,
+        "lse is [46, 4]; expected [4, 46]",
+    ),
+    "lse dtype": (lambda: run_decode(lse=empty(4, 4)), errors.DTypeError, "lse is float16; expected float32"),
+    "lse base": (
+        lambda: prefill().run(P.q, P.cache(), lse_base="e"),
+        errors.OptionError,
+        "lse_base is 'e'; expected log2 or ln",
+    ),
+    "mask length": (
+        lambda: prefill(custom_mask=P.mask[1:]),
+        errors.ShapeError,
+        "custom_mask is [5284]; expected",
+    ),
+    "mask dtype": (lambda: prefill(custom_mask=P.mask.float()), errors.DTypeError, "custom_mask is float32"),
+    "packed mask length": (
+        lambda: ragged(packed_custom_mask=empty(662, dtype=torch.uint8)),
+        errors.ShapeError,
+        "packed_custom_mask is [662]; expected [661]",
+    ),
+    "old and new name": (
+        lambda: prefill(head_dim=64),
+        errors.ArgumentError,
+        "head_dim and head_dim_qk are both given",
+    ),
+    "old and new name of a buffer": (
+        lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            workspace(), mask_indptr_buf=empty(1), qk_indptr_buf=empty(1)
+        ),
+        errors.ArgumentError,
+        "qk_indptr_buf and mask_indptr_buf are both given",
+    ),
+    "old and new name of a switch": (
+        lambda: ragged(allow_fp16_qk_reduction=True, use_fp16_qk_reduction=True),
+        errors.ArgumentError,
+        "allow_fp16_qk_reduction and use_fp16_qk_reduction are both given",
+    ),
+    "page_size missing": (
+        lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace()).plan(P.qo_indptr, *P.table, 4, 2, 64),
+        errors.ArgumentError,
+        "page_size is missing",
+    ),
+    "mask in the place of head_dim_vo": (
+        lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace()).plan(
+            P.qo_indptr, *P.table, *P.sizes, P.mask
+        ),
+        errors.ArgumentError,
+        "pass what follows page_size by name",
+    ),
+    "scale twice": (
+        lambda: decode().run(R.q, R.cache(), 1.0, k_scale=1.0),
+        errors.ArgumentError,
+        "k_scale is given twice",
+    ),
+    "too many by position": (lambda: decode().run(R.q, R.cache(), 1.0, 1.0, 1.0), errors.ArgumentError, "at most 2"),
+    "scale per head": (
+        lambda: prefill().run(P.q, P.cache(), k_scale=torch.ones(2, device=DEVICE)),
+        errors.UnsupportedError,
+        "k_scale has 2 values",
+    ),
+    "refused": (
+        lambda: run_decode(skip_softmax_threshold_scale_factor=0.5),
+        errors.UnsupportedError,
+        "skip_softmax_threshold_scale_factor is 0.5, which is not supported",
+    ),
+    "rank of the cache": (
+        lambda: decode().run(R.q, R.cache()[0]),
+        errors.ShapeError,
+        "the KV cache is one tensor [15, 16, 2, 64]; expected [pages, 2, ...]",
+    ),
+    "last_page_len": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
+            *(t.cpu() for t in R.table[:2]), torch.tensor([17, 1, 1, 1]), *R.sizes
+        ),
+        errors.PageTableError,
+        "kv_last_page_len[0] is 17; expected 1 to page_size 16",
+    ),
+    "falling indptr": (
+        lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
+            torch.tensor([0, 5, 3]), torch.tensor([0, 5, 6]), 4, 2, 64
+        ),
+        errors.PageTableError,
+        "qo_indptr falls from 5 to 3",
+    ),
+    "lengths of tables": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table[:2], R.table[2][1:], *R.sizes),
+        errors.ShapeError,
+        "kv_last_page_len has length 3; expected 4",
+    ),
+    "float tables": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
+            R.table[0].float(), *R.table[1:], *R.sizes
+        ),
+        errors.DTypeError,
+        "kv_indptr is float32; expected int32 or int64",
+    ),
+    "pages beyond int32": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
+            R.table[0].cpu(), R.table[1].cpu().long() + 2**32, R.table[2].cpu(), *R.sizes
+        ),
+        errors.PageTableError,
+        "kv_indices has a number beyond int32; expected numbers of pages or tokens",
+    ),
+    "a mask beyond int32": (
+        lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
+            *[torch.tensor([0, 50_000])] * 2, 4, 2, 64, custom_mask=torch.ones(1).bool().expand(50_000**2)
+        ),
+        errors.CapacityError,
+        "custom_mask has 2500000000 elements; expected fewer than 2^31",
+    ),
+    "other batch in graph mode": (
+        lambda: graph(batch=5).plan(*R.table, *R.sizes),
+        errors.PlanError,
+        "the batch has 4 requests and the buffers are for 5",
+    ),
+    "other rows of a request in graph mode": (
+        lambda: replanned_graph(2, 1),
+        errors.PlanError,
+        "q_len_per_req is 1; expected 2 as in the first plan, in CUDA-graph mode",
+    ),
+    "too many pages in graph mode": (
+        lambda: graph(pages=7).plan(R.table[0], R.table[1][:13], R.table[2], *R.sizes),
+        errors.CapacityError,
+        "the batch has 13 pages and paged_kv_indices_buffer room for 7; expected room for at least 13",
+    ),
+    "missing buffer": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_cuda_graph=True),
+        errors.ArgumentError,
+        "paged_kv_indptr_buffer is missing",
+    ),
+    "dtype of a buffer": (
+        lambda: flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+            workspace(), *(torch.zeros(n, device=DEVICE) for n in (5, 9, 4))
+        ),
+        errors.DTypeError,
+        "paged_kv_indptr_buffer is float32; expected int32",
+    ),
+    "MLA without a scale": (
+        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
+            P.qo_indptr, *P.table[:2], P.seq_lens, 4, 48, 16, 16
+        ),
+        errors.OptionError,
+        "sm_scale is missing for head dimensions 48 + 16",
+    ),
+    **{
+        f"{name} of {what}": (
+            lambda plan=plan, indptr=indptr, lens=lens: plan(torch.tensor(indptr), torch.tensor(lens)),
+            errors.PageTableError,
+            words,
+        )
+        for name, plan in (("prefill", listed_prefill), ("MLA", listed_mla), ("attention", listed_attention))
+        for what, indptr, lens, words in (
+            ("pages beyond the list", [100, 102, 104], [5, 5], "kv_indptr ends at 104 and kv_indices has 4 entries"),
+            ("pages before the list", [-1, 1, 3], [5, 5], "kv_indptr starts at -1; expected 0 or more"),
+            ("falling pages", [1, 3, 2], [5, 0], "kv_indptr falls from 3 to 2 at request 1"),
+        )
+    },
+    **{
+        f"{name} of a negative length": (
+            lambda plan=plan: plan(torch.tensor([0, 2, 4]), torch.tensor([5, -3])),
+            errors.PageTableError,
+            "kv_len_arr[1] is -3; expected 0 or more tokens",
+        )
+        for name, plan in (("MLA", listed_mla), ("attention", listed_attention))
+    },
+    "no pages of decoding": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(R.table[0], None, R.table[2], *R.sizes),
+        errors.ArgumentError,
+        "indices is missing",
+    ),
+    "no last pages of prefill": (
+        lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace()).plan(
+            P.qo_indptr, *P.table[:2], None, *P.sizes
+        ),
+        errors.ArgumentError,
+        "paged_kv_last_page_len is missing",
+    ),
+    "no rows of ragged prefill": (
+        lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(None, P.kv_indptr, *P.sizes[:3]),
+        errors.ArgumentError,
+        "qo_indptr is missing",
+    ),
+    "no rows of attention": (lambda: attention(qo_indptr=None), errors.ArgumentError, "qo_indptr is missing"),
+    "float rows of attention": (
+        lambda: attention(qo_indptr=P.qo_indptr + 0.9),
+        errors.DTypeError,
+        "qo_indptr is float32; expected int32 or int64",
+    ),
+    "page size of attention": (lambda: attention(page_size=0), errors.OptionError, "page_size is 0; expected 1 or"),
+    "page size of MLA": (
+        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
+            P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 0
+        ),
+        errors.OptionError,
+        "page_size is 0; expected 1 or more",
+    ),
+    "page size of decoding": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 4, 2, 64, 0),
+        errors.OptionError,
+        "page_size is 0; expected 1 or more",
+    ),
+    "no query heads planned": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 0, 2, 64, 16),
+        errors.OptionError,
+        "num_qo_heads is 0; expected 1 or more",
+    ),
+    "out that requires grad": (
+        lambda: run_decode(out=empty(4, 4, 64).requires_grad_()),
+        errors.GradientError,
+        "out requires grad; expected inference",
+    ),
+    "lse that requires grad": (
+        lambda: run_decode(lse=empty(4, 4, dtype=torch.float32).requires_grad_()),
+        errors.GradientError,
+        "lse requires grad; expected inference",
+    ),
+    "MLA pages missing": (
+        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
+            P.qo_indptr.cpu(), P.table[0].cpu(), P.table[1].cpu(), P.seq_lens.cpu() + 16, 4, 512, 64, 16
+        ),
+        errors.PageTableError,
+        "request 0 has 86 tokens and 5 pages of 16; expected 6 pages",
+    ),
+    "MLA block tables too narrow": (
+        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
+            P.qo_indptr,
+            num_heads=4,
+            page_size=16,
+            block_tables=P.block_tables()[:, :8],
+            seq_lens=torch.tensor(P.kv_lens),
+        ),
+        errors.PageTableError,
+        "a request has 130 tokens and its row of the page table places for 128",
+    ),
+    "sinks that are no tensor": (
+        lambda: run_decode(sinks=0.5),
+        errors.ArgumentError,
+        "sinks is 0.5; expected a float32 tensor [num_qo_heads]; pass such a tensor",
+    ),
+    "levels": (
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan([], [], [], [], 4, 2, 64, 16),
+        errors.ShapeError,
+        "qo_indptr_arr has 0 tensors; expected 2",
+    ),
+    "the other layout": (
+        lambda: decode().run(R.q, tuple(t.transpose(1, 2) for t in R.cache())),
+        errors.ShapeError,
+        "in layout NHD the KV cache has pages of 2 tokens and 16 heads; expected 16 tokens and 2 heads as planned; "
+        "name kv_layout='HND'",
+    ),
+    "no cache": (lambda: decode().run(R.q, None), errors.ArgumentError, "the KV cache is of type NoneType"),
+    "a list as page table": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan([0, 1], *R.table[1:], *R.sizes),  # type: ignore[arg-type]
+        errors.ArgumentError,
+        "is of type list; expected an int32 tensor",
+    ),
+    "levels of other rows": (
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan(
+            [P.qo_indptr, P.qo_indptr.clamp(max=45)], *([t, t] for t in P.table), *P.sizes
+        ),
+        errors.ShapeError,
+        "the levels have 46, 45 query rows; expected as many rows in each",
+    ),
+    "buffers of inference mode": (
+        graph_buffers_of_inference_mode,
+        errors.ArgumentError,
+        "plan: paged_kv_indptr_buffer was made in inference mode",
+    ),
+    "MLA lengths without a table": (
+        latent_by_lengths,
+        errors.ArgumentError,
+        "page_table is missing",
+    ),
+    "more of POD": (
+        lambda: flashinfer.PODWithPagedKVCacheWrapper(workspace()).run(*[None] * 31),
+        errors.ArgumentError,
+        "1 arguments follow enable_pdl; expected none without jit_args",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error(name: str) -> None:
+    refused(CASES[name])
+
+
+def test_failed_calls_write_nothing() -> None:
+    wrapper, out = decode(), empty(4, 4, 64)
+    plan = [t.clone() for t in wrapper._planned.plan]
+    with pytest.raises(errors.ShapeError):
+        wrapper.run(R.q, R.cache(), out=out, lse=empty(3, 4, dtype=torch.float32))
+    with pytest.raises(errors.PageTableError):
+        wrapper.plan(torch.tensor([0, 1, 1, 0, 2]), *(t.cpu() for t in R.table[1:]), *R.sizes)
+    with pytest.raises(errors.ArgumentError):
+        wrapper.run(R.q, R.cache(), 1.0, k_scale=1.0, out=out)
+    assert (out == 0).all()
+    assert all(map(torch.equal, plan, wrapper._planned.plan))
+    R.expected().check(wrapper.run(R.q, R.cache()))
+
+
+def test_workspace_too_small_names_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "ctas_per_head", lambda *_: 8)
+    wrapper = decode()
+    needed, _ = wrapper.workspace_size(*R.table, *R.sizes)
+    small = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(needed - 1))
+    with pytest.raises(errors.CapacityError, match=f"has {needed - 1} bytes; expected at least {needed}"):
+        small.plan(*R.table, *R.sizes)
+    with pytest.raises(errors.CapacityError, match=f"expected at least {needed}"):
+        wrapper.reset_workspace_buffer(workspace(needed - 1), None)
+    R.expected().check(wrapper.run(R.q, R.cache()))

@@ -1,0 +1,255 @@
+"""run() and the functions without a plan() trace into whole graphs, and stay compiled over re-plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.recorder import Recorder
+from helpers.wrapper_requests import DEVICE, Requests, workspace
+from torch import nn
+
+import attn_ops as flashinfer
+from attn_ops.plan.page_table import PageTable
+
+
+@pytest.fixture(autouse=True)
+def _cold() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+DECODES = [
+    Requests(kv_lens, num_pages=70, seed=i)
+    for i, kv_lens in enumerate(((37, 0, 130, 1), (1, 200, 3, 0), (255, 255, 255, 255)))
+]
+PREFILLS = [
+    Requests((70, 3, 9, 130), (1, 5, 0, 40), num_pages=40),
+    Requests((1, 100, 9, 30), (1, 40, 3, 2), num_pages=40, seed=1),
+    Requests((50, 50), (23, 23), num_pages=40, seed=2),
+]
+
+
+def _decode(r: Requests, wrapper: Any, **options: Any) -> None:
+    indptr, indices, last_page_len = r.table
+    wrapper.plan(indptr, indices[: int(indptr[-1])], last_page_len, *r.sizes, **options)
+
+
+@pytest.mark.parametrize("lengths", ["read", "unread"])
+def test_decode_is_one_op_and_stays_compiled(lengths: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lengths == "unread":  # as on a GPU
+        monkeypatch.setattr(PageTable, "measured", lambda tables, page_size: tables.bounded())
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    recorder = Recorder()
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = wrapper
+
+        def forward(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+            return self.attention.run(q * 1, cache, v_scale=2.0, return_lse=True)
+
+    step = torch.compile(Layer(), fullgraph=True, backend=recorder)
+    for r in DECODES:
+        _decode(r, wrapper, window_left=90)
+        with torch.compiler.set_stance("default" if r is DECODES[0] else "fail_on_recompile"):
+            out, lse = step(r.q, r.cache("tensor"))
+        r.expected(window_left=90, v_scale=2.0).check(out, lse)
+    assert recorder.ops == ["batch_decode"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_prefill_is_one_op_and_stays_compiled(masked: bool) -> None:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    recorder = Recorder()
+    step = torch.compile(lambda q, cache: wrapper.run(q, cache), fullgraph=True, backend=recorder)
+    for r in PREFILLS:
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes, custom_mask=r.mask[:] if masked else None, causal=True)
+        with torch.compiler.set_stance("default" if r is PREFILLS[0] else "fail_on_recompile"):
+            r.expected(causal=True, masked=masked).check(step(r.q, r.cache("tensor")))
+    assert recorder.ops == ["batch_prefill"]
+
+
+def test_other_numbers_of_rows_compile_once_more() -> None:
+    """The second size is traced with a dynamic dimension, which then fits all."""
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    recorder = Recorder()
+    step = torch.compile(lambda q, cache: wrapper.run(q, cache), fullgraph=True, backend=recorder)
+    for rows in (20, 33, 40, 7):
+        r = Requests((70, 90), (rows, 3), num_pages=40)
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes)
+        r.expected().check(step(r.q, r.cache("tensor")))
+    assert len(recorder.graphs) == 2
+
+
+def test_other_numbers_of_keys_compile_once_more() -> None:
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    recorder = Recorder()
+    step = torch.compile(lambda *tensors: wrapper.run(*tensors), fullgraph=True, backend=recorder)
+    for rows in (20, 33, 40, 7):
+        r = Requests((rows + 50, 90), (rows, 3))
+        wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3])
+        r.expected().check(step(r.q, *r.ragged()))
+    assert len(recorder.graphs) == 2
+    with pytest.raises(Exception, match="k and v have 146 rows; expected 147 as planned"):
+        step(r.q, *(t[:-1] for t in r.ragged()))
+
+
+def test_captured_ragged_batches_stay_compiled_with_fewer_keys() -> None:
+    buffers = [torch.zeros(3, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", True, *buffers)
+    step = torch.compile(lambda *tensors: wrapper.run(*tensors), fullgraph=True, backend="eager")
+    q, k, v = (torch.randn(n, heads, 64, device=DEVICE).half() for n, heads in ((40, 4), (160, 2), (160, 2)))
+    for keys in (160, 120, 90):
+        wrapper.plan(*(torch.tensor([0, 5, n]) for n in (40, keys)), 4, 2, 64)
+        with torch.compiler.set_stance("default" if keys == 160 else "fail_on_recompile"):
+            torch.testing.assert_close(step(q, k, v), wrapper.run(q, k, v))
+
+
+def test_ragged_and_mla() -> None:
+    ragged, recorder = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()), Recorder()
+    r = PREFILLS[0]
+    ragged.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], causal=True)
+    step = torch.compile(lambda *t: ragged.run(*t, sinks=r.sinks), fullgraph=True, backend=recorder)
+    r.expected(causal=True, sinks=True).check(step(r.q, *r.ragged()))
+    assert recorder.ops == ["ragged_prefill"]
+
+    mla, recorder = flashinfer.BatchMLAPagedAttentionWrapper(workspace()), Recorder()
+    tables = r.qo_indptr, *r.table[:2], r.seq_lens
+    mla.plan(*tables, 4, 32, 16, 16, True, 0.2)
+    q, cache = torch.randn(46, 4, 48, device=DEVICE), torch.randn(40, 16, 48, device=DEVICE)
+    latent = torch.compile(lambda q, c: mla.run(query=q, kv_cache=c), fullgraph=True, backend=recorder)
+    torch.testing.assert_close(latent(q, cache), mla.run(query=q, kv_cache=cache))
+    assert recorder.ops == ["batch_mla"]
+
+
+def test_functions_without_a_plan() -> None:
+    r = Requests()
+    tables = r.block_tables(), r.seq_lens
+
+    def functions(q: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor, seq_lens: torch.Tensor) -> Any:
+        hnd = cache.transpose(2, 3)
+        return (
+            flashinfer.xqa(q, cache, cache, pages, seq_lens),
+            flashinfer.trtllm_batch_decode_with_kv_cache(q, hnd, None, pages, seq_lens, 130, 0.125),
+            flashinfer.cudnn_batch_decode_with_kv_cache(
+                q, hnd[:, 0], hnd[:, 1], 0.125, None, max_sequence_kv=9, actual_seq_lens_kv=seq_lens, block_tables=pages
+            ),
+        )
+
+    recorder = Recorder()
+    for out in torch.compile(functions, fullgraph=True, backend=recorder)(r.q, r.cache("tensor"), *tables):
+        r.expected().check(out)
+    assert recorder.ops == ["page_table", "plan_decode", "batch_decode"] * 3
+
+
+def test_functions_export() -> None:
+    r = Requests()
+
+    class Step(nn.Module):
+        def forward(self, q: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor) -> Any:
+            return flashinfer.trtllm_batch_decode_with_kv_cache(q, cache, None, pages, lens, 9, 0.125, kv_layout="NHD")
+
+    example = r.q, r.cache("tensor"), r.block_tables(), r.seq_lens
+    program = torch.export.export(Step(), example)
+    r.expected().check(program.module()(*example))
+
+
+@pytest.mark.parametrize("kind", ["single", "xqa", "page"])
+def test_other_functions(kind: str) -> None:
+    r = Requests((70,), (12,))
+    k, v = r.ragged()
+    if kind == "single":
+        out = torch.compile(flashinfer.single_prefill_with_kv_cache, fullgraph=True, backend="aot_eager")(
+            r.q, k, v, causal=True
+        )
+        r.expected(causal=True).check(out)
+    elif kind == "xqa":
+        compiled = torch.compile(flashinfer.xqa, fullgraph=True, backend="aot_eager")
+        out = compiled(r.q[None, None], r.cache("tensor"), r.cache("tensor"), r.block_tables(), r.seq_lens)
+        r.expected(causal=True).check(out[0, 0])
+    else:
+
+        def append(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor) -> None:
+            places = flashinfer.get_batch_indices_positions(r.kv_indptr, r.seq_lens, 70)
+            flashinfer.append_paged_kv_cache(k, v, *places, cache, r.table[1], r.table[0], r.table[2])
+
+        cache = r.cache("tensor")
+        whole = cache.nan_to_num()
+        cache.zero_()
+        torch.compile(append, fullgraph=True, backend="aot_eager")(k, v, cache)
+        assert torch.equal(cache, whole)
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_wrappers_of_one_workspace_compile_together(dynamic: bool | None) -> None:
+    memory, p, d = workspace(), PREFILLS[0], DECODES[0]
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(memory)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory)
+    cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, memory)
+    prefill.plan(p.qo_indptr, *p.table, *p.sizes, causal=True)
+    _decode(d, decode)
+    none = torch.zeros(1, dtype=torch.int32)
+    one = torch.tensor([0, 46], dtype=torch.int32), torch.zeros(2, dtype=torch.int32), none[:0], none
+    cascade.plan(*([a, b.cpu()] for a, b in zip(one, (p.qo_indptr, *p.table), strict=True)), *p.sizes)
+
+    def step(p_q: torch.Tensor, p_cache: torch.Tensor, d_q: torch.Tensor, d_cache: torch.Tensor) -> Any:
+        return prefill.run(p_q, p_cache), decode.run(d_q, d_cache), cascade.run(p_q, p_cache)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    outs = compiled(p.q, p.cache("tensor"), d.q, d.cache("tensor"))
+    for out, expected in zip(outs, (p.expected(causal=True), d.expected(), p.expected()), strict=True):
+        expected.check(out)
+
+
+@pytest.mark.parametrize("masked", ["bools", "packed"])
+def test_batch_pod_with_a_mask(masked: str) -> None:
+    p, d = PREFILLS[0], DECODES[0]
+    wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(p.qo_indptr, *p.table, d.qo_indptr, *d.table, *d.sizes)
+    bits = torch.tensor([0, *(a * b for a, b in zip(p.rows, p.kv_lens, strict=True))]).cumsum(0)
+    mask = p.mask if masked == "bools" else flashinfer.segment_packbits(p.mask, bits, "little")[0]
+    name = "custom_mask_p" if masked == "bools" else "packed_custom_mask_p"
+
+    def step(p_q: torch.Tensor, p_cache: torch.Tensor, d_q: torch.Tensor, d_cache: torch.Tensor, m: Any) -> Any:
+        return wrapper.run(p_q, p_cache, d_q, d_cache, **{name: m})
+
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        first, second = call(p.q, p.cache("tensor"), d.q, d.cache("tensor"), mask)
+        p.expected(masked=True).check(first)
+        d.expected().check(second)
+
+
+def test_plan_inside_of_a_compiled_function() -> None:
+    first, second = DECODES[:2]
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    _decode(first, wrapper)
+
+    def step(r: Requests) -> torch.Tensor:
+        _decode(r, wrapper)
+        return wrapper.run(r.q, r.cache("tensor"))
+
+    second.expected().check(torch.compile(step, backend="aot_eager")(second))
+    second.expected().check(wrapper.run(second.q, second.cache("tensor")))
+
+
+def test_values_that_change_nothing_do_so_in_graphs() -> None:
+    r = Requests()
+    cache, tables = r.cache("tensor"), (r.block_tables(), r.seq_lens, 9, 0.125)
+
+    def step(q: torch.Tensor) -> Any:
+        return flashinfer.trtllm_batch_decode_with_kv_cache(q, cache, None, *tables, kv_layout="NHD", o_sf_scale=1.0)
+
+    r.expected().check(torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)(r.q))
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    wrapper, r = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()), Requests(dtype=torch.float32)
+    _decode(r, wrapper, q_data_type="float32")
+    step = torch.compile(lambda q, cache: wrapper.run(q, cache), fullgraph=True)
+    r.expected().check(step(r.q, r.cache("tensor")))

@@ -1,0 +1,273 @@
+"""Decoding through FlashInfer's names, on the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import Expected
+from helpers.wrapper_requests import DEVICE, Requests, sink_variant, workspace
+
+import attn_ops as flashinfer
+from attn_ops import errors
+from attn_ops.plan.page_table import PageTable
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+GQA: list[dict[str, Any]] = [{"heads": heads} for heads in ((2, 2), (4, 2), (5, 1), (8, 1), (6, 2))]
+UNLIKE: dict[str, Any] = {"head_dims": (192, 128)}  # a decode plan has one head_dim
+CACHES: list[dict[str, Any]] = [
+    {"kv_layout": "NHD"},
+    {"kv_layout": "HND"},
+    {"page_size": 1},
+    {"page_size": 3, "kv_layout": "HND"},
+    UNLIKE,
+    {"head_dims": (256, 256)},
+    {"head_dims": (24, 24)},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float32},
+    {"kv_lens": (0, 0)},
+    {"kv_lens": (700, 3, 0, 5, 64, 16)},
+]
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"sm_scale": 0.3}, {"sm_scale": 0.3}),
+    ({"window_left": 0}, {"window_left": 0}),
+    ({"window_left": 33}, {"window_left": 33}),
+    ({"logits_soft_cap": 2.0}, {"logits_soft_cap": 2.0}),
+    ({"pos_encoding_mode": "ROPE_LLAMA"}, {"pos_encoding": "ROPE_LLAMA"}),
+    (
+        {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 4.0, "rope_theta": 1e3},
+        {"pos_encoding": "ROPE_LLAMA", "rope_scale": 4.0, "rope_theta": 1e3},
+    ),
+    ({"pos_encoding_mode": "ALIBI", "logits_soft_cap": 5.0}, {"pos_encoding": "ALIBI", "logits_soft_cap": 5.0}),
+    ({"disable_split_kv": True}, {}),
+    ({"fixed_split_size": 4}, {}),
+]
+
+
+def planned(r: Requests, **options: Any) -> Any:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), r.kv_layout)
+    wrapper.plan(*r.table, *r.sizes, **{"q_data_type": r.dtype, "kv_data_type": r.kv_dtype, **options})
+    return wrapper
+
+
+@pytest.mark.parametrize("changes", [{}, *GQA, *(c for c in CACHES if c is not UNLIKE)], ids=str)
+def test_batches(changes: dict[str, Any]) -> None:
+    r = Requests(**changes)
+    out, lse = planned(r).run(r.q, r.cache(), return_lse=True)
+    r.expected().check(out, lse)
+
+
+@pytest.mark.parametrize(("options", "meaning"), OPTIONS, ids=str)
+def test_options_of_plan(options: dict[str, Any], meaning: dict[str, Any]) -> None:
+    r = Requests()
+    out, lse = planned(r, **options).run(r.q, r.cache(), return_lse=True)
+    r.expected(**meaning).check(out, lse)
+
+
+@pytest.mark.parametrize("form", ["pair", "list", "tensor"])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_cache_forms(form: str, kv_layout: str) -> None:
+    r = Requests(kv_layout=kv_layout)
+    r.expected().check(planned(r).run(r.q, r.cache(form)))
+
+
+@pytest.mark.parametrize("storage", ["pair", "fused"])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_page_size_1_without_its_dimension(storage: str, kv_layout: str) -> None:
+    r = Requests(kv_layout=kv_layout, storage=storage, page_size=1)
+    r.expected().check(planned(r).run(r.q, r.cache("no page dimension")))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_fp8_cache(kv_dtype: torch.dtype, as_tensor: bool) -> None:
+    r = Requests(kv_dtype=kv_dtype, dtype=torch.bfloat16)
+    k_scale, v_scale = (torch.tensor(x, device=DEVICE) if as_tensor else x for x in (0.5, 3.0))
+    out, lse = planned(r).run(r.q, r.cache(), k_scale=k_scale, v_scale=v_scale, return_lse=True)
+    r.expected(k_scale=0.5, v_scale=3.0).check(out, lse)
+    # data_type names the cache alone where it is FP8.
+    alone = planned(r, kv_data_type=None, data_type=kv_dtype)
+    torch.testing.assert_close(alone.run(r.q, r.cache(), k_scale, v_scale), out)
+
+
+def test_options_of_run() -> None:
+    r = Requests()
+    wrapper = planned(r, window_left=20)
+    out = wrapper.run(r.q, r.cache(), window_left=5, sinks=r.sinks, q_scale=0.5)
+    r.expected(window_left=5, sinks=True, sm_scale=0.5 / 8).check(out)
+    # A wider window than the planned one sees what the plan leaves out.
+    r.expected(window_left=64).check(wrapper.run(r.q, r.cache(), window_left=64))
+    r.expected().check(wrapper.run(r.q, r.cache(), window_left=-1))
+    r.expected(window_left=20).check(wrapper.run(r.q, r.cache()))
+
+
+@pytest.mark.parametrize(("named", "resolved"), [("auto", "auto"), ("fa3", "auto"), ("reference", "reference")])
+def test_resolved_backend(named: str, resolved: str) -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend=named)
+    assert wrapper.resolved_backend == resolved
+
+
+def test_sink_by_position() -> None:
+    r = Requests()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), jit_args=sink_variant())
+    wrapper.plan(*r.table, *r.sizes)
+    r.expected(sinks=True, sm_scale=0.2).check(wrapper.run(r.q, r.cache(), r.sinks, 0.2))
+    r.expected(sinks=True).check(wrapper.run(r.q, r.cache(), sinks=r.sinks))
+    other = [*sink_variant()[:11], "FlashSigmoid", "struct FlashSigmoid {};"]
+    with pytest.raises(errors.UnsupportedError, match="jit_args is given, which is not supported: kernels are not"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), jit_args=other)
+
+
+def test_buffers_are_filled_and_returned() -> None:
+    r = Requests()
+    out, lse = torch.empty_like(r.q), torch.empty(r.q.shape[:2], device=DEVICE)
+    got = planned(r).run(r.q, r.cache(), out=out, lse=lse, return_lse=True)
+    assert got[0] is out
+    assert got[1] is lse
+    r.expected().check(out, lse)
+
+
+def test_output_dtype() -> None:
+    r = Requests()
+    assert planned(r, o_data_type=torch.bfloat16).run(r.q, r.cache()).dtype == torch.bfloat16
+    assert planned(r, o_data_type="float32").run(r.q, r.cache()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+def test_several_rows_a_request(is_causal: bool | None) -> None:
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3))
+    wrapper = planned(r, q_len_per_req=3, is_causal=is_causal)
+    out, lse = wrapper.run(r.q, r.cache(), return_lse=True, q_len_per_req=3)
+    r.expected(causal=is_causal is not False).check(out, lse)
+
+
+def test_old_interface() -> None:
+    r = Requests()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    wrapper.begin_forward(*r.table, *r.sizes, data_type="float16")
+    r.expected().check(wrapper.forward(r.q, r.cache()))
+    out, lse = wrapper.forward_return_lse(r.q, r.cache(), "ROPE_LLAMA", window_left=9, logits_soft_cap=3.0)
+    r.expected(pos_encoding="ROPE_LLAMA", window_left=9, logits_soft_cap=3.0).check(out, lse)
+    r.expected().check(*wrapper.run_return_lse(r.q, r.cache()))
+    wrapper.begin_forward(*r.table, *r.sizes, data_type="float16", logits_soft_cap=2.0)
+    r.expected(logits_soft_cap=2.0).check(wrapper.forward(r.q, r.cache()))
+    r.expected().check(wrapper.forward(r.q, r.cache(), logits_soft_cap=0.0))
+    wrapper.end_forward()
+
+
+def test_positional_options_of_plan() -> None:
+    r = Requests()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*r.table, *r.sizes, "NONE", 9, 3.0, "float16")
+    r.expected(window_left=9, logits_soft_cap=3.0).check(wrapper.run(r.q, r.cache()))
+
+
+def test_what_engines_assert_of_a_plan() -> None:
+    r = Requests()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    with pytest.raises(AttributeError, match="no plan that says sm_scale"):
+        _ = wrapper._sm_scale
+    with pytest.raises(AttributeError, match="no buffer for kv_indices; they are those of CUDA-graph mode"):
+        _ = wrapper._paged_kv_indices_buf
+    assert wrapper._fixed_batch_size == 0
+    wrapper.plan(*r.table, *r.sizes, "NONE", 9, 3.0, "float16", sm_scale=0.25)
+    told = wrapper._causal, wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap
+    assert told == (False, 0.25, 9, 3.0)
+    wrapper.plan(*r.table, *r.sizes, q_data_type=r.q.dtype)
+    assert (wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap) == (None, -1, 0.0)
+
+
+def test_int64_tables_and_lengths_of_the_next_batch() -> None:
+    r, s = Requests(), Requests(kv_lens=(1, 600, 2, 0, 77), seed=1)
+    wrapper = planned(r)
+    for batch in (s, r, s):
+        wrapper.plan(*(t.long() for t in batch.table), *batch.sizes)
+        batch.expected().check(*wrapper.run(batch.q, batch.cache(), return_lse=True))
+
+
+def test_room_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan on a GPU does, so as not to wait for the lengths."""
+    monkeypatch.setattr(PageTable, "measured", lambda tables, page_size: tables.bounded())
+    for r in (Requests(), Requests(kv_lens=(1, 600, 2, 0, 77))):
+        r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_later_requests_of_a_batch(device: str) -> None:
+    """Their pages follow those of the others in one table."""
+    r = Requests((37, 5, 130, 1))
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    indptr, indices, last = (t.to(device) for t in r.table)
+    wrapper.plan(indptr[1:], indices, last[1:], *r.sizes)
+    later = zip(r.q.split(1)[1:], r.batch.keys[1:], r.batch.values[1:], strict=True)
+    Expected.of([(*part, None) for part in later]).check(wrapper.run(r.q[1:], r.cache()))
+
+
+def test_cuda_graph_mode_fills_the_callers_buffers() -> None:
+    r = Requests()
+    indptr, last = (torch.empty(n, dtype=torch.int32, device=DEVICE) for n in (5, 4))
+    indices = torch.zeros(40, dtype=torch.int32, device=DEVICE)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), indptr, indices, last)
+    assert wrapper.is_cuda_graph_enabled
+    assert wrapper._fixed_batch_size == 4
+    assert wrapper._paged_kv_indptr_buf is indptr
+    assert wrapper._paged_kv_indices_buf is indices
+    assert wrapper._paged_kv_last_page_len_buf is last
+    for batch in (r, Requests(kv_lens=(2, 3, 0, 300), seed=1)):
+        wrapper.plan(*batch.table, *batch.sizes)
+        assert wrapper._planned is not None
+        assert wrapper._planned.plan.kv_indptr is indptr
+        used = int(batch.table[0][-1])
+        assert torch.equal(indptr, batch.table[0])
+        assert torch.equal(indices[:used], batch.table[1][:used])
+        assert torch.equal(last, batch.table[2])
+        batch.expected().check(wrapper.run(batch.q, batch.cache()))
+
+
+def test_workspace() -> None:
+    r = Requests()
+    wrapper = planned(r)
+    size, integers = wrapper.workspace_size(*r.table, *r.sizes)
+    assert 0 <= size < 16 << 20
+    assert 0 < integers < 16 << 20
+    wrapper.reset_workspace_buffer(workspace(max(size, 1)), workspace(1))
+    r.expected().check(wrapper.run(r.q, r.cache()))
+
+
+def test_any_dtype_and_offset_of_workspace() -> None:
+    r = Requests()
+    for memory in (workspace()[3:], workspace().view(torch.float32), workspace().view(torch.int16)):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory)
+        wrapper.plan(*r.table, *r.sizes)
+        r.expected().check(wrapper.run(r.q, r.cache()))
+
+
+def test_fast_decode_plan() -> None:
+    r = Requests()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    nonsense = torch.zeros_like(r.table[0])
+    flashinfer.fast_decode_plan(wrapper, nonsense, *r.table[1:], *r.sizes, global_override_indptr_cpu=r.table[0].cpu())
+    r.expected().check(wrapper.run(r.q, r.cache()))
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA", "ALIBI"])
+def test_single(kv_layout: str, mode: str) -> None:
+    r = Requests(kv_lens=(77,))
+    k, v = r.ragged(kv_layout)
+    options: dict[str, Any] = {"window_left": 30, "logits_soft_cap": 4.0}
+    out, lse = flashinfer.single_decode_with_kv_cache(
+        r.q[0], k, v, kv_layout, mode, q_scale=2.0, k_scale=0.5, v_scale=3.0, return_lse=True, **options
+    )
+    assert out.shape == (4, 64)
+    r.expected(v_scale=3.0, pos_encoding=mode, **options).check(out[None], lse[None])
+
+
+def test_lse_of_nothing() -> None:
+    r = Requests(kv_lens=(0, 5))
+    out, lse = planned(r).run(r.q, r.cache(), return_lse=True)
+    assert (out[0] == 0).all()
+    assert (lse[0] == -math.inf).all()

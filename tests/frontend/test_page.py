@@ -1,0 +1,88 @@
+"""Page helpers and bit packing."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers.wrapper_requests import DEVICE, Requests
+
+import attn_ops as flashinfer
+from attn_ops import decode, errors, page, quantization
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_batch_indices_positions(dtype: torch.dtype) -> None:
+    indptr, seq_lens = int32(0, 1, 3, 3, 6).to(dtype), int32(4, 10, 7, 3).to(dtype)
+    batch, positions = page.get_batch_indices_positions(indptr, seq_lens, 8)
+    assert batch.dtype == positions.dtype == torch.int32
+    assert batch.tolist() == [0, 1, 1, 3, 3, 3, -1, -1]
+    assert positions[:6].tolist() == [3, 8, 9, 0, 1, 2]
+    assert positions[6:].tolist() == [-1, -1]
+    buffers = torch.empty_like(batch), torch.empty_like(batch)
+    got = flashinfer.get_batch_indices_positions(indptr, seq_lens, 8, *buffers)
+    assert got[0] is buffers[0]
+    assert torch.equal(buffers[1], positions)
+    with pytest.raises(errors.ArgumentError, match=r"positions is int32 \[7\]; expected int32 \[8\]"):
+        page.get_batch_indices_positions(indptr, seq_lens, 8, positions=buffers[0][:7])
+
+
+def test_seq_lens() -> None:
+    assert decode.get_seq_lens is page.get_seq_lens
+    assert page.get_seq_lens(int32(0, 2, 2, 5), int32(3, 9, 16), 16).tolist() == [19, 0, 48]
+
+
+@pytest.mark.parametrize("form", ["pair", "tensor", "list"])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_append(form: str, kv_layout: str) -> None:
+    r = Requests(kv_layout=kv_layout)
+    whole = r.batch.memory[0].clone()
+    r.batch.memory[0].fill_(0)
+    k, v = r.ragged()
+    batch, positions = page.get_batch_indices_positions(r.kv_indptr, r.seq_lens, len(k))
+    flashinfer.append_paged_kv_cache(
+        k, v, batch, positions, r.cache(form), r.table[1], r.table[0], r.table[2], kv_layout=kv_layout
+    )
+    assert torch.equal(r.batch.memory[0], whole.nan_to_num())
+
+
+def test_append_latent() -> None:
+    ckv, kpe = torch.zeros(4, 3, 8, device=DEVICE), torch.zeros(4, 3, 2, device=DEVICE)
+    new = torch.randn(5, 8, device=DEVICE), torch.randn(5, 2, device=DEVICE)
+    places = int32(0, 0, 0, 0, 1), int32(0, 1, 2, 3, 0)
+    table = int32(2, 0, 3), int32(0, 2, 3), int32(1, 1)
+    flashinfer.append_paged_mla_kv_cache(*new, *places, ckv, kpe, *table)
+    for cache, tokens in ((ckv, new[0]), (kpe, new[1])):
+        assert torch.equal(cache[2], tokens[:3])
+        assert torch.equal(cache[0, 0], tokens[3])
+        assert torch.equal(cache[3, 0], tokens[4])
+    one = torch.zeros_like(ckv)
+    flashinfer.append_paged_mla_kv_cache(*new, *places, one, None, *table)
+    assert torch.equal(one, ckv)
+    other = torch.zeros_like(kpe)
+    flashinfer.append_paged_mla_kv_cache(None, new[1], *places, None, other, *table)
+    assert torch.equal(other, kpe)
+
+
+@pytest.mark.parametrize("bitorder", ["big", "little"])
+@pytest.mark.parametrize("length", [0, 1, 8, 77])
+def test_packbits(length: int, bitorder: str) -> None:
+    x = torch.rand(length, device=DEVICE) < 0.5
+    expected = np.packbits(x.cpu().numpy(), bitorder=bitorder)
+    assert quantization.packbits(x, bitorder).tolist() == expected.tolist()
+    assert flashinfer.packbits(x).tolist() == np.packbits(x.cpu().numpy()).tolist()
+
+
+@pytest.mark.parametrize("bitorder", ["big", "little"])
+def test_segment_packbits(bitorder: str) -> None:
+    x, indptr = torch.rand(30, device=DEVICE) < 0.5, [0, 3, 3, 20, 30]
+    packed, byte_indptr = flashinfer.segment_packbits(x, torch.tensor(indptr, device=DEVICE), bitorder)
+    assert byte_indptr.tolist() == [0, 1, 1, 4, 6]
+    parts = [np.packbits(x[a:b].cpu().numpy(), bitorder=bitorder) for a, b in itertools.pairwise(indptr)]
+    assert packed.tolist() == np.concatenate(parts).tolist()

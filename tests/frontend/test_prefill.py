@@ -1,0 +1,298 @@
+"""Prefill through FlashInfer's names, paged, ragged and single, on the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from frontend.test_decode import CACHES, GQA
+from helpers.oracle import Expected
+from helpers.wrapper_requests import DEVICE, Requests, ln, sink_variant, workspace
+
+import attn_ops as flashinfer
+from attn_ops import errors
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+KINDS = ("paged", "ragged", "single")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"causal": True}, {"causal": True}),
+    ({"causal": True, "window_left": 7}, {"causal": True, "window_left": 7}),
+    ({"window_left": 0}, {"window_left": 0}),
+    ({"sm_scale": 0.3, "logits_soft_cap": 2.0}, {"sm_scale": 0.3, "logits_soft_cap": 2.0}),
+    ({"pos_encoding_mode": "ROPE_LLAMA", "causal": True}, {"pos_encoding": "ROPE_LLAMA", "causal": True}),
+    (
+        {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 4.0, "rope_theta": 1e3},
+        {"pos_encoding": "ROPE_LLAMA", "rope_scale": 4.0, "rope_theta": 1e3},
+    ),
+    ({"pos_encoding_mode": "ALIBI", "causal": True}, {"pos_encoding": "ALIBI", "causal": True}),
+]
+
+
+def requests(kind: str, **changes: Any) -> Requests:
+    lengths: dict[str, Any] = {"kv_lens": (70, 3, 9, 130), "qo_lens": (1, 5, 0, 40)}
+    if kind == "single":
+        lengths = {"kv_lens": (50,), "qo_lens": (12,)}
+    return Requests(**{**lengths, **changes})
+
+
+class Call:
+    """plan() and run() of one kind, or the one call that does both."""
+
+    def __init__(self, kind: str, r: Requests, memory: Any = None, **options: Any) -> None:
+        self.kind, self.r, self.options = kind, r, options
+        layout = r.kv_layout
+        dtypes = {"q_data_type": r.dtype, "kv_data_type": r.kv_dtype, "head_dim_vo": r.head_dims[1]}
+        if kind == "paged":
+            self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(memory or workspace(), layout)
+            self.wrapper.plan(r.qo_indptr, *r.table, *r.sizes, **{**dtypes, **options})
+        elif kind == "ragged":
+            self.wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(memory or workspace(), layout)
+            self.wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], **{**dtypes, **options})
+
+    def run(self, **options: Any) -> Any:
+        if self.kind == "paged":
+            return self.wrapper.run(self.r.q, self.r.cache(), **options)
+        if self.kind == "ragged":
+            return self.wrapper.run(self.r.q, *self.r.ragged(self.r.kv_layout), **options)
+        k, v = self.r.ragged(self.r.kv_layout)
+        options = {"kv_layout": self.r.kv_layout, **self.options, **options}
+        return flashinfer.single_prefill_with_kv_cache(self.r.q, k, v, **options)
+
+
+@each_kind
+@pytest.mark.parametrize("changes", [{}, *GQA, *CACHES], ids=str)
+def test_batches(kind: str, changes: dict[str, Any]) -> None:
+    if "kv_lens" in changes:
+        changes = {**changes, "qo_lens": (3,) * len(changes["kv_lens"])}
+    if kind == "single":
+        changes.pop("kv_lens", None), changes.pop("qo_lens", None)
+    r = requests(kind, **changes)
+    out, lse = Call(kind, r, causal=True).run(return_lse=True)
+    r.expected(causal=True).check(out, lse)
+
+
+@each_kind
+@pytest.mark.parametrize(("options", "meaning"), OPTIONS, ids=str)
+def test_options(kind: str, options: dict[str, Any], meaning: dict[str, Any]) -> None:
+    r = requests(kind)
+    out, lse = Call(kind, r, **options).run(return_lse=True)
+    r.expected(**meaning).check(out, lse)
+
+
+@each_kind
+@pytest.mark.parametrize("window_left", [-1, 9])
+def test_custom_mask_overrides_causal(kind: str, window_left: int) -> None:
+    r = requests(kind)
+    expected = r.expected(masked=True, window_left=window_left)
+    expected.check(*Call(kind, r, custom_mask=r.mask, causal=True, window_left=window_left).run(return_lse=True))
+    packed = [flashinfer.packbits(m.flatten().to(DEVICE), bitorder="little") for m in r.masks]
+    options: dict[str, Any] = {"packed_custom_mask": torch.cat(packed), "window_left": window_left}
+    expected.check(*Call(kind, r, **options).run(return_lse=True))
+    # The packed mask is taken before the other.
+    expected.check(*Call(kind, r, custom_mask=~r.mask, **options).run(return_lse=True))
+
+
+@pytest.mark.parametrize("window_left", [-1, 9])
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_items(kind: str, window_left: int) -> None:
+    """Of the first request the cache holds a part of the prefix; of the second an item has begun; the last has none."""
+    r = requests(kind, kv_lens=(30, 25, 7), qo_lens=(28, 10, 7))
+    prefixes, items = (20, 8, 7), ((4, 2, 4), (9, 8), ())
+    r.masks = [
+        torch.tensor([[visible(i, j, n, lengths) for j in range(kv)] for i in range(kv - qo, kv)])
+        for kv, qo, n, lengths in zip(r.kv_lens, r.rows, prefixes, items, strict=True)
+    ]
+    places = [[place for n in lengths for place in range(n)] for lengths in items]
+    assert [len(p) for p in places] == [10, 17, 0]
+    options = {
+        "prefix_len_ptr": torch.tensor(prefixes).to(DEVICE, torch.uint32),
+        "token_pos_in_items_ptr": torch.tensor([p + [0] * (20 - len(p)) for p in places]).flatten().to(torch.uint16),
+        "token_pos_in_items_len": 20,
+        "max_item_len_ptr": torch.tensor([3, 8, 0]).to(torch.uint16),
+    }
+    call = Call(kind, r, causal=True, window_left=window_left, **options)
+    r.expected(masked=True, window_left=window_left).check(*call.run(return_lse=True))
+
+
+def visible(i: int, j: int, prefix: int, lengths: tuple[int, ...]) -> bool:
+    """Does the token at ``i`` see that at ``j``, with items of ``lengths``, delimiters included, behind the prefix?"""
+    if i < prefix or j < prefix:
+        return j <= i
+    begin = prefix
+    for n in lengths:
+        if begin <= i < begin + n:
+            return begin < j <= i
+        begin += n
+    raise AssertionError(i)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"prefix_len_ptr": None}, errors.ArgumentError, "prefix_len_ptr is missing"),
+        ({"prefix_len_ptr": torch.tensor([1])}, errors.ShapeError, "prefix_len_ptr has length 1; expected 2"),
+        ({"token_pos_in_items_len": 4}, errors.ShapeError, "has 4 tokens of request 0; expected 6, those behind"),
+        ({"custom_mask": torch.ones(48, dtype=torch.bool)}, errors.ArgumentError, "items and a mask are both given"),
+    ],
+)
+def test_wrong_items(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    r = requests("ragged", kv_lens=(8, 8), qo_lens=(3, 3))
+    items = {
+        "prefix_len_ptr": torch.tensor([2, 2]),
+        "token_pos_in_items_ptr": torch.zeros(12, dtype=torch.int32),
+        "token_pos_in_items_len": 6,
+    }
+    with pytest.raises(error, match=words):
+        Call("ragged", r, **{**items, **changes})
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_mask_does_not_outlive_its_plan(kind: str) -> None:
+    r = requests(kind)
+    call = Call(kind, r, custom_mask=r.mask)
+    r.expected(masked=True).check(call.run())
+    tables = (r.qo_indptr, *r.table, *r.sizes) if kind == "paged" else (r.qo_indptr, r.kv_indptr, *r.sizes[:3])
+    call.wrapper.plan(*tables, causal=True)
+    assert call.wrapper._causal
+    r.expected(causal=True).check(call.run())
+
+
+def test_later_requests_of_a_batch() -> None:
+    """Their pages follow those of the others in one table."""
+    r = Requests((37, 5, 130, 1), (2, 3, 5, 1))
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    indptr, indices, last = r.table
+    wrapper.plan(r.qo_indptr[1:] - 2, indptr[1:].cpu(), indices, last[1:], *r.sizes, causal=True)
+    later = zip(r.q.split(r.rows)[1:], r.batch.keys[1:], r.batch.values[1:], strict=True)
+    Expected.of([(*part, None) for part in later], causal=True).check(wrapper.run(r.q[2:], r.cache()))
+
+
+@each_kind
+def test_fp8_cache(kind: str) -> None:
+    r = requests(kind, kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16)
+    out = Call(kind, r).run(k_scale=0.5, v_scale=3.0)
+    r.expected(k_scale=0.5, v_scale=3.0).check(out)
+    names = ("scale_k", "scale_v") if kind == "single" else ("k_scale", "v_scale")
+    scales = (torch.tensor(0.5, device=DEVICE), torch.tensor([3.0], device=DEVICE))
+    r.expected(k_scale=0.5, v_scale=3.0).check(Call(kind, r).run(**dict(zip(names, scales, strict=True))))
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_options_of_run(kind: str) -> None:
+    r = requests(kind)
+    call = Call(kind, r, causal=True, logits_soft_cap=3.0, window_left=50)
+    meaning: dict[str, Any] = {"causal": True, "logits_soft_cap": 3.0}
+    expected = r.expected(**meaning, window_left=5, sinks=True, sm_scale=0.5 / 8)
+    out, lse = call.run(window_left=5, sinks=r.sinks, q_scale=0.5, return_lse=True, lse_base="ln", lse_layout="HN")
+    assert lse.is_contiguous()
+    expected.check(out, ln(lse.T))
+    r.expected(**meaning).check(call.run(window_left=-1))
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_sink_by_position(kind: str) -> None:
+    r = requests(kind)
+    if kind == "paged":
+        wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), jit_args=sink_variant())
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes, causal=True, sm_scale=0.5)
+        tensors = (r.q, r.cache())
+    else:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), jit_args=sink_variant())
+        wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], causal=True, sm_scale=0.5)
+        tensors = (r.q, *r.ragged())
+    expected = r.expected(causal=True, sinks=True, sm_scale=0.2)
+    expected.check(*wrapper.run(*tensors, r.sinks, 0.2, return_lse=True))
+    expected.check(*wrapper.run_return_lse(*tensors, r.sinks, 0.1, q_scale=2.0))
+    r.expected(causal=True, sinks=True, sm_scale=0.5).check(wrapper.run(*tensors, r.sinks))
+    with pytest.raises(errors.ArgumentError, match="sinks is given twice"):
+        wrapper.run(*tensors, r.sinks, sinks=r.sinks)
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_buffers_are_filled_and_returned(kind: str) -> None:
+    r = requests(kind)
+    out, lse = torch.empty_like(r.q), torch.empty(r.q.shape[1::-1], device=DEVICE)
+    got = Call(kind, r).run(out=out, lse=lse, return_lse=True, lse_layout="HN")
+    assert got[0] is out
+    assert got[1] is lse
+    r.expected().check(out, lse.T)
+
+
+def test_scales_by_position() -> None:
+    r = requests("paged")
+    wrapper = Call("paged", r).wrapper
+    r.expected(k_scale=0.5, v_scale=2.0).check(wrapper.run(r.q, r.cache(), 0.5, 2.0))
+    r.expected(k_scale=0.5).check(wrapper.run(r.q, r.cache(), torch.tensor(0.5, device=DEVICE)))
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_old_names_and_interface(kind: str) -> None:
+    r = requests(kind)
+    names: dict[str, Any] = {"head_dim": 64, "data_type": torch.float16, "allow_fp16_qk_reduction": True}
+    if kind == "paged":
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", qk_indptr_buf=None)
+        wrapper.begin_forward(r.qo_indptr, *r.table, *r.heads, page_size=16, **names)
+        arguments = (r.q, r.cache())
+    else:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", qk_indptr_buf=None)
+        wrapper.begin_forward(r.qo_indptr, r.kv_indptr, *r.heads, **names)
+        arguments = (r.q, *r.ragged())
+    r.expected().check(wrapper.forward(*arguments))
+    r.expected(causal=True, sm_scale=0.2).check(*wrapper.forward_return_lse(*arguments, causal=True, sm_scale=0.2))
+    r.expected().check(*wrapper.run_return_lse(*arguments))
+    wrapper.end_forward()
+
+
+def test_workspace_size_takes_the_arguments_of_plan() -> None:
+    r = requests("paged")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    size, integers = wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, causal=True, sm_scale=0.1)
+    assert 0 <= size < 16 << 20
+    assert 0 < integers < 16 << 20
+    with pytest.raises(TypeError, match="casual"):
+        wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, casual=True)
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_cuda_graph_mode(kind: str) -> None:
+    r, s = requests(kind), requests(kind, kv_lens=(7, 8, 100, 1), qo_lens=(3, 0, 20, 1), seed=1)
+
+    def buffer(n: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(n, dtype=dtype, device=DEVICE)
+
+    buffers: dict[str, Any] = {"qo_indptr_buf": buffer(5), "custom_mask_buf": buffer(2000, torch.uint8)}
+    if kind == "paged":
+        buffers |= {"paged_kv_indptr_buf": buffer(5), "paged_kv_indices_buf": buffer(20)}
+        buffers |= {"paged_kv_last_page_len_buf": buffer(4)}
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), use_cuda_graph=True, **buffers)
+    else:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            workspace(), use_cuda_graph=True, kv_indptr_buf=buffer(5), **buffers
+        )
+    named = buffers if kind == "paged" else {"qo_indptr_buf": buffers["qo_indptr_buf"]}
+    assert all(getattr(wrapper, f"_{name}") is t for name, t in named.items() if name != "custom_mask_buf")
+    for batch, masked in ((r, False), (s, True), (r, True)):
+        tables = (batch.qo_indptr, *batch.table, *batch.sizes)
+        if kind == "ragged":
+            tables = (batch.qo_indptr, batch.kv_indptr, *batch.sizes[:3])
+        mask = torch.nn.functional.pad(batch.mask, (0, 99), value=True) if masked else None  # of a larger batch
+        wrapper.plan(*tables, causal=not masked, custom_mask=mask)
+        assert torch.equal(buffers["qo_indptr_buf"], batch.qo_indptr)
+        cache = (batch.cache(),) if kind == "paged" else batch.ragged()
+        rows = len(batch.q)
+        padded = torch.cat((batch.q, torch.zeros_like(r.q[: len(r.q) - rows])))
+        out, lse = wrapper.run(padded, *cache, return_lse=True)
+        batch.expected(masked=masked, causal=not masked).check(out[:rows], lse[:rows])
+        assert (out[rows:] == 0).all()
+
+
+def test_single_with_lse_and_dtype() -> None:
+    r = requests("single")
+    out, lse = flashinfer.single_prefill_with_kv_cache_return_lse(r.q, *r.ragged(), o_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    r.expected().check(out.half(), lse)
+    square = r.masks[0].to(DEVICE)
+    r.expected(masked=True).check(flashinfer.single_prefill_with_kv_cache(r.q, *r.ragged(), custom_mask=square))

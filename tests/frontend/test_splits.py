@@ -1,0 +1,122 @@
+"""``fixed_split_size`` and ``disable_split_kv``: how a plan is cut, which does not depend on what else is in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches import items
+from helpers.wrapper_requests import DEVICE, Requests, workspace
+
+import attn_ops as flashinfer
+from attn_ops.errors import CapacityError, OptionError
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SPLITS: list[tuple[dict[str, Any], int]] = [
+    ({"fixed_split_size": 4}, 64),
+    ({"fixed_split_size": 5}, 128),
+    ({"fixed_split_size": 4, "disable_split_kv": True}, 0),
+    ({"disable_split_kv": True}, 0),
+    ({"fixed_split_size": -1, "disable_split_kv": True}, 0),
+]
+"""Arguments of plan(), and tokens in a piece, with pages of 16; 0 where nothing is split."""
+
+SCRATCH = 1 << 24
+KINDS = ("decode", "rows", "prefill", "ragged")
+
+
+def planned(kind: str, r: Requests, **options: Any) -> Any:
+    if kind == "decode":
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(SCRATCH))
+        wrapper.plan(*r.table, *r.sizes, **options)
+    elif kind == "rows":
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(SCRATCH))
+        wrapper.plan(*r.table, *r.sizes, q_len_per_req=2, **options)
+    elif kind == "prefill":
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(SCRATCH))
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes, causal=True, **options)
+    else:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(SCRATCH))
+        wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], causal=True, **options)
+    return wrapper
+
+
+def batch(kind: str, kv_lens: tuple[int, ...]) -> Requests:
+    return Requests(kv_lens, () if kind == "decode" else (2,) * len(kv_lens))
+
+
+def extents(wrapper: Any, request: int) -> list[tuple[int, int]]:
+    """The KV ranges of a request's work items."""
+    work = items(wrapper._planned.plan)
+    return sorted((i.kv_begin, i.kv_end) for i in work if i.rows and i.request == request)
+
+
+@pytest.mark.parametrize(("options", "size"), SPLITS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_is_cut_at_multiples_of_the_size(kind: str, options: dict[str, Any], size: int) -> None:
+    if kind == "ragged" and options.get("fixed_split_size") == 5:
+        size = 64  # pages of one token
+    wrappers = [planned(kind, batch(kind, lens), **options) for lens in ((700, 3, 90), (5, 64, 9, 700, 2000), (700,))]
+    begins = range(0, 700, size) if size else [0]
+    for wrapper, place in zip(wrappers, (0, 3, 0), strict=True):
+        assert [begin for begin, _ in extents(wrapper, place)] == list(begins)
+
+
+@pytest.mark.parametrize("options", [options for options, _ in SPLITS], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_replans(kind: str, options: dict[str, Any]) -> None:
+    wrapper = None
+    for lens in ((700, 3, 90), (5, 64, 9, 700, 2000)):
+        r = batch(kind, lens)
+        wrapper = planned(kind, r, **options)
+        kv = r.ragged() if kind == "ragged" else (r.cache("tensor"),)
+        out, lse = wrapper.run(r.q, *kv, return_lse=True)
+        r.expected(causal=True).check(out, lse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_size_of_no_pages_is_refused(kind: str) -> None:
+    with pytest.raises(OptionError, match=r"\.plan: fixed_split_size is 0; expected 1 page or more, or None; change"):
+        planned(kind, batch(kind, (70, 3)), fixed_split_size=0)
+
+
+def test_workspace_size_counts_pieces() -> None:
+    r = batch("prefill", (700, 3, 90))
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(SCRATCH))
+    few, many = (decode.workspace_size(*r.table, *r.sizes, fixed_split_size=n)[0] for n in (16, 4))
+    assert few < many
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(0, dtype=torch.uint8))
+    size, _ = prefill.workspace_size(r.qo_indptr, *r.table, *r.sizes, causal=True, fixed_split_size=4)
+    with pytest.raises(CapacityError, match=f"the float workspace has 0 bytes; expected at least {size} bytes"):
+        prefill.plan(r.qo_indptr, *r.table, *r.sizes, causal=True, fixed_split_size=4)
+    assert prefill.workspace_size(r.qo_indptr, *r.table, *r.sizes, disable_split_kv=True)[0] == 0
+
+
+def test_workspace_size_counts_the_pieces_that_a_captured_batch_has_room_for() -> None:
+    r = Requests((70, 3), (1, 1))
+
+    def wrapper(float_workspace: torch.Tensor) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:
+        buffers = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in (3, 1024, 2)]
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(float_workspace, "NHD", True, False, *buffers)
+
+    size, _ = wrapper(workspace(SCRATCH)).workspace_size(*r.table, *r.sizes, fixed_split_size=1)
+    planned_one = wrapper(workspace(size))
+    planned_one.plan(*r.table, *r.sizes, fixed_split_size=1)
+    r.expected().check(planned_one.run(r.q, r.cache("tensor")))
+
+
+def test_a_captured_prefill_has_room_for_the_pieces_of_its_first_plan() -> None:
+    def buffer(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=DEVICE)
+
+    buffers = [buffer(3), buffer(3), buffer(90), buffer(2)]
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(SCRATCH), "NHD", True, *buffers)
+    for lens in ((700, 300), (300, 650)):
+        r = Requests(lens, (2, 2))
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes, fixed_split_size=4)
+        r.expected().check(wrapper.run(r.q, r.cache("tensor")))
+    r = Requests((700, 600), (2, 2))
+    with pytest.raises(CapacityError, match=r"has 22 pieces of KV and the first plan room for 16; expected room for"):
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes, fixed_split_size=4)

@@ -1,0 +1,388 @@
+"""Functions over block tables: trtllm, cuDNN and XQA forms, on the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.wrapper_requests import DEVICE, Requests, ln, workspace
+
+import attn_ops as flashinfer
+from attn_ops.plan import page_table
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+SCALE = 0.125
+
+
+def scales(as_tensor: bool, *values: float) -> Any:
+    return [torch.tensor(v, device=DEVICE) if as_tensor else v for v in values]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_trtllm_decode(kv_layout: str, as_tensor: bool) -> None:
+    r = Requests(kv_layout=kv_layout)
+    bmm1, bmm2 = scales(as_tensor, 0.2, 3.0)
+    out = torch.empty_like(r.q)
+    got, lse = flashinfer.trtllm_batch_decode_with_kv_cache(
+        r.q,
+        r.cache("tensor"),
+        workspace(),
+        r.block_tables(),
+        r.seq_lens,
+        130,
+        bmm1,
+        bmm2,
+        window_left=40,
+        out=out,
+        sinks=[r.sinks],
+        kv_layout=kv_layout,
+        return_lse=True,
+    )
+    assert got is out
+    r.expected(sm_scale=0.2, v_scale=3.0, window_left=40, sinks=True).check(out, lse)
+
+
+def test_trtllm_scale_in_base_2() -> None:
+    r = Requests(kv_layout="HND")
+    scale = torch.tensor([0.2 * math.log2(math.e)], device=DEVICE)
+    tables = (r.block_tables(), r.seq_lens, 130, 0.7)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(
+        r.q, r.cache(), workspace(), *tables, bmm1_scale_log2=scale, q_len_per_req=1
+    )
+    r.expected(sm_scale=0.2).check(out)
+
+
+def test_trtllm_decode_of_several_rows() -> None:
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
+    tables = (r.block_tables(), r.seq_lens, 130, SCALE)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(r.q, r.cache(), workspace(), *tables, q_len_per_req=3)
+    r.expected(causal=True).check(out)
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 0, 5), kv_layout="HND")
+    tables = (r.block_tables(), r.seq_lens, 130, SCALE)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(
+        r.q, r.cache(), workspace(), *tables, cum_seq_lens_q=r.qo_indptr, max_q_len=5, o_scale=0.5
+    )
+    r.expected(causal=True).check(out)
+
+
+def draft(r: Requests, words: int, dtype: torch.dtype) -> torch.Tensor:
+    """A draft mask by chance, ``[rows, words]``, which ``r.masks`` then say too; bits past the draft are set."""
+    generator, lines = torch.Generator().manual_seed(1), []
+    bits = 8 * dtype.itemsize
+    for b, (rows, length) in enumerate(zip(r.rows, r.kv_lens, strict=True)):
+        seen = torch.rand(rows, rows, generator=generator) < 0.5
+        whole = torch.ones(rows, length, dtype=torch.bool)
+        whole[:, max(length - rows, 0) :] = seen[:, max(rows - length, 0) :]
+        r.masks[b] = whole
+        spread = torch.ones(rows, words * bits, dtype=torch.int64)
+        spread[:, :rows] = seen
+        lines.append((spread.view(rows, words, bits) << torch.arange(bits)).sum(-1))
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32}[dtype]
+    return torch.cat(lines).to(signed).view(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize(("words", "dtype"), [(2, torch.uint16), (1, torch.uint32), (4, torch.uint16)], ids=str)
+@pytest.mark.parametrize("window_left", [-1, 20])
+def test_draft_masks(words: int, dtype: torch.dtype, window_left: int) -> None:
+    r = Requests(kv_lens=(37, 5, 130, 3), qo_lens=(5, 5, 5, 5), kv_layout="HND")
+    mask = draft(r, words, dtype).view(4, 5, words)
+    arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, SCALE
+    options = {"kv_layout": "HND", "q_len_per_req": 5, "mask": mask, "window_left": window_left}
+    expected = r.expected(masked=True, window_left=window_left)
+    expected.check(flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, **options))
+    expected.check(flashinfer.xqa_batch_decode_with_kv_cache(*arguments, **options))
+    pages, heads = r.block_tables(), (4, 1, 5, 4, 64)
+    out = flashinfer.xqa(
+        r.q.view(heads),
+        *r.cache(),
+        pages,
+        r.seq_lens,
+        kv_layout="HND",
+        q_seq_len=5,
+        mask=mask,
+        sliding_win_size=window_left + 1,
+    )
+    assert out is not None
+    expected.check(out.view(r.q.shape))
+
+
+def test_draft_masks_of_ragged_rows_and_trees() -> None:
+    r = Requests(kv_lens=(37, 0, 130, 60, 9), qo_lens=(3, 0, 1, 40, 2), kv_layout="HND")
+    mask = draft(r, 4, torch.uint16)
+    arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, SCALE
+    options = {"cum_seq_lens_q": r.qo_indptr, "max_q_len": 40, "mask": mask}
+    r.expected(masked=True).check(flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, **options))
+    out = flashinfer.xqa(
+        r.q, *r.cache(), r.block_tables(), r.seq_lens, kv_layout="HND", q_cu_seq_lens=r.qo_indptr, mask=mask
+    )
+    assert out is not None
+    r.expected(masked=True).check(out)
+
+
+def test_rows_that_do_not_ascend_stay_inside_of_a_draft_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_table, "seen", lambda _: False)  # as on a GPU
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
+    arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, SCALE
+    hidden = torch.zeros(9, 64, dtype=torch.uint16, device=DEVICE)
+    for rows in ([0, 200, 3, 9], [-500, 3, 6, 9], [0, 3, 6, 500]):
+        indptr = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+        out = flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, cum_seq_lens_q=indptr, mask=hidden)
+        assert out.shape == r.q.shape
+    indptr = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=DEVICE)
+    seen = torch.full((9, 2), 7, dtype=torch.uint16, device=DEVICE)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, cum_seq_lens_q=indptr, mask=seen)
+    r.expected(causal=False).check(out)
+
+
+def test_a_causal_draft_mask_changes_nothing() -> None:
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
+    mask = torch.tensor([[1, 0], [3, 0], [7, 0]], dtype=torch.uint16, device=DEVICE).expand(3, 3, 2)
+    tables = (r.block_tables(), r.seq_lens, 130, SCALE)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(r.q, r.cache(), workspace(), *tables, q_len_per_req=3, mask=mask)
+    r.expected(causal=True).check(out)
+
+
+def test_cudnn_offsets_count_elements_of_views() -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40))
+    both = [torch.stack((t, t), 1)[:, 0] for t in (r.q, *r.ragged())]
+    strides = [t.stride(0) for t in both]
+    assert strides == [2 * 4 * 64, 2 * 2 * 64, 2 * 2 * 64]
+    options = {"max_token_per_sequence": 40, "max_sequence_kv": 130, "causal": True, "return_lse": True}
+    out, lse = flashinfer.cudnn_batch_prefill_with_kv_cache(
+        *both,
+        SCALE,
+        workspace(),
+        actual_seq_lens_q=torch.tensor(r.qo_lens, device=DEVICE),
+        actual_seq_lens_kv=r.seq_lens,
+        batch_offsets_q=r.qo_indptr * strides[0],
+        batch_offsets_o=r.qo_indptr * 4 * 64,
+        batch_offsets_k=r.kv_indptr * strides[1],
+        batch_offsets_v=r.kv_indptr * strides[2],
+        **options,
+    )
+    r.expected(causal=True).check(out, lse)
+
+
+def test_xqa_batch_decode() -> None:
+    r = Requests()
+    tables = (workspace(), r.block_tables(), r.seq_lens, 130, SCALE)
+    out = flashinfer.xqa_batch_decode_with_kv_cache(r.q, r.cache(), *tables, sinks=r.sinks)
+    r.expected(sinks=True).check(out)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_trtllm_context(causal: bool) -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND", dtype=torch.bfloat16)
+    out, lse = flashinfer.trtllm_batch_context_with_kv_cache(
+        r.q,
+        r.cache(),
+        workspace(),
+        r.block_tables(),
+        r.seq_lens,
+        40,
+        130,
+        SCALE,
+        1.0,
+        4,
+        r.qo_indptr,
+        r.kv_indptr,
+        causal=causal,
+        return_lse=True,
+        out_dtype="float32",
+    )
+    assert out.dtype == torch.float32
+    r.expected(causal=causal).check(out.bfloat16(), lse)
+
+
+def test_cudnn_decode() -> None:
+    r = Requests(kv_layout="HND")
+    out, lse = flashinfer.cudnn_batch_decode_with_kv_cache(
+        r.q,
+        *r.cache(),
+        SCALE,
+        workspace(),
+        max_sequence_kv=130,
+        actual_seq_lens_kv=r.seq_lens.view(-1, 1, 1, 1),
+        block_tables=r.block_tables(),
+        batch_offsets_q=torch.arange(5) * 256,
+        return_lse=True,
+    )
+    r.expected().check(out, lse)
+
+
+def _cudnn_prefill(r: Requests, paged: bool, rows: torch.Tensor | None, **options: Any) -> Any:
+    """Of ``rows`` query rows a request, 40 at most."""
+    return flashinfer.cudnn_batch_prefill_with_kv_cache(
+        r.q,
+        *(r.cache() if paged else r.ragged()),
+        SCALE,
+        workspace(),
+        max_token_per_sequence=40,
+        max_sequence_kv=130,
+        **{
+            "actual_seq_lens_q": rows,
+            "actual_seq_lens_kv": r.seq_lens,
+            "causal": True,
+            "return_lse": True,
+            "block_tables": r.block_tables() if paged else None,
+            **options,
+        },
+    )
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_cudnn_prefill(paged: bool) -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
+    lengths = torch.tensor(r.qo_lens, device=DEVICE).view(-1, 1, 1, 1)
+    options: dict[str, Any] = {}
+    if not paged:
+        options = {"batch_offsets_k": r.kv_indptr, "batch_offsets_units": "tokens", "batch_offsets_q": r.qo_indptr}
+    scales = {"q_scale": torch.tensor(0.5, device=DEVICE), "v_scale": torch.tensor(3.0, device=DEVICE)}
+    out, lse = _cudnn_prefill(r, paged, lengths, **scales, lse_base="ln", **options)
+    r.expected(causal=True, sm_scale=SCALE / 2, v_scale=3.0).check(out, ln(lse))
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_cudnn_lengths_by_offsets_in_tokens(paged: bool) -> None:
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
+    options: dict[str, Any] = {"batch_offsets_q": r.qo_indptr, "batch_offsets_units": "tokens"}
+    if not paged:
+        options |= {"batch_offsets_k": r.kv_indptr[:, None], "actual_seq_lens_kv": None}
+    r.expected(causal=True).check(*_cudnn_prefill(r, paged, None, **options))
+
+
+NONE = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+FROM_0 = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+NO_ROWS, NO_KEYS, NO_LATENT_ROWS = (torch.zeros(0, *shape, device=DEVICE) for shape in ((4, 64), (2, 64), (4, 576)))
+HND, LATENT = torch.zeros(5, 2, 2, 16, 64, device=DEVICE), torch.zeros(5, 16, 576, device=DEVICE)
+SIZES: dict[str, int] = {"max_token_per_sequence": 0, "max_sequence_kv": 0}
+
+
+def _mla_by_page_table(pages: torch.Tensor) -> torch.Tensor:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    return wrapper.run(query=NO_LATENT_ROWS, kv_cache=LATENT, page_table=pages, kv_len=NONE)
+
+
+EMPTY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "decode": lambda pages: flashinfer.trtllm_batch_decode_with_kv_cache(
+        NO_ROWS, HND, workspace(), pages, NONE, 0, return_lse=True
+    ),
+    "draft": lambda pages: flashinfer.trtllm_batch_decode_with_kv_cache(
+        NO_ROWS, HND, workspace(), pages, NONE, 0, mask=torch.zeros(0, 2, dtype=torch.uint16, device=DEVICE)
+    ),
+    "context": lambda pages: flashinfer.trtllm_batch_context_with_kv_cache(
+        NO_ROWS, HND, workspace(), pages, NONE, 0, 0, 0.1, 1.0, 0, FROM_0, FROM_0, return_lse=True
+    ),
+    "deepseek": lambda _: flashinfer.trtllm_ragged_attention_deepseek(
+        *(NO_ROWS, NO_KEYS, NO_KEYS, workspace(), NONE, 0, 0, 0.1, 1.0, -1, 0, -1, FROM_0, FROM_0, False, True, True)
+    ),
+    "xqa": lambda pages: flashinfer.xqa(NO_ROWS, HND[:, 0], HND[:, 1], pages, NONE, kv_layout="HND"),
+    "xqa_mla": lambda pages: flashinfer.xqa_mla(NO_LATENT_ROWS, LATENT, LATENT[..., :512], pages, NONE),
+    "MLA": lambda pages: flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+        NO_LATENT_ROWS[:, None], LATENT, workspace(), 128, 512, 64, pages, NONE, 0
+    ),
+    "MLA by page table": _mla_by_page_table,
+    "cudnn decode": lambda pages: flashinfer.cudnn_batch_decode_with_kv_cache(
+        *(NO_ROWS, HND[:, 0], HND[:, 1], 0.1, workspace()),
+        max_sequence_kv=0,
+        actual_seq_lens_kv=NONE,
+        block_tables=pages,
+    ),
+    **{
+        f"cudnn {kind}": lambda pages, kv=kv, paged=paged: flashinfer.cudnn_batch_prefill_with_kv_cache(
+            *(NO_ROWS, *kv, 0.1, workspace()),
+            **SIZES,
+            actual_seq_lens_q=NONE,
+            actual_seq_lens_kv=NONE,
+            block_tables=pages if paged else None,
+            causal=True,
+            return_lse=True,
+        )
+        for kind, kv, paged in (("prefill", (HND[:, 0], HND[:, 1]), True), ("ragged", (NO_KEYS, NO_KEYS), False))
+    },
+}
+
+
+@pytest.mark.parametrize("width", [0, 3])
+@pytest.mark.parametrize("name", EMPTY)
+def test_no_requests(name: str, width: int) -> None:
+    result = EMPTY[name](torch.zeros(0, width, dtype=torch.int32, device=DEVICE))
+    out, *lse = result if isinstance(result, tuple) else (result,)
+    assert out.shape[0] == 0
+    assert out.shape[-2:] == ((4, 512) if "MLA" in name.upper() else (4, 64))
+    assert [t.shape for t in lse] in ([], [(0, 4)])
+
+
+@pytest.mark.parametrize("rows", [(1, 5, 0, 40), (0, 0, 0, 0)])
+@pytest.mark.parametrize("paged", [True, False])
+def test_cudnn_prefill_pads_lse(paged: bool, rows: tuple[int, ...]) -> None:
+    r = Requests((70, 3, 9, 130), rows, kv_layout="HND")
+    lse = torch.full((4, 40, 4), math.nan, device=DEVICE)
+    out, got = _cudnn_prefill(r, paged, torch.tensor(r.qo_lens, device=DEVICE), lse=lse)
+    assert got is lse
+    r.expected(causal=True).check(out, torch.cat([x[:n] for x, n in zip(lse, rows, strict=True)]))
+    assert all(x[n:].isnan().all() for x, n in zip(lse, rows, strict=True))
+
+
+@pytest.mark.parametrize("form", ["[B, H, D]", "[B, 1, H, D]", "[B, 1, Q, H, D]"])
+@pytest.mark.parametrize("lengths", ["int32", "uint32 [B, 1]"])
+def test_xqa(form: str, lengths: str) -> None:
+    rows = 2 if "Q" in form else 1
+    r = Requests((37, 5, 130, 3), (rows,) * 4)
+    seq_lens = r.seq_lens if lengths == "int32" else r.seq_lens.view(torch.uint32)[:, None]
+    q = {"[B, H, D]": r.q, "[B, 1, H, D]": r.q[:, None], "[B, 1, Q, H, D]": r.q.view(4, 1, rows, 4, 64)}[form]
+    cache = r.cache("tensor")
+    out = flashinfer.xqa(q, cache, cache, r.block_tables(), seq_lens, head_dim=64, page_size=16)
+    assert out is not None
+    assert out.shape == q.shape
+    r.expected(causal=True).check(out.view(r.q.shape))
+
+
+def test_xqa_fills_output() -> None:
+    from attn_ops.xqa import xqa
+
+    r = Requests()
+    out = torch.empty_like(r.q)
+    semaphores = torch.zeros(8, dtype=torch.uint32, device=DEVICE)
+    none = xqa(
+        r.q,
+        *r.cache(),
+        r.block_tables(),
+        r.seq_lens,
+        out,
+        workspace(),
+        semaphores,
+        2,
+        16,
+        r.sinks,
+        0.5,
+        2.0,
+        sliding_win_size=8,
+        rcp_out_scale=3.0,
+    )
+    assert none is None
+    r.expected(sm_scale=SCALE, v_scale=6.0, window_left=7, sinks=True).check(out)
+
+
+def test_forms_of_sinks() -> None:
+    r = Requests()
+    for sinks in (r.sinks.view(2, 2), [r.sinks], r.sinks.repeat_interleave(2)[::2]):
+        out = flashinfer.xqa(r.q, *r.cache(), r.block_tables(), r.seq_lens, sinks=sinks)
+        r.expected(sinks=True).check(out)
+
+
+def test_xqa_of_ragged_rows() -> None:
+    r = Requests((37, 3, 130), (3, 0, 5))
+    out = flashinfer.xqa(r.q, *r.cache(), r.block_tables(), r.seq_lens, q_cu_seq_lens=r.qo_indptr)
+    r.expected(causal=True).check(out)
+
+
+def test_xqa_is_a_module_and_a_function() -> None:
+    import attn_ops.xqa as module
+
+    assert module.xqa is flashinfer.xqa
+    assert flashinfer.xqa.xqa_mla is flashinfer.xqa_mla

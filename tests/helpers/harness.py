@@ -1,0 +1,179 @@
+"""A case made into tensors, a plan and a call: the one body behind the attention tests of every backend."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import attn_ops
+from helpers.cases import Case
+from helpers.oracle import GARBAGE, Expected, PagedBatch
+
+OPS = {"decode": "batch_decode", "prefill": "batch_prefill", "ragged": "ragged_prefill"}
+
+
+class Setup:
+    """``kind`` is ``decode``, ``prefill`` or ``ragged``; see :meth:`run` and :meth:`check`."""
+
+    def __init__(self, kind: str, case: Case, device: str = "cpu", seed: int = 0) -> None:
+        self.kind, self.case, self.device = kind, case, device
+        self.generator = torch.Generator().manual_seed(seed)
+        (self.num_qo_heads, self.num_kv_heads), (self.head_dim, self.head_dim_vo) = case.heads, case.head_dims
+        self.qo_lens = (1,) * len(case.kv_lens) if kind == "decode" else case.qo_lens
+        self._query()
+        (self._ragged if kind == "ragged" else self._paged)()
+        sinks = torch.randn(self.num_qo_heads, generator=self.generator) * case.sinks
+        self.sinks = sinks.to(device) if case.sinks else None
+        self.kv_scale = None if case.kv_scale is None else torch.tensor(case.kv_scale, device=device)
+        self._mask()
+        self._plan()
+
+    def run(self, backend: str = "auto", **overrides: Any) -> tuple[Tensor, Tensor]:
+        """Call the op, by default with ``return_lse``."""
+        arguments = {**self.arguments, "backend": backend, **overrides}
+        return getattr(torch.ops.attn, OPS[self.kind])(**arguments)
+
+    def check(self, out: Tensor, lse: Tensor | None = None, **tolerance: float) -> None:
+        assert out.dtype == self.case.dtype
+        assert out.is_contiguous()
+        self.expected.check(out, lse, **tolerance)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        keys = ("k", "v") if self.kind == "ragged" else ("k_cache", "v_cache")
+        more = {} if self.kind == "decode" else {"causal": self.case.causal, "mask": self.packed_mask}
+        return {
+            "q": self.q,
+            **dict(zip(keys, (self.k, self.v), strict=True)),
+            "plan": self.planner.state,
+            "workspace": self.planner.workspace,
+            "sm_scale": self.case.sm_scale,
+            "logits_soft_cap": self.case.logits_soft_cap,
+            "window_left": self.case.window_left,
+            "sinks": self.sinks,
+            "kv_layout": self.case.kv_layout,
+            "return_lse": True,
+            "kv_scale": self.kv_scale,
+            "pos_encoding": self.case.pos_encoding,
+            "rope_scale": self.case.rope[0],
+            "rope_theta": self.case.rope[1],
+            **more,
+        }
+
+    @cached_property
+    def expected(self) -> Expected:
+        # A decode row is the last of its sequence, so the causal bound hides nothing from it.
+        rows = self.q[: sum(self.qo_lens)].split(self.qo_lens)
+        k_scale, v_scale = self.case.kv_scale or (1.0, 1.0)
+        requests = [
+            (q, k.double() * k_scale, v.double() * v_scale, mask)
+            for q, k, v, mask in zip(rows, self.keys, self.values, self.masks, strict=True)
+        ]
+        no_keys, no_values = (torch.zeros(0, self.num_kv_heads, dim) for dim in self.case.head_dims)
+        return Expected.of(
+            [*requests, (self.q[:0], no_keys, no_values, None)],
+            padding=self.case.padding,
+            causal=self.case.causal,
+            window_left=self.case.window_left,
+            logits_soft_cap=self.case.logits_soft_cap,
+            sm_scale=self.case.sm_scale,
+            sinks=self.sinks,
+            pos_encoding=self.case.pos_encoding,
+            rope_scale=self.case.rope[0],
+            rope_theta=self.case.rope[1],
+        )
+
+    def replan(self) -> None:
+        """Plan into buffers full of garbage, which a plan must not show."""
+        for t in self.planner.state:
+            t.fill_(GARBAGE)
+        self.planner.workspace.fill_(math.nan)
+        self.planner.plan(*self.plan_inputs)
+
+    def _query(self) -> None:
+        rows = sum(self.qo_lens)
+        heads = self.num_qo_heads + (2 * self.num_kv_heads if self.case.storage == "padded" else 0)
+        memory = torch.full((rows + self.case.padding, heads, self.head_dim), math.nan, dtype=self.case.dtype)
+        random = torch.randn(rows, self.num_qo_heads, self.head_dim, generator=self.generator)
+        memory[:rows, : self.num_qo_heads] = random.to(self.case.dtype)
+        self.q = memory.to(self.device)[:, : self.num_qo_heads]
+
+    def _mask(self) -> None:
+        """Bits little-endian, every request padded to a whole byte."""
+        shapes, share = list(zip(self.qo_lens, self.case.kv_lens, strict=True)), self.case.masked
+        self.masks: list[Tensor | None] = [None] * len(shapes)
+        self.packed_mask = None
+        if share is not None:
+            self.masks = [torch.rand(shape, generator=self.generator) < share for shape in shapes]
+            packed = [np.packbits(mask.flatten().numpy(), bitorder="little") for mask in self.masks]
+            self.packed_mask = torch.from_numpy(np.concatenate([*packed, np.zeros(1, np.uint8)])).to(self.device)
+
+    def _paged(self) -> None:
+        case = self.case
+        batch = PagedBatch(
+            lengths=case.kv_lens,
+            page_size=case.page_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_vo=self.head_dim_vo,
+            kv_layout=case.kv_layout,
+            dtype=case.kv_dtype or case.dtype,
+            device=self.device,
+            storage=case.storage,
+            generator=self.generator,
+        )
+        self.k, self.v, self.keys, self.values = batch.k_cache, batch.v_cache, batch.keys, batch.values
+        self.page_table = batch.page_table
+        self.num_pages = batch.num_pages
+
+    def _ragged(self) -> None:
+        """All tokens in a row, followed by NaN that belongs to no request."""
+        spare, dtype = 2 if self.case.storage == "padded" else 0, self.case.kv_dtype or self.case.dtype
+
+        def tokens(dim: int) -> tuple[list[Tensor], Tensor]:
+            shapes = [(n, self.num_kv_heads, dim) for n in self.case.kv_lens]
+            each = [torch.randn(shape, generator=self.generator).to(dtype) for shape in shapes]
+            after = torch.full((spare, self.num_kv_heads, dim), math.nan)
+            flat = torch.cat((*(t.float() for t in each), after))
+            if self.case.kv_layout == "HND":
+                flat = flat.transpose(0, 1).contiguous()
+            memory = torch.full((*flat.shape[:2], dim + 8 * spare), math.nan)
+            memory[..., :dim] = flat
+            return each, memory.to(self.device, dtype)[..., :dim]
+
+        self.keys, self.k = tokens(self.head_dim)
+        self.values, self.v = tokens(self.head_dim_vo)
+
+    def _plan(self) -> None:
+        sizes: dict[str, Any] = {
+            "max_batch": max(1, len(self.case.kv_lens) + self.case.padding + self.case.spare_batch),
+            "num_qo_heads": self.num_qo_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "head_dim_vo": self.head_dim_vo,
+            "max_kv_len": max((1, *self.case.kv_lens)),
+            "device": self.device,
+        }
+        qo_indptr = self._indptr(self.qo_lens)
+        if self.kind == "ragged":
+            sizes |= {"max_pages": 0, "max_tokens": max(1, sum(self.qo_lens))}
+            self.plan_inputs: tuple[Tensor, ...] = (qo_indptr, self._indptr(self.case.kv_lens))
+        else:
+            sizes |= {"max_pages": self.page_table[1].shape[0] + 3, "page_size": self.case.page_size}
+            self.plan_inputs = self.page_table
+        if self.kind == "prefill":
+            sizes |= {"max_tokens": max(1, sum(self.qo_lens))}
+            self.plan_inputs = (qo_indptr, *self.plan_inputs)
+        if self.kind != "ragged":
+            sizes |= {"cache_pages": self.num_pages}
+        planner = attn_ops.DecodePlanner if self.kind == "decode" else attn_ops.PrefillPlanner
+        self.planner = planner(**(sizes | self.case.planner))
+        self.replan()
+
+    def _indptr(self, lengths: tuple[int, ...]) -> Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)

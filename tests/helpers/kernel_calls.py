@@ -1,0 +1,94 @@
+"""Small calls that together launch every Triton kernel on the GPU, with its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.ops.schemas import SCHEMAS
+from helpers.calls import arguments, written
+from helpers.redirect import Moved
+
+SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 1500, 2)}
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
+FP8: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 2.0)}
+LATENT: dict[str, Any] = {"head_dims": (576, 512), "heads": (16, 1), "page_size": 64}
+ROWS: dict[str, Any] = {"qo_lens": (40, 0, 33, 2), "head_dims": (128, 128), "heads": (8, 2), "causal": True}
+OPTIONS: dict[str, Any] = {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0}
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{op: (op, {}) for op in SCHEMAS},
+    "decode in pieces": ("batch_decode", SPLIT | BF16 | {"planner": {"num_ctas": 33}}),
+    "decode, wide group": ("batch_decode", SPLIT | BF16 | {"heads": (32, 2), "kv_layout": "HND", "page_size": 3}),
+    "decode, options": ("batch_decode", OPTIONS | {"dtype": torch.float16, "head_dims": (80, 80), "padding": 2}),
+    "decode, FP8 and RoPE": (
+        "batch_decode",
+        SPLIT | BF16 | FP8 | {"planner": {"num_ctas": 33}, "pos_encoding": "ROPE_LLAMA", "sinks": 1.0},
+    ),
+    "decode, ALiBi": ("batch_decode", {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2, "pos_encoding": "ALIBI"}),
+    "prefill in pieces": (
+        "batch_prefill",
+        SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 12, "tile_rows": 16}},
+    ),
+    "prefill, options": ("batch_prefill", OPTIONS | BF16 | {"head_dims": (192, 128), "padding": 2, "page_size": 1}),
+    "prefill, mask": ("batch_prefill", {"masked": 0.5, "dtype": torch.float16, "storage": "padded"}),
+    "prefill, FP8 and RoPE": ("batch_prefill", BF16 | FP8 | {"pos_encoding": "ROPE_LLAMA"}),
+    "prefill of 128": ("batch_prefill", SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 32}}),
+    "prefill of 128, turns": ("batch_prefill", SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 8}}),
+    "ragged of 128": (
+        "ragged_prefill",
+        SPLIT | ROWS | {"dtype": torch.float16, "window_left": 300, "padding": 3, "planner": {"tile_rows": 32}},
+    ),
+    "ragged of 192/128": ("ragged_prefill", SPLIT | BF16 | ROWS | {"head_dims": (192, 128), "heads": (4, 1)}),
+    "prefill of 256, options": (
+        "batch_prefill",
+        SPLIT | BF16 | ROWS | OPTIONS | {"head_dims": (256, 256), "planner": {"num_ctas": 33, "tile_rows": 32}},
+    ),
+    "ragged, ALiBi": ("ragged_prefill", BF16 | {"causal": True, "pos_encoding": "ALIBI", "kv_layout": "HND"}),
+    "single": ("single_prefill", BF16 | {"causal": True, "head_dims": (128, 128), "heads": (8, 1)}),
+    "mla in pieces": ("batch_mla", SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}}),
+    "mla of 512 and 64": (
+        "batch_mla",
+        SPLIT | BF16 | LATENT | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}},
+    ),
+    "mla of 512 and 64, float16": ("batch_mla", LATENT | {"dtype": torch.float16, "heads": (128, 1)}),
+    "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
+}
+
+ATTENTION = [name for name, (op, _) in CALLS.items() if op.endswith(("_decode", "_prefill", "_mla"))]
+
+
+def call(name: str) -> tuple[str, dict[str, Any]]:
+    """The op and its keyword arguments, on the GPU: the same numbers every time."""
+    torch.manual_seed(0)
+    op, changes = CALLS[name]
+    return op, Moved().there(arguments(op, **changes))
+
+
+def observed(op: str, kwargs: dict[str, Any], result: Any) -> list[Tensor]:
+    """What a call returned and what it wrote, other than scratch memory."""
+    outputs = [t for t in torch.utils._pytree.tree_leaves(result) if t is not None]
+    return [*outputs, *(t for t in written(op, kwargs) if t is not kwargs.get("workspace"))]
+
+
+def run(op: str, kwargs: dict[str, Any]) -> list[Tensor]:
+    return observed(op, kwargs, getattr(torch.ops.attn, op)(**kwargs, backend="triton"))
+
+
+def astray(kwargs: dict[str, Any], garbage: int) -> dict[str, Any]:
+    """The call with every other page number out of range."""
+    plan = kwargs.get("plan")
+    for pages in (kwargs.get("kv_indices"), getattr(plan, "kv_indices", None)):
+        if pages is not None:
+            pages[::2] = garbage
+    return kwargs
+
+
+def misplanned(kwargs: dict[str, Any], garbage: int) -> dict[str, Any]:
+    """The call with a plan of nothing but ``garbage``, or of random numbers around 0 for garbage 1."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for field in kwargs.get("plan", ()):
+        field.random_(-50, 200, generator=generator) if garbage == 1 else field.fill_(garbage)
+    return kwargs

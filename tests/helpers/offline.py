@@ -1,0 +1,191 @@
+"""Triton kernels compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+from unittest.mock import patch
+
+import torch
+import triton
+from attn_ops.kernels import triton as backend
+from attn_ops.kernels.triton import config_decode, config_prefill, launch
+from attn_ops.kernels.triton import decode as backend_decode
+
+import attn_ops
+
+Compiled = list[tuple[Any, dict[str, Any]]]
+
+SHARED_MEMORY = {80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
+"""By compute capability: KiB that a CTA and a multiprocessor have."""
+
+
+class Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        """A number of its own for each target: a kernel keeps what it compiled first for a device."""
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[Compiled]:
+    """Launches only compile, with the tiles of that GPU, into the list: a kernel and its arguments each."""
+    compiled: Compiled = []
+
+    def compile_only(
+        kernel: Any, grid: Any, tensors: Any, scalars: Any, strides: Any, constants: Any, options: Any, run: bool
+    ) -> None:
+        args = (*tensors, *scalars, *strides, *constants)
+        result = kernel.warmup(*args, grid=tuple(grid), **options.keywords())
+        result = result.result() if hasattr(result, "result") else result
+        compiled.append((result, dict(zip(kernel.arg_names, args, strict=True))))
+
+    def shared_memory(device: torch.device) -> tuple[int, int]:
+        per_block, per_multiprocessor = SHARED_MEMORY[capability]
+        return per_block << 10, per_multiprocessor << 10
+
+    def forget_tiles() -> None:
+        config_decode.decode_tile.cache_clear()
+        config_prefill.prefill_tile.cache_clear()
+
+    usual = triton.runtime.driver._active
+    triton.runtime.driver.set_active(Driver(capability))
+    forget_tiles()
+    try:
+        with (
+            patch.object(launch, "_launch_direct", compile_only),
+            patch.object(config_decode, "shared_memory", shared_memory),
+            patch.object(config_prefill, "shared_memory", shared_memory),
+            patch.object(config_prefill, "tensor_memory", lambda device: capability // 10 == 10),
+            patch.object(launch, "_hopper", lambda device: capability >= 90),
+            patch.object(backend_decode, "evenly", lambda device, programs: 0),
+        ):
+            yield compiled
+    finally:
+        triton.runtime.driver._active = usual
+        forget_tiles()
+
+
+def tool(name: str, *options: str, cubin: Path) -> str:
+    """What a tool of Triton's, such as ``"nvdisasm"``, says of a compiled kernel."""
+    command = [getattr(triton.knobs.nvidia, name).path, *options, cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def decode(
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    page_size: int = 16,
+    kv_dtype: torch.dtype | None = None,
+    pages: int = 10_000,
+    **options: Any,
+) -> None:
+    sizes = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dims[0], "head_dim_vo": dims[1]}
+    planner = attn_ops.DecodePlanner(8, pages, page_size=page_size, num_ctas=33, **sizes)
+    q = torch.zeros(5, heads[0], dims[0], dtype=dtype)
+    k, v = (torch.zeros(10, page_size, heads[1], dim, dtype=kv_dtype or dtype) for dim in dims)
+    backend.batch_decode(q, k, v, list(planner.state), planner.workspace, **options)
+
+
+def eager(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """As where launches are not recorded."""
+    with mock.patch("attn_ops.kernels.triton.decode.runs_now", return_value=True):
+        function(*args, **kwargs)
+
+
+def on_hopper(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """As on a GPU for which there are Gluon kernels."""
+
+    def hopper(device: torch.device, name: str) -> ModuleType:
+        return importlib.import_module(f"attn_ops.kernels.triton.{name}")
+
+    with mock.patch("attn_ops.kernels.triton.hopper.hopper", hopper):
+        function(*args, **kwargs)
+
+
+def prefill(
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    page_size: int | None = 16,
+    kv_dtype: torch.dtype | None = None,
+    tile_rows: int | None = None,
+    **options: Any,
+) -> None:
+    """Ragged without a page size."""
+    sizes = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dims[0], "head_dim_vo": dims[1]}
+    planner = attn_ops.PrefillPlanner(
+        8,
+        500,
+        100 if page_size else 0,
+        page_size=page_size or 1,
+        max_kv_len=500,
+        num_ctas=33,
+        tile_rows=tile_rows,
+        **sizes,
+    )
+    pages = (10, page_size) if page_size else (160,)
+    q = torch.zeros(40, heads[0], dims[0], dtype=dtype)
+    k, v = (torch.zeros(*pages, heads[1], dim, dtype=kv_dtype or dtype) for dim in dims)
+    run = backend.batch_prefill if page_size else backend.ragged_prefill
+    run(q, k, v, list(planner.state), planner.workspace, **options)
+
+
+def mla(dtype: torch.dtype, dims: tuple[int, int], heads: int, **options: Any) -> None:
+    planner = attn_ops.PrefillPlanner(
+        8,
+        8,
+        100,
+        page_size=64,
+        num_qo_heads=heads,
+        num_kv_heads=1,
+        head_dim=sum(dims),
+        head_dim_vo=dims[0],
+        num_ctas=33,
+    )
+    q, cache = torch.zeros(8, heads, sum(dims), dtype=dtype), torch.zeros(10, 64, sum(dims), dtype=dtype)
+    (q_nope, q_pe), (ckv, kpe) = q.split(dims, -1), cache.split(dims, -1)
+    backend.batch_mla(q_nope, q_pe, ckv, kpe, list(planner.state), planner.workspace, **options)
+
+
+def small_ops() -> None:
+    """One call of every op that does not attend."""
+    v, s = torch.zeros(5, 3, 32, 128, dtype=torch.bfloat16), torch.zeros(5, 3, 32)
+    i = torch.zeros(6, dtype=torch.int32)
+    backend.merge_states(v, s)
+    backend.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
+    backend.merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1], torch.zeros(5, dtype=torch.bool))
+    backend.merge_states_varlen(v[:, 0], s[:, 0], i)
+    cache = torch.zeros(10, 16, 8, 128, dtype=torch.bfloat16)
+    backend.append_kv(cache[0, :6], cache[0, :6], cache, cache, i, i, i, i)
+    ckv, kpe = torch.zeros(10, 64, 576, dtype=torch.bfloat16).split((512, 64), -1)
+    backend.append_mla_kv(ckv[0, :6], kpe[0, :6], ckv, kpe, i, i, i, i)
+    backend.batch_indices_positions(i, i[1:], 7)
+    backend.seq_lens(i, i[1:], 16)
+    backend.page_table(torch.zeros(6, 8, dtype=torch.int32), i, 16)
+    backend.packbits(torch.zeros(100, dtype=torch.bool))
+    backend.segment_packbits(torch.zeros(100, dtype=torch.bool), i, 13)
+    sizes = {"page_size": 16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_ctas": 33}
+    for split in (None, 8):
+        decodes = attn_ops.DecodePlanner(5, 100, **sizes, fixed_split_size=split)
+        prefills = attn_ops.PrefillPlanner(5, 500, 100, **sizes, fixed_split_size=split)
+        backend.plan_decode(i, i, i[1:], list(decodes.state))
+        backend.plan_prefill(i, i, i, i[1:], list(prefills.state))

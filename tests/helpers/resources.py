@@ -1,0 +1,139 @@
+"""Registers, stack and shared memory of every Triton kernel, as the assembler reports them for GPUs that are not there.
+
+``python tests/helpers/resources.py`` prints them, and with ``--write`` puts them into ``resources.json``, under
+the release of Triton that compiled them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from helpers.offline import compiling_for, decode, eager, mla, on_hopper, prefill, small_ops
+
+TABLE = Path(__file__).parents[1] / "resources.json"
+CAPABILITIES = (80, 90, 100)
+PROCESSES = 2
+
+CASES: dict[str, Callable[[], None]] = {
+    "prefill causal": lambda: prefill(torch.bfloat16, (128, 128), (32, 8), causal=True),
+    "prefill fp8 rope": lambda: prefill(
+        torch.bfloat16,
+        (128, 128),
+        (32, 8),
+        kv_dtype=torch.float8_e5m2,
+        kv_scale=torch.ones(2),
+        pos_encoding="ROPE_LLAMA",
+    ),
+    "ragged 192/128": lambda: prefill(torch.bfloat16, (192, 128), (16, 16), None, causal=True, return_lse=True),
+    "mla": lambda: mla(torch.bfloat16, (512, 64), 128),
+    "prefill on Hopper": lambda: on_hopper(prefill, torch.bfloat16, (128, 128), (32, 8), causal=True),
+    "prefill in turns on Hopper": lambda: on_hopper(prefill, torch.bfloat16, (128, 128), (32, 8), tile_rows=16),
+    "prefill of 64 on Hopper": lambda: on_hopper(
+        prefill, torch.bfloat16, (64, 64), (64, 8), causal=True, window_left=127, sinks=torch.zeros(64)
+    ),
+    "ragged 192/128 on Hopper": lambda: on_hopper(
+        prefill, torch.bfloat16, (192, 128), (32, 8), None, causal=True, return_lse=True
+    ),
+    "prefill of 256 on Hopper": lambda: on_hopper(prefill, torch.bfloat16, (256, 256), (16, 4), causal=True),
+    "prefill cap on Hopper": lambda: on_hopper(
+        prefill, torch.bfloat16, (256, 256), (32, 16), causal=True, logits_soft_cap=50.0
+    ),
+    "mla on Hopper": lambda: on_hopper(mla, torch.bfloat16, (512, 64), 128),
+    "decode": lambda: decode(torch.bfloat16, (128, 128), (32, 8)),
+    "decode eager": lambda: eager(decode, torch.bfloat16, (128, 128), (32, 8)),
+    "decode eager wide": lambda: eager(decode, torch.bfloat16, (256, 256), (32, 2)),
+    "decode wide": lambda: decode(torch.bfloat16, (256, 256), (16, 2), window_left=100, return_lse=True),
+    "decode float32": lambda: decode(torch.float32, (64, 64), (8, 8), logits_soft_cap=30.0, sinks=torch.zeros(8)),
+    "decode fp8 rope": lambda: decode(
+        torch.bfloat16,
+        (128, 128),
+        (32, 8),
+        kv_dtype=torch.float8_e5m2,
+        kv_scale=torch.ones(2),
+        pos_encoding="ROPE_LLAMA",
+    ),
+    "small ops": small_ops,
+}
+
+
+HOPPER = 90
+"""The capability that cases named after it are for."""
+
+
+class Resources(NamedTuple):
+    registers: int  # of a thread
+    stack: int  # bytes of a thread: what does not fit in registers
+    shared: int  # bytes of a CTA
+
+
+def resources_of(kernel: Any) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report)}
+    return Resources(used["REG"], used["STACK"] + used["LOCAL"], used["SHARED"] + kernel.metadata.shared)
+
+
+def compile_case(case: str, capability: int) -> dict[str, Resources]:
+    """By ``"case: kernel"``; a kernel that a case launches again is numbered."""
+    found: dict[str, Resources] = {}
+    with compiling_for(capability) as compiled:
+        CASES[case]()
+    for kernel, _ in compiled:
+        name = f"{case}: {kernel.metadata.name}"
+        found[f"{name} {sum(key.startswith(name) for key in found) + 1}" if name in found else name] = resources_of(
+            kernel
+        )
+    return found
+
+
+def measure() -> dict[str, dict[str, Resources]]:
+    """By target, such as ``"sm_90"``, and kernel."""
+    tasks = [
+        (case, capability)
+        for case in CASES
+        for capability in CAPABILITIES
+        if capability == HOPPER or not case.endswith("on Hopper")
+    ]
+    found: dict[str, dict[str, Resources]] = {f"sm_{capability}": {} for capability in CAPABILITIES}
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        for (_, capability), rows in zip(tasks, pool.map(compile_case, *zip(*tasks, strict=True)), strict=True):
+            found[f"sm_{capability}"] |= rows
+    return found
+
+
+def read() -> dict[str, dict[str, dict[str, list[int]]]]:
+    """By release of Triton, target and kernel: the fields of :class:`Resources`."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def write(found: dict[str, dict[str, Resources]]) -> None:
+    table = read() | {triton.__version__: {target: dict(rows) for target, rows in found.items()}}
+    text = json.dumps(table, indent=1)
+    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", text) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    options = parser.parse_args()
+    measured = measure()
+    for target, rows in measured.items():
+        for name, row in rows.items():
+            print(f"{target:7} {name:45} registers {row.registers:3}  stack {row.stack:4}  shared {row.shared:6}")
+    if options.write:
+        write(measured)

@@ -1,0 +1,50 @@
+"""Small calls of every op, captured in a CUDA graph and compiled: the bits are those of the eager call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.calls import positional
+from helpers.kernel_calls import ATTENTION, CALLS, call, observed, run
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+
+def same(actual: list[Tensor], expected: list[Tensor], last_bits: bool = True) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        tolerance = 0 if last_bits else 4 * torch.finfo(a.dtype).eps
+        torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_captured(name: str) -> None:
+    """Nothing in a call waits for the device, and a replay does the work again."""
+    expected = [t.clone() for t in run(*call(name))]
+    op, kwargs = call(name)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run(op, kwargs)
+    graph.replay()
+    same(result, expected, last_bits=name != "decode in pieces")  # which are added in another order
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ATTENTION])
+def test_compiled(name: str) -> None:
+    """The kernels are in the graph, which calls no op of the library."""
+    torch._dynamo.reset()
+    expected = [t.clone() for t in run(*call(name))]
+    op, kwargs = call(name)
+    inputs, options = positional(op, kwargs)
+
+    def function(*args: Any) -> Any:
+        return getattr(torch.ops.attn, op)(*args, **options, backend="triton")
+
+    with torch.no_grad():
+        result, code = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
+    same(observed(op, kwargs, result), expected)
+    assert "torch.ops.attn" not in "".join(code)

@@ -1,0 +1,121 @@
+"""The Hopper kernel of MLA, compiled for a GPU that is not there: Gluon, which it is written in, has no interpreter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attn_ops
+
+triton = pytest.importorskip("triton")
+hopper = pytest.importorskip("attn_ops.kernels.triton.hopper_mla", exc_type=ImportError)
+
+from helpers.offline import compiling_for, tool  # noqa: E402
+
+from attn_ops.ops.options import AttentionOptions  # noqa: E402
+from attn_ops.plan.state import PlanProblem  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
+)
+
+SHARED_BYTES = 227 << 10
+
+COPY_STACK_BYTES = 64
+"""The role that copies sets a few values aside before its loop; one that attends would take hundreds of bytes."""
+
+WAITS = 10
+"""For products in the source: six of the warpgroup that begins, four of the other."""
+
+
+def _call(
+    dtype: torch.dtype = torch.bfloat16,
+    dims: tuple[int, int] = (512, 64),
+    heads: int = 128,
+    page_size: int = 64,
+    packed: bool = False,
+    kv_dtype: torch.dtype | None = None,
+    window_left: int = -1,
+    tile_rows: int | None = None,
+    shift: int = 0,
+) -> tuple[list[torch.Tensor], attn_ops.PrefillPlanner]:
+    """Queries and caches, parts first, and a planner."""
+    sizes = {"page_size": page_size, "num_qo_heads": heads, "num_kv_heads": 1, "window_left": window_left}
+    planner = attn_ops.PrefillPlanner(
+        5, 9, 40, head_dim=sum(dims), head_dim_vo=dims[0], num_ctas=6, tile_rows=tile_rows, **sizes
+    )
+    q = torch.zeros(9, heads, sum(dims) + shift, dtype=dtype)[..., shift:]
+    cache = torch.zeros(10, page_size, sum(dims), dtype=kv_dtype or dtype)
+    parts = [*q.split(dims, -1), *cache.split(dims, -1)]
+    return parts if packed else [*parts[:2], *(t.contiguous() for t in parts[2:])], planner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "causal", "return_lse"),
+    [({}, False, False), ({"dtype": torch.float16, "heads": 16, "packed": True, "tile_rows": 4}, True, True)],
+    ids=["decode", "rows"],
+)
+def test_registers_and_shared_memory_suffice(
+    sizes: dict[str, Any], causal: bool, return_lse: bool, tmp_path: Path
+) -> None:
+    """And the matrix products overlap: where the compiler cannot see that they may, it waits for each."""
+    (q_nope, q_pe, ckv, kpe), planner = _call(**sizes)
+    out, lse = torch.zeros_like(q_nope), torch.zeros(q_nope.shape[:2] if return_lse else (0,))
+    with compiling_for(90) as compiled:
+        hopper.attend((q_nope, q_pe), (ckv, kpe), out, lse, planner.state, planner.workspace, 0.1, causal)
+    (kernel, _), _ = compiled
+    assert kernel.metadata.shared <= SHARED_BYTES
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", tool("cuobjdump", "-res-usage", cubin=cubin))
+    assert usage
+    assert int(usage[1]) <= COPY_STACK_BYTES
+    assert usage[2] == "0"
+    code = tool("nvdisasm", "-c", cubin=cubin)
+    assert code.count("HGMMA") >= 80
+    assert code.count("WARPGROUP.DEPBAR") <= WAITS
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "reason"),
+    [
+        ({"dtype": torch.float32}, {}, "not a 16-bit dtype"),
+        ({"kv_dtype": torch.float8_e4m3fn}, {}, "the cache is torch.float8_e4m3fn"),
+        ({"dims": (256, 64)}, {}, "not 512"),
+        ({"page_size": 32}, {}, "pages of 32"),
+        ({"shift": 1}, {}, "not aligned"),
+        ({"window_left": 100}, {}, "a window"),
+        ({}, {"window_left": 100}, "a window"),
+        ({}, {"logits_soft_cap": 1.0}, "a cap"),
+        ({}, {"sinks": torch.zeros(128)}, "a cap"),
+        ({}, {"kv_scale": torch.ones(2)}, "a cap"),
+    ],
+    ids=str,
+)
+def test_objections(sizes: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    tensors, planner = _call(**sizes)
+    found = hopper.unsupported_reasons(*tensors, PlanProblem.of(planner.state.problem), AttentionOptions(**options))
+    assert [reason in text for text in found] == [True]
+
+
+def test_a_cache_in_one_place_is_left_to_the_general_kernel() -> None:
+    """It has no tensor map, and neither has one without pages."""
+    (q_nope, q_pe, ckv, kpe), planner = _call()
+    for bad in (kpe[:1].expand(kpe.shape), kpe[:0]):
+        found = hopper.unsupported_reasons(
+            q_nope, q_pe, ckv, bad, PlanProblem.of(planner.state.problem), AttentionOptions()
+        )
+        assert ["the cache has no pages" in text for text in found] == [True]
+
+
+def test_no_objections() -> None:
+    for sizes in ({}, {"packed": True, "heads": 16}, {"page_size": 192, "dtype": torch.float16}):
+        tensors, planner = _call(**sizes)
+        assert not hopper.unsupported_reasons(
+            *tensors, PlanProblem.of(planner.state.problem), AttentionOptions(causal=True)
+        )

@@ -1,0 +1,128 @@
+"""Triton kernels compiled for GPUs that are not there: they assemble, fit, and write only what they should."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+import torch
+from torch._higher_order_ops import triton_kernel_wrap
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+from attn_ops.kernels import triton as backend  # noqa: E402
+from attn_ops.kernels.triton.config_decode import decode_tile, shared_bytes, short_stages  # noqa: E402
+from helpers.offline import compiling_for, decode, eager, mla, prefill, small_ops  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
+)
+
+DECODES: list[tuple[torch.dtype, int, tuple[int, int], dict[str, Any]]] = [
+    (torch.bfloat16, 128, (32, 8), {}),
+    (torch.float16, 64, (8, 8), {"sinks": torch.zeros(8), "return_lse": True}),
+    (torch.bfloat16, 256, (10, 2), {"window_left": 100}),
+    (torch.float16, 80, (64, 1), {"logits_soft_cap": 30.0}),
+    (torch.float32, 512, (4, 2), {}),
+    (torch.bfloat16, 128, (32, 8), {"pos_encoding": "ALIBI"}),
+    (torch.bfloat16, 128, (32, 8), {"pages": 100}),
+    (torch.float16, 64, (16, 8), {"pages": 1000}),
+    (torch.bfloat16, 128, (64, 8), {"pos_encoding": "ROPE_LLAMA"}),
+    (torch.bfloat16, 128, (32, 8), {"kv_dtype": torch.float8_e5m2, "kv_scale": torch.ones(2)}),
+    (torch.float16, 256, (64, 1), {"kv_dtype": torch.float8_e5m2}),
+    (torch.bfloat16, 512, (4, 2), {"kv_dtype": torch.float8_e5m2, "pos_encoding": "ROPE_LLAMA"}),
+    (torch.float32, 128, (4, 2), {"kv_dtype": torch.float8_e5m2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("how", ["recorded", "eager"])
+def test_decode_fits_as_foreseen(capability: int, how: str) -> None:
+    with compiling_for(capability) as compiled:
+        for dtype, dim, heads, options in DECODES:
+            if how == "eager":
+                eager(decode, dtype, (dim, dim), heads, **options)
+            else:
+                decode(dtype, (dim, dim), heads, **options)
+            kernel, _ = compiled[-3 if how == "eager" else -2]
+            kv_dtype, halves = options.get("kv_dtype", dtype), options.get("pos_encoding") == "ROPE_LLAMA"
+            short = short_stages(kv_dtype, 16 * options.get("pages", 10_000), 33)
+            tile = decode_tile(torch.device("cpu"), dtype, dim, dim, heads[0] // heads[1], kv_dtype, halves, short)
+            exchanged = halves or dtype == torch.float32
+            sizes = (tile.heads, tile.dim_qk * (1 + halves), tile.dim_vo, dtype.itemsize, kv_dtype.itemsize, exchanged)
+            bound = shared_bytes(tile.kv, tile.options.num_stages, *sizes)
+            assert kernel.metadata.shared <= bound
+            assert kernel.asm["cubin"]
+
+
+DECODE_PLAN = {
+    "plan_kv_indptr",
+    "plan_kv_indices",
+    "plan_kv_len",
+    "work",
+    "cta_indptr",
+    "merge_indptr",
+    "split_counters",
+}
+WRITTEN = {
+    "decode_kernel": {"out", "lse", "partial"},
+    "merge_rows_kernel": {"out", "lse"},
+    "prefill_kernel": {"out", "lse", "partial"},
+    "merge_tiles_kernel": {"out", "lse"},
+    "merge_states_kernel": {"out", "lse"},
+    "merge_state_kernel": {"out", "lse"},
+    "merge_state_in_place_kernel": {"v", "s"},
+    "merge_states_varlen_kernel": {"out", "lse"},
+    "append_kernel": {"k_cache", "v_cache"},
+    "batch_indices_positions_kernel": {"batch_indices", "positions"},
+    "seq_lens_kernel": {"out"},
+    "page_table_kernel": {"kv_indptr", "kv_indices", "kv_last_page_len"},
+    "packbits_kernel": {"out"},
+    "segment_packbits_kernel": {"out", "byte_indptr"},
+    "plan_decode_kernel": DECODE_PLAN,
+    "plan_pieces_kernel": DECODE_PLAN,
+    "plan_prefill_kernel": {
+        *("plan_qo_indptr", "plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "split_tiles"),
+    },
+}
+
+
+def _written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
+    """As Inductor launches it: not early."""
+    if "PDL" in arguments:
+        arguments = {**arguments, "PDL": False}
+    if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):
+        accesses = triton_kernel_wrap.identify_accessed_tensors(kernel.src.fn, arguments, {})
+        return {access.name for access in accesses.read_writes.writes}
+    return set(triton_kernel_wrap.identify_mutated_tensors(kernel.src.fn, arguments, {}))
+
+
+def test_the_compiler_sees_what_is_written() -> None:
+    """Where its analysis gives up, Inductor takes every tensor to be written and copies the caches."""
+    with compiling_for(90) as compiled:
+        decode(torch.bfloat16, (128, 128), (32, 8), return_lse=True)
+        fp8 = {"kv_dtype": torch.float8_e5m2, "kv_scale": torch.ones(2)}
+        decode(torch.bfloat16, (64, 64), (2, 2), return_lse=True, pos_encoding="ROPE_LLAMA", **fp8)
+        prefill(torch.bfloat16, (192, 128), (32, 8), causal=True, return_lse=True)
+        mla(torch.bfloat16, (512, 64), 16, return_lse=True)
+        small_ops()
+        assert {kernel.metadata.name for kernel, _ in compiled} == WRITTEN.keys()
+        for kernel, arguments in compiled:
+            assert _written(kernel, arguments) == WRITTEN[kernel.metadata.name]
+
+
+def test_inductor_can_write_the_kernels() -> None:
+    """It writes their source, and the repr of their constants, between three quotes: torch 2.11 escapes nothing."""
+    modules = [importlib.import_module(f"{backend.__name__}.{m.name}") for m in pkgutil.iter_modules(backend.__path__)]
+    values = [value for module in modules for value in vars(module).values()]
+    sources = [value.src for value in values if isinstance(value, triton.runtime.JITFunction)]
+    texts = [value.value for value in values if isinstance(value, tl.constexpr) and isinstance(value.value, str)]
+    assert len(sources) > 50
+    assert texts
+    for text in (*sources, *map(repr, texts)):
+        assert "\\" not in text, text
+        assert "'''" not in text, text

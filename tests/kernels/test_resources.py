@@ -1,0 +1,44 @@
+"""No kernel takes more of a multiprocessor than ``resources.json`` says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from helpers.offline import SHARED_MEMORY  # noqa: E402
+from helpers.resources import CAPABILITIES, Resources, measure, read  # noqa: E402
+
+REGISTERS = 8
+"""How many more a kernel may take: what the assembler makes of an innocent change."""
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
+)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, Resources]]:
+    return measure()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_fit(capability: int, measured: dict[str, dict[str, Resources]]) -> None:
+    most = SHARED_MEMORY[capability][0] << 10
+    assert {name: row for name, row in measured[f"sm_{capability}"].items() if row.shared > most} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(triton.__version__ not in read(), reason=f"resources.json has no Triton {triton.__version__}")
+def test_no_kernel_takes_more_than_the_table_says(measured: dict[str, dict[str, Resources]]) -> None:
+    table = read()[triton.__version__]
+    worse = []
+    for target, rows in measured.items():
+        assert rows.keys() == table[target].keys(), "run python tests/helpers/resources.py --write"
+        for name, now in rows.items():
+            before = Resources(*table[target][name])
+            if now.registers > before.registers + REGISTERS or now.stack > before.stack or now.shared > before.shared:
+                worse.append(f"{target} {name}: {before} was, {now} is")
+    assert not worse, "\n".join([*worse, "if it is meant: python tests/helpers/resources.py --write"])

@@ -1,0 +1,53 @@
+"""``attn::packbits`` and ``attn::segment_packbits`` against NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.batches import indptr
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+ORDERS = st.sampled_from(["big", "little"])
+BITS = st.lists(st.booleans(), max_size=70)
+
+MANY = [[j % 3 == 0 for j in range(i * 7 % 19)] for i in range(1100)]
+"""More segments, and more bytes, than a program works on at a time."""
+
+
+@given(BITS, ORDERS, st.sampled_from([torch.bool, torch.uint8]))
+@example([i % 7 < 3 for i in range(9001)], "big", torch.uint8)
+def test_packbits(bits: list[bool], order: str, dtype: torch.dtype) -> None:
+    """Any number but 0 is a 1."""
+    x = (torch.tensor(bits, dtype=torch.bool).to(torch.uint8) * 200).to(dtype)
+    packed = torch.ops.attn.packbits(x, bitorder=order)
+    assert packed.dtype == torch.uint8
+    assert packed.tolist() == np.packbits(np.array(bits, bool), bitorder=order).tolist()
+
+
+def test_big_endian_is_the_default() -> None:
+    one = torch.tensor([True, False])
+    assert torch.ops.attn.packbits(one).tolist() == [128]
+    assert torch.ops.attn.segment_packbits(one, indptr([1, 1]), 2)[0].tolist() == [128, 0]
+
+
+@given(st.lists(BITS, max_size=6), ORDERS, st.integers(0, 3))
+@example(MANY, "little", 2)
+@example([[]] * 600 + [[True, True]], "big", 0)
+def test_segment_packbits(segments: list[list[bool]], order: str, spare: int) -> None:
+    """Every segment begins at a byte of its own; bytes behind the last are 0."""
+    packed = [np.packbits(np.array(bits, bool), bitorder=order).tolist() for bits in segments]
+    expected = [byte for each in packed for byte in each]
+    x = torch.tensor([bit for bits in segments for bit in bits], dtype=torch.bool)
+    out, byte_indptr = torch.ops.attn.segment_packbits(
+        x, indptr([len(bits) for bits in segments]), len(expected) + spare, bitorder=order
+    )
+    assert out.tolist() == expected + [0] * spare
+    assert byte_indptr.dtype == torch.int32
+    assert byte_indptr.tolist() == indptr([len(each) for each in packed]).tolist()
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (8,), (9,)])
+def test_sizes(shape: tuple[int]) -> None:
+    assert torch.ops.attn.packbits(torch.ones(shape, dtype=torch.bool)).shape == (-(-shape[0] // 8),)

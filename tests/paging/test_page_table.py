@@ -1,0 +1,55 @@
+"""Ops on page tables: lengths, positions of appended rows, block tables."""
+
+from __future__ import annotations
+
+import torch
+from helpers.batches import PAGE_SIZES, indptr, int32, page_table
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+lengths = st.lists(st.one_of(st.just(0), st.integers(0, 700)), max_size=8)
+
+MANY = [i * 7 % 40 for i in range(1300)]
+"""More requests than a program looks through at a time."""
+
+
+@given(lengths, PAGE_SIZES, st.integers(-5, 300))
+@example(MANY, 16, 0)
+def test_seq_lens(kv_lens: list[int], page_size: int, anything: int) -> None:
+    """An empty request has no tokens, whatever its last page length says."""
+    kv_indptr, _, last = page_table(kv_lens, page_size)
+    last = torch.where(kv_indptr.diff() > 0, last, anything)
+    out = torch.ops.attn.seq_lens(kv_indptr, last, page_size)
+    assert out.dtype == torch.int32
+    assert out.tolist() == kv_lens
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100)), max_size=8), st.integers(-30, 30))
+@example([(n % 3, n) for n in MANY], 5)
+@example([(0, 0)] * 600 + [(2, 1)], 600)
+def test_batch_indices_positions(requests: list[tuple[int, int]], spare: int) -> None:
+    """Appended rows and the tokens before them; fewer or more rows than are appended may be asked for."""
+    appended = [n for n, _ in requests]
+    nnz = max(0, sum(appended) + spare)
+    expected = [(b, before + i) for b, (n, before) in enumerate(requests) for i in range(n)]
+    expected = (expected + [(-1, -1)] * max(0, spare))[:nnz]
+    seq_lens = int32([n + before for n, before in requests])
+    request, position = torch.ops.attn.batch_indices_positions(indptr(appended), seq_lens, nnz)
+    assert request.dtype == position.dtype == torch.int32
+    assert list(zip(request.tolist(), position.tolist(), strict=True)) == expected
+
+
+@given(lengths, PAGE_SIZES, st.integers(0, 4))
+@example(MANY, 16, 1)
+@example([0] * 511 + [5] + [0] * 600 + [3], 3, 0)
+def test_page_table(kv_lens: list[int], page_size: int, spare: int) -> None:
+    """A block table's rows become one line of pages; what stands behind a row's pages is dropped."""
+    pages = [-(-n // page_size) for n in kv_lens]
+    width = max([0, *pages]) + spare
+    table = torch.arange(1, len(pages) * width + 1, dtype=torch.int32).view(len(pages), width)
+    kv_indptr, kv_indices, last = torch.ops.attn.page_table(table, int32(kv_lens), page_size)
+    line = [page for row, n in zip(table.tolist(), pages, strict=True) for page in row[:n]]
+    assert kv_indptr.tolist() == indptr(pages).tolist()
+    assert kv_indices.tolist() == line + [0] * (table.numel() - len(line))
+    assert last.tolist() == [(n - 1) % page_size + 1 if n else 0 for n in kv_lens]
+    assert {t.dtype for t in (kv_indptr, kv_indices, last)} == {torch.int32}

@@ -1,0 +1,190 @@
+"""Bad batches and bad planners: refused where they are made, naming what would do, and nothing of a plan written."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches import int32
+from torch import Tensor
+
+from attn_ops import DecodePlanner, PrefillPlanner
+from attn_ops.errors import ArgumentError, AttnOpsError, CapacityError, OptionError, PageTableError, ShapeError
+
+SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+PAGED: dict[str, Any] = {**SIZES, "page_size": 16, "max_kv_len": 64, "cache_pages": 9}
+
+GOOD: dict[str, Tensor] = {
+    "qo_indptr": int32([0, 3, 3, 8]),
+    "kv_indptr": int32([0, 2, 2, 3]),
+    "kv_indices": int32([8, 0, 5]),
+    "kv_last_page_len": int32([16, 0, 1]),
+}
+
+# What is wrong, the error, what was wrong and what was expected in its text; for paged decode and prefill.
+BAD_PAGES: list[tuple[dict[str, Tensor], type[AttnOpsError], str, str]] = [
+    ({"kv_indptr": int32([1, 2, 2, 3])}, PageTableError, "kv_indptr starts at 1", "0"),
+    (
+        {"kv_indptr": int32([0, 2, 1, 3])},
+        PageTableError,
+        "kv_indptr falls from 2 to 1 at request 1",
+        "values that never",
+    ),
+    ({"kv_indptr": int32([])}, ShapeError, "kv_indptr is [0]", "[batch + 1]"),
+    ({"kv_indptr": int32([[0, 2]])}, ShapeError, "kv_indptr is [1, 2]", "[batch + 1]"),
+    (
+        {"kv_indptr": int32([0, 2, 2, 4])},
+        PageTableError,
+        "kv_indptr ends at 4 and kv_indices has 3",
+        "an entry for every",
+    ),
+    ({"kv_last_page_len": int32([0, 0, 1])}, PageTableError, "kv_last_page_len[0] is 0", "1 to page_size 16"),
+    ({"kv_last_page_len": int32([16, 0, 17])}, PageTableError, "kv_last_page_len[2] is 17", "1 to page_size 16"),
+    ({"kv_last_page_len": int32([16, 1])}, ShapeError, "kv_last_page_len is [2]", "[3], one a request"),
+    ({"kv_indices": int32([8, 9, 5])}, PageTableError, "kv_indices[1] is 9", "a page of the cache, 0 to 8"),
+    ({"kv_indices": int32([8, 0, -1])}, PageTableError, "kv_indices[2] is -1", "a page of the cache, 0 to 8"),
+    (
+        {"kv_indptr": int32([0, 5, 5, 6]), "kv_indices": int32([0] * 6), "kv_last_page_len": int32([1, 1, 1])},
+        CapacityError,
+        "a request has 65 tokens and the plan room for 64",
+        "max_kv_len of at least 65",
+    ),
+    (
+        {"kv_indptr": int32([0, 4, 4, 8]), "kv_indices": int32([0] * 8)},
+        CapacityError,
+        "the batch has 8 pages and the plan room for 7",
+        "max_pages of at least 8",
+    ),
+    (
+        {"kv_indptr": int32([0, 0, 0, 0, 0]), "kv_last_page_len": int32([1] * 4), "qo_indptr": int32([0] * 5)},
+        CapacityError,
+        "the batch has 4 requests and the plan room for 3",
+        "max_batch of at least 4",
+    ),
+]
+
+BAD_ROWS: list[tuple[dict[str, Tensor], type[AttnOpsError], str, str]] = [
+    ({"qo_indptr": int32([2, 3, 3, 8])}, PageTableError, "qo_indptr starts at 2", "0"),
+    (
+        {"qo_indptr": int32([0, 3, 2, 8])},
+        PageTableError,
+        "qo_indptr falls from 3 to 2 at request 1",
+        "values that never",
+    ),
+    ({"qo_indptr": int32([0, 3, 3, 9])}, CapacityError, "the batch has 9 query rows", "max_tokens of at least 9"),
+    ({"qo_indptr": int32([0, 3])}, ShapeError, "qo_indptr has length 2", "4 as in kv_indptr"),
+]
+
+
+def _refused(planner: Any, inputs: list[Tensor], error: type[AttnOpsError], what: str, expected: str) -> None:
+    for t in planner.state:
+        t.fill_(7)
+    with pytest.raises(error, match=rf": {re.escape(what)}.*; expected {re.escape(expected)}.*; \w") as raised:
+        planner.plan(*inputs)
+    assert type(raised.value) is error
+    assert all((t == 7).all() for t in planner.state), "something was written"
+
+
+@pytest.mark.parametrize(("changes", "error", "what", "expected"), BAD_PAGES, ids=[bad[2] for bad in BAD_PAGES])
+def test_decode(changes: dict[str, Tensor], error: type[AttnOpsError], what: str, expected: str) -> None:
+    inputs = {**GOOD, **changes}
+    del inputs["qo_indptr"]
+    _refused(DecodePlanner(3, 7, **PAGED), list(inputs.values()), error, what, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "what", "expected"),
+    [*BAD_PAGES, *BAD_ROWS],
+    ids=[bad[2] for bad in [*BAD_PAGES, *BAD_ROWS]],
+)
+def test_prefill(changes: dict[str, Tensor], error: type[AttnOpsError], what: str, expected: str) -> None:
+    inputs = {**GOOD, **changes}
+    _refused(PrefillPlanner(3, 8, 7, **PAGED), list(inputs.values()), error, what, expected)
+
+
+@pytest.mark.parametrize(
+    ("kv_indptr", "error", "what", "expected"),
+    [
+        ([1, 9, 9, 70], PageTableError, "kv_indptr starts at 1", "0"),
+        ([0, 9, 8, 70], PageTableError, "kv_indptr falls from 9 to 8 at request 1", "values that never"),
+        ([0, 9, 9, 74], CapacityError, "a request has 65 tokens and the plan room for 64", "max_kv_len of at least 65"),
+        ([0, 0, 0, 0, 0], CapacityError, "the batch has 4 requests", "max_batch of at least 4"),
+    ],
+)
+def test_ragged(kv_indptr: list[int], error: type[AttnOpsError], what: str, expected: str) -> None:
+    planner = PrefillPlanner(3, 8, 0, max_kv_len=64, **SIZES)
+    qo_indptr = GOOD["qo_indptr"] if len(kv_indptr) == 4 else int32([0] * 5)
+    _refused(planner, [qo_indptr, int32(kv_indptr)], error, what, expected)
+
+
+def test_the_batch_that_is_broken_here_is_valid() -> None:
+    plan = PrefillPlanner(3, 8, 7, **PAGED).plan(*GOOD.values())
+    assert plan.kv_len.tolist() == [32, 0, 1]
+
+
+def test_page_numbers_are_checked_as_far_as_the_cache_is_known() -> None:
+    """Without ``cache_pages`` only negative ones are found."""
+    planner = DecodePlanner(3, 7, **{**PAGED, "cache_pages": None})
+    table = [GOOD["kv_indptr"], int32([100_000, 0, 5]), GOOD["kv_last_page_len"]]
+    planner.plan(*table)
+    _refused(planner, [table[0], int32([-5, 0, 5]), table[2]], PageTableError, "kv_indices[0] is -5", "a page")
+
+
+def test_page_numbers_beyond_int32_are_found_before_they_are_converted() -> None:
+    planner = DecodePlanner(3, 7, **{**PAGED, "cache_pages": None})
+    indices = torch.tensor([2**32, 0, 5])
+    inputs = [GOOD["kv_indptr"], indices, GOOD["kv_last_page_len"]]
+    _refused(planner, inputs, PageTableError, "kv_indices[0] is 4294967296", "a page of the cache")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "what", "expected"),
+    [
+        ({"max_batch": 0}, OptionError, "max_batch is 0", "at least 1"),
+        ({"max_pages": -1}, OptionError, "max_pages is -1", "at least 0"),
+        ({"page_size": 0}, OptionError, "page_size is 0", "at least 1"),
+        ({"head_dim": 0}, OptionError, "head_dim_qk is 0", "at least 1"),
+        ({"num_kv_heads": 0}, OptionError, "num_kv_heads is 0", "at least 1"),
+        ({"window_left": -2}, OptionError, "window_left is -2", "at least -1"),
+        (
+            {"window_left": 2**63 - 1},
+            OptionError,
+            f"window_left is {2**63 - 1}",
+            f"0 or more tokens, at most {2**30 - 1}, or -1",
+        ),
+        ({"num_qo_heads": 1}, ShapeError, "1 query heads do not share 2 KV heads", "a query head count"),
+        ({"num_qo_heads": 5}, ShapeError, "5 query heads do not share 2 KV heads", "a query head count"),
+    ],
+)
+def test_planner(changes: dict[str, Any], error: type[AttnOpsError], what: str, expected: str) -> None:
+    message = rf"^planner: {re.escape(what)}.*; expected {re.escape(expected)}.*; \w"
+    sizes = {"max_batch": 3, "max_pages": 7, **PAGED, **changes}
+    with pytest.raises(error, match=message):
+        DecodePlanner(**sizes)
+    with pytest.raises(error, match=message):
+        PrefillPlanner(max_tokens=8, **sizes)
+
+
+@pytest.mark.parametrize("changes", [{"page_size": 16, "max_kv_len": 64}, {}])
+def test_ragged_planner_needs_lengths(changes: dict[str, int]) -> None:
+    with pytest.raises(OptionError, match=r"^planner: ragged KV .*; expected page_size 1 and a number of tokens; give"):
+        PrefillPlanner(3, 8, 0, **SIZES, **changes)
+
+
+def test_decode_planner_needs_a_share() -> None:
+    with pytest.raises(OptionError, match=r"^planner: num_ctas is -3; expected at least 1; \w"):
+        DecodePlanner(3, 7, num_ctas=-3, **PAGED)
+
+
+@pytest.mark.parametrize("given", [{"kv_indices"}, {"kv_last_page_len"}, set()], ids=["indices", "last", "neither"])
+@pytest.mark.parametrize("validate", [None, False])
+def test_a_page_table_comes_whole(given: set[str], validate: bool | None) -> None:
+    planner = PrefillPlanner(3, 8, 3, **PAGED)
+    planner.plan(**GOOD)
+    before = [t.clone() for t in planner.state]
+    batch = {name: t for name, t in GOOD.items() if name in {"qo_indptr", "kv_indptr", *given}}
+    with pytest.raises(ArgumentError, match=r"^plan: kv_.*; expected both[^;]*; pass the"):
+        planner.plan(**batch, validate=validate)
+    assert all(map(torch.equal, before, planner.state))

@@ -1,0 +1,171 @@
+"""Plans with pieces of a fixed size: every request is cut alike in every batch, and all its tokens are read once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches import LENGTHS, PAGE_SIZES, Item, disjoint, indptr, items, page_table
+from helpers.oracle import GARBAGE, attention, merge
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_ops import DecodePlan, DecodePlanner, PrefillPlan, PrefillPlanner
+from attn_ops.errors import CapacityError, OptionError
+from attn_ops.plan.state import KV_BLOCK, num_partials, num_slots, workspace_size
+
+HEADS, DIM = 2, 8
+SIZES: dict[str, Any] = {"num_qo_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
+
+options = st.fixed_dictionaries(
+    {
+        "page_size": PAGE_SIZES,
+        "fixed_split_size": st.sampled_from([1, 3, 20, 500]),
+        "window_left": st.sampled_from([-1, 0, 63, 500]),
+    }
+)
+batches = st.lists(LENGTHS, min_size=1, max_size=10)
+requests = st.lists(st.tuples(st.integers(0, 70), LENGTHS), min_size=1, max_size=5)
+
+
+def size_of(page_size: int, fixed_split_size: int) -> int:
+    """Tokens in a piece: those of its pages, rounded up to whole units."""
+    return -(-page_size * fixed_split_size // KV_BLOCK) * KV_BLOCK
+
+
+def decode_plan(lengths: list[int], page_size: int = 16, num_ctas: int = 5, **more: Any) -> DecodePlan:
+    table = page_table(lengths, page_size)
+    planner = DecodePlanner(
+        len(lengths), max(1, len(table[1])), page_size=page_size, num_ctas=num_ctas, **SIZES, **more
+    )
+    for t in planner.state:
+        t.fill_(GARBAGE)
+    return planner.plan(*table)
+
+
+def prefill_plan(lengths: list[tuple[int, int]], page_size: int = 16, **more: Any) -> PrefillPlan:
+    qo_lens, kv_lens = zip(*lengths, strict=True)
+    table = page_table(kv_lens, page_size)
+    planner = PrefillPlanner(
+        len(lengths), max(1, sum(qo_lens)), len(table[1]) + 1, page_size=page_size, **SIZES, **{"tile_rows": 16, **more}
+    )
+    for t in planner.state:
+        t.fill_(GARBAGE)
+    return planner.plan(indptr(qo_lens), *table)
+
+
+def count_splits(plan: DecodePlan | PrefillPlan, request: int) -> list[Item]:
+    """Its work items without what depends on its place in the batch."""
+    mine = sorted((i for i in items(plan) if i.rows and i.request == request), key=lambda i: (i.row, i.kv_begin))
+    row, slot = min((i.row for i in mine), default=0), min((i.slot for i in mine if i.slot >= 0), default=0)
+    return [
+        i._replace(row=i.row - row, slot=i.slot - slot if i.slot >= 0 else -1, page_start=0, request=0) for i in mine
+    ]
+
+
+@given(batches, options)
+def test_decode_reads_every_token_once_in_pieces_of_the_size(lengths: list[int], more: dict) -> None:
+    plan = decode_plan(lengths, **more)
+    size, window, slots = size_of(more["page_size"], more["fixed_split_size"]), more["window_left"] + 1, []
+    shares = [items(plan)[a:b] for a, b in pairwise(plan.cta_indptr.tolist())]
+    work = [item for share in shares for item in share]
+    assert (plan.work[len(work) :] == 0).all()
+    for b, length in enumerate(lengths):
+        mine = [item for item in work if item.request == b]
+        start = max(0, length - window) if window else 0
+        assert disjoint([(i.kv_begin, i.kv_end) for i in mine], start, length)
+        first = start // KV_BLOCK * KV_BLOCK
+        assert [i.kv_begin for i in mine[1:]] == [first + size * n for n in range(1, len(mine))]
+        assert all((i.row, i.rows, i.position, i.page_start) == (b, 1, length - 1, plan.kv_indptr[b]) for i in mine)
+        bounds = plan.merge_indptr[b : b + 2].tolist()
+        assert [i.slot for i in mine] == ([-1] * len(mine) if len(mine) < 2 else list(range(*bounds)))
+        slots += range(*bounds)
+    assert slots == list(range(len(slots)))
+    assert len(slots) <= num_slots(plan)
+    assert workspace_size(plan) == num_slots(plan) * HEADS * (DIM + 1)
+
+
+@given(batches, options, st.integers(1, 40))
+def test_no_share_has_more_than_the_mean_and_a_piece(lengths: list[int], more: dict, num_ctas: int) -> None:
+    plan = decode_plan(lengths, num_ctas=num_ctas, **more)
+    bounds, work = plan.cta_indptr.tolist(), items(plan)
+    shares = [sum(i.kv_end - i.kv_begin for i in work[a:b]) for a, b in pairwise(bounds)]
+    size = size_of(more["page_size"], more["fixed_split_size"])
+    assert bounds[0] == 0
+    assert max(shares) <= sum(shares) / len(shares) + size + len(lengths) * KV_BLOCK
+
+
+@given(batches, options)
+def test_decode_cuts_a_request_alike_in_every_batch(lengths: list[int], more: dict) -> None:
+    plan = decode_plan(lengths, **more)
+    for b, length in enumerate(lengths):
+        assert count_splits(plan, b) == count_splits(decode_plan([length], num_ctas=2, **more), 0)
+
+
+@given(requests, options, st.booleans())
+def test_prefill_cuts_a_request_alike_in_every_batch(lengths: list[tuple[int, int]], more: dict, causal: bool) -> None:
+    plan = prefill_plan(lengths, causal=causal, **more)
+    size, slots = size_of(more["page_size"], more["fixed_split_size"]), []
+    for b, request in enumerate(lengths):
+        alone = prefill_plan([request], causal=causal, **more)
+        assert count_splits(plan, b) == count_splits(alone, 0)
+        whole = prefill_plan([request], causal=causal, **{**more, "fixed_split_size": None, "num_ctas": 0})
+        for tile in count_splits(whole, 0):
+            mine = [i for i in count_splits(plan, b) if i.row == tile.row]
+            first = tile.kv_begin // KV_BLOCK * KV_BLOCK
+            assert [i.kv_begin for i in mine] == [tile.kv_begin, *(first + size * n for n in range(1, len(mine)))]
+            assert [i.kv_end for i in mine] == [*(i.kv_begin for i in mine[1:]), tile.kv_end]
+            assert tile.kv_end - mine[-1].kv_begin <= size
+    for first, count in plan.split_tiles[:, 2:].tolist():
+        slots += range(first, first + count)
+    assert sorted(slots) == sorted(i.slot for i in items(plan) if i.rows and i.slot >= 0)
+    assert len(slots) == len(set(slots)) <= num_partials(plan)
+
+
+@pytest.mark.parametrize("lengths", [[700, 3, 0, 64, 65], [5000]])
+def test_work_done_by_the_pieces_is_the_answer(lengths: list[int]) -> None:
+    plan, generator = decode_plan(lengths, fixed_split_size=8), torch.Generator().manual_seed(0)
+    q = torch.randn(len(lengths), HEADS, DIM, generator=generator)
+    kvs = [torch.randn(2, n, HEADS, DIM, generator=generator) for n in lengths]
+    v = torch.full((num_slots(plan), HEADS, DIM), torch.nan, dtype=torch.float64)
+    s = torch.full(v.shape[:2], torch.nan, dtype=torch.float64)
+    done = {}
+    for i in (item for item in items(plan) if item.rows):
+        state = attention(q[i.row, None], *kvs[i.request][:, i.kv_begin : i.kv_end])
+        if i.slot < 0:
+            done[i.row] = state[0]
+        else:
+            v[i.slot], s[i.slot] = state[0][0], state[1][0]
+    for row, (a, b) in enumerate(pairwise(plan.merge_indptr.tolist())):
+        if b > a:
+            done[row] = merge(v[None, a:b], s[None, a:b])[0]
+    for row, n in enumerate(lengths):
+        if n:
+            torch.testing.assert_close(done[row], attention(q[row, None], *kvs[row])[0])
+
+
+def test_one_long_request_is_shared_out() -> None:
+    shares = decode_plan([4096], fixed_split_size=16, num_ctas=16).cta_indptr
+    assert shares.diff().tolist() == [1] * 16
+
+
+@pytest.mark.parametrize("value", [0, -2])
+def test_a_size_is_positive(value: int) -> None:
+    for make in (decode_plan, lambda lengths, **more: prefill_plan([(1, n) for n in lengths], **more)):
+        with pytest.raises(OptionError, match=rf"^planner: fixed_split_size is {value}; expected at least 1; \w"):
+            make([5], fixed_split_size=value)
+
+
+def test_too_many_pieces_are_refused_on_the_host_and_not_made_from_elsewhere() -> None:
+    lengths = [(16, 1000), (16, 300), (16, 64)]
+    with pytest.raises(
+        CapacityError, match=r"room for 22 pieces of 64 tokens and .* for 20; expected num_ctas of at least 22"
+    ):
+        prefill_plan(lengths, fixed_split_size=4, num_ctas=20)
+    assert sum(i.rows > 0 for i in items(prefill_plan(lengths, fixed_split_size=4, num_ctas=22))) == 22
+    planner = PrefillPlanner(3, 48, 90, page_size=16, tile_rows=16, fixed_split_size=4, num_ctas=20, **SIZES)
+    table = page_table([n for _, n in lengths], 16)
+    plan = planner.plan(indptr([16, 16, 16]), *table, validate=False)
+    assert [i.slot for i in items(plan) if i.rows] == [-1] * 3

@@ -1,0 +1,177 @@
+"""Prefill plans: tiles cover every query row once, read every key a row may see, and come longest first."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from helpers.batches import LENGTHS, PAGE_SIZES, Item, disjoint, indptr, items, page_table
+from helpers.oracle import GARBAGE
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_ops import PrefillPlan, PrefillPlanner
+from attn_ops.plan.state import KV_BLOCK, num_partials
+
+CLASSES = 32
+"""Tiles may stand out of order by one part in so many of the longest."""
+
+requests = st.tuples(st.one_of(st.just(0), st.just(1), st.integers(0, 300)), LENGTHS)
+batches = st.fixed_dictionaries(
+    {
+        "requests": st.lists(requests, min_size=1, max_size=8),
+        "page_size": PAGE_SIZES,
+        "tile_rows": st.sampled_from([1, 2, 16, 33, 128]),
+        "causal": st.booleans(),
+        "window_left": st.sampled_from([-1, 0, 63, 100, 5000]),
+        "spare_batch": st.integers(0, 3),
+        "spare_tokens": st.integers(0, 200),
+        "ragged": st.booleans(),
+        "num_ctas": st.sampled_from([0, 0, 2, 6, 64]),
+    }
+)
+
+
+def _plan(
+    requests: list[tuple[int, int]],
+    page_size: int = 16,
+    tile_rows: int = 16,
+    causal: bool = False,
+    window_left: int = -1,
+    spare_batch: int = 0,
+    spare_tokens: int = 0,
+    ragged: bool = False,
+    num_ctas: int = 0,
+) -> PrefillPlan:
+    qo_lens, kv_lens = zip(*requests, strict=True)
+    table = (indptr(kv_lens),) if ragged else page_table(kv_lens, page_size)
+    planner = PrefillPlanner(
+        len(requests) + spare_batch,
+        max(1, sum(qo_lens) + spare_tokens),
+        0 if ragged else table[1].shape[0] + 1,
+        page_size=1 if ragged else page_size,
+        num_qo_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        max_kv_len=max(1, *kv_lens, 1),
+        causal=causal,
+        window_left=window_left,
+        tile_rows=tile_rows,
+        num_ctas=num_ctas,
+    )
+    for t in planner.state:
+        t.fill_(GARBAGE)
+    return planner.plan(indptr(qo_lens), *table)
+
+
+def _items(plan: PrefillPlan) -> list[Item]:
+    """The work items, of which nothing but zeros may follow the last."""
+    work = items(plan)
+    count = sum(item.rows > 0 for item in work)
+    assert (plan.work[count:] == 0).all()
+    return work[:count]
+
+
+def _tiles(plan: PrefillPlan) -> list[Item]:
+    """The tiles, put together from the pieces that they were split into."""
+    pieces: dict[int, list[Item]] = {}
+    for item in _items(plan):
+        pieces.setdefault(item.row, []).append(item)
+    return [
+        parts[0]._replace(kv_begin=min(p.kv_begin for p in parts), kv_end=max(p.kv_end for p in parts), slot=-1)
+        for parts in pieces.values()
+    ]
+
+
+@given(batches)
+def test_batch_is_kept(batch: dict) -> None:
+    plan = _plan(**batch)
+    qo_lens, kv_lens = zip(*batch["requests"], strict=True)
+    spare = [0] * batch["spare_batch"]
+    pages = list(kv_lens) if batch["ragged"] else [-(-n // batch["page_size"]) for n in kv_lens]
+    assert plan.kv_len.tolist() == [*kv_lens, *spare]
+    assert plan.qo_indptr.tolist() == indptr([*qo_lens, *spare]).tolist()
+    assert plan.kv_indptr.tolist() == indptr([*pages, *spare]).tolist()
+
+
+@given(batches)
+def test_every_row_is_in_one_tile(batch: dict) -> None:
+    plan = _plan(**batch)
+    tiles = _tiles(plan)
+    begins = plan.qo_indptr.tolist()
+    for b, (qo_len, kv_len) in enumerate(batch["requests"]):
+        mine = [tile for tile in tiles if tile.request == b]
+        assert disjoint([(t.row, t.row + t.rows) for t in mine], begins[b], begins[b] + qo_len)
+        for t in mine:
+            assert t.rows <= batch["tile_rows"]
+            assert t.position == kv_len - qo_len + t.row - begins[b]
+            assert t.page_start == plan.kv_indptr[b]
+    assert sum(t.rows for t in tiles) == begins[-1]
+
+
+@given(batches)
+def test_tiles_read_what_their_rows_see_and_little_more(batch: dict) -> None:
+    """The range of a tile is from the first to the last key that one of its rows sees."""
+    window = batch["window_left"]
+    for t in _tiles(_plan(**batch)):
+        kv_len = batch["requests"][t.request][1]
+        positions = range(t.position, t.position + t.rows)
+        first = [max(0, p - window) if window >= 0 else 0 for p in positions]
+        end = [min(kv_len, max(0, p + 1)) if batch["causal"] else kv_len for p in positions]
+        seen = [(a, b) for a, b in zip(first, end, strict=True) if a < b]
+        assert 0 <= t.kv_begin <= t.kv_end <= kv_len
+        if seen:
+            assert (t.kv_begin, t.kv_end) == (min(a for a, _ in seen), max(b for _, b in seen))
+        else:
+            assert t.kv_begin == t.kv_end
+
+
+@given(batches)
+def test_pieces_are_what_is_merged(batch: dict) -> None:
+    """A split tile's pieces cover its KV, meet at whole units, are about equal and have their own slots in order."""
+    plan = _plan(**batch)
+    work = _items(plan)
+    whole = [item for item in work if item.slot < 0]
+    assert len({item.row for item in whole}) == len(whole)
+    merges = [record for record in plan.split_tiles.tolist() if any(record)]
+    assert (plan.split_tiles[len(merges) :] == 0).all()
+    slots: list[int] = []
+    for row, rows, first, count in merges:
+        pieces = sorted((item for item in work if item.row == row), key=lambda item: item.slot)
+        assert count > 1
+        assert [item.slot for item in pieces] == list(range(first, first + count))
+        assert {item.rows for item in pieces} == {rows}
+        for a, b in pairwise(pieces):
+            assert a.kv_end == b.kv_begin
+            assert a.kv_end % KV_BLOCK == 0
+        lengths = [-(-p.kv_end // KV_BLOCK) - p.kv_begin // KV_BLOCK for p in pieces]
+        assert max(lengths) - min(lengths) <= 1
+        slots += range(first, first + count)
+    assert slots == list(range(len(slots)))
+    assert len(slots) + len(whole) == len(work)
+    assert len(slots) <= num_partials(plan)
+
+
+@given(st.integers(1, 4), st.integers(1, 40))
+def test_few_long_tiles_are_split_evenly(count: int, units: int) -> None:
+    """No item is longer than twice an equal share."""
+    plan = _plan([(1, units * KV_BLOCK * 8)] * count, num_ctas=16)
+    lengths = [item.kv_end - item.kv_begin for item in _items(plan)]
+    assert max(lengths) <= 2 * max(sum(lengths) / 16, 2 * KV_BLOCK) + KV_BLOCK
+
+
+@given(batches)
+def test_longest_first(batch: dict) -> None:
+    """No item is followed, however late, by one that is longer than it by more than a class, or a unit if split."""
+    plan = _plan(**batch)
+    extents = [t.kv_end - t.kv_begin for t in _items(plan)]
+    unit = KV_BLOCK if plan.split_tiles.any() else 0
+    longest_after = 0
+    for extent in reversed(extents):
+        longest_after = max(longest_after, extent)
+        assert longest_after - extent <= (max(extents) + unit) // CLASSES + 1 + 2 * unit
+
+
+def test_zero_plan_has_no_work() -> None:
+    plan = PrefillPlan(*(torch.zeros_like(t) for t in _plan([(5, 70), (3, 3)])))
+    assert _tiles(plan) == []

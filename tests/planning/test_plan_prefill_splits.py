@@ -1,0 +1,139 @@
+"""Prefill plans that split few and long tiles: what the pieces are of, and that merged they are the answer."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers.batches import Item, disjoint, indptr, items, page_table
+from helpers.oracle import GARBAGE, attention, merge
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_ops import PrefillPlan, PrefillPlanner
+from attn_ops.plan.state import KV_BLOCK, workspace_size
+
+HEADS, DIM = 2, 8
+
+requests = st.tuples(st.integers(0, 60), st.one_of(st.integers(0, 300), st.integers(0, 20_000)))
+batches = st.fixed_dictionaries(
+    {
+        "requests": st.lists(requests, min_size=1, max_size=5),
+        "num_ctas": st.integers(0, 70),
+        "tile_rows": st.sampled_from([1, 16, 33]),
+        "causal": st.booleans(),
+        "window_left": st.sampled_from([-1, 100, 5000]),
+    }
+)
+
+
+class Merge(NamedTuple):
+    """A row of ``plan.split_tiles``."""
+
+    row: int
+    rows: int
+    slot: int
+    slots: int
+
+
+def _plan(
+    requests: list[tuple[int, int]], num_ctas: int, tile_rows: int = 16, causal: bool = False, window_left: int = -1
+) -> PrefillPlan:
+    qo_lens, kv_lens = zip(*requests, strict=True)
+    table = page_table(kv_lens, 16)
+    planner = PrefillPlanner(
+        len(requests),
+        max(1, sum(qo_lens)),
+        table[1].shape[0] + 1,
+        page_size=16,
+        num_qo_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        causal=causal,
+        window_left=window_left,
+        tile_rows=tile_rows,
+        num_ctas=num_ctas,
+    )
+    assert planner.workspace.numel() == workspace_size(planner.state) <= num_ctas * tile_rows * HEADS * (DIM + 1)
+    for t in planner.state:
+        t.fill_(GARBAGE)
+    return planner.plan(indptr(qo_lens), *table)
+
+
+def _work(plan: PrefillPlan) -> list[Item]:
+    work = items(plan)
+    count = sum(item.rows > 0 for item in work)
+    assert (plan.work[count:] == 0).all()
+    return work[:count]
+
+
+def _merges(plan: PrefillPlan) -> list[Merge]:
+    merges = [Merge(*row) for row in plan.split_tiles.tolist()]
+    count = sum(m.slots > 0 for m in merges)
+    assert (plan.split_tiles[count:] == 0).all()
+    return merges[:count]
+
+
+def _units(item: Item) -> int:
+    return -(-item.kv_end // KV_BLOCK) - item.kv_begin // KV_BLOCK if item.kv_end > item.kv_begin else 0
+
+
+@given(batches)
+def test_pieces_are_the_tiles(batch: dict) -> None:
+    """With the pieces put together, the plan is the one that splits nothing."""
+    work = _work(_plan(**batch))
+    whole = _work(_plan(**batch | {"num_ctas": 0}))
+    assert {item.row for item in work} == {tile.row for tile in whole}
+    for tile in whole:
+        pieces = [item for item in work if item.row == tile.row]
+        same = [item._replace(kv_begin=0, kv_end=0, slot=-1) for item in (tile, *pieces)]
+        assert all(item == same[0] for item in same)
+        if len(pieces) == 1:
+            assert pieces[0] == tile
+        else:
+            ranges = [(item.kv_begin, item.kv_end) for item in pieces]
+            assert disjoint(ranges, tile.kv_begin, tile.kv_end)
+            assert all(begin % KV_BLOCK == 0 or begin == tile.kv_begin for begin, _ in ranges)
+
+
+def test_one_long_tile_is_spread_and_many_are_left_alone() -> None:
+    one = _work(_plan([(16, 32 * KV_BLOCK)], num_ctas=8))
+    assert [_units(item) for item in one] == [4] * 8
+    many = _plan([(16, 4 * KV_BLOCK)] * 16, num_ctas=8)
+    assert _merges(many) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_work_done_by_the_list_is_the_answer(seed: int) -> None:
+    """Every item in float64; pieces meet in the workspace and are merged row by row."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(draw.randint(0, 20), draw.choice([3, 200, 900])) for _ in range(draw.randint(1, 3))]
+    causal = draw.random() < 0.5
+    plan = _plan(sizes, draw.choice([4, 9, 32]), draw.choice([4, 16]), causal)
+    qs = [torch.randn(n, HEADS, DIM, generator=generator) for n, _ in sizes]
+    kvs = [torch.randn(2, m, HEADS, DIM, generator=generator) for _, m in sizes]
+    q, tile_rows = torch.cat(qs), plan.problem.shape[7]
+    slots_v = torch.full((2 * plan.split_tiles.shape[0], tile_rows, HEADS, DIM), torch.nan, dtype=torch.float64)
+    slots_s = torch.full(slots_v.shape[:-1], torch.nan, dtype=torch.float64)
+    out = torch.full(q.shape, torch.nan, dtype=torch.float64)
+    for i in _work(plan):
+        position = torch.arange(i.position, i.position + i.rows)[:, None]
+        j = torch.arange(i.kv_begin, i.kv_end)
+        visible = (j <= position) if causal else (j >= 0).expand(i.rows, -1)
+        keys, values = kvs[i.request][:, i.kv_begin : i.kv_end]
+        v, s = attention(q[i.row : i.row + i.rows], keys, values, mask=visible)
+        if i.slot < 0:
+            out[i.row : i.row + i.rows] = v
+        else:
+            slots_v[i.slot, : i.rows], slots_s[i.slot, : i.rows] = v, s
+    for m in _merges(plan):
+        part = slice(m.slot, m.slot + m.slots)
+        states = slots_v[part, : m.rows].transpose(0, 1), slots_s[part, : m.rows].transpose(0, 1)
+        out[m.row : m.row + m.rows] = merge(*states)[0]
+    bounds = plan.qo_indptr.tolist()
+    for (begin, end), rows, (keys, values) in zip(pairwise(bounds), qs, kvs, strict=True):
+        torch.testing.assert_close(out[begin:end], attention(rows, keys, values, causal=causal)[0])

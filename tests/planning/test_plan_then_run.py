@@ -1,0 +1,102 @@
+"""Kernels that start before the one ahead has ended read the plan that it makes, whichever was there before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_ops
+
+pytestmark = pytest.mark.gpu
+
+BATCH, PAGES, REPLAYS = 4, 400, 30
+LENGTHS = ([5, 700, 1, 33], [6000, 0, 100, 2], [64, 0, 0, 0], [400, 1600, 400, 400], [1, 1, 1, 1], [0, 6400, 0, 0])
+
+Step = tuple[Callable[..., object], Callable[[], tuple[Tensor, ...]], int]
+"""``(plan, run, page size)``; ``plan`` takes a page table."""
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(0))
+
+
+def decode(**options: int) -> Step:
+    heads = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    planner = attn_ops.DecodePlanner(BATCH, PAGES, page_size=16, device="cuda", **heads, **options)
+    q, cache = random(BATCH, 32, 128), random(2, PAGES, 16, 8, 128)
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.ops.attn.batch_decode(q, *cache, planner.state, planner.workspace, return_lse=True)
+
+    return planner.plan, run, 16
+
+
+def prefill() -> Step:
+    heads = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    planner = attn_ops.PrefillPlanner(BATCH, BATCH, PAGES, page_size=16, device="cuda", causal=True, **heads)
+    q, cache, qo_indptr = random(BATCH, 32, 128), random(2, PAGES, 16, 8, 128), rows()
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.ops.attn.batch_prefill(q, *cache, planner.state, planner.workspace, causal=True, return_lse=True)
+
+    return lambda *table: planner.plan(qo_indptr, *table), run, 16
+
+
+def mla() -> Step:
+    heads = {"num_qo_heads": 128, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
+    planner = attn_ops.PrefillPlanner(BATCH, BATCH, PAGES // 4, page_size=64, device="cuda", **heads)
+    q, ckv, kpe, qo_indptr = random(BATCH, 128, 576), random(PAGES // 4, 64, 512), random(PAGES // 4, 64, 64), rows()
+    q_nope, q_pe = q.split((512, 64), -1)
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.ops.attn.batch_mla(q_nope, q_pe, ckv, kpe, planner.state, planner.workspace, return_lse=True)
+
+    return lambda *table: planner.plan(qo_indptr, *table), run, 64
+
+
+def rows() -> Tensor:
+    return torch.arange(BATCH + 1, dtype=torch.int32, device="cuda")
+
+
+def page_table(lengths: list[int], page_size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    pages = [-(-n // page_size) for n in lengths]
+    indices = torch.randperm(PAGES * 16 // page_size, generator=torch.Generator().manual_seed(seed))[: sum(pages)]
+    last = [(n - 1) % page_size + 1 for n in lengths]
+    return tuple(  # type: ignore[return-value]
+        torch.as_tensor(t).to("cuda", torch.int32) for t in (torch.tensor([0, *pages]).cumsum(0), indices, last)
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [decode, lambda: decode(fixed_split_size=8), prefill, mla], ids=["decode", "fixed", "prefill", "mla"]
+)
+def test_plans_and_runs_take_turns(make: Callable[[], Step]) -> None:
+    plan, run, page_size = make()
+    tables = [page_table(lengths, page_size, seed) for seed, lengths in enumerate(LENGTHS)]
+    plan(*tables[0])
+    run()
+    alone, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(alone):
+        result = run()
+    expected = []
+    for table in tables:
+        plan(*table)
+        torch.cuda.synchronize()
+        alone.replay()
+        torch.cuda.synchronize()
+        expected.append([t.clone() for t in result])
+    with torch.cuda.graph(graph):
+        results = []
+        for table in tables:
+            plan(*table)
+            results.append(run())
+    for _ in range(REPLAYS):
+        for t in (t for result in results for t in result):
+            t.fill_(float("nan"))
+        graph.replay()
+        for actual, output_spec in zip(results, expected, strict=True):
+            for a, b in zip(actual, output_spec, strict=True):
+                assert torch.equal(a, b)

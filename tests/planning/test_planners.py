@@ -1,0 +1,176 @@
+"""Planners: buffers that stay where they are, page tables of any integer type, and bounds that hold for garbage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches import int32, items, page_table
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attn_ops
+from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
+from attn_ops.plan.state import PlanProblem, num_slots
+
+SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+PAGE = 16
+QO_LENS, KV_LENS = (5, 1, 0, 40), (300, 0, 17, 64)
+
+
+def _planners() -> dict[str, Any]:
+    return {
+        "decode": DecodePlanner(5, 40, page_size=PAGE, num_ctas=3, **SIZES),
+        "prefill": PrefillPlanner(5, 80, 40, page_size=PAGE, **SIZES),
+        "ragged": PrefillPlanner(5, 80, 0, max_kv_len=700, **SIZES),
+    }
+
+
+def _inputs(kind: str, qo_lens: tuple[int, ...] = QO_LENS, kv_lens: tuple[int, ...] = KV_LENS) -> list[Tensor]:
+    qo_indptr, table = int32([0, *qo_lens]).cumsum(0).int(), page_table(kv_lens, PAGE)
+    tokens = int32([0, *kv_lens]).cumsum(0).int()
+    return {"decode": [*table], "prefill": [qo_indptr, *table], "ragged": [qo_indptr, tokens]}[kind]
+
+
+each_kind = pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
+
+
+@each_kind
+def test_buffers_keep_their_addresses(kind: str) -> None:
+    planner = _planners()[kind]
+    tensors = [*planner.state, planner.workspace]
+    before = [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
+    for n in (4, 1, 0, 3):
+        plan = planner.plan(*_inputs(kind, QO_LENS[:n], KV_LENS[:n]))
+        assert plan is planner.state
+        assert [(t.data_ptr(), t.shape, t.stride()) for t in [*plan, planner.workspace]] == before
+
+
+@each_kind
+def test_no_two_buffers_overlap(kind: str) -> None:
+    planner = _planners()[kind]
+    tensors = [t for t in [*planner.state, planner.workspace] if t.numel()]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16], ids=str)
+def test_integer_types_are_converted(kind: str, dtype: torch.dtype) -> None:
+    expected = [t.clone() for t in _planners()[kind].plan(*_inputs(kind))]
+    planned = _planners()[kind].plan(*(t.to(dtype) for t in _inputs(kind)))
+    assert all(map(torch.equal, planned, expected))
+
+
+@each_kind
+def test_inputs_are_only_read(kind: str) -> None:
+    inputs = _inputs(kind)
+    before = [t.clone() for t in inputs]
+    _planners()[kind].plan(*inputs)
+    assert all(map(torch.equal, inputs, before))
+
+
+@each_kind
+def test_validation_does_not_change_the_plan(kind: str) -> None:
+    checked = [t.clone() for t in _planners()[kind].plan(*_inputs(kind), validate=True)]
+    assert all(map(torch.equal, _planners()[kind].plan(*_inputs(kind), validate=False), checked))
+
+
+@each_kind
+def test_filling_the_capacity_exactly(kind: str) -> None:
+    """A batch of as many requests, rows, pages and tokens as there is room for is planned."""
+    qo_indptr, (kv_indptr, kv_indices, last) = int32([0, 3, 4]), page_table((32, 48), PAGE)
+    sizes = {**SIZES, "max_kv_len": 48}
+    if kind == "decode":
+        plan = DecodePlanner(2, 5, page_size=PAGE, **sizes).plan(kv_indptr, kv_indices, last)
+    elif kind == "prefill":
+        plan = PrefillPlanner(2, 4, 5, page_size=PAGE, **sizes).plan(qo_indptr, kv_indptr, kv_indices, last)
+    else:
+        plan = PrefillPlanner(2, 4, 0, **sizes).plan(qo_indptr, int32([0, 32, 80]))
+    assert plan.kv_len.tolist() == [32, 48]
+
+
+def test_an_empty_request_may_have_any_last_page_len() -> None:
+    planner = DecodePlanner(3, 4, page_size=PAGE, **SIZES)
+    plan = planner.plan(int32([0, 0, 2, 2]), int32([3, 1]), int32([99, 4, -7]))
+    assert plan.kv_len.tolist() == [0, PAGE + 4, 0]
+
+
+def test_planners_are_on_the_default_device() -> None:
+    with torch.device("meta"):
+        assert all(t.is_meta for planner in _planners().values() for t in [*planner.state, planner.workspace])
+
+
+GARBAGE = st.one_of(st.integers(-100, 100), st.sampled_from([-(2**31), -(2**30), 2**30, 2**31 - 1]))
+
+
+def _garbage(length: int) -> st.SearchStrategy[Tensor]:
+    return st.lists(GARBAGE, min_size=length, max_size=length).map(int32)
+
+
+@given(_garbage(6), _garbage(40), _garbage(5))
+def test_unchecked_garbage_stays_in_bounds_decode(kv_indptr: Tensor, kv_indices: Tensor, last: Tensor) -> None:
+    """What a kernel does with a plan made of nonsense means nothing, but it stays inside its buffers."""
+    planner = _planners()["decode"]
+    plan: DecodePlan = planner.plan(kv_indptr, kv_indices, last, validate=False)
+    bounds = plan.cta_indptr.tolist()
+    assert bounds == sorted(bounds)
+    assert 0 <= bounds[0] <= bounds[-1] <= plan.work.shape[0]
+    assert all(0 <= n <= 40 * PAGE for n in plan.kv_len.tolist())
+    for item in items(plan):
+        assert 0 <= item.request < 5
+        assert item.row == item.request
+        assert 0 <= item.kv_begin <= item.kv_end <= plan.kv_len[item.request]
+        assert -1 <= item.slot < num_slots(plan)
+    merges = plan.merge_indptr.tolist()
+    assert merges == sorted(merges)
+    assert 0 <= merges[0] <= merges[-1] <= num_slots(plan)
+    q, cache = torch.zeros(5, 4, 16), torch.zeros(7, PAGE, 2, 16)
+    torch.ops.attn.batch_decode(q, cache, cache, plan, planner.workspace)
+
+
+@given(_garbage(6), _garbage(6), _garbage(40), _garbage(5))
+def test_unchecked_garbage_stays_in_bounds_prefill(
+    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, last: Tensor
+) -> None:
+    planner = _planners()["prefill"]
+    plan = planner.plan(qo_indptr, kv_indptr, kv_indices, last, validate=False)
+    for item in items(plan):
+        assert 0 <= item.request < 5
+        assert 0 <= item.rows <= planner.problem.tile_rows
+        assert 0 <= item.kv_begin <= item.kv_end <= max(0, int(plan.kv_len[item.request])) <= 40 * PAGE
+    q, cache = torch.zeros(45, 4, 16), torch.zeros(7, PAGE, 2, 16)
+    torch.ops.attn.batch_prefill(q, cache, cache, plan, planner.workspace)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_tables_without_contents_are_not_looked_at(fake: bool) -> None:
+    with FakeTensorMode() if fake else torch.device("meta"):
+        planner = DecodePlanner(5, 40, page_size=PAGE, num_ctas=3, **SIZES)
+        tables = (torch.empty(n, dtype=torch.int32) for n in (4, 9, 3))
+        assert planner.plan(*tables) is planner.state
+
+
+def test_plans_are_pytrees_of_their_fields() -> None:
+    """One object to the user, its fields in order to a compiled package."""
+    for planner in _planners().values():
+        leaves, spec = torch.utils._pytree.tree_flatten(planner.state)
+        assert all(leaf is t for leaf, t in zip(leaves, planner.state, strict=True))
+        assert type(torch.utils._pytree.tree_unflatten(leaves, spec)) is type(planner.state)
+        assert isinstance(planner.state, attn_ops.DecodePlan | attn_ops.PrefillPlan)
+
+
+def test_sizes_of_any_magnitude_travel_with_the_plan() -> None:
+    """Their product is more than int64 holds, and so would strides be."""
+    problem = PlanProblem(64, 128, 8, 576, 512, 1 << 21, 64, 1 << 17, 1, 1 << 21)
+    as_shape_tensor = problem.as_shape_tensor(torch.device("cpu"))
+    for t in (
+        as_shape_tensor,
+        as_shape_tensor.clone(),
+        torch.zeros_like(as_shape_tensor),
+        as_shape_tensor.to(torch.int32),
+    ):
+        assert t.numel() == 0
+        assert PlanProblem.of(t) == problem
