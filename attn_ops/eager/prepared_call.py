@@ -1,8 +1,9 @@
 """Prepared calls: methods around one op replay the kernel launches of an earlier eager call with the same cache key.
 
-A wrapper's ``run`` checks its arguments, makes views of them, calls an op and returns what that returns. In Python and
-in PyTorch's dispatcher that takes several times as long as the launch. :class:`PreparedMethod` makes a call once and finds
-the op's tensors among the arguments; the next call replays the launches that the op has cached (``launch_cache.py``).
+A wrapper's ``run`` checks its arguments, makes views of them, calls an op and returns what that returns. In Python
+and in PyTorch's dispatcher that takes several times as long as the launch. :class:`PreparedMethod` makes a call once
+and finds the op's tensors among the arguments; the next call replays the launches that the op has cached
+(``launch_cache.py``).
 
 The op is called where a mode, transform or profiler must observe it: a dispatch or function mode, a transform,
 ``torch.jit.trace``, a profiler.

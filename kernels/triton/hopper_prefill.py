@@ -2,8 +2,9 @@
 
 Warps have roles. One asks the copy engine (TMA) for blocks of keys, which come into a ring in shared memory, as far
 ahead as it is long, and one for blocks of values. Two warpgroups attend. They have 64 pairs each or, of a tile that has
-no more, they split its KV tiles and reduce at the end. They issue the products of the queries with the next keys, and of the weights with the last values, before they make weights of the next logits: the tensor
-cores work meanwhile.
+no more, they split its KV tiles and reduce at the end. They issue the products
+of the queries with the next keys, and of the weights with the last values, before they make weights of the next logits:
+the tensor cores work meanwhile.
 
 Packages of AOTInductor do without: they hold Triton alone. Work items and partial results are those of :mod:`.prefill`.
 """

@@ -31,19 +31,19 @@ def backend_table(monkeypatch: pytest.MonkeyPatch) -> None:
     backends.choose.cache_clear()
 
 
-@pytest.mark.usefixtures("backends")
+@pytest.mark.usefixtures("backend_table")
 def test_auto_takes_the_first_without_objections() -> None:
     assert backends.choose(PROBLEM).name == "b"
 
 
-@pytest.mark.usefixtures("backends")
+@pytest.mark.usefixtures("backend_table")
 def test_a_named_backend_is_taken_or_refused() -> None:
     assert backends.choose(PROBLEM, "d").name == "d"
     with pytest.raises(BackendError, match=r"batch_decode: no backend runs this problem \(c: too wide\)"):
         backends.choose(PROBLEM, "c")
 
 
-@pytest.mark.usefixtures("backends")
+@pytest.mark.usefixtures("backend_table")
 def test_explain_has_a_line_a_backend() -> None:
     assert backends.explain(PROBLEM).splitlines() == [
         "a: too small, too old",
