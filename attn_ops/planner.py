@@ -17,7 +17,7 @@ from attn_ops.eager.prepared_call import PreparedMethods, prepared
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import ArgumentError, CapacityError, OptionError, ShapeError
 from attn_ops.ops.inductor import mark_static
-from attn_ops.ops.options import WIDEST_WINDOW
+from attn_ops.ops.options import MAX_WINDOW
 from attn_ops.plan.page_table_checks import check_indptr, check_pages
 from attn_ops.plan.sizing import count_splits, max_splits_for
 from attn_ops.plan.state import (
@@ -58,10 +58,10 @@ def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: 
     for name, value in {**capacities, **sizes}.items():
         if value < at_least[name]:
             raise OptionError(f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger")
-    if problem.window > WIDEST_WINDOW + 1:
+    if problem.window > MAX_WINDOW + 1:
         raise OptionError(
             f"planner: window_left is {problem.window - 1}; expected 0 or more tokens, at most "
-            f"{WIDEST_WINDOW}, or -1 for no window; change it"
+            f"{MAX_WINDOW}, or -1 for no window; change it"
         )
     if problem.num_qo_heads % problem.num_kv_heads:
         raise ShapeError(

@@ -10,6 +10,7 @@ import torch
 from helpers.fake_driver import built, loads, onlooker  # noqa: F401  fixtures
 
 import attn_ops  # noqa: F401  registers the ops
+from attn_ops.ops import backends
 
 # The tensors here are small: threads would only wait for each other.
 torch.set_num_threads(1)
@@ -34,3 +35,12 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def general_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The backend table without its specialized kernels."""
+    monkeypatch.setattr(backends, "BACKENDS", tuple(b for b in backends.BACKENDS if not b.specialized))
+    backends.choose.cache_clear()
+    yield
+    backends.choose.cache_clear()

@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, AttnOpsError, DTypeError, OptionError, ShapeError, UnsupportedError
 from attn_ops.frontend.unsupported import REFUSED
 from attn_ops.ops.backends import BACKENDS
-from attn_ops.ops.checks.checker import FP8, LAYOUTS, POS_ENCODINGS
+from attn_ops.ops.options import FP8, LAYOUTS, POS_ENCODINGS
 
 DType = str | torch.dtype
 

@@ -25,7 +25,7 @@ from attn_ops.frontend.variants import follow
 from attn_ops.ops import backends
 from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
 from attn_ops.plan.page_table import BatchSize, PageTable
-from attn_ops.plan.resizable import CAPACITY_BOUND_BACKENDS, PlanSpec, ResizablePlan, SizedPlanner
+from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
 from attn_ops.plan.sizing import count_splits
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
 
@@ -363,7 +363,7 @@ class Wrapper:
                 page_size=shape.page_size,
                 pos_encoding=options["pos_encoding"],
             )
-            if backends.choose(problem, self._backend).name not in CAPACITY_BOUND_BACKENDS:
+            if not backends.choose(problem, self._backend).capacity_bound:
                 return tables.bounded()
         return measured(tables, shape)
 

@@ -1,26 +1,51 @@
-"""Backends as data: each one's name, where its code is, and why it cannot run a given problem.
+"""The backend table: which kernel runs an op, and why each other does not.
 
-A backend's module is imported when it is first chosen. ``auto`` takes the first backend of
-:data:`BACKENDS` without unsupported_reasons; a backend asked for by name is used or refused, never replaced.
+An entry is a backend, or one kernel of a backend for some of the ops. Its module is imported when it is first chosen.
+``auto`` takes the first entry without unsupported reasons; a backend named by the caller is used or refused, and never
+falls back to another.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from attn_ops.errors import BackendError, OptionError
+from attn_ops.ops import unsupported
+
+LOG = logging.getLogger(__name__)
+
+
+class MemoryLayout(NamedTuple):
+    """What kernels need to know of the memory of queries, keys and values on CUDA.
+
+    aligned             first elements and all strides but the last are multiples of 16 bytes
+    mappable            keys and values have elements, each at its own address: a TMA tensor map can describe them
+    short_token_stride  offsets within a KV tile fit in 32 bits
+    """
+
+    aligned: bool = True
+    mappable: bool = True
+    short_token_stride: bool = True
+
+
+ORDINARY = MemoryLayout()
+"""Of calls that are not on CUDA, or whose kernels do not depend on it."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides which backend runs an op. Fields that an op does not have keep their defaults."""
+    """What decides which kernel runs an op. Fields that an op does not have keep their defaults.
+
+    page_size   tokens of a page, 0 without pages
+    masked      a custom mask is given; ``kv_scaled``, ``soft_capped``, ``windowed``, ``sinks`` likewise
+    """
 
     op: str
     device: torch.device
@@ -30,121 +55,150 @@ class Problem:
     num_kv_heads: int = 1
     head_dim_qk: int = 1
     head_dim_vo: int = 1
-    page_size: int = 1
+    page_size: int = 0
     pos_encoding: str = "NONE"
     masked: bool = False
-    scaled: bool = False
+    kv_scaled: bool = False
+    soft_capped: bool = False
+    windowed: bool = False
+    sinks: bool = False
+    layout: MemoryLayout = ORDINARY
 
 
 @dataclass(frozen=True)
 class Backend:
-    """``module`` holds one function per op, named as the op and with the op's signature.
+    """An entry of the table.
 
-    Inductor lowers these functions in the op's place, so they use only aten ops and wrapped Triton kernels.
-    ``record`` names the module's function that makes a call so that it can be repeated
-    (:mod:`attn_ops.eager.launch_cache`), if it has one.
+    name                 what a caller passes as ``backend``; entries of one name are kernels of one backend
+    module               has one function per op, of the op's name and signature less ``backend``
+    unsupported_reasons  why it does not run a problem; none if it does
+    kernels              op -> kernel, for an entry that has some ops only; None: every op, in plain PyTorch
+    specialized          listed before the backend's general entry, under its kernel's name
+    inductor_lowerable   Inductor can inline its functions: aten ops and Triton kernels. If not, a compiled graph calls
+                         the op, and a package, which has no Python, runs the next entry
+    capacity_bound       its work is a plan's capacity, not the lengths that the plan holds
+    capture              ``"module:function"`` that makes an eager call and captures its launches for the launch cache
     """
 
     name: str
     module: str
     unsupported_reasons: Callable[[Problem], list[str]]
-    record: str | None = None
+    kernels: Mapping[str, str] | None = None
+    specialized: bool = False
+    inductor_lowerable: bool = True
+    capacity_bound: bool = False
+    capture: str | None = None
+
+    def has(self, op: str) -> bool:
+        return self.kernels is None or not self.specialized or op in self.kernels
+
+    def label(self, op: str) -> str:
+        """``"triton"``, or ``"triton.hopper_prefill"`` for a specialized kernel."""
+        return f"{self.name}.{self.kernels[op]}" if self.specialized and self.kernels else self.name
 
     def implementation(self, op: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(self.module), op)
 
-    def recorder(self) -> Callable[..., Any]:
-        return self.implementation(self.record or "")
+    def capture_launches(self) -> Callable[..., Any] | None:
+        """The function that ``capture`` names, called as ``(function, args, kwargs)``."""
+        if self.capture is None:
+            return None
+        module, function = self.capture.split(":")
+        return getattr(importlib.import_module(module), function)
 
 
-@functools.cache
-def triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """None where it cannot be asked for."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
-
-
-TRITON_PREFILL = frozenset({"batch_prefill", "ragged_prefill", "single_prefill", "batch_mla"})
-"""The ops of one kernel, which goes over any number of query heads per KV head in blocks."""
-
-TRITON_MLA = frozenset({"batch_mla", "append_mla_kv"})
-"""The ops whose key comes in two parts, of which the first is as wide as the value."""
-
-TRITON_COPIES = frozenset({"append_kv", "append_mla_kv"})
-"""The ops that move elements of any dtype."""
-
-TRITON_OPS = TRITON_PREFILL | TRITON_COPIES | {
-    "plan_decode", "plan_prefill", "batch_decode", "merge_state", "merge_states", "merge_state_in_place",
-    "merge_states_varlen", "batch_indices_positions", "seq_lens", "page_table", "packbits", "segment_packbits",
-}  # fmt: skip
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _triton_unsupported(p: Problem) -> list[str]:
-    capability = compute_capability(p.device)
-    prefill = p.op in TRITON_PREFILL
-    key_dim = max(p.head_dim_vo, p.head_dim_qk - p.head_dim_vo) if p.op in TRITON_MLA else p.head_dim_qk
-    checks = [
-        (p.op in TRITON_OPS, f"it has no kernel for {p.op}"),
-        (triton_installed(), "triton is not installed"),
-        (p.device.type == "cuda", f"it runs on cuda, not {p.device.type}"),
-        (
-            capability is None or capability >= (8, 0),
-            f"it needs compute capability 8.0 or newer, not {capability}",
-        ),
-        (p.dtype in TRITON_DTYPES or p.op in TRITON_COPIES, f"it does not compute in {p.dtype}"),
-        (
-            capability is None or capability >= (8, 9) or p.kv_dtype != torch.float8_e4m3fn,
-            f"it needs compute capability 8.9 or newer for {p.kv_dtype}, not {capability}",
-        ),
-        (max(key_dim, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
-        (min(key_dim, p.head_dim_vo) >= 1 or p.op in TRITON_COPIES, "it needs head_dim at least 1"),
-        (prefill or p.num_qo_heads // p.num_kv_heads <= 128, "it needs at most 128 query heads per KV head"),
-    ]
-    return [reason for ok, reason in checks if not ok]
-
-
-def _reference_unsupported(p: Problem) -> list[str]:
-    return []
-
+_CAPTURE = "attn_ops.kernels.triton.launch:capture_launches"
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("triton", "attn_ops.kernels.triton", _triton_unsupported, record="capture_launches"),
-    Backend("reference", "attn_ops.kernels.reference", _reference_unsupported),
+    Backend(
+        "triton",
+        "attn_ops.kernels.triton.hopper_prefill",
+        unsupported.hopper_prefill,
+        kernels=dict.fromkeys(("batch_prefill", "ragged_prefill", "single_prefill"), "hopper_prefill"),
+        specialized=True,
+        inductor_lowerable=False,
+        capture=_CAPTURE,
+    ),
+    Backend(
+        "triton",
+        "attn_ops.kernels.triton.hopper_mla",
+        unsupported.hopper_mla,
+        kernels={"batch_mla": "hopper_mla"},
+        specialized=True,
+        inductor_lowerable=False,
+        capture=_CAPTURE,
+    ),
+    Backend(
+        "triton",
+        "attn_ops.kernels.triton",
+        unsupported.triton,
+        kernels=unsupported.TRITON_KERNELS,
+        capture=_CAPTURE,
+    ),
+    Backend("reference", "attn_ops.kernels.reference", unsupported.reference, capacity_bound=True),
 )
+"""In order of preference."""
+
+
+def _entries(op: str) -> list[Backend]:
+    return [backend for backend in BACKENDS if backend.has(op)]
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(problem: Problem, name: str = "auto") -> Backend:
-    """The backend that runs ``problem``; :class:`BackendError` with every reason if none does."""
-    candidates = [b for b in BACKENDS if name in ("auto", b.name)]
+def choose(problem: Problem, name: str = "auto", lowerable: bool = False) -> Backend:
+    """The entry that runs ``problem``, of those that Inductor can inline if ``lowerable``.
+
+    Raises:
+        BackendError: no entry runs it, or none of the backend called ``name``; the message gives every reason.
+    """
+    candidates = [b for b in _entries(problem.op) if name in ("auto", b.name)]
     if not candidates:
+        names = dict.fromkeys(backend.name for backend in BACKENDS)
         raise OptionError(
-            f"{problem.op}: backend is {name}; expected auto or one of {', '.join(b.name for b in BACKENDS)}; "
-            "pass one of these names"
+            f"{problem.op}: backend is {name}; expected auto or one of {', '.join(names)}; pass one of these names"
         )
-    reasons = []
+    refused = []
     for backend in candidates:
-        unsupported_reasons = backend.unsupported_reasons(problem)
-        if not unsupported_reasons:
+        reasons = backend.unsupported_reasons(problem)
+        if lowerable and not backend.inductor_lowerable:
+            reasons = [*reasons, "Inductor does not generate it"]
+        if not reasons:
+            LOG.debug(
+                "%s: %s runs it; %s", problem.op, _name(backend, problem.op), "; ".join(refused) or "first choice"
+            )
             return backend
-        reasons.append(f"{backend.name}: {', '.join(unsupported_reasons)}")
+        refused.append(f"{backend.label(problem.op)}: {', '.join(reasons)}")
     raise BackendError(
-        f"{problem.op}: no backend runs this problem ({'; '.join(reasons)}); "
+        f"{problem.op}: no backend runs this problem ({'; '.join(refused)}); "
         "change the problem, or pass backend=auto to let another backend take it"
     )
 
 
-def explain(problem: Problem) -> str:
-    """A line a backend: which one ``auto`` takes for ``problem``, and why each other does not run it."""
-    lines, taken = [], False
-    for backend in BACKENDS:
-        unsupported_reasons = backend.unsupported_reasons(problem)
-        verdict = ", ".join(unsupported_reasons) if unsupported_reasons else ("can run it" if taken else "runs it")
-        taken = taken or not unsupported_reasons
-        lines.append(f"{backend.name}: {verdict}")
+def _name(backend: Backend, op: str) -> str:
+    """The backend and its kernel, such as ``"triton (kernel decode)"``."""
+    return backend.name if backend.kernels is None else f"{backend.name} (kernel {backend.kernels[op]})"
+
+
+def explain(problem: Problem, name: str = "auto") -> str:
+    """One line per entry that has the op: where it runs ``problem``, or why it does not.
+
+    Eager calls and compiled graphs run the first entry that can; a package runs the first that Inductor can inline.
+    """
+    lines, eager, packaged = [], False, False
+    for backend in _entries(problem.op):
+        reasons = backend.unsupported_reasons(problem)
+        if name not in ("auto", backend.name):
+            reasons = [*reasons, f"backend={name} is asked for"]
+        kernel = "" if backend.kernels is None else f", kernel {backend.kernels.get(problem.op)}"
+        if reasons:
+            verdict = ", ".join(reasons)
+        elif not eager and backend.inductor_lowerable:
+            verdict, eager, packaged = f"runs it{kernel}", True, True
+        elif not eager:
+            verdict, eager = f"runs it in eager calls and compiled graphs{kernel}; Inductor does not generate it", True
+        elif not packaged and backend.inductor_lowerable:
+            verdict, packaged = f"runs it in packages{kernel}", True
+        else:
+            verdict = f"can run it{kernel}"
+        lines.append(f"{backend.label(problem.op)}: {verdict}")
     return "\n".join(lines)

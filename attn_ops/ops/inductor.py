@@ -1,11 +1,12 @@
-"""All use of private PyTorch API: how an op that stays opaque through tracing becomes its body in Inductor.
+"""Inductor lowering: an op stays opaque through tracing, and becomes the body of its backend in Inductor.
 
-Dynamo, export, functionalization and re-inplacing see one node per op, so a graph stays readable and a
-write into a view of the KV cache copies nothing. When Inductor lowers that node, the chosen backend's
-function is traced with ``make_fx`` and its aten ops and Triton kernels are lowered in the node's place,
-so an AOTInductor package needs neither this library nor Python. Where the private API is missing, the
-op stays a call to the registered implementation, and only the Python-free package is lost. A body may also ask
-to stay a call, for the sake of a kernel that Inductor does not generate (:func:`stay_a_call`).
+Dynamo, export, functionalization and re-inplacing see one node per op, so a graph stays readable and a write into a
+view of the KV cache copies nothing. When Inductor lowers that node, the chosen backend's function is traced with
+``make_fx``, and its aten ops and Triton kernels are lowered in the node's place: an AOTInductor package needs neither
+this library nor Python. A graph that can call Python keeps a call where a kernel runs that Inductor does not generate.
+
+This module holds the private PyTorch API that shapes graphs. Where that API is missing, every op stays a call, and only
+the Python-free package is lost.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +29,10 @@ log = logging.getLogger(__name__)
 
 Body = Callable[..., Any]
 
-_may_call: ContextVar[bool] = ContextVar("may_call", default=False)
-
-
-class _StaysCallError(Exception):
-    """The op being lowered is to stay a call."""
-
-
-def stay_a_call() -> None:
-    """Said by a body that is being lowered: if the graph can call ops, this one is called there.
-
-    Returns where it cannot, which is in packages: they have no Python.
-    """
-    if _may_call.get():
-        raise _StaysCallError
-
-
-@contextmanager
-def _lowering(may_call: bool) -> Iterator[None]:
-    token = _may_call.set(may_call)
-    try:
-        yield
-    finally:
-        _may_call.reset(token)
-
 
 @functools.cache
 def sources_tag() -> str:
-    """A hash of this library's sources and tables: Inductor's cache key holds an op's name, not what it lowers to."""
+    """A hash of this library's sources and tables: Inductor's cache key holds an op's name, not its lowering."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for folder in (package, *map(Path, kernels.__path__), *map(Path, meta.__path__)):
@@ -70,22 +45,23 @@ def sources_tag() -> str:
 
 
 class Lowerings:
-    """Registers the lowerings once Inductor is in use; importing it costs more than a second."""
+    """Registers the lowerings once Inductor is imported, which takes more than a second."""
 
     def __init__(self) -> None:
-        self._pending: dict[torch._ops.OpOverload, Body] = {}
+        self._pending: dict[torch._ops.OpOverload, tuple[Body, Callable[..., bool]]] = {}
 
-    def add(self, op: torch._ops.OpOverload, body: Body) -> None:
-        self._pending[op] = body
+    def add(self, op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[..., bool]) -> None:
+        """``body`` is inlined in the place of ``op``, unless the graph can call ops and ``is_lowerable`` is false."""
+        self._pending[op] = body, is_lowerable
 
     def register_if_compiling(self) -> None:
-        """Called by every fake implementation: a graph is traced before it is lowered or looked up in a cache."""
+        """Called by every fake implementation: a graph is traced before it is lowered or found in Inductor's cache."""
         if not self._pending or "torch._inductor" not in sys.modules:
             return
         pending, self._pending = self._pending, {}
         try:
-            for op, body in pending.items():
-                _register(op, body)
+            for op, (body, is_lowerable) in pending.items():
+                _register(op, body, is_lowerable)
         except (ImportError, AttributeError) as error:
             log.warning(
                 "attn_ops cannot inline its ops with torch %s (%s): compiled graphs call them, and an "
@@ -99,7 +75,7 @@ class Lowerings:
             config.cache_key_tag = f"{config.cache_key_tag}{sources_tag()}"
 
 
-def _register(op: torch._ops.OpOverload, body: Body) -> None:
+def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[..., bool]) -> None:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import fallback_handler, process_subgraph_nodes, register_lowering
     from torch._inductor.virtualized import V
@@ -111,10 +87,13 @@ def _register(op: torch._ops.OpOverload, body: Body) -> None:
     def lower(*args: Any, **kwargs: Any) -> Any:
         node = V.graph.current_node
         call = (tuple(node.args), dict(node.kwargs))
-        # Inductor may have brought the arguments into the schema's form and order: take them as the node has them.
+        # Inductor may have normalized the arguments to the schema's form and order: take them as the node has them.
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         args, kwargs = tuple(named[name] for name in names[: len(call[0])]), {name: named[name] for name in call[1]}
         fake_call = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], call)
+        calls_python = not V.graph.aot_mode and not V.graph.cpp_wrapper
+        if calls_python and not is_lowerable(*fake_call[0], **fake_call[1]):
+            return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(fake_call)
         values = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: not isinstance(x, (list, tuple, dict)))
         inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TRACED)]
@@ -127,16 +106,13 @@ def _register(op: torch._ops.OpOverload, body: Body) -> None:
             out = body(*a, **k)
             return () if out is None else out if isinstance(out, tuple) else (out,)
 
-        try:
-            with V.fake_mode, _lowering(may_call=not V.graph.aot_mode and not V.graph.cpp_wrapper):
-                graph = make_fx(
-                    flat,
-                    decomposition_table=select_decomp_table(),
-                    tracing_mode="real",
-                    _allow_non_fake_inputs=True,
-                )(*[leaves[i] for i in inputs])
-        except _StaysCallError:
-            return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+        with V.fake_mode:
+            graph = make_fx(
+                flat,
+                decomposition_table=select_decomp_table(),
+                tracing_mode="real",
+                _allow_non_fake_inputs=True,
+            )(*[leaves[i] for i in inputs])
         out = process_subgraph_nodes(graph, [values[i] for i in inputs])
         return None if num_returns == 0 else out[0] if num_returns == 1 else tuple(out)
 
@@ -147,7 +123,7 @@ _TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def concretize_symints(tree: Any) -> Any:
-    """Arguments whose symbols are the numbers that they stand for in this trace, as far as those are known."""
+    """Arguments with the hint of each symbol in its place, as far as there is one."""
 
     def number(x: Any) -> Any:
         return x if not isinstance(x, torch.SymInt | torch.SymFloat) or x.node.hint is None else x.node.hint
@@ -162,7 +138,7 @@ def concretize_symints(tree: Any) -> Any:
 
 
 def mark_dynamic_rows(t: torch.Tensor) -> torch.Tensor:
-    """``t``, whose first size graphs take as a symbol if what they compare it with is one."""
+    """``t``, with a first dimension that graphs may take as dynamic."""
     if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(t, 0)
     return t

@@ -1,14 +1,34 @@
-"""The options of the attention ops, under their names in the schemas, for checks and kernels alike."""
+"""The options of the attention ops: name, type, default and bounds of each, once.
+
+The schemas, the checks, the kernels and the FlashInfer frontend all read this module. A new option is a field of
+:class:`AttentionOptions`, an entry of :data:`OP_OPTIONS` for each op that has it, a bound, and its meaning in the
+kernels.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class AttentionOptions(NamedTuple):
+    """Options under their names in the schemas.
+
+    sm_scale         multiplies the logits; None for ``1 / sqrt(head_dim_qk)``
+    logits_soft_cap  ``cap * tanh(logits / cap)``; 0 for no cap
+    window_left      keys before the query's position that it sees, -1 for all
+    sinks            float32 ``[num_qo_heads]``: a natural-log logit with value 0 in each row's denominator
+    kv_scale         float32 ``[2]``: the scales of FP8 keys and values
+    pos_encoding     one of :data:`POS_ENCODINGS`, applied to queries and keys as they are read
+    rope_scale       divides positions; ``rope_theta`` is the base of RoPE's frequencies
+    causal           a row sees the keys up to its own position, bottom-right aligned
+    mask             uint8 ``[bytes]``: the packed custom mask of all requests, which takes the place of ``causal``
+    """
+
     sm_scale: float | None = None
     logits_soft_cap: float = 0.0
     window_left: int = -1
@@ -21,8 +41,89 @@ class AttentionOptions(NamedTuple):
     mask: Tensor | None = None
 
 
-WIDEST_WINDOW = (1 << 30) - 1
+DEFAULTS = AttentionOptions()
+
+POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+
+_SOFTMAX = ("sm_scale", "logits_soft_cap", "window_left", "sinks", "kv_scale")
+_DECODE = (*_SOFTMAX, "pos_encoding", "rope_scale", "rope_theta")
+_PREFILL = (*_DECODE, "causal", "mask")
+
+OP_OPTIONS: dict[str, tuple[str, ...]] = {
+    "batch_decode": _DECODE,
+    "batch_prefill": _PREFILL,
+    "ragged_prefill": _PREFILL,
+    "single_prefill": _PREFILL,
+    "batch_mla": (*_SOFTMAX, "causal"),
+}
+"""The options of each attention op, in the order of its schema."""
+
+MAX_WINDOW = (1 << 30) - 1
 """The largest ``window_left``: positions are int32, and so are their differences from it."""
 
+MIN_SCALAR, MAX_SCALAR, _RANGE = 2.0**-126, 2.0**126, "2^-126 to 2^126"
+"""Range of positive scalars: kernels compute with them, their inverses and their products with log2(e) in float32."""
+
 MLA_DIMS, MLA_SM_SCALE = (512, 64), 1 / math.sqrt(128 + 64)
-"""The head of MLA that has a default scale: its keys are 128 + 64 wide before they are absorbed."""
+"""The MLA head that has a default scale: its keys are 128 + 64 wide before they are absorbed."""
+
+
+class Bound(NamedTuple):
+    """Which values a scalar option takes, and how an error message says it."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def _positive(value: float) -> bool:
+    return MIN_SCALAR <= value <= MAX_SCALAR
+
+
+BOUNDS: dict[str, Bound] = {
+    "sm_scale": Bound(
+        lambda value: value is None or _positive(value), f"a positive number, or None for the default ({_RANGE})"
+    ),
+    "logits_soft_cap": Bound(
+        lambda value: value == 0 or _positive(value), f"a positive number, or 0 for no cap ({_RANGE})"
+    ),
+    "window_left": Bound(
+        lambda value: -1 <= value <= MAX_WINDOW, f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window"
+    ),
+    "pos_encoding": Bound(lambda value: value in POS_ENCODINGS, ", ".join(POS_ENCODINGS)),
+    "rope_scale": Bound(_positive, f"a positive number ({_RANGE})"),
+    "rope_theta": Bound(_positive, f"a positive number ({_RANGE})"),
+}
+"""The scalar options that not every value of their type is right for."""
+
+_SCHEMA_TYPES = {
+    "float | None": "float?", "float": "float", "int": "int", "str": "str", "bool": "bool", "Tensor | None": "Tensor?",
+}  # fmt: skip
+
+
+def options_schema(op: str) -> str:
+    """The options of ``op`` as its schema lists them, such as ``"float? sm_scale=None, int window_left=-1"``."""
+
+    def argument(name: str) -> str:
+        default = getattr(DEFAULTS, name)
+        shown = f'"{default}"' if isinstance(default, str) else default
+        annotation = AttentionOptions.__annotations__[name]  # a ForwardRef, since annotations are strings here
+        return f"{_SCHEMA_TYPES[annotation.__forward_arg__]} {name}={shown}"
+
+    return ", ".join(map(argument, OP_OPTIONS[op]))
+
+
+def default_options(op: str) -> dict[str, Any]:
+    """The options of ``op`` with their defaults."""
+    return {name: getattr(DEFAULTS, name) for name in OP_OPTIONS[op]}
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""dtypes that attention computes in."""
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""dtypes of keys and values beside those of the query."""
+
+LAYOUTS = {
+    "NHD": "[pages, page_size, num_kv_heads, head_dim]",
+    "HND": "[pages, num_kv_heads, page_size, head_dim]",
+}

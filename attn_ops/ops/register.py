@@ -1,11 +1,10 @@
-"""From a schema to a running op: define, implement, fake, lower.
+"""Registration of every op: schema, implementations, fake implementation, Inductor lowering.
 
-Eager     schema -> checks -> registry -> the backend's function; cached on CUDA (:mod:`attn_ops.eager.launch_cache`)
-Traced    schema -> checks -> output allocation (:mod:`attn_ops.meta`)
-Inductor  schema -> checks -> registry -> the backend's function, inlined (:mod:`attn_ops.ops.inductor`)
+Eager     check -> choose a backend -> its function; on CUDA with a launch cache (:mod:`attn_ops.eager.launch_cache`)
+Traced    check -> output allocation (:mod:`attn_ops.meta`)
+Inductor  check -> choose a backend -> its function, inlined (:mod:`attn_ops.ops.inductor`)
 
-The ops are plain ``torch.library.Library`` registrations: about 3 us a call, where ``custom_op`` takes
-8 to 12.
+The ops are plain ``torch.library.Library`` registrations: about 3 us a call, where ``custom_op`` takes 8 to 12.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch.library import Library
 
 from attn_ops.eager.launch_cache import LaunchCache
-from attn_ops.errors import AttnOpsError
+from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
 from attn_ops.ops import backends
 from attn_ops.ops.checks import CHECKS
@@ -28,33 +27,34 @@ LIBRARY = Library(NAMESPACE, "FRAGMENT")
 LOWERINGS = Lowerings()
 
 LAUNCH_CACHES: dict[str, LaunchCache] = {}
-"""What each op remembers of its calls on CUDA."""
+"""The launch cache of each op, for calls on CUDA."""
 
 
-def _real(op: str) -> Callable[..., Any]:
+def _implementation(op: str, *, lowerable: bool = False) -> Callable[..., Any]:
+    """Check the call and run the chosen backend, of those that Inductor can inline if ``lowerable``."""
     check = CHECKS[op]
 
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         problem = check(*args, backend=backend, **kwargs)
-        return backends.choose(problem, backend).implementation(op)(*args, **kwargs)
+        return backends.choose(problem, backend, lowerable).implementation(op)(*args, **kwargs)
 
     return implementation
 
 
-def _repeats(op: str) -> LaunchCache:
-    """As :func:`_real`, remembering the calls whose backend can repeat them."""
+def _launch_cache(op: str) -> LaunchCache:
+    """As :func:`_implementation`, with the launches of each call captured where its backend can."""
     check = CHECKS[op]
 
-    def first(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def first_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         options = dict(kwargs)
         name = options.pop("backend", "auto")
         backend = backends.choose(check(*args, backend=name, **options), name)
-        function = backend.implementation(op)
-        if backend.record is None:
+        function, capture = backend.implementation(op), backend.capture_launches()
+        if capture is None:
             return function(*args, **options), None
-        return backend.recorder()(function, args, options)
+        return capture(function, args, options)
 
-    return LaunchCache(first)
+    return LaunchCache(first_call)
 
 
 def _fake(op: str) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def _fake(op: str) -> Callable[..., Any]:
             problem = check(*args, backend=backend, **kwargs)
         except AttnOpsError:
             numbers, named = concretize_symints((args, kwargs))
-            check(*numbers, backend=backend, **named)  # the same words as in an eager call
+            check(*numbers, backend=backend, **named)  # the message of an eager call, with numbers for symbols
             raise
         backends.choose(problem, backend)
         return outputs(*args, **kwargs)
@@ -74,21 +74,42 @@ def _fake(op: str) -> Callable[..., Any]:
     return implementation
 
 
+def _is_lowerable(op: str) -> Callable[..., bool]:
+    """Whether Inductor can inline what an eager call with these arguments runs."""
+    check = CHECKS[op]
+
+    def is_lowerable(*args: Any, backend: str = "auto", **kwargs: Any) -> bool:
+        return backends.choose(check(*args, backend=backend, **kwargs), backend).inductor_lowerable
+
+    return is_lowerable
+
+
 def register() -> None:
     """Define every op of :data:`~attn_ops.ops.schemas.SCHEMAS`, once, on import of the package."""
     for op, schema in SCHEMAS.items():
         LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        real = _real(op)
-        LIBRARY.impl(op, real, "CPU")
-        LAUNCH_CACHES[op] = _repeats(op)
+        LIBRARY.impl(op, _implementation(op), "CPU")
+        LAUNCH_CACHES[op] = _launch_cache(op)
         LIBRARY.impl(op, LAUNCH_CACHES[op].op, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op), lib=LIBRARY)
-        LOWERINGS.add(getattr(getattr(torch.ops, NAMESPACE), op).default, real)
+        overload = getattr(getattr(torch.ops, NAMESPACE), op).default
+        LOWERINGS.add(overload, _implementation(op, lowerable=True), _is_lowerable(op))
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> str:
-    """Which backend runs this call, and why each other does not: one line a backend.
+    """Which kernel runs this call, in eager calls, compiled graphs and packages, and why each other does not.
 
-    Takes the op's name and the arguments of the call, which are checked but not run.
+    Takes the op's name and the arguments of the call, which are checked but not run. One line per entry of the backend
+    table that has the op::
+
+        >>> print(attn_ops.explain("batch_prefill", q, k_cache, v_cache, plan, workspace))
+        triton.hopper_prefill: runs it in eager calls and compiled graphs, kernel hopper_prefill; ...
+        triton: runs it in packages, kernel prefill
+        reference: can run it
+
+    Raises:
+        AttnOpsError: what the call itself would raise.
     """
-    return backends.explain(CHECKS[op](*args, **kwargs))
+    if op not in CHECKS:
+        raise OptionError(f"explain: there is no op {op!r}; expected one of {', '.join(CHECKS)}; pass its name")
+    return backends.explain(CHECKS[op](*args, **kwargs), kwargs.get("backend", "auto"))

@@ -13,14 +13,13 @@ Conventions
 * ``backend`` is ``"auto"`` or the name of one backend, which then never falls back.
 """
 
+from attn_ops.ops.options import options_schema
+
 NAMESPACE = "attn"
 
-_OPTIONS = (
-    "*, float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? sinks=None, "
-    'Tensor? kv_scale=None, str pos_encoding="NONE", float rope_scale=1.0, float rope_theta=10000.0, '
-)
-_LAYOUT = 'str kv_layout="NHD", bool return_lse=False, str backend="auto"'
-_MASK = "bool causal=False, Tensor? mask=None, "
+_BACKEND = 'str backend="auto"'
+_RESULT = f"bool return_lse=False, {_BACKEND}"
+_LAYOUT = f'str kv_layout="NHD", {_RESULT}'
 
 SCHEMAS: dict[str, str] = {
     "plan_decode": (
@@ -31,30 +30,23 @@ SCHEMAS: dict[str, str] = {
         'Tensor(a!)[] plan, *, str backend="auto") -> ()'
     ),
     "batch_decode": (
-        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, "
-        + _OPTIONS
-        + _LAYOUT
-        + ") -> (Tensor, Tensor)"
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, *, "
+        f"{options_schema('batch_decode')}, {_LAYOUT}) -> (Tensor, Tensor)"
     ),
     "batch_prefill": (
-        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, "
-        + _OPTIONS
-        + _MASK
-        + _LAYOUT
-        + ") -> (Tensor, Tensor)"
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, *, "
+        f"{options_schema('batch_prefill')}, {_LAYOUT}) -> (Tensor, Tensor)"
     ),
     "ragged_prefill": (
-        "(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, "
-        + _OPTIONS
-        + _MASK
-        + _LAYOUT
-        + ") -> (Tensor, Tensor)"
+        "(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, *, "
+        f"{options_schema('ragged_prefill')}, {_LAYOUT}) -> (Tensor, Tensor)"
     ),
-    "single_prefill": ("(Tensor q, Tensor k, Tensor v, " + _OPTIONS + _MASK + _LAYOUT + ") -> (Tensor, Tensor)"),
+    "single_prefill": (
+        f"(Tensor q, Tensor k, Tensor v, *, {options_schema('single_prefill')}, {_LAYOUT}) -> (Tensor, Tensor)"
+    ),
     "batch_mla": (
         "(Tensor q_nope, Tensor q_pe, Tensor ckv_cache, Tensor kpe_cache, Tensor[] plan, Tensor(a!) workspace, *, "
-        "float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? sinks=None, "
-        'Tensor? kv_scale=None, bool causal=False, bool return_lse=False, str backend="auto") -> (Tensor, Tensor)'
+        f"{options_schema('batch_mla')}, {_RESULT}) -> (Tensor, Tensor)"
     ),
     "append_kv": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor batch_indices, "

@@ -44,10 +44,6 @@ class PlanSpec(NamedTuple):
         return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows or TILE_ROWS)
 
 
-CAPACITY_BOUND_BACKENDS = frozenset({"reference"})
-"""Backends whose work is a plan's room; that of the others is the lengths that a plan holds."""
-
-
 class SizedPlanner(NamedTuple):
     """A planner, what it is for, and how much it holds."""
 

@@ -11,7 +11,7 @@ from markdown import Page, code, data, table
 from torch.utils.flop_counter import flop_registry
 
 import attn_ops.flops  # noqa: F401  registers the formulas
-from attn_ops.ops import backends, schemas
+from attn_ops.ops import backends, schemas, unsupported
 from attn_ops.ops.backends import Problem
 
 # An ordinary call: a model of the Llama family in bfloat16.
@@ -138,8 +138,8 @@ def _argument_row(op: OpWords, argument: Any) -> list[str]:
 def _objections(backend: backends.Backend, problem: Problem) -> list[str]:
     """On a machine that has what the backend needs."""
     with (
-        mock.patch.object(backends, "triton_installed", return_value=True),
-        mock.patch.object(backends, "compute_capability", return_value=(9, 0)),
+        mock.patch.object(unsupported, "triton_installed", return_value=True),
+        mock.patch.object(unsupported, "compute_capability", return_value=(9, 0)),
     ):
         return backend.unsupported_reasons(problem)
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_ops.kernels.triton.softmax import within
-from torch import Tensor
-from torch._subclasses import FakeTensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from attn_ops.eager.launch_cache import ALIGNMENT
 
 PAIRS = gl.constexpr(64)
 """Pairs of a query row and a head that a warpgroup has, as many as a matrix instruction takes."""
@@ -34,16 +30,6 @@ class Tile(NamedTuple):
     slot: Any  # for the results of a piece, or negative
     first_pair: Any
     first_head: Any
-
-
-def aligned(*tensors: Tensor) -> bool:
-    """Whether their first elements are at multiples of 16 bytes, as far as they have a place."""
-    return all(isinstance(t, FakeTensor) or not t.data_ptr() & ALIGNMENT for t in tensors)
-
-
-def mappable(*tensors: Tensor) -> bool:
-    """Whether there are tensor maps of them, as far as they have sizes: each element has a place of its own."""
-    return all(isinstance(t, FakeTensor) or all(n > 0 for n in (*t.shape, *t.stride())) for t in tensors)
 
 
 @gluon.jit

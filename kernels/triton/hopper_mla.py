@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from attn_ops.kernels.triton.combine_prefill import merge_tiles
 from attn_ops.kernels.triton.hopper_common import (
@@ -22,19 +21,18 @@ from attn_ops.kernels.triton.hopper_common import (
     PAIRS,
     WARPS,
     Tile,
-    aligned,
     allocate_barriers,
     bounded,
     load_item,
     load_page,
     load_shared,
     locate,
-    mappable,
     store_shared,
 )
 from attn_ops.kernels.triton.launch import Options, launch
 from attn_ops.kernels.triton.plan_decode import read_early
 from attn_ops.kernels.triton.softmax import LOG2E, acquire, exp2, finite, inverse, log_sum
+from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,11 +47,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
 from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
-
-LONGEST_STRIDE = 1 << 20
-"""Elements from a token to the next, of which offsets within a block are 32-bit multiples."""
 
 CKV, KPE = gl.constexpr(512), gl.constexpr(64)
 HALF = gl.constexpr(256)
@@ -446,56 +441,43 @@ def mla_kernel(
     )
 
 
-def unsupported_reasons(
-    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, problem: PlanProblem, o: AttentionOptions
-) -> list[str]:
-    """Why the kernel does not run this call, which is then left to the general one."""
-    caches = (ckv_cache, kpe_cache)
-    tensors = q_nope, q_pe, *caches
-    in_units = aligned(*tensors) and not any(stride % 8 for t in tensors for stride in t.stride()[:2])
-    checks = [
-        (q_nope.dtype in (torch.float16, torch.bfloat16), f"{q_nope.dtype} is not a 16-bit dtype"),
-        (ckv_cache.dtype == q_nope.dtype, f"the cache is {ckv_cache.dtype}"),
-        ((q_nope.shape[2], q_pe.shape[2]) == (CKV.value, KPE.value), "the head is not 512 + 64 wide"),
-        (problem.page_size % TOKENS.value == 0, f"pages of {problem.page_size} are not whole blocks of 64 tokens"),
-        (in_units and max(t.stride(1) for t in caches) <= LONGEST_STRIDE, "rows are not aligned to 16 bytes"),
-        (mappable(*caches), "the cache has no pages, or several in one place"),
-        (problem.window == 0 and o.window_left < 0, "a window cuts blocks"),
-        (o.logits_soft_cap == 0 and o.sinks is None and o.kv_scale is None, "a cap, sinks or scales are given"),
-    ]
-    return [reason for ok, reason in checks if not ok]
-
-
 def described(cache: Tensor) -> TensorDescriptor:
     block = [1, TOKENS.value, min(HALF.value, cache.shape[2])]
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, BLOCK.value)
 
 
-def attend(
-    q: tuple[Tensor, Tensor],
-    caches: tuple[Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    plan: PrefillPlan,
+def batch_mla(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    plan: list[Tensor],
     workspace: Tensor,
-    scale: float,
-    causal: bool,
-) -> None:
-    """Write ``out`` and, unless it has no elements, ``lse``."""
-    problem, pieces = PlanProblem.of(plan.problem), num_partials(plan)
-    (rows, heads), tile_rows, max_batch = q[0].shape[:2], problem.tile_rows, plan.kv_len.shape[0]
-    num_items, pdl = triton.cdiv(rows, tile_rows) + max_batch + pieces, read_early(out, max_batch)
+    *,
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    out, lse = allocate(q_nope, return_lse=return_lse)
+    o, p = AttentionOptions(**options), PrefillPlan(*plan)
+    problem, partials = PlanProblem.of(p.problem), num_partials(p)
+    (rows, heads), tile_rows, max_batch = q_nope.shape[:2], problem.tile_rows, p.kv_len.shape[0]
+    num_items, pdl = triton.cdiv(rows, tile_rows) + max_batch + partials, read_early(out, max_batch)
+    caches = ckv_cache, kpe_cache
     launch(
         mla_kernel,
         (num_items * triton.cdiv(tile_rows * heads, PAIRS.value),),
-        (*q, *caches, *map(described, caches), out, lse, workspace, plan.qo_indptr, plan.kv_indices, plan.work),
-        (scale, rows, caches[0].shape[0], plan.kv_indices.shape[0], plan.work.shape[0], max_batch, pieces),
-        (*q[0].stride()[:2], *q[1].stride()[:2], caches[0].stride(0), caches[1].stride(0)),
+        (q_nope, q_pe, *caches, *map(described, caches), out, lse, workspace, p.qo_indptr, p.kv_indices, p.work),
         (
-            *(caches[0].stride(1), caches[1].stride(1), heads, tile_rows, problem.page_size),
-            *(causal, lse.dim() > 1, pdl),
+            *(MLA_SM_SCALE if o.sm_scale is None else o.sm_scale, rows, ckv_cache.shape[0]),
+            *(p.kv_indices.shape[0], p.work.shape[0], max_batch, partials),
+        ),
+        (*q_nope.stride()[:2], *q_pe.stride()[:2], ckv_cache.stride(0), kpe_cache.stride(0)),
+        (
+            *(ckv_cache.stride(1), kpe_cache.stride(1), heads, tile_rows, problem.page_size),
+            *(o.causal, lse.dim() > 1, pdl),
         ),
         Options(WARPS.value, launch_pdl=pdl),
     )
-    if pieces:
-        merge_tiles(out, lse, workspace, None, plan)
+    if partials:
+        merge_tiles(out, lse, workspace, None, p)
+    return out, lse

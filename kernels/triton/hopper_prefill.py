@@ -12,27 +12,25 @@ Packages of AOTInductor do without: they hold Triton alone. Work items and parti
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
 from attn_ops.kernels.triton.hopper_common import (
     OPERAND,
     PAIRS,
     WARPS,
     Tile,
-    aligned,
     allocate_barriers,
     bounded,
     load_item,
     load_page,
     load_shared,
     locate,
-    mappable,
     store_shared,
 )
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
 from attn_ops.kernels.triton.plan_decode import read_early
+from attn_ops.kernels.triton.prefill_call import Operands, prefill_ops
 from attn_ops.kernels.triton.softmax import LOG2E, acquire, exp2, finite, inverse, join_sink, log_sum, soft_cap
 from torch import Tensor
 from triton.experimental import gluon
@@ -50,9 +48,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
-
-if TYPE_CHECKING:
-    from attn_ops.kernels.triton.prefill import Operands
 
 REGISTERS = gl.constexpr((240, 24))
 """Of a thread that attends, and of one that copies."""
@@ -510,24 +505,6 @@ def prefill_hopper_kernel(
     )
 
 
-def unsupported_reasons(x: Operands, plan: PrefillPlan | None, o: AttentionOptions) -> list[str]:
-    """Why the kernel does not run this call, which is then left to the general one."""
-    tensors, strides = (x.q, x.k, x.v), (*x.q.stride()[:2], *x.k_strides, *x.v_strides)
-    in_units = aligned(*tensors) and not any(stride % 8 for stride in strides)
-    page_size = PlanProblem.of(plan.problem).page_size if plan is not None and plan.kv_indices.shape[0] else 0
-    checks = [
-        (x.q.dtype in (torch.float16, torch.bfloat16), f"{x.q.dtype} is not a 16-bit dtype"),
-        (x.k.dtype == x.q.dtype, f"the cache is {x.k.dtype}"),
-        (x.dims in SHAPES and not x.shared, f"heads are {x.dims} wide"),
-        (page_size % PAGED_BOX == 0, f"pages of {page_size} are not whole boxes of {PAGED_BOX} tokens"),
-        (in_units, "rows are not aligned to 16 bytes"),
-        (mappable(x.k, x.v), "there are no tokens, or several in one place"),
-        (o.mask is None and o.pos_encoding == "NONE", "a mask or positions are given"),
-        (o.kv_scale is None, "scales of keys and values are given"),
-    ]
-    return [reason for ok, reason in checks if not ok]
-
-
 def described(t: Tensor, strides: tuple[int, int, int], page_size: int, x: Operands) -> TensorDescriptor:
     """Keys or values as ``[pages, tokens, heads, dim]``; ragged ones are one page."""
     pages, tokens, stride = (t.shape[0], page_size, strides[0]) if page_size else (1, x.kv_rows, x.kv_rows * strides[1])
@@ -535,7 +512,7 @@ def described(t: Tensor, strides: tuple[int, int, int], page_size: int, x: Opera
     return TensorDescriptor(t, shape, [stride, *strides[1:], 1], [1, box, 1, COLUMNS.value], BOX_LAYOUT.value)
 
 
-def run(
+def launch_tiles(
     x: Operands,
     out: Tensor,
     lse: Tensor,
@@ -545,7 +522,7 @@ def run(
     num_items: int,
     o: AttentionOptions,
 ) -> None:
-    """Write ``out`` and, unless it has no elements, ``lse``, or the pieces of the tiles that are split."""
+    """Launch the Hopper kernel (:data:`.prefill_call.LaunchTiles`)."""
     (num_heads, num_kv_heads), (dim, dim_b, _) = x.heads, x.dims
     group = num_heads // num_kv_heads
     pdl = starts_early(out) if plan is None else read_early(out, plan.kv_len.shape[0])
@@ -574,3 +551,6 @@ def run(
         ),
         Options(WARPS.value, launch_pdl=pdl),
     )
+
+
+batch_prefill, ragged_prefill, single_prefill = prefill_ops(launch_tiles)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_ops.kernels.triton.hopper import hopper_for
-from attn_ops.kernels.triton.prefill import Operands, attend
+from attn_ops.kernels.triton.prefill import launch_tiles
+from attn_ops.kernels.triton.prefill_call import Operands, attend
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
-from attn_ops.plan.state import PlanProblem, PrefillPlan
+from attn_ops.plan.state import PrefillPlan
 
 
 def batch_mla(
@@ -26,13 +26,7 @@ def batch_mla(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     out, lse = allocate(q_nope, return_lse=return_lse)
-    state = PrefillPlan(*plan)
     o = AttentionOptions(MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
-    call = q_nope, q_pe, ckv_cache, kpe_cache, PlanProblem.of(state.problem), o
-    special = hopper_for("mla_hopper", q_nope, lambda module: module.unsupported_reasons(*call))
-    if special:
-        special.attend((q_nope, q_pe), (ckv_cache, kpe_cache), out, lse, state, workspace, o.sm_scale, o.causal)
-        return out, lse
     x = Operands(
         q=q_nope,
         q_b=q_pe,
@@ -48,5 +42,5 @@ def batch_mla(
         kv_rows=0,
         shared=True,
     )
-    attend(x, out, lse, state, workspace, o)
+    attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, o)
     return out, lse

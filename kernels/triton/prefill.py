@@ -11,19 +11,16 @@ request's instead, of which each has its share.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.combine_prefill import merge_tiles
-from attn_ops.kernels.triton.config_prefill import pad, prefill_tile, run_length, split_dim
+from attn_ops.kernels.triton.config_prefill import pad, prefill_tile, run_length
 from attn_ops.kernels.triton.config_tuned import tuned
-from attn_ops.kernels.triton.hopper import hopper_for
 from attn_ops.kernels.triton.launch import launch
 from attn_ops.kernels.triton.masks import causal_or_window, full_blocks, mask_bits, mask_offset
+from attn_ops.kernels.triton.prefill_call import Operands, prefill_ops
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_partner
 from attn_ops.kernels.triton.softmax import LOG2E, add_sink, finite, inverse, log_sum, soft_cap, within
-from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions
@@ -329,42 +326,7 @@ def prefill_kernel(
     store_pairs(out, lse, value, log_sum(m, total), at, used, d_vo, DIM_VO, LSE)
 
 
-class Operands(NamedTuple):
-    """What the ops differ in. Strides are those of ``k [pages, page_size, heads, dim]`` without the last."""
-
-    q: Tensor
-    q_b: Tensor
-    k: Tensor
-    k_b: Tensor
-    v: Tensor
-    dims: tuple[int, int, int]  # the two parts of a key, and a value
-    offset_b: int
-    heads: tuple[int, int]  # of the query, of the KV
-    k_strides: tuple[int, int, int]  # page, slot, head
-    k_b_strides: tuple[int, int]
-    v_strides: tuple[int, int, int]
-    kv_rows: int  # tokens of ragged KV
-    shared: bool = False
-
-
-def attend(
-    x: Operands, out: Tensor, lse: Tensor, plan: PrefillPlan | None, workspace: Tensor | None, o: AttentionOptions
-) -> None:
-    """Write ``out`` and, unless it has no elements, ``lse``; without a plan the query rows are one request."""
-    tile_rows = max(1, SINGLE_PAIRS // (x.heads[0] // x.heads[1]))
-    num_items = pieces = 0
-    if plan is not None:
-        tile_rows, pieces = PlanProblem.of(plan.problem).tile_rows, num_partials(plan)
-        num_items = plan.kv_len.shape[0] + pieces
-    num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
-    special = hopper_for("prefill_hopper", x.q, lambda module: module.unsupported_reasons(x, plan, o))
-    run = special.run if special else _run
-    run(x, out, lse, plan, workspace, tile_rows, num_items, o)
-    if workspace is not None and plan is not None and pieces:
-        merge_tiles(out, lse, workspace, o.sinks, plan)
-
-
-def _run(
+def launch_tiles(
     x: Operands,
     out: Tensor,
     lse: Tensor,
@@ -374,7 +336,7 @@ def _run(
     num_items: int,
     o: AttentionOptions,
 ) -> None:
-    """Write the items of tiles of ``tile_rows``: what is whole to its place, pieces to ``workspace``."""
+    """Launch the general kernel (:data:`.prefill_call.LaunchTiles`)."""
     (num_heads, num_kv_heads), (dim_a, dim_b, dim_vo) = x.heads, x.dims
     group = num_heads // num_kv_heads
     problem = None if plan is None else PlanProblem.of(plan.problem)
@@ -415,69 +377,8 @@ def _run(
     )
 
 
-SINGLE_PAIRS = 256
-"""Query rows times heads per KV head in a tile of ``single_prefill``, which has no plan."""
-
-
 def _capacities(plan: PrefillPlan) -> tuple[int, int, int, int]:
     return plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], num_partials(plan)
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, heads: int, at: tuple[int | None, int, int], kv_rows: int) -> Operands:
-    """``at`` are the dimensions of k and v that count pages, slots and heads; None for no pages."""
-    dim_a, dim_b = split_dim(q.shape[2])
-    k_strides, v_strides = (tuple(0 if d is None else t.stride(d) for d in at) for t in (k, v))
-    dims, all_heads = (dim_a, dim_b, v.shape[2 if at[0] is None else 3]), (q.shape[1], heads)
-    return Operands(q, q, k, k, v, dims, dim_a, all_heads, k_strides, k_strides[:2], v_strides, kv_rows)  # type: ignore[arg-type]
-
-
-def batch_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: list[Tensor],
-    workspace: Tensor,
-    *,
-    kv_layout: str = "NHD",
-    return_lse: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse)
-    slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
-    x = _operands(q, k_cache, v_cache, k_cache.shape[head], (0, slot, head), 0)
-    attend(x, out, lse, PrefillPlan(*plan), workspace, AttentionOptions(**options))
-    return out, lse
-
-
-def ragged_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: list[Tensor],
-    workspace: Tensor,
-    *,
-    kv_layout: str = "NHD",
-    return_lse: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    out, lse = allocate(q, k, v, return_lse=return_lse)
-    slot, head = (0, 1) if kv_layout == "NHD" else (1, 0)
-    x = _operands(q, k, v, k.shape[head], (None, slot, head), k.shape[slot])
-    attend(x, out, lse, PrefillPlan(*plan), workspace, AttentionOptions(**options))
-    return out, lse
-
-
-def single_prefill(
-    q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
-) -> tuple[Tensor, Tensor]:
-    out, lse = allocate(q, k, v, return_lse=return_lse)
-    slot, head = (0, 1) if kv_layout == "NHD" else (1, 0)
-    attend(
-        _operands(q, k, v, k.shape[head], (None, slot, head), k.shape[slot]),
-        out,
-        lse,
-        None,
-        None,
-        AttentionOptions(**options),
-    )
-    return out, lse
+batch_prefill, ragged_prefill, single_prefill = prefill_ops(launch_tiles)

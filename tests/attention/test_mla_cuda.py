@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attn_ops.kernels.triton import hopper as places
 from helpers.batches import indptr, page_table
 from helpers.mla_problem import CASES, Mla, check
 
@@ -19,9 +18,9 @@ def test_matches_oracle(case: Mla) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dims == (512, 64)], ids=str)
-def test_general_kernel_matches_oracle(case: Mla, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("general_kernels")
+def test_general_kernel_matches_oracle(case: Mla) -> None:
     """What packages run."""
-    monkeypatch.setattr(places, "hopper", lambda device, name: None)
     check(case, "cuda", "triton")
 
 

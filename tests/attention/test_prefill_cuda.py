@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from attention.test_single import check_single
-from attn_ops.kernels.triton import hopper as places
 from helpers.batches import indptr, page_table
 from helpers.calls import positional
 from helpers.cases import PREFILL, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case, one_at_a_time
@@ -17,6 +17,7 @@ from helpers.harness import Setup
 from torch._inductor.utils import run_and_get_code
 
 import attn_ops
+from attn_ops.ops import unsupported
 from attn_ops.ops.inductor import mark_static
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -98,11 +99,11 @@ HOPPER = [
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A line for each call that the Hopper kernel was given: its tensors may be of a graph that wants them freed."""
-    special, calls = places.hopper(torch.device("cuda", 0), "prefill_hopper"), []
-    if special is None:
+    if torch.cuda.get_device_capability() != (9, 0) or not unsupported.gluon_imports("hopper_prefill"):
         pytest.skip("no Hopper GPU, or no Gluon")
-    run: Callable[..., None] = special.run
-    monkeypatch.setattr(special, "run", lambda *args: (calls.append("run"), run(*args)))
+    kernel, calls = importlib.import_module("attn_ops.kernels.triton.hopper_prefill"), []
+    launch: Callable[..., None] = kernel.launch
+    monkeypatch.setattr(kernel, "launch", lambda *args, **kwargs: (calls.append("launch"), launch(*args, **kwargs)))
     return calls
 
 
@@ -169,9 +170,9 @@ def test_hopper_compiled(mode: str | None, taken: list[str]) -> None:
 
 
 @pytest.mark.parametrize("case", HOPPER[:2], ids=str)
-def test_general_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("general_kernels")
+def test_general_kernel(case: Case) -> None:
     """What packages run."""
-    monkeypatch.setattr(places, "hopper", lambda device, name: None)
     test_paged(case)
 
 

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 from unittest.mock import patch
@@ -112,12 +111,10 @@ def eager(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 def on_hopper(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """As on a GPU for which there are Gluon kernels."""
-
-    def hopper(device: torch.device, name: str) -> ModuleType:
-        return importlib.import_module(f"attn_ops.kernels.triton.{name}")
-
-    with mock.patch("attn_ops.kernels.triton.hopper.hopper", hopper):
+    """With the Hopper kernels in the place of the general ones."""
+    prefill, mla = (importlib.import_module(f"attn_ops.kernels.triton.hopper_{name}") for name in ("prefill", "mla"))
+    ops = {op: getattr(prefill, op) for op in ("batch_prefill", "ragged_prefill", "single_prefill")}
+    with mock.patch.multiple(backend, **ops, batch_mla=mla.batch_mla):
         function(*args, **kwargs)
 
 

@@ -48,7 +48,7 @@ def messages() -> set[Place]:
     One thread of the first arrives at an mbarrier for all, after a barrier of the warpgroup: racecheck holds the
     others' writes for unordered.
     """
-    file = FOLDER / "hopper_steps.py"
+    file = FOLDER / "hopper_common.py"
     lines = list(_lines(file))
     bodies = {function for number, line, function in lines if number == function and MESSAGE.match(line)}
     return {(file.name, number) for number, _, function in lines if function in bodies}

@@ -16,9 +16,6 @@ hopper = pytest.importorskip("attn_ops.kernels.triton.hopper_mla", exc_type=Impo
 
 from helpers.offline import compiling_for, tool  # noqa: E402
 
-from attn_ops.ops.options import AttentionOptions  # noqa: E402
-from attn_ops.plan.state import PlanProblem  # noqa: E402
-
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
 )
@@ -65,9 +62,9 @@ def test_registers_and_shared_memory_suffice(
 ) -> None:
     """And the matrix products overlap: where the compiler cannot see that they may, it waits for each."""
     (q_nope, q_pe, ckv, kpe), planner = _call(**sizes)
-    out, lse = torch.zeros_like(q_nope), torch.zeros(q_nope.shape[:2] if return_lse else (0,))
+    arguments = q_nope, q_pe, ckv, kpe, list(planner.state), planner.workspace
     with compiling_for(90) as compiled:
-        hopper.attend((q_nope, q_pe), (ckv, kpe), out, lse, planner.state, planner.workspace, 0.1, causal)
+        hopper.batch_mla(*arguments, sm_scale=0.1, causal=causal, return_lse=return_lse)
     (kernel, _), _ = compiled
     assert kernel.metadata.shared <= SHARED_BYTES
     cubin = tmp_path / "kernel.cubin"
@@ -79,43 +76,3 @@ def test_registers_and_shared_memory_suffice(
     code = tool("nvdisasm", "-c", cubin=cubin)
     assert code.count("HGMMA") >= 80
     assert code.count("WARPGROUP.DEPBAR") <= WAITS
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options", "reason"),
-    [
-        ({"dtype": torch.float32}, {}, "not a 16-bit dtype"),
-        ({"kv_dtype": torch.float8_e4m3fn}, {}, "the cache is torch.float8_e4m3fn"),
-        ({"dims": (256, 64)}, {}, "not 512"),
-        ({"page_size": 32}, {}, "pages of 32"),
-        ({"shift": 1}, {}, "not aligned"),
-        ({"window_left": 100}, {}, "a window"),
-        ({}, {"window_left": 100}, "a window"),
-        ({}, {"logits_soft_cap": 1.0}, "a cap"),
-        ({}, {"sinks": torch.zeros(128)}, "a cap"),
-        ({}, {"kv_scale": torch.ones(2)}, "a cap"),
-    ],
-    ids=str,
-)
-def test_objections(sizes: dict[str, Any], options: dict[str, Any], reason: str) -> None:
-    tensors, planner = _call(**sizes)
-    found = hopper.unsupported_reasons(*tensors, PlanProblem.of(planner.state.problem), AttentionOptions(**options))
-    assert [reason in text for text in found] == [True]
-
-
-def test_a_cache_in_one_place_is_left_to_the_general_kernel() -> None:
-    """It has no tensor map, and neither has one without pages."""
-    (q_nope, q_pe, ckv, kpe), planner = _call()
-    for bad in (kpe[:1].expand(kpe.shape), kpe[:0]):
-        found = hopper.unsupported_reasons(
-            q_nope, q_pe, ckv, bad, PlanProblem.of(planner.state.problem), AttentionOptions()
-        )
-        assert ["the cache has no pages" in text for text in found] == [True]
-
-
-def test_no_objections() -> None:
-    for sizes in ({}, {"packed": True, "heads": 16}, {"page_size": 192, "dtype": torch.float16}):
-        tensors, planner = _call(**sizes)
-        assert not hopper.unsupported_reasons(
-            *tensors, PlanProblem.of(planner.state.problem), AttentionOptions(causal=True)
-        )

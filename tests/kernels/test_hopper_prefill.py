@@ -14,13 +14,7 @@ from helpers.harness import Setup
 triton = pytest.importorskip("triton")
 hopper = pytest.importorskip("attn_ops.kernels.triton.hopper_prefill", exc_type=ImportError)
 
-from attn_ops.kernels import triton as backend  # noqa: E402
-from attn_ops.kernels.triton import hopper as places  # noqa: E402
-from attn_ops.kernels.triton import prefill  # noqa: E402
 from helpers.offline import SHARED_MEMORY, compiling_for, tool  # noqa: E402
-from torch._subclasses import FakeTensorMode  # noqa: E402
-
-from attn_ops.ops import inductor  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
@@ -29,15 +23,10 @@ pytestmark = pytest.mark.skipif(
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
 
 
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "hopper", lambda device, name: hopper)
-
-
 A_FEW = 32
 """Bytes of a thread's registers that are kept in memory."""
 
-OPS = {"paged": backend.batch_prefill, "ragged": backend.ragged_prefill, "single": backend.single_prefill}
+OPS = {"paged": hopper.batch_prefill, "ragged": hopper.ragged_prefill, "single": hopper.single_prefill}
 
 
 def _arguments(kind: str = "paged", **options: Any) -> dict[str, Any]:
@@ -89,50 +78,3 @@ def test_registers_suffice_and_products_overlap(name: str, tmp_path: Path) -> No
     steps = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", code, re.DOTALL)
     exponentials = 32 if "256" in name else 64  # of a thread, whose warpgroup has 64 pairs and a block of tokens
     assert [step.count("MUFU.EX2") >= exponentials for step in steps] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dtype": torch.float32}, "not a 16-bit dtype"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "the cache is torch.float8_e4m3fn"),
-        ({"head_dims": (96, 96)}, "heads are"),
-        ({"head_dims": (192, 192)}, "heads are"),
-        ({"page_size": 8}, "pages of 8"),
-        ({"pos_encoding": "ALIBI"}, "a mask or positions"),
-        ({"masked": 0.5}, "a mask or positions"),
-        ({"kv_scale": (1.0, 2.0)}, "scales of keys"),
-        ({"kind": "ragged", "kv_lens": (0, 0)}, "there are no tokens"),
-    ],
-    ids=str,
-)
-def test_objections(options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-    unsupported_reasons = hopper.unsupported_reasons
-    monkeypatch.setattr(
-        hopper, "unsupported_reasons", lambda *args: found.extend(unsupported_reasons(*args)) or ["not launched"]
-    )
-    monkeypatch.setattr(prefill, "launch", lambda *args: None)
-    _call(**options)
-    assert [reason in text for text in found] == [True]
-
-
-@pytest.mark.parametrize("kind", OPS)
-def test_a_call_that_is_lowered_stays_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the general kernel takes it anyway, or it is to be a part of a package."""
-
-    def lower(may_call: bool, **options: Any) -> None:
-        arguments, mode = _arguments(kind, **options), FakeTensorMode()
-        fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments)
-        with mode, inductor._lowering(may_call):
-            OPS[kind](**fakes)
-
-    general: list[Any] = []
-    monkeypatch.setattr(prefill, "_run", lambda *args: general.append(args))
-    monkeypatch.setattr(prefill, "merge_tiles", lambda *args: None)
-    with pytest.raises(inductor._StaysCallError):
-        lower(may_call=True)
-    assert not general
-    lower(may_call=False)
-    lower(may_call=True, pos_encoding="ALIBI")
-    assert len(general) == 2

@@ -11,11 +11,13 @@ import torch
 from expecttest import TestCase
 from helpers.calls import schema
 
-from attn_ops.ops.backends import BACKENDS, TRITON_OPS
+from attn_ops.ops.backends import BACKENDS, Backend
 from attn_ops.ops.checks import CHECKS
+from attn_ops.ops.options import DEFAULTS, OP_OPTIONS
 from attn_ops.ops.schemas import SCHEMAS
 
-TRITON, REFERENCE = BACKENDS
+REFERENCE = BACKENDS[-1]
+TRITON = [(b, op) for b in BACKENDS if b.name == "triton" for op in sorted(b.kernels or {})]
 
 
 class Snapshot(TestCase):
@@ -95,7 +97,12 @@ def _signature(function: Any) -> list[tuple[str, bool, Any]]:
 
 @pytest.mark.parametrize("op", SCHEMAS)
 def test_checks_have_the_schemas_signature(op: str) -> None:
-    assert _signature(CHECKS[op]) == _parameters(op)
+    """The options of attention, which :class:`AttentionOptions` names, are taken as keywords."""
+    options = OP_OPTIONS.get(op, ())
+    assert _signature(CHECKS[op]) == [p for p in _parameters(op) if p[0] not in options]
+    assert [(name, True, getattr(DEFAULTS, name)) for name in options] == [
+        p for p in _parameters(op) if p[0] in options
+    ]
 
 
 def _not_taken(function: Any, op: str) -> set[str]:
@@ -116,7 +123,7 @@ def test_reference_has_the_schemas_signature(op: str) -> None:
     assert not _not_taken(REFERENCE.implementation(op), op)
 
 
-@pytest.mark.parametrize("op", sorted(TRITON_OPS))
-def test_triton_has_the_schemas_signature(op: str) -> None:
+@pytest.mark.parametrize(("backend", "op"), TRITON, ids=[f"{b.label(op)}-{op}" for b, op in TRITON])
+def test_triton_has_the_schemas_signature(backend: Backend, op: str) -> None:
     pytest.importorskip("triton")
-    assert not _not_taken(TRITON.implementation(op), op)
+    assert not _not_taken(backend.implementation(op), op)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_ops.errors import BackendError
-from attn_ops.ops import backends
+from attn_ops.ops import backends, unsupported
 from attn_ops.ops.backends import Problem
 
 triton = pytest.importorskip("triton")
@@ -49,7 +49,7 @@ GPU = torch.device("cuda", 0)
 def test_refused_with_the_reason(
     problem: dict[str, Any], capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(unsupported, "compute_capability", lambda device: capability)
     with pytest.raises(BackendError, match=rf"triton: it (needs|does) {reason.removeprefix('does ')}"):
         backends.choose.__wrapped__(Problem(device=GPU, **problem), "triton")
     assert backends.choose.__wrapped__(Problem(device=GPU, **problem)).name == "reference"
@@ -58,7 +58,7 @@ def test_refused_with_the_reason(
 def test_the_gpu_of_the_tensors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is current."""
     capabilities = {GPU: (9, 0), torch.device("cuda", 1): (7, 5)}
-    monkeypatch.setattr(backends, "compute_capability", capabilities.get)
+    monkeypatch.setattr(unsupported, "compute_capability", capabilities.get)
     for device, backend in zip(capabilities, ("triton", "reference"), strict=True):
         assert backends.choose.__wrapped__(Problem(device=device, op="packbits")).name == backend
 

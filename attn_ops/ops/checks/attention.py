@@ -8,16 +8,43 @@ from typing import Any
 from torch import Tensor
 
 from attn_ops.errors import CapacityError, OptionError, PlanError, ShapeError
-from attn_ops.ops.backends import Problem
-from attn_ops.ops.checks.checker import FLOATS, FP8, OpChecker, caches
-from attn_ops.ops.options import MLA_DIMS, AttentionOptions
+from attn_ops.ops.backends import MemoryLayout, Problem
+from attn_ops.ops.checks.checker import OpChecker, caches, memory_layout
+from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, AttentionOptions
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
 
 
-def _attention(
-    op: OpChecker, q: Tensor, k: Tensor, v: Tensor, page_size: int, num_kv_heads: int, options: AttentionOptions
+def _problem(
+    op: OpChecker, q: Tensor, k: Tensor, options: AttentionOptions, layout: MemoryLayout, **sizes: int
 ) -> Problem:
-    """What every attention op checks once its KV is known to be well formed."""
+    return Problem(
+        op=op.name,
+        device=q.device,
+        dtype=q.dtype,
+        kv_dtype=k.dtype,
+        num_qo_heads=int(q.shape[1]),
+        pos_encoding=options.pos_encoding,
+        masked=options.mask is not None,
+        kv_scaled=options.kv_scale is not None,
+        soft_capped=options.logits_soft_cap != 0,
+        windowed=options.window_left >= 0,
+        sinks=options.sinks is not None,
+        layout=layout,
+        **sizes,
+    )
+
+
+def _attention(
+    op: OpChecker,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str,
+    page_size: int,
+    num_kv_heads: int,
+    options: AttentionOptions,
+) -> Problem:
+    """What every attention op checks once its keys and values are well formed; ``page_size`` 0: no pages."""
     op.heads(int(q.shape[1]), num_kv_heads)
     op.size("k", "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
     op.kv_dtype(q, k, v)
@@ -25,19 +52,16 @@ def _attention(
     if options.pos_encoding == "ROPE_LLAMA" and int(q.shape[2]) % 2:
         op.fail(ShapeError, f"q has head_dim {q.shape[2]}", "an even one for ROPE_LLAMA", "pad the heads")
     op.no_grad(q=q, k=k, v=v, sinks=options.sinks, kv_scale=options.kv_scale)
-    return Problem(
-        op=op.name,
-        device=q.device,
-        dtype=q.dtype,
-        kv_dtype=k.dtype,
-        num_qo_heads=int(q.shape[1]),
+    return _problem(
+        op,
+        q,
+        k,
+        options,
+        memory_layout((q,), (k, v), k.dim() - (3 if kv_layout == "NHD" else 2)),
         num_kv_heads=num_kv_heads,
         head_dim_qk=int(q.shape[2]),
         head_dim_vo=int(v.shape[-1]),
         page_size=page_size,
-        pos_encoding=options.pos_encoding,
-        masked=options.mask is not None,
-        scaled=options.kv_scale is not None,
     )
 
 
@@ -52,8 +76,8 @@ def _planned(
 ) -> Any:
     """The plan, which must be one for this problem, and its workspace large enough."""
     typed = op.plan(plan, kind, q)
-    sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
-    op.planned_for(typed, **{size: getattr(problem, size) for size in sizes})
+    sizes = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+    op.planned_for(typed, page_size=problem.page_size or 1, **{size: getattr(problem, size) for size in sizes})
     op.covered(typed, options.window_left, options.causal, options.mask is not None)
     op.workspace(workspace, workspace_size(typed), q)
     return typed
@@ -66,31 +90,22 @@ def batch_decode(
     plan: Sequence[Tensor],
     workspace: Tensor,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    pos_encoding: str = "NONE",
-    rope_scale: float = 1.0,
-    rope_theta: float = 10000.0,
     kv_layout: str = "NHD",
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Any,
 ) -> Problem:
     op = OpChecker("batch_decode")
-    options = AttentionOptions(
-        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal=True
-    )
+    o = AttentionOptions(**options, causal=True)
     op.tensor("q", q, "[batch, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
-    problem = _attention(op, q, k_cache, v_cache, page_size, heads, options)
-    typed = _planned(op, DecodePlan, problem, q, plan, workspace, options)
+    problem = _attention(op, q, k_cache, v_cache, kv_layout, page_size, heads, o)
+    typed = _planned(op, DecodePlan, problem, q, plan, workspace, o)
     capacity = typed.kv_len.shape[0]
     if q.shape[0] > capacity:
         op.fail(
             CapacityError,
-            f"q has {q.shape[0]} rows and the plan room for {capacity} requests",
+            f"q has {q.shape[0]} rows and the plan capacity for {capacity} requests",
             f"max_batch of at least {q.shape[0]}",
             "make the planner with that max_batch",
         )
@@ -104,28 +119,17 @@ def batch_prefill(
     plan: Sequence[Tensor],
     workspace: Tensor,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    pos_encoding: str = "NONE",
-    rope_scale: float = 1.0,
-    rope_theta: float = 10000.0,
-    causal: bool = False,
-    mask: Tensor | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Any,
 ) -> Problem:
     op = OpChecker("batch_prefill")
-    options = AttentionOptions(
-        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
-    )
+    o = AttentionOptions(**options)
     op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
-    problem = _attention(op, q, k_cache, v_cache, page_size, heads, options)
-    _planned(op, PrefillPlan, problem, q, plan, workspace, options)
+    problem = _attention(op, q, k_cache, v_cache, kv_layout, page_size, heads, o)
+    _planned(op, PrefillPlan, problem, q, plan, workspace, o)
     return problem
 
 
@@ -148,26 +152,15 @@ def ragged_prefill(
     plan: Sequence[Tensor],
     workspace: Tensor,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    pos_encoding: str = "NONE",
-    rope_scale: float = 1.0,
-    rope_theta: float = 10000.0,
-    causal: bool = False,
-    mask: Tensor | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Any,
 ) -> Problem:
     op = OpChecker("ragged_prefill")
-    options = AttentionOptions(
-        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
-    )
-    problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
-    typed = _planned(op, PrefillPlan, problem, q, plan, workspace, options)
+    o = AttentionOptions(**options)
+    problem = _attention(op, q, k, v, kv_layout, 0, _dense_kv(op, q, k, v, kv_layout), o)
+    typed = _planned(op, PrefillPlan, problem, q, plan, workspace, o)
     if typed.kv_indices.shape[0]:
         op.fail(PlanError, "the plan is for a paged cache", "one for ragged KV", "make the planner with max_pages=0")
     return problem
@@ -178,28 +171,17 @@ def single_prefill(
     k: Tensor,
     v: Tensor,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    pos_encoding: str = "NONE",
-    rope_scale: float = 1.0,
-    rope_theta: float = 10000.0,
-    causal: bool = False,
-    mask: Tensor | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Any,
 ) -> Problem:
     op = OpChecker("single_prefill")
-    options = AttentionOptions(
-        sm_scale, logits_soft_cap, window_left, sinks, kv_scale, pos_encoding, rope_scale, rope_theta, causal, mask
-    )
-    problem = _attention(op, q, k, v, 1, _dense_kv(op, q, k, v, kv_layout), options)
-    if mask is not None:
+    o = AttentionOptions(**options)
+    problem = _attention(op, q, k, v, kv_layout, 0, _dense_kv(op, q, k, v, kv_layout), o)
+    if o.mask is not None:
         bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
-        op.size("mask", "bytes", mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
+        op.size("mask", "bytes", o.mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
     return problem
 
 
@@ -211,17 +193,12 @@ def batch_mla(
     plan: Sequence[Tensor],
     workspace: Tensor,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    causal: bool = False,
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Any,
 ) -> Problem:
     op = OpChecker("batch_mla")
-    options = AttentionOptions(sm_scale, logits_soft_cap, window_left, sinks, kv_scale, causal=causal)
+    o = AttentionOptions(**options)
     op.tensor("q_nope", q_nope, "[nnz_qo, num_heads, head_dim_ckv]", FLOATS, None)
     op.tensor("q_pe", q_pe, "[nnz_qo, num_heads, head_dim_kpe]", (q_nope.dtype,), q_nope)
     op.tensor("ckv_cache", ckv_cache, "[pages, page_size, head_dim_ckv]", FLOATS + FP8, q_nope)
@@ -233,21 +210,19 @@ def batch_mla(
     op.size("kpe_cache", "head_dim", int(kpe_cache.shape[2]), int(q_pe.shape[2]), "q_pe")
     op.kv_dtype(q_nope, ckv_cache, kpe_cache)
     dims = int(q_nope.shape[2]), int(q_pe.shape[2])
-    if sm_scale is None and dims != MLA_DIMS:
+    if o.sm_scale is None and dims != MLA_DIMS:
         op.fail(OptionError, f"sm_scale is None with head_dim {dims[0]} + {dims[1]}", "a number", "pass sm_scale")
-    op.options(q_nope, options)
-    op.no_grad(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, sinks=sinks, kv_scale=kv_scale)
-    problem = Problem(
-        op=op.name,
-        device=q_nope.device,
-        dtype=q_nope.dtype,
-        kv_dtype=ckv_cache.dtype,
-        num_qo_heads=int(q_nope.shape[1]),
-        num_kv_heads=1,
-        head_dim_qk=int(q_nope.shape[2]) + int(q_pe.shape[2]),
-        head_dim_vo=int(q_nope.shape[2]),
+    op.options(q_nope, o)
+    op.no_grad(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, sinks=o.sinks, kv_scale=o.kv_scale)
+    problem = _problem(
+        op,
+        q_nope,
+        ckv_cache,
+        o,
+        memory_layout((q_nope, q_pe), (ckv_cache, kpe_cache), 1),
+        head_dim_qk=sum(dims),
+        head_dim_vo=dims[0],
         page_size=int(ckv_cache.shape[1]),
-        scaled=kv_scale is not None,
     )
-    _planned(op, PrefillPlan, problem, q_nope, plan, workspace, options)
+    _planned(op, PrefillPlan, problem, q_nope, plan, workspace, o)
     return problem

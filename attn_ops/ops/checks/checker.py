@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from attn_ops.errors import (
     AttnOpsError,
@@ -19,16 +19,9 @@ from attn_ops.errors import (
     PlanError,
     ShapeError,
 )
-from attn_ops.ops.options import WIDEST_WINDOW, AttentionOptions
+from attn_ops.ops.backends import MemoryLayout
+from attn_ops.ops.options import BOUNDS, FLOATS, FP8, LAYOUTS, AttentionOptions
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
-LAYOUTS = {
-    "NHD": "[pages, page_size, num_kv_heads, head_dim]",
-    "HND": "[pages, num_kv_heads, page_size, head_dim]",
-}
 
 
 class OpChecker:
@@ -98,31 +91,10 @@ class OpChecker:
             )
 
     def options(self, q: Tensor, o: AttentionOptions) -> None:
-        for what, value, ok, expected in (
-            (
-                "sm_scale",
-                o.sm_scale,
-                o.sm_scale is None or 0 < o.sm_scale < math.inf,
-                "a positive number, or None for the default",
-            ),
-            (
-                "logits_soft_cap",
-                o.logits_soft_cap,
-                0 <= o.logits_soft_cap < math.inf,
-                "a positive number, or 0 for none",
-            ),
-            (
-                "window_left",
-                o.window_left,
-                -1 <= o.window_left <= WIDEST_WINDOW,
-                f"0 or more tokens, at most {WIDEST_WINDOW}, or -1 for no window",
-            ),
-            ("pos_encoding", o.pos_encoding, o.pos_encoding in POS_ENCODINGS, ", ".join(POS_ENCODINGS)),
-            ("rope_scale", o.rope_scale, o.rope_scale > 0, "a positive number"),
-            ("rope_theta", o.rope_theta, o.rope_theta > 0, "a positive number"),
-        ):
-            if not ok:
-                self.fail(OptionError, f"{what} is {value}", expected, "change it")
+        for name, bound in BOUNDS.items():
+            value = getattr(o, name)
+            if not bound.holds(value):
+                self.fail(OptionError, f"{name} is {value}", bound.expected, "change it")
         if o.sinks is not None:
             self.tensor("sinks", o.sinks, "[num_qo_heads]", (torch.float32,), q)
             self.size("sinks", "length", o.sinks.shape[0], q.shape[-2], "the query heads of q")
@@ -236,6 +208,35 @@ def known(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports SymPy
 
     return guard_or_false(condition)
+
+
+TMA_BYTES = 16
+"""Tensor maps and vector loads take addresses and strides that are multiples of this."""
+
+MAX_TOKEN_STRIDE = 1 << 20
+"""Elements from a token to the next for which offsets within a KV tile are multiplied in 32 bits."""
+
+
+def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor], token_dim: int) -> MemoryLayout:
+    """The memory of a call on CUDA; ``token_dim`` is the dimension of the caches that counts tokens.
+
+    A fake tensor has no address, and symbolic sizes are left to the run: what is not known to fail is taken to hold.
+    """
+    if not queries[0].is_cuda:
+        return MemoryLayout()
+
+    def misaligned(t: Tensor) -> bool:
+        address = 0 if isinstance(t, FakeTensor) else t.data_ptr()
+        return bool(address % TMA_BYTES) or any(known(s * t.itemsize % TMA_BYTES != 0) for s in t.stride()[:-1])
+
+    def unmappable(t: Tensor) -> bool:
+        return any(known(n <= 0) for n in (*t.shape, *t.stride()))
+
+    return MemoryLayout(
+        aligned=not any(map(misaligned, (*queries, *caches))),
+        mappable=not any(map(unmappable, caches)),
+        short_token_stride=not any(known(t.stride(token_dim) > MAX_TOKEN_STRIDE) for t in caches),
+    )
 
 
 def dtype_name(t: Tensor) -> str:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from attn_ops.errors import ShapeError
 from attn_ops.ops.backends import Problem
-from attn_ops.ops.checks.checker import FLOATS, OpChecker, dtype_name
+from attn_ops.ops.checks.checker import OpChecker, dtype_name
+from attn_ops.ops.options import FLOATS
 
 
 def _states(op: OpChecker, v: Tensor, s: Tensor, dims: str, like: Tensor | None, suffix: str = "") -> None:

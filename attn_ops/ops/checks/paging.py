@@ -7,7 +7,8 @@ from torch import Tensor
 
 from attn_ops.errors import DTypeError, OptionError
 from attn_ops.ops.backends import Problem
-from attn_ops.ops.checks.checker import FLOATS, FP8, OpChecker, caches, dtype_name, known
+from attn_ops.ops.checks.checker import OpChecker, caches, dtype_name, known
+from attn_ops.ops.options import FLOATS, FP8
 
 
 def _places(

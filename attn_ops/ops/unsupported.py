@@ -1,0 +1,171 @@
+"""Why a kernel does not run a problem: a function for each entry of the backend table, and their machine queries.
+
+A reason completes the sentence "it does not run this problem: ...". No reason means that the kernel runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from attn_ops.ops.backends import Problem
+
+TRITON_KERNELS: dict[str, str] = {
+    "plan_decode": "plan_decode",
+    "plan_prefill": "plan_prefill",
+    "batch_decode": "decode",
+    "batch_prefill": "prefill",
+    "ragged_prefill": "prefill",
+    "single_prefill": "prefill",
+    "batch_mla": "prefill",
+    "append_kv": "append",
+    "append_mla_kv": "append",
+    "batch_indices_positions": "page_table",
+    "seq_lens": "page_table",
+    "page_table": "page_table",
+    "merge_state": "merge_states",
+    "merge_states": "merge_states",
+    "merge_state_in_place": "merge_states",
+    "merge_states_varlen": "merge_states",
+    "packbits": "packbits",
+    "segment_packbits": "packbits",
+}
+"""op -> kernel of the general Triton backend, a file of ``kernels/triton``."""
+
+TRITON_MLA = frozenset({"batch_mla", "append_mla_kv"})
+"""Ops whose key has two parts, of which the first is as wide as the value."""
+
+TRITON_COPIES = frozenset({"append_kv", "append_mla_kv"})
+"""Ops that move elements of any dtype."""
+
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+GLUON_TRITON_VERSIONS = (3, 6), (3, 9)
+"""The oldest and the newest release of Triton whose Gluon the Hopper kernels are written in."""
+
+HOPPER_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
+"""``(head_dim_qk, head_dim_vo)`` of the Hopper prefill kernel."""
+
+HOPPER_PREFILL_PAGE, HOPPER_MLA_PAGE = 16, 64
+"""Tokens that a page is a multiple of: those of one TMA box."""
+
+HOPPER_MLA_HEAD_DIMS = (576, 512)
+
+
+@functools.cache
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """None where there is no GPU to ask, as when a program for CUDA is exported on another machine."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
+
+
+@functools.cache
+def gluon_imports(module: str) -> bool:
+    """Whether ``kernels/triton/{module}.py`` imports. Gluon is experimental: its names move between releases."""
+    import triton
+
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if not GLUON_TRITON_VERSIONS[0] <= release <= GLUON_TRITON_VERSIONS[1]:
+        return False
+    try:
+        importlib.import_module(f"attn_ops.kernels.triton.{module}")
+    except ImportError:
+        return False
+    return True
+
+
+def _failed(checks: list[tuple[bool, str]]) -> list[str]:
+    return [reason for holds, reason in checks if not holds]
+
+
+def reference(p: Problem) -> list[str]:
+    return []
+
+
+def triton(p: Problem) -> list[str]:
+    """The general Triton kernels: any GPU from compute capability 8.0."""
+    capability = compute_capability(p.device)
+    kernel = TRITON_KERNELS.get(p.op)
+    key_dim = max(p.head_dim_vo, p.head_dim_qk - p.head_dim_vo) if p.op in TRITON_MLA else p.head_dim_qk
+    return _failed(
+        [
+            (kernel is not None, f"it has no kernel for {p.op}"),
+            (triton_installed(), "triton is not installed"),
+            (p.device.type == "cuda", f"it runs on cuda, not {p.device.type}"),
+            (
+                capability is None or capability >= (8, 0),
+                f"it needs compute capability 8.0 or newer, not {capability}",
+            ),
+            (p.dtype in TRITON_DTYPES or p.op in TRITON_COPIES, f"it does not compute in {p.dtype}"),
+            (
+                capability is None or capability >= (8, 9) or p.kv_dtype != torch.float8_e4m3fn,
+                f"it needs compute capability 8.9 or newer for {p.kv_dtype}, not {capability}",
+            ),
+            (max(key_dim, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
+            (min(key_dim, p.head_dim_vo) >= 1 or p.op in TRITON_COPIES, "it needs head_dim at least 1"),
+            (
+                kernel == "prefill" or p.num_qo_heads // p.num_kv_heads <= 128,
+                "it needs at most 128 query heads per KV head",
+            ),
+        ]
+    )
+
+
+def _hopper(p: Problem, module: str) -> list[str]:
+    """What every Gluon kernel for Hopper needs of the machine and of the memory."""
+    if p.device.type != "cuda":
+        return [f"it runs on cuda, not {p.device.type}"]
+    capability = compute_capability(p.device)
+    if capability != (9, 0):
+        return [f"it needs compute capability 9.0, not {capability}"]
+    if not triton_installed():
+        return ["triton is not installed"]
+    return _failed(
+        [
+            (gluon_imports(module), "this release of Triton does not have the Gluon that it is written in"),
+            (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
+            (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
+            (p.layout.aligned, "rows are not aligned to 16 bytes"),
+            (p.layout.mappable, "keys and values have no elements, or several at one address"),
+        ]
+    )
+
+
+def hopper_prefill(p: Problem) -> list[str]:
+    dims = p.head_dim_qk, p.head_dim_vo
+    return _hopper(p, "hopper_prefill") + _failed(
+        [
+            (dims in HOPPER_PREFILL_HEAD_DIMS, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
+            (
+                p.page_size % HOPPER_PREFILL_PAGE == 0,
+                f"pages of {p.page_size} tokens are not whole TMA boxes of {HOPPER_PREFILL_PAGE}",
+            ),
+            (not p.masked and p.pos_encoding == "NONE", "a mask or positions are given"),
+            (not p.kv_scaled, "scales of keys and values are given"),
+        ]
+    )
+
+
+def hopper_mla(p: Problem) -> list[str]:
+    dims = p.head_dim_qk, p.head_dim_vo
+    return _hopper(p, "hopper_mla") + _failed(
+        [
+            (dims == HOPPER_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
+            (
+                p.page_size % HOPPER_MLA_PAGE == 0,
+                f"pages of {p.page_size} tokens are not whole KV tiles of {HOPPER_MLA_PAGE}",
+            ),
+            (p.layout.short_token_stride, "tokens of the cache are too far apart"),
+            (not p.windowed, "a window cuts KV tiles"),
+            (not (p.soft_capped or p.sinks or p.kv_scaled), "a soft cap, sinks or scales are given"),
+        ]
+    )

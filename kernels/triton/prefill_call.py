@@ -1,0 +1,140 @@
+"""The calls of prefill kernels: operands of the ops, the launch of a kernel on a plan's tiles, the combine of splits.
+
+``batch_prefill``, ``ragged_prefill`` and ``single_prefill`` differ in where keys lie; the general kernel and the Hopper
+kernel differ in how they are launched. :func:`prefill_ops` makes the ops of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import triton
+from attn_ops.kernels.triton.combine_prefill import merge_tiles
+from attn_ops.kernels.triton.config_prefill import split_dim
+from attn_ops.meta.outputs import attention as allocate
+from torch import Tensor
+
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
+
+SINGLE_PACKED_ROWS = 256
+"""Packed rows in a query tile of ``single_prefill``, which has no plan."""
+
+
+class Operands(NamedTuple):
+    """Queries, keys and values of a call. Strides are in elements.
+
+    q, q_b       ``[rows, num_qo_heads, >= dim]``: the first and the second part of each query, which may be one tensor
+    k, k_b, v    ``[pages, page_size, num_kv_heads, dim]`` or ``[tokens, num_kv_heads, dim]``, in any order of strides
+    dims         widths of the two parts of a key, and of a value
+    offset_b     where the second part begins in a head of ``q_b`` and ``k_b``
+    heads        of the query, and of keys and values
+    k_strides    of pages (0 without pages), tokens, heads; ``k_b_strides`` of pages and tokens
+    kv_rows      tokens of ragged keys, 0 for paged ones
+    shared       the values are the first part of the keys
+    """
+
+    q: Tensor
+    q_b: Tensor
+    k: Tensor
+    k_b: Tensor
+    v: Tensor
+    dims: tuple[int, int, int]
+    offset_b: int
+    heads: tuple[int, int]
+    k_strides: tuple[int, int, int]
+    k_b_strides: tuple[int, int]
+    v_strides: tuple[int, int, int]
+    kv_rows: int
+    shared: bool = False
+
+
+LaunchTiles = Callable[
+    [Operands, Tensor, Tensor, PrefillPlan | None, Tensor | None, int, int, AttentionOptions],
+    None,
+]
+"""``(operands, out, lse, plan, workspace, tile_rows, num_items, options)``: launches a kernel on ``num_items`` items.
+
+A tile that is one item goes to ``out`` and, unless it has no elements, ``lse``; the partial results of a tile that is
+split go to ``workspace``. Without a plan the query rows are those of one request.
+"""
+
+
+def attend(
+    launch_tiles: LaunchTiles,
+    x: Operands,
+    out: Tensor,
+    lse: Tensor,
+    plan: PrefillPlan | None,
+    workspace: Tensor | None,
+    o: AttentionOptions,
+) -> None:
+    """Write ``out`` and, unless it has no elements, ``lse``."""
+    tile_rows = max(1, SINGLE_PACKED_ROWS // (x.heads[0] // x.heads[1]))
+    num_items = partials = 0
+    if plan is not None:
+        tile_rows, partials = PlanProblem.of(plan.problem).tile_rows, num_partials(plan)
+        num_items = plan.kv_len.shape[0] + partials
+    num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
+    launch_tiles(x, out, lse, plan, workspace, tile_rows, num_items, o)
+    if workspace is not None and plan is not None and partials:
+        merge_tiles(out, lse, workspace, o.sinks, plan)
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, heads: int, at: tuple[int | None, int, int], kv_rows: int) -> Operands:
+    """``at`` are the dimensions of k and v that count pages, tokens and heads; None for no pages."""
+    dim_a, dim_b = split_dim(q.shape[2])
+    k_strides, v_strides = (tuple(0 if d is None else t.stride(d) for d in at) for t in (k, v))
+    dims, all_heads = (dim_a, dim_b, v.shape[2 if at[0] is None else 3]), (q.shape[1], heads)
+    return Operands(q, q, k, k, v, dims, dim_a, all_heads, k_strides, k_strides[:2], v_strides, kv_rows)  # type: ignore[arg-type]
+
+
+def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, Tensor]], ...]:
+    """``batch_prefill``, ``ragged_prefill`` and ``single_prefill`` on a kernel."""
+
+    def batch_prefill(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: list[Tensor],
+        workspace: Tensor,
+        *,
+        kv_layout: str = "NHD",
+        return_lse: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse)
+        token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+        x = _operands(q, k_cache, v_cache, k_cache.shape[head], (0, token, head), 0)
+        attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, AttentionOptions(**options))
+        return out, lse
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
+        token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
+        return _operands(q, k, v, k.shape[head], (None, token, head), k.shape[token])
+
+    def ragged_prefill(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: list[Tensor],
+        workspace: Tensor,
+        *,
+        kv_layout: str = "NHD",
+        return_lse: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = allocate(q, k, v, return_lse=return_lse)
+        x = dense(q, k, v, kv_layout)
+        attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, AttentionOptions(**options))
+        return out, lse
+
+    def single_prefill(
+        q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = allocate(q, k, v, return_lse=return_lse)
+        attend(launch_tiles, dense(q, k, v, kv_layout), out, lse, None, None, AttentionOptions(**options))
+        return out, lse
+
+    return batch_prefill, ragged_prefill, single_prefill

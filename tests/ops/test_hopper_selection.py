@@ -1,0 +1,170 @@
+"""Which calls the Hopper kernels run: the problem that a call's check makes of it, and their reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.cases import Case
+from helpers.harness import OPS, Setup
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import attn_ops
+from attn_ops.ops import backends, unsupported
+from attn_ops.ops.checks import CHECKS
+
+BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
+GENERAL, PREFILL, MLA = "triton", "triton.hopper_prefill", "triton.hopper_mla"
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(unsupported, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(unsupported, "triton_installed", lambda: True)
+    monkeypatch.setattr(unsupported, "gluon_imports", lambda module: True)
+    backends.choose.cache_clear()
+    yield
+    backends.choose.cache_clear()
+
+
+def _on_cuda(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Fake tensors of the same sizes and strides on a GPU."""
+    with FakeTensorMode():
+        return torch.utils._pytree.tree_map_only(
+            Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), arguments
+        )
+
+
+def _prefill(kind: str = "prefill", **options: Any) -> tuple[str, dict[str, Any]]:
+    setup = Setup(kind, Case("case", **{"kv_lens": (300, 100), "qo_lens": (100, 100), **BASE, **options}))
+    return OPS[kind], _on_cuda(setup.arguments)
+
+
+def _mla(
+    dtype: torch.dtype = torch.bfloat16,
+    dims: tuple[int, int] = (512, 64),
+    page_size: int = 64,
+    kv_dtype: torch.dtype | None = None,
+    shift: int = 0,
+    pages: int = 10,
+    **options: Any,
+) -> tuple[str, dict[str, Any]]:
+    planner = attn_ops.PrefillPlanner(
+        5, 9, 40, page_size=page_size, num_qo_heads=16, num_kv_heads=1, head_dim=sum(dims), head_dim_vo=dims[0]
+    )
+    q_nope, q_pe = torch.zeros(9, 16, sum(dims) + shift, dtype=dtype)[..., shift:].split(dims, -1)
+    ckv, kpe = torch.zeros(pages, page_size, sum(dims), dtype=kv_dtype or dtype).split(dims, -1)
+    tensors = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv, "kpe_cache": kpe, "plan": planner.state}
+    return "batch_mla", _on_cuda(tensors | {"workspace": planner.workspace, "sm_scale": 0.1, **options})
+
+
+def _chosen(op: str, arguments: dict[str, Any], **kwargs: Any) -> str:
+    return backends.choose(CHECKS[op](**arguments), **kwargs).label(op)
+
+
+def _lines(op: str, arguments: dict[str, Any]) -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in attn_ops.explain(op, **arguments).splitlines())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        _prefill(),
+        _prefill("ragged", causal=False),
+        _prefill(window_left=50, dtype=torch.float16, logits_soft_cap=5.0, sinks=1.0),
+        _prefill(head_dims=(64, 64)),
+        _prefill("ragged", head_dims=(192, 128)),
+        _prefill(head_dims=(256, 256), page_size=48, kv_layout="HND"),
+        _prefill(storage="fused"),
+        _mla(),
+        _mla(page_size=192, dtype=torch.float16, causal=True),
+    ],
+    ids=range(9),
+)
+def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, Any]]) -> None:
+    kernel = MLA if call[0] == "batch_mla" else PREFILL
+    assert _chosen(*call) == kernel
+    assert _chosen(*call, lowerable=True) == GENERAL
+    lines = _lines(*call)
+    assert list(lines) == [kernel, GENERAL, "reference"]
+    assert lines[kernel] == (
+        f"runs it in eager calls and compiled graphs, kernel {kernel.partition('.')[2]}; Inductor does not generate it"
+    )
+    assert lines[GENERAL] == "runs it in packages, kernel prefill"
+    assert lines["reference"] == "can run it"
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (_prefill(dtype=torch.float32), "not a 16-bit dtype"),
+        (_prefill(kv_dtype=torch.float8_e4m3fn), "the cache is torch.float8_e4m3fn"),
+        (_prefill(head_dims=(96, 96)), "head dimensions 96 and 96"),
+        (_prefill(head_dims=(192, 192)), "head dimensions 192 and 192"),
+        (_prefill(page_size=8), "pages of 8 tokens"),
+        (_prefill(pos_encoding="ALIBI"), "a mask or positions"),
+        (_prefill(masked=0.5), "a mask or positions"),
+        (_prefill(kv_scale=(1.0, 2.0)), "scales of keys"),
+        (_prefill("ragged", kv_lens=(0, 0)), "keys and values have no elements"),
+        (_mla(dtype=torch.float32), "not a 16-bit dtype"),
+        (_mla(kv_dtype=torch.float8_e4m3fn), "the cache is torch.float8_e4m3fn"),
+        (_mla(dims=(256, 64)), "not 512 + 64"),
+        (_mla(page_size=32), "pages of 32 tokens"),
+        (_mla(shift=1), "not aligned to 16 bytes"),
+        (_mla(window_left=100), "a window"),
+        (_mla(logits_soft_cap=1.0), "a soft cap"),
+        (_mla(sinks=torch.zeros(16)), "a soft cap"),
+        (_mla(kv_scale=torch.ones(2)), "a soft cap"),
+        (_mla(pages=0), "keys and values have no elements"),
+    ],
+    ids=str,
+)
+def test_other_calls_run_the_general_kernel(call: tuple[str, dict[str, Any]], reason: str) -> None:
+    op, arguments = call
+    assert _chosen(*call) == GENERAL
+    lines = _lines(op, arguments)
+    kernel, general = list(lines)[:2]
+    assert reason in lines[kernel]
+    entry = next(backend for backend in backends.BACKENDS if backend.label(op) == kernel)
+    assert len(entry.unsupported_reasons(CHECKS[op](**arguments))) == 1
+    assert lines[general] == "runs it, kernel prefill"
+
+
+def test_several_keys_at_one_address_have_no_tensor_map() -> None:
+    op, arguments = _mla()
+    ckv = arguments["ckv_cache"]
+    with FakeTensorMode():
+        spread = torch.empty(1, *ckv.shape[1:], dtype=ckv.dtype, device="cuda").expand(ckv.shape)
+    assert _chosen(op, arguments | {"ckv_cache": spread}) == GENERAL
+
+
+def test_tokens_far_apart_run_the_general_mla_kernel() -> None:
+    op, arguments = _mla()
+    shape = arguments["ckv_cache"].shape
+    with FakeTensorMode():
+        far = torch.empty_strided(shape, (shape[1] << 21, 1 << 21, 1), dtype=torch.bfloat16, device="cuda")
+    assert _chosen(op, arguments | {"ckv_cache": far}) == GENERAL
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_other_gpus_run_the_general_kernel(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unsupported, "compute_capability", lambda device: capability)
+    assert _chosen(*_prefill()) == GENERAL
+    assert f"it needs compute capability 9.0, not {capability}" in _lines(*_prefill())[PREFILL]
+
+
+def test_head_dims_are_those_of_the_kernel() -> None:
+    kernel = pytest.importorskip("attn_ops.kernels.triton.hopper_prefill", exc_type=ImportError)
+    shapes = getattr(kernel, "TILE_CONFIGS", None) or kernel.SHAPES
+    assert {(dim_a + dim_b, dim_vo) for dim_a, dim_b, dim_vo in shapes} == unsupported.HOPPER_PREFILL_HEAD_DIMS
+    assert kernel.PAGED_BOX == unsupported.HOPPER_PREFILL_PAGE
+
+
+def test_a_backend_that_is_asked_for_is_explained() -> None:
+    op, arguments = _prefill()
+    lines = dict(line.split(": ", 1) for line in attn_ops.explain(op, **arguments, backend="reference").splitlines())
+    assert lines["reference"] == "runs it"
+    assert lines[PREFILL] == "backend=reference is asked for"
