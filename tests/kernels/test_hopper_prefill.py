@@ -17,7 +17,7 @@ hopper = pytest.importorskip("attn_ops.kernels.triton.hopper_prefill", exc_type=
 from attn_ops.kernels import triton as backend  # noqa: E402
 from attn_ops.kernels.triton import hopper as places  # noqa: E402
 from attn_ops.kernels.triton import prefill  # noqa: E402
-from helpers.offline import SHARED_MEMORY, compiling_for, tool  # noqa: E402
+from helpers.offline_compile import SHARED_MEMORY, compiling_for, tool  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
 from attn_ops.ops import inductor  # noqa: E402
