@@ -76,4 +76,4 @@ HERE: dict[str, str] = {
     "shared prefix, prefill.forward.rope_scale": _NO_ROTATION,
     "shared prefix, prefill.forward.rope_theta": _NO_ROTATION,
 }
-"""Arguments that have no effect in one place, named by the surfaces of ``tests/helpers/surfaces.py``."""
+"""Arguments that have no effect in one place, named by the surfaces of ``tests/helpers/surfaces/``."""

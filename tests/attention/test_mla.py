@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from helpers.batches import page_table
-from helpers.mla_problem import CASES, Mla, check, random
+from helpers.mla_cases import CASES, Mla, check, random
+from helpers.page_tables import page_table
 
 import attn_ops
 

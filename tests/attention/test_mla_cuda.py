@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.batches import indptr, page_table
-from helpers.mla_problem import CASES, Mla, check
+from helpers.mla_cases import CASES, Mla, check
+from helpers.page_tables import indptr, page_table
 
 import attn_ops
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.surface import Raises, Surface
 from helpers.surfaces import ELSEWHERE, SURFACES
+from helpers.surfaces.base import Raises, Surface
 from helpers.wrapper_requests import DEVICE
 
 from attn_ops import errors, exports

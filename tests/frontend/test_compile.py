@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.recorder import Recorder
+from helpers.tracing import Recorder
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 from torch import nn
 

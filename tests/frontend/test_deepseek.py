@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.latents import Latents
+from helpers.mla_requests import Latents
 from helpers.wrapper_requests import DEVICE, Requests, ln, workspace
 from torch import Tensor
 

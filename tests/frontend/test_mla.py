@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.latents import Latents
+from helpers.mla_requests import Latents
 from helpers.wrapper_requests import DEVICE, ln, workspace
 
 import attn_ops as flashinfer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.replays import STEPS, replays
+from helpers.cuda_graph_steps import STEPS, replays
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops.ops.schemas import SCHEMAS
-from helpers.batches import indptr, int32, page_table
 from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
 from helpers.harness import Setup
 from helpers.oracle import PagedBatch
+from helpers.page_tables import indptr, int32, page_table
 
 Arguments = dict[str, Any]
 

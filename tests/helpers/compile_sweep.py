@@ -18,7 +18,7 @@ import torch
 import triton
 from triton.backends.nvidia.compiler import CUDABackend
 
-from helpers.offline import SHARED_MEMORY, compiling_for, decode, mla, prefill
+from helpers.offline_compile import SHARED_MEMORY, compiling_for, decode, mla, prefill
 
 RESERVED = 1024
 """Bytes of a CTA that the system takes, from compute capability 9.0 on."""

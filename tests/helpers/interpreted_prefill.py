@@ -12,11 +12,11 @@ import torch
 from attn_ops.kernels import triton
 
 from attn_ops.ops import backends
-from helpers import short_masks
+from helpers import truncated_masks
 from helpers.cases import PREFILL, PREFILL_BASE, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case
 from helpers.harness import Setup
-from helpers.mla_problem import CASES
-from helpers.mla_problem import check as check_mla
+from helpers.mla_cases import CASES
+from helpers.mla_cases import check as check_mla
 
 OPS = ("batch_prefill", "ragged_prefill", "batch_mla")
 SPLIT = [
@@ -61,8 +61,8 @@ if __name__ == "__main__":
     ):
         for case in cases:
             failures += attempt(f"{kind} {case}", check, kind, case)
-    for held in short_masks.LENGTHS[::2]:
-        failures += attempt(f"mask of {held} bytes", short_masks.check, "prefill", held, backend="interpreted")
+    for held in truncated_masks.LENGTHS[::2]:
+        failures += attempt(f"mask of {held} bytes", truncated_masks.check, "prefill", held, backend="interpreted")
     for mla in CASES:
         if mla.dtype != torch.bfloat16 and mla.dims[0] * mla.heads < 1000:
             failures += attempt(f"mla {mla}", check_mla, mla, backend="interpreted")

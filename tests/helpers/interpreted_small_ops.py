@@ -9,7 +9,7 @@ from paging.test_append import *  # noqa: F403
 from paging.test_packbits import *  # noqa: F403
 from paging.test_page_table import *  # noqa: F403
 
-from helpers.redirect import redirected
+from helpers.backends import redirected
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 interpreted = redirected("attn_ops.kernels.triton")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attn_ops.ops.schemas import SCHEMAS
+from helpers.backends import Moved
 from helpers.calls import arguments, written
-from helpers.redirect import Moved
 
 SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 1500, 2)}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from helpers.offline import compiling_for, decode, eager, mla, on_hopper, prefill, small_ops
+from helpers.offline_compile import compiling_for, decode, eager, mla, on_hopper, prefill, small_ops
 
 TABLE = Path(__file__).parents[1] / "resources.json"
 CAPABILITIES = (80, 90, 100)

@@ -14,7 +14,7 @@ import attn_ops
 triton = pytest.importorskip("triton")
 hopper = pytest.importorskip("attn_ops.kernels.triton.hopper_mla", exc_type=ImportError)
 
-from helpers.offline import compiling_for, tool  # noqa: E402
+from helpers.offline_compile import compiling_for, tool  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from attn_ops.kernels import triton as backend  # noqa: E402
 from attn_ops.kernels.triton.config_decode import decode_tile, shared_bytes, short_stages  # noqa: E402
-from helpers.offline import compiling_for, decode, eager, mla, prefill, small_ops  # noqa: E402
+from helpers.offline_compile import compiling_for, decode, eager, mla, prefill, small_ops  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"

@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from helpers.offline import SHARED_MEMORY  # noqa: E402
+from helpers.offline_compile import SHARED_MEMORY  # noqa: E402
 from helpers.resources import CAPABILITIES, Resources, measure, read  # noqa: E402
 
 REGISTERS = 8

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.races import races
+from helpers.racecheck import races
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -18,12 +18,12 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer
 
 
 def sanitize(tool: str, part: str) -> subprocess.CompletedProcess[str]:
-    """Run a part of ``sanitize.py`` with every tensor in memory of its own."""
+    """Run a part of ``sanitizer_calls.py`` with every tensor in memory of its own."""
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not on the PATH")
     options = ["--tool", tool, "--target-processes", "application-only", "--error-exitcode", "1"]
     done = subprocess.run(
-        [SANITIZER, *options, sys.executable, str(TESTS / "helpers" / "sanitize.py"), part],
+        [SANITIZER, *options, sys.executable, str(TESTS / "helpers" / "sanitizer_calls.py"), part],
         env={
             **os.environ,
             "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",

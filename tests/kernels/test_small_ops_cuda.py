@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attention.test_merge_states import *  # noqa: F403
-from helpers.redirect import ON_GPU, redirected
+from helpers.backends import ON_GPU, redirected
 from paging.test_append import *  # noqa: F403
 from paging.test_packbits import *  # noqa: F403
 from paging.test_page_table import *  # noqa: F403

@@ -120,7 +120,7 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
         (_mla(kv_scale=torch.ones(2)), "a soft cap"),
         (_mla(pages=0), "keys and values have no elements"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_other_calls_run_the_general_kernel(call: tuple[str, dict[str, Any]], reason: str) -> None:
     op, arguments = call
@@ -128,7 +128,7 @@ def test_other_calls_run_the_general_kernel(call: tuple[str, dict[str, Any]], re
     lines = _lines(op, arguments)
     kernel, general = list(lines)[:2]
     assert reason in lines[kernel]
-    entry = next(backend for backend in backends.BACKENDS if backend.label(op) == kernel)
+    entry = next(backend for backend in backends.BACKENDS if backend.has(op) and backend.label(op) == kernel)
     assert len(entry.unsupported_reasons(CHECKS[op](**arguments))) == 1
     assert lines[general] == "runs it, kernel prefill"
 

@@ -14,7 +14,7 @@ from attn_ops.ops.backends import Problem
 
 triton = pytest.importorskip("triton")
 
-from helpers.offline import SHARED_MEMORY, compiling_for, decode, mla, prefill  # noqa: E402
+from helpers.offline_compile import SHARED_MEMORY, compiling_for, decode, mla, prefill  # noqa: E402
 from helpers.resources import resources_of  # noqa: E402
 
 BF16 = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.batches import indptr
+from helpers.page_tables import indptr
 from hypothesis import example, given
 from hypothesis import strategies as st
 

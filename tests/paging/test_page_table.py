@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from helpers.batches import PAGE_SIZES, indptr, int32, page_table
+from helpers.page_tables import PAGE_SIZES, indptr, int32, page_table
 from hypothesis import example, given
 from hypothesis import strategies as st
 

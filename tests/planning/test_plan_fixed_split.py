@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import LENGTHS, PAGE_SIZES, Item, disjoint, indptr, items, page_table
 from helpers.oracle import GARBAGE, attention, merge
+from helpers.page_tables import LENGTHS, PAGE_SIZES, Item, disjoint, indptr, items, page_table
 from hypothesis import given
 from hypothesis import strategies as st
 

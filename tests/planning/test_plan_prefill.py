@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from helpers.batches import LENGTHS, PAGE_SIZES, Item, disjoint, indptr, items, page_table
 from helpers.oracle import GARBAGE
+from helpers.page_tables import LENGTHS, PAGE_SIZES, Item, disjoint, indptr, items, page_table
 from hypothesis import given
 from hypothesis import strategies as st
 

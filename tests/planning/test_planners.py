@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import int32, items, page_table
+from helpers.page_tables import int32, items, page_table
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

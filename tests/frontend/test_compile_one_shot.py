@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.latents import Latents
+from helpers.mla_requests import Latents
 from helpers.oracle import Expected
-from helpers.recorder import Recorder
+from helpers.tracing import Recorder
 from helpers.wrapper_requests import DEVICE, Requests
 from torch import Tensor, nn
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.races import hand_over, messages, races
+from helpers.racecheck import hand_over, messages, races
 
 REPORT = """\
 ========= COMPUTE-SANITIZER

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.refusals import Case, empty, refused
+from helpers.error_cases import Case, empty, refused
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 import attn_ops as flashinfer

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.batches import indptr, page_table
 from helpers.oracle import Expected
+from helpers.page_tables import indptr, page_table
 from helpers.wrapper_requests import DEVICE
 
 

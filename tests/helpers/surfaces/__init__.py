@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from helpers.function_surfaces import FUNCTIONS
-from helpers.wrapper_surfaces import WRAPPERS
+from helpers.surfaces.functions import FUNCTIONS
+from helpers.surfaces.wrappers import WRAPPERS
 
 SURFACES = [*FUNCTIONS, *WRAPPERS]
 

@@ -1,6 +1,6 @@
 """Small calls of every kernel, for compute-sanitizer to watch.
 
-``compute-sanitizer --tool memcheck python tests/helpers/sanitize.py calls``, with ``PYTHONPATH=tests`` and
+``compute-sanitizer --tool memcheck python tests/helpers/sanitizer_calls.py calls``, with ``PYTHONPATH=tests`` and
 ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, by which every tensor has bounds of its own.
 """
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import items
+from helpers.page_tables import items
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 import attn_ops as flashinfer

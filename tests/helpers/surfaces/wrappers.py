@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import attn_ops as flashinfer
-from helpers.surface import BF16, HALF, LSE, OPTIONS, ROPE, SCALES, D, P, Raises, Surface, buffers
+from helpers.surfaces.base import BF16, HALF, LSE, OPTIONS, ROPE, SCALES, D, P, Raises, Surface, buffers
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 UNCAPPED = {name: value for name, value in {**OPTIONS, **ROPE}.items() if name != "logits_soft_cap"}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from attention.test_single import check_single
-from helpers.batches import indptr, page_table
 from helpers.calls import positional
 from helpers.cases import PREFILL, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case, one_at_a_time
 from helpers.harness import Setup
+from helpers.page_tables import indptr, page_table
 from torch._inductor.utils import run_and_get_code
 
 import attn_ops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.short_masks import LENGTHS, check
+from helpers.truncated_masks import LENGTHS, check
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

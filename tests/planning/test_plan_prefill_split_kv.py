@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.batches import Item, disjoint, indptr, items, page_table
 from helpers.oracle import GARBAGE, attention, merge
+from helpers.page_tables import Item, disjoint, indptr, items, page_table
 from hypothesis import given
 from hypothesis import strategies as st
 

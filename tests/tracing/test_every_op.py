@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import int32
 from helpers.calls import BITS, arguments, written
 from helpers.cases import DECODE_BASE, PREFILL_BASE
+from helpers.page_tables import int32
 from helpers.tracing_limits import BROKEN_GATHER
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree

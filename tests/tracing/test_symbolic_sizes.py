@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import int32
 from helpers.oracle import Expected
+from helpers.page_tables import int32
 from helpers.tracing_limits import BROKEN_GATHER
 from torch import Tensor, nn
 from torch._dynamo.utils import counters

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import attn_ops as flashinfer
-from helpers.surface import BF16, HALF, LSE, OPTIONS, ROPE, SCALES, D, P, Raises, Surface, buffers
+from helpers.surfaces.base import BF16, HALF, LSE, OPTIONS, ROPE, SCALES, D, P, Raises, Surface, buffers
 from helpers.wrapper_requests import DEVICE, Requests
 
 H = Requests(kv_layout="HND")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import attn_ops
-from helpers.batches import indptr, page_table
 from helpers.oracle import Expected
+from helpers.page_tables import indptr, page_table
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import attn_ops as flashinfer
-from helpers.latents import Latents
+from helpers.mla_requests import Latents
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 BATCH, PAGES, SCRATCH = 4, 80, 1 << 26
