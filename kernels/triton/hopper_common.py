@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from attn_ops.kernels.triton.softmax import within
+from attn_ops.kernels.triton.indexing import within
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from triton.experimental import gluon
