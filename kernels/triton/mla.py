@@ -29,7 +29,7 @@ def batch_mla(
     state = PrefillPlan(*plan)
     o = AttentionOptions(MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
     call = q_nope, q_pe, ckv_cache, kpe_cache, PlanProblem.of(state.problem), o
-    special = hopper_for("mla_hopper", q_nope, lambda module: module.unsupported_reasons(*call))
+    special = hopper_for("hopper_mla", q_nope, lambda module: module.unsupported_reasons(*call))
     if special:
         special.attend((q_nope, q_pe), (ckv_cache, kpe_cache), out, lse, state, workspace, o.sm_scale, o.causal)
         return out, lse

@@ -358,7 +358,7 @@ def attend(
         tile_rows, pieces = PlanProblem.of(plan.problem).tile_rows, num_partials(plan)
         num_items = plan.kv_len.shape[0] + pieces
     num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
-    special = hopper_for("prefill_hopper", x.q, lambda module: module.unsupported_reasons(x, plan, o))
+    special = hopper_for("hopper_prefill", x.q, lambda module: module.unsupported_reasons(x, plan, o))
     run = special.run if special else _run
     run(x, out, lse, plan, workspace, tile_rows, num_items, o)
     if workspace is not None and plan is not None and pieces:
