@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.triton.indexing import padded, within
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
-from attn_ops.kernels.triton.softmax import padded, within
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
-from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, acquire, add_sink, exp2, inverse, log_sum
+from attn_ops.kernels.triton.pdl import acquire
+from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum_exp
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -38,7 +39,7 @@ def store_heads(out, lse, m, norm, value, at, mask, d, DIM: tl.constexpr, LSE: t
     result = (value * inverse(norm)[:, None]).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * DIM + d, result, mask=mask[:, None] & (d < DIM))
     if LSE:
-        tl.store(lse + at, log_sum(m, norm), mask=mask)
+        tl.store(lse + at, log_sum_exp(m, norm), mask=mask)
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def merge_rows_kernel(
         at = row.to(tl.int64) * HEADS + head
         store_heads(out, lse, m, norm, value, at, here, d, DIM, False)
         if LSE:
-            tl.store(lse + at, log_sum(m, norm), mask=part == 0)
+            tl.store(lse + at, log_sum_exp(m, norm), mask=part == 0)
         job += tl.num_programs(0)
         if job < jobs:
             row, slot, stop = find_row(todo, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
-from attn_ops.kernels.triton.softmax import LOG2E, acquire, add_sink, finite, inverse, log_sum, within
+from attn_ops.kernels.triton.pdl import acquire
+from attn_ops.kernels.triton.softmax import LOG2E, add_sink, finite, inverse, log_sum_exp
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -55,7 +57,7 @@ def merge_job(
         value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
         tl.store(out + at[:, None] * DIM + d[None, :], value, mask=(d < DIM)[None, :])
         if LSE:
-            tl.store(lse + at, log_sum(m, total))
+            tl.store(lse + at, log_sum_exp(m, total))
 
 
 @triton.jit(do_not_specialize=["rows", "slots", "max_splits"])

@@ -7,7 +7,7 @@ of the next item are in flight before the last one is finished. A query that is 
 cache (:mod:`.fp8`), is so once an item.
 
 What a program needs of the plan to begin with it reads before it waits for the kernel ahead
-(:func:`.plan_decode.read_early`).
+(:func:`.pdl.read_plan_early`).
 
 The merge is a kernel of its own where launches are recorded, in graphs and captures. In eager calls, where the host
 pays for each, the last of the programs that share a request merges it (``MERGE``); in graphs that takes longer, as
@@ -24,10 +24,11 @@ from attn_ops.kernels.triton.combine_decode import merge_pieces, merge_rows, sto
 from attn_ops.kernels.triton.config_decode import decode_tile, evenly, short_stages
 from attn_ops.kernels.triton.config_tuned import tuned
 from attn_ops.kernels.triton.fp8 import float16_scale, in_pairs, unpack
+from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import launch, runs_now
-from attn_ops.kernels.triton.plan_decode import read_early
+from attn_ops.kernels.triton.pdl import acquire, read_plan_early
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate_halves
-from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, acquire, add_sink, exp2, soft_cap, within
+from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, exp2, soft_cap
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -390,7 +391,7 @@ def batch_decode(
     if not rope:
         tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
     many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))
-    pdl, now = read_early(q, p.kv_len.shape[0]), runs_now(q)
+    pdl, now = read_plan_early(q, p.kv_len.shape[0]), runs_now(q)
     programs = num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads)
     arguments = (
         decode_kernel,

@@ -30,8 +30,8 @@ from attn_ops.kernels.triton.hopper_common import (
     store_shared,
 )
 from attn_ops.kernels.triton.launch import Options, launch
-from attn_ops.kernels.triton.plan_decode import read_early
-from attn_ops.kernels.triton.softmax import LOG2E, acquire, exp2, finite, inverse, log_sum
+from attn_ops.kernels.triton.pdl import acquire, read_plan_early
+from attn_ops.kernels.triton.softmax import LOG2E, exp2, finite, inverse, log_sum_exp
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 from triton.experimental import gluon
@@ -329,12 +329,12 @@ def attend_half(
         partial_sums = partial + slots.to(gl.int64) * (TILE_ROWS * HEADS * CKV)
         if own == 0:
             sums_at = partial_sums + (slot_row + tile_row) * HEADS + head
-            gl.store(sums_at, log_sum(m, total), mask=used & (tile.slot < slots))
+            gl.store(sums_at, log_sum_exp(m, total), mask=used & (tile.slot < slots))
     else:
         at = (tile.row + value_row).to(gl.int64) * HEADS + value_head
         gl.store(out + at[:, None] * CKV + d[None, :], value.to(out.dtype.element_ty), mask=value_used[:, None])
         if LSE and own == 0:
-            gl.store(lse + (tile.row + tile_row).to(gl.int64) * HEADS + head, log_sum(m, total), mask=used)
+            gl.store(lse + (tile.row + tile_row).to(gl.int64) * HEADS + head, log_sum_exp(m, total), mask=used)
 
 
 @gluon.jit
@@ -461,7 +461,7 @@ def batch_mla(
     o, p = AttentionOptions(**options), PrefillPlan(*plan)
     problem, partials = PlanProblem.of(p.problem), num_partials(p)
     (rows, heads), tile_rows, max_batch = q_nope.shape[:2], problem.tile_rows, p.kv_len.shape[0]
-    num_items, pdl = triton.cdiv(rows, tile_rows) + max_batch + partials, read_early(out, max_batch)
+    num_items, pdl = triton.cdiv(rows, tile_rows) + max_batch + partials, read_plan_early(out, max_batch)
     caches = ckv_cache, kpe_cache
     launch(
         mla_kernel,

@@ -29,9 +29,9 @@ from attn_ops.kernels.triton.hopper_common import (
     store_shared,
 )
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
-from attn_ops.kernels.triton.plan_decode import read_early
+from attn_ops.kernels.triton.pdl import acquire, read_plan_early
 from attn_ops.kernels.triton.prefill_call import Operands, prefill_ops
-from attn_ops.kernels.triton.softmax import LOG2E, acquire, exp2, finite, inverse, join_sink, log_sum, soft_cap
+from attn_ops.kernels.triton.softmax import LOG2E, exp2, finite, inverse, join_sink, log_sum_exp, soft_cap
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -276,7 +276,7 @@ def store_result(
         m, total, decay = join_sink(m, total, sink)
         norm = inverse(total) * decay
     result = acc * gl.convert_layout(norm, gl.SliceLayout(1, VALUES))[:, None]
-    sums = log_sum(m, total)
+    sums = log_sum_exp(m, total)
     if tile.slot >= 0:
         slot_row = tile.slot.to(gl.int64) * TILE_ROWS
         value_row, value_head, value_used = locate(tile, first_pair, rows, VALUES, GROUP)
@@ -525,7 +525,7 @@ def launch_tiles(
     """Launch the Hopper kernel (:data:`.prefill_call.LaunchTiles`)."""
     (num_heads, num_kv_heads), (dim, dim_b, _) = x.heads, x.dims
     group = num_heads // num_kv_heads
-    pdl = starts_early(out) if plan is None else read_early(out, plan.kv_len.shape[0])
+    pdl = starts_early(out) if plan is None else read_plan_early(out, plan.kv_len.shape[0])
     paged = plan is not None and plan.kv_indices.shape[0] > 0
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     k, v = (described(*t, page_size if paged else 0, x) for t in ((x.k, x.k_strides), (x.v, x.v_strides)))

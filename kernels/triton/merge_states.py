@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.triton.indexing import padded
 from attn_ops.kernels.triton.launch import Options, launch
-from attn_ops.kernels.triton.softmax import finite, inverse, log_sum, padded
+from attn_ops.kernels.triton.softmax import finite, inverse, log_sum_exp
 from attn_ops.meta.outputs import merge_state as allocate_one
 from attn_ops.meta.outputs import merge_states as allocate_many
 from attn_ops.meta.outputs import merge_states_varlen as allocate_varlen
@@ -28,7 +29,7 @@ def absorb(m, total, acc, v, s):
 def store_merged(out, lse, m, total, acc, pair, mask, d, DIM: tl.constexpr):
     value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + pair.to(tl.int64)[:, None] * DIM + d, value, mask=mask[:, None] & (d < DIM))
-    tl.store(lse + pair, log_sum(m, total), mask=mask)
+    tl.store(lse + pair, log_sum_exp(m, total), mask=mask)
 
 
 @triton.jit
@@ -140,7 +141,7 @@ def merge_state_in_place_kernel(
     result = (acc * inverse(total)[:, None]).to(v.dtype.element_ty)
     to = v + (at * stride_v_row + head.to(tl.int64) * stride_v_head)[:, None] + d
     tl.store(to, result, mask=mask[:, None] & (d < DIM)[None, :])
-    tl.store(s + at * stride_s_row + head, log_sum(m, total), mask=mask)
+    tl.store(s + at * stride_s_row + head, log_sum_exp(m, total), mask=mask)
 
 
 @triton.jit(do_not_specialize=["states"])

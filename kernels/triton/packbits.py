@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.launch import Options, launch
-from attn_ops.kernels.triton.softmax import CHUNK, LOG_CHUNK, find_segment
+from attn_ops.kernels.triton.search import CHUNK, LOG_CHUNK, find_segment
 from attn_ops.meta.outputs import packbits as allocate
 from attn_ops.meta.outputs import segment_packbits as allocate_segments
 from torch import Tensor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import Options, launch
-from attn_ops.kernels.triton.softmax import CHUNK, LOG_CHUNK, count_at_most, find_segment, within
+from attn_ops.kernels.triton.search import CHUNK, LOG_CHUNK, count_at_most, find_segment
 from attn_ops.meta.outputs import batch_indices_positions as allocate_places
 from attn_ops.meta.outputs import page_table as allocate_table
 from attn_ops.meta.outputs import seq_lens as allocate_lengths

@@ -11,14 +11,11 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_decode as plan_in_closed_form
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
-from attn_ops.kernels.triton.softmax import publish
+from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from attn_ops.plan.state import IMBALANCE_DENOM, KV_BLOCK, DecodePlan, PlanProblem
-
-MAX_REQUESTS = 32768
-"""Requests whose line fits in shared memory; longer ones are planned by tensor operations."""
 
 COPY = 4096
 """Page numbers that a program copies."""
@@ -27,14 +24,6 @@ SCHEDULER_CTAS = tl.constexpr(2)
 """Programs that make the schedule: one writes the items of whole requests, the other what is left."""
 
 REQUESTS_PER_WARP, MOST_WARPS = 128, 16
-
-
-def read_early(t: Tensor, max_batch: int) -> bool:
-    """Whether a kernel on ``t`` may read a plan for so many requests before the kernel ahead of it has ended.
-
-    That may be the one that made the plan, which publishes it, as tensor operations do not.
-    """
-    return starts_early(t) and max_batch <= MAX_REQUESTS
 
 
 @triton.jit
@@ -250,7 +239,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
     max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
-    if max_batch > MAX_REQUESTS:
+    if max_batch > MAX_PUBLISHED_REQUESTS:
         plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan)
         return
     block_batch, block_cuts = triton.next_power_of_2(max_batch), triton.next_power_of_2(num_ctas + 1)

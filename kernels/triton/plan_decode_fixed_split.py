@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
-from attn_ops.kernels.triton.plan_decode import COPY, MAX_REQUESTS, clear, copy_page_numbers, count_tokens
+from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
+from attn_ops.kernels.triton.plan_decode import COPY, clear, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.plan_decode import plan_decode as plan_shares
-from attn_ops.kernels.triton.softmax import count_at_most, publish
+from attn_ops.kernels.triton.search import count_at_most
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
@@ -109,7 +110,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
     max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
-    if not problem.split or max_batch > MAX_REQUESTS:
+    if not problem.split or max_batch > MAX_PUBLISHED_REQUESTS:
         plan_shares(kv_indptr, kv_indices, kv_last_page_len, plan)
         return
     block_batch, num_indices = triton.next_power_of_2(max_batch), kv_indices.shape[0]

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
-from attn_ops.kernels.triton.plan_decode import COPY, MAX_REQUESTS, at_previous, copy_page_numbers, count_tokens
-from attn_ops.kernels.triton.softmax import count_at_most, publish
+from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
+from attn_ops.kernels.triton.plan_decode import COPY, at_previous, copy_page_numbers, count_tokens
+from attn_ops.kernels.triton.search import count_at_most
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
@@ -203,7 +204,7 @@ def plan_prefill(
     p = PrefillPlan(*plan)
     problem = PlanProblem.of(p.problem)
     max_batch, max_pages = p.kv_len.shape[0], p.kv_indices.shape[0]
-    if max_batch > MAX_REQUESTS:
+    if max_batch > MAX_PUBLISHED_REQUESTS:
         plan_in_closed_form(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan)
         return
     block_batch = triton.next_power_of_2(max_batch)

@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.triton.config_prefill import pad, prefill_tile, run_length
 from attn_ops.kernels.triton.config_tuned import tuned
+from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import launch
 from attn_ops.kernels.triton.masks import causal_or_window, full_blocks, mask_bits, mask_offset
 from attn_ops.kernels.triton.prefill_call import Operands, prefill_ops
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_partner
-from attn_ops.kernels.triton.softmax import LOG2E, add_sink, finite, inverse, log_sum, soft_cap, within
+from attn_ops.kernels.triton.softmax import LOG2E, add_sink, finite, inverse, log_sum_exp, soft_cap
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions
@@ -317,13 +318,13 @@ def prefill_kernel(
             at = (slot.to(tl.int64) * TILE_ROWS + tile_row) * NUM_HEADS + head
             sums = partial + tl.cast(slots, tl.int64) * (TILE_ROWS * NUM_HEADS * DIM_VO)
             value = acc * (inverse(total) * value_scale)[:, None]
-            store_pairs(partial, sums, value, log_sum(m, total), at, used & (slot < slots), d_vo, DIM_VO, True)
+            store_pairs(partial, sums, value, log_sum_exp(m, total), at, used & (slot < slots), d_vo, DIM_VO, True)
             return
     if SINKS:
         m, total, acc = add_sink(m, total, acc, tl.load(sinks + head, mask=used, other=0.0) * LOG2E)
     at = q_row * NUM_HEADS + head
     value = (acc * (inverse(total) * value_scale)[:, None]).to(out.dtype.element_ty)
-    store_pairs(out, lse, value, log_sum(m, total), at, used, d_vo, DIM_VO, LSE)
+    store_pairs(out, lse, value, log_sum_exp(m, total), at, used, d_vo, DIM_VO, LSE)
 
 
 def launch_tiles(

@@ -1,0 +1,44 @@
+"""Programmatic dependent launch (PDL): kernels that start, and read the plan, before the preceding kernel finishes.
+
+A kernel launched with ``launch_pdl`` may run its prologue while the preceding kernel of the stream still runs. Before
+``griddepcontrol.wait`` (``gdc_wait``) it may read only what no unfinished kernel writes. A plan is such: the kernels
+that write plans publish what they stored, and every program of the kernels that follow acquires it. There may be other
+kernels between the two, which have launched their dependents without having waited for the plan's stores themselves.
+
+publish, acquire  in kernels: the release and the acquire side
+read_plan_early   on the host: whether a kernel may read a plan before it waits
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from attn_ops.kernels.triton.launch import starts_early
+from torch import Tensor
+
+MAX_PUBLISHED_REQUESTS = 32768
+"""Requests of the largest plan that a kernel writes and publishes: its schedule fits in the shared memory of a CTA.
+
+Larger plans are written by tensor operations, which publish nothing.
+"""
+
+
+@triton.jit
+def publish(stored):
+    """Make this program's stores visible to programs that :func:`acquire`; ``stored`` points to an int32 among them."""
+    tl.debug_barrier()
+    tl.atomic_add(stored, 0, sem="release")
+
+
+@triton.jit
+def acquire():
+    """Let this program read what finished programs have published, before ``gdc_wait``."""
+    tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+def read_plan_early(t: Tensor, max_batch: int) -> bool:
+    """Whether a kernel on ``t`` may read a plan of capacity ``max_batch`` before the preceding kernel finishes.
+
+    The preceding kernel may be the one that writes the plan.
+    """
+    return starts_early(t) and max_batch <= MAX_PUBLISHED_REQUESTS
