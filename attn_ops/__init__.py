@@ -16,6 +16,7 @@ import importlib
 from typing import Any
 
 from attn_ops import errors
+from attn_ops.collect_env import collect_env
 from attn_ops.exports import EXPORTS, HOMES
 from attn_ops.ops import register
 from attn_ops.ops.register import explain
@@ -31,6 +32,7 @@ __all__ = [
     "PrefillPlan",
     "PrefillPlanner",
     "__version__",
+    "collect_env",
     "errors",
     "explain",
     *HOMES,

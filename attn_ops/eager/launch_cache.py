@@ -68,6 +68,15 @@ def is_built() -> bool:
     return _building().done()
 
 
+def state() -> str:
+    """Whether the native launcher is built. Asking does not build it."""
+    if not _building.cache_info().currsize:
+        return "not built yet: the first planner, wrapper or call on CUDA builds it"
+    if not _building().done():
+        return "being built"
+    return "built" if native() is not None else "not available: eager calls take more host time; see the log"
+
+
 def native() -> Any:
     """The module of ``repeat.c``; None where it cannot be built, and every call is made as if it were the first."""
     return _building().result()
@@ -107,6 +116,11 @@ class LaunchCache:
             call = module.Calls(self._calls, torch.is_grad_enabled, self._remember)
         self.op.__setstate__((call, (), {}, {}))  # type: ignore[attr-defined]
         return call(*args, **kwargs)
+
+    @property
+    def num_entries(self) -> int:
+        """The number of calls that can be replayed."""
+        return len(self._calls)
 
     def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The ``Repeat`` of a call like this one, None if there is none."""

@@ -1,0 +1,159 @@
+"""What a bug report needs: versions, GPUs, backends and caches, as this process sees them.
+
+``python -m attn_ops.collect_env`` prints it. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_ops.eager import launch_cache
+from attn_ops.ops import backends, register, tuning_table
+from attn_ops.ops.inductor import sources_tag
+from attn_ops.version import __version__
+
+__all__ = ["Environment", "collect_env"]
+
+OPS = ("plan_decode", "plan_prefill", "append_kv", "batch_decode", "batch_prefill", "batch_mla", "merge_state")
+"""The ops whose backends are listed."""
+
+VARIABLES = (
+    tuning_table.VARIABLE,
+    "TORCH_LOGS",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES",
+)
+"""Environment variables that affect this library or its compilers."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The result of :func:`collect_env`. ``str()`` gives the text that the command prints.
+
+    Attributes:
+        versions: versions by name: ``attn_ops``, ``python``, ``platform``, ``torch``, ``triton``, ``CUDA of torch``,
+            ``CUDA driver``.
+        gpus: one line for each visible CUDA device: name, compute capability, SMs, memory.
+        backends: by op, one line for each backend: ``runs it``, ``can run it``, or the reasons why it does not. They
+            hold for bfloat16, 32 query heads, 8 KV heads, head_dim 128 and page size 16 (``batch_mla``: latents of 512
+            and 64, one KV head), on GPU 0 if there is one, else on the CPU.
+        launch_caches: by op, the number of prepared calls. Ops without any are left out.
+        launcher: state of the native launcher that replays prepared calls.
+        tuning_table: the table that ``ATTN_OPS_TILES`` names, and its number of entries for these GPUs.
+        variables: those of :data:`VARIABLES` that are set.
+    """
+
+    versions: dict[str, str]
+    gpus: tuple[str, ...]
+    backends: dict[str, tuple[str, ...]]
+    launch_caches: dict[str, int]
+    launcher: str
+    tuning_table: str
+    variables: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.versions))
+        calls = ", ".join(f"{op} {count}" for op, count in self.launch_caches.items())
+        sections = {
+            "Versions": [f"{name:{width}}  {version}" for name, version in self.versions.items()],
+            "GPUs": list(self.gpus) or ["none: torch sees no CUDA device"],
+            "Backends": [f"{op}: {line}" for op, lines in self.backends.items() for line in lines],
+            "Caches": [
+                f"native launcher: {self.launcher}",
+                f"prepared calls: {calls or 'none'}",
+                f"tuning table: {self.tuning_table}",
+            ],
+            "Environment variables": [f"{name}={value}" for name, value in self.variables.items()] or ["none set"],
+        }
+        return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
+
+
+def collect_env() -> Environment:
+    """Collect versions, GPUs, backends and caches of this process.
+
+    Print the result, or add it to a bug report::
+
+        print(attn_ops.collect_env())
+
+    ``python -m attn_ops.collect_env`` does that in a new process, whose caches are empty.
+    """
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+    return Environment(
+        versions={
+            "attn_ops": f"{__version__}, sources {sources_tag().removeprefix('attn_ops-')}",
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "triton": _installed_version("triton"),
+            "CUDA of torch": torch.version.cuda or "none: this torch is built without CUDA",
+            "CUDA driver": _driver_version(),
+        },
+        gpus=tuple(f"{i}: {_describe(torch.cuda.get_device_properties(i))}" for i in gpus),
+        backends={op: _verdicts(op, torch.device("cuda", 0) if gpus else torch.device("cpu")) for op in OPS},
+        launch_caches={op: count for op, cache in register.LAUNCH_CACHES.items() if (count := cache.num_entries)},
+        launcher=launch_cache.state(),
+        tuning_table=_tuning_table([torch.cuda.get_device_name(i) for i in gpus]),
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+    )
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver_version() -> str:
+    """The newest version of CUDA that the installed driver supports."""
+    try:
+        driver = ctypes.CDLL(launch_cache.DRIVER)
+    except OSError:
+        return f"none: {launch_cache.DRIVER} is not found"
+    version = ctypes.c_int()
+    status = driver.cuDriverGetVersion(ctypes.byref(version))
+    return f"unknown: status {status}" if status else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _describe(gpu: Any) -> str:
+    return (
+        f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs, "
+        f"{gpu.total_memory / 2**30:.1f} GiB"
+    )
+
+
+def _verdicts(op: str, device: torch.device) -> tuple[str, ...]:
+    mla = op == "batch_mla"
+    problem = backends.Problem(
+        op,
+        device,
+        torch.bfloat16,
+        torch.bfloat16,
+        num_qo_heads=32,
+        num_kv_heads=1 if mla else 8,
+        head_dim_qk=576 if mla else 128,
+        head_dim_vo=512 if mla else 128,
+        page_size=16,
+    )
+    return tuple(backends.explain(problem).splitlines())
+
+
+def _tuning_table(gpus: list[str]) -> str:
+    path = tuning_table.file()
+    if path is None:
+        return f"none: {tuning_table.VARIABLE} is not set"
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        counts = {gpu: sum(map(len, table.get(gpu, {}).values())) for gpu in dict.fromkeys(gpus)}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return f"{path} cannot be read ({error}); write it again, or leave {tuning_table.VARIABLE} unset"
+    return f"{path}, " + (", ".join(f"{n} entries for {gpu}" for gpu, n in counts.items()) or "not used without a GPU")

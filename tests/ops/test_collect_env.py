@@ -1,0 +1,121 @@
+"""``attn_ops.collect_env()`` and ``python -m attn_ops.collect_env``."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import attn_ops
+from attn_ops.collect_env import OPS, Environment, _driver_version
+from attn_ops.eager import launch_cache
+from attn_ops.ops import register, tuning_table
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda as it answers on a machine with one GPU."""
+    properties = SimpleNamespace(name="Some GPU", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30)
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_properties": properties,
+        "get_device_name": "Some GPU",
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+
+
+def test_versions_and_backends_are_those_in_use() -> None:
+    found = attn_ops.collect_env()
+    assert found.versions["attn_ops"].startswith(attn_ops.__version__)
+    assert found.versions["torch"] == torch.__version__
+    assert set(found.backends) == set(OPS)
+    for lines in found.backends.values():
+        assert [line.split(":")[0] for line in lines] == [backend.name for backend in register.backends.BACKENDS]
+        assert sum(line.endswith(": runs it") for line in lines) == 1
+
+
+@needs_no_gpu
+def test_on_the_cpu_the_reasons_are_given() -> None:
+    found = attn_ops.collect_env()
+    assert found.gpus == ()
+    assert "it runs on cuda, not cpu" in found.backends["batch_decode"][0]
+    assert "GPUs\n  none: torch sees no CUDA device" in str(found)
+
+
+def test_gpus_are_described(one_gpu: None) -> None:
+    assert attn_ops.collect_env().gpus == ("0: Some GPU, compute capability 9.0, 132 SMs, 141.0 GiB",)
+
+
+def test_prepared_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(register.LAUNCH_CACHES["batch_decode"]._calls, "key", object())
+    found = attn_ops.collect_env()
+    assert found.launch_caches["batch_decode"] >= 1
+    assert f"prepared calls: {', '.join(f'{op} {n}' for op, n in found.launch_caches.items())}" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [(object(), "built"), (None, "not available: eager calls take more host time; see the log")],
+)
+def test_the_state_of_the_native_launcher(monkeypatch: pytest.MonkeyPatch, module: object, expected: str) -> None:
+    finished: Future[object] = Future()
+    launcher = SimpleNamespace(cache_info=lambda: SimpleNamespace(currsize=0))
+    monkeypatch.setattr(launch_cache, "_building", launcher)
+    assert launch_cache.state().startswith("not built yet")  # and nothing was called that builds it
+
+    class Started:
+        cache_info = staticmethod(lambda: SimpleNamespace(currsize=1))
+
+        def __call__(self) -> Future[object]:
+            return finished
+
+    monkeypatch.setattr(launch_cache, "_building", Started())
+    assert launch_cache.state() == "being built"
+    finished.set_result(module)
+    assert attn_ops.collect_env().launcher == expected
+
+
+def test_the_tuning_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_gpu: None) -> None:
+    path = tmp_path / "tiles.json"
+    monkeypatch.setenv(tuning_table.VARIABLE, str(path))
+    assert "cannot be read" in attn_ops.collect_env().tuning_table
+    for wrong in ("{", "[]", '{"Some GPU": 3}'):
+        path.write_text(wrong)
+        assert attn_ops.collect_env().tuning_table.startswith(f"{path} cannot be read")
+    path.write_text(
+        '{"Some GPU": {"decode": {"a": {}, "b": {}}, "prefill": {"c": {}}}, "Another": {"decode": {"a": {}}}}'
+    )
+    found = attn_ops.collect_env()
+    assert found.tuning_table == f"{path}, 3 entries for Some GPU"
+    assert found.variables[tuning_table.VARIABLE] == str(path)
+    monkeypatch.delenv(tuning_table.VARIABLE)
+    assert attn_ops.collect_env().tuning_table.startswith("none")
+
+
+def test_a_driver_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_cache, "DRIVER", "libabsent.so.1")
+    assert _driver_version() == "none: libabsent.so.1 is not found"
+
+
+def test_the_name_is_the_function_whatever_is_imported() -> None:
+    importlib.import_module("attn_ops.collect_env")
+    assert isinstance(attn_ops.collect_env(), Environment)
+
+
+def test_the_command_prints_it_without_a_warning() -> None:
+    command = [sys.executable, "-W", "error", "-m", "attn_ops.collect_env"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Versions\n  attn_ops" in done.stdout
+    assert "batch_decode: reference:" in done.stdout
