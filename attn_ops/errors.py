@@ -6,6 +6,8 @@ The same check raises the same text in eager mode and, from the fake implementat
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 __all__ = [
     "ArgumentError",
     "AttnOpsError",
@@ -68,3 +70,11 @@ class BackendError(AttnOpsError, NotImplementedError):
 
 class GradientError(AttnOpsError, RuntimeError):
     """An input requires grad: these ops are for inference."""
+
+
+def fail(error: type[AttnOpsError], where: str, what: str, expected: str, fix: str) -> NoReturn:
+    """Raise ``error`` with the message ``"{where}: {what}; expected {expected}; {fix}"``.
+
+    ``where`` names the function or op, ``what`` says what was wrong, ``fix`` how to put it right.
+    """
+    raise error(f"{where}: {what}; expected {expected}; {fix}")

@@ -1,13 +1,12 @@
-"""Planners own a plan's buffers and fill them again in place for every batch.
+"""Planners own the tensors of a plan and its workspace, and fill the plan for every batch.
 
-Planning is eager and outside the graph. From CUDA tensors it launches one kernel and copies nothing
-back to the host, so it can be captured in a CUDA graph; lengths that are already on the host are
-accepted too, and checked there at no cost.
+Planning is eager and outside the graph. From CUDA tensors it launches one kernel and copies nothing to the host, so it
+can be captured in a CUDA graph. Page tables on the host are accepted too, and checked there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,60 +14,101 @@ from torch._subclasses import FakeTensor
 
 from attn_ops.eager.prepared_call import PreparedMethods, prepared
 from attn_ops.eager.startup import prepare
-from attn_ops.errors import ArgumentError, CapacityError, OptionError, ShapeError
+from attn_ops.errors import (
+    ArgumentError,
+    CapacityError,
+    DeviceError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    fail,
+)
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import MAX_WINDOW
 from attn_ops.plan.page_table_checks import check_indptr, check_pages
-from attn_ops.plan.sizing import count_splits, max_splits_for
+from attn_ops.plan.sizing import (
+    MAX_PACKED_ROWS,
+    count_splits,
+    ctas_per_head,
+    max_splits_for,
+    rows_per_tile,
+    splits_per_head,
+)
 from attn_ops.plan.state import (
-    CTAS_PER_SM,
     DecodePlan,
     PlanProblem,
     PrefillPlan,
     allocate_decode,
     allocate_prefill,
+    decode_shapes,
     num_partials,
+    prefill_shapes,
     split_tokens,
     workspace_size,
 )
 
-CTA_MULTIPLE = 8
-"""Shares are a multiple of this, if that many, so that batches of 2^n requests often need no cut."""
-
-TILE_ROWS = 256
-"""Query rows times query heads per KV head in a prefill tile, and what it has at least."""
-MIN_TILE_ROWS = 64
-
-LARGE_HEAD_DIM = 256
-"""Heads wider than this leave room for so few rows as a tile has at least in a CTA."""
-
-WORKSPACE_BYTES = 20 << 20
-"""Most memory for the partial results of split prefill tiles."""
-
 MIN_VALUES = {"window_left": -1, "window": 0, "causal": 0, "max_pages": 0, "split": 0}
-"""The least of what need not be positive."""
+"""The smallest value of each size or option for which it is not 1."""
+
+WORKSPACE = "workspace"
+"""Key of the workspace in ``storage``, beside the plan's fields."""
 
 
 def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: int) -> PlanProblem:
+    """The problem of these sizes, checked together with the planner's ``capacities``."""
     if fixed_split_size is not None:
         capacities = {**capacities, "fixed_split_size": fixed_split_size}
     sizes["split"] = split_tokens(fixed_split_size, sizes["page_size"])
     problem = PlanProblem(**sizes)
-    at_least = dict.fromkeys((*sizes, *capacities), 1) | MIN_VALUES
+    min_values = dict.fromkeys((*sizes, *capacities), 1) | MIN_VALUES
     for name, value in {**capacities, **sizes}.items():
-        if value < at_least[name]:
-            raise OptionError(f"planner: {name} is {value}; expected at least {at_least[name]}; make it larger")
+        if value < min_values[name]:
+            fail(OptionError, "planner", f"{name} is {value}", f"at least {min_values[name]}", "make it larger")
     if problem.window > MAX_WINDOW + 1:
-        raise OptionError(
-            f"planner: window_left is {problem.window - 1}; expected 0 or more tokens, at most "
-            f"{MAX_WINDOW}, or -1 for no window; change it"
+        fail(
+            OptionError,
+            "planner",
+            f"window_left is {problem.window - 1}",
+            f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window",
+            "change it",
         )
     if problem.num_qo_heads % problem.num_kv_heads:
-        raise ShapeError(
-            f"planner: {problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly; "
-            "expected a query head count that is a multiple of the KV head count; repeat or regroup the heads"
+        fail(
+            ShapeError,
+            "planner",
+            f"{problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly",
+            "a query head count that is a multiple of the KV head count",
+            "repeat or regroup the heads",
         )
     return problem
+
+
+def _check_storage(
+    storage: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]], device: torch.device
+) -> dict[str, Tensor]:
+    """``storage`` without the workspace. Each field has the shape that the plan needs."""
+    for name, t in storage.items():
+        where, dtype = f"planner: storage[{name!r}]", torch.float32 if name == WORKSPACE else torch.int32
+        if name not in shapes and name != WORKSPACE:
+            fail(ArgumentError, where, "there is no such field", ", ".join([*shapes, WORKSPACE]), "correct the name")
+        if not isinstance(t, Tensor):
+            fail(ArgumentError, where, f"it is of type {type(t).__name__}", "a tensor", "pass a tensor")
+        if t.dtype != dtype:
+            names = [str(d).removeprefix("torch.") for d in (t.dtype, dtype)]
+            fail(DTypeError, where, f"it is {names[0]}", names[1], "allocate it in that dtype")
+        if t.device != device:
+            fail(DeviceError, where, f"it is on {t.device}", f"{device}, where the plan is", "allocate it there")
+        if not t.is_contiguous() or (name == WORKSPACE and t.dim() != 1):
+            fail(
+                ShapeError,
+                where,
+                f"it is {list(t.shape)} with strides {list(t.stride())}",
+                "a contiguous vector" if name == WORKSPACE else "a contiguous tensor",
+                "allocate it in one piece",
+            )
+        if name != WORKSPACE and t.shape != shapes[name]:
+            fail(ShapeError, where, f"it is {list(t.shape)}", f"{list(shapes[name])}", "allocate it in that shape")
+    return {name: t for name, t in storage.items() if name != WORKSPACE}
 
 
 def _on_host(t: Tensor) -> bool:
@@ -76,21 +116,33 @@ def _on_host(t: Tensor) -> bool:
 
 
 class _Planner:
-    """Brings page tables to the plan's device and dtype, checked on the way if they are on the host."""
+    """A plan and its workspace, and the checks that both planners share."""
 
     problem: PlanProblem
     max_pages: int
     cache_pages: int | None
     device: torch.device
     state: Sequence[Tensor]
+    workspace: Tensor
 
     def __init__(self) -> None:
         self._memory = PreparedMethods()
 
-    def _own(self, plan: DecodePlan | PrefillPlan) -> None:
-        self.state = plan
-        self.workspace = torch.zeros(workspace_size(plan), dtype=torch.float32, device=self.device)
-        mark_static(*plan, self.workspace)
+    def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None) -> None:
+        """Hold the plan, and ``workspace`` or a new one."""
+        needed = workspace_size(plan)
+        if workspace is None:
+            workspace = torch.zeros(needed, dtype=torch.float32, device=self.device)
+        elif 0 < workspace.shape[0] < needed:
+            fail(
+                CapacityError,
+                f"planner: storage[{WORKSPACE!r}]",
+                f"it has {workspace.shape[0]} elements",
+                f"at least {needed} for this plan, or none if every call is passed another workspace",
+                "allocate that many",
+            )
+        self.state, self.workspace = plan, workspace
+        mark_static(*plan, workspace)
 
     def _cache_key(self) -> int | None:
         return 0 if self.device.type == "cuda" else None
@@ -98,12 +150,14 @@ class _Planner:
     def _owned_tensors(self) -> Sequence[Tensor]:
         return self.state
 
-    def _inputs(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> list[Tensor]:
-        tensors = [*indptrs.values(), indices, last]
-        if validate or (validate is None and all(map(_on_host, tensors))):
+    def _check(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
+        """Check the contents of a page table if ``validate`` is true, or if it is None and all is on the host."""
+        if validate or (validate is None and all(map(_on_host, (*indptrs.values(), indices, last)))):
             for name, indptr in indptrs.items():
                 check_indptr(name, indptr)
             check_pages(self.problem, indptrs["kv_indptr"], indices, last, self.max_pages, self.cache_pages)
+
+    def _to_device(self, *tensors: Tensor) -> list[Tensor]:
         return [t.to(self.device, torch.int32, non_blocking=True) for t in tensors]
 
 
@@ -111,26 +165,39 @@ class DecodePlanner(_Planner):
     """Plans for ``torch.ops.attn.batch_decode``: one query row per request over a paged KV cache.
 
     Args:
-        max_batch: requests the plan has room for.
-        max_pages: entries of ``kv_indices`` the plan has room for, over the whole batch.
+        max_batch: capacity for requests.
+        max_pages: capacity for pages, the entries of ``kv_indices`` over the whole batch.
         page_size: tokens in a page.
         num_qo_heads: query heads, a multiple of ``num_kv_heads``.
         num_kv_heads: heads of the cache.
-        head_dim: size of a key, and of a value unless ``head_dim_vo`` is given.
-        max_kv_len: tokens one request may have; default as many as ``max_pages`` hold. Costs no memory:
-            the ``reference`` backend reads this many places of every request, but what there is in eager calls on the
-            CPU, as the others always do.
-        window_left: plan for a sliding window, so that keys outside of it count as no work; -1 for none.
+        head_dim: elements of a key, and of a value unless ``head_dim_vo`` is given.
+        head_dim_vo: elements of a value and an output.
+        max_kv_len: capacity for the KV tokens of one request; default as many as ``max_pages`` hold. It costs no
+            memory. The ``reference`` backend computes on that many tokens of every request, except in eager calls on
+            the CPU; the other backends compute on the tokens there are.
+        window_left: plan for a sliding window, so that keys outside of it cost no work; -1 for no window.
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
-        num_ctas: shares to cut the work of one KV head into; default by the device.
-        fixed_split_size: split each request every so many pages, rounded up to whole KV blocks of
-            :data:`~attn_ops.plan.state.KV_BLOCK` tokens, whatever else is in the batch. Its result is then the same in
-            every batch, bit for bit on the ``triton`` backend. None cuts for balance.
-        device: where the plan lives; default torch's default device.
+        num_ctas: CTAs that divide the work of one KV head; default by the device.
+        fixed_split_size: split every request each ``fixed_split_size`` pages, rounded up to whole KV blocks of
+            :data:`~attn_ops.plan.state.KV_BLOCK` tokens, whatever else is in the batch. The result of a request is
+            then batch-invariant, bit for bit on the ``triton`` backend. None splits for load balance.
+        device: device of the plan; default torch's default device.
+        storage: tensors that become fields of the plan, by the field's name, and under ``"workspace"`` the workspace.
+            Nothing is allocated for them. A field is contiguous int32 of the shape that :class:`~attn_ops.DecodePlan`
+            documents. The workspace is a contiguous float32 vector of at least ``workspace_size(plan)`` elements, or
+            empty if every call is passed another workspace. All are on ``device``, share no memory and are written by
+            plan(); their contents are undefined before the first plan().
 
     Attributes:
-        state: the :class:`~attn_ops.DecodePlan`. ``workspace``: float32 scratch memory, the op's next
-            argument. Both keep their addresses for the planner's life.
+        state: the :class:`~attn_ops.DecodePlan`.
+        workspace: float32 scratch memory, the op's next argument. Both keep their addresses as long as the planner
+            lives.
+
+    Raises:
+        OptionError: a size is out of range.
+        ShapeError: the query heads do not share the KV heads evenly; a tensor of ``storage`` has another shape.
+        CapacityError: the workspace of ``storage`` is too small.
+        ArgumentError, DTypeError, DeviceError: a tensor of ``storage`` is no field, or of another dtype or device.
     """
 
     state: DecodePlan
@@ -151,6 +218,7 @@ class DecodePlanner(_Planner):
         num_ctas: int | None = None,
         fixed_split_size: int | None = None,
         device: str | torch.device | None = None,
+        storage: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.problem = _problem(
@@ -168,9 +236,11 @@ class DecodePlanner(_Planner):
         self.max_pages, self.cache_pages = max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
-        shares = num_ctas or ctas_per_head(self.device, num_kv_heads)
-        with torch.inference_mode(False):  # plans and calls are made outside of it too
-            self._own(allocate_decode(self.problem, max_batch, max_pages, shares, self.device))
+        capacity = max_batch, max_pages, num_ctas or ctas_per_head(self.device, num_kv_heads)
+        fields = _check_storage(storage or {}, decode_shapes(self.problem, *capacity), self.device)
+        with torch.inference_mode(False):  # the plan is also written and read outside of inference mode
+            plan = allocate_decode(self.problem, *capacity, self.device, storage=fields)
+            self._own(plan, (storage or {}).get(WORKSPACE))
 
     def plan(
         self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *, validate: bool | None = None
@@ -178,41 +248,48 @@ class DecodePlanner(_Planner):
         """Fill the plan for a batch and return it: always the same tensors, with new contents.
 
         Args:
-            kv_indptr: int ``[batch + 1]``, pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``.
+            kv_indptr: int ``[batch + 1]``; the pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``.
             kv_indices: int ``[pages]``, page numbers.
             kv_last_page_len: int ``[batch]``, tokens in each request's last page, 1 to ``page_size``.
-            validate: check the contents too. Default: where everything is on the host. On CUDA tensors
-                this synchronises; without it out-of-range entries are clamped on the device.
+            validate: check the contents too. Default: if everything is on the host. On CUDA tensors
+                this synchronises; without it entries out of range are clamped on the device.
 
         Raises:
-            CapacityError: the batch does not fit; the message names the capacity that would.
-            PageTableError: the contents are inconsistent (validating plans only).
+            CapacityError: the batch exceeds the plan's capacity; the message names the capacity that it needs.
+            PageTableError: the contents are inconsistent; only if they are checked.
+            ShapeError: the lengths of the arguments do not agree.
         """
         self._fill(validate, kv_indptr, kv_indices, kv_last_page_len)
         return self.state
 
+    def check(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
+        """Raise what :meth:`plan` would raise for the contents of this page table, and write nothing."""
+        self._check(None, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
+
     @prepared
     def _fill(self, validate: bool | None, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
-        inputs = self._inputs(validate, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
-        torch.ops.attn.plan_decode(*inputs, self.state)
+        self._check(validate, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
+        torch.ops.attn.plan_decode(*self._to_device(kv_indptr, kv_indices, kv_last_page_len), self.state)
 
 
 class PrefillPlanner(_Planner):
     """Plans for ``torch.ops.attn.batch_prefill`` and, with ``max_pages=0``, ``torch.ops.attn.ragged_prefill``.
 
     Args:
-        max_batch: requests the plan has room for.
-        max_tokens: query rows the plan has room for, over the whole batch.
-        max_pages: entries of ``kv_indices`` the plan has room for; 0 for ragged KV.
-        max_kv_len: tokens one request may have, as for :class:`DecodePlanner`; ragged KV needs it given.
-        causal: plan for causal attention, so that keys after a tile's rows count as no work.
-        tile_rows: query rows in a work item; default 256 over the query heads per KV head, or fewer where
-            ``max_tokens`` are not that many per request.
-        num_ctas: pieces to split few and long tiles of one KV head into; 0 never splits; default by the device.
-        fixed_split_size: as for :class:`DecodePlanner`, of every tile. ``num_ctas`` is then how many pieces the plan
-            has room for, by default the most that ``max_tokens`` and ``max_kv_len`` make, and ``tile_rows`` does not
-            depend on the capacities. A batch that needs more pieces is refused where its lengths are on the host;
-            from lengths on the device it is planned without splits.
+        max_batch: capacity for requests.
+        max_tokens: capacity for query rows, over the whole batch.
+        max_pages: capacity for pages, the entries of ``kv_indices`` over the whole batch; 0 for ragged KV.
+        max_kv_len: capacity for the KV tokens of one request, as for :class:`DecodePlanner`; ragged KV requires it.
+        causal: plan for causal attention, so that keys after a tile's rows cost no work.
+        tile_rows: query rows of a query tile; default 256 over the query heads per KV head, or fewer if
+            ``max_tokens`` is less than that per request.
+        num_ctas: capacity for splits: work items of one KV head that tiles are split into if tiles are few and long;
+            0 never splits; default by the device.
+        fixed_split_size: as for :class:`DecodePlanner`, for every tile. The default of ``num_ctas`` is then the
+            largest number of splits that ``max_tokens`` and ``max_kv_len`` make, and ``tile_rows`` does not depend on
+            the capacities. A batch that needs more splits is refused if its lengths are on the host; with lengths on
+            the device it is planned without splits.
+        storage: as for :class:`DecodePlanner`, with the fields of :class:`~attn_ops.PrefillPlan`.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """
@@ -238,13 +315,17 @@ class PrefillPlanner(_Planner):
         num_ctas: int | None = None,
         fixed_split_size: int | None = None,
         device: str | torch.device | None = None,
+        storage: Mapping[str, Tensor] | None = None,
     ) -> None:
         if max_pages == 0 and (page_size != 1 or max_kv_len is None):
-            raise OptionError(
-                f"planner: ragged KV (max_pages 0) with page_size {page_size} and max_kv_len {max_kv_len}; expected "
-                "page_size 1 and a number of tokens; give max_kv_len, or max_pages for a paged cache"
+            fail(
+                OptionError,
+                "planner",
+                f"ragged KV (max_pages 0) with page_size {page_size} and max_kv_len {max_kv_len}",
+                "page_size 1 and a number of tokens",
+                "give max_kv_len, or max_pages for a paged cache",
             )
-        rows = TILE_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
+        rows = MAX_PACKED_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         super().__init__()
         self.problem = _problem(
             {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages, "window_left": window_left},
@@ -262,13 +343,18 @@ class PrefillPlanner(_Planner):
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
-        pieces = num_ctas
-        if pieces is None:
-            pieces = splits_per_head(self.device, self.problem)
+        max_splits = num_ctas
+        if max_splits is None:
+            max_splits = splits_per_head(self.device, self.problem)
             if self.problem.split:
-                pieces = max_splits_for(self.problem, max_batch, max_tokens)
-        with torch.inference_mode(False):  # plans and calls are made outside of it too
-            self._own(allocate_prefill(self.problem, max_batch, max_tokens, max_pages, self.device, pieces))
+                max_splits = max_splits_for(self.problem, max_batch, max_tokens)
+        shapes = prefill_shapes(self.problem, max_batch, max_tokens, max_pages, max_splits)
+        fields = _check_storage(storage or {}, shapes, self.device)
+        with torch.inference_mode(False):  # the plan is also written and read outside of inference mode
+            plan = allocate_prefill(
+                self.problem, max_batch, max_tokens, max_pages, self.device, max_splits, storage=fields
+            )
+            self._own(plan, (storage or {}).get(WORKSPACE))
 
     def plan(
         self,
@@ -281,87 +367,89 @@ class PrefillPlanner(_Planner):
     ) -> PrefillPlan:
         """Fill the plan for a batch and return it: always the same tensors, with new contents.
 
-        ``qo_indptr`` int ``[batch + 1]`` holds the cumulative query rows. For ragged KV ``kv_indptr`` holds
-        the cumulative tokens and the next two are left out. The rest is as in :meth:`DecodePlanner.plan`.
+        ``qo_indptr``, int ``[batch + 1]``, holds the offsets of each request's query rows. For ragged KV ``kv_indptr``
+        holds the offsets of its tokens, and ``kv_indices`` and ``kv_last_page_len`` are left out. The other arguments
+        and the errors are those of :meth:`DecodePlanner.plan`.
         """
+        table = self._paged(kv_indptr, kv_indices, kv_last_page_len)
+        self._fill(validate, qo_indptr, kv_indptr, *table)
+        return self.state
+
+    def check(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor | None = None,
+        kv_last_page_len: Tensor | None = None,
+    ) -> None:
+        """Raise what :meth:`plan` would raise for the contents of this page table, and write nothing."""
+        self._check_batch(None, qo_indptr, kv_indptr, *self._paged(kv_indptr, kv_indices, kv_last_page_len))
+
+    def _paged(
+        self, kv_indptr: Tensor, kv_indices: Tensor | None, kv_last_page_len: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """``kv_indices, kv_last_page_len`` of any KV: ragged KV has pages of one token and no page numbers."""
         if (kv_indices is None) != (kv_last_page_len is None):
             given, other = "kv_indices", "kv_last_page_len"
             if kv_indices is None:
                 given, other = other, given
-            raise ArgumentError(
-                f"plan: {given} is given without {other}; expected both for paged KV, or neither for ragged KV; "
-                "pass the two together"
+            fail(
+                ArgumentError,
+                "plan",
+                f"{given} is given without {other}",
+                "both for paged KV, or neither for ragged KV",
+                "pass the two together",
             )
-        if kv_indices is None or kv_last_page_len is None:
-            if self.max_pages:
-                raise ArgumentError(
-                    "plan: kv_indices and kv_last_page_len are missing; expected both, since the planner was made for "
-                    "paged KV; pass the two, or make the planner with max_pages=0"
-                )
-            kv_indices = kv_indptr.new_zeros(0)
-            kv_last_page_len = torch.ones_like(kv_indptr[1:])
-        self._fill(validate, qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
-        return self.state
+        if kv_indices is not None and kv_last_page_len is not None:
+            return kv_indices, kv_last_page_len
+        if self.max_pages:
+            fail(
+                ArgumentError,
+                "plan",
+                "kv_indices and kv_last_page_len are missing",
+                "both, since the planner was made for paged KV",
+                "pass the two, or make the planner with max_pages=0",
+            )
+        return kv_indptr.new_zeros(0), torch.ones_like(kv_indptr[1:])
 
     @prepared
     def _fill(
         self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
     ) -> None:
+        self._check_batch(validate, qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
+        inputs = self._to_device(qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
+        torch.ops.attn.plan_prefill(*inputs, self.state)
+
+    def _check_batch(
+        self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
+    ) -> None:
         if validate or (validate is None and not qo_indptr.is_cuda):
             self._check_rows(qo_indptr)
             if self.problem.split and (validate or not (kv_indptr.is_cuda or kv_last_page_len.is_cuda)):
-                self._check_pieces(qo_indptr, kv_indptr, kv_last_page_len)
-        indptrs = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
-        inputs = self._inputs(validate, indptrs, kv_indices, kv_last_page_len)
-        torch.ops.attn.plan_prefill(*inputs, self.state)
+                self._check_splits(qo_indptr, kv_indptr, kv_last_page_len)
+        self._check(validate, {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
 
     def _check_rows(self, qo_indptr: Tensor) -> None:
         check_indptr("qo_indptr", qo_indptr)
         rows = int(qo_indptr[-1])
         if rows > self.max_tokens:
-            raise CapacityError(
-                f"plan: the batch has {rows} query rows and the plan room for {self.max_tokens}; expected max_tokens "
-                f"of at least {rows}; make the planner with that max_tokens"
+            fail(
+                CapacityError,
+                "plan",
+                f"the batch has {rows} query rows and the plan capacity for {self.max_tokens}",
+                f"max_tokens of at least {rows}",
+                "make the planner with that max_tokens",
             )
 
-    def _check_pieces(self, qo_indptr: Tensor, kv_indptr: Tensor, last: Tensor) -> None:
-        pages, room = kv_indptr.cpu().long().diff(), num_partials(self.state)
+    def _check_splits(self, qo_indptr: Tensor, kv_indptr: Tensor, last: Tensor) -> None:
+        pages, capacity = kv_indptr.cpu().long().diff(), num_partials(self.state)
         kv_len = torch.where(pages > 0, (pages - 1) * self.problem.page_size + last.cpu(), 0)
         needed = count_splits(self.problem, qo_indptr.cpu().long().diff(), kv_len)
-        if needed > room:
-            raise CapacityError(
-                f"plan: the batch needs room for {needed} pieces of {self.problem.split} tokens and the plan has room "
-                f"for {room}; expected num_ctas of at least {needed}; make the planner with that num_ctas, or with a "
-                "larger fixed_split_size"
+        if needed > capacity:
+            fail(
+                CapacityError,
+                "plan",
+                f"the batch makes {needed} splits of {self.problem.split} tokens and the plan capacity for {capacity}",
+                f"num_ctas of at least {needed}",
+                "make the planner with that num_ctas, or with a larger fixed_split_size",
             )
-
-
-def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = TILE_ROWS) -> int:
-    """Query rows in a prefill tile unless a planner names another number; ``rows`` is how many a request has."""
-    group = max(1, num_qo_heads // max(1, num_kv_heads))  # sizes are checked later, with a message
-    pairs = min(TILE_ROWS, max(MIN_TILE_ROWS, 1 << (rows * group - 1).bit_length()))
-    return max(1, pairs // group)
-
-
-def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
-    """Pieces that the prefill tiles of one KV head are split into, so that they fill the device once.
-
-    A tile of wide heads takes several CTAs, which split its KV alike.
-    """
-    if device.type != "cuda":
-        return 0
-    pairs = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
-    wide = max(problem.head_dim_qk, problem.head_dim_vo) > LARGE_HEAD_DIM
-    ctas = problem.num_kv_heads * (-(-pairs // MIN_TILE_ROWS) if wide else 1)
-    slots = torch.cuda.get_device_properties(device).multi_processor_count
-    slots *= 1 if wide or pairs > MIN_TILE_ROWS else CTAS_PER_SM
-    slot_bytes = 4 * problem.tile_rows * problem.num_qo_heads * (problem.head_dim_vo + 1)
-    return max(1, min(slots // ctas, WORKSPACE_BYTES // slot_bytes)) // 2 * 2
-
-
-def ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
-    """Shares that the decode work of one KV head is cut into unless a planner names another number."""
-    if device.type != "cuda":
-        return 1
-    shares = torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads
-    return max(1, shares // CTA_MULTIPLE * CTA_MULTIPLE or shares)

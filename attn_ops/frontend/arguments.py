@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, AttnOpsError, DTypeError, OptionError, ShapeError, UnsupportedError
+from attn_ops.errors import ArgumentError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.unsupported import REFUSED
 from attn_ops.ops.backends import BACKENDS
 from attn_ops.ops.options import FP8, LAYOUTS, POS_ENCODINGS
 
 DType = str | torch.dtype
-
-
-def fail(error: type[AttnOpsError], where: str, what: str, expected: str, fix: str) -> NoReturn:
-    raise error(f"{where}: {what}; expected {expected}; {fix}")
 
 
 def as_dtype(where: str, name: str, value: DType) -> torch.dtype:

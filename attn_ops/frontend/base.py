@@ -304,15 +304,14 @@ class Wrapper:
         fixed = None
         if self._graph is not None:
             held = self._growing.held
-            fixed = self._graph.room(shape.page_size, extent if held is None else held.extent)
+            fixed = self._graph.room(shape.page_size, extent if held is None else held.capacity)
             self._graph.check(where, extent, fixed, mask)
-        room = self._growing.fit(shape, extent, fixed)
+        room = self._growing.prepare(shape, extent, tables, fixed)
         workspace = room.planner.workspace if self._workspace is None else self._scratch(where, room.planner.state)
         settle = partial(self._settle, op, tables, extent, room, workspace, options, dtypes, mask)
         if self._held_back is None:
             settle()
         else:
-            self._growing.check(room, tables)
             self._held_back.append(HeldBack(extent.rows, settle))
 
     def _settle(
@@ -326,8 +325,8 @@ class Wrapper:
         dtypes: DTypes | None,
         mask: Tensor | None,
     ) -> None:
-        shape = room.shape
-        self._growing.fill(room, tables)
+        shape = room.spec
+        self._growing.commit(room, tables)
         if mask is not None:
             mask = self._hold_mask(mask)
         if self._graph is not None:
@@ -450,7 +449,7 @@ def measured(tables: PageTable, shape: PlanSpec) -> tuple[PageTable, BatchSize]:
     if shape.fixed_split_size is None or shape.decode:
         return trimmed, extent
     problem = plan_in_call.problem_of(shape, extent.kv_len or 1)
-    return trimmed, extent._replace(pieces=count_splits(problem, *tables.lengths(shape.page_size)))
+    return trimmed, extent._replace(splits=count_splits(problem, *tables.lengths(shape.page_size)))
 
 
 def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:

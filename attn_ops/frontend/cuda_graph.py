@@ -68,9 +68,9 @@ class GraphBuffers:
     def room(self, page_size: int, first: BatchSize) -> BatchSize:
         """The largest batch that the buffers hold; what they do not say is as in the first plan."""
         if "kv_indices" not in self.buffers:
-            return BatchSize(self.batch, max(first.rows, 1), 0, first.kv_len or 1, first.pieces)
+            return BatchSize(self.batch, max(first.rows, 1), 0, first.kv_len or 1, first.splits)
         pages = self.buffers["kv_indices"][1].shape[0]
-        return BatchSize(self.batch, max(first.rows, 1), pages, max(pages * page_size, 1), first.pieces)
+        return BatchSize(self.batch, max(first.rows, 1), pages, max(pages * page_size, 1), first.splits)
 
     def check(self, where: str, needed: BatchSize, room: BatchSize, mask: Tensor | None) -> None:
         """The batch is the fixed one, it fits, and the buffers can be written to."""
@@ -97,7 +97,7 @@ class GraphBuffers:
         for what, want, have, name in (
             ("pages", needed.pages, room.pages, pages),
             ("query rows", needed.rows, room.rows, "the first plan"),
-            ("pieces of KV", needed.pieces, room.pieces, "the first plan"),
+            ("pieces of KV", needed.splits, room.splits, "the first plan"),
             (
                 "tokens in a request",
                 needed.kv_len or 0,

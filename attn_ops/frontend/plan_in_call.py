@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.sizing import ctas_per_head, rows_per_tile, splits_per_head
 from attn_ops.plan.state import (
     DecodePlan,
     PlanProblem,
@@ -19,7 +20,6 @@ from attn_ops.plan.state import (
     split_tokens,
     workspace_size,
 )
-from attn_ops.planner import ctas_per_head, rows_per_tile, splits_per_head
 
 
 def bound(size: int) -> int:

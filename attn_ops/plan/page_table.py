@@ -1,4 +1,4 @@
-"""Page tables as callers give them, and how much room a plan for them needs."""
+"""Page tables as callers pass them, and the batch size that a plan for them needs."""
 
 from __future__ import annotations
 
@@ -8,40 +8,49 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError
-from attn_ops.frontend.arguments import fail
+from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, fail
 from attn_ops.plan.page_table_checks import check_entries, check_indptr
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def real(t: Tensor) -> bool:
-    """Whether ``t`` is in memory: neither traced nor fake."""
+    """Whether ``t`` has contents: it is not traced and not fake."""
     return not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
 
 
 def seen(t: Tensor) -> bool:
-    """Whether the contents of ``t`` can be looked at without waiting for a device."""
+    """Whether the contents of ``t`` can be read without synchronising with a device."""
     return real(t) and t.device.type == "cpu"
 
 
 class BatchSize(NamedTuple):
-    """What a batch asks of a plan: ``pages`` and query ``rows`` of all requests, ``kv_len`` of the longest.
+    """What a batch needs of a plan, or what a plan has capacity for.
 
-    ``kv_len`` is None where it was not read: as many as the pages hold. ``pieces`` are those of a fixed size that
-    prefill tiles make. ``keys`` of ragged KV take no room of a plan.
+    batch   requests
+    rows    query rows of all requests
+    pages   pages of all requests, 0 for ragged KV
+    kv_len  KV tokens of the longest request; None if it was not read, and is bounded by the pages alone
+    splits  splits of fixed size that prefill tiles make
+    keys    KV tokens of all requests for ragged KV; needs no capacity
     """
 
     batch: int
     rows: int
     pages: int
     kv_len: int | None
-    pieces: int = 0
+    splits: int = 0
     keys: int = 0
 
 
 class PageTable(NamedTuple):
-    """One batch. ``kv_indices`` is None for ragged KV, ``qo_indptr`` None for one query row per request."""
+    """The page table of one batch. All int32, on any device.
+
+    kv_indptr         ``[batch + 1]``: the pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``
+    kv_indices        ``[pages]``: page numbers; None for ragged KV, where ``kv_indptr`` counts tokens
+    kv_last_page_len  ``[batch]``: tokens in the last page of each request; None for ragged KV
+    qo_indptr         ``[batch + 1]``: offsets of each request's query rows; None for one query row per request
+    """
 
     kv_indptr: Tensor
     kv_indices: Tensor | None
@@ -57,7 +66,14 @@ class PageTable(NamedTuple):
         kv_last_page_len: Tensor | None = None,
         qo_indptr: Tensor | None = None,
     ) -> PageTable:
-        """Checked for rank, dtype and agreement of their lengths; any device, int32."""
+        """A page table of tensors of any integer dtype.
+
+        Raises:
+            ArgumentError: one of them is not a tensor.
+            ShapeError: a rank is not 1, or the lengths do not agree.
+            DTypeError: a dtype is no integer dtype.
+            PageTableError: a number, on the host, does not fit int32.
+        """
         optional = {"kv_indices": kv_indices, "kv_last_page_len": kv_last_page_len, "qo_indptr": qo_indptr}
         tables = cls(
             index(where, "kv_indptr", kv_indptr),
@@ -73,10 +89,10 @@ class PageTable(NamedTuple):
         return tables
 
     def measured(self, page_size: int) -> tuple[PageTable, BatchSize]:
-        """The tables without what precedes the first page and follows the last, and their extent.
+        """The page table without page numbers that no request uses, and its batch size. Copies lengths to the host.
 
-        Pages precede the first one where these are the later requests of a larger batch: ``kv_indptr`` does not begin
-        at 0. Reads the lengths on the host.
+        Unused page numbers precede the first request if ``kv_indptr`` does not start at 0, as for the later requests
+        of a larger batch.
         """
         tables, kv_indptr = self, self.kv_indptr.cpu()
         check_indptr("kv_indptr", kv_indptr, later=self.kv_indices is not None)
@@ -99,13 +115,16 @@ class PageTable(NamedTuple):
         return tables._replace(kv_indices=tables.kv_indices[:used]), BatchSize(batch, rows, used, kv_len)
 
     def bounded(self) -> tuple[PageTable, BatchSize]:
-        """As :meth:`measured` without reading a length, for one query row a request: the most that shapes allow."""
+        """The page table and the largest batch size that its shapes allow, for one query row per request.
+
+        Reads no contents, so it does not synchronise.
+        """
         assert self.kv_indices is not None
         batch, pages = self.kv_indptr.shape[0] - 1, self.kv_indices.shape[0]
         return self, BatchSize(batch, batch, pages, None)
 
     def lengths(self, page_size: int) -> tuple[Tensor, Tensor]:
-        """int64 ``[batch]`` on the host: query rows and KV tokens of each request."""
+        """``(qo_len, kv_len)``, int64 ``[batch]`` on the host: query rows and KV tokens of each request."""
         kv_steps = self.kv_indptr.cpu().long().diff()
         qo = torch.ones_like(kv_steps) if self.qo_indptr is None else self.qo_indptr.cpu().long().diff()
         if self.kv_last_page_len is None:
@@ -118,7 +137,7 @@ def _largest(lengths: Tensor) -> int:
 
 
 def index(where: str, name: str, t: Tensor) -> Tensor:
-    """``t`` as int32, which it need not be yet."""
+    """``t``, a vector of any integer dtype, as int32."""
     if not isinstance(t, Tensor):
         fail(ArgumentError, where, f"{name} is of type {type(t).__name__}", "an int32 tensor", "make a tensor of it")
     if t.dim() != 1:
@@ -127,7 +146,7 @@ def index(where: str, name: str, t: Tensor) -> Tensor:
 
 
 def as_int32(where: str, name: str, t: Tensor) -> Tensor:
-    """``t`` of any integer dtype; numbers beyond int32 are noticed on the host."""
+    """``t`` of any integer dtype as int32. Raises PageTableError for numbers, on the host, that do not fit."""
     if t.dtype not in _INTEGERS:
         fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
     small = t.to(torch.int32)
@@ -137,9 +156,9 @@ def as_int32(where: str, name: str, t: Tensor) -> Tensor:
 
 
 def cumulative(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: Tensor) -> Tensor:
-    """int32 ``[batch + 1]`` of cumulative lengths, which end in ``rows [n, ...]``, and on their device.
+    """Cumulative lengths ``t`` as int32 ``[batch + 1]`` on the device of ``rows [n, ...]``, which they index.
 
-    Contents on the host are checked.
+    Contents on the host are checked: no length is negative, and the last offset is at most ``n``.
     """
     if t.dtype == torch.uint32:
         t = t.view(torch.int32)
@@ -166,10 +185,10 @@ def cumulative(where: str, name: str, t: Tensor, batch: int, rows_name: str, row
 
 
 def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> PageTable:
-    """A page table whose lengths are given in tokens; its rows may hold more pages than those need.
+    """The page table of requests whose lengths are given in tokens, ``kv_len [batch]``.
 
-    ``kv_len`` says how many requests there are: what ``kv_indptr`` holds after them is not read. The pages in use are
-    moved together, so that the last of each request is its last page.
+    ``kv_indptr`` may have more than ``batch + 1`` entries; the rest is not read. A request may own more pages than its
+    tokens need. The page numbers in use are moved together, so that the last page of each request is its last token's.
     """
     indptr, indices, lengths = (
         index(where, name, t)

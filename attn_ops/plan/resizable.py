@@ -1,26 +1,30 @@
-"""Plans that grow: a planner is kept while batches fit it, and made larger, by powers of two, when one does not."""
+"""Resizable plans: keep a planner while batches fit, and make a larger one, by powers of two, when one does not."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_ops.ops.inductor import mark_static
 from attn_ops.plan.page_table import BatchSize, PageTable
-from attn_ops.planner import TILE_ROWS, DecodePlanner, PrefillPlanner, rows_per_tile
+from attn_ops.plan.sizing import MAX_PACKED_ROWS, rows_per_tile
+from attn_ops.planner import WORKSPACE, DecodePlanner, PrefillPlanner
 
-FLOOR = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
-"""SizedPlanner in the smallest plan. ``reference`` computes on all of it, so it is modest."""
+MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
+"""Capacity of the smallest plan. It is modest, since the ``reference`` backend computes on all of it."""
 
 
 class PlanSpec(NamedTuple):
-    """What a plan is made for beside its room; a change makes another plan.
+    """What a plan is made for, apart from capacity. Another spec needs another plan.
 
-    ``unsplit`` and ``fixed_split_size`` cut a request alike in every batch: not at all, or into pieces of so many
-    pages. ``rows`` is how many query rows every request has, if that is one number.
+    decode            one query row per request (:class:`DecodePlanner`), else :class:`PrefillPlanner`
+    paged             paged KV, else ragged KV
+    unsplit           split no request
+    fixed_split_size  pages of a split, the same in every batch; None if splits are made for load balance
+    rows              query rows of every request, if all have the same number
     """
 
     decode: bool
@@ -38,113 +42,119 @@ class PlanSpec(NamedTuple):
 
     @property
     def tile_rows(self) -> int | None:
-        """Rows in a prefill tile where they must not depend on the batch."""
+        """Query rows of a prefill tile if they must not depend on the batch, else None."""
         if not self.unsplit and self.fixed_split_size is None:
             return None
-        return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows or TILE_ROWS)
+        return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows or MAX_PACKED_ROWS)
 
 
 class SizedPlanner(NamedTuple):
-    """A planner, what it is for, and how much it holds."""
+    """A planner with its spec and capacity."""
 
-    shape: PlanSpec
-    extent: BatchSize
+    spec: PlanSpec
+    capacity: BatchSize
     planner: DecodePlanner | PrefillPlanner
 
 
 @dataclass
 class ResizablePlan:
-    """One planner at a time. ``storage`` holds fields of the plan that live in the caller's buffers.
+    """Holds one planner, and replaces it by one of larger capacity when a batch does not fit.
 
-    ``scratch``: planners keep their workspace, since the caller has none.
+    A batch is planned in two steps. :meth:`prepare` checks it and allocates, and changes neither the held plan nor any
+    buffer of the caller. :meth:`commit` writes the plan and holds its planner.
+
+    device         device of the plans
+    own_workspace  planners allocate a workspace; otherwise the caller passes one to each call
+    storage        fields of the plan that live in the caller's buffers, by name
+    held           the planner of the last commit
     """
 
     device: torch.device
-    scratch: bool = False
-    storage: dict[str, Tensor] | None = None
+    own_workspace: bool = False
+    storage: Mapping[str, Tensor] | None = None
     held: SizedPlanner | None = None
 
-    def fit(self, shape: PlanSpec, needed: BatchSize, fixed: BatchSize | None = None) -> SizedPlanner:
-        """A plan with room: the held one, or one that :meth:`fill` will hold from then on.
+    def fit(self, spec: PlanSpec, needed: BatchSize, fixed: BatchSize | None = None) -> SizedPlanner:
+        """The held planner if it is for ``spec`` and has capacity for ``needed``, else a new planner.
 
-        ``fixed`` is its exact room, in CUDA-graph mode.
+        ``fixed`` is the exact capacity of the plan, in CUDA-graph mode.
         """
-        held = self.held if self.held is not None and self.held.shape == shape else None
-        extent = fixed
-        if extent is None:
-            have = FLOOR if held is None else held.extent
-            extent = BatchSize(
-                _grown(have.batch, needed.batch),
-                _grown(have.rows, needed.rows),
-                _grown(have.pages, needed.pages),
-                None if have.kv_len is None or needed.kv_len is None else _grown(have.kv_len, needed.kv_len),
-                _grown(have.pieces, needed.pieces),
+        held = self.held if self.held is not None and self.held.spec == spec else None
+        capacity = fixed
+        if capacity is None:
+            have = MIN_CAPACITY if held is None else held.capacity
+            capacity = BatchSize(
+                _resized(have.batch, needed.batch),
+                _resized(have.rows, needed.rows),
+                _resized(have.pages, needed.pages),
+                None if have.kv_len is None or needed.kv_len is None else _resized(have.kv_len, needed.kv_len),
+                _resized(have.splits, needed.splits),
             )
-        if held is not None and held.extent == extent:
+        if held is not None and held.capacity == capacity:
             return held
-        return SizedPlanner(shape, extent, self._make(shape, extent))
+        return SizedPlanner(spec, capacity, self._make(spec, capacity))
 
-    def check(self, room: SizedPlanner, tables: PageTable) -> None:
-        """Raise what :meth:`fill` would, of a batch that is known to fit; nothing is written."""
-        indptrs = {"kv_indptr": tables.kv_indptr}
-        if tables.qo_indptr is not None:
-            indptrs = {"qo_indptr": tables.qo_indptr, **indptrs}
-        if tables.kv_indices is not None and tables.kv_last_page_len is not None:
-            room.planner._inputs(None, indptrs, tables.kv_indices, tables.kv_last_page_len)
+    def prepare(
+        self, spec: PlanSpec, needed: BatchSize, table: PageTable, fixed: BatchSize | None = None
+    ) -> SizedPlanner:
+        """:meth:`fit` for a batch of size ``needed``, whose ``table`` is checked as far as it is on the host.
 
-    def fill(self, room: SizedPlanner, tables: PageTable) -> None:
-        """Plan the batch, and hold the planner."""
-        planner = room.planner
-        if isinstance(planner, DecodePlanner):
-            assert tables.kv_indices is not None
-            assert tables.kv_last_page_len is not None
-            planner.plan(tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
-        else:
-            assert tables.qo_indptr is not None
-            planner.plan(tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
-        self.held = room
+        Raises what :meth:`DecodePlanner.plan` or :meth:`PrefillPlanner.plan` would raise for the table's contents.
+        """
+        sized = self.fit(spec, needed, fixed)
+        sized.planner.check(*_plan_arguments(sized, table))
+        return sized
 
-    def _make(self, shape: PlanSpec, extent: BatchSize) -> DecodePlanner | PrefillPlanner:
-        planner: DecodePlanner | PrefillPlanner
-        if shape.decode:
-            planner = DecodePlanner(
-                extent.batch,
-                extent.pages,
-                page_size=shape.page_size,
-                num_qo_heads=shape.num_qo_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim_qk,
-                head_dim_vo=shape.head_dim_vo,
-                max_kv_len=extent.kv_len,
-                window_left=shape.window_left,
-                fixed_split_size=max(extent.pages, 1) if shape.unsplit else shape.fixed_split_size,
+    def commit(self, sized: SizedPlanner, table: PageTable) -> None:
+        """Write the plan of a batch that :meth:`prepare` has checked, and hold its planner."""
+        sized.planner.plan(*_plan_arguments(sized, table), validate=False)
+        self.held = sized
+
+    def _make(self, spec: PlanSpec, capacity: BatchSize) -> DecodePlanner | PrefillPlanner:
+        storage = dict(self.storage or {})
+        if not self.own_workspace:
+            storage[WORKSPACE] = torch.empty(0, dtype=torch.float32, device=self.device)
+        if spec.decode:
+            return DecodePlanner(
+                capacity.batch,
+                capacity.pages,
+                page_size=spec.page_size,
+                num_qo_heads=spec.num_qo_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim_qk,
+                head_dim_vo=spec.head_dim_vo,
+                max_kv_len=capacity.kv_len,
+                window_left=spec.window_left,
+                fixed_split_size=max(capacity.pages, 1) if spec.unsplit else spec.fixed_split_size,
                 device=self.device,
+                storage=storage,
             )
-        else:
-            planner = PrefillPlanner(
-                extent.batch,
-                extent.rows,
-                extent.pages if shape.paged else 0,
-                page_size=shape.page_size,
-                num_qo_heads=shape.num_qo_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim_qk,
-                head_dim_vo=shape.head_dim_vo,
-                max_kv_len=extent.kv_len,
-                causal=shape.causal,
-                window_left=shape.window_left,
-                tile_rows=shape.tile_rows,
-                num_ctas=0 if shape.unsplit else extent.pieces if shape.fixed_split_size else None,
-                fixed_split_size=shape.fixed_split_size,
-                device=self.device,
-            )
-        if not self.scratch:
-            planner.workspace = planner.workspace.new_empty(0)
-        if self.storage:
-            planner.state = planner.state._replace(**self.storage)
-            mark_static(*self.storage.values())
-        return planner
+        return PrefillPlanner(
+            capacity.batch,
+            capacity.rows,
+            capacity.pages if spec.paged else 0,
+            page_size=spec.page_size,
+            num_qo_heads=spec.num_qo_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim_qk,
+            head_dim_vo=spec.head_dim_vo,
+            max_kv_len=capacity.kv_len,
+            causal=spec.causal,
+            window_left=spec.window_left,
+            tile_rows=spec.tile_rows,
+            num_ctas=0 if spec.unsplit else capacity.splits if spec.fixed_split_size else None,
+            fixed_split_size=spec.fixed_split_size,
+            device=self.device,
+            storage=storage,
+        )
 
 
-def _grown(have: int, want: int) -> int:
-    return have if want <= have else 1 << (want - 1).bit_length()
+def _plan_arguments(sized: SizedPlanner, table: PageTable) -> tuple[Any, ...]:
+    """The arguments of plan() and check() of the planner."""
+    paged = (table.kv_indptr, table.kv_indices, table.kv_last_page_len)
+    return paged if sized.spec.decode else (table.qo_indptr, *paged)
+
+
+def _resized(have: int, needed: int) -> int:
+    """``have`` if that is enough, else the power of two from ``needed`` on."""
+    return have if needed <= have else 1 << (needed - 1).bit_length()

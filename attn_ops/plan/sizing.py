@@ -1,4 +1,8 @@
-"""The tiles of a prefill batch, and how many pieces of a fixed size their KV makes."""
+"""Sizes of plans: query tiles, CTAs and splits.
+
+The first part decides the sizes of a plan on the host, from the device and the problem. The second part computes the
+query tiles of a batch and their splits of fixed size, on any device.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,61 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.plan.state import KV_BLOCK, PlanProblem
+from attn_ops.plan.state import CTAS_PER_SM, KV_BLOCK, PlanProblem
+
+CTA_MULTIPLE = 8
+"""The number of CTAs per KV head is a multiple of this if it is large enough: 2^n requests then often need no split."""
+
+MIN_PACKED_ROWS, MAX_PACKED_ROWS = 64, 256
+"""Packed rows (query rows times query heads per KV head) of a prefill tile by default."""
+
+LARGE_HEAD_DIM = 256
+"""Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
+
+MAX_SPLIT_WORKSPACE_BYTES = 20 << 20
+"""Largest workspace for the partial results of prefill tiles that are split for load balance."""
+
+
+def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = MAX_PACKED_ROWS) -> int:
+    """Default ``tile_rows`` of a prefill plan, in query rows. ``rows`` is the number of query rows of a request."""
+    group = max(1, num_qo_heads // max(1, num_kv_heads))  # the head counts are checked later, with a message
+    packed_rows = min(MAX_PACKED_ROWS, max(MIN_PACKED_ROWS, 1 << (rows * group - 1).bit_length()))
+    return max(1, packed_rows // group)
+
+
+def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
+    """Default ``max_splits`` of a prefill plan: as many splits per KV head as fill the device once, 0 on the CPU.
+
+    A tile of a large head dim takes several CTAs, which split its KV in the same way.
+    """
+    if device.type != "cuda":
+        return 0
+    packed_rows = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
+    large = max(problem.head_dim_qk, problem.head_dim_vo) > LARGE_HEAD_DIM
+    ctas_per_tile = problem.num_kv_heads * (-(-packed_rows // MIN_PACKED_ROWS) if large else 1)
+    resident_ctas = torch.cuda.get_device_properties(device).multi_processor_count
+    resident_ctas *= 1 if large or packed_rows > MIN_PACKED_ROWS else CTAS_PER_SM
+    slot_bytes = 4 * problem.tile_rows * problem.num_qo_heads * (problem.head_dim_vo + 1)
+    return max(1, min(resident_ctas // ctas_per_tile, MAX_SPLIT_WORKSPACE_BYTES // slot_bytes)) // 2 * 2
+
+
+def ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
+    """Default ``num_ctas`` of a decode plan: CTAs that divide the work of one KV head, 1 on the CPU."""
+    if device.type != "cuda":
+        return 1
+    ctas = torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads
+    return max(1, ctas // CTA_MULTIPLE * CTA_MULTIPLE or ctas)
 
 
 class QueryTiles(NamedTuple):
-    """Query rows of one request each and the KV they read, int64 ``[capacity]``; meaningless where not ``used``.
+    """The query tiles of a batch, int64 ``[capacity]`` each. Entries where ``used`` is false mean nothing.
 
-    request     index in the batch
-    offset      of the first row among the request's
-    rows        how many
-    position    of the first row in the request's KV sequence
-    begin, end  half-open range of KV tokens
+    used        bool: whether this is a tile of the batch
+    request     index of the request in the batch
+    offset      first query row of the tile, counted from the request's first
+    rows        number of query rows
+    position    position of the first row in the request's KV sequence
+    begin, end  half-open range of the KV tokens that the tile reads
     """
 
     used: Tensor
@@ -29,14 +77,14 @@ class QueryTiles(NamedTuple):
     end: Tensor
 
     def kv_blocks(self) -> tuple[Tensor, Tensor]:
-        """The first unit of KV that each tile reads, and how many; none where a tile is not used."""
+        """``(first KV block, number of KV blocks)`` that each tile reads; the number is 0 where not ``used``."""
         first = self.begin // KV_BLOCK
-        some = self.used & (self.end > self.begin)
-        return first, torch.where(some, (self.end + KV_BLOCK - 1) // KV_BLOCK - first, 0)
+        reads = self.used & (self.end > self.begin)
+        return first, torch.where(reads, (self.end + KV_BLOCK - 1) // KV_BLOCK - first, 0)
 
 
 def query_tiles(problem: PlanProblem, qo_len: Tensor, kv_len: Tensor, capacity: int) -> QueryTiles:
-    """Of requests with int64 lengths ``[batch]``, ``capacity`` tiles at most."""
+    """The first ``capacity`` tiles of requests with ``qo_len`` rows and ``kv_len`` KV tokens, int64 ``[batch]``."""
     ends = ((qo_len + problem.tile_rows - 1) // problem.tile_rows).cumsum(0)
     tile = torch.arange(capacity, device=kv_len.device)
     r = torch.searchsorted(ends, tile, right=True).clamp(max=kv_len.shape[0] - 1)
@@ -48,25 +96,25 @@ def query_tiles(problem: PlanProblem, qo_len: Tensor, kv_len: Tensor, capacity: 
     return QueryTiles(tile < ends[-1], r, offset, rows, position, torch.minimum(begin, end), end)
 
 
-def fixed_split_counts(problem: PlanProblem, units: Tensor) -> Tensor:
-    """Pieces of ``problem.split`` tokens in so many units, at least one."""
-    size = problem.split // KV_BLOCK
-    return ((units + size - 1) // size).clamp(min=1)
+def fixed_split_counts(problem: PlanProblem, kv_blocks: Tensor) -> Tensor:
+    """Splits of ``problem.split`` tokens that ``kv_blocks`` KV blocks make, at least 1; elementwise."""
+    split_blocks = problem.split // KV_BLOCK
+    return ((kv_blocks + split_blocks - 1) // split_blocks).clamp(min=1)
 
 
 def count_splits(problem: PlanProblem, qo_len: Tensor, kv_len: Tensor) -> int:
-    """Splits of all tiles that have more than one, an even number; int64 lengths ``[batch]`` on the host."""
+    """Splits of all tiles that have more than one, rounded up to even; int64 lengths ``[batch]`` on the host."""
     if not qo_len.numel():
         return 0
     capacity = int(((qo_len + problem.tile_rows - 1) // problem.tile_rows).sum())
-    _, units = query_tiles(problem, qo_len, kv_len, capacity).kv_blocks()
-    pieces = fixed_split_counts(problem, units)
-    count = int(pieces[pieces > 1].sum())
+    _, kv_blocks = query_tiles(problem, qo_len, kv_len, capacity).kv_blocks()
+    splits = fixed_split_counts(problem, kv_blocks)
+    count = int(splits[splits > 1].sum())
     return count + count % 2
 
 
 def max_splits_for(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:
-    """The most that :func:`count_splits` gives for batches of these capacities."""
+    """The largest result of :func:`count_splits` for batches of at most this size."""
     tiles = (max_tokens + problem.tile_rows - 1) // problem.tile_rows + max_batch
     longest = -(-problem.max_kv_len // problem.split)
     return tiles * (longest + longest % 2) if longest > 1 else 0

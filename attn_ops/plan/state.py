@@ -1,18 +1,18 @@
-"""Plan state: what a kernel needs to know about a batch, as tensors of fixed capacity.
+"""Plan state: the schedule of a batch as int32 tensors of fixed capacity.
 
-A plan is made outside the graph (:mod:`attn_ops.planner`, or the ops ``attn::plan_*``) and read
-inside it. It is one object to the user, a ``Tensor[]`` to the dispatcher, a pytree to export, and a
-run of plain inputs to an AOTInductor package, which takes its fields in order.
+A plan is made outside the graph (:mod:`attn_ops.planner`, or the ops ``attn::plan_*``) and read inside it. It is one
+object to the user, a ``Tensor[]`` to the dispatcher and a pytree to export. An AOTInductor package takes its fields as
+inputs, in order.
 
-CUDA-graph contract: re-planning writes new contents into the same tensors. Shapes and addresses never
-change, so a captured graph or compiled function replays with the new lengths and never recompiles.
+CUDA-graph contract: planning writes new contents into the same tensors. Shapes and addresses never change, so a
+captured graph or compiled function replays with the new lengths and never recompiles.
 
 An all-zero plan is valid and means "no work".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,38 +20,49 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 KV_BLOCK = 64
-"""Tokens in the unit that work is measured and cut in; a cut falls on a multiple of it."""
+"""KV tokens in a KV block, the granularity of scheduling: every split point is a multiple of it."""
 
 WORK_FIELDS = ("row", "rows", "kv_begin", "kv_end", "position", "page_start", "slot", "request")
 """Columns of a work item, int32.
 
-row, rows    first query row of the tile, and how many
-kv_begin/end half-open range of the request's KV tokens to read
-position     position in the request's KV sequence of the tile's first row
-page_start   offset in ``kv_indices`` of the request's first page
-slot         where in the workspace the partial result goes; -1 when the item covers its whole tile
-request      index in the batch
+row, rows         first query row of the query tile, and number of query rows
+kv_begin, kv_end  half-open range of the request's KV tokens
+position          position of the tile's first row in the request's KV sequence
+page_start        offset in ``kv_indices`` of the request's first page
+slot              workspace slot of the partial result; -1 if the item covers all KV of its tile
+request           index of the request in the batch
 """
 
-
 CTAS_PER_SM = 2
-"""Programs on a multiprocessor that decode's work is cut for, and its tiles leave room for."""
+"""CTAs per SM that the decode grid is sized for. The decode tiles leave shared memory for as many."""
 
 IMBALANCE_DENOM = 16
-"""A share of decode's work may be longer than the mean by one part in ``IMBALANCE_DENOM`` where that saves a cut."""
+"""Decode: a CTA may get up to ``1 / IMBALANCE_DENOM`` more work than the mean if that avoids a split."""
 
 LENGTH_BUCKETS = 32
-"""Classes of KV extent that prefill tiles are ordered by."""
+"""Prefill: number of length classes by which work items are ordered, longest first."""
 
 MIN_SPLIT_BLOCKS = 2
-"""Units in the shortest piece that a prefill tile is split into for balance."""
+"""Prefill: KV blocks in the shortest split that is made for load balance."""
 
 SPLIT_TILE_FIELDS = ("row", "rows", "slot", "slots")
-"""Columns of ``PrefillPlan.split_tiles``, int32."""
+"""Columns of ``PrefillPlan.split_tiles``, int32: first query row, query rows, first slot, number of slots."""
 
 
 class PlanProblem(NamedTuple):
-    """What a plan was made for: the sizes of ``plan.problem`` after its leading 0."""
+    """What a plan was made for. ``plan.problem`` has these numbers as its sizes, after a leading 0.
+
+    page_size     tokens in a page; 1 for ragged KV
+    num_qo_heads  query heads
+    num_kv_heads  KV heads
+    head_dim_qk   elements of a query and a key
+    head_dim_vo   elements of a value and an output
+    max_kv_len    largest number of KV tokens of a request. The ``reference`` backend computes on that many.
+    tile_rows     query rows of a query tile; 1 for decode
+    window        keys that a query row sees, its own position included: ``window_left + 1``; 0 for no window
+    causal        1 if the plan leaves out the keys after the last row of a tile, else 0
+    split         KV tokens of a split if splits have a fixed size, a multiple of ``KV_BLOCK``; else 0
+    """
 
     page_size: int
     num_qo_heads: int
@@ -64,43 +75,38 @@ class PlanProblem(NamedTuple):
     causal: int = 0
     split: int = 0
 
-    # max_kv_len  tokens a request may have; what `reference` reads of each one
-    # tile_rows   query rows in a work item, 1 for decode
-    # window      keys that a query row may see, itself included, 0 for all: window_left + 1
-    # causal      1 where work stops at the causal bound
-    # split       KV tokens in every piece but a request's or a tile's last, 0 where work is cut for balance
-
     @staticmethod
     def of(problem: Tensor) -> PlanProblem:
+        """The numbers that the shape of ``plan.problem`` carries."""
         return PlanProblem(*(int(size) for size in problem.shape[1:]))
 
     def as_shape_tensor(self, device: torch.device) -> Tensor:
-        """The tensor of no elements that carries these numbers through tracing and export in its shape.
+        """int32 ``[0, *self]``: a tensor without elements, whose shape passes through tracing and export.
 
-        Its strides are 0, since those of a contiguous one would multiply to more than int64 holds.
+        Its strides are 0, since contiguous strides would overflow int64.
         """
         return torch.empty((0, *[1] * len(self)), dtype=torch.int32, device=device).expand(0, *self)
 
 
 def split_tokens(fixed_split_size: int | None, page_size: int) -> int:
-    """``PlanProblem.split`` for pieces of so many pages: their tokens, rounded up to whole units."""
+    """``PlanProblem.split`` for splits of ``fixed_split_size`` pages: their tokens, rounded up to KV blocks."""
     return 0 if fixed_split_size is None else -(-fixed_split_size * page_size // KV_BLOCK) * KV_BLOCK
 
 
 # No field's name starts with another field's: torch.export's guards replace them textually.
 class DecodePlan(NamedTuple):
-    """One query row per request over a paged KV cache. All int32, on the device of the query.
+    """Plan for one query row per request over a paged KV cache. All fields are int32, on the device of the query.
 
-    problem       ``[0, *PlanProblem]``: no data, its shape says what the plan was made for
-    kv_indptr     ``[max_batch + 1]``: pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``
-    kv_indices    ``[max_pages]``: page numbers
-    kv_len        ``[max_batch]``: tokens of each request, 0 for an empty one and beyond the batch
-    work          ``[max_batch + num_ctas, 8]``: items of :data:`WORK_FIELDS`; with pieces of a fixed size as many as
-                  ``max_pages`` make in place of ``num_ctas``
-    cta_indptr   ``[num_ctas + 1]``: CTA c of each KV head does ``work[cta_indptr[c]:cta_indptr[c + 1]]``
-    merge_indptr  ``[max_batch + 1]``: workspace slots to merge into row b, none where nothing was split
-    split_counters ``[num_slots, num_qo_heads]``: while an op runs, the finished splits of a row, at its first slot;
-                  0 before and after
+    problem         ``[0, *PlanProblem]``: no data; the shape says what the plan was made for
+    kv_indptr       ``[max_batch + 1]``: the pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``
+    kv_indices      ``[max_pages]``: page numbers
+    kv_len          ``[max_batch]``: KV tokens of each request, 0 if it is empty or beyond the batch
+    work            ``[max_batch + num_ctas, 8]``: work items, columns :data:`WORK_FIELDS`. With a fixed split size
+                    ``[max_batch + max_splits, 8]``, where ``max_splits`` is the number of splits in ``max_pages``
+    cta_indptr      ``[num_ctas + 1]``: CTA c of each KV head runs ``work[cta_indptr[c]:cta_indptr[c + 1]]``
+    merge_indptr    ``[max_batch + 1]``: the slots to combine into row b, none if the request was not split
+    split_counters  ``[num_slots, num_qo_heads]``: number of finished splits of a row, at its first slot, while an op
+                    runs; 0 before and after
     """
 
     problem: Tensor
@@ -114,16 +120,16 @@ class DecodePlan(NamedTuple):
 
 
 class PrefillPlan(NamedTuple):
-    """Any number of query rows per request, over paged KV, or ragged KV (page size 1, no page table).
+    """Plan for any number of query rows per request, over paged KV or ragged KV (page size 1, no page numbers).
 
-    problem       ``[0, *PlanProblem]``
-    qo_indptr     ``[max_batch + 1]``: query rows of request b
-    kv_indptr     ``[max_batch + 1]``: pages of request b; tokens where the KV is ragged
-    kv_indices    ``[max_pages]``: page numbers; ``[0]`` where the KV is ragged
-    kv_len        ``[max_batch]``: tokens of each request
-    work          ``[max_tiles + max_splits, 8]``: items of :data:`WORK_FIELDS`, longest first, zero rows past the last
-    split_tiles   ``[max_splits // 2, 4]``: the tiles whose KV was split over several items, as their first row, rows,
-                  first slot and number of slots; zeros past the last
+    problem      ``[0, *PlanProblem]``: no data; the shape says what the plan was made for
+    qo_indptr    ``[max_batch + 1]``: the query rows of request b are ``qo_indptr[b]`` to ``qo_indptr[b + 1]``
+    kv_indptr    ``[max_batch + 1]``: offsets of each request's pages; of its tokens if the KV is ragged
+    kv_indices   ``[max_pages]``: page numbers; ``[0]`` if the KV is ragged
+    kv_len       ``[max_batch]``: KV tokens of each request
+    work         ``[max_tiles + max_splits, 8]``: work items, columns :data:`WORK_FIELDS`, longest first, then zeros
+    split_tiles  ``[max_splits // 2, 4]``: the query tiles whose KV was split, columns :data:`SPLIT_TILE_FIELDS`, then
+                 zeros
     """
 
     problem: Tensor
@@ -141,6 +147,35 @@ for _plan in (DecodePlan, PrefillPlan):
 torch.serialization.add_safe_globals([DecodePlan, PrefillPlan])
 
 
+def decode_shapes(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int) -> dict[str, tuple[int, ...]]:
+    """Shape of each field of a :class:`DecodePlan` but ``problem``, for these capacities."""
+    max_splits = _max_whole_splits(problem, max_pages) if problem.split else num_ctas
+    return {
+        "kv_indptr": (max_batch + 1,),
+        "kv_indices": (max_pages,),
+        "kv_len": (max_batch,),
+        "work": (max_batch + max_splits, len(WORK_FIELDS)),
+        "cta_indptr": (num_ctas + 1,),
+        "merge_indptr": (max_batch + 1,),
+        "split_counters": (_num_slots(problem, max_batch, max_pages, num_ctas), problem.num_qo_heads),
+    }
+
+
+def prefill_shapes(
+    problem: PlanProblem, max_batch: int, max_tokens: int, max_pages: int, max_splits: int
+) -> dict[str, tuple[int, ...]]:
+    """Shape of each field of a :class:`PrefillPlan` but ``problem``, for these capacities."""
+    max_tiles = (max_tokens + problem.tile_rows - 1) // problem.tile_rows + max_batch
+    return {
+        "qo_indptr": (max_batch + 1,),
+        "kv_indptr": (max_batch + 1,),
+        "kv_indices": (max_pages,),
+        "kv_len": (max_batch,),
+        "work": (max_tiles + max_splits, len(WORK_FIELDS)),
+        "split_tiles": (max_splits // 2, len(SPLIT_TILE_FIELDS)),
+    }
+
+
 def allocate_decode(
     problem: PlanProblem,
     max_batch: int,
@@ -148,25 +183,14 @@ def allocate_decode(
     num_ctas: int,
     device: torch.device,
     make: Callable[..., Tensor] = torch.zeros,
+    storage: Mapping[str, Tensor] | None = None,
 ) -> DecodePlan:
-    """A plan of this capacity, all zero; with ``torch.empty`` one that is planned before anything reads it.
+    """A plan of this capacity, all zero. ``make=torch.empty`` leaves it uninitialized, to be planned before use.
 
-    Traceable: a graph may make, fill and use a plan of its own.
+    Fields named in ``storage`` are those tensors. Traceable: a graph may allocate, fill and use a plan of its own.
     """
-
-    def new(*shape: int) -> Tensor:
-        return make(shape, dtype=torch.int32, device=device)
-
-    return DecodePlan(
-        problem=problem.as_shape_tensor(device),
-        kv_indptr=new(max_batch + 1),
-        kv_indices=new(max_pages),
-        kv_len=new(max_batch),
-        work=new(max_batch + (_max_whole_splits(problem, max_pages) if problem.split else num_ctas), len(WORK_FIELDS)),
-        cta_indptr=new(num_ctas + 1),
-        merge_indptr=new(max_batch + 1),
-        split_counters=new(_slots(problem, max_batch, max_pages, num_ctas), problem.num_qo_heads),
-    )
+    shapes = decode_shapes(problem, max_batch, max_pages, num_ctas)
+    return DecodePlan(problem.as_shape_tensor(device), **_allocate(shapes, device, make, storage or {}))
 
 
 def allocate_prefill(
@@ -177,34 +201,35 @@ def allocate_prefill(
     device: torch.device,
     max_splits: int = 0,
     make: Callable[..., Tensor] = torch.zeros,
+    storage: Mapping[str, Tensor] | None = None,
 ) -> PrefillPlan:
-    """As :func:`allocate_decode`, with room for ``max_tokens`` query rows; ``max_pages`` 0 for ragged KV.
+    """As :func:`allocate_decode`, for ``max_tokens`` query rows. ``max_pages`` is 0 for ragged KV.
 
-    ``max_splits`` is how many items there may be of tiles that are split.
+    ``max_splits`` is the capacity for splits: work items, and slots, of the tiles that have more than one.
     """
+    shapes = prefill_shapes(problem, max_batch, max_tokens, max_pages, max_splits)
+    return PrefillPlan(problem.as_shape_tensor(device), **_allocate(shapes, device, make, storage or {}))
 
-    def new(*shape: int) -> Tensor:
-        return make(shape, dtype=torch.int32, device=device)
 
-    tiles = (max_tokens + problem.tile_rows - 1) // problem.tile_rows + max_batch
-    return PrefillPlan(
-        problem=problem.as_shape_tensor(device),
-        qo_indptr=new(max_batch + 1),
-        kv_indptr=new(max_batch + 1),
-        kv_indices=new(max_pages),
-        kv_len=new(max_batch),
-        work=new(tiles + max_splits, len(WORK_FIELDS)),
-        split_tiles=new(max_splits // 2, len(SPLIT_TILE_FIELDS)),
-    )
+def _allocate(
+    shapes: dict[str, tuple[int, ...]],
+    device: torch.device,
+    make: Callable[..., Tensor],
+    storage: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    return {
+        field: storage[field] if field in storage else make(shape, dtype=torch.int32, device=device)
+        for field, shape in shapes.items()
+    }
 
 
 def _max_whole_splits(problem: PlanProblem, max_pages: int) -> int:
-    """Pieces of the fixed size in all pages; a batch has at most one more for each of its requests."""
+    """Splits of the fixed size in ``max_pages`` pages. A batch has at most one more per request."""
     return max_pages * problem.page_size // problem.split
 
 
-def _slots(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int) -> int:
-    """Every cut between CTAs makes at most two pieces. Of a fixed size are those of requests longer than one."""
+def _num_slots(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int) -> int:
+    """Slots of a decode plan: two per split point between CTAs, or the splits of all requests that have several."""
     if problem.split:
         whole = _max_whole_splits(problem, max_pages)
         return whole + min(max_batch, whole)
@@ -212,12 +237,12 @@ def _slots(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int) 
 
 
 def num_slots(plan: DecodePlan) -> int:
-    """Partial results that a plan can ask for."""
+    """Workspace slots of a decode plan: the most partial results that a batch makes."""
     return int(plan.split_counters.shape[0])
 
 
 def num_partials(plan: PrefillPlan) -> int:
-    """Partial results that a plan can ask for."""
+    """Workspace slots of a prefill plan: the most partial results, each of a whole tile, that a batch makes."""
     return 2 * int(plan.split_tiles.shape[0])
 
 

@@ -13,7 +13,7 @@ from attn_ops import DecodePlan, PrefillPlan
 
 PAGE_SIZES = st.sampled_from([1, 3, 16, 64, 257])
 
-# Empty, about one unit of work, a few, and long enough to be cut many times.
+# Empty, about one KV block, a few, and long enough to be split many times.
 LENGTHS = st.one_of(st.just(0), st.integers(1, 3), st.integers(60, 70), st.integers(1, 500), st.integers(0, 20_000))
 
 

@@ -1,4 +1,4 @@
-"""Kernels that start before the one ahead has ended read the plan that it makes, whichever was there before."""
+"""With programmatic dependent launch, attention reads the plan that the preceding kernel writes, not an older one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def page_table(lengths: list[int], page_size: int, seed: int) -> tuple[Tensor, T
 @pytest.mark.parametrize(
     "make", [decode, lambda: decode(fixed_split_size=8), prefill, mla], ids=["decode", "fixed", "prefill", "mla"]
 )
-def test_plans_and_runs_take_turns(make: Callable[[], Step]) -> None:
+def test_plans_and_runs_alternate(make: Callable[[], Step]) -> None:
     plan, run, page_size = make()
     tables = [page_table(lengths, page_size, seed) for seed, lengths in enumerate(LENGTHS)]
     plan(*tables[0])
@@ -97,6 +97,6 @@ def test_plans_and_runs_take_turns(make: Callable[[], Step]) -> None:
         for t in (t for result in results for t in result):
             t.fill_(float("nan"))
         graph.replay()
-        for actual, output_spec in zip(results, expected, strict=True):
-            for a, b in zip(actual, output_spec, strict=True):
+        for actual, wanted in zip(results, expected, strict=True):
+            for a, b in zip(actual, wanted, strict=True):
                 assert torch.equal(a, b)

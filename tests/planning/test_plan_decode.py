@@ -1,4 +1,4 @@
-"""Decode plans: the work list covers every token once, in even shares, with few and well-numbered partials."""
+"""Decode plans: the work list covers every token once, evenly over the CTAs, with few and well-numbered splits."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def _plan(lengths: list[int], page_size: int, num_ctas: int, window_left: int = 
     return planner.plan(*table)
 
 
-def _shares(plan: DecodePlan) -> list[list[Item]]:
-    """The items of every CTA."""
+def _work_per_cta(plan: DecodePlan) -> list[list[Item]]:
+    """The work items of every CTA."""
     work = items(plan)
     return [work[a:b] for a, b in pairwise(plan.cta_indptr.tolist())]
 
 
-def _units(item: Item) -> int:
+def _kv_blocks(item: Item) -> int:
     return -(-item.kv_end // KV_BLOCK) - item.kv_begin // KV_BLOCK
 
 
@@ -68,7 +68,7 @@ def test_page_table_is_kept(batch: dict) -> None:
 @given(batches)
 def test_every_token_is_covered_once(batch: dict) -> None:
     plan = _plan(**batch)
-    work = [item for share in _shares(plan) for item in share]
+    work = [item for cta in _work_per_cta(plan) for item in cta]
     for b, length in enumerate(batch["lengths"]):
         window = batch["window_left"] + 1
         start = max(0, length - window) if window else 0
@@ -95,20 +95,20 @@ def test_cta_indptr_lists_the_items_and_nothing_else(batch: dict) -> None:
 
 
 def _assert_even(plan: DecodePlan) -> None:
-    """No CTA reads more than the mean and a sixteenth, and a unit for rounding."""
-    shares = [sum(map(_units, share)) for share in _shares(plan)]
-    mean = sum(shares) / len(shares)
-    assert max(shares) <= mean * (1 + 1 / 16) + 1
+    """No CTA reads more than the mean and a sixteenth, and a KV block for rounding."""
+    kv_blocks = [sum(map(_kv_blocks, work)) for work in _work_per_cta(plan)]
+    mean = sum(kv_blocks) / len(kv_blocks)
+    assert max(kv_blocks) <= mean * (1 + 1 / 16) + 1
 
 
 @given(batches)
-def test_shares_are_even(batch: dict) -> None:
+def test_ctas_have_even_work(batch: dict) -> None:
     _assert_even(_plan(**batch))
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_shares_of_large_batches_are_even(seed: int) -> None:
-    """Batches in which cutting only between requests is tempting, and uneven by an eighth or so."""
+def test_ctas_have_even_work_in_large_batches(seed: int) -> None:
+    """Batches where splitting no request is tempting, and uneven by about an eighth."""
     draw = random.Random(seed)
     longest = draw.choice([300, 4_000, 40_000])
     lengths = [draw.randint(1, longest) for _ in range(draw.randint(4, 60))]
@@ -118,7 +118,7 @@ def test_shares_of_large_batches_are_even(seed: int) -> None:
 @given(batches)
 def test_slots_are_numbered_by_request(batch: dict) -> None:
     plan = _plan(**batch)
-    work = [item for share in _shares(plan) for item in share]
+    work = [item for cta in _work_per_cta(plan) for item in cta]
     bounds = plan.merge_indptr.tolist()
     assert bounds[0] == 0
     assert bounds[-1] <= num_slots(plan)
@@ -138,23 +138,23 @@ def test_nothing_is_split_without_need(num_ctas: int, length: int) -> None:
     plan = _plan([length] * 16, 16, num_ctas)
     assert num_slots(plan) == 2 * (num_ctas - 1)
     assert int(plan.merge_indptr[-1]) == 0
-    assert [len(share) for share in _shares(plan)] == [16 // num_ctas] * num_ctas
+    assert [len(work) for work in _work_per_cta(plan)] == [16 // num_ctas] * num_ctas
 
 
-@pytest.mark.parametrize(("units", "split"), [((26, 24), False), ((24, 26), False), ((28, 24), True)])
-def test_a_share_may_be_a_sixteenth_longer_where_that_saves_a_cut(units: tuple[int, int], split: bool) -> None:
-    plan = _plan([n * KV_BLOCK for n in units], 16, 2)
+@pytest.mark.parametrize(("kv_blocks", "split"), [((26, 24), False), ((24, 26), False), ((28, 24), True)])
+def test_a_cta_may_have_a_sixteenth_more_if_that_avoids_a_split(kv_blocks: tuple[int, int], split: bool) -> None:
+    plan = _plan([n * KV_BLOCK for n in kv_blocks], 16, 2)
     assert int(plan.merge_indptr[-1]) == (2 if split else 0)
 
 
 def test_one_long_request_is_spread_over_all_ctas() -> None:
-    shares = _shares(_plan([32 * KV_BLOCK, 0], 16, 8))
-    assert [[_units(i) for i in share] for share in shares] == [[4]] * 8
+    ctas = _work_per_cta(_plan([32 * KV_BLOCK, 0], 16, 8))
+    assert [[_kv_blocks(i) for i in work] for work in ctas] == [[4]] * 8
 
 
 def test_zero_plan_has_no_work() -> None:
     plan = DecodePlan(*(torch.zeros_like(t) for t in _plan([500, 7], 16, 4)))
-    assert _shares(plan) == [[]] * 4
+    assert _work_per_cta(plan) == [[]] * 4
 
 
 @given(
@@ -163,8 +163,8 @@ def test_zero_plan_has_no_work() -> None:
     planned=st.sampled_from([-1, 40, 200]),
     seed=st.integers(0, 2**32),
 )
-def test_work_done_by_the_list_is_the_answer(lengths: list[int], num_ctas: int, planned: int, seed: int) -> None:
-    """Each CTA does its items, in float64; pieces meet in the workspace and are merged by ``merge_indptr``."""
+def test_the_work_list_computes_attention(lengths: list[int], num_ctas: int, planned: int, seed: int) -> None:
+    """Each CTA runs its items, in float64; partial results are combined by ``merge_indptr``."""
     plan = _plan(lengths, 16, num_ctas, planned)
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(len(lengths), HEADS, DIM, generator=generator)
@@ -173,7 +173,7 @@ def test_work_done_by_the_list_is_the_answer(lengths: list[int], num_ctas: int, 
     slots_v = torch.full((num_slots(plan), HEADS, DIM), torch.nan, dtype=torch.float64)
     slots_s = torch.full((num_slots(plan), HEADS), torch.nan, dtype=torch.float64)
     out = torch.zeros(len(lengths), HEADS, DIM, dtype=torch.float64)
-    for i in (item for share in _shares(plan) for item in share):
+    for i in (item for cta in _work_per_cta(plan) for item in cta):
         part = slice(i.kv_begin, i.kv_end)
         j = torch.arange(i.kv_begin, i.kv_end)
         visible = (j + window >= i.position) if window >= 0 else (j >= 0)

@@ -1,4 +1,4 @@
-"""Bad batches and bad planners: refused where they are made, naming what would do, and nothing of a plan written."""
+"""Bad batches and bad planner arguments raise typed errors that name what is expected, before the plan is written."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ BAD_PAGES: list[tuple[dict[str, Tensor], type[AttnOpsError], str, str]] = [
     ),
     ({"kv_last_page_len": int32([0, 0, 1])}, PageTableError, "kv_last_page_len[0] is 0", "1 to page_size 16"),
     ({"kv_last_page_len": int32([16, 0, 17])}, PageTableError, "kv_last_page_len[2] is 17", "1 to page_size 16"),
-    ({"kv_last_page_len": int32([16, 1])}, ShapeError, "kv_last_page_len is [2]", "[3], one a request"),
+    ({"kv_last_page_len": int32([16, 1])}, ShapeError, "kv_last_page_len is [2]", "[3], one per request"),
     ({"kv_indices": int32([8, 9, 5])}, PageTableError, "kv_indices[1] is 9", "a page of the cache, 0 to 8"),
     ({"kv_indices": int32([8, 0, -1])}, PageTableError, "kv_indices[2] is -1", "a page of the cache, 0 to 8"),
     (
         {"kv_indptr": int32([0, 5, 5, 6]), "kv_indices": int32([0] * 6), "kv_last_page_len": int32([1, 1, 1])},
         CapacityError,
-        "a request has 65 tokens and the plan room for 64",
+        "a request has 65 tokens and the plan capacity for 64",
         "max_kv_len of at least 65",
     ),
     (
         {"kv_indptr": int32([0, 4, 4, 8]), "kv_indices": int32([0] * 8)},
         CapacityError,
-        "the batch has 8 pages and the plan room for 7",
+        "the batch has 8 pages and the plan capacity for 7",
         "max_pages of at least 8",
     ),
     (
         {"kv_indptr": int32([0, 0, 0, 0, 0]), "kv_last_page_len": int32([1] * 4), "qo_indptr": int32([0] * 5)},
         CapacityError,
-        "the batch has 4 requests and the plan room for 3",
+        "the batch has 4 requests and the plan capacity for 3",
         "max_batch of at least 4",
     ),
 ]
@@ -109,7 +109,12 @@ def test_prefill(changes: dict[str, Tensor], error: type[AttnOpsError], what: st
     [
         ([1, 9, 9, 70], PageTableError, "kv_indptr starts at 1", "0"),
         ([0, 9, 8, 70], PageTableError, "kv_indptr falls from 9 to 8 at request 1", "values that never"),
-        ([0, 9, 9, 74], CapacityError, "a request has 65 tokens and the plan room for 64", "max_kv_len of at least 65"),
+        (
+            [0, 9, 9, 74],
+            CapacityError,
+            "a request has 65 tokens and the plan capacity for 64",
+            "max_kv_len of at least 65",
+        ),
         ([0, 0, 0, 0, 0], CapacityError, "the batch has 4 requests", "max_batch of at least 4"),
     ],
 )
@@ -173,7 +178,7 @@ def test_ragged_planner_needs_lengths(changes: dict[str, int]) -> None:
         PrefillPlanner(3, 8, 0, **SIZES, **changes)
 
 
-def test_decode_planner_needs_a_share() -> None:
+def test_decode_planner_needs_a_cta() -> None:
     with pytest.raises(OptionError, match=r"^planner: num_ctas is -3; expected at least 1; \w"):
         DecodePlanner(3, 7, num_ctas=-3, **PAGED)
 

@@ -1,4 +1,4 @@
-"""Plans with pieces of a fixed size: every request is cut alike in every batch, and all its tokens are read once."""
+"""Plans with a fixed split size: a request has the same splits in every batch, and all its tokens are read once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ requests = st.lists(st.tuples(st.integers(0, 70), LENGTHS), min_size=1, max_size
 
 
 def size_of(page_size: int, fixed_split_size: int) -> int:
-    """Tokens in a piece: those of its pages, rounded up to whole units."""
+    """Tokens in a split: those of its pages, rounded up to KV blocks."""
     return -(-page_size * fixed_split_size // KV_BLOCK) * KV_BLOCK
 
 
@@ -56,8 +56,8 @@ def prefill_plan(lengths: list[tuple[int, int]], page_size: int = 16, **more: An
     return planner.plan(indptr(qo_lens), *table)
 
 
-def count_splits(plan: DecodePlan | PrefillPlan, request: int) -> list[Item]:
-    """Its work items without what depends on its place in the batch."""
+def splits_of(plan: DecodePlan | PrefillPlan, request: int) -> list[Item]:
+    """The work items of a request, without what depends on its place in the batch."""
     mine = sorted((i for i in items(plan) if i.rows and i.request == request), key=lambda i: (i.row, i.kv_begin))
     row, slot = min((i.row for i in mine), default=0), min((i.slot for i in mine if i.slot >= 0), default=0)
     return [
@@ -66,11 +66,11 @@ def count_splits(plan: DecodePlan | PrefillPlan, request: int) -> list[Item]:
 
 
 @given(batches, options)
-def test_decode_reads_every_token_once_in_pieces_of_the_size(lengths: list[int], more: dict) -> None:
+def test_decode_reads_every_token_once_in_splits_of_the_size(lengths: list[int], more: dict) -> None:
     plan = decode_plan(lengths, **more)
     size, window, slots = size_of(more["page_size"], more["fixed_split_size"]), more["window_left"] + 1, []
-    shares = [items(plan)[a:b] for a, b in pairwise(plan.cta_indptr.tolist())]
-    work = [item for share in shares for item in share]
+    work_per_cta = [items(plan)[a:b] for a, b in pairwise(plan.cta_indptr.tolist())]
+    work = [item for cta in work_per_cta for item in cta]
     assert (plan.work[len(work) :] == 0).all()
     for b, length in enumerate(lengths):
         mine = [item for item in work if item.request == b]
@@ -88,32 +88,34 @@ def test_decode_reads_every_token_once_in_pieces_of_the_size(lengths: list[int],
 
 
 @given(batches, options, st.integers(1, 40))
-def test_no_share_has_more_than_the_mean_and_a_piece(lengths: list[int], more: dict, num_ctas: int) -> None:
+def test_no_cta_has_more_than_the_mean_and_a_split(lengths: list[int], more: dict, num_ctas: int) -> None:
     plan = decode_plan(lengths, num_ctas=num_ctas, **more)
     bounds, work = plan.cta_indptr.tolist(), items(plan)
-    shares = [sum(i.kv_end - i.kv_begin for i in work[a:b]) for a, b in pairwise(bounds)]
+    tokens = [sum(i.kv_end - i.kv_begin for i in work[a:b]) for a, b in pairwise(bounds)]
     size = size_of(more["page_size"], more["fixed_split_size"])
     assert bounds[0] == 0
-    assert max(shares) <= sum(shares) / len(shares) + size + len(lengths) * KV_BLOCK
+    assert max(tokens) <= sum(tokens) / len(tokens) + size + len(lengths) * KV_BLOCK
 
 
 @given(batches, options)
-def test_decode_cuts_a_request_alike_in_every_batch(lengths: list[int], more: dict) -> None:
+def test_decode_splits_a_request_the_same_in_every_batch(lengths: list[int], more: dict) -> None:
     plan = decode_plan(lengths, **more)
     for b, length in enumerate(lengths):
-        assert count_splits(plan, b) == count_splits(decode_plan([length], num_ctas=2, **more), 0)
+        assert splits_of(plan, b) == splits_of(decode_plan([length], num_ctas=2, **more), 0)
 
 
 @given(requests, options, st.booleans())
-def test_prefill_cuts_a_request_alike_in_every_batch(lengths: list[tuple[int, int]], more: dict, causal: bool) -> None:
+def test_prefill_splits_a_request_the_same_in_every_batch(
+    lengths: list[tuple[int, int]], more: dict, causal: bool
+) -> None:
     plan = prefill_plan(lengths, causal=causal, **more)
     size, slots = size_of(more["page_size"], more["fixed_split_size"]), []
     for b, request in enumerate(lengths):
         alone = prefill_plan([request], causal=causal, **more)
-        assert count_splits(plan, b) == count_splits(alone, 0)
+        assert splits_of(plan, b) == splits_of(alone, 0)
         whole = prefill_plan([request], causal=causal, **{**more, "fixed_split_size": None, "num_ctas": 0})
-        for tile in count_splits(whole, 0):
-            mine = [i for i in count_splits(plan, b) if i.row == tile.row]
+        for tile in splits_of(whole, 0):
+            mine = [i for i in splits_of(plan, b) if i.row == tile.row]
             first = tile.kv_begin // KV_BLOCK * KV_BLOCK
             assert [i.kv_begin for i in mine] == [tile.kv_begin, *(first + size * n for n in range(1, len(mine)))]
             assert [i.kv_end for i in mine] == [*(i.kv_begin for i in mine[1:]), tile.kv_end]
@@ -125,7 +127,7 @@ def test_prefill_cuts_a_request_alike_in_every_batch(lengths: list[tuple[int, in
 
 
 @pytest.mark.parametrize("lengths", [[700, 3, 0, 64, 65], [5000]])
-def test_work_done_by_the_pieces_is_the_answer(lengths: list[int]) -> None:
+def test_the_splits_compute_attention(lengths: list[int]) -> None:
     plan, generator = decode_plan(lengths, fixed_split_size=8), torch.Generator().manual_seed(0)
     q = torch.randn(len(lengths), HEADS, DIM, generator=generator)
     kvs = [torch.randn(2, n, HEADS, DIM, generator=generator) for n in lengths]
@@ -146,9 +148,9 @@ def test_work_done_by_the_pieces_is_the_answer(lengths: list[int]) -> None:
             torch.testing.assert_close(done[row], attention(q[row, None], *kvs[row])[0])
 
 
-def test_one_long_request_is_shared_out() -> None:
-    shares = decode_plan([4096], fixed_split_size=16, num_ctas=16).cta_indptr
-    assert shares.diff().tolist() == [1] * 16
+def test_one_long_request_is_spread_over_all_ctas() -> None:
+    cta_indptr = decode_plan([4096], fixed_split_size=16, num_ctas=16).cta_indptr
+    assert cta_indptr.diff().tolist() == [1] * 16
 
 
 @pytest.mark.parametrize("value", [0, -2])
@@ -158,10 +160,10 @@ def test_a_size_is_positive(value: int) -> None:
             make([5], fixed_split_size=value)
 
 
-def test_too_many_pieces_are_refused_on_the_host_and_not_made_from_elsewhere() -> None:
+def test_too_many_splits_are_refused_on_the_host_and_not_made_from_device_lengths() -> None:
     lengths = [(16, 1000), (16, 300), (16, 64)]
     with pytest.raises(
-        CapacityError, match=r"room for 22 pieces of 64 tokens and .* for 20; expected num_ctas of at least 22"
+        CapacityError, match=r"makes 22 splits of 64 tokens and .* for 20; expected num_ctas of at least 22"
     ):
         prefill_plan(lengths, fixed_split_size=4, num_ctas=20)
     assert sum(i.rows > 0 for i in items(prefill_plan(lengths, fixed_split_size=4, num_ctas=22))) == 22

@@ -14,7 +14,7 @@ from attn_ops import PrefillPlan, PrefillPlanner
 from attn_ops.plan.state import KV_BLOCK, num_partials
 
 CLASSES = 32
-"""Tiles may stand out of order by one part in so many of the longest."""
+"""Work items may be out of order by ``1 / CLASSES`` of the longest."""
 
 requests = st.tuples(st.one_of(st.just(0), st.just(1), st.integers(0, 300)), LENGTHS)
 batches = st.fixed_dictionaries(
@@ -73,13 +73,13 @@ def _items(plan: PrefillPlan) -> list[Item]:
 
 
 def _tiles(plan: PrefillPlan) -> list[Item]:
-    """The tiles, put together from the pieces that they were split into."""
-    pieces: dict[int, list[Item]] = {}
+    """The query tiles, each put together from its splits."""
+    splits: dict[int, list[Item]] = {}
     for item in _items(plan):
-        pieces.setdefault(item.row, []).append(item)
+        splits.setdefault(item.row, []).append(item)
     return [
         parts[0]._replace(kv_begin=min(p.kv_begin for p in parts), kv_end=max(p.kv_end for p in parts), slot=-1)
-        for parts in pieces.values()
+        for parts in splits.values()
     ]
 
 
@@ -127,24 +127,24 @@ def test_tiles_read_what_their_rows_see_and_little_more(batch: dict) -> None:
 
 
 @given(batches)
-def test_pieces_are_what_is_merged(batch: dict) -> None:
-    """A split tile's pieces cover its KV, meet at whole units, are about equal and have their own slots in order."""
+def test_split_tiles_lists_the_splits(batch: dict) -> None:
+    """A tile's splits cover its KV, end at KV blocks, are about equal and have their own slots in order."""
     plan = _plan(**batch)
     work = _items(plan)
     whole = [item for item in work if item.slot < 0]
     assert len({item.row for item in whole}) == len(whole)
-    merges = [record for record in plan.split_tiles.tolist() if any(record)]
-    assert (plan.split_tiles[len(merges) :] == 0).all()
+    split_tiles = [record for record in plan.split_tiles.tolist() if any(record)]
+    assert (plan.split_tiles[len(split_tiles) :] == 0).all()
     slots: list[int] = []
-    for row, rows, first, count in merges:
-        pieces = sorted((item for item in work if item.row == row), key=lambda item: item.slot)
+    for row, rows, first, count in split_tiles:
+        splits = sorted((item for item in work if item.row == row), key=lambda item: item.slot)
         assert count > 1
-        assert [item.slot for item in pieces] == list(range(first, first + count))
-        assert {item.rows for item in pieces} == {rows}
-        for a, b in pairwise(pieces):
+        assert [item.slot for item in splits] == list(range(first, first + count))
+        assert {item.rows for item in splits} == {rows}
+        for a, b in pairwise(splits):
             assert a.kv_end == b.kv_begin
             assert a.kv_end % KV_BLOCK == 0
-        lengths = [-(-p.kv_end // KV_BLOCK) - p.kv_begin // KV_BLOCK for p in pieces]
+        lengths = [-(-p.kv_end // KV_BLOCK) - p.kv_begin // KV_BLOCK for p in splits]
         assert max(lengths) - min(lengths) <= 1
         slots += range(first, first + count)
     assert slots == list(range(len(slots)))
@@ -153,23 +153,23 @@ def test_pieces_are_what_is_merged(batch: dict) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 40))
-def test_few_long_tiles_are_split_evenly(count: int, units: int) -> None:
-    """No item is longer than twice an equal share."""
-    plan = _plan([(1, units * KV_BLOCK * 8)] * count, num_ctas=16)
+def test_few_long_tiles_are_split_evenly(count: int, kv_blocks: int) -> None:
+    """No work item is longer than twice an equal part."""
+    plan = _plan([(1, kv_blocks * KV_BLOCK * 8)] * count, num_ctas=16)
     lengths = [item.kv_end - item.kv_begin for item in _items(plan)]
     assert max(lengths) <= 2 * max(sum(lengths) / 16, 2 * KV_BLOCK) + KV_BLOCK
 
 
 @given(batches)
 def test_longest_first(batch: dict) -> None:
-    """No item is followed, however late, by one that is longer than it by more than a class, or a unit if split."""
+    """No later item is longer than an earlier one by more than a length class, or a KV block if tiles are split."""
     plan = _plan(**batch)
     extents = [t.kv_end - t.kv_begin for t in _items(plan)]
-    unit = KV_BLOCK if plan.split_tiles.any() else 0
+    rounding = KV_BLOCK if plan.split_tiles.any() else 0
     longest_after = 0
     for extent in reversed(extents):
         longest_after = max(longest_after, extent)
-        assert longest_after - extent <= (max(extents) + unit) // CLASSES + 1 + 2 * unit
+        assert longest_after - extent <= (max(extents) + rounding) // CLASSES + 1 + 2 * rounding
 
 
 def test_zero_plan_has_no_work() -> None:

@@ -1,4 +1,4 @@
-"""Prefill plans that split few and long tiles: what the pieces are of, and that merged they are the answer."""
+"""Prefill plans that split few and long tiles: the splits cover their tiles, and combined they give the answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ batches = st.fixed_dictionaries(
 )
 
 
-class Merge(NamedTuple):
+class SplitTile(NamedTuple):
     """A row of ``plan.split_tiles``."""
 
     row: int
@@ -70,45 +70,45 @@ def _work(plan: PrefillPlan) -> list[Item]:
     return work[:count]
 
 
-def _merges(plan: PrefillPlan) -> list[Merge]:
-    merges = [Merge(*row) for row in plan.split_tiles.tolist()]
-    count = sum(m.slots > 0 for m in merges)
+def _split_tiles(plan: PrefillPlan) -> list[SplitTile]:
+    tiles = [SplitTile(*row) for row in plan.split_tiles.tolist()]
+    count = sum(tile.slots > 0 for tile in tiles)
     assert (plan.split_tiles[count:] == 0).all()
-    return merges[:count]
+    return tiles[:count]
 
 
-def _units(item: Item) -> int:
+def _kv_blocks(item: Item) -> int:
     return -(-item.kv_end // KV_BLOCK) - item.kv_begin // KV_BLOCK if item.kv_end > item.kv_begin else 0
 
 
 @given(batches)
-def test_pieces_are_the_tiles(batch: dict) -> None:
-    """With the pieces put together, the plan is the one that splits nothing."""
+def test_splits_cover_their_tiles(batch: dict) -> None:
+    """With the splits of each tile put together, the plan is the one that splits nothing."""
     work = _work(_plan(**batch))
     whole = _work(_plan(**batch | {"num_ctas": 0}))
     assert {item.row for item in work} == {tile.row for tile in whole}
     for tile in whole:
-        pieces = [item for item in work if item.row == tile.row]
-        same = [item._replace(kv_begin=0, kv_end=0, slot=-1) for item in (tile, *pieces)]
+        splits = [item for item in work if item.row == tile.row]
+        same = [item._replace(kv_begin=0, kv_end=0, slot=-1) for item in (tile, *splits)]
         assert all(item == same[0] for item in same)
-        if len(pieces) == 1:
-            assert pieces[0] == tile
+        if len(splits) == 1:
+            assert splits[0] == tile
         else:
-            ranges = [(item.kv_begin, item.kv_end) for item in pieces]
+            ranges = [(item.kv_begin, item.kv_end) for item in splits]
             assert disjoint(ranges, tile.kv_begin, tile.kv_end)
             assert all(begin % KV_BLOCK == 0 or begin == tile.kv_begin for begin, _ in ranges)
 
 
-def test_one_long_tile_is_spread_and_many_are_left_alone() -> None:
+def test_one_long_tile_is_split_and_many_are_not() -> None:
     one = _work(_plan([(16, 32 * KV_BLOCK)], num_ctas=8))
-    assert [_units(item) for item in one] == [4] * 8
+    assert [_kv_blocks(item) for item in one] == [4] * 8
     many = _plan([(16, 4 * KV_BLOCK)] * 16, num_ctas=8)
-    assert _merges(many) == []
+    assert _split_tiles(many) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_work_done_by_the_list_is_the_answer(seed: int) -> None:
-    """Every item in float64; pieces meet in the workspace and are merged row by row."""
+def test_the_work_list_computes_attention(seed: int) -> None:
+    """Every work item in float64; partial results go to the workspace and are combined row by row."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     sizes = [(draw.randint(0, 20), draw.choice([3, 200, 900])) for _ in range(draw.randint(1, 3))]
@@ -130,7 +130,7 @@ def test_work_done_by_the_list_is_the_answer(seed: int) -> None:
             out[i.row : i.row + i.rows] = v
         else:
             slots_v[i.slot, : i.rows], slots_s[i.slot, : i.rows] = v, s
-    for m in _merges(plan):
+    for m in _split_tiles(plan):
         part = slice(m.slot, m.slot + m.slots)
         states = slots_v[part, : m.rows].transpose(0, 1), slots_s[part, : m.rows].transpose(0, 1)
         out[m.row : m.row + m.rows] = merge(*states)[0]

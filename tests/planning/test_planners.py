@@ -1,4 +1,4 @@
-"""Planners: buffers that stay where they are, page tables of any integer type, and bounds that hold for garbage."""
+"""Planners: tensors that keep their addresses, page tables of any integer dtype, and bounds that hold for garbage."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_validation_does_not_change_the_plan(kind: str) -> None:
 
 @each_kind
 def test_filling_the_capacity_exactly(kind: str) -> None:
-    """A batch of as many requests, rows, pages and tokens as there is room for is planned."""
+    """A batch of exactly the capacity in requests, rows, pages and tokens is planned."""
     qo_indptr, (kv_indptr, kv_indices, last) = int32([0, 3, 4]), page_table((32, 48), PAGE)
     sizes = {**SIZES, "max_kv_len": 48}
     if kind == "decode":
@@ -165,12 +165,7 @@ def test_plans_are_pytrees_of_their_fields() -> None:
 def test_sizes_of_any_magnitude_travel_with_the_plan() -> None:
     """Their product is more than int64 holds, and so would strides be."""
     problem = PlanProblem(64, 128, 8, 576, 512, 1 << 21, 64, 1 << 17, 1, 1 << 21)
-    as_shape_tensor = problem.as_shape_tensor(torch.device("cpu"))
-    for t in (
-        as_shape_tensor,
-        as_shape_tensor.clone(),
-        torch.zeros_like(as_shape_tensor),
-        as_shape_tensor.to(torch.int32),
-    ):
+    shape_tensor = problem.as_shape_tensor(torch.device("cpu"))
+    for t in (shape_tensor, shape_tensor.clone(), torch.zeros_like(shape_tensor), shape_tensor.to(torch.int32)):
         assert t.numel() == 0
         assert PlanProblem.of(t) == problem

@@ -187,7 +187,7 @@ def test_a_draft_mask_exports_with_any_batch() -> None:
 def test_errors_name_numbers_not_symbols() -> None:
     _, _, q, cache = _paged(7)
     planner = attn_ops.DecodePlanner(4, 7, **SIZES)
-    words = r"q has 7 rows and the plan room for 4 requests; expected max_batch of at least 7"
+    words = r"q has 7 rows and the plan capacity for 4 requests; expected max_batch of at least 7"
 
     def call(q: Tensor) -> Tensor:
         return torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], planner.state, planner.workspace)[0]

@@ -27,7 +27,7 @@ def _page_table(op: OpChecker, kv_indptr: Tensor, kv_indices: Tensor, kv_last_pa
         if needed > capacity:
             op.fail(
                 CapacityError,
-                f"the batch has {needed} {what} and the plan room for {capacity}",
+                f"the batch has {needed} {what} and the plan capacity for {capacity}",
                 f"{name} of at least {needed}",
                 f"make the planner with that {name}",
             )
