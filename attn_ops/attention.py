@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import ArgumentError
-from attn_ops.frontend.arguments import DType, attention_options, fail, refuse, required
+from attn_ops.errors import ArgumentError, fail
+from attn_ops.frontend.arguments import DType, attention_options, refuse, required
+from attn_ops.frontend.base import SINK_BY_POSITION, PreparedPlan, committing
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper
-from attn_ops.frontend.plan_spec import prefill_shape
+from attn_ops.frontend.plan_spec import prefill_spec
 from attn_ops.frontend.scales import Scale
-from attn_ops.frontend.variants import SINK
 from attn_ops.plan.page_table import PageTable, by_length, index
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -32,7 +32,7 @@ class BatchAttention(PagedWrapper):
         super().__init__(None, kv_layout, device=device)
         self._by_token: PagedWrapper | None = None
 
-    def plan(
+    def prepare_plan(
         self,
         qo_indptr: Tensor,
         kv_indptr: Tensor,
@@ -49,7 +49,7 @@ class BatchAttention(PagedWrapper):
         q_data_type: DType = torch.bfloat16,
         kv_data_type: DType = torch.bfloat16,
         use_profiler: bool = False,
-    ) -> None:
+    ) -> PreparedPlan:
         """Plan a batch.
 
         Args:
@@ -62,22 +62,21 @@ class BatchAttention(PagedWrapper):
         """
         where = f"{self._name}.plan"
         refuse(where, use_profiler=use_profiler)
-        shape = prefill_shape(where, num_qo_heads, num_kv_heads, None, head_dim_qk, head_dim_vo, page_size)
-        shape = shape._replace(causal=causal)
-        options = attention_options(where, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
-        options.update(causal=causal, kv_layout=self._kv_layout)
+        spec = prefill_spec(where, num_qo_heads, num_kv_heads, None, head_dim_qk, head_dim_vo, page_size)
+        spec = spec._replace(causal=causal)
+        options = attention_options(where, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)._replace(causal=causal)
         required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
         pages = by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)
         pages = pages._replace(qo_indptr=index(where, "qo_indptr", qo_indptr))
-        by_token = None
-        if page_size > 1 and torch.equal(kv_indptr.cpu().long().diff(), kv_len_arr.cpu().long()):
-            tokens = PageTable.of(where, kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), qo_indptr)
-            by_token = PagedWrapper(None, self._kv_layout, device=self.device)
-            by_token._plan(where, "batch_prefill", tokens, shape._replace(page_size=1), options)
-        self._plan(where, "batch_prefill", pages, shape, options)
-        self._by_token = by_token
+        plan = self._prepare(where, "batch_prefill", pages, spec, options)
+        if page_size == 1 or not torch.equal(kv_indptr.cpu().long().diff(), kv_len_arr.cpu().long()):
+            return plan.with_state(_by_token=None)
+        tokens = PageTable.of(where, kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), qo_indptr)
+        by_token = PagedWrapper(None, self._kv_layout, device=self.device)
+        by_token_plan = by_token._prepare(where, "batch_prefill", tokens, spec._replace(page_size=1), options)
+        return plan.with_state(by_token_plan, _by_token=by_token)
 
-    begin_forward = plan
+    begin_forward = plan = committing(prepare_plan)
 
     @prepared
     def run(
@@ -100,7 +99,7 @@ class BatchAttention(PagedWrapper):
         refuse(where, profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         by_token = self._by_token is not None and not isinstance(kv_cache, Tensor) and kv_cache[0].dim() == 3
         wrapper: PagedWrapper = self._by_token if by_token and self._by_token is not None else self
-        return wrapper._attend(
+        return wrapper._paged_call(
             where,
             q,
             kv_cache,
@@ -108,7 +107,7 @@ class BatchAttention(PagedWrapper):
             k_scale=k_scale,
             v_scale=v_scale,
             logits_soft_cap=logits_soft_cap or None,
-        )
+        ).execute()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The output of :meth:`run` over the pair ``(k, v)``, paged or 3-D."""
@@ -118,8 +117,8 @@ class BatchAttention(PagedWrapper):
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """The paged prefill wrapper with a sink: run() takes ``sinks`` and ``sm_scale`` by position, after the cache.
 
-    ``pos_encoding_mode``, ``window_left``, the dtypes and the head dimensions are what plan() uses where it is not
-    told. ``sinks`` float32 ``[num_qo_heads]``: a natural-log logit in each row's denominator.
+    ``pos_encoding_mode``, ``window_left``, the dtypes and the head dimensions are the defaults of plan(). ``sinks`` is
+    float32 ``[num_qo_heads]``: a natural-log logit in each row's denominator.
     """
 
     def __init__(
@@ -162,9 +161,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             "window_left": window_left,
         }
         self._head_dim_qk = head_dim_qk
-        self._follow = SINK
+        self._by_position = SINK_BY_POSITION
 
-    def plan(
+    def prepare_plan(
         self,
         qo_indptr: Tensor,
         paged_kv_indptr: Tensor,
@@ -176,7 +175,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         page_size: int | None = None,
         *args: Any,
         **kwargs: Any,
-    ) -> None:
+    ) -> PreparedPlan:
         """As the base class's, with the constructor's defaults for what is not given by name."""
         if args:
             fail(
@@ -192,6 +191,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         defaults = dict(self._defaults)
         if "data_type" in kwargs:
             del defaults["q_data_type"], defaults["kv_data_type"]
-        super().plan(*tables, num_qo_heads, num_kv_heads, head_dim_qk, page_size, **{**defaults, **kwargs})
+        return super().prepare_plan(
+            *tables, num_qo_heads, num_kv_heads, head_dim_qk, page_size, **{**defaults, **kwargs}
+        )
 
-    begin_forward = plan
+    begin_forward = plan = committing(prepare_plan)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
-from attn_ops.errors import ShapeError
-from attn_ops.frontend.arguments import DType, fail
-from attn_ops.frontend.base import together
+from attn_ops.errors import DTypeError, ShapeError, fail
+from attn_ops.frontend.arguments import DType
 from attn_ops.frontend.kv_cache import PagedCache
-from attn_ops.frontend.merge_states import merge_state, merge_state_in_place, merge_states, variable_length_merge_states
+from attn_ops.plan.page_table import index
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 __all__ = [
@@ -26,13 +25,48 @@ __all__ = [
 ]
 
 
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Of two sets of keys, the state over both: ``v [rows, heads, head_dim]``, ``s [rows, heads]``.
+
+    Two empty states, LSE -inf, give 0 and -inf.
+    """
+    return torch.ops.attn.merge_state(v_a, s_a.float(), v_b, s_b.float())
+
+
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+    """:func:`merge_state` into ``v`` and float32 ``s``.
+
+    ``mask [rows]``, bool or uint8 of any stride, leaves rows out where it is False.
+    """
+    if s.dtype != torch.float32:
+        fail(
+            DTypeError,
+            "merge_state_in_place",
+            f"s is {str(s.dtype).removeprefix('torch.')}",
+            "float32, since it is written",
+            "convert it first",
+        )
+    torch.ops.attn.merge_state_in_place(v, s, v_other, s_other.float(), None if mask is None else mask.contiguous())
+
+
+def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Over the second dimension: ``v [rows, states, heads, head_dim]``, ``s [rows, states, heads]``."""
+    return torch.ops.attn.merge_states(v, s.float())
+
+
+def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
+    """Row r of the result merges states ``indptr[r]`` to ``indptr[r + 1]`` of ``v [states, heads, head_dim]``."""
+    offsets = index("variable_length_merge_states", "indptr", indptr).to(v.device)
+    return torch.ops.attn.merge_states_varlen(v, s.float(), offsets)
+
+
 class MultiLevelCascadeAttentionWrapper:
     """Several page tables over one cache, from the most shared to the least; each query row sees one entry of each.
 
     Args:
         num_levels: page tables. Level i groups the query rows by ``qo_indptr_arr[i]``.
         float_workspace_buffer, kv_layout: as for the prefill wrapper.
-        use_cuda_graph: with it one buffer a level in each of the ``*_buf_arr`` lists.
+        use_cuda_graph: with it one buffer per level in each of the ``*_buf_arr`` lists.
     """
 
     def __init__(
@@ -95,7 +129,7 @@ class MultiLevelCascadeAttentionWrapper:
         q_data_type: DType = "float16",
         kv_data_type: DType | None = None,
     ) -> None:
-        """Plan every level; lists have one tensor a level, as for the prefill wrapper. ``causal`` is the last's."""
+        """Plan every level; lists have one tensor per level, as for the prefill wrapper. ``causal`` is the last's."""
         arrays = {
             "qo_indptr_arr": qo_indptr_arr,
             "paged_kv_indptr_arr": paged_kv_indptr_arr,
@@ -103,33 +137,36 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
         _check_levels(f"{type(self).__name__}.plan", len(self._levels), arrays)
-        with together(self._levels) as plans:
-            for i, (level, *tables) in enumerate(zip(self._levels, *arrays.values(), strict=True)):
-                level.plan(
-                    *tables,
-                    num_qo_heads,
-                    num_kv_heads,
-                    head_dim,
-                    page_size,
-                    causal=causal and i == len(self._levels) - 1,
-                    pos_encoding_mode=pos_encoding_mode,
-                    sm_scale=sm_scale,
-                    window_left=window_left,
-                    logits_soft_cap=logits_soft_cap,
-                    rope_scale=rope_scale,
-                    rope_theta=rope_theta,
-                    q_data_type=q_data_type,
-                    kv_data_type=kv_data_type,
-                )
-            rows = [plan.rows for plan in plans]
-            if len(set(rows)) > 1:
-                fail(
-                    ShapeError,
-                    f"{type(self).__name__}.plan",
-                    f"the levels have {', '.join(map(str, rows))} query rows",
-                    "as many rows in each, which are the same",
-                    "correct qo_indptr_arr",
-                )
+        plans = [
+            level.prepare_plan(
+                *table,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                causal=causal and i == len(self._levels) - 1,
+                pos_encoding_mode=pos_encoding_mode,
+                sm_scale=sm_scale,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+            )
+            for i, (level, *table) in enumerate(zip(self._levels, *arrays.values(), strict=True))
+        ]
+        rows = [plan.rows for plan in plans]
+        if len(set(rows)) > 1:
+            fail(
+                ShapeError,
+                f"{type(self).__name__}.plan",
+                f"the levels have {', '.join(map(str, rows))} query rows",
+                "the same number in each level",
+                "correct qo_indptr_arr",
+            )
+        for plan in plans:
+            plan.commit()
 
     begin_forward = plan
 
@@ -149,7 +186,7 @@ class MultiLevelCascadeAttentionWrapper:
 def _check_levels(where: str, num_levels: int, arrays: dict[str, list[Tensor]]) -> None:
     for name, array in arrays.items():
         if len(array) != num_levels:
-            fail(ShapeError, where, f"{name} has {len(array)} tensors", f"{num_levels}, one a level", "correct it")
+            fail(ShapeError, where, f"{name} has {len(array)} tensors", f"{num_levels}, one per level", "correct it")
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import PlanError, ShapeError
-from attn_ops.frontend.arguments import DType, DTypes, attention_options, fail, layout, refuse, required
-from attn_ops.frontend.attend_dense import attend_dense, check_dense
-from attn_ops.frontend.base import graph_buffers
+from attn_ops.errors import PlanError, ShapeError, fail
+from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, refuse, required
+from attn_ops.frontend.base import PreparedPlan, committing, graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache
+from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper, forward_changes
 from attn_ops.frontend.plan_spec import splitting
+from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from attn_ops.page import get_seq_lens
 from attn_ops.plan.page_table import PageTable
@@ -80,18 +81,13 @@ def single_decode_with_kv_cache(
     )
     q = q[None]
     check_dense(where, q, k, v)
-    result = attend_dense(
-        where,
-        q,
-        k,
-        v,
-        layout(where, kv_layout),
-        options,
-        OutputSpec(return_lse=return_lse),
-        logit_scales={"q_scale": q_scale, "k_scale": k_scale},
-        value_scales={"v_scale": v_scale},
-    )
-    return (result[0][0], result[1][0]) if return_lse else result[0]
+    scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
+    output = OutputSpec(return_lse=return_lse, rows_shape=())
+    call = dense_call(where, (q, k, v), options, output, scales, kv_layout=layout(where, kv_layout))
+    if not return_lse:
+        return call.execute()
+    out, lse = call.execute()
+    return out, lse[0]
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -103,7 +99,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         use_cuda_graph: the three buffers, int32, become the plan's memory. The batch size is then fixed, by
             ``paged_kv_indptr_buffer [batch + 1]`` and ``paged_kv_last_page_len_buffer [batch]``, and
             ``paged_kv_indices_buffer`` bounds the pages. Without it the buffers have no effect.
-        use_tensor_cores, backend: no effect on results (:mod:`attn_ops.frontend.no_effect`).
+        use_tensor_cores, backend: no effect on results (:mod:`attn_ops.frontend.policy`).
         jit_args: those of the variant AttentionSink, by which run() takes ``sinks, sm_scale`` by position.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_decode`` node. The plan's tensors keep
@@ -142,7 +138,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """As given to the constructor; which units compute is the backend's choice."""
         return self._use_tensor_cores
 
-    def plan(
+    def prepare_plan(
         self,
         indptr: Tensor,
         indices: Tensor,
@@ -170,7 +166,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         *,
         window_right: int = 0,
         is_causal: bool | None = None,
-    ) -> None:
+    ) -> PreparedPlan:
         """Plan a batch. Eager, never inside a graph.
 
         Args:
@@ -201,7 +197,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 f"{self._q_len_per_req} as in the first plan, in CUDA-graph mode",
                 "make a wrapper for each number of rows",
             )
-        tables, shape = self._problem(
+        table, spec = self._spec(
             where,
             indptr,
             indices,
@@ -225,16 +221,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        options["kv_layout"] = self._kv_layout
-        if not shape.decode:
-            options["causal"] = shape.causal
+        options = options._replace(causal=spec.causal)
         dtypes = DTypes(where, q_data_type, kv_data_type, o_data_type, data_type)
-        self._plan(where, "batch_decode" if shape.decode else "batch_prefill", tables, shape, options, dtypes)
-        self._q_len_per_req = q_len_per_req
+        op = "batch_decode" if spec.decode else "batch_prefill"
+        return self._prepare(where, op, table, spec, options, dtypes).with_state(_q_len_per_req=q_len_per_req)
 
-    begin_forward = plan
+    begin_forward = plan = committing(prepare_plan)
 
-    def _problem(
+    def _spec(
         self,
         where: str,
         indptr: Tensor,
@@ -252,7 +246,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     ) -> tuple[PageTable, PlanSpec]:
         required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
         qo_indptr = None if q_len_per_req == 1 else torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
-        shape = PlanSpec(
+        spec = PlanSpec(
             decode=q_len_per_req == 1,
             paged=True,
             page_size=page_size,
@@ -265,7 +259,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             **splitting(where, fixed_split_size, disable_split_kv),
             rows=q_len_per_req,
         )
-        return PageTable.of(where, indptr, indices, last_page_len, qo_indptr), shape
+        return PageTable.of(where, indptr, indices, last_page_len, qo_indptr), spec
 
     def workspace_size(
         self,
@@ -295,7 +289,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """Bytes that plan() with these arguments needs of the float workspace, and bytes of integers it holds."""
         where = f"{self._name}.workspace_size"
         return self._sizes(
-            *self._problem(
+            *self._spec(
                 where,
                 indptr,
                 indices,
@@ -352,19 +346,18 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         sm_scale = None
         if args:
             k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
-        output_spec = OutputSpec(out, lse, return_lse)
-        return self._attend(
+        return self._paged_call(
             where,
             q,
             paged_kv_cache,
-            output_spec,
+            OutputSpec(out, lse, return_lse),
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
             sinks=sinks,
             window_left=window_left,
             sm_scale=sm_scale,
-        )
+        ).execute()
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""
@@ -397,10 +390,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        output_spec = OutputSpec(return_lse=return_lse)
-        return self._attend(
-            where, q, paged_kv_cache, output_spec, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **changes
-        )
+        output, scales = OutputSpec(return_lse=return_lse), {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return self._paged_call(where, q, paged_kv_cache, output, **scales, **changes).execute()
 
     def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`forward` with the LSE."""
@@ -458,8 +449,11 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: Tensor | None = None,
 ) -> None:
-    """``self.plan(...)``, with ``global_override_indptr_cpu`` in the place of ``indptr`` where it is given."""
-    self.plan(
+    """``self.plan(...)``, with ``global_override_indptr_cpu`` in the place of ``indptr`` where it is given.
+
+    Engines bind it as a method: ``wrapper.plan = functools.partial(fast_decode_plan, wrapper)``.
+    """
+    self.prepare_plan(
         indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
         indices,
         last_page_len,
@@ -481,4 +475,4 @@ def fast_decode_plan(
         fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv,
         q_len_per_req=q_len_per_req,
-    )
+    ).commit()

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.call import as_sinks
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import ArgumentError, OptionError, ShapeError
-from attn_ops.frontend.arguments import DType, DTypes, as_dtype, fail, output_dtype, positive, refuse, required
-from attn_ops.frontend.attend_block_tables import block_table, lengths
-from attn_ops.frontend.base import Wrapper, as_sinks, buffer, graph_buffers
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
+from attn_ops.frontend.arguments import DType, DTypes, as_dtype, positive, refuse, required
+from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
+from attn_ops.frontend.base import PreparedPlan, Wrapper, buffer, committing, graph_buffers
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache, latent
+from attn_ops.frontend.one_shot import block_table, latent_call, lengths, uniform_indptr
 from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.frontend.scales import Scale
-from attn_ops.frontend.xqa import attend_latent
-from attn_ops.ops.options import MLA_DIMS, MLA_SM_SCALE
+from attn_ops.frontend.scales import Scale, ScaleFactors
+from attn_ops.ops.options import MLA_DIMS, MLA_SM_SCALE, AttentionOptions
 from attn_ops.plan.page_table import PageTable, by_length, index
 from attn_ops.plan.resizable import PlanSpec
 
@@ -53,7 +54,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             ``kv_indptr [batch + 1]`` and ``kv_indices [max_pages]`` say how much room it has, and may hold the page
             table for plan(), which does not write them. The batch size is fixed. Without it they have no effect.
         kv_layout: ``"NHD"`` or ``"HND"``, which are the same for a cache without heads.
-        backend: no effect on results (:mod:`attn_ops.frontend.no_effect`).
+        backend: no effect on results (:mod:`attn_ops.frontend.policy`).
     """
 
     _kv_indptr_buf, _kv_indices_buf, _kv_len_arr_buf = buffer("kv_indptr"), buffer("kv_indices"), buffer("kv_len")
@@ -85,7 +86,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._lse_base: str | None = None
         self._output_dtype: torch.dtype | None = None
 
-    def plan(
+    def prepare_plan(
         self,
         qo_indptr: Tensor | None = None,
         kv_indptr: Tensor | None = None,
@@ -115,7 +116,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         skip_softmax: bool = False,
         enable_pdl: bool | None = None,
         use_sinks: bool = False,
-    ) -> None:
+    ) -> PreparedPlan:
         """Plan a batch.
 
         Args:
@@ -146,9 +147,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         assert num_heads is not None
         assert page_size is not None
         positive(where, num_heads=num_heads, page_size=page_size)
-        tables = self._tables(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
+        table = self._table(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
         ckv, kpe = head_dim_ckv or 512, 64 if head_dim_kpe is None else head_dim_kpe
-        shape = PlanSpec(
+        spec = PlanSpec(
             decode=False,
             paged=True,
             page_size=page_size,
@@ -164,15 +165,15 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             dtypes = DTypes(where, q_data_type, kv_data_type, output_dtype)
         elif kv_data_type is not None:
             as_dtype(where, "kv_data_type", kv_data_type)
-        options = {"sm_scale": scale, "causal": bool(causal), "window_left": -1}
-        tables = tables._replace(qo_indptr=index(where, "qo_indptr", rows))
-        self._plan(where, "batch_mla", tables, shape, options, dtypes)
-        self._lse_base = LSE_MODES[lse_mode]
-        self._output_dtype = None if output_dtype is None else _output(where, output_dtype)
+        options = AttentionOptions(sm_scale=scale, causal=bool(causal))
+        table = table._replace(qo_indptr=index(where, "qo_indptr", rows))
+        out = None if output_dtype is None else checked_output_dtype(where, "output_dtype", output_dtype)
+        plan = self._prepare(where, "batch_mla", table, spec, options, dtypes)
+        return plan.with_state(_lse_base=LSE_MODES[lse_mode], _output_dtype=out)
 
-    begin_forward = plan
+    begin_forward = plan = committing(prepare_plan)
 
-    def _tables(
+    def _table(
         self,
         where: str,
         page_size: int,
@@ -246,28 +247,23 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         )
         nope, pe = self._query(where, q_nope, q_pe, query)
         ckv, kpe = self._cache(where, ckv_cache, kpe_cache, kv_cache, nope.shape[-1])
-        logit_scales: dict[str, Scale] = {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale}
-        value_scales: dict[str, Scale] = {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale}
+        scales = ScaleFactors(
+            {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale}, {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale}
+        )
         if (kpe_scale or 1.0) != (ckv_scale or 1.0):
             pe = pe * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
         base = "ln" if return_lse_base_on_e else self._lse_base or "log2"
-        output_spec = OutputSpec(out, lse, return_lse, self._output_dtype or nope.dtype, base)
+        output = OutputSpec(out, lse, return_lse, self._output_dtype or nope.dtype, base)
+        tensors = nope, pe, ckv, kpe
         if page_table is not None:
-            scale = 1.0 if bmm1_scale is not None else self._scale(where, nope, pe)
-            return self._by_page_table(
-                where, (nope, pe, ckv, kpe), page_table, kv_len, scale, output_spec, sinks, logit_scales, value_scales
-            )
+            sm_scale = 1.0 if bmm1_scale is not None else self._scale(where, nope, pe)
+            options = AttentionOptions(sm_scale=sm_scale, sinks=as_sinks(where, sinks, nope.device), causal=True)
+            batch = self._block_tables(where, nope, page_table, kv_len)
+            return latent_call(where, tensors, *batch, options, output, scales).execute()
         if kv_len is not None:
             required(where, page_table=page_table)
-        return self._run(
-            where,
-            (nope, pe, ckv, kpe),
-            output_spec,
-            logit_scales=logit_scales,
-            value_scales=value_scales,
-            sinks=sinks,
-            sm_scale=None if bmm1_scale is None else 1.0,
-        )
+        sm_scale = None if bmm1_scale is None else 1.0
+        return self._call(where, tensors, output, scales, sinks=sinks, sm_scale=sm_scale).execute()
 
     def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Tensor:
         """Decode without a plan: ``q [batch, num_heads, ckv + kpe]`` or a pair, by ``page_table`` and ``seq_lens``.
@@ -295,7 +291,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             return query[0], query[1]
         if query.dim() == 4 and query.shape[1] == 1:
             query = query.squeeze(1)
-        ckv = 512 if self._planned is None else self._planned.shape.head_dim_vo
+        ckv = 512 if self._planned is None else self._planned.spec.head_dim_vo
         if query.dim() != 3 or query.shape[2] <= ckv:
             fail(
                 ShapeError,
@@ -319,26 +315,18 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
     def _scale(self, where: str, q_nope: Tensor, q_pe: Tensor) -> float:
         if self._planned is not None:
-            return self._planned.options["sm_scale"]
+            assert self._planned.options.sm_scale is not None
+            return self._planned.options.sm_scale
         return default_scale(where, q_nope.shape[-1], q_pe.shape[-1])
 
-    def _by_page_table(
-        self,
-        where: str,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-        page_table: Tensor,
-        kv_len: Tensor | None,
-        sm_scale: float,
-        output_spec: OutputSpec,
-        sinks: Any,
-        logit_scales: dict[str, Scale],
-        value_scales: dict[str, Scale],
-    ) -> Any:
+    def _block_tables(
+        self, where: str, q: Tensor, page_table: Tensor, kv_len: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Block tables, lengths and ``qo_indptr`` of a query with the same number of rows for every request."""
         required(where, kv_len=kv_len)
         assert kv_len is not None
-        q = tensors[0]
-        pages = block_table(where, "page_table", page_table, q.device)
-        batch = pages.shape[0]
+        table = block_table(where, "page_table", page_table, q.device)
+        batch = table.shape[0]
         q_len = q.shape[0] // max(1, batch)
         if q.shape[0] != batch * q_len:
             fail(
@@ -348,21 +336,4 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 "the same number of rows for every request",
                 "plan() with qo_indptr for ragged rows",
             )
-        output_spec.check(where, q, q.shape[-1])
-        out, lse = attend_latent(
-            where,
-            *tensors,
-            pages,
-            kv_len,
-            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q_len,
-            sm_scale,
-            logit_scales=logit_scales,
-            value_scales=value_scales,
-            sinks=as_sinks(where, sinks, q.device),
-            return_lse=output_spec.needs_lse,
-        )
-        return output_spec.finalize(out, lse)
-
-
-def _output(where: str, dtype: DType) -> torch.dtype:
-    return output_dtype(where, "output_dtype", dtype)
+        return table, kv_len, uniform_indptr(batch, q_len, q.device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError
-from attn_ops.frontend.arguments import fail, layout, required
+from attn_ops.errors import ArgumentError, fail
+from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.plan.page_table import index
 

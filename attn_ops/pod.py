@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
-from attn_ops.errors import ArgumentError, PlanError, UnsupportedError
-from attn_ops.frontend.arguments import DType, fail, refuse
-from attn_ops.frontend.base import together
+from attn_ops.errors import ArgumentError, PlanError, UnsupportedError, fail
+from attn_ops.frontend.arguments import DType, refuse
 from attn_ops.frontend.kv_cache import PagedCache
-from attn_ops.frontend.masks import packed_by_plan
+from attn_ops.frontend.masks import packed_mask_by_plan
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.scales import Scale
@@ -173,12 +172,11 @@ class PODWithPagedKVCacheWrapper:
             rope_theta=rope_theta_p,
             return_lse=return_lse_p,
         )
-        kv_layout = None if kv_layout_d == "NHD" else kv_layout_d
-        output_spec = OutputSpec(return_lse=return_lse_d)
-        decoded = self._decode._attend(
-            where, q_d, paged_kv_cache_d, output_spec, **scales, kv_layout=kv_layout, **changes
+        output, kv_layout = OutputSpec(return_lse=return_lse_d), None if kv_layout_d == "NHD" else kv_layout_d
+        decode = self._decode._paged_call(
+            where, q_d, paged_kv_cache_d, output, **scales, kv_layout=kv_layout, **changes
         )
-        return prefill, decoded
+        return prefill, decode.execute()
 
     def end_forward(self) -> None:
         """Nothing to do: a plan needs no end."""
@@ -225,23 +223,26 @@ class BatchPODWithPagedKVCacheWrapper:
             (self._prefill, (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)),
             (self._decode, (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d)),
         )
-        with together([wrapper for wrapper, _ in batches]):
-            for wrapper, tables in batches:
-                wrapper.plan(
-                    *tables,
-                    num_qo_heads,
-                    num_kv_heads,
-                    head_dim,
-                    page_size,
-                    pos_encoding_mode=pos_encoding_mode,
-                    window_left=window_left,
-                    q_data_type="float16" if q_data_type is None else q_data_type,
-                    kv_data_type=kv_data_type,
-                    data_type=data_type,
-                    sm_scale=sm_scale,
-                    rope_scale=rope_scale,
-                    rope_theta=rope_theta,
-                )
+        prepared = [
+            wrapper.prepare_plan(
+                *table,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                pos_encoding_mode=pos_encoding_mode,
+                window_left=window_left,
+                q_data_type="float16" if q_data_type is None else q_data_type,
+                kv_data_type=kv_data_type,
+                data_type=data_type,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+            )
+            for wrapper, table in batches
+        ]
+        for plan in prepared:
+            plan.commit()
 
     begin_forward = plan
 
@@ -264,19 +265,20 @@ class BatchPODWithPagedKVCacheWrapper:
         """``(prefill, decode)``, each an output, or ``(out, lse)`` with ``return_lse``; scales are the decoding's."""
         where = f"{type(self).__name__}.run"
         scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        output_spec = OutputSpec(return_lse=return_lse)
+        output = OutputSpec(return_lse=return_lse)
         mask = None
         if custom_mask_p is not None or packed_custom_mask_p is not None:
             planned = self._prefill._planned
             if planned is None:
                 fail(PlanError, where, "there is no plan", "plan() before run()", "call plan() for this batch")
             assert isinstance(planned.plan, PrefillPlan)
-            mask = packed_by_plan(where, custom_mask_p, packed_custom_mask_p, planned.plan, q_p.device)
+            mask = packed_mask_by_plan(where, custom_mask_p, packed_custom_mask_p, planned.plan, q_p.device)
         causal = {"causal": True} if causal_p else {}
-        return (
-            self._prefill._attend(where, q_p, paged_kv_cache_p, output_spec, mask=mask, **causal),
-            self._decode._attend(where, q_d, paged_kv_cache_d, output_spec, **scales),
+        calls = (
+            self._prefill._paged_call(where, q_p, paged_kv_cache_p, output, mask=mask, **causal),
+            self._decode._paged_call(where, q_d, paged_kv_cache_d, output, **scales),
         )
+        return calls[0].execute(), calls[1].execute()
 
     def end_forward(self) -> None:
         """Nothing to do: a plan needs no end."""

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import ShapeError
+from attn_ops.errors import ShapeError, fail
 from attn_ops.frontend.arguments import (
     DType,
     DTypes,
     attention_options,
-    fail,
     layout,
     output_dtype,
     own_backend,
@@ -26,18 +25,17 @@ from attn_ops.frontend.arguments import (
     renamed,
     required,
 )
-from attn_ops.frontend.attend_dense import attend_dense, check_dense
-from attn_ops.frontend.base import graph_buffers
+from attn_ops.frontend.base import PreparedPlan, committing, graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_prefill_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_ragged_attention_deepseek
 from attn_ops.frontend.kv_cache import PagedCache
-from attn_ops.frontend.masks import packed_single
-from attn_ops.frontend.multi_item_mask import scoring_mask
+from attn_ops.frontend.masks import multi_item_mask, packed_single_mask
+from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper, forward_changes
-from attn_ops.frontend.plan_spec import prefill_shape, splitting
+from attn_ops.frontend.plan_spec import prefill_spec, splitting
 from attn_ops.frontend.ragged import BatchPrefillWithRaggedKVCacheWrapper
-from attn_ops.frontend.scales import Scale
+from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache
 from attn_ops.plan.page_table import PageTable
 
@@ -103,7 +101,7 @@ def single_prefill_with_kv_cache(
         use_fp16_qk_reduction,
         absent=False,
     )
-    options: dict[str, Any] = attention_options(
+    options = attention_options(
         where,
         pos_encoding_mode=pos_encoding_mode,
         window_left=window_left,
@@ -115,19 +113,19 @@ def single_prefill_with_kv_cache(
     kv_dim = 0 if layout(where, kv_layout) == "NHD" else 1
     check_dense(where, q, k, v)
     _check_pairs(where, custom_mask, q.shape[0], k.shape[kv_dim])
-    mask = packed_single(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[kv_dim], q.device)
-    options.update(causal=causal, mask=mask, backend=own_backend(backend))
-    return attend_dense(
+    mask = packed_single_mask(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[kv_dim], q.device)
+    call = dense_call(
         where,
-        q,
-        k,
-        v,
-        kv_layout,
-        options,
+        (q, k, v),
+        options._replace(causal=causal, mask=mask),
         OutputSpec(return_lse=return_lse, dtype=None if o_dtype is None else output_dtype(where, "o_dtype", o_dtype)),
-        logit_scales={"scale_q": scale_q, "scale_k": scale_k, "k_scale": k_scale},
-        value_scales={"scale_v": scale_v, "v_scale": v_scale},
+        ScaleFactors(
+            {"scale_q": scale_q, "scale_k": scale_k, "k_scale": k_scale}, {"scale_v": scale_v, "v_scale": v_scale}
+        ),
+        kv_layout=kv_layout,
+        backend=own_backend(backend),
     )
+    return call.execute()
 
 
 def _check_pairs(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:
@@ -151,7 +149,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ``paged_kv_last_page_len_buf [batch]``; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and
             the first plan's query rows are the most. Without it the buffers have no effect.
         mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
-            (:mod:`attn_ops.frontend.no_effect`).
+            (:mod:`attn_ops.frontend.policy`).
         jit_args: as for decoding.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_prefill`` node.
@@ -191,7 +189,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         renamed(self._name, "qk_indptr_buf", qk_indptr_buf, "mask_indptr_buf", mask_indptr_buf)
 
-    def plan(
+    def prepare_plan(
         self,
         qo_indptr: Tensor,
         paged_kv_indptr: Tensor,
@@ -232,7 +230,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         data_type: DType | None = None,
         head_dim: int | None = None,
         allow_fp16_qk_reduction: bool | None = None,
-    ) -> None:
+    ) -> PreparedPlan:
         """Plan a batch. Eager, never inside a graph.
 
         Args:
@@ -242,7 +240,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             custom_mask: bool, for every request ``[qo_len * kv_len]`` row by row, concatenated; True keeps. Overrides
                 ``causal``. ``packed_custom_mask``: uint8, its bits little-endian, every request padded to whole bytes.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring
-                (:func:`attn_ops.frontend.multi_item_mask.scoring_mask`), always causal.
+                (:func:`attn_ops.frontend.masks.multi_item_mask`), always causal.
             q_data_type, kv_data_type, o_data_type, data_type: as for decoding.
             fixed_split_size, disable_split_kv: as for decoding.
 
@@ -258,7 +256,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             use_fp16_qk_reduction,
             absent=False,
         )
-        shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
+        spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         required(
             where,
             qo_indptr=qo_indptr,
@@ -266,15 +264,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             paged_kv_indices=paged_kv_indices,
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
-        tables = PageTable.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
-        custom_mask = scoring_mask(
+        table = PageTable.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
+        custom_mask = multi_item_mask(
             where,
             prefix_len_ptr,
             token_pos_in_items_ptr,
             token_pos_in_items_len,
             (custom_mask, packed_custom_mask),
-            tables,
-            shape.page_size,
+            table,
+            spec.page_size,
             self.device,
         )
         split = splitting(where, fixed_split_size, disable_split_kv)
@@ -287,18 +285,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        self._plan(
+        return self._prepare(
             where,
             "batch_prefill",
-            tables,
-            shape._replace(causal=causal, window_left=window_left, **split),
-            {**options, "causal": causal, "kv_layout": self._kv_layout},
+            table,
+            spec._replace(causal=causal, window_left=window_left, **split),
+            options._replace(causal=causal),
             DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
             custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
         )
 
-    begin_forward = plan
+    begin_forward = plan = committing(prepare_plan)
 
     def workspace_size(
         self,
@@ -323,14 +321,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         sized = num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo
         given = inspect.signature(self.plan).bind(*tables, *sized, *args, head_dim=head_dim, **kwargs).arguments
-        shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
+        spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         masked = any(given.get(mask) is not None for mask in ("custom_mask", "packed_custom_mask", "prefix_len_ptr"))
-        shape = shape._replace(
+        spec = spec._replace(
             causal=given.get("causal", False) and not masked,
             window_left=given.get("window_left", -1),
             **splitting(where, given.get("fixed_split_size"), given.get("disable_split_kv", False)),
         )
-        return self._sizes(PageTable.of(where, *tables[1:], qo_indptr), shape)
+        return self._sizes(PageTable.of(where, *tables[1:], qo_indptr), spec)
 
     @prepared
     def run(
@@ -375,7 +373,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         sm_scale = None
         if args:
             k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
-        return self._attend(
+        return self._paged_call(
             where,
             q,
             paged_kv_cache,
@@ -386,7 +384,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             sinks=sinks,
             window_left=window_left,
             sm_scale=sm_scale,
-        )
+        ).execute()
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""
@@ -421,8 +419,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        output_spec = OutputSpec(return_lse=return_lse)
-        return self._attend(where, q, paged_kv_cache, output_spec, k_scale=k_scale, v_scale=v_scale, **changes)
+        output, scales = OutputSpec(return_lse=return_lse), {"k_scale": k_scale, "v_scale": v_scale}
+        return self._paged_call(where, q, paged_kv_cache, output, **scales, **changes).execute()
 
     def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`forward` with the LSE."""

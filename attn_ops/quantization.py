@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ShapeError
-from attn_ops.frontend.arguments import fail
+from attn_ops.errors import ShapeError, fail
 from attn_ops.plan.page_table import index
 from attn_ops.plan.page_table_checks import check_indptr
 

@@ -1,4 +1,4 @@
-"""Reading arguments: dtypes by name, two names for one argument, positional leftovers, and refusals."""
+"""Reading FlashInfer's arguments: dtypes by name, aliases, positional arguments, options, refusals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import ArgumentError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.unsupported import REFUSED
+from attn_ops.frontend.policy import UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
-from attn_ops.ops.options import FP8, LAYOUTS, POS_ENCODINGS
+from attn_ops.ops.options import BOUNDS, DEFAULTS, FP8, LAYOUTS, AttentionOptions
 
 DType = str | torch.dtype
 
@@ -25,7 +25,7 @@ def as_dtype(where: str, name: str, value: DType) -> torch.dtype:
 
 
 class DTypes:
-    """dtypes of query, KV and output, from the four arguments that name them.
+    """dtypes of query (``q``), KV (``kv``) and output (``o``), from the four arguments that name them.
 
     ``data_type`` is that of the KV, and of the query too unless it is FP8 or ``q_data_type`` names another
     (docs/flashinfer.md). The output is as the query unless ``o_data_type`` is given.
@@ -70,7 +70,7 @@ def output_dtype(where: str, name: str, value: DType) -> torch.dtype:
 
 
 def renamed(where: str, old_name: str, old: Any, new_name: str, new: Any, absent: Any = None) -> Any:
-    """The value of an argument that has an old and a new name, ``absent`` where neither is given."""
+    """The value of an argument with an old and a new name; ``absent`` is the default of the new one."""
     if old is None:
         return new
     if new is not absent and new is not None:
@@ -97,7 +97,7 @@ def positive(where: str, **sizes: int) -> None:
 
 
 def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """``given``, the named values, completed with those of ``names`` that came by position in ``args``."""
+    """The values of ``names``: ``given`` by name, completed by those in ``args``, given by position."""
     if len(args) > len(names):
         fail(
             ArgumentError,
@@ -115,18 +115,18 @@ def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Seq
 
 
 def refuse(where: str, **arguments: Any) -> None:
-    """Raise for an argument of :data:`~attn_ops.frontend.unsupported.REFUSED` that would change the result."""
+    """Raise for an argument of :data:`~attn_ops.frontend.policy.UNSUPPORTED` that would change the result."""
     for name, value in arguments.items():
         if value is None:
             continue
-        neutral, reason = REFUSED[name]
+        neutral, reason = UNSUPPORTED[name]
         if isinstance(value, Tensor) or not any(value == none for none in neutral):
             shown = "given" if isinstance(value, Tensor | tuple | list) else f"{value!r}"
             raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
 
 
 def own_backend(name: str) -> str:
-    """A backend of this library by its name; names of other libraries' backends mean no choice here."""
+    """``name`` if it is a backend of this library, else ``"auto"``: FlashInfer's backends are other kernels."""
     return name if any(backend.name == name for backend in BACKENDS) else "auto"
 
 
@@ -139,36 +139,25 @@ def layout(where: str, kv_layout: str) -> str:
 def attention_options(
     where: str,
     *,
-    pos_encoding_mode: str = "NONE",
-    window_left: int = -1,
+    pos_encoding_mode: str = DEFAULTS.pos_encoding,
+    window_left: int = DEFAULTS.window_left,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
     rope_scale: float | None = None,
     rope_theta: float | None = None,
-) -> dict[str, Any]:
-    """The options of an attention op under its names, with their defaults."""
-    if pos_encoding_mode not in POS_ENCODINGS:
-        fail(
-            OptionError,
-            where,
-            f"pos_encoding_mode is {pos_encoding_mode!r}",
-            ", ".join(POS_ENCODINGS),
-            "pass one of the three",
-        )
-    for name, value, ok, expected in (
-        ("window_left", window_left, window_left >= -1, "0 or more tokens, or -1 for no window"),
-        ("logits_soft_cap", logits_soft_cap, not logits_soft_cap or logits_soft_cap > 0, "more than 0, or 0 for none"),
-        ("sm_scale", sm_scale, sm_scale is None or sm_scale > 0, "more than 0, or None for the default"),
-        ("rope_scale", rope_scale, rope_scale is None or rope_scale > 0, "more than 0, or None for 1"),
-        ("rope_theta", rope_theta, rope_theta is None or rope_theta > 0, "more than 0, or None for 10000"),
-    ):
-        if not ok:
-            fail(OptionError, where, f"{name} is {value}", expected, "change it")
-    return {
-        "sm_scale": sm_scale,
-        "logits_soft_cap": float(logits_soft_cap or 0.0),
-        "window_left": window_left,
-        "pos_encoding": pos_encoding_mode,
-        "rope_scale": 1.0 if rope_scale is None else rope_scale,
-        "rope_theta": 1e4 if rope_theta is None else rope_theta,
-    }
+) -> AttentionOptions:
+    """FlashInfer's options as those of the ops, checked; None means the default."""
+    options = AttentionOptions(
+        sm_scale=sm_scale,
+        logits_soft_cap=float(logits_soft_cap or DEFAULTS.logits_soft_cap),
+        window_left=window_left,
+        pos_encoding=pos_encoding_mode,
+        rope_scale=DEFAULTS.rope_scale if rope_scale is None else rope_scale,
+        rope_theta=DEFAULTS.rope_theta if rope_theta is None else rope_theta,
+    )
+    for name, bound in BOUNDS.items():
+        value = getattr(options, name)
+        if not bound.holds(value):
+            given = "pos_encoding_mode" if name == "pos_encoding" else name
+            fail(OptionError, where, f"{given} is {value!r}", bound.expected, "change it")
+    return options

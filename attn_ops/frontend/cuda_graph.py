@@ -1,8 +1,8 @@
-"""CUDA-graph mode: the caller's buffers are the plan's memory, and their sizes its room.
+"""CUDA-graph mode: the caller's buffers are the plan's memory, and their sizes its capacity.
 
-The buffers of ``qo_indptr``, ``kv_indptr``, ``kv_indices`` and (MLA) ``kv_len_arr`` become fields of the plan; a
-buffer of last page lengths, which a plan does not hold, is copied into. Where lengths are given in tokens, a plan's
-page table leaves out the pages that they do not need: it is the plan's own, and the caller's buffers stay as they are.
+The buffers of ``qo_indptr``, ``kv_indptr``, ``kv_indices`` and (MLA) ``kv_len_arr`` become fields of the plan; a buffer
+of last page lengths, which a plan does not hold, is copied into. Where lengths are given in tokens, a plan's page table
+leaves out the pages that they do not need: it is the plan's own, and the caller's buffers stay as they are.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError
-from attn_ops.frontend.arguments import fail
+from attn_ops.errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
 from attn_ops.plan.page_table import BatchSize, PageTable
 
 PLAN_FIELDS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len")
@@ -65,14 +64,14 @@ class GraphBuffers:
         if buffer.dim() != 1 or not buffer.is_contiguous():
             fail(ShapeError, self.where, f"{name} has {buffer.dim()} dimensions", "a contiguous vector", "reshape it")
 
-    def room(self, page_size: int, first: BatchSize) -> BatchSize:
-        """The largest batch that the buffers hold; what they do not say is as in the first plan."""
+    def capacity(self, page_size: int, first: BatchSize) -> BatchSize:
+        """The largest batch that the buffers hold; sizes that they do not bound are those of the first plan."""
         if "kv_indices" not in self.buffers:
             return BatchSize(self.batch, max(first.rows, 1), 0, first.kv_len or 1, first.splits)
         pages = self.buffers["kv_indices"][1].shape[0]
         return BatchSize(self.batch, max(first.rows, 1), pages, max(pages * page_size, 1), first.splits)
 
-    def check(self, where: str, needed: BatchSize, room: BatchSize, mask: Tensor | None) -> None:
+    def check(self, where: str, needed: BatchSize, capacity: BatchSize, mask: Tensor | None) -> None:
         """The batch is the fixed one, it fits, and the buffers can be written to."""
         for name, buffer in self.buffers.values():
             if buffer.is_inference() and not torch.is_inference_mode_enabled():
@@ -95,22 +94,22 @@ class GraphBuffers:
             )
         pages = self.buffers["kv_indices"][0] if "kv_indices" in self.buffers else "max_pages"
         for what, want, have, name in (
-            ("pages", needed.pages, room.pages, pages),
-            ("query rows", needed.rows, room.rows, "the first plan"),
-            ("pieces of KV", needed.splits, room.splits, "the first plan"),
+            ("pages", needed.pages, capacity.pages, pages),
+            ("query rows", needed.rows, capacity.rows, "the first plan"),
+            ("splits of KV", needed.splits, capacity.splits, "the first plan"),
             (
                 "tokens in a request",
                 needed.kv_len or 0,
-                room.kv_len or 0,
-                "the first plan" if not room.pages else pages,
+                capacity.kv_len or 0,
+                "the first plan" if not capacity.pages else pages,
             ),
         ):
             if want > have:
                 fail(
                     CapacityError,
                     where,
-                    f"the batch has {want} {what} and {name} room for {have}",
-                    f"room for at least {want}",
+                    f"the batch has {want} {what} and {name} capacity for {have}",
+                    f"capacity for at least {want}",
                     "make the wrapper, or its first plan, that large",
                 )
 

@@ -5,17 +5,16 @@ Offsets of queries, outputs and ragged KV are accepted where they say what packi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
-from attn_ops.frontend.arguments import fail, output_dtype, own_backend, ranked, required
-from attn_ops.frontend.attend_block_tables import attend, block_table, lengths, uniform_rows
-from attn_ops.frontend.attend_ragged import attend_ragged
+from attn_ops.call import as_sinks
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
+from attn_ops.frontend.arguments import output_dtype, own_backend, ranked, required
+from attn_ops.frontend.one_shot import block_table, block_table_call, lengths, ragged_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
-from attn_ops.frontend.scales import Scale
+from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, seen
 
 OFFSET_UNITS = ("elements", "tokens")
@@ -113,23 +112,18 @@ def cudnn_batch_decode_with_kv_cache(
         even,
         {"batch_offsets_q": (batch_offsets_q, per_row[0]), "batch_offsets_o": (batch_offsets_o, per_row[1])},
     )
-    return attend(
+    sinks = as_sinks(where, sinks, q.device)
+    return block_table_call(
         where,
-        q,
-        k_cache,
-        v_cache,
-        "HND",
+        (q, k_cache, v_cache),
         tables,
         actual_seq_lens_kv,
+        rows,
+        AttentionOptions(sm_scale=scale, window_left=window_left, sinks=sinks, causal=True),
         OutputSpec(out, lse, return_lse, q.dtype),
-        qo_indptr=rows,
-        causal=True,
-        sm_scale=scale,
-        logit_scales={},
-        value_scales={},
-        window_left=window_left,
-        sinks=sinks,
-    )
+        ScaleFactors(),
+        kv_layout="HND",
+    ).execute()
 
 
 def _no_offsets(where: str, **offsets: Tensor | None) -> None:
@@ -224,30 +218,18 @@ def cudnn_batch_prefill_with_kv_cache(
     )
     dtype = q.dtype if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
     padded = PaddedLse(qo_indptr, max_token_per_sequence)
-    output_spec = OutputSpec(out, lse, return_lse, dtype, lse_base, padded=padded)
-    if output_spec.padding is not None:
+    output = OutputSpec(out, lse, return_lse, dtype, lse_base, padded=padded)
+    if output.padding is not None:
         _check_longest(where, actual_seq_lens_q, max_token_per_sequence)
-    result: Any
-    logit_scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale}
-    backend = own_backend(backend or "auto")
+    options = AttentionOptions(sm_scale=scale, causal=causal)
+    scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
+    tensors, backend = (q, k_cache, v_cache), own_backend(backend or "auto")
     if block_tables is not None:
         _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
-        result = attend(
-            where,
-            q,
-            k_cache,
-            v_cache,
-            "HND",
-            block_table(where, "block_tables", block_tables, q.device),
-            actual_seq_lens_kv,
-            output_spec,
-            qo_indptr=qo_indptr,
-            causal=causal,
-            sm_scale=scale,
-            logit_scales=logit_scales,
-            value_scales={"v_scale": v_scale},
-            backend=backend,
-        )
+        tables = block_table(where, "block_tables", block_tables, q.device)
+        batch = tables, actual_seq_lens_kv, qo_indptr
+        call = block_table_call(where, tensors, *batch, options, output, scales, kv_layout="HND", backend=backend)
+        result = call.execute()
         return result if return_lse else (result, None)
     kv_indptr = _indptr(where, "actual_seq_lens_kv", actual_seq_lens_kv, "k_cache", k_cache)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -262,18 +244,5 @@ def cudnn_batch_prefill_with_kv_cache(
             "batch_offsets_v": (batch_offsets_v, {kv_heads * v_cache.shape[-1], v_cache.stride(0)}),
         },
     )
-    result = attend_ragged(
-        where,
-        q,
-        k_cache,
-        v_cache,
-        qo_indptr,
-        kv_indptr,
-        output_spec,
-        causal=causal,
-        sm_scale=scale,
-        logit_scales=logit_scales,
-        value_scales={"v_scale": v_scale},
-        backend=backend,
-    )
+    result = ragged_call(where, tensors, qo_indptr, kv_indptr, options, output, scales, backend=backend).execute()
     return result if return_lse else (result, None)

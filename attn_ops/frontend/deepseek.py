@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from attn_ops.errors import OptionError, ShapeError
-from attn_ops.frontend.arguments import fail, own_backend, refuse, required
-from attn_ops.frontend.attend_block_tables import block_table, uniform_rows
-from attn_ops.frontend.attend_ragged import attend_ragged
-from attn_ops.frontend.base import as_sinks
+from attn_ops.call import as_sinks
+from attn_ops.errors import OptionError, ShapeError, fail
+from attn_ops.frontend.arguments import own_backend, refuse, required
 from attn_ops.frontend.kv_cache import latent
+from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, uniform_indptr, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.frontend.xqa import attend_latent
+from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative
 
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
@@ -47,29 +46,19 @@ def _decode(
     if cum_seq_lens_q is None:
         batch, q_len = query.shape[:2]
         uniform_rows(where, batch, tables.shape[0], 1, query.device)
-        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * q_len
+        rows = uniform_indptr(batch, q_len, query.device)
     else:
         rows = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, tables.shape[0], "query", query)
-    output_spec = OutputSpec(None, lse, return_lse, None, lse_base)
-    OutputSpec(out).check(where, query, dims[0])
-    output_spec.check(where, flat, dims[0])
-    values, sums = attend_latent(
+    return latent_call(
         where,
-        flat[..., : dims[0]],
-        flat[..., dims[0] :],
-        ckv,
-        kpe,
+        (flat[..., : dims[0]], flat[..., dims[0] :], ckv, kpe),
         tables,
         seq_lens,
         rows,
-        1.0,
-        logit_scales={"bmm1_scale": scales[0]},
-        value_scales={"bmm2_scale": scales[1]},
-        sinks=as_sinks(where, sinks, query.device),
-        return_lse=output_spec.needs_lse,
-    )
-    values = values.view(*query.shape[:-1], dims[0])
-    return output_spec.finalize(values if out is None else out.copy_(values), sums)
+        AttentionOptions(sm_scale=1.0, sinks=as_sinks(where, sinks, query.device), causal=True),
+        OutputSpec(out, lse, return_lse, None, lse_base, rows_shape=tuple(query.shape[:-2])),
+        ScaleFactors({"bmm1_scale": scales[0]}, {"bmm2_scale": scales[1]}),
+    ).execute()
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
@@ -232,19 +221,14 @@ def trtllm_ragged_attention_deepseek(
             ("cum_seq_lens_kv", cum_seq_lens_kv, "key", key),
         )
     )
-    return attend_ragged(
+    sinks = as_sinks(where, attention_sinks, query.device)
+    return ragged_call(
         where,
-        query,
-        key,
-        value,
+        (query, key, value),
         qo_indptr,
         kv_indptr,
+        AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal),
         OutputSpec(out, lse, return_lse),
-        causal=is_causal,
-        sm_scale=1.0,
-        logit_scales={"bmm1_scale": bmm1_scale},
-        value_scales={"bmm2_scale": bmm2_scale},
-        window_left=window_left,
-        sinks=attention_sinks,
+        ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
         backend=own_backend(backend),
-    )
+    ).execute()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, ShapeError
-from attn_ops.frontend.arguments import fail
+from attn_ops.errors import ArgumentError, ShapeError, fail
 
 PagedCache = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 

@@ -1,20 +1,26 @@
-"""Custom masks, packed as the ops read them (docs/guide/masks.md): little-endian bits, whole bytes per request."""
+"""Masks of FlashInfer's calls, as the packed custom masks that the ops read (docs/guide/masks.md).
+
+A packed mask has little-endian bits and whole bytes per request. Three forms are converted to it: a custom mask, a tree
+mask of draft tokens (speculative decoding), and the items of multi-item scoring.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from attn_ops.errors import CapacityError, DTypeError, ShapeError
-from attn_ops.frontend.arguments import fail
-from attn_ops.plan.page_table import real
+from attn_ops.errors import ArgumentError, CapacityError, DTypeError, ShapeError, fail
+from attn_ops.frontend.arguments import required
+from attn_ops.plan.page_table import PageTable, real
 from attn_ops.plan.state import PrefillPlan
 
 PACKED = (torch.uint8,), "a byte for every 8 pairs of query row and key, each request's padded to a whole byte"
 BOOLS = (torch.bool, torch.uint8), "one for every pair of query row and key"
 
 
-def packed(
+def packed_mask(
     where: str,
     custom_mask: Tensor | None,
     packed_custom_mask: Tensor | None,
@@ -23,9 +29,9 @@ def packed(
     device: torch.device,
     exact: bool = True,
 ) -> Tensor | None:
-    """uint8 ``[bytes]`` of a batch with the given host lengths, or None. A packed mask is taken before a bool one.
+    """uint8 ``[bytes]`` of a batch with the given host lengths, or None. A packed mask comes before a bool one.
 
-    A bool one may hold more than the batch needs if not ``exact``.
+    Unless ``exact``, a bool mask may be longer than the batch needs.
     """
     bits = qo_len * kv_len
     if packed_custom_mask is not None:
@@ -39,13 +45,13 @@ def packed(
     return pack(where, custom_mask.to(device), bits)
 
 
-def packed_by_plan(
+def packed_mask_by_plan(
     where: str, custom_mask: Tensor | None, packed_custom_mask: Tensor | None, plan: PrefillPlan, device: torch.device
 ) -> Tensor | None:
-    """:func:`packed` for the requests of a plan, whose lengths are not looked at while tracing or capturing."""
+    """:func:`packed_mask` for the requests of a plan, whose lengths are not looked at while tracing or capturing."""
     qo_len, kv_len = plan.qo_indptr.diff(), plan.kv_len
     if real(kv_len) and not (kv_len.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return packed(where, custom_mask, packed_custom_mask, qo_len.cpu().long(), kv_len.cpu().long(), device)
+        return packed_mask(where, custom_mask, packed_custom_mask, qo_len.cpu().long(), kv_len.cpu().long(), device)
     if packed_custom_mask is not None:
         _check(where, "packed_custom_mask", packed_custom_mask, PACKED)
         return packed_custom_mask.to(device)
@@ -56,7 +62,7 @@ def packed_by_plan(
     return pack(where, custom_mask.to(device), qo_len.long() * kv_len, most)
 
 
-def packed_single(
+def packed_single_mask(
     where: str,
     custom_mask: Tensor | None,
     packed_custom_mask: Tensor | None,
@@ -64,7 +70,7 @@ def packed_single(
     kv_len: int,
     device: torch.device,
 ) -> Tensor | None:
-    """:func:`packed` for one request, whose lengths may be symbols."""
+    """:func:`packed_mask` for one request, whose lengths may be symbols."""
     if packed_custom_mask is not None:
         _check_packed(where, packed_custom_mask, (qo_len * kv_len + 7) // 8)
         return packed_custom_mask.to(device)
@@ -115,3 +121,118 @@ def _check(
     if mask.dim() != 1 or (length is not None and mask.shape[0] != length):
         expected = f"{'one dimension' if length is None else [length]}, {meaning}"
         fail(ShapeError, where, f"{name} is {list(mask.shape)}", expected, "make it of that length")
+
+
+TREE_MASK_DTYPES = (torch.uint16, torch.int16, torch.uint32, torch.int32)
+
+
+def check_tree_mask(where: str, mask: Tensor, rows: int, q_len: int = 1) -> None:
+    """``mask [..., words]`` has a row for each of ``rows`` query rows, of at least ``q_len`` bits."""
+    if mask.dtype not in TREE_MASK_DTYPES:
+        fail(
+            DTypeError,
+            where,
+            f"mask is {str(mask.dtype).removeprefix('torch.')}",
+            "uint16 or uint32, whose bits are the draft's tokens",
+            "pack it: bit j of a row's words is token j",
+        )
+    bits = 8 * mask.dtype.itemsize * mask.shape[-1] if mask.dim() else 0
+    if mask.dim() < 2 or math.prod(mask.shape[:-1]) != rows or bits < q_len:
+        fail(
+            ShapeError,
+            where,
+            f"mask is {list(mask.shape)}, of {bits} bits per row",
+            f"[{rows}, words] or [batch, rows of a request, words], with a bit for each row of a request",
+            "make it of that shape",
+        )
+
+
+def tree_mask_bits(mask: Tensor, plan: PrefillPlan, capacity: int) -> Tensor:
+    """The packed custom mask, uint8, of the planned batch, whose requests have at most ``capacity`` tokens.
+
+    Bit j of row r in ``mask`` says whether query row r sees the j-th of its request's last tokens; every row sees the
+    tokens before those. The result is made on the device from the plan's lengths, without synchronisation, and traces.
+    """
+    device, batch = plan.kv_len.device, plan.kv_len.shape[0]
+    words = mask.to(device)
+    words = words if words.stride(-1) == 1 else words.contiguous()
+    octets = words.view(torch.uint8).flatten(0, -2)
+    rows, columns = octets.shape[0], 8 * octets.shape[1]
+    row, column = torch.arange(rows, device=device), torch.arange(columns, device=device)
+    indptr, kv_lens = plan.qo_indptr.long(), plan.kv_len.long()
+    qo_lens = indptr.diff()
+    sizes = (qo_lens * kv_lens + 7) // 8
+    request = torch.searchsorted(indptr[1:].contiguous(), row, right=True).clamp(max=batch - 1)
+    qo_len, kv_len = qo_lens[request][:, None], kv_lens[request][:, None]
+    token = kv_len - qo_len + column
+    first_bit = 8 * (sizes.cumsum(0) - sizes)[request][:, None]
+    bit = first_bit + (row - indptr[request])[:, None] * kv_len + token
+    seen = (octets[:, column // 8] >> (column % 8)) & 1
+    hidden = (seen == 0) & (column < qo_len) & (token >= 0) & (row < indptr[-1])[:, None]
+    size = rows * capacity // 8 + batch
+    octet = torch.where(hidden, bit // 8, 0).clamp(0, size - 1).flatten()  # in bounds for a malformed qo_indptr too
+    lost = (hidden.int() << (bit % 8).int()).flatten()
+    return torch.full((size,), 255, dtype=torch.int32, device=device).index_add(0, octet, -lost).to(torch.uint8)
+
+
+def multi_item_mask(
+    where: str,
+    prefix_len: Tensor | None,
+    token_pos_in_items: Tensor | None,
+    token_pos_in_items_len: int,
+    masks: tuple[Tensor | None, Tensor | None],
+    table: PageTable,
+    page_size: int,
+    device: torch.device,
+) -> Tensor | None:
+    """bool ``[sum(qo_len * kv_len)]``: items behind one prefix, each causal, none of which sees another.
+
+    Without items, the first of ``masks``, the custom masks of the call.
+
+    Args:
+        prefix_len: int ``[batch]``, the tokens of each request before its first item.
+        token_pos_in_items: int ``[batch * token_pos_in_items_len]``: for each token after the prefix the distance to
+            the delimiter before its item, 0 for the delimiter; the rest of a request's part is padding.
+        token_pos_in_items_len: 0 for one request.
+    """
+    if prefix_len is None and token_pos_in_items is None:
+        return masks[0]
+    required(where, prefix_len_ptr=prefix_len, token_pos_in_items_ptr=token_pos_in_items)
+    assert prefix_len is not None
+    assert token_pos_in_items is not None
+    if any(mask is not None for mask in masks):
+        fail(ArgumentError, where, "items and a mask are both given", "one of them", "drop one")
+    qo_lens, kv_lens = table.lengths(page_size)
+    prefixes = prefix_len.cpu().long().flatten()
+    if prefixes.shape != kv_lens.shape:
+        fail(
+            ShapeError,
+            where,
+            f"prefix_len_ptr has length {prefixes.shape[0]}",
+            f"{kv_lens.shape[0]}, one per request",
+            "correct it",
+        )
+    places = token_pos_in_items.cpu().long().flatten()
+    stride = token_pos_in_items_len or places.shape[0]
+    parts = []
+    for b, (rows, tokens, prefix) in enumerate(zip(*(t.tolist() for t in (qo_lens, kv_lens, prefixes)), strict=True)):
+        place = places[b * stride : (b + 1) * stride]
+        if place.shape[0] < tokens - prefix:
+            fail(
+                ShapeError,
+                where,
+                f"token_pos_in_items_ptr has {place.shape[0]} tokens of request {b}",
+                f"{tokens - prefix}, those after its prefix",
+                "correct it, or token_pos_in_items_len",
+            )
+        parts.append(_visible(rows, tokens, prefix, place.to(device)).flatten())
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool, device=device)
+
+
+def _visible(rows: int, tokens: int, prefix: int, place: Tensor) -> Tensor:
+    """bool ``[rows, tokens]``: the prefix, and the tokens of a row's own item up to the row itself."""
+    key = torch.arange(tokens, device=place.device)
+    position = key.new_tensor(range(tokens - rows, tokens))[:, None]
+    padded = torch.cat((place, place.new_zeros(1)))
+    delimiter = position - padded[(position - prefix).clamp(0, place.shape[0])]
+    return (key <= position) & ((position < prefix) | (key < prefix) | (key > delimiter))

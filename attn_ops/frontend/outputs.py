@@ -1,4 +1,4 @@
-"""From what an attention op returns to what the caller asked for: scale, dtype, base, layout, buffers."""
+"""Output specification: the scale, dtype, LSE base, layout and buffers that a caller asked for."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError
-from attn_ops.frontend.arguments import fail, output_dtype
+from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, fail
+from attn_ops.frontend.arguments import output_dtype
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 LSE_LAYOUTS = ("NH", "HN")
 
 
 class PaddedLse(NamedTuple):
-    """Of an LSE ``[batch, max_rows, heads]``: ``qo_indptr [batch + 1]`` says which rows a request has."""
+    """An LSE padded to ``[batch, max_rows, heads]``; the rows of request b are ``qo_indptr[b]`` to ``[b + 1]``."""
 
     qo_indptr: Tensor
     max_rows: int
 
     def fill(self, padded: Tensor, lse: Tensor) -> Tensor:
-        """``padded`` with ``lse [rows, heads]`` in it; what no row has a place for stays as it was."""
+        """Copy ``lse [rows, heads]`` to ``padded``; the padding keeps its values."""
         if not lse.shape[0]:
             return padded
         row = self.qo_indptr[:-1, None] + torch.arange(self.max_rows, device=lse.device)
@@ -33,10 +33,12 @@ class PaddedLse(NamedTuple):
 class OutputSpec(NamedTuple):
     """The form of a call's result.
 
-    ``out``, ``lse``  buffers of the caller, filled and returned
-    ``dtype``         of the output; None for that of ``out``, or the query's
-    ``lse_base``      ``"log2"`` or ``"ln"``; ``lse_layout``: ``"NH"`` ``[rows, heads]`` or ``"HN"`` ``[heads, rows]``
-    ``padded``        what an ``lse`` of three dimensions is padded to
+    out, lse    buffers of the caller, filled and returned
+    dtype       of the output; None for that of ``out``, or the query's
+    lse_base    ``"log2"`` or ``"ln"``
+    lse_layout  ``"NH"`` for ``[rows, heads]``, ``"HN"`` for ``[heads, rows]``
+    padded      the padding of an ``lse`` buffer of three dimensions
+    rows_shape  dimensions of the output in the place of ``rows``, for a query of more than three dimensions
     """
 
     out: Tensor | None = None
@@ -46,10 +48,11 @@ class OutputSpec(NamedTuple):
     lse_base: str = "log2"
     lse_layout: str = "NH"
     padded: PaddedLse | None = None
+    rows_shape: tuple[int, ...] | None = None
 
     @property
     def padding(self) -> PaddedLse | None:
-        """How the buffer for the LSE is padded, if it is."""
+        """The padding of the LSE buffer, None without one."""
         return self.padded if self.lse is not None and self.lse.dim() == 3 else None
 
     @property
@@ -57,13 +60,14 @@ class OutputSpec(NamedTuple):
         return self.return_lse or self.lse is not None
 
     def check(self, where: str, q: Tensor, head_dim: int) -> None:
-        """Before anything is computed: are the options known and the buffers right?"""
+        """Check options and buffers for a query ``q [rows, heads, ...]`` before anything is computed."""
         if self.lse_base not in LSE_BASES:
             fail(OptionError, where, f"lse_base is {self.lse_base!r}", " or ".join(LSE_BASES), "pass one of the two")
         if self.lse_layout not in LSE_LAYOUTS:
             fail(OptionError, where, f"lse_layout is {self.lse_layout!r}", " or ".join(LSE_LAYOUTS), "pass one")
         if self.out is not None:
-            shape = (*q.shape[:-1], head_dim)
+            rows = q.shape[:1] if self.rows_shape is None else self.rows_shape
+            shape = (*rows, *q.shape[1:-1], head_dim)
             _check(where, "out", self.out, shape, self.dtype or self.out.dtype, q.device)
             output_dtype(where, "out", self.out.dtype)
         if self.lse is not None:
@@ -73,8 +77,11 @@ class OutputSpec(NamedTuple):
             _check(where, "lse", self.lse, shape, torch.float32, q.device)
 
     def finalize(self, out: Tensor, lse: Tensor, scale: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
+        """The result from the op's ``out [rows, heads, head_dim]``, multiplied by ``scale``, and ``lse``."""
         if scale != 1.0:
             out = out * scale
+        if self.rows_shape is not None:
+            out = out.view(*self.rows_shape, *out.shape[1:])
         if self.out is not None:
             out = self.out.copy_(out)
         elif self.dtype is not None and self.dtype != out.dtype:

@@ -1,15 +1,15 @@
-"""The sizes that a plan is made for, from the arguments of plan()."""
+"""Plan specs from the arguments of plan()."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from attn_ops.errors import ArgumentError, OptionError
-from attn_ops.frontend.arguments import fail, positive, renamed, required
+from attn_ops.errors import ArgumentError, OptionError, fail
+from attn_ops.frontend.arguments import positive, renamed, required
 from attn_ops.plan.resizable import PlanSpec
 
 
-def prefill_shape(
+def prefill_spec(
     where: str,
     num_qo_heads: int,
     num_kv_heads: int,
@@ -18,7 +18,7 @@ def prefill_shape(
     head_dim_vo: Any = None,
     page_size: int | None = 1,
 ) -> PlanSpec:
-    """``head_dim`` and ``head_dim_qk`` are one argument; ``page_size`` 1 of ragged KV too."""
+    """The spec of a prefill. ``head_dim`` is an alias of ``head_dim_qk``; ragged KV has ``page_size`` 1."""
     dim = renamed(where, "head_dim", head_dim, "head_dim_qk", head_dim_qk)
     required(where, head_dim_qk=dim, page_size=page_size)
     if head_dim_vo is not None and not isinstance(head_dim_vo, int):
@@ -37,7 +37,7 @@ def prefill_shape(
 
 
 def splitting(where: str, fixed_split_size: int | None, disable_split_kv: bool) -> dict[str, Any]:
-    """``unsplit`` and ``fixed_split_size`` of a shape; -1 is no size, and nothing is split if both are given."""
+    """``unsplit`` and ``fixed_split_size`` of a spec; -1 means None, and ``disable_split_kv`` takes precedence."""
     size = None if fixed_split_size == -1 else fixed_split_size
     if size is not None and size < 1:
         fail(OptionError, where, f"fixed_split_size is {size}", "1 page or more, or None", "change it")

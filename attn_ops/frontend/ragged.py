@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, refuse, renamed, required
-from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
-from attn_ops.frontend.multi_item_mask import scoring_mask
+from attn_ops.frontend.base import PreparedPlan, Wrapper, buffer, committing, graph_buffers
+from attn_ops.frontend.masks import multi_item_mask
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
-from attn_ops.frontend.plan_spec import prefill_shape, splitting
-from attn_ops.frontend.scales import Scale
+from attn_ops.frontend.plan_spec import prefill_spec, splitting
+from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.plan.page_table import PageTable
 
 
@@ -27,7 +28,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             memory; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and the first plan's query rows
             and longest request are the most. Without it the buffers have no effect.
         mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
-            (:mod:`attn_ops.frontend.no_effect`).
+            (:mod:`attn_ops.frontend.policy`).
         jit_args: as for decoding.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.ragged_prefill`` node.
@@ -65,7 +66,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         )
         renamed(self._name, "qk_indptr_buf", qk_indptr_buf, "mask_indptr_buf", mask_indptr_buf)
 
-    def plan(
+    def prepare_plan(
         self,
         qo_indptr: Tensor,
         kv_indptr: Tensor,
@@ -104,7 +105,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         data_type: DType | None = None,
         head_dim: int | None = None,
         allow_fp16_qk_reduction: bool | None = None,
-    ) -> None:
+    ) -> PreparedPlan:
         """Plan a batch. Eager, never inside a graph.
 
         ``qo_indptr`` and ``kv_indptr``, int ``[batch + 1]``, are the cumulative query rows and keys. The other
@@ -124,18 +125,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             use_fp16_qk_reduction,
             absent=False,
         )
-        shape = prefill_shape(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
+        spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
         split = splitting(where, fixed_split_size, disable_split_kv)
-        shape = shape._replace(paged=False, causal=causal, window_left=window_left, **split)
+        spec = spec._replace(paged=False, causal=causal, window_left=window_left, **split)
         required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
-        tables = PageTable.of(where, kv_indptr, qo_indptr=qo_indptr)
-        custom_mask = scoring_mask(
+        table = PageTable.of(where, kv_indptr, qo_indptr=qo_indptr)
+        custom_mask = multi_item_mask(
             where,
             prefix_len_ptr,
             token_pos_in_items_ptr,
             token_pos_in_items_len,
             (custom_mask, packed_custom_mask),
-            tables,
+            table,
             1,
             self.device,
         )
@@ -148,39 +149,32 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        self._plan(
+        return self._prepare(
             where,
             "ragged_prefill",
-            tables,
-            shape,
-            {**options, "causal": causal, "kv_layout": self._kv_layout},
+            table,
+            spec,
+            options._replace(causal=causal),
             DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
             custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
         )
 
+    plan = committing(prepare_plan)
     begin_forward = plan
 
-    def _attend(
+    def _ragged_call(
         self,
         where: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output_spec: OutputSpec,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        output: OutputSpec,
         q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
         **changes: Any,
-    ) -> Any:
-        return self._run(
-            where,
-            (q, k, v),
-            output_spec,
-            logit_scales={"q_scale": q_scale, "k_scale": k_scale},
-            value_scales={"v_scale": v_scale},
-            **changes,
-        )
+    ) -> AttentionCall:
+        scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
+        return self._call(where, tensors, output, scales, **changes)
 
     @prepared
     def run(
@@ -218,19 +212,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         sm_scale = None
         if args:
             k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
-        return self._attend(
-            where,
-            q,
-            k,
-            v,
-            OutputSpec(out, lse, return_lse, None, lse_base, lse_layout),
-            q_scale,
-            k_scale,
-            v_scale,
-            sinks=sinks,
-            window_left=window_left,
-            sm_scale=sm_scale,
-        )
+        output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
+        scales = q_scale, k_scale, v_scale
+        changes = {"sinks": sinks, "window_left": window_left, "sm_scale": sm_scale}
+        return self._ragged_call(where, (q, k, v), output, *scales, **changes).execute()
 
     def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""
@@ -264,7 +249,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        return self._attend(where, q, k, v, OutputSpec(return_lse=return_lse), **changes)
+        return self._ragged_call(where, (q, k, v), OutputSpec(return_lse=return_lse), **changes).execute()
 
     def forward_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         """:meth:`forward` with the LSE."""

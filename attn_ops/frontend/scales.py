@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_ops.errors import OptionError, UnsupportedError
-from attn_ops.frontend.arguments import fail
+from attn_ops.errors import OptionError, UnsupportedError, fail
+from attn_ops.ops.options import BOUNDS
 
 Scale = float | Tensor | None
 
 
-class Scales(NamedTuple):
+class ScaleFactors(NamedTuple):
+    """Scales by the names that the caller gave them: those of the logits, and those of the output."""
+
+    logits: Mapping[str, Scale] = {}
+    values: Mapping[str, Scale] = {}
+
+
+class FoldedScales(NamedTuple):
     """``sm_scale`` and ``kv_scale`` are the op's arguments; the output is then multiplied by ``output``."""
 
     sm_scale: float | None
@@ -39,30 +46,37 @@ def scalar(where: str, name: str, scale: Scale, device: torch.device) -> Scale:
 
 
 def fold(
-    where: str,
-    sm_scale: float | None,
-    head_dim: int,
-    device: torch.device,
-    logits: dict[str, Scale],
-    values: dict[str, Scale],
-) -> Scales:
-    """The softmax scale times all of ``logits``, and the output scale times all of ``values``."""
+    where: str, sm_scale: float | None, head_dim: int, device: torch.device, factors: ScaleFactors
+) -> FoldedScales:
+    """The softmax scale times all scales of the logits, and the product of those of the output.
+
+    Numbers are folded into ``sm_scale`` and ``output``, tensors into ``kv_scale``, without reading the device.
+    """
+    logits, values = factors
     if not _given(logits) and not _given(values):
-        return Scales(sm_scale, None)
+        return FoldedScales(sm_scale, None)
     scale, key = _product([scalar(where, name, s, device) for name, s in logits.items()])
     output, value = _product([scalar(where, name, s, device) for name, s in values.items()])
     if scale != 1.0:
         scale *= 1 / math.sqrt(head_dim) if sm_scale is None else sm_scale
-        if scale <= 0:
-            fail(OptionError, where, f"the scales multiply to {scale}", "more than 0", "change a scale")
+        if not BOUNDS["sm_scale"].holds(scale):
+            fail(
+                OptionError,
+                where,
+                f"the scales multiply to {scale}",
+                "a positive number (2^-126 to 2^126)",
+                "change a scale",
+            )
         sm_scale = scale
+    if not -math.inf < output < math.inf:
+        fail(OptionError, where, f"the scales of the output multiply to {output}", "a finite number", "change a scale")
     if key is None and value is None:
-        return Scales(sm_scale, None, output)
+        return FoldedScales(sm_scale, None, output)
     one = torch.ones((), dtype=torch.float32, device=device)
-    return Scales(sm_scale, torch.stack((one if key is None else key, one if value is None else value)), output)
+    return FoldedScales(sm_scale, torch.stack((one if key is None else key, one if value is None else value)), output)
 
 
-def _given(scales: dict[str, Scale]) -> bool:
+def _given(scales: Mapping[str, Scale]) -> bool:
     for scale in scales.values():  # noqa: SIM110  a loop is a microsecond faster, in every call
         if scale is not None:
             return True

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ShapeError
-from attn_ops.frontend.arguments import DType, fail, layout, output_dtype, own_backend, positive, refuse, required
-from attn_ops.frontend.attend_block_tables import attend, block_table, uniform_rows
+from attn_ops.call import as_sinks
+from attn_ops.errors import ShapeError, fail
+from attn_ops.frontend.arguments import DType, layout, output_dtype, own_backend, positive, refuse, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
+from attn_ops.frontend.masks import check_tree_mask
+from attn_ops.frontend.one_shot import block_table, block_table_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.frontend.tree_mask import check_draft
+from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative
 
 
@@ -27,53 +30,52 @@ def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dt
     return None if out is None else output_dtype(where, "out", out.dtype)
 
 
+def _options(where: str, query: Tensor, window_left: int, sinks: Any, causal: bool = True) -> AttentionOptions:
+    """``bmm1_scale``, a factor of the logits, takes the place of the softmax scale."""
+    sinks = as_sinks(where, sinks, query.device)
+    return AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=causal)
+
+
 def _decode(
     where: str,
     query: Tensor,
     kv_cache: PagedCache,
     block_tables: Tensor,
     seq_lens: Tensor,
-    bmm1_scale: float | Tensor,
-    bmm2_scale: float | Tensor,
-    window_left: int,
-    output_spec: OutputSpec,
-    sinks: Any,
+    options: AttentionOptions,
+    output: OutputSpec,
+    scales: ScaleFactors,
     kv_layout: str,
     q_len_per_req: int | None,
     ragged: tuple[str, Tensor | None],
     mask: Tensor | None,
     backend: str = "auto",
 ) -> Any:
-    tables = block_table(where, "block_tables", block_tables, query.device)
-    k, v = paged(where, kv_cache, layout(where, kv_layout))
+    """``ragged``: the name and the tensor of the cumulative query rows, instead of ``q_len_per_req``."""
+    table = block_table(where, "block_tables", block_tables, query.device)
+    caches = paged(where, kv_cache, layout(where, kv_layout))
     name, indptr = ragged
     if indptr is None:
         q_len = 1 if q_len_per_req is None else q_len_per_req
         positive(where, q_len_per_req=q_len)
-        rows = uniform_rows(where, query.shape[0], tables.shape[0], q_len, query.device)
+        rows = uniform_rows(where, query.shape[0], table.shape[0], q_len, query.device)
     else:
-        q_len, rows = 1, cumulative(where, name, indptr, tables.shape[0], "the query", query)
+        q_len, rows = 1, cumulative(where, name, indptr, table.shape[0], "the query", query)
     if mask is not None:
-        check_draft(where, mask, query.shape[0], q_len)
-    return attend(
+        check_tree_mask(where, mask, query.shape[0], q_len)
+    return block_table_call(
         where,
-        query,
-        k,
-        v,
-        kv_layout,
-        tables,
+        (query, *caches),
+        table,
         seq_lens,
-        output_spec,
-        qo_indptr=rows,
-        causal=True,
-        sm_scale=1.0,
-        logit_scales={"bmm1_scale": bmm1_scale},
-        value_scales={"bmm2_scale": bmm2_scale},
-        window_left=window_left,
-        sinks=sinks,
-        draft=mask,
+        rows,
+        options,
+        output,
+        scales,
+        kv_layout=kv_layout,
         backend=own_backend(backend),
-    )
+        tree_mask=mask,
+    ).execute()
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -143,17 +145,17 @@ def trtllm_batch_decode_with_kv_cache(
         cp_rank=cp_rank,
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
+    if bmm1_scale_log2 is not None:
+        bmm1_scale = bmm1_scale_log2 * math.log(2)
     return _decode(
         where,
         query,
         kv_cache,
         block_tables,
         seq_lens,
-        bmm1_scale if bmm1_scale_log2 is None else bmm1_scale_log2 * math.log(2),
-        bmm2_scale,
-        window_left,
+        _options(where, query, window_left, sinks),
         OutputSpec(out, lse, return_lse, _output(where, out, out_dtype)),
-        sinks,
+        ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
         kv_layout,
         q_len_per_req,
         ("cum_seq_lens_q", cum_seq_lens_q),
@@ -191,11 +193,9 @@ def xqa_batch_decode_with_kv_cache(
         kv_cache,
         block_tables,
         seq_lens,
-        bmm1_scale,
-        bmm2_scale,
-        window_left,
+        _options(where, query, window_left, sinks),
         OutputSpec(out, dtype=_output(where, out, None)),
-        sinks,
+        ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
         kv_layout,
         q_len_per_req,
         ("q_cu_seq_lens", q_cu_seq_lens),
@@ -266,22 +266,16 @@ def trtllm_batch_context_with_kv_cache(
             f"{tables.shape[0]}, the rows of block_tables",
             "correct it",
         )
-    k, v = paged(where, kv_cache, layout(where, kv_layout))
-    return attend(
+    caches = paged(where, kv_cache, layout(where, kv_layout))
+    return block_table_call(
         where,
-        query,
-        k,
-        v,
-        kv_layout,
+        (query, *caches),
         tables,
         seq_lens,
+        cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, batch_size, "the query", query),
+        _options(where, query, window_left, sinks, causal),
         OutputSpec(out, lse, return_lse, _output(where, out, out_dtype)),
-        qo_indptr=cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, batch_size, "the query", query),
-        causal=causal,
-        sm_scale=1.0,
-        logit_scales={"bmm1_scale": bmm1_scale},
-        value_scales={"bmm2_scale": bmm2_scale},
-        window_left=window_left,
-        sinks=sinks,
+        ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
+        kv_layout=kv_layout,
         backend=own_backend(backend),
-    )
+    ).execute()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from attn_ops.errors import ShapeError, UnsupportedError
-from attn_ops.frontend import plan_in_call
-from attn_ops.frontend.arguments import fail, layout, positive, ranked, refuse, required
-from attn_ops.frontend.attend_block_tables import attend, block_table, lengths, uniform_rows
+from attn_ops.call import as_sinks
+from attn_ops.errors import ShapeError, UnsupportedError, fail
+from attn_ops.frontend.arguments import layout, refuse, required
 from attn_ops.frontend.kv_cache import paged_sizes
+from attn_ops.frontend.masks import check_tree_mask
+from attn_ops.frontend.one_shot import block_table, block_table_call, latent_call, uniform_indptr, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.frontend.scales import fold
-from attn_ops.frontend.tree_mask import check_draft
+from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, real
-from attn_ops.plan.resizable import PlanSpec
 
 
 def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
@@ -45,19 +42,6 @@ def _agree(where: str, **pairs: tuple[int | None, int]) -> None:
     for name, (given, actual) in pairs.items():
         if given is not None and given != actual:
             fail(ShapeError, where, f"{name} is {given}", f"{actual} as the tensors have", "correct one")
-
-
-def _deliver(q: Tensor, out: Tensor, output: Tensor | None) -> Tensor | None:
-    """``out`` in the form of q: copied to ``output``, or returned where that is None."""
-    shaped = out.view(*q.shape[:-1], out.shape[-1])
-    if output is None:
-        return shaped
-    output.copy_(shaped)
-    return None
-
-
-def _check_output(where: str, q: Tensor, head_dim: int, output: Tensor | None) -> None:
-    OutputSpec(output).check(where, q, head_dim)
 
 
 def xqa(
@@ -119,29 +103,25 @@ def xqa(
         flat, q_len = q, 1
         qo_indptr = cumulative(where, "q_cu_seq_lens", q_cu_seq_lens, tables.shape[0], "q", q)
     if mask is not None:
-        check_draft(where, mask, flat.shape[0], q_len)
+        check_tree_mask(where, mask, flat.shape[0], q_len)
     if sliding_win_size < 0:
         fail(ShapeError, where, f"sliding_win_size is {sliding_win_size}", "tokens, or 0 for no window", "change it")
-    _check_output(where, q, v.shape[-1], output)
-    out = attend(
+    window_left, sinks = sliding_win_size - 1, as_sinks(where, sinks, q.device)
+    result = block_table_call(
         where,
-        flat,
-        k,
-        v,
-        kv_layout,
+        (flat, k, v),
         tables,
         seq_lens,
-        OutputSpec(),
-        qo_indptr=qo_indptr,
-        causal=True,
-        sm_scale=None,
-        logit_scales={"q_scale": q_scale, "kv_scale": kv_scale},
-        value_scales={"kv_scale": kv_scale, "rcp_out_scale": rcp_out_scale},
-        window_left=sliding_win_size - 1,
-        sinks=sinks,
-        draft=mask,
-    )
-    return _deliver(q, out, output)
+        qo_indptr,
+        AttentionOptions(window_left=window_left, sinks=sinks, causal=True),
+        OutputSpec(output, rows_shape=tuple(q.shape[:-2])),
+        ScaleFactors(
+            {"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale, "rcp_out_scale": rcp_out_scale}
+        ),
+        kv_layout=kv_layout,
+        tree_mask=mask,
+    ).execute()
+    return result if output is None else None
 
 
 def xqa_mla(
@@ -190,71 +170,14 @@ def xqa_mla(
     flat, q_len = _rows(where, q, 1)
     tables = block_table(where, "page_table", page_table, q.device)
     uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
-    _check_output(where, q, ckv, output)
-    out, _ = attend_latent(
+    result = latent_call(
         where,
-        flat[..., :ckv],
-        flat[..., ckv:],
-        cache[..., :ckv],
-        cache[..., ckv:],
+        (flat[..., :ckv], flat[..., ckv:], cache[..., :ckv], cache[..., ckv:]),
         tables,
         seq_lens,
-        torch.arange(tables.shape[0] + 1, dtype=torch.int32, device=q.device) * q_len,
-        1.0,
-        logit_scales={"q_scale": q_scale, "kv_scale": kv_scale},
-        value_scales={"kv_scale": kv_scale},
-    )
-    return _deliver(q, out, output)
-
-
-def attend_latent(
-    where: str,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    ckv: Tensor,
-    kpe: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    qo_indptr: Tensor,
-    sm_scale: float,
-    *,
-    logit_scales: dict[str, Any],
-    value_scales: dict[str, Any],
-    causal: bool = True,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """MLA by block tables in one call: ``out [rows, num_heads, ckv]`` and base-2 ``lse``."""
-    for name, t in (("q_nope", q_nope), ("q_pe", q_pe)):
-        ranked(where, name, t, "[rows, num_heads, head_dim]")
-    for name, t in (("ckv_cache", ckv), ("kpe_cache", kpe)):
-        ranked(where, name, t, "[pages, page_size, head_dim]")
-    positive(where, num_heads=q_nope.shape[1])
-    shape = PlanSpec(
-        decode=False,
-        paged=True,
-        page_size=ckv.shape[1],
-        num_qo_heads=q_nope.shape[1],
-        num_kv_heads=1,
-        head_dim_qk=q_nope.shape[2] + q_pe.shape[2],
-        head_dim_vo=q_nope.shape[2],
-        causal=causal,
-    )
-    capacity = block_tables.shape[1] * shape.page_size
-    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q_nope.device, capacity)
-    scales = fold(where, sm_scale, shape.head_dim_qk, q_nope.device, logit_scales, value_scales)
-    plan = plan_in_call.plan_block_tables(shape, block_tables, seq_lens, qo_indptr, q_nope.shape[0])
-    out, lse = torch.ops.attn.batch_mla(
-        q_nope,
-        q_pe,
-        ckv,
-        kpe,
-        plan,
-        plan_in_call.scratch(plan),
-        sm_scale=scales.sm_scale,
-        kv_scale=scales.kv_scale,
-        sinks=sinks,
-        causal=causal,
-        return_lse=return_lse,
-    )
-    return (out if scales.output == 1.0 else out * scales.output), lse
+        uniform_indptr(tables.shape[0], q_len, q.device),
+        AttentionOptions(sm_scale=1.0, causal=True),
+        OutputSpec(output, rows_shape=tuple(q.shape[:-2])),
+        ScaleFactors({"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}),
+    ).execute()
+    return result if output is None else None

@@ -9,8 +9,7 @@ from typing import Any
 from markdown import Page, code, data, table
 
 from attn_ops.exports import EXPORTS, HOMES
-from attn_ops.frontend.no_effect import IGNORED
-from attn_ops.frontend.unsupported import REFUSED
+from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
 
 
 def names() -> Page:
@@ -51,7 +50,7 @@ def kind(value: Any) -> str:
 
 def ignored() -> Page:
     """Arguments that are accepted and change no result."""
-    rows = [[code(name), reason] for name, reason in sorted(IGNORED.items())]
+    rows = [[code(name), reason] for name, reason in sorted(NO_EFFECT.items())]
     return Page(table(["argument", "why it has no effect"], rows))
 
 
@@ -59,6 +58,6 @@ def refused() -> Page:
     """Arguments that raise, since honouring them would change the result."""
     rows = [
         [code(name), ", ".join(code(repr(value)) for value in (None, *neutral)), reason]
-        for name, (neutral, reason) in sorted(REFUSED.items())
+        for name, (neutral, reason) in sorted(UNSUPPORTED.items())
     ]
     return Page(table(["argument", "accepted values", "why others are refused"], rows))

@@ -12,8 +12,7 @@ from helpers.surfaces.base import Raises, Surface
 from helpers.wrapper_requests import DEVICE
 
 from attn_ops import errors, exports
-from attn_ops.frontend.no_effect import HERE, IGNORED
-from attn_ops.frontend.unsupported import REFUSED
+from attn_ops.frontend.policy import NO_EFFECT, NO_EFFECT_HERE, UNSUPPORTED
 
 NEEDED_IN_GRAPH_MODE = {
     "paged_kv_indptr_buffer",
@@ -134,10 +133,10 @@ def test_parameter(surface: Surface, stage: str, name: str, base: dict[str, Any]
             assert effect.abs().sum() > 0, f"{name} is not filled"
         else:
             assert not same(result, of(base, surface)), f"{name} changes nothing"
-    elif f"{surface.name}.{stage}.{name}" in HERE or (name in IGNORED and name not in REFUSED):
+    elif f"{surface.name}.{stage}.{name}" in NO_EFFECT_HERE or (name in NO_EFFECT and name not in UNSUPPORTED):
         result = surface.outcome(stage, **{name: object()})
         assert same(result, of(base, surface), name in ROUNDING), f"{name} is not ignored"
-    elif name in REFUSED:
+    elif name in UNSUPPORTED:
         with pytest.raises(errors.UnsupportedError, match=name):
             surface.outcome(stage, **{name: torch.ones(1, device=DEVICE)})
     elif name in NEEDED_IN_GRAPH_MODE:
@@ -153,7 +152,7 @@ def test_input(surface: Surface, stage: str, name: str, base: dict[str, Any]) ->
         result = surface.outcome(stage, **{name: another(surface.stages[stage][name])})
     except errors.AttnOpsError:
         return
-    assert name in IGNORED or not same(result, of(base, surface)), f"{name} changes nothing"
+    assert name in NO_EFFECT or not same(result, of(base, surface)), f"{name} changes nothing"
 
 
 def test_every_name_is_covered() -> None:
@@ -161,6 +160,6 @@ def test_every_name_is_covered() -> None:
 
 
 def test_tables_do_not_overlap() -> None:
-    assert not set(IGNORED) & set(REFUSED)
-    assert all(reason for reason in IGNORED.values())
-    assert all(reason for _, reason in REFUSED.values())
+    assert not set(NO_EFFECT) & set(UNSUPPORTED)
+    assert all(reason for reason in NO_EFFECT.values())
+    assert all(reason for _, reason in UNSUPPORTED.values())

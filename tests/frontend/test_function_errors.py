@@ -211,7 +211,7 @@ CASES: dict[str, Case] = {
     "block tables too narrow": (
         lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables()[:, :8], torch.tensor(R.kv_lens, dtype=torch.int32)),
         errors.PageTableError,
-        "a request has 130 tokens and its row of the page table places for 128",
+        "a request has 130 tokens and its row of the page table holds 128",
     ),
     "xqa beam": (
         lambda: flashinfer.xqa(R.q.view(2, 2, 4, 64), *R.cache(), R.block_tables(), R.seq_lens),
@@ -230,7 +230,7 @@ CASES: dict[str, Case] = {
             R.q, *R.cache(), R.block_tables(), R.seq_lens, mask=torch.ones(3, 2, dtype=torch.uint16, device=DEVICE)
         ),
         errors.ShapeError,
-        "mask is [3, 2], of 32 bits a row; expected [4, words]",
+        "mask is [3, 2], of 32 bits per row; expected [4, words]",
     ),
     **{
         f"rows of {name}": (

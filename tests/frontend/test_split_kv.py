@@ -107,7 +107,7 @@ def test_workspace_size_counts_the_pieces_that_a_captured_batch_has_room_for() -
     r.expected().check(planned_one.run(r.q, r.cache("tensor")))
 
 
-def test_a_captured_prefill_has_room_for_the_pieces_of_its_first_plan() -> None:
+def test_a_captured_prefill_has_capacity_for_the_splits_of_its_first_plan() -> None:
     def buffer(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=DEVICE)
 
@@ -118,5 +118,5 @@ def test_a_captured_prefill_has_room_for_the_pieces_of_its_first_plan() -> None:
         wrapper.plan(r.qo_indptr, *r.table, *r.sizes, fixed_split_size=4)
         r.expected().check(wrapper.run(r.q, r.cache("tensor")))
     r = Requests((700, 600), (2, 2))
-    with pytest.raises(CapacityError, match=r"has 22 pieces of KV and the first plan room for 16; expected room for"):
+    with pytest.raises(CapacityError, match=r"has 22 splits of KV and the first plan capacity for 16; expected capacity for"):
         wrapper.plan(r.qo_indptr, *r.table, *r.sizes, fixed_split_size=4)

@@ -269,7 +269,7 @@ CASES: dict[str, Case] = {
     "too many pages in graph mode": (
         lambda: graph(pages=7).plan(R.table[0], R.table[1][:13], R.table[2], *R.sizes),
         errors.CapacityError,
-        "the batch has 13 pages and paged_kv_indices_buffer room for 7; expected room for at least 13",
+        "the batch has 13 pages and paged_kv_indices_buffer capacity for 7; expected capacity for at least 13",
     ),
     "missing buffer": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_cuda_graph=True),
@@ -378,7 +378,7 @@ CASES: dict[str, Case] = {
             seq_lens=torch.tensor(P.kv_lens),
         ),
         errors.PageTableError,
-        "a request has 130 tokens and its row of the page table places for 128",
+        "a request has 130 tokens and its row of the page table holds 128",
     ),
     "sinks that are no tensor": (
         lambda: run_decode(sinks=0.5),
@@ -407,7 +407,7 @@ CASES: dict[str, Case] = {
             [P.qo_indptr, P.qo_indptr.clamp(max=45)], *([t, t] for t in P.table), *P.sizes
         ),
         errors.ShapeError,
-        "the levels have 46, 45 query rows; expected as many rows in each",
+        "the levels have 46, 45 query rows; expected the same number in each level",
     ),
     "buffers of inference mode": (
         graph_buffers_of_inference_mode,

@@ -1,0 +1,106 @@
+"""One call path: every public function and wrapper builds an :class:`AttentionCall` and executes it.
+
+    check -> fold scales -> plan -> op -> finalize
+
+Nothing is written before every check has passed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import ArgumentError, fail
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.scales import ScaleFactors, fold
+from attn_ops.ops.options import OP_OPTIONS, AttentionOptions
+from attn_ops.plan.state import DecodePlan, PrefillPlan
+
+
+class PlanSource(Protocol):
+    """Where the plan of a call comes from: an earlier plan(), or lengths that are planned inside the call."""
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Head dimensions of the query, both parts of an MLA query together, and of the output."""
+
+    def check(self, call: AttentionCall) -> None:
+        """Raise unless the call's tensors are those that the plan is for."""
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned | tuple[()], AttentionOptions]:
+        """The op's plan arguments, and the options of the call, which may depend on the plan."""
+
+
+class Planned(NamedTuple):
+    """A plan and its workspace, as the ops take them; ops without a plan take neither."""
+
+    plan: DecodePlan | PrefillPlan
+    workspace: Tensor
+
+
+class Unplanned(NamedTuple):
+    """Of one request, whose op needs no plan."""
+
+    head_dims: tuple[int, int]
+
+    def check(self, call: AttentionCall) -> None:
+        return None
+
+    def resolve(self, options: AttentionOptions) -> tuple[tuple[()], AttentionOptions]:
+        return (), options
+
+
+class AttentionCall(NamedTuple):
+    """One call of an attention op.
+
+    where    name of the public function, which error messages begin with
+    op       name in ``torch.ops.attn``
+    tensors  the query and what it attends to, as the op takes them
+    plan     where the plan comes from
+    options  of the op, but for ``kv_scale``, which follows from ``scales``
+    output   the form of the result
+    scales   factors of the logits and of the output
+    """
+
+    where: str
+    op: str
+    tensors: tuple[Tensor, ...]
+    plan: PlanSource
+    options: AttentionOptions
+    output: OutputSpec
+    scales: ScaleFactors = ScaleFactors()
+    kv_layout: str = "NHD"
+    backend: str = "auto"
+
+    def execute(self) -> Any:
+        """Check, plan and run the op; the result has the form that ``output`` says."""
+        q = self.tensors[0]
+        self.plan.check(self)
+        dim_qk, dim_vo = self.plan.head_dims
+        self.output.check(self.where, q, dim_vo)
+        scales = fold(self.where, self.options.sm_scale, dim_qk, q.device, self.scales)
+        plan, options = self.plan.resolve(self.options)
+        options = options._replace(sm_scale=scales.sm_scale, kv_scale=scales.kv_scale)
+        keywords: dict[str, Any] = {name: getattr(options, name) for name in OP_OPTIONS[self.op]}
+        if self.op != "batch_mla":
+            keywords["kv_layout"] = self.kv_layout
+        op = getattr(torch.ops.attn, self.op)
+        out, lse = op(*self.tensors, *plan, **keywords, return_lse=self.output.needs_lse, backend=self.backend)
+        return self.output.finalize(out, lse, scales.output)
+
+
+def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:
+    """float32 ``[num_qo_heads]`` on ``device``, from that shape, ``[num_kv_heads, group]``, or a list of one tensor."""
+    if sinks is None:
+        return None
+    if isinstance(sinks, list | tuple):
+        if len(sinks) != 1:
+            fail(ArgumentError, where, f"sinks has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
+        sinks = sinks[0]
+    if not isinstance(sinks, Tensor):
+        fail(ArgumentError, where, f"sinks is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
+    if sinks.dim() == 2:
+        sinks = sinks.flatten()
+    return sinks.to(device, torch.float32).contiguous()

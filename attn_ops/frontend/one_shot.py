@@ -1,0 +1,344 @@
+"""One-shot calls: attention without a prior plan(). The call plans and attends, and traces.
+
+The plan's capacity follows from shapes alone, so nothing waits for a device. Under ``torch.compile`` and
+``torch.export`` a call is a page-table op (for block tables), a plan op and an attention op. Lengths on the host are
+checked against the table; longer ones on a GPU are cut off at the table's width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.call import AttentionCall, Planned, Unplanned
+from attn_ops.errors import DTypeError, PageTableError, ShapeError, fail
+from attn_ops.frontend.arguments import positive, ranked, required
+from attn_ops.frontend.kv_cache import paged_sizes
+from attn_ops.frontend.masks import tree_mask_bits
+from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.page_table import as_int32, seen
+from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.sizing import ctas_per_head, rows_per_tile, splits_per_head
+from attn_ops.plan.state import (
+    DecodePlan,
+    PlanProblem,
+    PrefillPlan,
+    allocate_decode,
+    allocate_prefill,
+    split_tokens,
+    workspace_size,
+)
+
+ROWS = "[rows, num_qo_heads, head_dim]"
+
+
+# ------------------------------------------------------------------------------------- arguments of one-shot functions
+
+
+def lengths(
+    where: str, name: str, t: Tensor | None, batch: int, device: torch.device, capacity: int | None = None
+) -> Tensor:
+    """int32 ``[batch]`` of lengths of any integer dtype, which may have further dimensions of size 1.
+
+    ``capacity``: the most tokens that a row of the page table holds.
+    """
+    required(where, **{name: t})
+    assert t is not None
+    if t.numel() != batch:
+        fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch}], one per request", "correct it")
+    if t.is_floating_point() or t.dtype == torch.bool:
+        fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
+    if t.dtype == torch.uint32:
+        t = t.view(torch.int32)
+    if t.dtype in (torch.uint16, torch.uint64):
+        t = t.long()
+    if seen(t) and batch and int(t.min()) < 0:
+        fail(PageTableError, where, f"{name} has a length of {int(t.min())}", "0 or more", "correct it")
+    if capacity is not None and seen(t) and batch and int(t.max()) > capacity:
+        fail(
+            PageTableError,
+            where,
+            f"a request has {int(t.max())} tokens and its row of the page table holds {capacity}",
+            f"at most {capacity}",
+            "pass wider tables",
+        )
+    return t.reshape(batch).to(device, torch.int32)
+
+
+def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -> Tensor:
+    """int32 ``[batch, max_pages_per_request]`` of any integer dtype."""
+    required(where, **{name: t})
+    assert t is not None
+    if t.dim() != 2:
+        fail(ShapeError, where, f"{name} is {list(t.shape)}", "[batch, max_pages_per_request]", "reshape it")
+    return as_int32(where, name, t).to(device).contiguous()
+
+
+def uniform_indptr(batch: int, q_len: int, device: torch.device) -> Tensor:
+    """int32 ``[batch + 1]``: ``qo_indptr`` of ``q_len`` query rows per request."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
+
+
+def uniform_rows(where: str, rows: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:
+    """:func:`uniform_indptr` of a query of so many ``rows``; None for one row per request, which is decode."""
+    if rows != batch * q_len:
+        fail(
+            ShapeError,
+            where,
+            f"the query has {rows} rows for {batch} requests",
+            f"{batch * q_len}, {q_len} per request",
+            "correct the query, or the number of rows of each request",
+        )
+    return None if q_len == 1 else uniform_indptr(batch, q_len, device)
+
+
+def check_dense(where: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Ranks and sizes of one request that calls and masks rely on."""
+    ranked(where, "q", q, "[qo_len, num_qo_heads, head_dim]")
+    for name, t in (("k", k), ("v", v)):
+        ranked(where, name, t, "[kv_len, num_kv_heads, head_dim]")
+    positive(where, num_qo_heads=q.shape[1], head_dim=q.shape[2])
+
+
+# ---------------------------------------------------------------------------------------------- plans made in the call
+
+
+def bound(size: int) -> int:
+    """``size``, at least 1; in graphs the next power of 2, so that a range of sizes shares one graph."""
+    if type(size) is int and not torch.compiler.is_compiling():
+        return max(1, size)
+    power = 1
+    while power < size:
+        power *= 2
+    return power
+
+
+def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
+    """``rows``: query rows of a request, approximately."""
+    tile_rows = spec.tile_rows or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows)
+    return PlanProblem(
+        page_size=spec.page_size,
+        num_qo_heads=spec.num_qo_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_vo=spec.head_dim_vo,
+        max_kv_len=bound(max_kv_len),
+        tile_rows=1 if spec.decode else tile_rows,
+        window=spec.window_left + 1,
+        causal=int(spec.causal),
+        split=split_tokens(spec.fixed_split_size, spec.page_size),
+    )
+
+
+def _with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:
+    return Planned(plan, torch.empty(workspace_size(plan), dtype=torch.float32, device=plan.kv_len.device))
+
+
+def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
+    """The same batch in a new plan of the same capacity, for calls that see keys outside the planned window."""
+    problem = PlanProblem.of(plan.problem)._replace(window=0)
+    fields = [problem.as_shape_tensor(plan.kv_len.device), *(torch.empty_like(t) for t in plan[1:])]
+    table = plan.kv_indptr, plan.kv_indices, (plan.kv_len - 1) % problem.page_size + 1
+    if isinstance(plan, DecodePlan):
+        torch.ops.attn.plan_decode(*table, fields)
+        return DecodePlan(*fields)
+    torch.ops.attn.plan_prefill(plan.qo_indptr, *table, fields)
+    return PrefillPlan(*fields)
+
+
+class BlockTables(NamedTuple):
+    """A batch by ``block_tables [batch, width]`` and ``seq_lens [batch]``, int32 on the query's device.
+
+    qo_indptr  ``[batch + 1]``; None for decode, one query row per request
+    rows       query rows of the batch
+    tree_mask  which of its request's last tokens each row sees, in the place of ``causal``
+    """
+
+    spec: PlanSpec
+    block_tables: Tensor
+    seq_lens: Tensor
+    qo_indptr: Tensor | None
+    rows: int
+    tree_mask: Tensor | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.spec.head_dim_qk, self.spec.head_dim_vo
+
+    def check(self, call: AttentionCall) -> None:
+        return None
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        # Capacity for one request at least: an empty batch is no special case.
+        batch, width = max(1, self.block_tables.shape[0]), self.block_tables.shape[1]
+        page_size, device = self.spec.page_size, self.block_tables.device
+        table = torch.ops.attn.page_table(self.block_tables, self.seq_lens, page_size)
+        problem = problem_of(self.spec, bound(width) * page_size, bound(-(-self.rows // batch)))
+        if self.qo_indptr is None:
+            ctas = ctas_per_head(device, self.spec.num_kv_heads)
+            decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
+            torch.ops.attn.plan_decode(*table, decode)
+            return _with_workspace(decode), options
+        splits = splits_per_head(device, problem)
+        prefill = allocate_prefill(problem, batch, self.rows, batch * width, device, splits, torch.empty)
+        torch.ops.attn.plan_prefill(self.qo_indptr, *table, prefill)
+        if self.tree_mask is not None:
+            options = options._replace(mask=tree_mask_bits(self.tree_mask, prefill, width * page_size))
+        return _with_workspace(prefill), options
+
+
+class RaggedLengths(NamedTuple):
+    """A batch of ragged KV by cumulative lengths, int32 ``[batch + 1]`` on the query's device.
+
+    ``rows`` and ``keys`` are those of the tensors.
+    """
+
+    spec: PlanSpec
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    rows: int
+    keys: int
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.spec.head_dim_qk, self.spec.head_dim_vo
+
+    def check(self, call: AttentionCall) -> None:
+        return None
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        batch = max(1, self.qo_indptr.shape[0] - 1)
+        problem, device = problem_of(self.spec, self.keys, bound(-(-self.rows // batch))), self.qo_indptr.device
+        splits = splits_per_head(device, problem)
+        plan = allocate_prefill(problem, batch, self.rows, 0, device, splits, torch.empty)
+        no_pages, ones = self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
+        torch.ops.attn.plan_prefill(self.qo_indptr, self.kv_indptr, no_pages, ones, plan)
+        return _with_workspace(plan), options
+
+
+# ----------------------------------------------------------------------------------------------------------- the calls
+
+
+def block_table_call(
+    where: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None,
+    options: AttentionOptions,
+    output: OutputSpec,
+    scales: ScaleFactors,
+    *,
+    kv_layout: str,
+    backend: str = "auto",
+    tree_mask: Tensor | None = None,
+) -> AttentionCall:
+    """``(q [rows, num_qo_heads, head_dim], k_cache, v_cache)`` by block tables; ``qo_indptr`` None for decode."""
+    q, k_cache, v_cache = tensors
+    ranked(where, "the query", q, ROWS)
+    positive(where, num_qo_heads=q.shape[1])
+    if tree_mask is not None:
+        options = options._replace(causal=False)
+        if qo_indptr is None:
+            qo_indptr = uniform_indptr(q.shape[0], 1, q.device)
+    page_size, num_kv_heads = paged_sizes(where, k_cache, kv_layout)
+    spec = PlanSpec(
+        decode=qo_indptr is None,
+        paged=True,
+        page_size=page_size,
+        num_qo_heads=q.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=q.shape[2],
+        head_dim_vo=v_cache.shape[-1],
+        window_left=options.window_left,
+        causal=options.causal and qo_indptr is not None,
+    )
+    capacity = block_tables.shape[1] * page_size
+    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q.device, capacity)
+    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask)
+    op = "batch_decode" if spec.decode else "batch_prefill"
+    return AttentionCall(where, op, tensors, batch, options, output, scales, kv_layout, backend)
+
+
+def latent_call(
+    where: str,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor,
+    options: AttentionOptions,
+    output: OutputSpec,
+    scales: ScaleFactors,
+) -> AttentionCall:
+    """MLA of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` by block tables; ``options`` has an ``sm_scale``."""
+    q_nope, q_pe, ckv, kpe = tensors
+    for name, t in (("q_nope", q_nope), ("q_pe", q_pe)):
+        ranked(where, name, t, "[rows, num_heads, head_dim]")
+    for name, t in (("ckv_cache", ckv), ("kpe_cache", kpe)):
+        ranked(where, name, t, "[pages, page_size, head_dim]")
+    positive(where, num_heads=q_nope.shape[1])
+    spec = PlanSpec(
+        decode=False,
+        paged=True,
+        page_size=ckv.shape[1],
+        num_qo_heads=q_nope.shape[1],
+        num_kv_heads=1,
+        head_dim_qk=q_nope.shape[2] + q_pe.shape[2],
+        head_dim_vo=q_nope.shape[2],
+        causal=options.causal,
+    )
+    capacity = block_tables.shape[1] * spec.page_size
+    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q_nope.device, capacity)
+    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q_nope.shape[0])
+    return AttentionCall(where, "batch_mla", tensors, batch, options, output, scales)
+
+
+def ragged_call(
+    where: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    options: AttentionOptions,
+    output: OutputSpec,
+    scales: ScaleFactors,
+    *,
+    backend: str = "auto",
+) -> AttentionCall:
+    """``(q [nnz_qo, num_qo_heads, head_dim], k, v [nnz_kv, num_kv_heads, head_dim])``; both indptr int32."""
+    q, k, v = tensors
+    for name, t in (("the query", q), ("the key", k), ("the value", v)):
+        ranked(where, name, t, "[rows, heads, head_dim]")
+    positive(where, num_qo_heads=q.shape[1])
+    spec = PlanSpec(
+        decode=False,
+        paged=False,
+        page_size=1,
+        num_qo_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim_qk=q.shape[2],
+        head_dim_vo=v.shape[-1],
+        window_left=options.window_left,
+        causal=options.causal,
+    )
+    batch = RaggedLengths(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0])
+    return AttentionCall(where, "ragged_prefill", tensors, batch, options, output, scales, "NHD", backend)
+
+
+def dense_call(
+    where: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: AttentionOptions,
+    output: OutputSpec,
+    scales: ScaleFactors,
+    *,
+    kv_layout: str,
+    backend: str = "auto",
+) -> AttentionCall:
+    """One request: ``(q [qo_len, num_qo_heads, head_dim], k, v [kv_len, num_kv_heads, head_dim])``, HND heads first."""
+    q, _, v = tensors
+    unplanned = Unplanned((q.shape[-1], v.shape[-1]))
+    return AttentionCall(where, "single_prefill", tensors, unplanned, options, output, scales, kv_layout, backend)
