@@ -1,35 +1,47 @@
-"""Fixtures and settings for every test."""
+"""Settings and fixtures of every test."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+from helpers.backends import INTERPRETED, cpu_calls_on_each_backend, install_interpreter  # noqa: F401  a fixture
 from helpers.fake_driver import built, loads, onlooker  # noqa: F401  fixtures
 
 import attn_ops  # noqa: F401  registers the ops
 from attn_ops.ops import backends
 
-# The tensors here are small: threads would only wait for each other.
+# The tensors here are small: more threads would only wait for each other.
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("attn_ops", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=5000)
-hypothesis.settings.load_profile("attn_ops")
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "attn_ops")
+
+if INTERPRETED:
+    install_interpreter()
+
+SKIPPED = {
+    "gpu": (not torch.cuda.is_available(), "needs a CUDA device"),
+    "interpreter": (not INTERPRETED, "runs in a process that kernels/test_interpreter.py starts"),
+}
+"""By marker: whether its tests are skipped here, and why."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        for marker, (skipped, reason) in SKIPPED.items():
+            if skipped and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """``torch.empty`` returns NaN, so that an output element which nobody wrote is seen."""
+    """``torch.empty`` returns NaN, so that an output element that is not written is found."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What all attention ops have in common beside the numbers of ``test_decode``, ``test_prefill`` and ``test_ragged``."""
+"""What all planned attention ops promise besides the numbers of ``test_decode`` and ``test_prefill``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_lse_is_optional(kind: str) -> None:
 
 
 @each_kind
-def test_zero_plan_is_no_work(kind: str) -> None:
+def test_a_plan_of_zeros_is_no_work(kind: str) -> None:
     setup = _setup(kind)
     for t in setup.planner.state:
         t.zero_()
@@ -39,8 +39,8 @@ def test_zero_plan_is_no_work(kind: str) -> None:
 
 
 @each_kind
-def test_next_batch_leaves_no_trace_of_the_last(kind: str) -> None:
-    """Plans into one planner, from the largest batch to none."""
+def test_a_new_plan_leaves_no_trace_of_the_last(kind: str) -> None:
+    """One planner plans batches from the largest to an empty one."""
     setup = _setup(kind, kv_lens=(130, 64, 90, 17), spare_batch=2)
     for kv_lens in ((130, 64, 90, 17), (5, 0, 33, 17), (1,), ()):
         smaller = _setup(kind, kv_lens=kv_lens, qo_lens=(5, 2, 33, 1)[: len(kv_lens)] if kind != "decode" else ())
@@ -49,7 +49,7 @@ def test_next_batch_leaves_no_trace_of_the_last(kind: str) -> None:
 
 
 @each_kind
-def test_inputs_are_only_read(kind: str) -> None:
+def test_inputs_are_not_written(kind: str) -> None:
     setup = _setup(kind, sinks=1.0)
     inputs = [setup.q, setup.k, setup.v, *setup.planner.state, setup.arguments["sinks"]]
     before = [t.clone() for t in inputs]
@@ -59,14 +59,14 @@ def test_inputs_are_only_read(kind: str) -> None:
 
 
 @each_kind
-def test_twice_is_bit_equal(kind: str) -> None:
+def test_a_second_call_gives_the_same_bits(kind: str) -> None:
     setup = _setup(kind, dtype=torch.bfloat16)
     assert all(map(torch.equal, setup.run(), setup.run()))
 
 
 @each_kind
 def test_infinite_sinks(kind: str) -> None:
-    """A sink of minus infinity is none at all; one that outweighs every key leaves nothing of the output."""
+    """A sink of -inf has no effect. One that outweighs every key leaves an output of 0."""
     setup = _setup(kind)
     sinks = torch.tensor([-math.inf, 1e30, -1e30, 0.0])
     out, lse = setup.run(sinks=sinks)

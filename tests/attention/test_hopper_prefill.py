@@ -1,4 +1,4 @@
-"""``batch_prefill``, ``ragged_prefill`` and ``single_prefill`` of the triton backend against the oracle."""
+"""The Hopper prefill kernel against the oracle, and the general kernel in its place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention.test_single import check_single
 from helpers.calls import positional
-from helpers.cases import PREFILL, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case, one_at_a_time
+from helpers.cases import Case, one_at_a_time
 from helpers.harness import Setup
 from helpers.page_tables import indptr, page_table
 from torch._inductor.utils import run_and_get_code
@@ -61,7 +60,7 @@ HOPPER = [
         }.items()
     ),
     *(
-        replace(HOPPER_BASE, name=f"turns, {name}", **{"planner": {"tile_rows": 16}, **options})
+        replace(HOPPER_BASE, name=f"alternating warpgroups, {name}", **{"planner": {"tile_rows": 16}, **options})
         for name, options in {
             "causal": {},
             "not causal": {"causal": False},
@@ -97,40 +96,40 @@ HOPPER = [
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A line for each call that the Hopper kernel was given: its tensors may be of a graph that wants them freed."""
+def hopper_runs(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each launch of the Hopper kernel. Not its tensors, which a CUDA graph wants freed."""
     if torch.cuda.get_device_capability() != (9, 0) or not unsupported.gluon_imports("hopper_prefill"):
         pytest.skip("no Hopper GPU, or no Gluon")
-    kernel, calls = importlib.import_module("attn_ops.kernels.triton.hopper_prefill"), []
+    kernel, runs = importlib.import_module("attn_ops.kernels.triton.hopper_prefill"), list[None]()
     launch: Callable[..., None] = kernel.launch
-    monkeypatch.setattr(kernel, "launch", lambda *args, **kwargs: (calls.append("launch"), launch(*args, **kwargs)))
-    return calls
+    monkeypatch.setattr(kernel, "launch", lambda *args, **kwargs: (runs.append(None), launch(*args, **kwargs)))
+    return runs
 
 
 @pytest.mark.parametrize("case", HOPPER, ids=str)
-def test_hopper_paged(case: Case, taken: list[str]) -> None:
+def test_paged_matches_oracle(case: Case, hopper_runs: list[None]) -> None:
     setup = Setup("prefill", case, "cuda")
     setup.check(*setup.run("triton"))
-    assert taken
+    assert hopper_runs
 
 
 @pytest.mark.parametrize("case", [c for c in HOPPER if c.storage != "fused" and c.page_size == 16], ids=str)
-def test_hopper_ragged(case: Case, taken: list[str]) -> None:
+def test_ragged_matches_oracle(case: Case, hopper_runs: list[None]) -> None:
     setup = Setup("ragged", case, "cuda")
     setup.check(*setup.run("triton"))
-    assert bool(taken) == any(case.kv_lens)  # of no tokens there is no tensor map
+    assert bool(hopper_runs) == any(case.kv_lens)  # there is no tensor map of no tokens
 
 
 @pytest.mark.parametrize(
     "case", [HOPPER_BASE, *(c for c in HOPPER if c.name == "heads=4-4" or ", cap and sinks" in c.name)], ids=str
 )
-def test_hopper_single(case: Case, taken: list[str]) -> None:
-    check_single(case, "cuda", "triton")
-    assert taken
+def test_single_matches_oracle(case: Case, hopper_runs: list[None]) -> None:
+    Setup("ragged", case, "cuda").check_single("triton")
+    assert hopper_runs
 
 
-def test_hopper_turns_while_memory_is_busy(taken: list[str]) -> None:
-    """Blocks come in no order then, and each of the warpgroups that take turns has to wait for its own."""
+def test_alternating_warpgroups_give_the_same_bits_while_memory_is_busy(hopper_runs: list[None]) -> None:
+    """KV tiles then arrive in no order, and each warpgroup has to wait for its own."""
     batch, rows, tokens, page_size, device = 32, 16, 4096, 16, "cuda"
     pages = batch * tokens // page_size
     sizes = {"page_size": page_size, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -145,12 +144,12 @@ def test_hopper_turns_while_memory_is_busy(taken: list[str]) -> None:
     alone = run()
     torch.cuda.synchronize()
     assert all(torch.equal(alone, out) for out in [run() for _ in range(100)])
-    assert taken
+    assert hopper_runs
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_hopper_compiled(mode: str | None, taken: list[str]) -> None:
-    """The graph calls the op, which copies no cache."""
+def test_compiled_graphs_call_the_op(mode: str | None, hopper_runs: list[None]) -> None:
+    """The op stays a call, since Inductor generates no Gluon kernel, and no cache is copied for it."""
     torch._dynamo.reset()
     setup = Setup("prefill", HOPPER_BASE, "cuda")
     mark_static(*setup.planner.state, setup.planner.workspace)
@@ -165,34 +164,13 @@ def test_hopper_compiled(mode: str | None, taken: list[str]) -> None:
         setup.check(out.clone(), lse.clone())
         for _ in range(3):
             setup.check(*(t.clone() for t in compiled(*inputs)))
-    assert taken
+    assert hopper_runs
     assert "torch.ops.attn.batch_prefill" in "".join(code)
 
 
 @pytest.mark.parametrize("case", HOPPER[:2], ids=str)
 @pytest.mark.usefixtures("general_kernels")
-def test_general_kernel(case: Case) -> None:
-    """What packages run."""
-    test_paged(case)
-
-
-def tolerance(case: Case) -> dict[str, float]:
-    """Rotated queries and keys are rounded to the dtype before they are multiplied."""
-    return {"float32_eps": torch.finfo(case.dtype).eps / 8} if case.pos_encoding == "ROPE_LLAMA" else {}
-
-
-@pytest.mark.parametrize("case", [*PREFILL, *PREFILL_SPECIAL], ids=str)
-def test_paged(case: Case) -> None:
+def test_general_kernel_matches_oracle(case: Case) -> None:
+    """The kernel that packages run, also on Hopper."""
     setup = Setup("prefill", case, "cuda")
-    setup.check(*setup.run("triton"), **tolerance(case))
-
-
-@pytest.mark.parametrize("case", [*RAGGED, *RAGGED_SPECIAL], ids=str)
-def test_ragged(case: Case) -> None:
-    setup = Setup("ragged", case, "cuda")
-    setup.check(*setup.run("triton"), **tolerance(case))
-
-
-@pytest.mark.parametrize("case", [*(c for c in RAGGED if "planned" not in c.name), *RAGGED_SPECIAL], ids=str)
-def test_single(case: Case) -> None:
-    check_single(case, "cuda", "triton", **tolerance(case))
+    setup.check(*setup.run("triton"), **setup.tolerance("triton"))

@@ -1,4 +1,4 @@
-"""Caches of more than 2^31 elements: offsets must not be computed in 32 bits."""
+"""Caches of more than 2^31 elements: offsets need 64 bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Large(NamedTuple):
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def large(request: pytest.FixtureRequest) -> Large:
-    """One request on four pages from both ends of the cache. On the CPU only the pages touched are committed."""
+    """One request on four pages from both ends of the cache. On the CPU only the pages in use are committed."""
     try:
         cache = torch.empty(PAGES, 2, PAGE, HEADS, DIM, dtype=torch.float16, device=request.param)
     except RuntimeError as error:
@@ -35,8 +35,8 @@ def large(request: pytest.FixtureRequest) -> Large:
     assert cache.numel() > 2**31
     keys, values = torch.randn(2, LENGTH, HEADS, DIM, generator=torch.Generator().manual_seed(0)).half()
     for t in range(LENGTH):
-        page, slot = TABLE[t // PAGE], t % PAGE
-        cache[page, 0, slot], cache[page, 1, slot] = keys[t], values[t]
+        page, offset = TABLE[t // PAGE], t % PAGE
+        cache[page, 0, offset], cache[page, 1, offset] = keys[t], values[t]
     table = [[0, len(TABLE)], TABLE, [LENGTH % PAGE]]
     kv_indptr, kv_indices, last = (torch.tensor(t, dtype=torch.int32, device=request.param) for t in table)
     return Large(cache[:, 0], cache[:, 1], keys, values, (kv_indptr, kv_indices, last))
@@ -80,9 +80,9 @@ def test_append(large: Large) -> None:
     new = torch.randn(4, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half().to(device)
     zeros = torch.zeros_like(positions)
     torch.ops.attn.append_kv(new, -new, large.k_cache, large.v_cache, zeros, positions, kv_indices, kv_indptr)
-    for i, (page, slot) in enumerate(((TABLE[0], 0), (TABLE[1], 1), (TABLE[2], 2), (TABLE[3], LENGTH % PAGE))):
-        assert torch.equal(large.k_cache[page, slot], new[i])
-        assert torch.equal(large.v_cache[page, slot], -new[i])
+    for i, place in enumerate(((TABLE[0], 0), (TABLE[1], 1), (TABLE[2], 2), (TABLE[3], LENGTH % PAGE))):
+        assert torch.equal(large.k_cache[place], new[i])
+        assert torch.equal(large.v_cache[place], -new[i])
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -94,8 +94,8 @@ def latent(request: pytest.FixtureRequest) -> Tensor:
         pytest.skip(f"no memory for a large cache: {error}")
 
 
-def test_append_and_attend_to_latents(latent: Tensor) -> None:
-    """Tokens of one request on pages from both ends, appended and then attended to."""
+def test_append_and_attend_to_a_latent_cache(latent: Tensor) -> None:
+    """Tokens of one request on pages from both ends of the cache."""
     device, table = latent.device, (len(latent) - 1, 0, len(latent) - 3)
     ckv, kpe = latent.split((512, 64), -1)
     length = 2 * 64 + 5
@@ -132,3 +132,22 @@ def test_heads_far_apart() -> None:
     out, lse = torch.ops.attn.single_prefill(q.cuda(), kv, kv, kv_layout="HND", return_lse=True, **options)
     tail = used.transpose(0, 1)
     Expected.of([(q, tail, tail)], **options).check(out, lse)
+
+
+@pytest.mark.gpu
+def test_pages_beyond_2_to_the_31_give_the_bits_of_a_small_cache() -> None:
+    page_size, heads, dim = 64, 8, 128
+    pages = 2**31 // (page_size * heads * dim) + 40
+    cache = torch.zeros(pages, page_size, heads, dim, dtype=torch.float16, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    cache[-40:] = torch.randn(40, page_size, heads, dim, device="cuda", generator=generator).half()
+    small = cache[-40:].clone()
+    q = torch.randn(2, 16, dim, device="cuda", generator=generator).half()
+    results = []
+    for used, first in ((cache, pages - 40), (small, 0)):
+        planner = attn_ops.DecodePlanner(
+            2, 40, page_size=page_size, num_qo_heads=16, num_kv_heads=heads, head_dim=dim, device="cuda"
+        )
+        plan = planner.plan(torch.tensor([0, 15, 40]), torch.arange(40) + first, torch.tensor([3, 64]))
+        results.append(torch.ops.attn.batch_decode(q, used, used, plan, planner.workspace, backend="triton")[0])
+    assert torch.equal(*results)

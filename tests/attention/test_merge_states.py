@@ -1,4 +1,4 @@
-"""``attn::merge_state`` and ``attn::merge_states`` against the oracle, and as the inverse of cutting KV apart."""
+"""The ops that merge states against the oracle, and as the inverse of splitting the keys."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+on_each_backend = pytest.mark.usefixtures("cpu_calls_on_each_backend")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _states(shape: tuple[int, ...], dtype: torch.dtype, spread: float, empty: float) -> tuple[Tensor, Tensor]:
-    """Random states, a share ``empty`` of them without a key: what their ``v`` holds must not matter."""
+    """Random states. A share ``empty`` of them has seen no key: its ``s`` is -inf and its ``v`` is NaN."""
     generator = torch.Generator().manual_seed(0)
     v, s = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[:-1], generator=generator) * spread
     none = torch.rand(s.shape, generator=generator) < empty
@@ -34,6 +35,7 @@ def _check(out: Tensor, lse: Tensor, v: Tensor, s: Tensor) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
 
 
+@on_each_backend
 @pytest.mark.parametrize("empty", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("spread", [3.0, 1000.0])
 @pytest.mark.parametrize("shape", [(5, 3, 4, 64), (3, 1, 2, 8), (2, 17, 1, 80), (4, 0, 2, 16), (0, 3, 2, 16)], ids=str)
@@ -43,6 +45,7 @@ def test_merge_states(dtype: torch.dtype, shape: tuple[int, ...], spread: float,
     _check(*torch.ops.attn.merge_states(v, s), v, s)
 
 
+@on_each_backend
 @pytest.mark.parametrize("empty", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_state(dtype: torch.dtype, empty: float) -> None:
@@ -51,19 +54,20 @@ def test_merge_state(dtype: torch.dtype, empty: float) -> None:
     _check(*torch.ops.attn.merge_state(v_a, s_a, v_b, s_b), v, s)
 
 
+@on_each_backend
 @given(
     seed=st.integers(0, 2**32),
     keys=st.integers(0, 40),
-    cuts=st.lists(st.integers(0, 40), max_size=6),
+    splits=st.lists(st.integers(0, 40), max_size=6),
     scale=st.sampled_from([0.1, 1.0, 20.0]),
     sink=st.booleans(),
 )
-def test_any_partition_merges_to_the_whole(seed: int, keys: int, cuts: list[int], scale: float, sink: bool) -> None:
-    """A sink counts in one part, whichever; parts may be empty, and come in any order."""
+def test_any_partition_merges_to_the_whole(seed: int, keys: int, splits: list[int], scale: float, sink: bool) -> None:
+    """Parts may be empty, and come in any order. A sink counts in one of them."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(n, 2, 8, generator=generator, dtype=torch.float64) for n in (3, keys, keys))
     sinks = torch.randn(2, generator=generator) * scale if sink and keys else None
-    bounds = [*sorted({0, keys, *(min(c, keys) for c in cuts)}), keys]
+    bounds = [*sorted({0, keys, *(min(split, keys) for split in splits)}), keys]
     parts = [slice(a, b) for a, b in pairwise(bounds)]
     first = next((i for i, part in enumerate(parts) if part.stop > part.start), 0)
     states = [
@@ -74,17 +78,18 @@ def test_any_partition_merges_to_the_whole(seed: int, keys: int, cuts: list[int]
     outs, lses = (torch.stack([states[i][field] for i in order], 1).float() for field in (0, 1))
     out, lse = torch.ops.attn.merge_states(outs, lses)
     whole_out, whole_lse = attention(q, k, v, sm_scale=scale, sinks=sinks)
-    # A state's LSE is rounded to float32 before it weighs the state.
+    # The LSE that weights a state is rounded to float32.
     rounding = 4e-7 * (1 + float(lses.abs().nan_to_num(posinf=0).max()))
     torch.testing.assert_close(out.double(), whole_out, rtol=rounding, atol=rounding * 4)
     torch.testing.assert_close(lse.double(), whole_lse, rtol=1e-6, atol=rounding)
 
 
+@on_each_backend
 @pytest.mark.parametrize("spare", [0, 8])
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.uint8], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None, spare: int) -> None:
-    """Rows that the mask leaves out keep every bit, whatever the other state holds; so does what lies between rows."""
+    """Masked rows keep their bits, whatever the other state holds, and so does memory between rows."""
     v, s = _states((6, 2, 4, 32), dtype, 3.0, 0.3)
     v_other, s_other = v[:, 1].contiguous(), s[:, 1].contiguous()
     merged = torch.tensor([True, False, True, True, False, False])
@@ -103,12 +108,13 @@ def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None, spar
         assert (whole == 7.0).all()
 
 
+@on_each_backend
 @pytest.mark.parametrize("empty", [0.0, 0.6])
 @pytest.mark.parametrize("heads", [3, 33, 0])
 @pytest.mark.parametrize("counts", [(3, 0, 1, 7), (0, 0), (1,), (), (5, 5)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_states_varlen(dtype: torch.dtype, counts: tuple[int, ...], heads: int, empty: float) -> None:
-    """Two more states than the rows own stand behind the last."""
+    """Behind the states of the last row are two more, of NaN."""
     v, s = _states((sum(counts) + 2, heads, 16), dtype, 3.0, empty)
     v[-2:] = math.nan
     indptr = torch.tensor([0, *counts]).cumsum(0).int()
@@ -116,3 +122,26 @@ def test_merge_states_varlen(dtype: torch.dtype, counts: tuple[int, ...], heads:
     assert out.shape == (len(counts), heads, 16)
     for row, (begin, end) in enumerate(pairwise(indptr.tolist())):
         _check(out[row, None], lse[row, None], v[None, begin:end], s[None, begin:end])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 8), (5, 3, 4, 64), (700, 2, 32, 128), (33, 70, 3, 80), (0, 2, 2, 16)], ids=str
+)
+def test_strided_states_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows, states, heads, dim = shape
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(rows, states, heads, dim + 8, generator=generator).to(dtype)[..., :dim]
+    s = torch.randn(rows, states, heads, generator=generator) * 5
+    s[torch.rand(s.shape, generator=generator) < 0.3] = -math.inf
+    v[s == -math.inf] = math.nan
+    expected_v, expected_s = merge(v, s)
+    results = [torch.ops.attn.merge_states(v.cuda(), s.cuda(), backend="triton")]
+    if states == 2:
+        parts = [t.cuda().unbind(1) for t in (v, s)]
+        results.append(torch.ops.attn.merge_state(parts[0][0], parts[1][0], parts[0][1], parts[1][1], backend="triton"))
+    for merged, sums in results:
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(merged.cpu().double(), expected_v, rtol=8 * eps, atol=8 * eps)
+        torch.testing.assert_close(sums.cpu().double(), expected_s, rtol=1e-6, atol=1e-5)

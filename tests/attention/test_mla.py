@@ -1,4 +1,4 @@
-"""``attn::batch_mla`` and ``attn::append_mla_kv``: one KV head whose key is ``[ckv, kpe]`` and value ``ckv``."""
+"""``attn::batch_mla`` and ``attn::append_mla_kv``: one KV head with key ``[ckv, kpe]`` and value ``ckv``."""
 
 from __future__ import annotations
 
@@ -6,37 +6,66 @@ import math
 
 import pytest
 import torch
-from helpers.mla_cases import CASES, Mla, check, random
-from helpers.page_tables import page_table
+from helpers.backends import each_case
+from helpers.mla_cases import CASES, Mla, check, random_tensor
+from helpers.page_tables import indptr, page_table
 
 import attn_ops
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_oracle(case: Mla) -> None:
-    check(case)
+INTERPRETED = [case for case in CASES if case.dtype != torch.bfloat16 and case.dims[0] * case.heads < 1000]
+"""Small ones: the interpreter is slow, and NumPy multiplies no bfloat16."""
 
 
-def test_other_sizes_must_name_their_scale() -> None:
+@each_case(CASES, INTERPRETED)
+def test_matches_oracle(case: Mla, device: str, backend: str) -> None:
+    check(case, device, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if case.dims == (512, 64)], ids=str)
+@pytest.mark.usefixtures("general_kernels")
+def test_general_kernel_matches_oracle(case: Mla) -> None:
+    """The kernel that packages run, also on Hopper."""
+    check(case, "cuda", "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_rows_beyond_the_batch_are_zero(page_size: int) -> None:
+    """With either kernel: the Hopper kernel takes pages of 64."""
+    planner = attn_ops.PrefillPlanner(
+        4, 9, 30, page_size=page_size, num_qo_heads=48, num_kv_heads=1, head_dim=576, head_dim_vo=512, device="cuda"
+    )
+    plan = planner.plan(indptr((1, 1)), *page_table((100, 70), page_size))
+    q = torch.ones(9, 48, 576, device="cuda", dtype=torch.bfloat16)
+    cache = torch.ones(30, page_size, 576, device="cuda", dtype=torch.bfloat16)
+    parts = (*q.split((512, 64), -1), *cache.split((512, 64), -1))
+    out, lse = torch.ops.attn.batch_mla(*parts, plan, planner.workspace, return_lse=True, backend="triton")
+    assert out[2:].eq(0).all()
+    assert lse[2:].eq(-torch.inf).all()
+    assert out[:2].eq(1).all()
+
+
+def test_head_dims_other_than_512_and_64_need_sm_scale() -> None:
     planner = attn_ops.PrefillPlanner(1, 1, 1, num_qo_heads=1, num_kv_heads=1, head_dim=40, head_dim_vo=32)
     q, cache = torch.zeros(1, 1, 40), torch.zeros(1, 1, 40)
     arguments = (q[..., :32], q[..., 32:], cache[..., :32], cache[..., 32:], planner.state, planner.workspace)
     with pytest.raises(attn_ops.errors.OptionError, match=r"sm_scale is None with head_dim 32 \+ 8; expected .*; pass"):
         torch.ops.attn.batch_mla(*arguments)
-    torch.ops.attn.batch_mla(*arguments, sm_scale=1.0)
+    assert torch.ops.attn.batch_mla(*arguments, sm_scale=1.0)[0].shape == (1, 1, 32)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_append(dtype: torch.dtype, packed: bool) -> None:
-    """Skipped: a row of no request, one beyond the pages. Everything else of the cache stays."""
+    """A row of no request and one beyond the pages are skipped. The rest of the cache keeps its bits."""
     case = Mla("append", packed=packed)
     kv_indptr, kv_indices, _ = page_table(case.kv_lens, case.page_size)
     rows = [(0, 69), (-1, 0), (3, 17), (1, 16), (2, 8), (3, 0)]
     request, position = torch.tensor(rows, dtype=torch.int32).T.contiguous()
-    new = random((len(rows), sum(case.dims)), dtype, 1)
+    new = random_tensor((len(rows), sum(case.dims)), dtype, 1)
     before = torch.full((len(kv_indices) + 1, case.page_size, sum(case.dims)), math.nan).to(dtype)
     ckv, kpe = (t if packed else t.contiguous() for t in before.clone().split(case.dims, -1))
     new_ckv, new_kpe = new.split(case.dims, -1)

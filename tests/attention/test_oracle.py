@@ -1,4 +1,4 @@
-"""The oracle itself: against torch's own attention, by properties, and that it tells wrong from right."""
+"""The oracle itself: against PyTorch's attention, by properties, and that it rejects wrong results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _qkv(n: int, m: int, heads: tuple[int, int] = (4, 2), dim: int = 16) -> tupl
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 40), (7, 40), (40, 40)])
-def test_against_torch(n: int, m: int, causal: bool) -> None:
+def test_matches_scaled_dot_product_attention(n: int, m: int, causal: bool) -> None:
     """Bottom-right alignment: the last query sees every key."""
     q, k, v = _qkv(n, m)
     keep = torch.ones(n, m, dtype=torch.bool).tril(m - n) if causal else None
@@ -41,7 +41,7 @@ def test_lse_is_base_2_of_the_scaled_logits() -> None:
     assert float(lse) == pytest.approx(math.log2(sum(math.exp(0.5 * math.tanh(x / 0.5)) for x in logits)))
 
 
-def test_a_window_is_a_mask() -> None:
+def test_a_window_equals_its_mask() -> None:
     """The key itself and the two before it."""
     q, k, v = _qkv(3, 5)
     keep = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]).bool()
@@ -69,12 +69,12 @@ def test_rotation_depends_on_relative_positions() -> None:
     torch.testing.assert_close(rope_llama(q, torch.tensor([0]), 1e4, 1.0), q)
 
 
-def test_published_alibi_slopes() -> None:
+def test_alibi_slopes_as_published() -> None:
     assert alibi_slopes(8) == [2.0**-k for k in range(1, 9)]
     assert alibi_slopes(12) == [2.0**-k for k in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
 
 
-def test_merging_parts_is_attending_to_the_whole() -> None:
+def test_merged_parts_equal_the_whole() -> None:
     q, k, v = _qkv(2, 9)
     parts = [attention(q, k[a:b], v[a:b]) for a, b in ((0, 4), (4, 4), (4, 9))]
     out, lse = merge(*(torch.stack([part[i] for part in parts], 1) for i in (0, 1)))
@@ -84,8 +84,8 @@ def test_merging_parts_is_attending_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_truth_is_accepted_and_a_missing_key_is_not(dtype: torch.dtype) -> None:
-    """Any one of 130 keys, by the LSE where the output alone is too coarse to tell."""
+def test_the_exact_result_is_accepted_and_one_without_a_key_is_not(dtype: torch.dtype) -> None:
+    """Any one of 130 keys. Where the output is too coarse to show it, the LSE does."""
     q, k, v = (t.to(dtype) for t in _qkv(1, 130))
     expected = Expected.of([(q, k, v)])
     expected.check(expected.out.to(dtype), expected.lse.float())

@@ -1,27 +1,55 @@
-"""``attn::batch_prefill`` against the oracle."""
+"""``attn::batch_prefill``, ``attn::ragged_prefill`` and ``attn::single_prefill`` against the oracle."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from helpers.cases import PREFILL, PREFILL_SPECIAL, Case
+import torch
+from helpers.backends import each_case
+from helpers.cases import PREFILL, PREFILL_BASE, PREFILL_SPECIAL, RAGGED, RAGGED_SPECIAL, Case
 from helpers.harness import Setup
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-
-@pytest.mark.parametrize("case", PREFILL, ids=str)
-def test_matches_oracle(case: Case) -> None:
-    setup = Setup("prefill", case)
-    setup.check(*setup.run())
-
-
-@pytest.mark.parametrize("case", PREFILL_SPECIAL, ids=str)
-def test_masks_positions_and_fp8_match_oracle(case: Case) -> None:
-    setup = Setup("prefill", case)
-    setup.check(*setup.run())
+SPLIT = [
+    replace(PREFILL_BASE, name=f"split{i}", kv_lens=(300, 0, 700, 130), planner={"num_ctas": 12, "tile_rows": 16}, **o)
+    for i, o in enumerate(({"causal": True, "sinks": 1.0}, {"window_left": 600, "page_size": 64}, {"masked": 0.5}))
+]
+SINGLE = [*(case for case in RAGGED if "planned" not in case.name), *RAGGED_SPECIAL]
 
 
-def test_room_for_long_requests_costs_nothing() -> None:
-    """Of 16 million tokens: eager calls on the CPU gather as many as there are."""
+def _every(step: int, cases: list[Case]) -> list[Case]:
+    """A few cases for the interpreter, which is slow. NumPy multiplies no bfloat16."""
+    return [case for case in cases if case.dtype != torch.bfloat16][::step]
+
+
+PAGED_INTERPRETED = [
+    *SPLIT,
+    *(case for case in PREFILL if case.name.startswith("fixed split")),
+    *_every(23, PREFILL),
+    *_every(9, PREFILL_SPECIAL),
+]
+
+
+@each_case([*PREFILL, *PREFILL_SPECIAL], interpreted=PAGED_INTERPRETED)
+def test_paged_matches_oracle(case: Case, device: str, backend: str) -> None:
+    setup = Setup("prefill", case, device)
+    setup.check(*setup.run(backend), **setup.tolerance(backend))
+
+
+@each_case([*RAGGED, *RAGGED_SPECIAL], interpreted=[*_every(29, RAGGED), *_every(13, RAGGED_SPECIAL)])
+def test_ragged_matches_oracle(case: Case, device: str, backend: str) -> None:
+    setup = Setup("ragged", case, device)
+    setup.check(*setup.run(backend), **setup.tolerance(backend))
+
+
+@each_case(SINGLE)
+def test_single_matches_oracle(case: Case, device: str, backend: str) -> None:
+    Setup("ragged", case, device).check_single(backend)
+
+
+def test_max_kv_len_of_16_million_takes_no_memory() -> None:
+    """Eager calls on the CPU gather as many tokens as there are, not as many as the plan allows."""
     setup = Setup("prefill", Case("long", qo_lens=(3, 2, 40, 1), causal=True, planner={"max_kv_len": 1 << 24}))
     setup.check(*setup.run())

@@ -1,4 +1,4 @@
-"""Heads and tokens that are more than 2^31 elements apart: any stride but the last is taken."""
+"""Heads and tokens that are more than 2^31 elements apart. Only the last stride is fixed; offsets need 64 bits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.backends import each_backend
 from helpers.oracle import Expected, merge
 from torch import Tensor
 
@@ -14,11 +15,10 @@ import attn_ops
 FAR = 2**31
 PAGE, HEADS, DIM, LENGTH = 16, 8, 64, 41
 TABLE = [[0, 3], [5, 2, 3], [LENGTH - 2 * PAGE]]
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def _far(shape: tuple[int, ...], dim: int, device: str) -> Tensor:
-    """float16 with the last of ``dim`` more than ``FAR`` elements after the first; only what is used is committed."""
+    """float16 that spans more than ``FAR`` elements along ``dim``. Memory that is not used stays uncommitted."""
     rest = [*shape[:dim], 1, *shape[dim + 1 :]]
     strides = list(torch.empty(rest, device="meta").stride())
     strides[dim] = -(-FAR // (shape[dim] - 1)) // 64 * 64 + 64
@@ -40,7 +40,7 @@ def _put(t: Tensor, value: Tensor) -> Tensor:
 
 
 def _cache(dim: int, device: str) -> tuple[Tensor, Tensor]:
-    """An NHD cache, and the tokens of the request of ``TABLE`` in it; what is not theirs is NaN."""
+    """An NHD cache and the tokens of the request of ``TABLE`` in it. The rest of the cache is NaN."""
     cache, tokens = _far((6, PAGE, HEADS, DIM), dim, device), _random(LENGTH, HEADS, DIM)
     cache[:] = math.nan
     for t in range(LENGTH):
@@ -53,35 +53,39 @@ def _ints(values: list[list[int]], device: str) -> list[Tensor]:
 
 
 SIZES = {"page_size": PAGE, "num_qo_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
-slots_and_heads = pytest.mark.parametrize("dim", [1, 2], ids=["slots", "heads"])
+tokens_and_heads = pytest.mark.parametrize("dim", [1, 2], ids=["tokens", "heads"])
 
 
-@devices
-@slots_and_heads
-def test_decode(dim: int, device: str) -> None:
+@each_backend
+@tokens_and_heads
+def test_decode(dim: int, device: str, backend: str) -> None:
     cache, tokens = _cache(dim, device)
     planner = attn_ops.DecodePlanner(1, 3, device=device, **SIZES)
     plan = planner.plan(*_ints(TABLE, device))
     q = _random(1, HEADS, DIM, seed=1)
     far_q = _put(_far((1, HEADS, DIM), 1, device), q)
-    out, lse = torch.ops.attn.batch_decode(far_q, cache, cache, plan, planner.workspace, return_lse=True)
+    out, lse = torch.ops.attn.batch_decode(
+        far_q, cache, cache, plan, planner.workspace, return_lse=True, backend=backend
+    )
     Expected.of([(q, tokens, tokens)]).check(out, lse)
 
 
-@devices
-@slots_and_heads
-def test_prefill(dim: int, device: str) -> None:
+@each_backend
+@tokens_and_heads
+def test_prefill(dim: int, device: str, backend: str) -> None:
     cache, tokens = _cache(dim, device)
     planner = attn_ops.PrefillPlanner(1, 9, 3, device=device, **SIZES)
     plan = planner.plan(*_ints([[0, 9], *TABLE], device))
     q = _random(9, HEADS, DIM, seed=1)
     far_q = _put(_far((9, HEADS, DIM), 1, device), q)
-    out, lse = torch.ops.attn.batch_prefill(far_q, cache, cache, plan, planner.workspace, causal=True, return_lse=True)
+    out, lse = torch.ops.attn.batch_prefill(
+        far_q, cache, cache, plan, planner.workspace, causal=True, return_lse=True, backend=backend
+    )
     Expected.of([(q, tokens, tokens)], causal=True).check(out, lse)
 
 
-@devices
-def test_mla(device: str) -> None:
+@each_backend
+def test_mla(device: str, backend: str) -> None:
     heads, rows = 4, 2
     latents = _random(3 * 64, 576)
     planner = attn_ops.PrefillPlanner(
@@ -92,34 +96,44 @@ def test_mla(device: str) -> None:
     far_q = _put(_far((rows, heads, 576), 1, device), q)
     ckv, kpe = latents.to(device).view(3, 64, 576).split((512, 64), -1)
     out, lse = torch.ops.attn.batch_mla(
-        far_q[..., :512], far_q[..., 512:], ckv, kpe, plan, planner.workspace, sm_scale=0.05, return_lse=True
+        far_q[..., :512],
+        far_q[..., 512:],
+        ckv,
+        kpe,
+        plan,
+        planner.workspace,
+        sm_scale=0.05,
+        return_lse=True,
+        backend=backend,
     )
     seen = latents[: 2 * 64 + 7]
     Expected.of([(q, seen[:, None], seen[:, None, :512])], sm_scale=0.05).check(out, lse)
 
 
-@devices
-@slots_and_heads
-def test_append(dim: int, device: str) -> None:
+@each_backend
+@tokens_and_heads
+def test_append(dim: int, device: str, backend: str) -> None:
     cache, _ = _cache(dim, device)
     kv_indptr, kv_indices, positions, zeros = _ints([*TABLE[:2], [0, PAGE + 15, LENGTH - 1], [0, 0, 0]], device)
     new = _random(3, HEADS, DIM, seed=1)
     far_new = _put(_far((3, HEADS, DIM), 1, device), new)
-    torch.ops.attn.append_kv(far_new, far_new, cache, cache.clone(), zeros, positions, kv_indices, kv_indptr)
+    torch.ops.attn.append_kv(
+        far_new, far_new, cache, cache.clone(), zeros, positions, kv_indices, kv_indptr, backend=backend
+    )
     for i, position in enumerate(positions.tolist()):
         assert torch.equal(cache[TABLE[1][position // PAGE], position % PAGE].cpu(), new[i])
 
 
-@devices
-def test_merges(device: str) -> None:
+@each_backend
+def test_merge_state(device: str, backend: str) -> None:
     rows = 3
     v_a, v_b = _random(2, rows, HEADS, DIM)
     s_a, s_b = _random(2, rows, HEADS, seed=1).float()
     expected, expected_lse = merge(torch.stack((v_a, v_b), 1), torch.stack((s_a, s_b), 1))
     far_a, far_b = (_put(_far((rows, HEADS, DIM), 1, device), v) for v in (v_a, v_b))
     s_a, s_b = s_a.to(device), s_b.to(device)
-    out, lse = torch.ops.attn.merge_state(far_a, s_a, far_b, s_b)
+    out, lse = torch.ops.attn.merge_state(far_a, s_a, far_b, s_b, backend=backend)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-6, atol=1e-6)
-    torch.ops.attn.merge_state_in_place(far_a, s_a, far_b, s_b)
+    torch.ops.attn.merge_state_in_place(far_a, s_a, far_b, s_b, backend=backend)
     torch.testing.assert_close(far_a.double().cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -1,14 +1,50 @@
-"""Masks of the wrong length, at the ops that cannot check it."""
+"""A packed mask that ends too early hides the keys beyond its end, and the memory behind it is not read.
+
+The ops cannot check the length of a mask: it depends on lengths that are on the device.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
+
 import pytest
-from helpers.truncated_masks import LENGTHS, check
+import torch
+from helpers.backends import INTERPRETER, REFERENCE, TRITON
+from helpers.cases import PREFILL_BASE
+from helpers.harness import Setup
+from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
+REFERENCE_ON_GPU = pytest.param("cuda", "reference", id="reference on cuda", marks=pytest.mark.gpu)
 
-@pytest.mark.parametrize("held", LENGTHS)
-@pytest.mark.parametrize("kind", ["prefill", "ragged"])
-def test_bits_beyond_the_end_hide(kind: str, held: int) -> None:
-    check(kind, held)
+NUM_BYTES = (0, 1, 7, 60, 140)
+
+
+def _truncated(masks: list[Tensor], num_bytes: int) -> list[Tensor]:
+    """The masks of all requests as the first ``num_bytes`` of their packed bytes hold them, False beyond."""
+    begins = [0, *accumulate(-(-mask.numel() // 8) for mask in masks)]
+    places = [
+        torch.arange(mask.numel()).view(mask.shape) // 8 + begin for mask, begin in zip(masks, begins, strict=False)
+    ]
+    return [mask & (byte < num_bytes) for mask, byte in zip(masks, places, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "device", "backend"),
+    [
+        pytest.param(kind, num_bytes, *target.values, id=f"{kind}-{num_bytes}-{target.id}", marks=target.marks)
+        for target in (REFERENCE, TRITON, REFERENCE_ON_GPU, INTERPRETER)
+        for kind in (("prefill",) if target is INTERPRETER else ("prefill", "ragged"))
+        for num_bytes in (NUM_BYTES[::2] if target is INTERPRETER else NUM_BYTES)
+    ],
+)
+def test_keys_beyond_the_end_of_a_mask_are_hidden(kind: str, num_bytes: int, device: str, backend: str) -> None:
+    setup = Setup(kind, replace(PREFILL_BASE, name="short mask", kv_lens=(37, 0, 130, 9), masked=0.8), device)
+    assert setup.packed_mask is not None
+    memory = setup.packed_mask.clone()
+    memory[num_bytes:] = 255  # would show every key
+    assert num_bytes < memory.shape[0]
+    setup.masks = _truncated(setup.masks, num_bytes)
+    setup.check(*setup.run(backend, mask=memory[:num_bytes]))

@@ -1,6 +1,6 @@
 """The table of attention problems that every backend is tested on.
 
-A case departs from the base in one axis, or, for the sampled ones, in all of them at once.
+A case differs from the base in one axis, or, if it is sampled, in all of them at once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 @dataclass(frozen=True)
 class Case:
-    """``qo_lens`` is ``()`` for decode.
+    """One batch. ``kv_lens`` and ``qo_lens`` are in tokens; ``qo_lens`` is ``()`` for decode.
 
-    ``padding`` counts query rows that belong to no request, ``spare_batch`` requests that the plan has room for
-    beyond those rows. ``sinks`` is their standard deviation, 0 for none. ``kv_dtype`` None is that of the query.
-    ``masked`` is the share of a custom mask that keeps. ``planner`` are arguments of the planner.
+    ``padding`` counts query rows that belong to no request, ``spare_batch`` requests that the plan's capacity exceeds
+    the batch and those rows by. ``sinks`` is their standard deviation, 0 for none. ``kv_dtype`` None is the dtype of
+    the query. ``masked`` is the share of keys that a custom mask lets a row see. ``planner`` holds planner arguments.
     """
 
     name: str
@@ -46,13 +46,6 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
-
-    @property
-    def tolerance(self) -> dict[str, float]:
-        """Of kernels that round rotated queries and keys to the dtype, and compute with FP8 in float16."""
-        rotated = {"float32_eps": torch.finfo(self.dtype).eps / 8} if self.pos_encoding == "ROPE_LLAMA" else {}
-        half = self.kv_dtype is not None and self.dtype != torch.float32
-        return rotated | ({"smallest": torch.finfo(torch.float16).smallest_normal} if half else {})
 
 
 HEAD_DIMS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (64, 128), (256, 256), (512, 512))
@@ -110,7 +103,7 @@ def one_at_a_time(base: Case, axes: dict[str, tuple[Any, ...]]) -> list[Case]:
 
 
 def sampled(base: Case, axes: dict[str, tuple[Any, ...]], count: int, seed: int = 0) -> list[Case]:
-    """Cases with every axis drawn at random, the base's value included."""
+    """Cases whose value of every axis is drawn at random, from the base's and those listed."""
     draw = random.Random(seed)
     cases = []
     for i in range(count):
@@ -134,7 +127,7 @@ def empty_batches(base: Case) -> list[Case]:
 
 
 def planned(cases: list[Case], **options: Any) -> list[Case]:
-    """The same with a plan that leaves out what the window, or causality, hides."""
+    """The same cases with a plan that leaves out the keys that the window or the causal mask hides."""
     return [replace(c, name=f"{c.name},planned", planner={**c.planner, **options}) for c in cases]
 
 
@@ -145,12 +138,16 @@ _CAUSAL = [
 ]
 
 _LONG = (2, 700, 0, 5, 90, 128)
-_DECODE_PIECES = [
-    replace(DECODE_BASE, name=f"pieces{i}", kv_lens=_LONG, planner={"fixed_split_size": 4, "num_ctas": 3}, **options)
+_DECODE_FIXED_SPLIT = [
+    replace(
+        DECODE_BASE, name=f"fixed split {i}", kv_lens=_LONG, planner={"fixed_split_size": 4, "num_ctas": 3}, **options
+    )
     for i, options in enumerate(({}, {"sinks": 1.0, "dtype": torch.float16}, {"window_left": 300, "page_size": 3}))
 ]
-_PREFILL_PIECES = [
-    replace(PREFILL_BASE, name=f"pieces{i}", kv_lens=(300, 0, 700, 130), planner={"fixed_split_size": 8}, **options)
+_PREFILL_FIXED_SPLIT = [
+    replace(
+        PREFILL_BASE, name=f"fixed split {i}", kv_lens=(300, 0, 700, 130), planner={"fixed_split_size": 8}, **options
+    )
     for i, options in enumerate(({"causal": True, "sinks": 1.0}, {"window_left": 300, "heads": (4, 4)}))
 ]
 
@@ -159,7 +156,7 @@ DECODE = [
     *planned(_WINDOWED, window_left=100, num_ctas=3),
     *empty_batches(DECODE_BASE),
     *sampled(DECODE_BASE, DECODE_AXES, 30),
-    *_DECODE_PIECES,
+    *_DECODE_FIXED_SPLIT,
 ]
 PREFILL = [
     *one_at_a_time(PREFILL_BASE, PREFILL_AXES | PAGES),
@@ -167,7 +164,7 @@ PREFILL = [
     *planned(_CAUSAL, causal=True, tile_rows=8),
     *empty_batches(PREFILL_BASE),
     *sampled(PREFILL_BASE, PREFILL_AXES | PAGES, 30),
-    *_PREFILL_PIECES,
+    *_PREFILL_FIXED_SPLIT,
 ]
 RAGGED = [
     *one_at_a_time(PREFILL_BASE, RAGGED_AXES),
@@ -177,7 +174,7 @@ RAGGED = [
     *sampled(PREFILL_BASE, RAGGED_AXES, 20, seed=1),
 ]
 
-# What not every backend takes: FP8 caches, positions, custom masks.
+# Options that not every kernel takes: FP8 caches, position encodings, custom masks.
 _POSITIONS: dict[str, tuple[Any, ...]] = {
     "kv_scale": ((0.5, 3.0),),
     "rope": ((2.0, 1e4), (1.0, 500.0)),
@@ -203,7 +200,7 @@ DECODE_SPECIAL = [
 PREFILL_SPECIAL = special(PREFILL_BASE, PREFILL_AXES | PAGES, _POSITIONS | _MASKS)
 RAGGED_SPECIAL = special(PREFILL_BASE, RAGGED_AXES, _POSITIONS | _MASKS)
 
-# Every option of decode at once, whole requests and pieces, with query heads of every group size.
+# All options of decode at once, with and without splits, for every number of query heads per KV head.
 DECODE_OPTIONS = sampled(
     replace(DECODE_BASE, kv_lens=(300, 0, 70, 513)),
     _POSITIONS

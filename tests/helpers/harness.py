@@ -1,9 +1,10 @@
-"""A case made into tensors, a plan and a call: the one body behind the attention tests of every backend."""
+"""Turns a case into tensors, a plan and a call: the body of the attention tests of every backend."""
 
 from __future__ import annotations
 
 import math
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ OPS = {"decode": "batch_decode", "prefill": "batch_prefill", "ragged": "ragged_p
 
 
 class Setup:
-    """``kind`` is ``decode``, ``prefill`` or ``ragged``; see :meth:`run` and :meth:`check`."""
+    """The tensors of ``case`` and a plan for them. ``kind`` is ``decode``, ``prefill`` or ``ragged``."""
 
     def __init__(self, kind: str, case: Case, device: str = "cpu", seed: int = 0) -> None:
         self.kind, self.case, self.device = kind, case, device
@@ -34,9 +35,36 @@ class Setup:
         self._plan()
 
     def run(self, backend: str = "auto", **overrides: Any) -> tuple[Tensor, Tensor]:
-        """Call the op, by default with ``return_lse``."""
+        """Call the op, with ``return_lse`` unless it is overridden."""
         arguments = {**self.arguments, "backend": backend, **overrides}
         return getattr(torch.ops.attn, OPS[self.kind])(**arguments)
+
+    def check_single(self, backend: str = "auto") -> None:
+        """Call ``single_prefill`` for each request of a ragged batch, and compare it with the oracle."""
+        options = {k: v for k, v in self.arguments.items() if k not in ("q", "k", "v", "plan", "workspace", "mask")}
+        sizes = list(zip(self.qo_lens, self.case.kv_lens, strict=True))
+        columns = self.qo_lens, self.case.kv_lens, [-(-n * m // 8) for n, m in sizes]
+        ranges = [[slice(end - n, end) for n, end in zip(c, accumulate(c), strict=True)] for c in columns]
+        for rows, tokens, mask_bytes in zip(*ranges, strict=True):
+            k, v = (t[tokens] if self.case.kv_layout == "NHD" else t[:, tokens] for t in (self.k, self.v))
+            mask = None if self.packed_mask is None else self.packed_mask[mask_bytes]
+            out, lse = torch.ops.attn.single_prefill(self.q[rows], k, v, mask=mask, backend=backend, **options)
+            assert out.dtype == self.case.dtype
+            self.expected.rows(rows).check(out, lse, **self.tolerance(backend))
+
+    def tolerance(self, backend: str) -> dict[str, float]:
+        """How much further than the reference the kernels of ``backend`` may be from the oracle.
+
+        They round rotated queries and keys to the dtype, and decode computes with FP8 keys and values in float16.
+        """
+        case, tolerance = self.case, dict[str, float]()
+        if backend in ("auto", "reference"):
+            return tolerance
+        if case.pos_encoding == "ROPE_LLAMA":
+            tolerance["float32_eps"] = torch.finfo(case.dtype).eps / 8
+        if self.kind == "decode" and case.kv_dtype is not None and case.dtype != torch.float32:
+            tolerance["smallest"] = torch.finfo(torch.float16).smallest_normal
+        return tolerance
 
     def check(self, out: Tensor, lse: Tensor | None = None, **tolerance: float) -> None:
         assert out.dtype == self.case.dtype
@@ -106,7 +134,7 @@ class Setup:
     def _mask(self) -> None:
         """Bits little-endian, every request padded to a whole byte."""
         shapes, share = list(zip(self.qo_lens, self.case.kv_lens, strict=True)), self.case.masked
-        self.masks: list[Tensor | None] = [None] * len(shapes)
+        self.masks: list[Any] = [None] * len(shapes)
         self.packed_mask = None
         if share is not None:
             self.masks = [torch.rand(shape, generator=self.generator) < share for shape in shapes]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attn_ops.ops.schemas import SCHEMAS
-from helpers.backends import Moved
 from helpers.calls import arguments, written
+from helpers.device_copies import DeviceCopies
 
 SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 1500, 2)}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
@@ -64,7 +64,7 @@ def call(name: str) -> tuple[str, dict[str, Any]]:
     """The op and its keyword arguments, on the GPU: the same numbers every time."""
     torch.manual_seed(0)
     op, changes = CALLS[name]
-    return op, Moved().there(arguments(op, **changes))
+    return op, DeviceCopies().copy(arguments(op, **changes))
 
 
 def observed(op: str, kwargs: dict[str, Any], result: Any) -> list[Tensor]:

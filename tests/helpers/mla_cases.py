@@ -1,4 +1,4 @@
-"""A batch of MLA made into tensors, a plan and a call, and the table of batches."""
+"""MLA problems, and the check of one of them against the oracle: tensors, plan, call."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from helpers.page_tables import indptr, page_table
 
 @dataclass(frozen=True)
 class Mla:
+    """One batch of ``batch_mla``. ``dims`` are those of ``ckv`` and ``kpe``; ``packed`` caches share memory."""
+
     name: str
     qo_lens: tuple[int, ...] = (1, 5, 0, 40)
     kv_lens: tuple[int, ...] = (70, 3, 9, 130)
@@ -57,18 +59,23 @@ CASES = (
             name, qo_lens, kv_lens, (512, 64), **{"dtype": torch.bfloat16, "page_size": 64, "sm_scale": None, **options}
         )
         for name, qo_lens, kv_lens, options in (
-            ("wide decode", (1, 1, 0, 1), (70, 300, 0, 1000), {"heads": 128, "planner": {"num_ctas": 12}}),
+            ("512/64 decode", (1, 1, 0, 1), (70, 300, 0, 1000), {"heads": 128, "planner": {"num_ctas": 12}}),
             (
-                "wide decode whole",
+                "512/64 decode, whole",
                 (1, 1, 1),
                 (64, 1, 129),
                 {"heads": 80, "dtype": torch.float16, "planner": {"num_ctas": 0}},
             ),
-            ("wide rows", (3, 2, 5), (200, 2, 64), {"heads": 16, "planner": {"tile_rows": 4}}),
-            ("wide causal", (3, 1, 70), (200, 2, 310), {"heads": 16, "causal": True, "packed": True, "page_size": 128}),
-            ("wide causal split", (4, 1), (900, 0), {"heads": 20, "causal": True, "planner": {"num_ctas": 6}}),
+            ("512/64 rows", (3, 2, 5), (200, 2, 64), {"heads": 16, "planner": {"tile_rows": 4}}),
             (
-                "wide causal pieces",  # a piece begins after all that the first rows of its tile see
+                "512/64 causal",
+                (3, 1, 70),
+                (200, 2, 310),
+                {"heads": 16, "causal": True, "packed": True, "page_size": 128},
+            ),
+            ("512/64 causal, split", (4, 1), (900, 0), {"heads": 20, "causal": True, "planner": {"num_ctas": 6}}),
+            (
+                "512/64 causal, fixed split",  # a split begins after every key that the first rows of its tile see
                 (8, 6),
                 (130, 195),
                 {"heads": 16, "causal": True, "planner": {"tile_rows": 8, "fixed_split_size": 1}},
@@ -79,7 +86,7 @@ CASES = (
 )
 
 
-def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -93,17 +100,17 @@ def paged_cache(case: Mla, tokens: list[Tensor], table: tuple[Tensor, Tensor, Te
 
 
 def check(case: Mla, device: str = "cpu", backend: str = "auto") -> None:
-    """Run the case and compare it with the oracle."""
+    """Run the case and compare the result with the oracle."""
     ckv_dim, kpe_dim = case.dims
     width, dtype = ckv_dim + kpe_dim, case.kv_dtype or case.dtype
-    tokens = [random((n, width), dtype, 10 + b) for b, n in enumerate(case.kv_lens)]
+    tokens = [random_tensor((n, width), dtype, 10 + b) for b, n in enumerate(case.kv_lens)]
     table = page_table(case.kv_lens, case.page_size)
     cache = paged_cache(case, tokens, table, dtype).to(device)
     ckv, kpe = cache.split(case.dims, -1)
     if not case.packed:
         ckv, kpe = ckv.contiguous(), kpe.contiguous()
-    q = random((sum(case.qo_lens), case.heads, width), case.dtype, 1).to(device)
-    sinks = random((case.heads,), torch.float32, 2).to(device) if case.sinks else None
+    q = random_tensor((sum(case.qo_lens), case.heads, width), case.dtype, 1).to(device)
+    sinks = random_tensor((case.heads,), torch.float32, 2).to(device) if case.sinks else None
     planner = attn_ops.PrefillPlanner(
         len(case.kv_lens),
         max(1, sum(case.qo_lens)),

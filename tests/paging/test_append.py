@@ -1,17 +1,21 @@
-"""``attn::append_kv``: every token lands in its slot, and no other byte changes."""
+"""``attn::append_kv`` and ``attn::append_mla_kv``: each token is written to its place, and no other byte changes."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+from attn_ops.kernels import reference
 from helpers.cases import DECODE_BASE, Case, one_at_a_time
 from helpers.oracle import PagedBatch
 from torch import Tensor
 
+on_each_backend = pytest.mark.usefixtures("cpu_calls_on_each_backend")
+
 KV_LENS = (37, 0, 130, 1)
-"""Tokens that the page table of each request has room for, up to the end of the last page."""
+"""Tokens of each request. The pages in the page table hold these, and those to the end of the last page."""
 
 AXES = {
     "dtype": (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -64,7 +68,7 @@ def _append(case: Case, batch: PagedBatch, rows: list[tuple[int, int]], k: Tenso
 
 
 def _tokens(case: Case, count: int) -> tuple[Tensor, Tensor]:
-    """Keys and values as slices of one projection, so that neither is contiguous."""
+    """Keys and values as slices of one projection: neither is contiguous."""
     (_, heads), (dim, dim_vo) = case.heads, case.head_dims
     both = torch.randn(count, heads, dim + dim_vo, generator=torch.Generator().manual_seed(1)).to(case.dtype)
     return both.split((dim, dim_vo), -1)
@@ -76,22 +80,23 @@ def _same(memory: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def _write(case: Case, batch: PagedBatch, rows: list[tuple[int, int]], k: Tensor, v: Tensor) -> None:
-    """What must happen, a token at a time."""
+    """What the op must do, one token at a time."""
     indptr, indices = batch.kv_indptr.tolist(), batch.kv_indices.tolist()
     for i, (b, position) in enumerate(rows):
         if 0 <= b < len(KV_LENS) and position >= 0:
-            place, slot = indptr[b] + position // case.page_size, position % case.page_size
+            place, offset = indptr[b] + position // case.page_size, position % case.page_size
             if place < indptr[b + 1]:
                 page = indices[place]
                 for cache, new in ((batch.k_cache, k[i]), (batch.v_cache, v[i])):
                     for head in range(new.shape[0]):
-                        at = (page, slot, head) if case.kv_layout == "NHD" else (page, head, slot)
+                        at = (page, offset, head) if case.kv_layout == "NHD" else (page, head, offset)
                         cache[at] = new[head]
 
 
 MIXED = [(0, 36), (-1, 0), (2, 129), (0, 10_000), (1, 0), (2, 0), (3, 0), (4, 1), (0, -3)]
 
 
+@on_each_backend
 @pytest.mark.parametrize(
     ("case", "rows"),
     [
@@ -107,9 +112,10 @@ def test_append(case: Case, rows: list[tuple[int, int]]) -> None:
     _same(batch.memory, expected.memory)
 
 
+@on_each_backend
 @pytest.mark.parametrize("case", BASES, ids=str)
 def test_whole_cache_token_by_token(case: Case) -> None:
-    """Appended in any order, the tokens of all requests are the cache that holds them."""
+    """The tokens of all requests, appended in any order, make the cache that holds them."""
     batch, expected = _batch(case), _batch(case)
     for memory in batch.memory:
         memory.copy_(torch.tensor(torch.nan))
@@ -122,10 +128,11 @@ def test_whole_cache_token_by_token(case: Case) -> None:
     _same(batch.memory, expected.memory)
 
 
+@on_each_backend
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("widths", [(32, 8), (40, 0), (0, 16)], ids=str)
-def test_append_latents(widths: tuple[int, int], dtype: torch.dtype) -> None:
-    """The two parts of a latent token, in one packed cache; either may be empty."""
+def test_append_mla(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    """The two parts of latent tokens, in one packed cache. Either part may be empty."""
     memory = torch.zeros(5, 3, sum(widths) + 4).to(dtype)
     new = torch.randn(4, sum(widths), generator=torch.Generator().manual_seed(0)).to(dtype)
     places = [torch.tensor(t, dtype=torch.int32) for t in ([0, 1, -1, 1], [4, 0, 2, 300], [3, 1, 4], [0, 2, 3])]
@@ -135,8 +142,9 @@ def test_append_latents(widths: tuple[int, int], dtype: torch.dtype) -> None:
     assert torch.equal(memory.float(), expected)
 
 
+@on_each_backend
 def test_empty_cache_and_empty_batch() -> None:
-    """Nothing to write into, or no request to write for, is a no-op."""
+    """Without pages to write to, or requests to write for, nothing happens."""
     case = DECODE_BASE
     k, v = _tokens(case, 1)
     batch = _batch(case)
@@ -151,3 +159,36 @@ def test_empty_cache_and_empty_batch() -> None:
     ):
         torch.ops.attn.append_kv(k, v, *caches, zero, zero, indices, indptr)
     _same(batch.memory, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches_on_a_gpu_are_appended_as_by_the_reference(seed: int) -> None:
+    """Rows of no request, positions beyond the pages and a page number beyond the cache among them."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    heads, dim_qk, dim_vo = draw.choice([1, 8, 40]), draw.choice([8, 128, 512]), draw.choice([8, 80, 512])
+    page_size, layout, requests, pages = draw.choice([1, 3, 16]), draw.choice(["NHD", "HND"]), 3, 5
+    capacity = requests * pages * page_size
+
+    def cache(dim: int) -> torch.Tensor:
+        middle = (page_size, heads) if layout == "NHD" else (heads, page_size)
+        return torch.randn(requests * pages, *middle, dim + 8, generator=generator).bfloat16()[..., :dim]
+
+    place = torch.randperm(capacity, generator=generator)[: draw.randint(0, capacity)]
+    request, position = (place // (pages * page_size)).int(), (place % (pages * page_size)).int()
+    skipped = torch.rand(place.shape, generator=generator)
+    request[skipped < 0.2] = -1
+    request[(skipped > 0.2) & (skipped < 0.3)] = requests + 5
+    position[(skipped > 0.3) & (skipped < 0.4)] = 10_000
+    kv_indices = torch.randperm(requests * pages, generator=generator).int()
+    kv_indices[0] = 99
+    tokens = [torch.randn(len(place), heads, dim, generator=generator).bfloat16() for dim in (dim_qk, dim_vo)]
+    table = [request, position, kv_indices, torch.arange(requests + 1).int() * pages]
+    expected = [cache(dim_qk), cache(dim_vo)]
+    actual = [t.cuda() for t in expected]
+    reference.append_kv(*tokens, *expected, *table, kv_layout=layout)
+    torch.ops.attn.append_kv(
+        *(t.cuda() for t in tokens), *actual, *(t.cuda() for t in table), kv_layout=layout, backend="triton"
+    )
+    for want, got in zip(expected, actual, strict=True):
+        assert torch.equal(want, got.cpu())

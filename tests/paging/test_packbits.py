@@ -9,17 +9,19 @@ from helpers.page_tables import indptr
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.usefixtures("cpu_calls_on_each_backend")
+
 ORDERS = st.sampled_from(["big", "little"])
 BITS = st.lists(st.booleans(), max_size=70)
 
 MANY = [[j % 3 == 0 for j in range(i * 7 % 19)] for i in range(1100)]
-"""More segments, and more bytes, than a program works on at a time."""
+"""More segments, and more bytes, than a program of the kernel handles at a time."""
 
 
 @given(BITS, ORDERS, st.sampled_from([torch.bool, torch.uint8]))
 @example([i % 7 < 3 for i in range(9001)], "big", torch.uint8)
 def test_packbits(bits: list[bool], order: str, dtype: torch.dtype) -> None:
-    """Any number but 0 is a 1."""
+    """Every number but 0 is a set bit."""
     x = (torch.tensor(bits, dtype=torch.bool).to(torch.uint8) * 200).to(dtype)
     packed = torch.ops.attn.packbits(x, bitorder=order)
     assert packed.dtype == torch.uint8
@@ -36,7 +38,7 @@ def test_big_endian_is_the_default() -> None:
 @example(MANY, "little", 2)
 @example([[]] * 600 + [[True, True]], "big", 0)
 def test_segment_packbits(segments: list[list[bool]], order: str, spare: int) -> None:
-    """Every segment begins at a byte of its own; bytes behind the last are 0."""
+    """Every segment begins at a new byte. Bytes behind the last segment are 0."""
     packed = [np.packbits(np.array(bits, bool), bitorder=order).tolist() for bits in segments]
     expected = [byte for each in packed for byte in each]
     x = torch.tensor([bit for bits in segments for bit in bits], dtype=torch.bool)
@@ -49,5 +51,5 @@ def test_segment_packbits(segments: list[list[bool]], order: str, spare: int) ->
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (8,), (9,)])
-def test_sizes(shape: tuple[int]) -> None:
+def test_output_sizes(shape: tuple[int]) -> None:
     assert torch.ops.attn.packbits(torch.ones(shape, dtype=torch.bool)).shape == (-(-shape[0] // 8),)

@@ -1,22 +1,25 @@
-"""Ops on page tables: lengths, positions of appended rows, block tables."""
+"""Ops on page tables: ``seq_lens``, ``batch_indices_positions`` and ``page_table``."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers.page_tables import PAGE_SIZES, indptr, int32, page_table
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.usefixtures("cpu_calls_on_each_backend")
+
 lengths = st.lists(st.one_of(st.just(0), st.integers(0, 700)), max_size=8)
 
 MANY = [i * 7 % 40 for i in range(1300)]
-"""More requests than a program looks through at a time."""
+"""More requests than a program of the kernel handles at a time."""
 
 
 @given(lengths, PAGE_SIZES, st.integers(-5, 300))
 @example(MANY, 16, 0)
 def test_seq_lens(kv_lens: list[int], page_size: int, anything: int) -> None:
-    """An empty request has no tokens, whatever its last page length says."""
+    """An empty request has no tokens, whatever its last page length is."""
     kv_indptr, _, last = page_table(kv_lens, page_size)
     last = torch.where(kv_indptr.diff() > 0, last, anything)
     out = torch.ops.attn.seq_lens(kv_indptr, last, page_size)
@@ -28,7 +31,7 @@ def test_seq_lens(kv_lens: list[int], page_size: int, anything: int) -> None:
 @example([(n % 3, n) for n in MANY], 5)
 @example([(0, 0)] * 600 + [(2, 1)], 600)
 def test_batch_indices_positions(requests: list[tuple[int, int]], spare: int) -> None:
-    """Appended rows and the tokens before them; fewer or more rows than are appended may be asked for."""
+    """Rows that follow the tokens before them. The caller may ask for fewer or more rows than are appended."""
     appended = [n for n, _ in requests]
     nnz = max(0, sum(appended) + spare)
     expected = [(b, before + i) for b, (n, before) in enumerate(requests) for i in range(n)]
@@ -43,7 +46,7 @@ def test_batch_indices_positions(requests: list[tuple[int, int]], spare: int) ->
 @example(MANY, 16, 1)
 @example([0] * 511 + [5] + [0] * 600 + [3], 3, 0)
 def test_page_table(kv_lens: list[int], page_size: int, spare: int) -> None:
-    """A block table's rows become one line of pages; what stands behind a row's pages is dropped."""
+    """The pages of all rows are concatenated, without what is behind a row's last page."""
     pages = [-(-n // page_size) for n in kv_lens]
     width = max([0, *pages]) + spare
     table = torch.arange(1, len(pages) * width + 1, dtype=torch.int32).view(len(pages), width)
