@@ -1,0 +1,200 @@
+"""Plans of the ``triton`` backend equal those of the reference bit for bit, on a GPU and in the interpreter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from attn_ops.kernels import reference
+from helpers.backends import each_triton
+from torch import Tensor
+
+import attn_ops
+
+HEADS: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+
+MakePlanner = Callable[[str], Any]
+"""Makes a planner on a device."""
+
+
+def assert_planned_as_by_the_reference(
+    kind: str, make: MakePlanner, inputs: Sequence[Tensor], device: str, backend: str
+) -> None:
+    """Plan ``inputs`` with ``plan_<kind>`` into tensors that hold 7, and compare every field."""
+    plans = []
+    for name, where in (("reference", "cpu"), (backend, device)):
+        state = make(where).state
+        for field in state:
+            field.fill_(7)
+        getattr(torch.ops.attn, f"plan_{kind}")(*(t.to(where) for t in inputs), state, backend=name)
+        plans.append(state)
+    for field, expected, actual in zip(plans[0]._fields, *plans, strict=True):
+        assert torch.equal(expected, actual.cpu()), (kind, field)
+
+
+def _lengths(draw: random.Random, batch: int, longest: int) -> list[int]:
+    if draw.random() < 0.3:
+        return [longest] * batch
+    return [0 if draw.random() < 0.2 else draw.randint(1, longest) for _ in range(batch)]
+
+
+def _page_table(draw: random.Random, batch: int, page_size: int, longest: int) -> list[Tensor]:
+    """``kv_indptr``, ``kv_indices`` and ``kv_last_page_len``. Some ``kv_indptr`` do not rise."""
+    lengths = _lengths(draw, batch, longest)
+    pages = [-(-length // page_size) for length in lengths]
+    indptr = torch.tensor([0, *pages]).cumsum(0)
+    if draw.random() < 0.2:
+        indptr = indptr + torch.randint(-3, 4, indptr.shape)
+    indices = torch.tensor([draw.randrange(1000) for _ in range(min(sum(pages), 10_000) + 2)])
+    last = torch.tensor([(length - 1) % page_size + 1 if length else -3 for length in lengths])
+    return [t.int() for t in (indptr, indices, last)]
+
+
+def _qo_indptr(rows: Tensor) -> Tensor:
+    return torch.cat((torch.zeros(1), rows.cumsum(0))).int()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_large_batches(seed: int) -> None:
+    draw = random.Random(seed)
+    max_batch = draw.choice([1, 3, 8, 64, 200, 1024, 3000])
+    page_size, window = draw.choice([1, 3, 16, 64]), draw.choice([-1, -1, 0, 63, 500])
+    batch = draw.randint(1, max_batch)
+    table = _page_table(draw, batch, page_size, draw.choice([1, 30, 300, 3000, 100_000]))
+    rows = torch.tensor([draw.choice([0, 1, 7, 300]) for _ in range(batch)])
+    rows[0] = 1
+    ctas = draw.choice([1, 2, 33, 66, 264])
+    causal, tile_rows = draw.random() < 0.5, draw.choice([7, 32])
+    pages, common = table[1].shape[0], {"page_size": page_size, "window_left": window, "num_ctas": ctas, **HEADS}
+
+    def decode(device: str) -> Any:
+        return attn_ops.DecodePlanner(max_batch, pages, device=device, **common)
+
+    def prefill(device: str) -> Any:
+        sizes = {"causal": causal, "tile_rows": tile_rows, "device": device}
+        return attn_ops.PrefillPlanner(max_batch, int(rows.sum()), pages, **sizes, **common)
+
+    assert_planned_as_by_the_reference("decode", decode, table, "cuda", "triton")
+    assert_planned_as_by_the_reference("prefill", prefill, [_qo_indptr(rows), *table], "cuda", "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_fixed_split_sizes(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*values: Any) -> Any:
+        return values[int(torch.randint(len(values), (1,), generator=generator))]
+
+    count, page_size = draw(1, 7, 300), draw(1, 3, 16, 64)
+    pages = torch.randint(0, draw(2, 40, 400), (count,), generator=generator)
+    last = torch.randint(1, page_size + 1, (count,), generator=generator).int()
+    rows = torch.randint(0, draw(2, 100), (count,), generator=generator)
+    table = [_qo_indptr(pages), torch.arange(int(pages.sum()) + 1).int(), last]
+    common: dict[str, Any] = {
+        "page_size": page_size,
+        "window_left": draw(-1, 0, 500),
+        "fixed_split_size": draw(1, 4, 100),
+        **{"num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 8},
+    }
+    ctas, causal = draw(0, 10, 1000, None), draw(False, True)
+
+    def decode(device: str) -> Any:
+        return attn_ops.DecodePlanner(count, len(table[1]), num_ctas=66, device=device, **common)
+
+    def prefill(device: str) -> Any:
+        sizes = {"num_ctas": ctas, "causal": causal, "tile_rows": 16, "device": device}
+        return attn_ops.PrefillPlanner(count, int(rows.sum()) + 1, len(table[1]), **sizes, **common)
+
+    assert_planned_as_by_the_reference("decode", decode, table, "cuda", "triton")
+    assert_planned_as_by_the_reference("prefill", prefill, [_qo_indptr(rows), *table], "cuda", "triton")
+
+
+@each_triton
+@pytest.mark.parametrize("seed", range(40))
+def test_small_decode_batches(seed: int, device: str, backend: str) -> None:
+    draw = random.Random(seed)
+    max_batch, page_size = draw.choice([1, 2, 5, 17, 64]), draw.choice([1, 3, 16, 64])
+    table = _page_table(draw, draw.randint(0, max_batch), page_size, draw.choice([1, 30, 300, 3000]))
+    options = {
+        "window_left": draw.choice([-1, 0, 63, 500]),
+        "num_ctas": draw.choice([1, 2, 7, 33, 66]),
+        "fixed_split_size": draw.choice([None, None, 1, 4, 50]),
+    }
+
+    def make(device: str) -> Any:
+        pages = table[1].shape[0] + 3
+        return attn_ops.DecodePlanner(max_batch, pages, page_size=page_size, device=device, **HEADS, **options)
+
+    assert_planned_as_by_the_reference("decode", make, table, device, backend)
+
+
+@each_triton
+@pytest.mark.parametrize("seed", range(20))
+def test_small_prefill_batches(seed: int, device: str, backend: str) -> None:
+    draw = random.Random(seed)
+    max_batch, page_size = draw.choice([1, 2, 5, 17]), draw.choice([3, 16, 64])
+    table = _page_table(draw, draw.randint(1, max_batch), page_size, draw.choice([1, 30, 300, 3000]))
+    rows = torch.tensor([draw.choice([0, 1, 7, 100]) for _ in table[2]])
+    options = {
+        "window_left": draw.choice([-1, 0, 63, 500]),
+        "causal": draw.random() < 0.5,
+        "tile_rows": draw.choice([7, 32]),
+        "num_ctas": draw.choice([0, 6, 66, 1000]),
+        "fixed_split_size": draw.choice([None, 1, 4, 50]),
+    }
+
+    def make(device: str) -> Any:
+        sizes = max_batch, int(rows.sum()) + 1, table[1].shape[0] + 3
+        return attn_ops.PrefillPlanner(*sizes, page_size=page_size, device=device, **HEADS, **options)
+
+    assert_planned_as_by_the_reference("prefill", make, [_qo_indptr(rows), *table], device, backend)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("planned", ["decode", "decode, fixed split", "prefill", "ragged"])
+def test_numbers_that_overflow_int32(planned: str) -> None:
+    from attn_ops.kernels import triton
+
+    lowest = -(1 << 31)
+    indptr = torch.tensor([0, 1_900_000_000, -700_000_000, 5, 3, lowest, 1 << 30]).int()
+    qo_indptr, last = torch.tensor([-5, 2, 4, 4, lowest, 7, 9]).int(), torch.tensor([1, -7, 1 << 30, 1, 16, 0]).int()
+    pages, page_size = torch.arange(0 if planned == "ragged" else 9).int(), 1 if planned == "ragged" else 16
+    plans: list[Any] = []
+    for backend in (reference, triton):
+        if planned in ("prefill", "ragged"):
+            prefill = attn_ops.PrefillPlanner(
+                6, 12, pages.shape[0], max_kv_len=64, page_size=page_size, device="cpu", **HEADS
+            )
+            backend.plan_prefill(qo_indptr, indptr, pages, last, [*prefill.state])
+            plans.append(prefill.state)
+        else:
+            split = 2 if planned == "decode, fixed split" else None
+            decode = attn_ops.DecodePlanner(6, 9, page_size=page_size, fixed_split_size=split, device="cpu", **HEADS)
+            backend.plan_decode(indptr, pages, last, [*decode.state])
+            plans.append(decode.state)
+    for name, expected, actual in zip(plans[0]._fields, *plans, strict=True):
+        assert torch.equal(expected, actual), name
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("options", [{"num_ctas": 16}, {"num_ctas": 300, "fixed_split_size": 4}], ids=["even", "fixed"])
+def test_a_batch_beyond_the_capacity_stays_within_the_plan(options: dict[str, int]) -> None:
+    """One long request, and one of far more rows than the capacity, which the host cannot see."""
+    from attn_ops.kernels.triton import plan_prefill
+
+    planner = attn_ops.PrefillPlanner(
+        2, 32, 2000, page_size=64, num_qo_heads=2, num_kv_heads=1, head_dim=16, tile_rows=16, device="cpu", **options
+    )
+    guarded = {
+        name: torch.full((getattr(planner.state, name).numel() + 4096,), -7).int() for name in ("work", "split_tiles")
+    }
+    fields = {name: t[:-4096].view_as(getattr(planner.state, name)) for name, t in guarded.items()}
+    qo_indptr, kv_indptr, last = (torch.tensor(t).int() for t in ([0, 1, 3201], [0, 1000, 1001], [64, 1]))
+    plan_prefill(qo_indptr, kv_indptr, torch.arange(1001).int(), last, list(planner.state._replace(**fields)))
+    for name, t in guarded.items():
+        assert (t[-4096:] == -7).all(), name
