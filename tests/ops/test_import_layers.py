@@ -1,0 +1,120 @@
+"""The layers of the package: a module imports from its own layer and from those below it, at module level.
+
+An import inside a function may point up, for what is needed only then, but not from a kernel.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FOLDERS = {"": "attn_ops", "kernels": "kernels", "meta": "meta"}
+"""Where the modules of ``attn_ops`` and of its packages ``kernels`` and ``meta`` are."""
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "version", "exports", "ops", "ops.tuning_table", "eager"),
+    ("plan.state", "ops.options", "eager.launch_cache"),
+    ("plan", "meta", "eager.startup"),
+    ("kernels",),
+    ("ops.schemas", "ops.unsupported", "ops.backends", "ops.checks", "ops.inductor", "flops"),
+    ("ops.register",),
+    ("eager.prepared_call",),
+    ("planner",),
+    ("plan.resizable", "collect_env"),
+    ("frontend",),
+    ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "xqa"),
+    ("", "demo"),
+)
+"""Lowest first. A module is in the layer of its longest prefix here: ``plan.sizing`` in that of ``plan``."""
+
+LAZY = "kernels"
+"""The package whose modules the backend table names. They are imported when they are first chosen."""
+
+PRIVATE: dict[str, set[str]] = {
+    "torch._inductor": {"ops.inductor", "demo.package"},
+    "torch._dynamo": {"ops.inductor", "demo.compiling"},
+    "torch._C": {"eager.prepared_call", "kernels.triton.launch"},
+}
+"""Private parts of PyTorch, and the modules that may use them: those to look at when a release changes one."""
+
+
+def _files() -> dict[str, Path]:
+    """By the name of the module below ``attn_ops``, ``""`` for that itself."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = (package, *file.relative_to(ROOT / folder).with_suffix("").parts)
+            found[".".join(part for part in parts if part not in ("", "__init__"))] = file
+    return dict(sorted(found.items()))
+
+
+FILES = _files()
+
+
+def _longest_prefix(name: str, known: set[str]) -> str:
+    while name not in known and name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _layer(module: str) -> int:
+    of = {prefix: i for i, prefixes in enumerate(LAYERS) for prefix in prefixes}
+    prefix = _longest_prefix(module, set(of) - {""})
+    assert prefix or not module, f"{module} has no layer: add it to LAYERS"
+    return of[prefix]
+
+
+@cache
+def _names(module: str) -> tuple[tuple[str, bool], ...]:
+    """Full names that a module imports or that it reaches through ``torch``, and whether inside a function."""
+
+    def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, inside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert not child.level, f"{module} has a relative import"
+                yield from ((f"{child.module}.{alias.name}", inside) for alias in child.names)
+            elif isinstance(child, ast.Attribute):
+                yield ast.unparse(child), inside
+            lazy = isinstance(child, ast.FunctionDef | ast.Lambda)
+            lazy |= isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            yield from walk(child, inside or lazy)
+
+    return tuple(walk(ast.parse(FILES[module].read_text(encoding="utf-8")), inside=False))
+
+
+def _imports(module: str, lazy: bool) -> set[str]:
+    """The modules of ``attn_ops`` that a module imports at module level, and also inside functions if ``lazy``."""
+    names = {
+        name.removeprefix("attn_ops").lstrip(".")
+        for name, inside in _names(module)
+        if name.startswith("attn_ops") and lazy >= inside
+    }
+    return {_longest_prefix(name, set(FILES)) for name in names} - {module}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_module_imports_no_layer_above_its_own(module: str) -> None:
+    kernel = module.startswith(f"{LAZY}.")
+    imported = _imports(module, lazy=kernel)
+    assert not {name for name in imported if _layer(name) > _layer(module)}
+    assert kernel or not {name for name in imported if name.startswith(f"{LAZY}.")}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_private_parts_of_pytorch_are_used_where_they_are_listed(module: str) -> None:
+    names = {name for name, _ in _names(module)}
+    used = {part for part in PRIVATE if any(f"{name}.".startswith(f"{part}.") for name in names)}
+    assert used == {part for part, modules in PRIVATE.items() if module in modules}
+
+
+def test_the_table_names_modules_that_exist() -> None:
+    assert {prefix for prefixes in LAYERS for prefix in prefixes} <= FILES.keys()
+    assert set().union(*PRIVATE.values()) <= FILES.keys()
