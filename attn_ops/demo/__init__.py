@@ -1,1 +1,1 @@
-"""Serving, compiling, exporting and packaging a Llama-architecture decoder: ``python -m attn_ops.demo``."""
+"""A Llama-architecture decoder: served, compiled, exported and packaged. Run ``python -m attn_ops.demo``."""

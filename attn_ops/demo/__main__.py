@@ -1,4 +1,4 @@
-"""``python -m attn_ops.demo``: serve, check, compile, package and run in C++, and say how it went."""
+"""``python -m attn_ops.demo``: serve, compile, package and run in C++, check each, and print a report."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from attn_ops.demo.progress import Progress
 from attn_ops.demo.session import STAGES, Options, Session
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_BATCH = 4096
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Options of the command line. Exits with status 2 if they are wrong, or raises DemoError."""
     parser = argparse.ArgumentParser(
         prog="python -m attn_ops.demo",
         description="A Llama-architecture decoder with continuous batching over a paged KV cache: eager, compiled, "
-        "and as an AOTInductor package in a C++ process without Python, each checked against a dense run.",
+        "and as an AOTInductor package in a C++ process without Python, each checked against a dense reference.",
     )
     add = parser.add_argument
     add("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint folder (Llama, Mistral, Qwen2, Qwen3)")
@@ -29,13 +31,15 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--dtype", choices=DTYPES, help="default: bfloat16 on cuda, float32 on cpu")
     add("--batch", type=int, default=8, metavar="N", help="requests that run at once; default: %(default)s")
     add("--max-new-tokens", type=int, default=32, metavar="N", help="per request; default: %(default)s")
-    add("--seed", type=int, default=0, metavar="N", help="of weights and prompts; default: %(default)s")
+    add("--seed", type=int, default=0, metavar="N", help="seed of weights and prompts; default: %(default)s")
     add("--output", type=Path, metavar="DIR", help="keep the packages, their inputs and the C++ runner in this folder")
     args = parser.parse_args(arguments)
-    if args.batch < 1:
-        parser.error("--batch is the number of requests that run at once, at least 1")
+    if not 1 <= args.batch <= MAX_BATCH:
+        parser.error(f"--batch is the number of requests that run at once, 1 to {MAX_BATCH}")
     if args.max_new_tokens < 2:
-        parser.error("--max-new-tokens is at least 2: the first token is the prefill's, the others are decoded")
+        parser.error("--max-new-tokens is at least 2: prefill gives the first token, decode steps the others")
+    if not 0 <= args.seed < 1 << 63:
+        parser.error("--seed is a number from 0 to 2**63 - 1")
     if args.prompt and args.model is None:
         parser.error("--prompt needs --model: a model of random weights has no tokenizer")
     device = _device(args.device)
@@ -54,11 +58,21 @@ def _device(name: str) -> torch.device:
         raise DemoError(f"--device {name}: torch sees no CUDA device here; use --device cpu")
     if device.type not in ("cpu", "cuda"):
         raise DemoError(f"--device {name} is not supported; expected cpu or cuda")
-    return torch.empty(0, device=device).device
+    try:
+        return torch.empty(0, device=device).device
+    except RuntimeError as error:
+        count = torch.cuda.device_count()
+        raise DemoError(
+            f"--device {name} cannot be used ({_first_line(error)}); expected cpu, or cuda with a number below {count}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where every check held, 1 where one failed or could not run, 2 where the run could not start."""
+    """Returns 0 if every check passed, 1 if one failed or could not run, 2 if the run could not start."""
     try:
         options = parse(arguments)
         progress = Progress(STAGES)
@@ -69,6 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress.close()
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        print(
+            f"error: out of memory ({_first_line(error)}); use a smaller model, --batch or --max-new-tokens",
+            file=sys.stderr,
+        )
         return 2
     print(report.render())
     for text in session.completions(3):

@@ -1,4 +1,4 @@
-"""Compiled steps, and the count of what must not happen to them."""
+"""Compiled model steps, and counts of compilations, graph breaks and skipped CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from attn_ops.demo.model import LanguageModel
 from attn_ops.demo.steps import DecodeStep, PrefillStep
 
 WARM_UP_CALLS = 3
-"""Under CUDA graphs the first call of a compiled function warms up, the second captures, the third replays."""
+"""With CUDA graphs, the first call of a compiled function warms up, the second captures and the third replays."""
 
 
 class Counts(NamedTuple):
-    """In this process so far: graphs that Dynamo compiled, graph breaks, and graphs refused by CUDA graphs."""
+    """Counts since the process started: compiled graphs, graph breaks, and graphs that run without a CUDA graph."""
 
     compilations: int
     graph_breaks: int
@@ -35,7 +35,7 @@ class Counts(NamedTuple):
 
 
 def compile_steps(model: LanguageModel, memory: Memory) -> tuple[Step, Step]:
-    """The prefill and decode steps compiled and warmed up, on CUDA as CUDA graphs."""
+    """Compile and warm up the prefill and decode steps, on CUDA with CUDA graphs."""
     mode = "reduce-overhead" if memory.device.type == "cuda" else None
     prefill, decode = (
         torch.compile(step, fullgraph=True, dynamic=False, mode=mode)
@@ -47,10 +47,10 @@ def compile_steps(model: LanguageModel, memory: Memory) -> tuple[Step, Step]:
 
 
 def warm_up(memory: Memory, prefill: Step, decode: Step) -> None:
-    """Each step once on a batch of idle slots, which writes nothing to the cache."""
+    """Run each step once on a batch of empty slots. It writes nothing to the KV cache."""
     batch = memory.capacity.max_batch
-    nobody: list[list[int]] = [[]] * batch
-    memory.plan_prefill(nobody, [0] * batch, [0] * batch)
+    no_pages: list[list[int]] = [[]] * batch
+    memory.plan_prefill(no_pages, [0] * batch, [0] * batch)
     run_prefill(prefill, memory, [])
-    memory.plan_decode(nobody, [0] * batch)
+    memory.plan_decode(no_pages, [0] * batch)
     run_decode(decode, memory, torch.zeros(batch, dtype=torch.int64))

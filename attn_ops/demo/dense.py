@@ -1,8 +1,7 @@
-"""The oracle: one request at a time, no pages, no cache, no compilation, no ``attn`` op.
+"""The dense reference: one request at a time, without pages, KV cache, compilation or ``attn`` ops.
 
-Greedy decoding is checked teacher-forced. One dense pass over a request's prompt and output gives the
-logits behind every output token; if each token is the argmax there, decoding densely token by token would
-have chosen the same ones.
+Greedy decoding is checked with teacher forcing. One dense pass over a request's prompt and output gives the logits of
+every output token. If each token is the argmax of its logits, dense decoding would choose the same tokens.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from torch import Tensor
 from attn_ops.demo.model import LanguageModel
 
 TIE_TOLERANCE = 8.0
-"""Two logits are a near tie if no further apart than this many roundings of the row's largest magnitude."""
+"""Largest gap of two logits in a near tie, in units of the dtype's epsilon times the row's largest magnitude."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window_left: int) -> Tensor:
-    """Causal attention of ``q [n, Hq, D]`` on ``k, v [n, Hkv, D]``, accumulated in float32."""
+    """Causal attention of ``q [n, Hq, D]`` to ``k, v [n, Hkv, D]``, accumulated in float32."""
     n, heads, dim = q.shape
     group = heads // k.shape[1]
     keys, values = (t.float().repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
     logits = q.float().transpose(0, 1) @ keys.mT / math.sqrt(dim)  # [Hq, n, n]
     row, column = torch.arange(n, device=q.device)[:, None], torch.arange(n, device=q.device)
-    hidden = column > row
+    masked = column > row
     if window_left >= 0:
-        hidden = hidden | (column + window_left < row)
-    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-    return (weights @ values).transpose(0, 1).to(q.dtype)
+        masked = masked | (column + window_left < row)
+    probabilities = logits.masked_fill(masked, -torch.inf).softmax(-1)
+    return (probabilities @ values).transpose(0, 1).to(q.dtype)
 
 
 def logits(model: LanguageModel, tokens: Tensor, first: int = 0) -> Tensor:
-    """Logits after each of ``tokens [n]`` from the one at ``first`` on: ``[n - first, vocab]``."""
+    """Next-token logits ``[n - first, vocab]`` after each of ``tokens [first:n]``."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, model.config.windows[layer])
@@ -46,11 +45,13 @@ def logits(model: LanguageModel, tokens: Tensor, first: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Greedy tokens against the dense run's choices.
+    """Greedy tokens compared with the dense reference.
 
-    near_ties  tokens that the dense run did not choose, by less than :data:`TIE_TOLERANCE`
-    widest     the widest gap of these, in the same unit
-    different  tokens that the dense run did not choose, by more
+    Attributes:
+        tokens: number of tokens compared.
+        near_ties: tokens that differ from the reference, with logits that are within :data:`TIE_TOLERANCE`.
+        widest: the largest gap of the near ties, in the unit of :data:`TIE_TOLERANCE`.
+        different: tokens that differ from the reference by more.
     """
 
     tokens: int = 0
@@ -71,13 +72,13 @@ class Comparison:
             return "not compared"
         if self.different:
             return f"no: {self.different} of {self.tokens} differ"
-        ties = f", {self.near_ties} near ties, the widest of {self.widest:.1f} roundings" if self.near_ties else ""
+        ties = f", {self.near_ties} near ties within {self.widest:.1f} eps" if self.near_ties else ""
         return f"yes, {self.tokens} of {self.tokens}{ties}"
 
 
 @torch.no_grad()
 def compare(model: LanguageModel, sequences: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Comparison:
-    """Check ``(prompt, output)`` pairs of greedy decoding against the dense run."""
+    """Compare ``(prompt, output)`` pairs of greedy decoding with the dense reference."""
     total = Comparison()
     weight = model.lm_head.weight
     for prompt, output in sequences:

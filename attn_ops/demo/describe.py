@@ -1,4 +1,4 @@
-"""The lines above the table: what was run, on what, with which backends."""
+"""The header of the report: versions, device, model, requests, capacity and backends."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from attn_ops.version import __version__
 def header(
     config: ModelConfig, weights: str, memory: Memory, dtype: torch.dtype, requests: Sequence[Request]
 ) -> list[str]:
+    """The lines above the table of results."""
     capacity, lengths = memory.capacity, [len(request.prompt) for request in requests]
     return [
         f"attn_ops {__version__}, torch {torch.__version__}, {_device_name(memory.device)}, "
@@ -25,13 +26,13 @@ def header(
         f"requests  {len(requests)}, prompts of {min(lengths)} to {max(lengths)} tokens, at most "
         f"{requests[0].max_new_tokens} new tokens each",
         f"engine    {capacity.max_batch} slots, {capacity.num_pages} pages of {capacity.page_size} tokens, "
-        f"prefill of {capacity.prefill_tokens} tokens a step",
+        f"{capacity.prefill_tokens} tokens per prefill step",
         f"backends  {', '.join(f'{op} {name}' for op, name in backends(memory).items())}",
     ]
 
 
 def backends(memory: Memory) -> dict[str, str]:
-    """The backend that runs each attention op here: the one whose line of ``explain`` says so."""
+    """The backend that runs each attention op on this device, according to ``explain``."""
     keys, values = memory.caches[0].unbind(1)
     q = keys.new_empty((1, memory.decode.problem.num_qo_heads, keys.shape[-1]))
     window_left = memory.decode.problem.window - 1

@@ -1,9 +1,10 @@
-"""Continuous batching over a paged cache.
+"""Continuous batching over a paged KV cache.
 
-``max_batch`` slots. A request waits until it has arrived, a slot is free and the cache has pages for its
-prompt and all the tokens it may produce; those pages are then its own until it finishes. Every turn of the
-loop first prefills, up to ``prefill_tokens`` prompt tokens packed together (a longer prompt takes several
-turns), and then decodes one token for every request whose prompt is complete.
+The engine has ``max_batch`` slots. It admits a request when the request has arrived, a slot is free, and the cache has
+free pages for its prompt and all its output. The request owns the slot and the pages until it finishes.
+
+Each iteration runs a prefill step, of up to ``prefill_tokens`` packed prompt tokens (a longer prompt takes several
+iterations), then a decode step, of one token for every request whose prompt is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from attn_ops.demo.pages import PageAllocator, pages_for
 
 @dataclass
 class Request:
-    """A prompt, and what becomes of it. ``cached`` tokens of prompt and output are in ``pages``."""
+    """A prompt and its state in the engine.
+
+    Attributes:
+        prompt: tokens.
+        max_new_tokens: output tokens, fewer if a stop token comes first.
+        arrival: iteration of the engine in which the request arrives.
+        output: tokens generated so far.
+        pages: allocated pages, empty if the request does not run.
+        cached: tokens of prompt and output in the KV cache.
+    """
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -34,24 +44,27 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that ever enter the cache: the last one produced does not."""
+        """Largest number of tokens in the KV cache. The last output token is not stored."""
         return len(self.prompt) + self.max_new_tokens - 1
 
     @property
     def prefilling(self) -> bool:
+        """Whether prompt tokens remain to be prefilled."""
         return self.cached < len(self.prompt)
 
     def fresh(self) -> Request:
+        """The same request before it ran."""
         return Request(self.prompt, self.max_new_tokens, self.arrival)
 
 
 class Snapshot(NamedTuple):
-    """A batch at the beginning of decoding, one entry per slot; an idle slot has no pages and length 0.
+    """A prefilled batch, one entry per slot. An empty slot has no pages and length 0.
 
-    prompts  as submitted
-    tokens   newest token, not in the cache yet
-    pages    pages for the whole of the request's output
-    lengths  tokens in the cache
+    Attributes:
+        prompts: prompt tokens.
+        tokens: last token, not yet in the KV cache.
+        pages: allocated pages, enough for all output.
+        lengths: tokens in the KV cache.
     """
 
     prompts: list[Sequence[int]]
@@ -60,7 +73,7 @@ class Snapshot(NamedTuple):
     lengths: list[int]
 
     def sequences(self, tokens: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], list[int]]]:
-        """``(prompt, output)`` of every request after decoding ``tokens [steps][max_batch]`` from here."""
+        """``(prompt, output)`` of every request after decoding ``tokens [steps][max_batch]`` from this snapshot."""
         return [
             (prompt, [self.tokens[slot], *(row[slot] for row in tokens)])
             for slot, prompt in enumerate(self.prompts)
@@ -69,7 +82,7 @@ class Snapshot(NamedTuple):
 
 
 class Engine:
-    """Runs requests through a prefill and a decode step, eager or compiled alike."""
+    """Serves requests with a prefill step and a decode step, eager or compiled."""
 
     def __init__(self, memory: Memory, prefill: Step, decode: Step, stop_tokens: Collection[int] = ()) -> None:
         self.memory, self.capacity = memory, memory.capacity
@@ -77,34 +90,38 @@ class Engine:
         self.allocator = PageAllocator(self.capacity.num_pages)
         self.slots: list[Request | None] = [None] * self.capacity.max_batch
         self.waiting: deque[Request] = deque()
-        self.turn = 0
+        self.iteration = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests in order of arrival; DemoError for one that could never run."""
+        """Queue requests in order of arrival.
+
+        Raises:
+            DemoError: a prompt is empty, or a request exceeds the capacity.
+        """
         for request in requests:
             if not request.prompt:
-                raise DemoError("a prompt has no tokens; give at least one")
-            need, room = request.max_tokens, self.capacity
-            if need > room.max_tokens or pages_for(need, room.page_size) > room.num_pages:
+                raise DemoError("a prompt has no tokens; expected at least one; give another prompt")
+            need, capacity = request.max_tokens, self.capacity
+            if need > capacity.max_tokens or pages_for(need, capacity.page_size) > capacity.num_pages:
                 raise DemoError(
-                    f"a request needs {need} tokens of cache; the engine has room for {room.max_tokens} per request "
-                    f"in {room.num_pages} pages of {room.page_size}; shorten the prompt or ask for fewer tokens"
+                    f"a request needs {need} tokens of KV cache; the engine holds {capacity.max_tokens} per request in "
+                    f"{capacity.num_pages} pages of {capacity.page_size}; shorten the prompt or ask for fewer tokens"
                 )
         self.waiting.extend(sorted(requests, key=lambda r: r.arrival))
 
     def run(self, on_tokens: Callable[[int], object] = lambda count: None) -> float:
-        """Serve until nothing is left; seconds taken. ``on_tokens`` hears of every turn's new tokens."""
+        """Serve all requests. Returns seconds. ``on_tokens`` is called with each iteration's number of new tokens."""
         start = time.perf_counter()
         while self.waiting or any(self.slots):
             self.admit()
             on_tokens(self.prefill() + self.decode())
-            self.turn += 1
+            self.iteration += 1
         return time.perf_counter() - start
 
     def admit(self) -> None:
-        """Fill free slots with arrived requests, first come first served, as long as there are pages."""
+        """Assign free slots and pages to arrived requests, in order of arrival, until one does not fit."""
         for slot, occupant in enumerate(self.slots):
-            if occupant is not None or not self.waiting or self.waiting[0].arrival > self.turn:
+            if occupant is not None or not self.waiting or self.waiting[0].arrival > self.iteration:
                 continue
             need = pages_for(self.waiting[0].max_tokens, self.capacity.page_size)
             if need > self.allocator.num_free:
@@ -113,7 +130,7 @@ class Engine:
             request.pages = self.allocator.allocate(need)
 
     def prefill(self) -> int:
-        """One packed step over unfinished prompts; the number of tokens produced."""
+        """Run a prefill step on unfinished prompts. Returns the number of output tokens."""
         budget = self.capacity.prefill_tokens
         lengths, chunks = [0] * len(self.slots), [0] * len(self.slots)
         tokens: list[int] = []
@@ -130,10 +147,10 @@ class Engine:
             return 0
         self.memory.plan_prefill(self._pages(), lengths, chunks)
         next_tokens = run_prefill(self._prefill, self.memory, tokens).tolist()
-        return self._produce(next_tokens, [chunk > 0 for chunk in chunks])
+        return self._append_output(next_tokens, [chunk > 0 for chunk in chunks])
 
     def decode(self) -> int:
-        """One step for every request that is past its prompt; the number of tokens produced."""
+        """Run a decode step for every prefilled request. Returns the number of output tokens."""
         active = [request is not None and not request.prefilling for request in self.slots]
         if not any(active):
             return 0
@@ -145,10 +162,10 @@ class Engine:
                 lengths[slot] = request.cached
         self.memory.plan_decode(self._pages(), lengths)
         next_tokens = run_decode(self._decode, self.memory, torch.tensor(tokens)).tolist()
-        return self._produce(next_tokens, active)
+        return self._append_output(next_tokens, active)
 
     def snapshot(self, requests: Sequence[Request]) -> Snapshot:
-        """Admit as many as there is room for, prefill them, and hand them over just before decoding begins."""
+        """Admit as many of ``requests`` as fit, prefill them, and return the batch before its first decode step."""
         self.submit(requests)
         self.admit()
         while any(request is not None and request.prefilling for request in self.slots):
@@ -163,15 +180,16 @@ class Engine:
     def _pages(self) -> list[list[int]]:
         return [request.pages if request is not None else [] for request in self.slots]
 
-    def _produce(self, next_tokens: Sequence[int], took_part: Sequence[bool]) -> int:
-        produced = 0
+    def _append_output(self, next_tokens: Sequence[int], active: Sequence[bool]) -> int:
+        """Append each active slot's token to its output, unless its prompt is unfinished. Release finished requests."""
+        count = 0
         for slot, request in enumerate(self.slots):
-            if request is None or not took_part[slot] or request.prefilling:
+            if request is None or not active[slot] or request.prefilling:
                 continue
             token = next_tokens[slot]
             request.output.append(token)
-            produced += 1
+            count += 1
             if len(request.output) == request.max_new_tokens or token in self._stop_tokens:
                 self.allocator.release(request.pages)
                 request.pages, self.slots[slot] = [], None
-        return produced
+        return count

@@ -1,5 +1,5 @@
-"""What the demo says to its user when it cannot go on."""
+"""The error that ends a run of the demo."""
 
 
 class DemoError(Exception):
-    """A plain sentence: what is wrong and what to do about it."""
+    """A run cannot start or continue. The message says what is wrong, what was expected and how to fix it."""

@@ -1,11 +1,10 @@
 """A Llama-architecture decoder in plain PyTorch: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-One definition serves every run. Where the keys and values live, and which of them a query sees, is the
-caller's: :class:`Decoder` hands each layer's ``q, k, v`` to an ``attend`` function. The paged steps
-(:mod:`.steps`) append to the cache and call an attention op there, the oracle (:mod:`.dense`) attends
-in plain PyTorch.
+One model definition serves every run. :class:`Decoder` passes each layer's ``q, k, v`` to an ``attend`` function of the
+caller. The paged steps (:mod:`.steps`) append to the KV cache and call an attention op; the dense reference
+(:mod:`.dense`) attends in plain PyTorch.
 
-Modules are named as in Hugging Face checkpoints, so a checkpoint's tensor names are this model's own.
+Modules have the names of Hugging Face checkpoints, so that their state dicts have the same keys.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. ``windows`` holds each layer's ``window_left``, -1 for full attention."""
+    """Sizes and options of a decoder. ``windows`` is the ``window_left`` of each layer, -1 for full attention."""
 
     vocab_size: int
     hidden_size: int
@@ -47,24 +46,26 @@ class ModelConfig:
 
     @property
     def plan_window(self) -> int:
-        """The narrowest ``window_left`` that a plan shared by all layers may be made for."""
+        """The ``window_left`` of a plan that all layers share: the largest of theirs."""
         return -1 if -1 in self.windows else max(self.windows)
 
 
 class RMSNorm(nn.Module):
+    """Root-mean-square normalization of the last dimension, computed in float32."""
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x32 * scale).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Projections, optional query and key norms, RoPE; what is in between is ``attend``'s."""
+    """Projections, optional query and key norms, RoPE, and the caller's ``attend``."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -87,6 +88,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """The MLP: ``down(silu(gate(x)) * up(x))``."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
@@ -98,6 +101,8 @@ class SwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention and MLP, each with a norm before it and a residual connection."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -111,7 +116,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to hidden states, over any packing of requests: a token knows its position and nothing else."""
+    """Tokens to hidden states. Tokens of several requests may be packed; each has its position in its own request."""
 
     inv_freq: Tensor
 
@@ -124,7 +129,7 @@ class Decoder(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """``tokens [n]`` at ``positions [n]`` of their requests to normalised hidden states ``[n, hidden]``."""
+        """Normalized hidden states ``[n, hidden]`` of ``tokens [n]`` at ``positions [n]`` of their requests."""
         x = self.embed_tokens(tokens)
         angle = positions[:, None].float() * self.inv_freq
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
@@ -134,6 +139,8 @@ class Decoder(nn.Module):
 
 
 class LanguageModel(nn.Module):
+    """A decoder with a language-model head."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -142,7 +149,7 @@ class LanguageModel(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head one parameter with the embedding, where the config says so."""
+        """Share the parameter of the embedding with the head, if the config ties them."""
         if self.config.tied_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -150,12 +157,12 @@ class LanguageModel(nn.Module):
         return self.model(tokens, positions, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden]`` to ``[rows, vocab]``."""
+        """Logits ``[rows, vocab]`` of ``hidden [rows, hidden]``."""
         return self.lm_head(hidden)
 
 
 def seeded(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LanguageModel:
-    """A model of random weights, the same for a seed on every device."""
+    """A model of random weights, which depend on the seed and not on the device."""
     generator = torch.Generator().manual_seed(seed)
     model = LanguageModel(config)
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""From the decode step to a C++ process: export, AOTInductor packages, the runner, its answer.
+"""AOTInductor packages of the decode step, and the C++ process that runs them.
 
-Two packages are made, one that plans a batch and one that decodes it. ``runner.cpp`` loads them and a file
-of input tensors, and decodes greedily with neither Python nor this library in the process.
+One package plans a batch, the other runs a decode step. ``runner.cpp`` loads both and a file of input tensors, and
+decodes greedily in a process without Python and without this library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ RUNNER_SOURCE = Path(__file__).with_name("runner.cpp")
 
 
 class RunnerResult(NamedTuple):
-    """What the C++ process found: ``tokens [steps][max_batch]``, its best time, and whether Python was mapped."""
+    """The output of the C++ process.
+
+    Attributes:
+        tokens: ``[steps][max_batch]``.
+        seconds: the shortest time of all repeats.
+        python_mapped: whether libpython is mapped in the process.
+    """
 
     tokens: list[list[int]]
     seconds: float
@@ -36,7 +42,7 @@ class RunnerResult(NamedTuple):
 
 
 class Artifact(NamedTuple):
-    """Files of a package made for a model and a memory."""
+    """Paths of the two packages, and their folder."""
 
     plan: Path
     decode: Path
@@ -45,7 +51,7 @@ class Artifact(NamedTuple):
 
 @torch.no_grad()
 def build(model: LanguageModel, memory: Memory, folder: Path) -> Artifact:
-    """Export the plan and decode steps at ``memory``'s shapes and compile each to a package in ``folder``."""
+    """Export the plan and decode steps with the shapes of ``memory``, and compile each to a package in ``folder``."""
     artifact = Artifact(folder / "plan.pt2", folder / "decode.pt2", folder)
     empty = page_table([[]] * memory.capacity.max_batch, [0] * memory.capacity.max_batch, 1, memory.decode.max_pages)
     table = [t.to(memory.device) for t in empty]
@@ -64,7 +70,11 @@ def _package(step: nn.Module, inputs: tuple[object, ...], path: Path) -> None:
 
 
 def compile_runner(folder: Path, device: torch.device) -> Path:
-    """Compile ``runner.cpp`` with the machine's g++ against torch's own headers."""
+    """Compile ``runner.cpp`` with g++ and the headers of the installed torch.
+
+    Raises:
+        DemoError: g++ is absent or fails.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
         raise DemoError(
@@ -83,14 +93,14 @@ def compile_runner(folder: Path, device: torch.device) -> Path:
 
 
 def save_state(memory: Memory, start: Snapshot, path: Path) -> None:
-    """Write the inputs of decoding from ``start`` as ``runner.cpp`` reads them."""
-    reserved = torch.zeros(len(start.pages), memory.capacity.pages_per_request, dtype=torch.int32)
-    for row, pages in zip(reserved, start.pages, strict=True):
+    """Write the inputs of ``runner.cpp`` for decoding from ``start``."""
+    allocated = torch.zeros(len(start.pages), memory.capacity.pages_per_request, dtype=torch.int32)
+    for row, pages in zip(allocated, start.pages, strict=True):
         row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
     state: dict[str, Tensor | list[Tensor]] = {
         "tokens": torch.tensor(start.tokens),
         "lengths": torch.tensor(start.lengths, dtype=torch.int32),
-        "page_table": reserved,
+        "page_table": allocated,
         "page_size": torch.tensor(memory.capacity.page_size, dtype=torch.int32),
         "kv_indices": torch.zeros(memory.decode.max_pages, dtype=torch.int32),
         "caches": [cache.cpu() for cache in memory.caches],
@@ -101,7 +111,11 @@ def save_state(memory: Memory, start: Snapshot, path: Path) -> None:
 
 
 def run(runner: Path, artifact: Artifact, memory: Memory, start: Snapshot, steps: int, repeats: int) -> RunnerResult:
-    """Decode ``steps`` tokens from ``start`` in the C++ process, on as many threads as this one uses."""
+    """Decode ``steps`` tokens from ``start`` in a C++ process, with the number of threads of this process.
+
+    Raises:
+        DemoError: the process fails.
+    """
     state = artifact.folder / "state.pt"
     save_state(memory, start, state)
     command = [runner, artifact.plan, artifact.decode, state, steps, repeats, memory.device]

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar over the stages of a run, and one over the tokens of the stage in hand."""
+"""Progress bars on stderr: one for the stages of a run, one for the tokens of the current stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attn_ops.demo.errors import DemoError
 
 
 class Progress:
-    """``stages`` is how many times :meth:`stage` will be entered; a silent one shows nothing."""
+    """Progress of ``stages`` calls of :meth:`stage` and :meth:`tokens`. ``silent`` shows nothing."""
 
     def __init__(self, stages: int, silent: bool = False) -> None:
         try:
@@ -23,13 +23,14 @@ class Progress:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """One stage of the run."""
         self._bar.set_description(name)
         yield
         self._bar.update()
 
     @contextlib.contextmanager
     def tokens(self, name: str, total: int) -> Iterator[Callable[[int], object]]:
-        """A stage that reports its tokens: yields the function to tell of new ones."""
+        """A stage that counts tokens: yields a function that takes the number of new tokens."""
         with self.stage(name), self._tqdm(total=total, unit="tok", leave=False, disable=self._silent or None) as bar:
             yield bar.update
 

@@ -1,4 +1,4 @@
-"""What a run found, as a table, and whether it kept every promise."""
+"""Results of a run: a table of rates, and the checks that failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = ("prefill", "decode")
 
 @dataclass
 class Row:
-    """One way of running the model: rates in tokens/s, and its greedy tokens against the dense run's."""
+    """One way to run the model: rates in tokens/s, and its greedy tokens compared with the dense reference."""
 
     name: str
     decode_rate: float | None = None
@@ -27,7 +27,18 @@ class Row:
 
 @dataclass
 class Report:
-    """``compiled`` counts the warm-up, ``after`` everything compiled steps did later; None where not reached."""
+    """Results of a run, filled in stage by stage.
+
+    Attributes:
+        header: lines above the table.
+        cuda_graphs: whether compiled steps run as CUDA graphs.
+        rows: one for each way to run the model.
+        compiled: counts of the warm-up of compiled steps, None before it.
+        after: counts after the warm-up, None before.
+        pages: free pages and all pages after each serving run.
+        python_mapped: whether libpython is mapped in the C++ process, None before it has run.
+        skipped: checks that could not run, with the reason.
+    """
 
     header: list[str]
     cuda_graphs: bool = False
@@ -39,8 +50,8 @@ class Report:
     skipped: list[str] = field(default_factory=list)
 
     def failures(self) -> list[str]:
-        """One sentence for every promise not kept; a check that could not run is one."""
-        found = [f"{row.name}: tokens differ from the dense run" for row in self.rows if row.equal.different]
+        """One sentence for each check that failed or could not run."""
+        found = [f"{row.name}: tokens differ from the dense reference" for row in self.rows if row.equal.different]
         for counts, when in ((self.compiled, "in warm-up"), (self.after, "after warm-up")):
             if counts and counts.graph_breaks:
                 found.append(f"{counts.graph_breaks} graph breaks {when}")
@@ -51,13 +62,14 @@ class Report:
         if self.after and self.after.compilations:
             found.append(f"{self.after.compilations} recompiles after warm-up")
         if any(free != total for free, total in self.pages):
-            found.append("a finished run has not freed all its pages")
+            found.append("a finished run did not free all its pages")
         if self.python_mapped:
             found.append("libpython is mapped in the C++ process")
         return found + [f"not checked: {what}" for what in self.skipped]
 
     def render(self) -> str:
-        table = [("", "decode tokens/s", "serving tokens/s", "tokens equal to the dense run's")]
+        """The header and the table as text."""
+        table = [("", "decode tokens/s", "serving tokens/s", "tokens equal to the dense reference")]
         lines = [*self.header, "", *_columns(table + [row.cells() for row in self.rows]), ""]
         if self.compiled and self.after:
             lines += [

@@ -3,13 +3,13 @@
 //   runner plan.pt2 decode.pt2 state.pt steps repeats device
 //
 // state.pt, written with torch.save, is a dictionary of what the steps were exported for:
-//   tokens      int64 [batch]            each request's newest token, not in the cache yet
-//   lengths     int32 [batch]            tokens of each request in the cache, 0 for a slot without one
-//   page_table  int32 [batch, per_slot]  pages reserved for each request
+//   tokens      int64 [batch]            last token of each request, not yet in the KV cache
+//   lengths     int32 [batch]            tokens of each request in the KV cache, 0 for an empty slot
+//   page_table  int32 [batch, per_slot]  pages allocated to each request
 //   page_size   int32 []
-//   kv_indices  int32 [capacity]         its size is the number of pages a plan has room for
+//   kv_indices  int32 [capacity]         its size is the page capacity of the plan
 //   caches, plan, workspace              as the decode step takes them
-// on the device that the packages were compiled for.
+// `device` is the device that the packages are compiled for.
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -57,7 +57,7 @@ struct State {
   int32_t page_size = 0;
 };
 
-// The page table of a batch whose requests have `lengths` tokens, in the plan step's order of inputs.
+// The page table of a batch whose requests have `lengths` tokens, in the order of the plan step's inputs.
 std::vector<Tensor> page_table(const State& state, const Tensor& lengths) {
   const int64_t batch = lengths.numel();
   auto indptr = at::zeros({batch + 1}, at::kInt);
@@ -68,7 +68,7 @@ std::vector<Tensor> page_table(const State& state, const Tensor& lengths) {
   int32_t* end = indices.data_ptr<int32_t>();
   for (int64_t b = 0; b < batch; ++b) {
     const int32_t count = (length[b] + state.page_size - 1) / state.page_size;
-    TORCH_CHECK(count <= pages.size(1), "request ", b, " outgrew its pages");
+    TORCH_CHECK(count <= pages.size(1), "request ", b, " needs ", count, " pages and has ", pages.size(1), "; lower the number of steps");
     end = std::copy_n(pages[b].data(), count, end);
     indptr[b + 1] = end - indices.data_ptr<int32_t>();
     last[b] = length[b] - std::max(count - 1, 0) * state.page_size;
@@ -76,11 +76,11 @@ std::vector<Tensor> page_table(const State& state, const Tensor& lengths) {
   return {indptr, indices, last};
 }
 
-// `steps` greedy tokens of every request, int64 [steps, batch]. Repeating it writes the same cache again.
+// Decodes `steps` tokens of every request greedily: int64 [steps, batch]. A repeat writes the same cache positions.
 Tensor decode(Loader& planner, Loader& decoder, const State& state, int steps, c10::Device device) {
   Tensor tokens = state.tokens, lengths = state.lengths;
   const Tensor active = (lengths > 0).to(at::kInt);
-  std::vector<Tensor> chosen;
+  std::vector<Tensor> decoded;
   for (int step = 0; step < steps; ++step) {
     lengths = lengths + active;
     std::vector<Tensor> inputs;
@@ -93,9 +93,9 @@ Tensor decode(Loader& planner, Loader& decoder, const State& state, int steps, c
     inputs.insert(inputs.end(), state.plan.begin(), state.plan.end());
     inputs.push_back(state.workspace);
     tokens = decoder.run(inputs).at(0);
-    chosen.push_back(tokens);
+    decoded.push_back(tokens);
   }
-  return at::stack(chosen).cpu();
+  return at::stack(decoded).cpu();
 }
 
 bool maps_python() {
@@ -120,18 +120,18 @@ int main(int argc, char** argv) try {
   const int steps = std::stoi(argv[4]), repeats = std::stoi(argv[5]);
   state.to(device);
 
-  Tensor chosen = decode(planner, decoder, state, steps, device);
+  Tensor decoded = decode(planner, decoder, state, steps, device);
   double best = std::numeric_limits<double>::infinity();
   for (int i = 0; i < repeats; ++i) {
     const double start = seconds_now();
-    chosen = decode(planner, decoder, state, steps, device);
+    decoded = decode(planner, decoder, state, steps, device);
     best = std::min(best, seconds_now() - start);
   }
 
   std::cout << "python " << (maps_python() ? "mapped" : "absent") << "\nseconds " << best << "\n";
-  for (int64_t step = 0; step < chosen.size(0); ++step) {
+  for (int64_t step = 0; step < decoded.size(0); ++step) {
     std::cout << "tokens";
-    for (int64_t b = 0; b < chosen.size(1); ++b) std::cout << ' ' << chosen[step][b].item<int64_t>();
+    for (int64_t b = 0; b < decoded.size(1); ++b) std::cout << ' ' << decoded[step][b].item<int64_t>();
     std::cout << '\n';
   }
   return 0;

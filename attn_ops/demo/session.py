@@ -1,8 +1,9 @@
-"""The run itself: serve eager and compiled, check both, package the decode step and run it in C++."""
+"""A run of the demo: serve eager and compiled, check both, package the decode step and run it in C++."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,15 +39,15 @@ Steps = tuple[Step, Step]
 PAGE_SIZE = 16
 PREFILL_TOKENS = 128
 REQUESTS_PER_SLOT = 2
-LAUNCH_CACHES = 3
+TIMED_REPEATS = 3
 STAGES = 15
-ONE_THREAD_BELOW = 1 << 27
-"""Parameters under which a step on the CPU runs on one thread: its ops are too short to be worth sharing."""
+MIN_MULTITHREADED_PARAMETERS = 1 << 27
+"""Smaller models run on one CPU thread: their ops are too short to be divided."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for. ``output`` keeps the packages and the runner; else they are temporary."""
+    """Options of the command line. Packages and runner are kept in ``output``; they are temporary if it is None."""
 
     device: torch.device
     dtype: torch.dtype
@@ -59,13 +60,16 @@ class Options:
 
 
 class Session:
-    """A model, its memory and its requests, and the report that the stages fill in."""
+    """A model, its device memory and its requests. The stages of :meth:`run` fill in the report."""
 
     def __init__(self, options: Options, progress: Progress) -> None:
         self.options, self.progress = options, progress
+        if options.output is not None:
+            _make_folder(options.output)
         with progress.stage("loading the model"):
             self.model, self.tokenizer, self.stop_tokens = _load(options)
-            if options.device.type == "cpu" and sum(p.numel() for p in self.model.parameters()) < ONE_THREAD_BELOW:
+            parameters = sum(p.numel() for p in self.model.parameters())
+            if options.device.type == "cpu" and parameters < MIN_MULTITHREADED_PARAMETERS:
                 torch.set_num_threads(1)
             self.requests = self._requests()
             self.memory = Memory(self.model.config, self._capacity(), options.dtype, options.device)
@@ -75,13 +79,16 @@ class Session:
 
     @torch.no_grad()
     def run(self) -> Report:
+        """Run all stages. A stage that cannot run is listed in the report."""
         eager: Steps = (PrefillStep(self.model), DecodeStep(self.model))
         with self.progress.stage("warming up"):
             compiling.warm_up(self.memory, *eager)
         row = self._row("eager")
         self._serve(row, eager)
         if shutil.which("g++") is None:
-            self.report.skipped.append("compiled steps and the C++ runner, which need g++, and it is not on the PATH")
+            self.report.skipped.append(
+                "compiled steps and the C++ runner, which need g++, and it is not on the PATH; install g++"
+            )
             return self.report
         self._decode(row, eager)
 
@@ -103,7 +110,7 @@ class Session:
         return self.report
 
     def completions(self, count: int) -> list[str]:
-        """The first ``count`` requests as text, where there is a tokenizer."""
+        """Prompts and outputs of the first ``count`` requests as text. Empty without a tokenizer."""
         if self.tokenizer is None:
             return []
         return [self.tokenizer.decode([*r.prompt, *r.output]) for r in self.served[:count]]
@@ -113,8 +120,8 @@ class Session:
         return self.report.rows[-1]
 
     def _serve(self, row: Row, steps: Steps) -> None:
-        """All requests through continuous batching, checked against the dense run."""
-        self.memory.forget()
+        """Serve all requests with continuous batching, and compare with the dense reference."""
+        self.memory.poison_caches()
         self.served = [request.fresh() for request in self.requests]
         engine = Engine(self.memory, *steps, self.stop_tokens)
         engine.submit(self.served)
@@ -126,11 +133,11 @@ class Session:
         self._compare(row, [(request.prompt, request.output) for request in self.served])
 
     def _decode(self, row: Row, steps: Steps) -> None:
-        """The first requests at a fixed horizon, which is what the C++ runner does too."""
+        """Decode the first batch of requests for a fixed number of steps, as the C++ runner does."""
         with self.progress.stage(f"decoding, {row.name}"):
             start = self._snapshot(steps)
-            decoded = decoding.decode(steps[1], self.memory, start, self._horizon, LAUNCH_CACHES)
-        self._enter(row, start, decoded)
+            decoded = decoding.decode(steps[1], self.memory, start, self._decode_steps, TIMED_REPEATS)
+        self._record(row, start, decoded)
 
     def _decode_in_cpp(self, row: Row, steps: Steps, folder: Path) -> None:
         with self.progress.stage("exporting and packaging the decode step"):
@@ -139,27 +146,27 @@ class Session:
             runner = package.compile_runner(folder, self.options.device)
         with self.progress.stage(f"decoding, {row.name}"):
             start = self._snapshot(steps)
-            result = package.run(runner, artifact, self.memory, start, self._horizon, LAUNCH_CACHES)
+            result = package.run(runner, artifact, self.memory, start, self._decode_steps, TIMED_REPEATS)
         self.report.python_mapped = result.python_mapped
-        self._enter(row, start, Decoded(result.tokens, result.seconds))
+        self._record(row, start, Decoded(result.tokens, result.seconds))
 
     def _snapshot(self, steps: Steps) -> Snapshot:
-        """The first requests prefilled, in a cache that holds nothing else."""
-        self.memory.forget()
+        """Prefill the first batch of requests in an empty KV cache."""
+        self.memory.poison_caches()
         return Engine(self.memory, *steps).snapshot([Request(r.prompt, r.max_new_tokens) for r in self.requests])
 
-    def _enter(self, row: Row, start: Snapshot, decoded: Decoded) -> None:
+    def _record(self, row: Row, start: Snapshot, decoded: Decoded) -> None:
         sequences = start.sequences(decoded.tokens)
-        row.decode_rate = len(sequences) * self._horizon / decoded.seconds
+        row.decode_rate = len(sequences) * self._decode_steps / decoded.seconds
         self._compare(row, sequences)
 
     def _compare(self, row: Row, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-        with self.progress.stage("comparing with the dense run"):
+        with self.progress.stage("comparing with the dense reference"):
             row.equal = row.equal + dense.compare(self.model, sequences)
 
     @property
-    def _horizon(self) -> int:
-        """Decode steps that a request takes: its first token is the prefill's."""
+    def _decode_steps(self) -> int:
+        """Decode steps of a request. Prefill gives its first output token."""
         return self.options.max_new_tokens - 1
 
     @contextlib.contextmanager
@@ -168,7 +175,6 @@ class Session:
             with tempfile.TemporaryDirectory(prefix="attn_ops_demo_") as folder:
                 yield Path(folder)
         else:
-            self.options.output.mkdir(parents=True, exist_ok=True)
             yield self.options.output
 
     def _requests(self) -> list[Request]:
@@ -176,20 +182,33 @@ class Session:
         if self.options.model is None or (self.tokenizer is None and not self.options.prompts):
             return requests.from_seed(count, self.model.config.vocab_size, new, self.options.seed)
         if self.tokenizer is None:
-            raise DemoError(f"--prompt needs a tokenizer, and {self.options.model} holds no tokenizer.json")
-        return requests.from_texts(self.options.prompts or requests.TEXTS, self.tokenizer, count, new)
+            raise DemoError(
+                f"--prompt needs a tokenizer, and {self.options.model} holds no tokenizer.json; add that file"
+            )
+        return requests.from_texts(
+            self.options.prompts or requests.TEXTS, self.tokenizer, self.model.config.vocab_size, count, new
+        )
 
     def _capacity(self) -> Capacity:
-        """Room for every request, and for two thirds of a full batch of the longest."""
+        """Capacity for every request, with pages for two thirds of a batch of longest requests: some must wait."""
         longest = max(request.max_tokens for request in self.requests)
         if longest > self.model.config.max_positions:
             raise DemoError(
                 f"the longest request has {longest} tokens and the model {self.model.config.max_positions} "
                 "positions; shorten the prompt or --max-new-tokens"
             )
-        each = pages_for(longest, PAGE_SIZE)
-        pages = max(each, 2 * each * self.options.batch // 3)
+        pages_per_request = pages_for(longest, PAGE_SIZE)
+        pages = max(pages_per_request, 2 * pages_per_request * self.options.batch // 3)
         return Capacity(self.options.batch, PAGE_SIZE, pages, longest, PREFILL_TOKENS)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(f"--output {path} cannot be created ({error.strerror}); give a folder that can be") from error
+    if not os.access(path, os.W_OK):
+        raise DemoError(f"--output {path} is not writable; give a folder that is")
 
 
 def _load(options: Options) -> checkpoint.Checkpoint:

@@ -1,7 +1,7 @@
-"""One step of paged inference as a module: what is compiled, exported and packaged.
+"""Steps of paged inference as modules, to be compiled, exported and packaged.
 
-A step sees the batch as ``max_batch`` slots. A slot without a request has no pages in the plan; its rows
-compute something that nobody reads, and write nothing. So every step of a run has the same shapes.
+A batch has ``max_batch`` slots, so that every step has the same shapes. An empty slot has no pages in the plan: its
+rows write nothing, and their results are not read.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
 class DecodeStep(nn.Module):
-    """Append one token per slot to the cache, attend to it, and choose the next token greedily."""
+    """Append one token per slot to the KV cache, attend to the cache, and choose the next token greedily."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, caches: list[Tensor], plan: DecodePlan, workspace: Tensor) -> Tensor:
-        """Next tokens, ``[max_batch]`` int64.
+        """Returns the next tokens, ``[max_batch]`` int64.
 
         Args:
-            tokens: ``[max_batch]`` int64, each request's newest token.
-            caches: per layer ``[pages, 2, page_size, Hkv, D]``, appended to.
-            plan: lengths that count the new token already, so it stands at ``kv_len - 1``.
-            workspace: the planner's.
+            tokens: ``[max_batch]`` int64, the last token of each request.
+            caches: per layer ``[pages, 2, page_size, Hkv, D]``; mutated.
+            plan: its lengths include the new token, whose position is ``kv_len - 1``.
+            workspace: the workspace of the planner.
         """
         slot = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
         slot = torch.where(plan.kv_len > 0, slot, -1)
@@ -43,20 +43,20 @@ class DecodeStep(nn.Module):
 
 
 class PrefillStep(nn.Module):
-    """Append a chunk of each prompt to the cache, attend to all of it so far, and choose each slot's next token."""
+    """Append a chunk of each prompt to the KV cache, attend to the cache, and choose the next token greedily."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, caches: list[Tensor], plan: PrefillPlan, workspace: Tensor) -> Tensor:
-        """Next tokens, ``[max_batch]`` int64, of meaning only for a slot whose prompt ends in this chunk.
+        """Returns the next tokens, ``[max_batch]`` int64, valid for slots whose prompt ends in this chunk.
 
         Args:
-            tokens: ``[max_tokens]`` int64, the slots' chunks one after another, then padding.
-            caches: per layer ``[pages, 2, page_size, Hkv, D]``, appended to.
-            plan: query rows and lengths of each slot's chunk; the lengths count the chunk already.
-            workspace: the planner's.
+            tokens: ``[max_tokens]`` int64, the chunks of all slots concatenated, then padding.
+            caches: per layer ``[pages, 2, page_size, Hkv, D]``; mutated.
+            plan: its query rows are those of the chunks, and its lengths include the chunks.
+            workspace: the workspace of the planner.
         """
         row = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
         ends = plan.qo_indptr[1:]
@@ -77,7 +77,7 @@ class PrefillStep(nn.Module):
 
 
 class PlanStep(nn.Module):
-    """Planning a decode batch, as a module, for a process that has packages and no Python."""
+    """Plan a decode batch. A package of this module plans in a process without Python."""
 
     def forward(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: DecodePlan) -> None:
         torch.ops.attn.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: every family's logits against the transformers library's, and what is refused."""
+"""Checkpoints: logits of every family compared with those of the transformers library; unsupported models."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attn_ops.demo import checkpoint, dense
+from attn_ops.demo.checkpoint_config import parse_config
 from attn_ops.demo.errors import DemoError
 from attn_ops.demo.rope import RopeScaling
 
@@ -88,17 +89,17 @@ def test_tokenizer_and_stop_tokens(tmp_path: Path) -> None:
     ids=["theta", "llama3", "linear", "defaults"],
 )
 def test_older_configs_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
-    assert checkpoint.parse_config(SIZES | old) == checkpoint.parse_config(SIZES | new)
+    assert parse_config(SIZES | old) == parse_config(SIZES | new)
 
 
 def test_rope_scaling_and_windows_are_read() -> None:
-    config = checkpoint.parse_config(SIZES | {"rope_scaling": demo_golden.LLAMA3})
+    config = parse_config(SIZES | {"rope_scaling": demo_golden.LLAMA3})
     assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
     mistral = SIZES | {"model_type": "mistral", "sliding_window": 6}
-    assert checkpoint.parse_config(mistral).windows == (5, 5, 5)
-    assert checkpoint.parse_config(mistral).plan_window == 5
+    assert parse_config(mistral).windows == (5, 5, 5)
+    assert parse_config(mistral).plan_window == 5
     layers = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-    mixed = checkpoint.parse_config(mistral | layers)
+    mixed = parse_config(mistral | layers)
     assert (mixed.windows, mixed.plan_window) == ((-1, 5, -1), -1)
 
 
@@ -120,17 +121,17 @@ def test_rope_scaling_and_windows_are_read() -> None:
         ),
     ],
 )
-def test_an_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_unsupported_config_raises(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DemoError, match=message):
-        checkpoint.parse_config(SIZES | changes)
+        parse_config(SIZES | changes)
 
 
-def test_a_config_without_sizes_is_refused() -> None:
+def test_a_config_without_sizes_raises() -> None:
     with pytest.raises(DemoError, match="lacks hidden_size"):
-        checkpoint.parse_config({key: value for key, value in SIZES.items() if key != "hidden_size"})
+        parse_config({key: value for key, value in SIZES.items() if key != "hidden_size"})
 
 
-def test_a_broken_folder_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_folder_raises(tmp_path: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(DemoError, match=message):
             checkpoint.load(tmp_path, torch.float32, CPU)

@@ -1,4 +1,4 @@
-"""Continuous batching against the dense run, eager: pages, chunks, windows, stopping, refusing."""
+"""Eager continuous batching compared with the dense reference: pages, chunks, windows, stop tokens, capacity."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def check(m: object, served: list[Request]) -> dense.Comparison:
     [{}, {"windows": (3, 3)}, {"windows": (-1, 5)}, {"qk_norm": True, "qkv_bias": True}, {"num_kv_heads": 4}],
     ids=["full", "window", "mixed-windows", "qk-norm-bias", "mha"],
 )
-def test_tokens_equal_the_dense_run_and_pages_are_freed(changes: dict[str, object]) -> None:
+def test_tokens_equal_the_dense_reference_and_pages_are_freed(changes: dict[str, object]) -> None:
     m = demo_tiny.model(**changes)
     served = demo_tiny.requests([1, 4, 5, 13, 16, 9, 2], max_new_tokens=8, every=2)
     engine = demo_tiny.engine(m, CAPACITY)
     engine.submit(served)
-    heard: list[int] = []
-    engine.run(heard.append)
+    counts: list[int] = []
+    engine.run(counts.append)
     assert [len(request.output) for request in served] == [8] * 7
-    assert sum(heard) == 7 * 8
+    assert sum(counts) == 7 * 8
     assert check(m, served) == dense.Comparison(tokens=56)
     assert engine.allocator.num_free == CAPACITY.num_pages
     assert engine.slots == [None] * 3
@@ -91,13 +91,13 @@ def test_a_request_stops_at_a_stop_token() -> None:
 @pytest.mark.parametrize(
     ("length", "new", "message"), [(20, 6, "needs 25 tokens"), (0, 4, "no tokens")], ids=["too-long", "empty"]
 )
-def test_a_request_that_could_never_run_is_refused(length: int, new: int, message: str) -> None:
+def test_a_request_beyond_capacity_raises(length: int, new: int, message: str) -> None:
     engine = demo_tiny.engine(demo_tiny.model(), CAPACITY)
     with pytest.raises(DemoError, match=message):
         engine.submit(demo_tiny.requests([length], new))
 
 
-def test_decoding_from_a_snapshot_repeats_what_serving_did() -> None:
+def test_decoding_from_a_snapshot_gives_the_tokens_of_serving() -> None:
     m = demo_tiny.model()
     start_engine = demo_tiny.engine(m, CAPACITY)
     start = start_engine.snapshot(demo_tiny.requests([5, 16], max_new_tokens=6))
@@ -111,7 +111,7 @@ def test_decoding_from_a_snapshot_repeats_what_serving_did() -> None:
     assert start.sequences(decoded.tokens) == [(request.prompt, request.output) for request in served]
 
 
-def test_the_comparison_notices_a_wrong_page() -> None:
+def test_the_comparison_detects_a_wrong_page() -> None:
     m = demo_tiny.model()
     engine = demo_tiny.engine(m, CAPACITY)
     start = engine.snapshot(demo_tiny.requests([8, 12], max_new_tokens=6))

@@ -1,4 +1,4 @@
-"""The page allocator and the page tables made from it."""
+"""The page allocator and page tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_page_is_free_or_held_once(num_pages: int, wishes: list[tuple[bool
 def test_only_held_pages_are_released(pages: list[int]) -> None:
     allocator = PageAllocator(4)
     allocator.allocate(2)
-    with pytest.raises(ValueError, match="not all held"):
+    with pytest.raises(ValueError, match="not all allocated"):
         allocator.release(pages)
     assert allocator.num_free == 2
 

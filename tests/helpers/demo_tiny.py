@@ -36,7 +36,7 @@ def model(seed: int = 0, **changes: object) -> LanguageModel:
 def memory(m: LanguageModel, capacity: Capacity) -> Memory:
     """With caches of NaN, so that a read of a place that was not written shows."""
     made = Memory(m.config, capacity, torch.float32, CPU)
-    made.forget()
+    made.poison_caches()
     return made
 
 
