@@ -46,10 +46,10 @@ def work_list() -> tuple[list[dict[str, int]], list[int]]:
 
 
 def text(
-    x: float, y: float, words: str, *, size: int = 13, color: str = INK, anchor: str = "start", **more: str
+    x: float, y: float, label: str, *, size: int = 13, color: str = INK, anchor: str = "start", **more: str
 ) -> str:
     attributes = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
-    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{attributes}>{words}</text>'
+    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{attributes}>{label}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = PAPER) -> str:
@@ -66,17 +66,17 @@ def arrow(x1: float, y1: float, x2: float, y2: float, color: str = FAINT) -> str
     return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5" marker-end="url(#head)"/>'
 
 
-def heading(x: float, title: str, words: str) -> str:
-    return text(x, 44, title, size=16, font_weight="600") + text(x, 64, words, color=FAINT)
+def heading(x: float, title: str, label: str) -> str:
+    return text(x, 44, title, size=16, font_weight="600") + text(x, 64, label, color=FAINT)
 
 
-def span(x: float, width: float, title: str, words: str) -> str:
+def span(x: float, width: float, title: str, label: str) -> str:
     """What a part of the figure is called, below it."""
     line = f'<path d="M{x},330 v6 h{width} v-6" fill="none" stroke="{FAINT}"/>'
     return (
         line
         + text(x + width / 2, 356, title, anchor="middle", font_weight="600", font_family="monospace")
-        + text(x + width / 2, 376, words, anchor="middle", color=FAINT)
+        + text(x + width / 2, 376, label, anchor="middle", color=FAINT)
     )
 
 
