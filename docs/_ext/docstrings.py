@@ -38,7 +38,7 @@ def _definitions(paragraph: list[str]) -> list[str] | None:
     return result
 
 
-def skip_what_is_told_elsewhere(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """A NamedTuple's fields are described in its docstring; a second name of a method has the first one's words."""
+def skip_documented_elsewhere(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """A NamedTuple's fields are in its docstring; an alias of a method has the text of the method."""
     second_name = inspect.isfunction(obj) and obj.__name__ not in (name, "<lambda>")
     return True if type(obj).__name__ == "_tuplegetter" or second_name else None

@@ -1,4 +1,4 @@
-"""FlashInfer's public names and what differs here: names from the code, words from ``docs/flashinfer.toml``."""
+"""FlashInfer's public names and what differs here: names from the code, text from ``docs/flashinfer.toml``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Markdown that is made from the code at build time.
 
-A line ``<!-- generated: NAME -->`` in a page is replaced by what the function ``PAGES[NAME]`` returns. What is wrong
-with the data that it reads, such as an op's argument without a description, is a warning, so ``-W`` fails on it.
+A line ``<!-- generated: NAME -->`` in a page is replaced by the result of ``PAGES[NAME]``. A problem with the data,
+such as an op's argument without a description, is a warning, so ``-W`` fails on it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ PAGES: dict[str, Callable[[], Page]] = {
     "flashinfer api": api_reference.exports,
     "benchmarks": benchmark_results.results,
 }
-MARK = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
 
 
-def replace_marks(app: Any, docname: str, source: list[str]) -> None:
+def replace_markers(app: Any, docname: str, source: list[str]) -> None:
     def replacement(match: re.Match[str]) -> str:
         page = PAGES[match[1]]()
         for problem in page.problems:
             log.warning(problem, location=docname)
-        app.env.note_reread()  # what the text is made from is not watched
+        app.env.note_reread()  # Sphinx does not watch what the text is made from
         return page.text
 
-    source[0] = MARK.sub(replacement, source[0])
+    source[0] = MARKER.sub(replacement, source[0])
 
 
 def setup(app: Any) -> dict[str, Any]:
-    app.connect("source-read", replace_marks)
+    app.connect("source-read", replace_markers)
     app.connect("autodoc-process-docstring", docstrings.columns_to_lists, priority=100)
-    app.connect("autodoc-skip-member", docstrings.skip_what_is_told_elsewhere)
+    app.connect("autodoc-skip-member", docstrings.skip_documented_elsewhere)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

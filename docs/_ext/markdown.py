@@ -1,4 +1,4 @@
-"""Pieces of Markdown, and the page that a generator makes of them."""
+"""Parts of Markdown, and the page that a generator makes of them."""
 
 from __future__ import annotations
 

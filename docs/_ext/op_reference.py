@@ -1,4 +1,4 @@
-"""The op reference: schemas, backends and FLOP formulas from the code, the words from ``docs/ops.toml``."""
+"""The op reference: schemas, backends and FLOP formulas from the code, the text from ``docs/ops.toml``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 import attn_ops.flops  # noqa: F401  registers the formulas
 from attn_ops.ops import backends, schemas, unsupported
-from attn_ops.ops.backends import Problem
+from attn_ops.ops.backends import Backend, Problem
 
 # An ordinary call: a model of the Llama family in bfloat16.
 ORDINARY = {
@@ -25,9 +25,12 @@ ORDINARY = {
     "page_size": 16,
 }
 
+CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
+"""GPUs that the reference distinguishes."""
 
-class OpWords:
-    """What ``ops.toml`` says of an op, and what it fails to say."""
+
+class OpText:
+    """The text of ``ops.toml`` on an op, and what is missing there."""
 
     def __init__(self, words: dict[str, Any], op: str) -> None:
         self.name = op
@@ -62,10 +65,10 @@ class OpWords:
         self.problems.append(f"docs/ops.toml: op {self.name}: {text}")
 
 
-def _words() -> tuple[dict[str, OpWords], Page]:
-    """The words of every op of the schema table, and a page with the problems found."""
+def _texts() -> tuple[dict[str, OpText], Page]:
+    """The text on every op of the schema table, and a page with the problems found."""
     words = data("ops.toml")
-    ops = {op: OpWords(words, op) for op in schemas.SCHEMAS}
+    ops = {op: OpText(words, op) for op in schemas.SCHEMAS}
     problems = [problem for op in ops.values() for problem in op.problems]
     problems += [f"docs/ops.toml: there is no op {op}" for op in words["ops"] if op not in ops]
     used = {argument.name for op in ops.values() for argument in op.schema.arguments}
@@ -74,15 +77,18 @@ def _words() -> tuple[dict[str, OpWords], Page]:
 
 
 def summary() -> Page:
-    ops, page = _words()
-    rows = [[f"[`{name}`](#{_anchor(name)})", op.own.get("text", ""), *_verdicts(name)] for name, op in ops.items()]
-    page.text = table(["op", "what it does", *(b.name for b in backends.BACKENDS)], rows)
-    page.problems = []  # told once, by ops()
+    ops, page = _texts()
+    rows = [
+        [f"[`{op}`](#{_anchor(op)})", words.own.get("text", ""), *(_verdict(name, op) for name in _names())]
+        for op, words in ops.items()
+    ]
+    page.text = table(["op", "what it does", *_names()], rows)
+    page.problems = []  # ops() reports them
     return page
 
 
 def ops() -> Page:
-    ops, page = _words()
+    ops, page = _texts()
     page.text = "\n\n".join(_section(op) for op in ops.values())
     return page
 
@@ -91,7 +97,7 @@ def _anchor(op: str) -> str:
     return f"op-{op.replace('_', '-')}"
 
 
-def _section(op: OpWords) -> str:
+def _section(op: OpText) -> str:
     parts = [f"({_anchor(op.name)})=\n## {op.name}", op.own.get("text", "")]
     parts.append(f"```text\n{_wrapped(op)}\n```")
     rows = [_argument_row(op, argument) for argument in op.schema.arguments]
@@ -108,7 +114,7 @@ def _section(op: OpWords) -> str:
     return "\n\n".join(parts)
 
 
-def _wrapped(op: OpWords) -> str:
+def _wrapped(op: OpText) -> str:
     """The schema with an argument a line."""
     schema = str(op.schema)
     head, _, tail = schema.partition("(")
@@ -123,7 +129,7 @@ def _wrapped(op: OpWords) -> str:
     return head + "(\n    " + "\n    ".join(lines) + f"\n) -> {returns}"
 
 
-def _argument_row(op: OpWords, argument: Any) -> list[str]:
+def _argument_row(op: OpText, argument: Any) -> list[str]:
     entry = op.arguments.get(argument.name, {})
     kind = str(argument.real_type)
     if argument.has_default_value():
@@ -135,46 +141,67 @@ def _argument_row(op: OpWords, argument: Any) -> list[str]:
     return [code(argument.name), code(kind), both, entry.get("text", "") + written]
 
 
-def _objections(backend: backends.Backend, problem: Problem) -> list[str]:
-    """On a machine that has what the backend needs."""
+def _reasons(entry: Backend, problem: Problem, capability: tuple[int, int] = (9, 0)) -> list[str]:
+    """Unsupported reasons on a machine that has Triton and a GPU of this compute capability."""
     with (
         mock.patch.object(unsupported, "triton_installed", return_value=True),
-        mock.patch.object(unsupported, "compute_capability", return_value=(9, 0)),
+        mock.patch.object(unsupported, "gluon_imports", return_value=True),
+        mock.patch.object(unsupported, "compute_capability", return_value=capability),
     ):
-        return backend.unsupported_reasons(problem)
+        return entry.unsupported_reasons(problem)
 
 
 def _ordinary(op: str, device: str) -> Problem:
-    # MLA: the keys are wider than the values by the rotated part.
-    sizes = {"num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512} if op == "batch_mla" else {}
+    # MLA: the keys are wider than the values by the rotary part.
+    sizes = {"num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512, "page_size": 64} if op == "batch_mla" else {}
     return Problem(op=op, device=torch.device(device), **{**ORDINARY, **sizes})
 
 
-def _devices(backend: backends.Backend, op: str) -> list[str]:
-    return [device for device in ("cpu", "cuda") if not _objections(backend, _ordinary(op, device))]
+def _machines(entry: Backend, op: str) -> list[str]:
+    """Where the entry runs an ordinary call."""
+    found = [] if _reasons(entry, _ordinary(op, "cpu")) else ["CPU"]
+    capabilities = [c for c in CAPABILITIES if not _reasons(entry, _ordinary(op, "cuda"), c)]
+    if capabilities == CAPABILITIES:
+        found.append("CUDA")
+    elif capabilities:
+        found.append(f"CUDA (compute capability {', '.join(f'{major}.{minor}' for major, minor in capabilities)})")
+    return found
 
 
-def _verdicts(op: str) -> list[str]:
-    names = {"cpu": "CPU", "cuda": "CUDA"}
-    return [", ".join(names[device] for device in _devices(backend, op)) or "no" for backend in backends.BACKENDS]
+def _names() -> list[str]:
+    return list(dict.fromkeys(entry.name for entry in backends.BACKENDS))
 
 
-def _backends(op: OpWords) -> list[str]:
-    """A line a backend: where it runs the op, and which of ``problems`` it refuses."""
+def _verdict(name: str, op: str) -> str:
+    """The machines on which a backend runs an ordinary call of the op, and its kernels."""
+    machines, kernels = [], []
+    for entry in backends.BACKENDS:
+        if entry.name == name and entry.has(op) and (found := _machines(entry, op)):
+            machines += found
+            kernels += [] if entry.kernels is None else [code(entry.kernels[op])]
+    devices = [device for device in ("CPU", "CUDA") if any(machine.startswith(device) for machine in machines)]
+    return (": ".join(part for part in (", ".join(devices), ", ".join(kernels)) if part)) or "no"
+
+
+def _backends(op: OpText) -> list[str]:
+    """A line per entry of the backend table: where it runs the op, and which of ``problems`` it refuses."""
     words = data("ops.toml")
     names = {argument.name for argument in op.schema.arguments}
     tried = [p for p in words["problems"] if names & set(p["argument"].split(", "))]
     lines = []
-    for backend, verdict in zip(backends.BACKENDS, _verdicts(op.name), strict=True):
-        devices = _devices(backend, op.name)
-        if not devices:
-            reasons = _objections(backend, _ordinary(op.name, "cuda"))
-            lines.append(f"`{backend.name}`: does not run it ({', '.join(reasons)})")
+    for entry in backends.BACKENDS:
+        if not entry.has(op.name):
             continue
+        machines, label = _machines(entry, op.name), code(entry.label(op.name))
+        if not machines:
+            reasons = _reasons(entry, _ordinary(op.name, "cuda"))
+            lines.append(f"{label}: does not run it ({', '.join(reasons)})")
+            continue
+        device = "cpu" if machines == ["CPU"] else "cuda"
         refused = []
         for problem in tried:
             fields = {k: getattr(torch, v) if k.endswith("dtype") else v for k, v in problem["fields"].items()}
-            if _objections(backend, replace(_ordinary(op.name, devices[-1]), **fields)):
+            if _reasons(entry, replace(_ordinary(op.name, device), **fields)):
                 refused.append(problem["text"])
-        lines.append(f"`{backend.name}`: on {verdict}" + (f", but not {', '.join(refused)}" if refused else ""))
+        lines.append(f"{label}: on {', '.join(machines)}" + (f", but not {', '.join(refused)}" if refused else ""))
     return lines

@@ -67,7 +67,7 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def run(block: Block, page: Path, namespace: dict[str, object]) -> None:
     if block.language == "python" and (torch.cuda.is_available() or "cuda" not in block.words):
         # Blank lines before the block, so that an error names the line of the page.
-        exec(compile("\n" * block.line + block.text, page, "exec"), namespace)
+        exec(compile("\n" * block.line + block.text, page, "exec", dont_inherit=True), namespace)
     elif block.language == "cpp":
         (name,) = (word.removeprefix("file=") for word in block.words if word.startswith("file="))
         Path(name).write_text(block.text, encoding="utf-8")
