@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import int32, page_table
+from helpers.page_tables import int32, page_table
 from torch import Tensor
 
 from attn_ops import DecodePlanner, PrefillPlanner
