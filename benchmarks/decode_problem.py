@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ class DecodeProblem:
         self.v_caches = [random(*shape).to(self.kv_dtype) for _ in range(self.copies)]
         self.q = random(row.batch, row.num_qo_heads, row.head_dim)
 
-    def planner(self, **options: int) -> attn_ops.DecodePlanner:
+    def planner(self, **options: Any) -> attn_ops.DecodePlanner:
         return attn_ops.DecodePlanner(
             self.row.batch,
             self.num_pages,

@@ -27,7 +27,7 @@ NOTE = (
     "BatchDecodeWithPagedKVCacheWrapper. An op that does nothing shows what PyTorch's dispatcher takes of the time of "
     "batch_decode. Memory is of a plan for 256 requests of 128k tokens."
 )
-HEADS = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+HEADS: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 PAGE = 16
 PLANNED = (64, 1024)
 DECODE = "batch_decode"

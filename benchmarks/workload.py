@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class StepProblem(PrefillProblem):
     def __init__(self, row: PrefillRow, device: str = "cuda") -> None:
         super().__init__(row, device=device)
         self.decoding = next((b for b, rows in enumerate(row.qo_lens) if rows > 1), row.batch)
-        self.sizes = {
+        self.sizes: dict[str, Any] = {
             "page_size": row.page_size,
             "num_qo_heads": row.num_qo_heads,
             "num_kv_heads": row.num_kv_heads,
