@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
 from attn_ops.kernels.triton.pdl import acquire
-from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, exp2, inverse, log_sum_exp
+from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, combine, exp2, inverse, log_sum_exp
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -81,9 +81,7 @@ def merge_pieces(
         m, total, acc = state_of(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, MANY)
         for i in range(first + MANY, stop, MANY):
             more_m, more, more_acc = state_of(partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, MANY)
-            top = tl.maximum(m, more_m)
-            decay, weight = exp2(m - top), exp2(more_m - top)
-            m, total = top, total * decay + more * weight
+            m, total, decay, weight = combine(m, total, more_m, more, MASKED=False)
             acc = acc * decay[:, None] + more_acc * weight[:, None]
     return m, total, acc
 

@@ -28,7 +28,7 @@ from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import launch, runs_now
 from attn_ops.kernels.triton.pdl import acquire, read_plan_early
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate_halves
-from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, exp2, soft_cap
+from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, online_softmax_update, soft_cap
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -285,9 +285,7 @@ def decode_kernel(
         if CAP:
             logits = soft_cap(logits, tl.cast(cap, tl.float32)) * LOG2E
         logits = tl.where(visible[None, :], logits, float("-inf"))
-        top = tl.maximum(m, tl.max(logits, 1))
-        weights, decay = exp2(logits - top[:, None]), exp2(m - top)
-        m, total = top, total * decay[:, None] + weights
+        m, total, weights, decay = online_softmax_update(m, total, logits, 1.0, MASKED=False, SUM_LANES=False)
         weights = weights.to(COMPUTE)
         if PAIRED:
             v, v_odd = unpack(v, FP8_TYPE)

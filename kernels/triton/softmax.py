@@ -43,62 +43,74 @@ def finite(row_max):
 
 
 @triton.jit
+def rescale_factor(old_max, new_max, MASKED: tl.constexpr = True, FTZ: tl.constexpr = True):
+    """alpha: ``2^(old_max - new_max)``, which makes sums relative to ``new_max`` of sums relative to ``old_max``.
+
+    MASKED  rows may have seen no key, with maxima of -inf, for which alpha is 0 or 1
+    FTZ     use :func:`exp2`, not ``tl.exp2``
+    """
+    difference = old_max - (finite(new_max) if MASKED else new_max)
+    return exp2(difference) if FTZ else tl.exp2(difference)
+
+
+@triton.jit
+def next_row_max(row_max, logits, factor):
+    """row_max ``[rows]`` after the KV tile ``logits [rows, tokens]``."""
+    return tl.maximum(row_max, tl.max(logits, 1) * factor)
+
+
+@triton.jit
+def probabilities(logits, factor, row_max, MASKED: tl.constexpr = True, FTZ: tl.constexpr = True):
+    """p ``[rows, tokens]``: ``2^(logits * factor - row_max)``, not divided by row_sum."""
+    anchor = finite(row_max) if MASKED else row_max
+    difference = logits * factor - anchor[:, None]
+    return exp2(difference) if FTZ else tl.exp2(difference)
+
+
+@triton.jit
 def online_softmax_update(
     row_max, row_sum, logits, factor,
     MASKED: tl.constexpr = True, FTZ: tl.constexpr = True, SUM_LANES: tl.constexpr = True,
 ):  # fmt: skip
     """``(row_max, row_sum, p, alpha)`` after one more KV tile; then ``acc = acc * alpha + p @ v``.
 
-    ``p = 2^(logits * factor - row_max)`` are the probabilities before division by row_sum. ``alpha`` rescales what was
-    summed relative to the old row_max: ``2^(old - new)``.
-
-    row_max    ``[rows]``, or ``[1]`` for the logits of one row
-    row_sum    as row_max; as ``logits`` unless SUM_LANES
-    logits     ``[rows, tokens]``, or ``[tokens]`` of one row; -inf where a row does not see a token
+    row_max    ``[rows]``
+    row_sum    ``[rows]``, or ``[rows, tokens]`` unless SUM_LANES
+    logits     ``[rows, tokens]``, -inf where a row does not see a token
     factor     scale of the logits, 1.0 if they are scaled
-    MASKED     a row may not have seen any token so far, with a row_max of -inf
+    MASKED     a row may have seen no token so far, with a row_max of -inf
     FTZ        use :func:`exp2`, not ``tl.exp2``
     SUM_LANES  sum p over the tile; otherwise row_sum is a partial sum for each column, to be summed after the mainloop
     """
-    new_max = tl.maximum(row_max, max_of_rows(logits) * factor)
-    anchor = finite(new_max) if MASKED else new_max
-    difference = logits * factor - as_column(anchor, logits)
-    p = exp2(difference) if FTZ else tl.exp2(difference)
-    alpha = exp2(row_max - anchor) if FTZ else tl.exp2(row_max - anchor)
-    row_sum = row_sum * alpha + sum_of_rows(p) if SUM_LANES else row_sum * as_column(alpha, logits) + p
+    new_max = next_row_max(row_max, logits, factor)
+    p = probabilities(logits, factor, new_max, MASKED, FTZ)
+    alpha = rescale_factor(row_max, new_max, MASKED, FTZ)
+    row_sum = row_sum * alpha + tl.sum(p, 1) if SUM_LANES else row_sum * alpha[:, None] + p
     return new_max, row_sum, p, alpha
-
-
-@triton.jit
-def max_of_rows(x):
-    """``[rows]`` of ``x [rows, tokens]``, ``[1]`` of ``x [tokens]``."""
-    return tl.max(x, 0, keep_dims=True) if len(x.shape) == 1 else tl.max(x, 1)
-
-
-@triton.jit
-def sum_of_rows(x):
-    """``[rows]`` of ``x [rows, tokens]``, ``[1]`` of ``x [tokens]``."""
-    return tl.sum(x, 0, keep_dims=True) if len(x.shape) == 1 else tl.sum(x, 1)
-
-
-@triton.jit
-def as_column(of_rows, x):
-    """``of_rows``, one number for each row of ``x``, in a shape that broadcasts over the tokens of ``x``."""
-    return of_rows if len(x.shape) == 1 else of_rows[:, None]
 
 
 @triton.jit
 def combine(max_a, sum_a, max_b, sum_b, MASKED: tl.constexpr = True, FTZ: tl.constexpr = True):
     """``(row_max, row_sum, alpha_a, alpha_b)`` of two states over disjoint keys.
 
-    Then ``acc = acc_a * alpha_a + acc_b * alpha_b``. MASKED and FTZ are those of :func:`online_softmax_update`. A
-    normalized output and its LSE are a state with a row_sum of 1.
+    Then ``acc = acc_a * alpha_a + acc_b * alpha_b``. A normalized output is the acc, and its LSE the row_max, of a
+    state with a row_sum of 1.
     """
     row_max = tl.maximum(max_a, max_b)
-    anchor = finite(row_max) if MASKED else row_max
-    alpha_a = exp2(max_a - anchor) if FTZ else tl.exp2(max_a - anchor)
-    alpha_b = exp2(max_b - anchor) if FTZ else tl.exp2(max_b - anchor)
+    alpha_a = rescale_factor(max_a, row_max, MASKED, FTZ)
+    alpha_b = rescale_factor(max_b, row_max, MASKED, FTZ)
     return row_max, sum_a * alpha_a + sum_b * alpha_b, alpha_a, alpha_b
+
+
+@triton.jit
+def combine_splits(row_max, row_sum, lse):
+    """``(row_max, row_sum, alpha, weights)`` of a row's state ``[1]`` and partial results with ``lse [splits]``.
+
+    Then ``acc = acc * alpha + sum(weights * partial)``.
+    """
+    new_max = tl.maximum(row_max, tl.max(lse, 0, keep_dims=True))
+    alpha, weights = rescale_factor(row_max, new_max, FTZ=False), rescale_factor(lse, new_max, FTZ=False)
+    return new_max, row_sum * alpha + tl.sum(weights, 0, keep_dims=True), alpha, weights
 
 
 @triton.jit
@@ -113,8 +125,8 @@ def soft_cap(logits, cap):
 def join_sink(row_max, row_sum, sink):
     """``(row_max, row_sum, alpha)`` with the base-2 logit ``sink`` of value 0 in every row that has seen a key."""
     new_max = tl.where(row_sum > 0.0, tl.maximum(row_max, sink), row_max)
-    alpha = tl.exp2(row_max - finite(new_max))
-    return new_max, row_sum * alpha + tl.where(row_sum > 0.0, tl.exp2(sink - finite(new_max)), 0.0), alpha
+    alpha = rescale_factor(row_max, new_max, FTZ=False)
+    return new_max, row_sum * alpha + tl.where(row_sum > 0.0, rescale_factor(sink, new_max, FTZ=False), 0.0), alpha
 
 
 @triton.jit
