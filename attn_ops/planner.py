@@ -85,7 +85,7 @@ class _Planner:
     state: Sequence[Tensor]
 
     def __init__(self) -> None:
-        self._memory = PreparedMethods()
+        self._prepared_methods = PreparedMethods()
 
     def _own(self, plan: DecodePlan | PrefillPlan) -> None:
         self.state = plan

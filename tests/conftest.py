@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-from helpers.fake_driver import built, loads, onlooker  # noqa: F401  fixtures
+from helpers.fake_driver import built, fake_driver, loads  # noqa: F401  fixtures
 
 import attn_ops  # noqa: F401  registers the ops
 

@@ -29,7 +29,7 @@ from attn_ops.plan.resizable import CAPACITY_BOUND_BACKENDS, PlanSpec, Resizable
 from attn_ops.plan.sizing import count_splits
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
 
-REMEMBERING = frozenset({"_planned", "_held_back", "_memory", "_remembered", "_as_remembered"})
+REMEMBERING = frozenset({"_planned", "_held_back", "_prepared_methods", "_remembered", "_as_remembered"})
 """Attributes of a wrapper that are about its memory of calls, or compared by their parts."""
 
 _scratches: WeakValueDictionary[tuple[torch.device, int, int], Tensor] = WeakValueDictionary()
@@ -178,7 +178,7 @@ class Wrapper:
         self._planned: Planned | None = None
         self._mask: Tensor | None = None
         self._held_back: list[HeldBack] | None = None
-        self._memory = PreparedMethods()
+        self._prepared_methods = PreparedMethods()
         self._remembered: Planned | None = None
         self._as_remembered: dict[str, Any] = {}
 
@@ -223,7 +223,7 @@ class Wrapper:
             if state.keys() != self._as_remembered.keys() or not all(
                 same(value, self._as_remembered[name]) for name, value in state.items()
             ):
-                self._memory.clear()
+                self._prepared_methods.clear()
             self._remembered, self._as_remembered = planned, state
         rows, keys = planned.rows.shape[0], planned.keys
         return rows if keys is None else rows << 32 | keys.shape[0]

@@ -41,20 +41,20 @@ class Backend:
     """``module`` holds one function per op, named as the op and with the op's signature.
 
     Inductor lowers these functions in the op's place, so they use only aten ops and wrapped Triton kernels.
-    ``record`` names the module's function that makes a call so that it can be repeated
-    (:mod:`attn_ops.eager.launch_cache`), if it has one.
+    ``capture_launches`` names the module's function that makes a call and captures its kernel launches, if it has one
+    (:mod:`attn_ops.eager.launch_cache`).
     """
 
     name: str
     module: str
     unsupported_reasons: Callable[[Problem], list[str]]
-    record: str | None = None
+    capture_launches: str | None = None
 
     def implementation(self, op: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(self.module), op)
 
-    def recorder(self) -> Callable[..., Any]:
-        return self.implementation(self.record or "")
+    def launch_capturer(self) -> Callable[..., Any]:
+        return self.implementation(self.capture_launches or "")
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def _reference_unsupported(p: Problem) -> list[str]:
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("triton", "attn_ops.kernels.triton", _triton_unsupported, record="capture_launches"),
+    Backend("triton", "attn_ops.kernels.triton", _triton_unsupported, capture_launches="capture_launches"),
     Backend("reference", "attn_ops.kernels.reference", _reference_unsupported),
 )
 

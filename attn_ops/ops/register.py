@@ -28,7 +28,7 @@ LIBRARY = Library(NAMESPACE, "FRAGMENT")
 LOWERINGS = Lowerings()
 
 LAUNCH_CACHES: dict[str, LaunchCache] = {}
-"""What each op remembers of its calls on CUDA."""
+"""The launch cache of each op, for eager calls on CUDA."""
 
 
 def _real(op: str) -> Callable[..., Any]:
@@ -41,20 +41,20 @@ def _real(op: str) -> Callable[..., Any]:
     return implementation
 
 
-def _repeats(op: str) -> LaunchCache:
-    """As :func:`_real`, remembering the calls whose backend can repeat them."""
+def _cached(op: str) -> LaunchCache:
+    """As :func:`_real`, with a launch cache for the calls that the backend captures."""
     check = CHECKS[op]
 
-    def first(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def on_miss(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         options = dict(kwargs)
         name = options.pop("backend", "auto")
         backend = backends.choose(check(*args, backend=name, **options), name)
         function = backend.implementation(op)
-        if backend.record is None:
+        if backend.capture_launches is None:
             return function(*args, **options), None
-        return backend.recorder()(function, args, options)
+        return backend.launch_capturer()(function, args, options)
 
-    return LaunchCache(first)
+    return LaunchCache(on_miss)
 
 
 def _fake(op: str) -> Callable[..., Any]:
@@ -80,7 +80,7 @@ def register() -> None:
         LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         real = _real(op)
         LIBRARY.impl(op, real, "CPU")
-        LAUNCH_CACHES[op] = _repeats(op)
+        LAUNCH_CACHES[op] = _cached(op)
         LIBRARY.impl(op, LAUNCH_CACHES[op].op, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op), lib=LIBRARY)
         LOWERINGS.add(getattr(getattr(torch.ops, NAMESPACE), op).default, real)
