@@ -7,6 +7,7 @@ each kernel, in a third of a second. Here the launch is C code of this library (
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 
 def pack_pointer(pointer: int) -> bytes:
     """A constant pointer as a kernel parameter."""
-    return bytes(ctypes.c_uint64(pointer))
+    return pointer.to_bytes(8, sys.byteorder)
 
 
 NO_SCRATCH = (pack_pointer(0),) * 2

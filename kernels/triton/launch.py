@@ -22,6 +22,7 @@ What a kernel's parameters may be, since Inductor must be able to generate the l
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -110,22 +111,22 @@ def supports_pdl(t: Tensor) -> bool:
 
 
 class Parameters(NamedTuple):
-    """The parameters of a kernel: their names, and the positions of each kind."""
+    """The parameters of a kernel by kind: their positions, or a function that takes theirs out of all arguments."""
 
-    names: tuple[str, ...]
     specialized: tuple[int, ...]
     """Tensors, and ints such as strides: Triton compiles for their alignment or divisibility, and for the value 1."""
     scalars: tuple[int, ...]
     """Those in ``do_not_specialize``: Triton compiles for their type alone."""
-    constants: tuple[int, ...]
+    constants: Callable[[Sequence[Any]], Any]
 
 
 @functools.cache  # one entry for each kernel of this package
-def parameters_of(kernel: Any) -> Parameters:
-    kinds: tuple[list[int], ...] = ([], [], [])
+def _parameters(kernel: Any) -> Parameters:
+    specialized, scalars, constants = [], [], []
     for i, parameter in enumerate(kernel.params):
-        kinds[2 if parameter.is_constexpr else 1 if parameter.do_not_specialize else 0].append(i)
-    return Parameters(tuple(kernel.arg_names), *map(tuple, kinds))
+        kind = constants if parameter.is_constexpr else scalars if parameter.do_not_specialize else specialized
+        kind.append(i)
+    return Parameters(tuple(specialized), tuple(scalars), operator.itemgetter(*constants or [slice(0)]))
 
 
 class CapturedLaunch(NamedTuple):
@@ -205,14 +206,6 @@ def _base(x: Any) -> Tensor:
     return x if isinstance(x, Tensor) else x.base
 
 
-def _specialization(x: Any) -> Any:
-    """What a kernel is compiled for of a tensor, a descriptor, a number or None."""
-    if x is None or isinstance(x, (int, float)):
-        return x
-    base = _base(x)
-    return base.dtype, not base.data_ptr() & ALIGNMENT_MASK, () if base is x else (*x.block_shape, x.layout)
-
-
 def _needs_64_bits(x: Any) -> bool:
     return type(x) is int and not -(1 << 31) <= x < 1 << 31
 
@@ -255,10 +248,22 @@ def _launch_direct(
         with torch.cuda.device(device):
             _launch_direct(kernel, grid, values, options, run)
             return
-    parameters = parameters_of(kernel)
-    specialization = tuple([_specialization(values[i]) for i in parameters.specialized])
+    parameters = _parameters(kernel)
+    arguments, specialization = list(values), []
+    for i in parameters.specialized:
+        value = values[i]
+        if isinstance(value, Tensor):
+            address = value.data_ptr()
+            arguments[i] = pack_pointer(address)
+            specialization.append((value.dtype, not address & ALIGNMENT_MASK))
+        elif value is None or isinstance(value, (int, float)):
+            specialization.append(value)
+        else:  # a TensorDescriptor
+            address = value.base.data_ptr()
+            arguments[i] = pack_pointer(address), value
+            specialization.append((value.base.dtype, not address & ALIGNMENT_MASK, *value.block_shape, value.layout))
     wide = tuple([_needs_64_bits(values[i]) for i in parameters.scalars])
-    key = (kernel, device, specialization, wide, tuple([values[i] for i in parameters.constants]), options)
+    key = (kernel, device, tuple(specialization), wide, parameters.constants(values), options)
     if key not in _kernel_cache:
         wait_until_prepared()
         compiled = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
@@ -275,23 +280,16 @@ def _launch_direct(
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     if loaded:
-        launch_tuple = loaded.launch_tuple(grid, _replace_tensors(values, lambda t: pack_pointer(t.data_ptr())))
-        native().PreparedCall((launch_tuple,), 0, (), True)(stream)
+        native().PreparedCall((loaded.launch_tuple(grid, arguments),), 0, (), True)(stream)
     else:
         x, y, z = (*grid, 1, 1)[:3]
         settings = (compiled.function, compiled.packed_metadata, None, None, None)
         compiled.run(x, y, z, stream, *settings, *(v.data_ptr() if isinstance(v, Tensor) else v for v in values))
 
 
-def _is_descriptor(x: Any) -> bool:
-    return hasattr(x, "block_shape")
-
-
-def _replace_tensors(values: Sequence[Any], pointer: Callable[[Tensor], Any]) -> tuple[Any, ...]:
-    """``values`` with ``pointer(t)`` for each tensor, and ``(pointer(base), descriptor)`` for each descriptor."""
-    return tuple(
-        [pointer(v) if isinstance(v, Tensor) else (pointer(v.base), v) if _is_descriptor(v) else v for v in values]
-    )
+def _base(x: Any) -> Tensor | None:
+    """A tensor itself, the tensor that a TensorDescriptor describes, or None for another argument."""
+    return x if isinstance(x, Tensor) else x.base if hasattr(x, "block_shape") else None
 
 
 def _tensors_of(result: Any) -> list[Tensor]:
@@ -309,10 +307,14 @@ def _prepare_call(tensors: Sequence[Tensor], result: Any, launches: Sequence[Cap
     outputs = _tensors_of(result)
     index = {id(t): i for i, t in enumerate((*tensors, *outputs))}
 
-    def pointer(t: Tensor) -> Any:
-        return index[id(t)] if id(t) in index else pack_pointer(t.data_ptr())
+    def argument(x: Any) -> Any:
+        base = _base(x)
+        if base is None:
+            return x
+        pointer = index[id(base)] if id(base) in index else pack_pointer(base.data_ptr())
+        return pointer if base is x else (pointer, x)
 
-    described = [x.kernel.launch_tuple(x.grid, _replace_tensors(x.arguments, pointer)) for x in launches if all(x.grid)]
+    described = [x.kernel.launch_tuple(x.grid, tuple(map(argument, x.arguments))) for x in launches if all(x.grid)]
     allocators = tuple(t if t.numel() == 0 else _allocator(t) for t in outputs)
     return native().PreparedCall(tuple(described), len(tensors), allocators, not isinstance(result, tuple))
 
@@ -354,9 +356,7 @@ def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any])
         and not detector.computed
         and all(t.get_device() == device and not t.data_ptr() & ALIGNMENT_MASK for t in replaced)
         and all(t.is_contiguous() for t in outputs)
-        and all(
-            id(_base(v)) in ids for x in launches for v in x.arguments if isinstance(v, Tensor) or _is_descriptor(v)
-        )
+        and all(id(base) in ids for x in launches for base in map(_base, x.arguments) if base is not None)
     )
     return result, _prepare_call(tensors, result, launches) if replayable else None
 
