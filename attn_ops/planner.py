@@ -126,7 +126,7 @@ class _Planner:
     workspace: Tensor
 
     def __init__(self) -> None:
-        self._memory = PreparedMethods()
+        self._prepared_methods = PreparedMethods()
 
     def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None) -> None:
         """Hold the plan, and ``workspace`` or a new one."""

@@ -1,12 +1,12 @@
-"""Prepared calls: methods around one op replay the kernel launches of an earlier eager call with the same cache key.
+"""Prepared methods: a method around one op replays the kernel launches of an earlier call with the same cache key.
 
-A wrapper's ``run`` checks its arguments, makes views of them, calls an op and returns what that returns. In Python
-and in PyTorch's dispatcher that takes several times as long as the launch. :class:`PreparedMethod` makes a call once
-and finds the op's tensors among the arguments; the next call replays the launches that the op has cached
-(``launch_cache.py``).
+A wrapper's ``run`` checks its arguments, makes views of them, calls an op and returns what the op returns. In Python
+and in PyTorch's dispatcher that takes several times as long as the launch. A :class:`PreparedMethod` runs the method
+once, locates the op's tensors among the method's arguments, and binds the op's prepared call
+(:mod:`attn_ops.eager.launch_cache`) to these arguments. The next call with the same key replays the launches and
+bypasses Python and the dispatcher.
 
-The op is called where a mode, transform or profiler must observe it: a dispatch or function mode, a transform,
-``torch.jit.trace``, a profiler.
+While a mode, transform, tracer or profiler must observe the op (``INTERPOSITION_CHECKS``), the method runs as written.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ INTERPOSITION_CHECKS = (
     torch._C._autograd._profiler_enabled,
     torch._C._get_tracing_state,
 )
-"""Functions that say whether there is one who is to see the op called."""
+"""Functions without arguments. If any returns true, a mode, transform, tracer or profiler must observe the op."""
 
 
-def flat(args: Sequence[Any]) -> list[Tensor]:
-    """The tensors of a call, those in tuples too, as ``repeat.c`` goes over them."""
+def flatten_tensors(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors among ``args`` and in tuples among them, in the order of ``add_argument`` in ``launch_cache.c``."""
     tensors: list[Tensor] = []
     for x in args:
         if isinstance(x, Tensor):
             tensors.append(x)
         elif isinstance(x, tuple):
-            tensors += flat(x)
+            tensors += flatten_tensors(x)
     return tensors
 
 
 class PreparedMethods(dict[Callable[..., Any], "PreparedMethod"]):
-    """What is remembered of each method of an object. A copy of the object begins with nothing."""
+    """The prepared methods of one object, by function: one for each decorated method. A copy of the object has none."""
 
     def __reduce__(self) -> Any:
         return PreparedMethods, ()
 
 
 class HasPreparedMethods(Protocol):
-    """What has methods around one op."""
+    """An object with methods that are decorated with :func:`prepared`."""
 
-    _memory: PreparedMethods
-    """Emptied when the same arguments come to mean something else."""
+    _prepared_methods: PreparedMethods
+    """Cleared by the object when the result of a call depends on something new beside arguments and cache key."""
 
     def _cache_key(self) -> int | None:
-        """The mark of calls from now on; None if none is to be repeated."""
+        """The object's part of the cache key; None if its calls are not to be cached."""
 
     def _owned_tensors(self) -> Sequence[Tensor]:
-        """The tensors of the op that are not among the arguments, which stay what and where they are."""
+        """Tensors that the op takes and that are not arguments of the method. They keep their addresses."""
 
 
-class _Watch(TorchDispatchMode):
-    """Notices ops of this library, copies, and whether anything else is computed."""
+class _ObserveOps(TorchDispatchMode):
+    """Records calls of this library's ops, copies, and whether another op computes anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,105 +86,115 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def _source(t: Tensor, given: Sequence[Tensor], held: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Which of ``given`` ``t`` is or is a view of, and how far into it; (-1, address) if it is ``held``."""
-    i = _index(given, t)
+def _source(t: Tensor, arguments: Sequence[Tensor], owned: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Where ``t`` lies: ``(index of an argument, offset in bytes)``, ``(-1, address)`` if owned, None if unknown.
+
+    A view is located by its storage, if exactly one argument has that storage.
+    """
+    i = _index(arguments, t)
     if i is not None:
         return i, 0
-    if _index(held, t) is not None:
+    if _index(owned, t) is not None:
         return -1, t.data_ptr()
-    memory = t.untyped_storage().data_ptr()
-    around = [i for i, g in enumerate(given) if g.untyped_storage().data_ptr() == memory]
-    return (around[0], t.data_ptr() - given[around[0]].data_ptr()) if len(around) == 1 else None
+    storage = t.untyped_storage().data_ptr()
+    same_storage = [i for i, x in enumerate(arguments) if x.untyped_storage().data_ptr() == storage]
+    if len(same_storage) != 1:
+        return None
+    return same_storage[0], t.data_ptr() - arguments[same_storage[0]].data_ptr()
 
 
 class PreparedMethod:
-    """Calls of ``method(owner, *args)``, which calls one op and returns what that returns, or a copy in a buffer given.
+    """Caches calls of ``method(owner, *args)``, which calls one op and returns its result, or copies it to a buffer.
 
-    The kernels of a repeated call write to such a buffer at once, unless it shares memory with another argument.
+    In a replay the kernels write directly to such a buffer, unless it overlaps another argument.
     """
 
     def __init__(self, owner: HasPreparedMethods, method: Callable[..., Any]) -> None:
         self.owner, self._method = weakref.ref(owner), method
-        self._calls: dict[Hashable, Any] = {}
-        self.call = self._begin
-        """``call(mark, *args, **kwargs)``; calls that are alike have the same mark."""
+        self._entries: dict[Hashable, Any] = {}
+        """At most ``MAX_ENTRIES``, after which all are evicted; freed with the owner's ``PreparedMethods``."""
+        self.call = self._start
+        """``call(key, *args, **kwargs)``, with the owner's part of the cache key. :meth:`_start` replaces it."""
 
-    def _begin(self, *args: Any, **kwargs: Any) -> Any:
+    def _start(self, *args: Any, **kwargs: Any) -> Any:
+        """Make calls without the cache until the C module is built, then use it from now on."""
         if not launch_cache.is_built():
-            return self._plainly(*args, **kwargs)
+            return self._uncached(*args, **kwargs)
         module = launch_cache.native()
         if module is None:
-            self.call = self._plainly
+            self.call = self._uncached
         else:
-            self.call = module.Calls(self._calls, torch.is_grad_enabled, self._remember, INTERPOSITION_CHECKS)
+            self.call = module.CallCache(self._entries, torch.is_grad_enabled, self._insert, INTERPOSITION_CHECKS)
         return self.call(*args, **kwargs)
 
-    def _plainly(self, _mark: int, *args: Any, **kwargs: Any) -> Any:
+    def _uncached(self, _key: int, *args: Any, **kwargs: Any) -> Any:
         return self._method(self.owner(), *args, **kwargs)
 
-    def _remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _insert(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a call and insert it under ``key``, as a prepared call if it can be replayed."""
         if key is None:
-            return self._plainly(*args, **kwargs)
-        with _Watch() as watch:
-            result = self._plainly(*args, **kwargs)
-        if len(self._calls) >= launch_cache.MAX_ENTRIES:
-            self._calls.clear()
-        self._calls[key] = self._repeat(watch, flat((*args, *kwargs.values())), result) or self._plainly
+            return self._uncached(*args, **kwargs)
+        with _ObserveOps() as observed:
+            result = self._uncached(*args, **kwargs)
+        if len(self._entries) >= launch_cache.MAX_ENTRIES:
+            self._entries.clear()
+        arguments = flatten_tensors((*args, *kwargs.values()))
+        self._entries[key] = self._prepare(observed, arguments, result) or self._uncached
         return result
 
-    def _repeat(self, watch: _Watch, given: Sequence[Tensor], result: Any) -> Any:
-        """The launches of the op that was called, for the arguments of the method; None if that is not all it did."""
+    def _prepare(self, observed: _ObserveOps, arguments: Sequence[Tensor], result: Any) -> Any:
+        """The op's prepared call, bound to the method's arguments; None if the method does more than that call."""
         owner = self.owner()
-        if watch.computed or len(watch.calls) != 1 or owner is None:
+        if observed.computed or len(observed.calls) != 1 or owner is None:
             return None
-        op, args, kwargs, returned = watch.calls[0]
-        held, outputs = owner._owned_tensors(), list(returned) if isinstance(returned, tuple) else [returned]
-        filled: list[int | None] = [None] * len(outputs)
-        for target, source in watch.copies:
-            i, j = _index(outputs, source), _index(given, target)
-            if i is None or j is None or not _like(target, source):
+        op, args, kwargs, returned = observed.calls[0]
+        owned, outputs = owner._owned_tensors(), list(returned) if isinstance(returned, tuple) else [returned]
+        destinations: list[int | None] = [None] * len(outputs)
+        for target, source in observed.copies:
+            i, j = _index(outputs, source), _index(arguments, target)
+            if i is None or j is None or not _is_output_like(target, source):
                 return None
-            outputs[i], filled[i] = target, j
-        sources = [_source(t, given, held) for t in launch_cache.runtime_tensors(args, kwargs)]
-        stays = all(_index(held, t) is not None for t in launch_cache.plan_tensors(args))
-        whole = isinstance(result, tuple)
-        ends = same(result, tuple(outputs)) if whole else result is outputs[0]
-        found = LAUNCH_CACHES[op].find(args, kwargs)
-        if found is None or None in sources or not stays or not ends:
+            outputs[i], destinations[i] = target, j
+        sources = [_source(t, arguments, owned) for t in launch_cache.runtime_tensors(args, kwargs)]
+        owns_plans = all(_index(owned, t) is not None for t in launch_cache.plan_tensors(args))
+        is_tuple = isinstance(result, tuple)
+        returns_outputs = same(result, tuple(outputs)) if is_tuple else result is outputs[0]
+        prepared_call = LAUNCH_CACHES[op].lookup(args, kwargs)
+        if prepared_call is None or None in sources or not owns_plans or not returns_outputs:
             return None
-        return found.through(len(given), tuple(sources), tuple(filled) if returned is not None else (), not whole)
+        bound = tuple(destinations) if returned is not None else ()
+        return prepared_call.rebind(len(arguments), tuple(sources), bound, not is_tuple)
 
 
 def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
-    """Where ``t`` itself is among ``tensors``."""
+    """The position of the object ``t`` among ``tensors``."""
     return next((i for i, x in enumerate(tensors) if x is t), None)
 
 
-def _like(target: Tensor, output: Tensor) -> bool:
+def _is_output_like(target: Tensor, output: Tensor) -> bool:
     """Whether a kernel can write to ``target`` what it writes to ``output``."""
-    alike = (target.shape, target.dtype, target.device) == (output.shape, output.dtype, output.device)
-    return alike and target.is_contiguous() and not target.data_ptr() & launch_cache.ALIGNMENT
+    same_form = (target.shape, target.dtype, target.device) == (output.shape, output.dtype, output.device)
+    return same_form and target.is_contiguous() and not target.data_ptr() & launch_cache.ALIGNMENT_MASK
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are one object, equal and plain, or tuples of such."""
+    """Whether ``a`` and ``b`` are one object, equal numbers or strings of one type, or tuples of such values."""
     if isinstance(a, tuple) and type(a) is type(b):
         return len(a) == len(b) and all(map(same, a, b))
     return a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b)
 
 
 def prepared(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let eager calls of a method of a :class:`HasPreparedMethods` be repeated."""
+    """Decorator: cache the eager calls of a method of a :class:`HasPreparedMethods`."""
 
     @functools.wraps(method)
     def call(self: HasPreparedMethods, *args: Any, **kwargs: Any) -> Any:
-        mark = None if torch.compiler.is_compiling() else self._cache_key()
-        if mark is None:
+        key = None if torch.compiler.is_compiling() else self._cache_key()
+        if key is None:
             return method(self, *args, **kwargs)
-        memory = self._memory.get(method)
-        if memory is None or memory.owner() is not self:
-            memory = self._memory[method] = PreparedMethod(self, method)
-        return memory.call(mark, *args, **kwargs)
+        entry = self._prepared_methods.get(method)
+        if entry is None or entry.owner() is not self:
+            entry = self._prepared_methods[method] = PreparedMethod(self, method)
+        return entry.call(key, *args, **kwargs)
 
     return call

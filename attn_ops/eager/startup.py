@@ -1,10 +1,9 @@
-"""What the first call on a GPU waits for besides kernels, begun in other threads when a planner or wrapper is made.
+"""Starts in the background what the first call on a GPU waits for besides kernels, when a planner or wrapper is made.
 
-That is building two C modules, ``repeat.c`` and the one of Triton's driver, and Triton's hash of its own installation,
-hundreds of megabytes, by which it looks kernels up in its cache: each takes a third of a second or more.
+That is building two C modules, ``launch_cache.c`` and the one of Triton's driver, and hashing Triton's installation,
+hundreds of megabytes, which is part of the keys of Triton's kernel cache. Each takes a third of a second or more.
 
-The threads import nothing of Triton, or of what else the program may import meanwhile: imports of one package in two
-threads may meet halfway.
+The threads import nothing: two threads that import one package at the same time can see half of it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import torch
 from attn_ops.eager import launch_cache
 
 
-@functools.cache
+@functools.cache  # one entry for the life of the process
 def _preparing() -> Sequence[Future[Any]]:
-    """Triton's driver with the version of its assembler, and its hash."""
+    """Triton's driver with the version of its assembler, and the hash of Triton."""
     try:
         from triton.compiler import make_backend
         from triton.runtime import driver
@@ -34,12 +33,15 @@ def _preparing() -> Sequence[Future[Any]]:
 
 
 def prepare(device: torch.device) -> None:
-    """Begin with what the first call on such a device waits for, once."""
+    """Start what the first call on ``device`` waits for, once. Returns immediately."""
     if device.type == "cuda":
         launch_cache.is_built()
         _preparing()
 
 
-def wait() -> None:
-    """Return when Triton can compile without doing again what was begun; what failed fails again where it is used."""
+def wait_until_prepared() -> None:
+    """Wait for what :func:`prepare` started for Triton, so that nothing is done twice.
+
+    Errors are not raised here; Triton raises them again where it needs the result.
+    """
     concurrent.futures.wait(_preparing())

@@ -39,7 +39,7 @@ SINK_BY_POSITION = ("sinks", "sm_scale")
 _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 """Entries 7, 9 and 11 of ``jit_args`` for that variant: names of its tensors, names of its scalars, its own name."""
 
-NOT_IN_KEY = frozenset({"_planned", "_memory", "_keyed_plan", "_keyed_state"})
+NOT_IN_KEY = frozenset({"_planned", "_prepared_methods", "_keyed_plan", "_keyed_state"})
 """Attributes that belong to the cache key of prepared calls, or whose parts are compared one by one."""
 
 _workspaces: WeakValueDictionary[tuple[torch.device, int, int], Tensor] = WeakValueDictionary()
@@ -241,7 +241,7 @@ class Wrapper:
         self._resizable = ResizablePlan(self.device, own_workspace=self._workspace is None, storage=storage)
         self._planned: PlannedBatch | None = None
         self._mask: Tensor | None = None
-        self._memory = PreparedMethods()
+        self._prepared_methods = PreparedMethods()
         self._keyed_plan: PlannedBatch | None = None
         self._keyed_state: dict[str, Any] = {}
 
@@ -292,7 +292,7 @@ class Wrapper:
             if state.keys() != self._keyed_state.keys() or not all(
                 same(value, self._keyed_state[name]) for name, value in state.items()
             ):
-                self._memory.clear()
+                self._prepared_methods.clear()
             self._keyed_plan, self._keyed_state = planned, state
         rows, keys = planned.rows.shape[0], planned.keys
         return rows if keys is None else rows << 32 | keys.shape[0]

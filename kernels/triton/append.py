@@ -1,26 +1,26 @@
-"""Writing into a paged cache."""
+"""Append the keys and values of new tokens to a paged KV cache: a scatter by page table."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.indexing import padded, within
-from attn_ops.kernels.triton.launch import Options, launch, starts_early
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ELEMENTS = 4096
-"""Elements of a token that a program copies."""
+ELEMENTS_PER_PROGRAM = 4096
+"""Elements of the keys of one token that a program copies, and of its values: at most."""
 
 
 @triton.jit(do_not_specialize=["batch", "num_indices", "num_pages"])
 def append_kernel(
     k,  # [tokens, HEADS, DIM_QK]
     v,  # [tokens, HEADS, DIM_VO]
-    k_cache,  # [num_pages, ...] of pages of PAGE_SIZE tokens, as the strides say
-    v_cache,
-    batch_indices,  # [tokens]
-    positions,  # [tokens]
+    k_cache,  # [num_pages, PAGE_SIZE, HEADS, DIM_QK], or heads before tokens: the strides decide
+    v_cache,  # the same with DIM_VO
+    batch_indices,  # [tokens], -1 for a token to skip
+    positions,  # [tokens]: position in the request's KV sequence
     kv_indices,  # [num_indices]
     kv_indptr,  # [batch + 1]
     batch,
@@ -31,10 +31,10 @@ def append_kernel(
     stride_v_token,
     stride_v_head,
     stride_kc_page,
-    stride_kc_slot,
+    stride_kc_token,
     stride_kc_head,
     stride_vc_page,
-    stride_vc_slot,
+    stride_vc_token,
     stride_vc_head,
     HEADS: tl.constexpr,
     DIM_QK: tl.constexpr,
@@ -45,49 +45,68 @@ def append_kernel(
     BLOCK_VO: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: (tokens, blocks of BLOCK_HEADS heads).
+
+    A program owns one token and one block of heads, and copies their keys and values to the token's page. A token
+    without a place in the page table (request, position or page out of range) is skipped.
+    With PDL it waits for the preceding kernel before its first load, then lets the next kernel start.
+    Bound by memory bandwidth; small batches by launch latency.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     request, position = tl.load(batch_indices + token), tl.load(positions + token)
-    known = (request >= 0) & (request < batch)
-    place = tl.load(kv_indptr + request, mask=known, other=0) + position // PAGE_SIZE
-    listed = known & (position >= 0) & (place < tl.load(kv_indptr + request + 1, mask=known, other=0))
-    page = tl.load(kv_indices + place, mask=listed & within(place, num_indices), other=-1)
+    valid = (request >= 0) & (request < batch)
+    entry = tl.load(kv_indptr + request, mask=valid, other=0) + position // PAGE_SIZE
+    listed = valid & (position >= 0) & (entry < tl.load(kv_indptr + request + 1, mask=valid, other=0))
+    page = tl.load(kv_indices + entry, mask=listed & within(entry, num_indices), other=-1)
     if within(page, num_pages):
-        slot = (position % PAGE_SIZE).to(tl.int64)
+        offset = (position % PAGE_SIZE).to(tl.int64)
         heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
         d_qk, d_vo = tl.arange(0, BLOCK_QK)[None, :], tl.arange(0, BLOCK_VO)[None, :]
         k_mask, v_mask = (heads < HEADS) & (d_qk < DIM_QK), (heads < HEADS) & (d_vo < DIM_VO)
         key = tl.load(k + token * stride_k_token + heads * stride_k_head + d_qk, mask=k_mask)
         value = tl.load(v + token * stride_v_token + heads * stride_v_head + d_vo, mask=v_mask)
-        k_cache += page.to(tl.int64) * stride_kc_page + slot * stride_kc_slot
-        v_cache += page.to(tl.int64) * stride_vc_page + slot * stride_vc_slot
+        k_cache += page.to(tl.int64) * stride_kc_page + offset * stride_kc_token
+        v_cache += page.to(tl.int64) * stride_vc_page + offset * stride_vc_token
         tl.store(k_cache + heads * stride_kc_head + d_qk, key, mask=k_mask)
         tl.store(v_cache + heads * stride_vc_head + d_vo, value, mask=v_mask)
 
 
 def _append(
-    news: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
     caches: tuple[Tensor, Tensor],
-    table: tuple[Tensor, Tensor, Tensor, Tensor],
-    shape: tuple[int, int, int, int],
-    strides: tuple[int, ...],
+    page_table: dict[str, Tensor],
+    sizes: tuple[int, int, int, int],
+    strides: dict[str, int],
 ) -> None:
-    """``shape`` is (heads, dim of keys, dim of values, page size)."""
-    heads, dim_qk, dim_vo, _ = shape
+    """``sizes`` is (heads, dim of keys, dim of values, page size); ``page_table`` and ``strides`` by parameter."""
+    heads, dim_qk, dim_vo, page_size = sizes
     block_qk, block_vo = padded(dim_qk), padded(dim_vo)
-    block_heads = min(padded(heads), max(1, ELEMENTS // max(block_qk, block_vo)))
-    _, _, kv_indices, kv_indptr = table
-    pdl = starts_early(caches[0])
+    block_heads = min(padded(heads), max(1, ELEMENTS_PER_PROGRAM // max(block_qk, block_vo)))
+    pdl = supports_pdl(caches[0])
     launch(
         append_kernel,
-        (news[0].shape[0], triton.cdiv(heads, block_heads)),
-        (*news, *caches, *table),
-        (kv_indptr.shape[0] - 1, kv_indices.shape[0], caches[0].shape[0]),
-        strides,
-        (*shape, block_heads, block_qk, block_vo, pdl),
+        (new[0].shape[0], triton.cdiv(heads, block_heads)),
         Options(launch_pdl=pdl),
+        k=new[0],
+        v=new[1],
+        k_cache=caches[0],
+        v_cache=caches[1],
+        **page_table,
+        batch=page_table["kv_indptr"].shape[0] - 1,
+        num_indices=page_table["kv_indices"].shape[0],
+        num_pages=caches[0].shape[0],
+        **strides,
+        HEADS=heads,
+        DIM_QK=dim_qk,
+        DIM_VO=dim_vo,
+        PAGE_SIZE=page_size,
+        BLOCK_HEADS=block_heads,
+        BLOCK_QK=block_qk,
+        BLOCK_VO=block_vo,
+        PDL=pdl,
     )
 
 
@@ -103,17 +122,24 @@ def append_kv(
     *,
     kv_layout: str = "NHD",
 ) -> None:
-    slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
     _append(
         (k, v),
         (k_cache, v_cache),
-        (batch_indices, positions, kv_indices, kv_indptr),
-        (k.shape[1], k.shape[2], v.shape[2], k_cache.shape[slot]),
-        (
-            *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(k_cache.stride(0), k_cache.stride(slot), k_cache.stride(head)),
-            *(v_cache.stride(0), v_cache.stride(slot), v_cache.stride(head)),
-        ),
+        {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr},
+        (k.shape[1], k.shape[2], v.shape[2], k_cache.shape[token]),
+        {
+            "stride_k_token": k.stride(0),
+            "stride_k_head": k.stride(1),
+            "stride_v_token": v.stride(0),
+            "stride_v_head": v.stride(1),
+            "stride_kc_page": k_cache.stride(0),
+            "stride_kc_token": k_cache.stride(token),
+            "stride_kc_head": k_cache.stride(head),
+            "stride_vc_page": v_cache.stride(0),
+            "stride_vc_token": v_cache.stride(token),
+            "stride_vc_head": v_cache.stride(head),
+        },
     )
 
 
@@ -127,10 +153,22 @@ def append_mla_kv(
     kv_indices: Tensor,
     kv_indptr: Tensor,
 ) -> None:
+    """As :func:`append_kv` with one head: the latent is the key, the rotary part the value."""
     _append(
         (ckv, kpe),
         (ckv_cache, kpe_cache),
-        (batch_indices, positions, kv_indices, kv_indptr),
+        {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr},
         (1, ckv.shape[1], kpe.shape[1], ckv_cache.shape[1]),
-        (*(ckv.stride(0), 0, kpe.stride(0), 0), *ckv_cache.stride()[:2], 0, *kpe_cache.stride()[:2], 0),
+        {
+            "stride_k_token": ckv.stride(0),
+            "stride_k_head": 0,
+            "stride_v_token": kpe.stride(0),
+            "stride_v_head": 0,
+            "stride_kc_page": ckv_cache.stride(0),
+            "stride_kc_token": ckv_cache.stride(1),
+            "stride_kc_head": 0,
+            "stride_vc_page": kpe_cache.stride(0),
+            "stride_vc_token": kpe_cache.stride(1),
+            "stride_vc_head": 0,
+        },
     )

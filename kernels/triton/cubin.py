@@ -1,12 +1,13 @@
-"""Compiled kernels launched by the CUDA driver, their parameters laid out once (``attn_ops/eager/launch_cache.c``).
+"""Compiled kernels as the CUDA driver launches them: which parameters a kernel takes, as bytes laid out once.
 
-Triton's launcher reads every argument of a kernel at every launch, those that are compiled in too, and until Triton 3.7
-a C compiler makes one for every kernel, in a third of a second.
+Triton's launcher reads every argument at every launch, constants too, and before Triton 3.7 a C compiler builds one for
+each kernel, in a third of a second. Here the launch is C code of this library (``attn_ops/eager/launch_cache.c``).
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,80 +17,88 @@ import triton
 from attn_ops.eager.launch_cache import native
 
 SCALARS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-"""Parameters by Triton's name of their type, beside pointers."""
-
+"""C types of the parameters that are not pointers, by Triton's name of the type."""
 
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
-"""Elements of a tensor map, as ``CUtensorMapDataType`` numbers them."""
+"""Element types of a tensor map: the values of ``CUtensorMapDataType``."""
 
 
-def address(pointer: int) -> bytes:
-    """A pointer as a parameter that stays the same."""
-    return bytes(ctypes.c_uint64(pointer))
+def pack_pointer(pointer: int) -> bytes:
+    """A constant pointer as a kernel parameter."""
+    return pointer.to_bytes(8, sys.byteorder)
 
 
-NO_SCRATCH = (address(0),) * 2
-"""The parameters after a kernel's own: memory that it would share between launches, and that of its profiler."""
+NO_SCRATCH = (pack_pointer(0),) * 2
+"""Triton's last two parameters, the global scratch and the profile scratch, which kernels here do not use."""
 
 
-def array(kind: Any, values: Sequence[int]) -> bytes:
-    return bytes((kind * len(values))(*values))
+def pack_array(c_type: Any, values: Sequence[int]) -> bytes:
+    return bytes((c_type * len(values))(*values))
 
 
-def tensor_map(given: tuple[Any, Any], description: dict[str, Any]) -> tuple[Any, ...]:
-    """The parameters for ``(address, TensorDescriptor)``: a tensor map, as ``Repeat`` takes it, the sizes, the strides.
+def tensor_map_parameters(argument: tuple[Any, Any], metadata: dict[str, Any]) -> tuple[Any, ...]:
+    """The parameters of ``(pointer, TensorDescriptor)``: the tensor map as ``PreparedCall`` takes it, sizes, strides.
 
-    ``description`` is what Triton says of the map.
+    ``metadata`` is Triton's ``tensordesc_meta`` entry of the tensor map.
     """
-    pointer, t = given
+    pointer, t = argument
     strides = [stride * t.base.element_size() for stride in t.strides[-2::-1]]
-    encoded = (
-        *(pointer, MAP_TYPES[t.base.dtype], description["swizzle"]),
-        *(array(ctypes.c_uint64, t.shape[::-1]), array(ctypes.c_uint64, strides)),
-        array(ctypes.c_uint32, description["block_size"][::-1]),
+    tensor_map = (
+        *(pointer, MAP_TYPES[t.base.dtype], metadata["swizzle"]),
+        *(pack_array(ctypes.c_uint64, t.shape[::-1]), pack_array(ctypes.c_uint64, strides)),
+        pack_array(ctypes.c_uint32, metadata["block_size"][::-1]),
     )
     sizes = (bytes(ctypes.c_int32(size)) for size in t.shape)
-    return encoded, *sizes, *(bytes(ctypes.c_int64(stride)) for stride in t.strides)
+    return tensor_map, *sizes, *(bytes(ctypes.c_int64(stride)) for stride in t.strides)
 
 
-class Kernel(NamedTuple):
-    """A compiled kernel, loaded on the current device."""
+class LoadedKernel(NamedTuple):
+    """A compiled kernel that is loaded on the current device."""
 
     function: int
+    """The ``CUfunction`` handle."""
     threads: int
+    """Threads in a CTA."""
     shared: int
-    early: bool
+    """Dynamic shared memory of a CTA in bytes."""
+    pdl: bool
+    """Whether it is launched with the attribute for programmatic dependent launch."""
     layout: tuple[tuple[int, str | dict[str, Any]], ...]
-    """``(argument, type)`` of each parameter, or what Triton says of a tensor map."""
+    """``(index of the argument, Triton's type)`` of each parameter; for a tensor map, its metadata as the type."""
 
-    def launch(self, grid: Sequence[int], arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """A launch as ``Repeat`` takes it.
+    def launch_tuple(self, grid: Sequence[int], arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """A launch as ``PreparedCall`` takes it.
 
-        Pointers among the arguments are :func:`address` or the number of a cell, and in pairs with a tensor descriptor.
+        ``arguments`` has a pointer for each tensor: :func:`pack_pointer` if it is constant, else the index of the
+        runtime tensor; for a tensor descriptor, the pair of such a pointer and the descriptor.
         """
         parameters: list[Any] = []
         for i, kind in self.layout:
             if isinstance(kind, dict):
-                parameters += tensor_map(arguments[i], kind)
+                parameters += tensor_map_parameters(arguments[i], kind)
             else:
                 parameters.append(arguments[i] if kind[0] == "*" else bytes(SCALARS[kind](arguments[i])))
-        return self.function, (*grid, 1, 1)[:3], self.threads, self.shared, self.early, (*parameters, *NO_SCRATCH)
+        return self.function, (*grid, 1, 1)[:3], self.threads, self.shared, self.pdl, (*parameters, *NO_SCRATCH)
 
 
-def load(compiled: Any, min_shared: int = 0) -> Kernel | None:
-    """Load what Triton compiled; None if it takes more than parameters to launch, or there is no ``native()``."""
+def load_kernel(compiled: Any, min_shared: int = 0) -> LoadedKernel | None:
+    """Load a kernel that Triton compiled, with at least ``min_shared`` bytes of shared memory in a CTA.
+
+    None if a launch needs more than parameters (clusters, a cooperative grid, scratch memory) or a parameter of a type
+    that is not known here, and without the C module (``native()``). Triton's launcher launches such kernels.
+    """
     meta = compiled.metadata
     plain = meta.num_ctas == 1 and not meta.launch_cooperative_grid
     maps = iter(getattr(meta, "tensordesc_meta", None) or ())
-    used = tuple(
+    layout = tuple(
         (i, next(maps, "unknown") if str(kind).startswith("tensordesc") else str(kind))
         for i, kind in enumerate(compiled.src.signature.values())
         if kind != "constexpr"
     )
-    known = all(isinstance(kind, dict) or kind in SCALARS or kind[0] == "*" for _, kind in used)
+    known = all(isinstance(kind, dict) or kind in SCALARS or kind[0] == "*" for _, kind in layout)
     if not known or not plain or meta.global_scratch_size or meta.profile_scratch_size or native() is None:
         return None
     driver = triton.runtime.driver.active
     shared = max(meta.shared, min_shared)
     _, function, *_ = driver.utils.load_binary(compiled.name, compiled.kernel, shared, driver.get_current_device())
-    return Kernel(function, 32 * meta.num_warps, shared, bool(meta.launch_pdl), used)
+    return LoadedKernel(function, 32 * meta.num_warps, shared, bool(meta.launch_pdl), layout)

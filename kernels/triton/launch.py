@@ -1,245 +1,326 @@
-"""One way to launch a kernel, wherever the op runs.
+"""Kernel launches: one function, :func:`launch`, wherever an op runs.
 
-Eager      the kernel that Triton compiled for a call like this one; :func:`record` makes whole calls repeatable
-Traced     ``wrap_triton``, from which Inductor generates the launch
-Elsewhere  ``kernel[grid]``: the interpreter, and releases whose launcher is not known here
+Eager        the kernel that Triton compiled for this specialization, from a cache, launched by the CUDA driver
+Traced       ``torch.library.wrap_triton``, from which Inductor generates the launch
+Interpreted  ``kernel[grid](...)``: Triton's interpreter, and Triton releases whose launcher is not supported here
 
-Triton's own ``kernel[grid](...)`` binds and specialises every argument on every call, which costs about
-as much host time as a small kernel runs. A :class:`.driver.Kernel` is that work done once.
+Triton's own ``kernel[grid](...)`` binds and specializes every argument in Python at every launch, which takes about as
+long on the host as a small kernel runs on the GPU. Here a launch is one lookup, and :func:`capture_launches` turns the
+launches of a whole op into a prepared call (:mod:`attn_ops.eager.launch_cache`), which replays them in C.
+
+What a kernel's parameters may be, since Inductor must be able to generate the launch:
+
+* A tensor, None, or an int or float. A runtime argument cannot be a tuple: ``wrap_triton`` (torch 2.13) keeps a tuple
+  out of the graph, together with the symbolic sizes in it, and Inductor has no signature for one. Strides are separate
+  parameters, therefore.
+* A ``tl.constexpr`` may be a number, or a NamedTuple of numbers that is a :func:`constexpr_table`. A kernel with many
+  constants takes a few tables instead: ``SHAPE.HEAD_DIM`` in the kernel, ``SHAPE=Shape(HEAD_DIM=128, ...)`` in the
+  launch.
+* Kernels that Inductor does not lower (Gluon) also take ``TensorDescriptor``.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
-from attn_ops.kernels.triton.cubin import Kernel, address, load
+from attn_ops.kernels.triton.cubin import LoadedKernel, load_kernel, pack_pointer
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from attn_ops.eager.launch_cache import ALIGNMENT, native, plan_tensors, runtime_tensors
-from attn_ops.eager.startup import wait
+from attn_ops.eager.launch_cache import ALIGNMENT_MASK, native, plan_tensors, runtime_tensors
+from attn_ops.eager.startup import wait_until_prepared
 
-DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
-"""Releases whose compiled kernels have ``run(grid, stream, function, metadata, hooks, *args)``."""
+DIRECT_LAUNCH = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+"""Triton releases whose compiled kernels have ``run(grid, stream, function, metadata, hooks, *args)``."""
 
-TOGETHER = not (3, 11) <= sys.version_info < (3, 11, 8)
-"""Releases of Python in which threads can compile kernels together.
+CONCURRENT_COMPILATION = not (3, 11) <= sys.version_info < (3, 11, 8)
+"""Python releases in which several threads may compile kernels.
 
-In the others, one that parses source fails where another does so while garbage is collected, with ``SystemError: AST
-constructor recursion depth mismatch``: https://github.com/python/cpython/issues/106905.
+In the others, parsing fails if another thread parses during a garbage collection, with ``SystemError: AST constructor
+recursion depth mismatch``: https://github.com/python/cpython/issues/106905.
 """
+
+MAX_KERNELS = 4096
+"""Entries of the kernel cache."""
+
+Table = TypeVar("Table", bound=type)
 
 
 class Options(NamedTuple):
+    """Compile and launch options of a kernel."""
+
     num_warps: int = 4
     num_stages: int = 1
     launch_pdl: bool = False
     min_shared: int = 0
-    """Bytes of shared memory that a program takes at least, where launches are not left to Triton or Inductor."""
+    """The least shared memory of a CTA in bytes. Launches through Triton or Inductor ignore it."""
 
     def keywords(self) -> dict[str, Any]:
-        """What Triton compiles for."""
+        """The options that Triton compiles for."""
         keywords = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return keywords | {"launch_pdl": True} if self.launch_pdl else keywords
 
 
-@functools.cache
+DEFAULT_OPTIONS = Options()
+
+
+def constexpr_table(cls: Table) -> Table:
+    """Class decorator: make a NamedTuple of numbers a legal value of a ``tl.constexpr`` parameter.
+
+    Triton takes any NamedTuple. Inductor writes the ``repr`` of a kernel's constants into the code that it generates,
+    where the name of the class is not defined; this ``repr`` imports it. The class is at the top level of its module.
+    """
+
+    def table_repr(self: Any) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in zip(self._fields, self, strict=True))
+        return f"__import__({cls.__module__!r}, fromlist=['']).{cls.__qualname__}({fields})"
+
+    cls.__repr__ = table_repr  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@functools.cache  # one entry for each GPU
 def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def runs_now(t: Tensor) -> bool:
-    """Whether kernels on ``t`` are launched one by one, at the host's cost, rather than recorded or captured."""
-    return DIRECT and t.is_cuda and not isinstance(t, FakeTensor) and not torch.cuda.is_current_stream_capturing()
+def is_eager(t: Tensor) -> bool:
+    """Whether kernels on ``t`` are launched now, one by one, rather than traced or captured in a CUDA graph."""
+    return (
+        DIRECT_LAUNCH and t.is_cuda and not isinstance(t, FakeTensor) and not torch.cuda.is_current_stream_capturing()
+    )
 
 
-def starts_early(t: Tensor) -> bool:
-    """Whether a kernel on ``t`` may be set up while the one before it still runs, and then has to wait for it.
+def supports_pdl(t: Tensor) -> bool:
+    """Whether a kernel on ``t`` uses programmatic dependent launch, and so has to execute ``griddepcontrol.wait``.
 
-    That saves about a microsecond a kernel. Inductor launches kernels without.
+    That saves about a microsecond per kernel. Inductor launches kernels without it.
     """
-    return DIRECT and not isinstance(t, FakeTensor) and _hopper(t.device)
+    return DIRECT_LAUNCH and not isinstance(t, FakeTensor) and _hopper(t.device)
 
 
-class Recorded(NamedTuple):
-    """A launch of a kernel with the arguments ``(*tensors, *rest)``."""
+class Parameters(NamedTuple):
+    """The parameters of a kernel by kind: their positions, or a function that takes theirs out of all arguments."""
 
-    kernel: Kernel
+    specialized: tuple[int, ...]
+    """Tensors, and ints such as strides: Triton compiles for their alignment or divisibility, and for the value 1."""
+    scalars: tuple[int, ...]
+    """Those in ``do_not_specialize``: Triton compiles for their type alone."""
+    constants: Callable[[Sequence[Any]], Any]
+
+
+@functools.cache  # one entry for each kernel of this package
+def _parameters(kernel: Any) -> Parameters:
+    specialized, scalars, constants = [], [], []
+    for i, parameter in enumerate(kernel.params):
+        kind = constants if parameter.is_constexpr else scalars if parameter.do_not_specialize else specialized
+        kind.append(i)
+    return Parameters(tuple(specialized), tuple(scalars), operator.itemgetter(*constants or [slice(0)]))
+
+
+class CapturedLaunch(NamedTuple):
+    """A launch of ``kernel`` with all its arguments, in the order of its parameters."""
+
+    kernel: LoadedKernel
     grid: tuple[int, ...]
-    tensors: Sequence[Any]
-    rest: tuple[Any, ...]
+    arguments: Sequence[Any]
 
 
-def _base(t: Any) -> Tensor | None:
-    """The tensor that a descriptor is of."""
-    return t if t is None or isinstance(t, Tensor) else t.base
+_kernel_cache: dict[tuple[Any, ...], tuple[Any, LoadedKernel | None]] = {}
+"""``(compiled, loaded)`` kernels by kernel, device, specialization, constants and options.
+
+At ``MAX_KERNELS`` entries all are dropped. The GPU code stays loaded, since CUDA graphs may refer to it, and Triton
+keeps its compiled kernels: a dropped entry costs one lookup there.
+"""
 
 
-def _kind(t: Any, pointer: int | None) -> tuple[Any, ...] | None:
-    """What a kernel is compiled for."""
-    base = _base(t)
-    if base is None or pointer is None:
-        return None
-    return base.dtype, not pointer & ALIGNMENT, () if base is t else (*t.block_shape, t.layout)
+class _Capture(threading.local):
+    """The launches that :func:`capture_launches` observes in this thread, and the kernels that are being compiled."""
 
-
-def _with(pointer: Any, t: Any) -> Any:
-    """A pointer as :meth:`.driver.Kernel.launch` takes it."""
-    return pointer if t is None or isinstance(t, Tensor) else (pointer, t)
-
-
-_ready: dict[tuple[Any, ...], tuple[Any, Kernel | None]] = {}
-"""Kernels as compiled and as loaded."""
-
-
-class _Call(threading.local):
-    """What the call that this thread records has launched, None for what cannot be repeated, and what it compiles."""
-
-    recorded: list[Recorded | None] | None = None
+    launches: list[CapturedLaunch | None] | None = None
+    """None for a launch that cannot be replayed."""
 
     def __init__(self) -> None:
-        self.coming: dict[tuple[Any, ...], Any] = {}
+        self.pending: dict[tuple[Any, ...], Any] = {}
+        """Futures of compiled kernels, by key of the kernel cache. Emptied at the end of the captured op."""
 
 
-_call = _Call()
+_capture = _Capture()
 
 
 def launch(
-    kernel: Any,
-    grid: Sequence[Any],
-    tensors: Sequence[Any],
-    scalars: Sequence[Any],
-    strides: Sequence[Any],
-    constants: Sequence[Any],
-    options: Options,
-    run: bool = True,
+    kernel: Any, grid: Sequence[Any], options: Any = DEFAULT_OPTIONS, run: Any = True, /, *groups: Any, **arguments: Any
 ) -> None:
-    """Launch ``kernel`` with the arguments ``(*tensors, *scalars, *strides, *constants)``.
+    """Launch ``kernel`` on ``grid`` with ``arguments``, by the names of its parameters::
 
-    ``tensors`` may be None, or Gluon's ``TensorDescriptor`` of one. ``scalars`` are the arguments that the kernel
-    lists in ``do_not_specialize``; ``constants`` its ``tl.constexpr`` ones. Unless ``run``, the kernel is only made
-    ready to be launched in a capture, where it could not be loaded.
+        launch(decode_kernel, (programs,), Options(num_warps=8), q=q, out=out, rows=rows, HEAD_DIM=128)
+
+    The names are the kernel's, all of them, in any order; a ``TypeError`` lists those missing or unknown. The first
+    parameter of the kernel is a tensor, never None; it decides the device and whether the launch is eager or traced.
+    Scalars that change from call to call belong into the kernel's ``do_not_specialize``.
+
+    Unless ``run``, the kernel is only compiled and loaded, so that a CUDA graph capture can launch it later.
     """
-    first = tensors[0]
-    assert first is not None
-    if isinstance(first, FakeTensor):
+    if isinstance(options, Options):
+        values = _in_order(kernel, arguments)
+    else:  # positional groups: tensors, scalars, strides, constants, options, run
+        (strides, constants, values_options), last = groups[:3], groups[3:]
+        values = (*options, *run, *strides, *constants)
+        options, run = values_options, last[0] if last else arguments.get("run", True)
+    if isinstance(values[0], FakeTensor):
         kernel = torch.library.wrap_triton(kernel)
-    elif DIRECT and isinstance(kernel, JITFunction):
-        _launch_direct(kernel, grid, tensors, scalars, strides, constants, options, run)
+    elif DIRECT_LAUNCH and isinstance(kernel, JITFunction):
+        _launch_direct(kernel, grid, values, options, run)
         return
     if not run:
         return
-    if _call.recorded is not None:
-        _call.recorded.append(None)
-    kernel[tuple(grid)](*tensors, *scalars, *strides, *constants, **options.keywords())
+    if _capture.launches is not None:
+        _capture.launches.append(None)
+    kernel[tuple(grid)](*values, **options.keywords())
 
 
-def _make_ready(key: tuple[Any, ...], compiled: Any) -> None:
+def _in_order(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    names = kernel.arg_names
+    if len(arguments) == len(names):
+        try:
+            return tuple([arguments[name] for name in names])
+        except KeyError:
+            pass
+    missing, unknown = [n for n in names if n not in arguments], [n for n in arguments if n not in names]
+    raise TypeError(f"{kernel.__name__}: launched without {missing} and with unknown {unknown}; expected {names}")
+
+
+def _base(x: Any) -> Tensor:
+    """The tensor that a descriptor describes."""
+    return x if isinstance(x, Tensor) else x.base
+
+
+def _needs_64_bits(x: Any) -> bool:
+    return type(x) is int and not -(1 << 31) <= x < 1 << 31
+
+
+def _insert(key: tuple[Any, ...], compiled: Any) -> None:
+    """Load a compiled kernel and add it to the kernel cache."""
     if hasattr(compiled, "result"):
         compiled = compiled.result()
-    loaded = load(compiled, key[-1].min_shared)
+    loaded = load_kernel(compiled, key[-1].min_shared)
     if loaded is None:
         _ = compiled.run  # loads it
-    _ready[key] = compiled, loaded
+    if len(_kernel_cache) >= MAX_KERNELS:
+        _kernel_cache.clear()
+    _kernel_cache[key] = compiled, loaded
 
 
 @contextmanager
-def _compiling_together() -> Iterator[None]:
-    """Kernels that are only made ready are compiled beside the others of the block, and ready at its end."""
-    outer, _call.coming = _call.coming, {}
+def _concurrent_compilation() -> Iterator[None]:
+    """In this block, kernels that are launched with ``run=False`` compile concurrently. They are loaded at its end."""
+    outer, _capture.pending = _capture.pending, {}
     try:
-        with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor) if TOGETHER else nullcontext():
+        with (
+            ThreadPoolExecutor() as executor,
+            triton.AsyncCompileMode(executor) if CONCURRENT_COMPILATION else nullcontext(),
+        ):
             yield
-        for key, compiled in _call.coming.items():
+        for key, compiled in _capture.pending.items():
             with torch.cuda.device(key[1]):
-                _make_ready(key, compiled)
+                _insert(key, compiled)
     finally:
-        _call.coming = outer
+        _capture.pending = outer
 
 
 def _launch_direct(
-    kernel: JITFunction[Any],
-    grid: Sequence[int],
-    tensors: Sequence[Any],
-    scalars: Sequence[Any],
-    strides: Sequence[int],
-    constants: Sequence[Any],
-    options: Options,
-    run: bool,
+    kernel: JITFunction[Any], grid: Sequence[int], values: tuple[Any, ...], options: Options, run: bool
 ) -> None:
-    device = tensors[0].device.index
+    """Launch with ``values`` in the order of the kernel's parameters."""
+    device = values[0].device.index
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            _launch_direct(kernel, grid, tensors, scalars, strides, constants, options, run)
+            _launch_direct(kernel, grid, values, options, run)
             return
-    pointers = [None if t is None else t.data_ptr() for t in map(_base, tensors)]
-    kinds = tuple(map(_kind, tensors, pointers))
-    wide = tuple(type(x) is int and not -(1 << 31) <= x < 1 << 31 for x in scalars)
-    key = (kernel, device, kinds, wide, tuple(strides), tuple(constants), options)
-    if key not in _ready:
-        wait()
-        compiled = kernel.warmup(*tensors, *scalars, *strides, *constants, grid=tuple(grid), **options.keywords())
+    parameters = _parameters(kernel)
+    arguments, specialization = list(values), []
+    for i in parameters.specialized:
+        value = values[i]
+        if isinstance(value, Tensor):
+            address = value.data_ptr()
+            arguments[i] = pack_pointer(address)
+            specialization.append((value.dtype, not address & ALIGNMENT_MASK))
+        elif value is None or isinstance(value, (int, float)):
+            specialization.append(value)
+        else:  # a TensorDescriptor
+            address = value.base.data_ptr()
+            arguments[i] = pack_pointer(address), value
+            specialization.append((value.base.dtype, not address & ALIGNMENT_MASK, *value.block_shape, value.layout))
+    wide = tuple([_needs_64_bits(values[i]) for i in parameters.scalars])
+    key = (kernel, device, tuple(specialization), wide, parameters.constants(values), options)
+    if key not in _kernel_cache:
+        wait_until_prepared()
+        compiled = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
         if not run and hasattr(compiled, "result"):
-            _call.coming[key] = compiled
+            _capture.pending[key] = compiled
         else:
-            _make_ready(key, compiled)
+            _insert(key, compiled)
     if not run:
         return
-    compiled, loaded = _ready[key]
-    rest = (*scalars, *strides, *constants)
-    if _call.recorded is not None:
-        _call.recorded.append(Recorded(loaded, tuple(grid), tensors, rest) if loaded else None)
+    compiled, loaded = _kernel_cache[key]
+    if _capture.launches is not None:
+        _capture.launches.append(CapturedLaunch(loaded, tuple(grid), values) if loaded else None)
     if not all(grid):
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     if loaded:
-        addresses = [None if p is None else address(p) for p in pointers]
-        arguments = (*map(_with, addresses, tensors), *rest)
-        native().Repeat((loaded.launch(grid, arguments),), 0, (), True)(stream)
+        native().PreparedCall((loaded.launch_tuple(grid, arguments),), 0, (), True)(stream)
     else:
         x, y, z = (*grid, 1, 1)[:3]
         settings = (compiled.function, compiled.packed_metadata, None, None, None)
-        given = (p if _base(t) is t else t for p, t in zip(pointers, tensors, strict=True))
-        compiled.run(x, y, z, stream, *settings, *given, *rest)
+        compiled.run(x, y, z, stream, *settings, *(v.data_ptr() if isinstance(v, Tensor) else v for v in values))
+
+
+def _base(x: Any) -> Tensor | None:
+    """A tensor itself, the tensor that a TensorDescriptor describes, or None for another argument."""
+    return x if isinstance(x, Tensor) else x.base if hasattr(x, "block_shape") else None
 
 
 def _tensors_of(result: Any) -> list[Tensor]:
     return [] if result is None else [result] if isinstance(result, Tensor) else list(result)
 
 
-def _maker(t: Tensor) -> Callable[[], Tensor]:
-    """Allocates a tensor like ``t`` on the current device, as the code that Inductor writes does."""
+def _allocator(t: Tensor) -> Callable[[], Tensor]:
+    """Allocates a tensor like ``t`` on the current device, as the code that Inductor generates does."""
     empty_strided = getattr(torch._C._dynamo.guards, f"_empty_strided_{t.device.type}")
     return functools.partial(empty_strided, tuple(t.shape), t.stride(), t.dtype)
 
 
-def _repeat(given: Sequence[Tensor], result: Any, recorded: Sequence[Recorded]) -> Any:
-    """The launches of a call, to be replayed on other tensors (:mod:`attn_ops.eager.launch_cache`)."""
+def _prepare_call(tensors: Sequence[Tensor], result: Any, launches: Sequence[CapturedLaunch]) -> Any:
+    """A ``PreparedCall`` (:mod:`attn_ops.eager.launch_cache`) that replays ``launches`` for other runtime tensors."""
     outputs = _tensors_of(result)
-    cells = {id(t): i for i, t in enumerate((*given, *outputs))}
+    index = {id(t): i for i, t in enumerate((*tensors, *outputs))}
 
-    def pointer(t: Any) -> Any:
-        base = _base(t)
-        place = None if base is None else cells[id(base)] if id(base) in cells else address(base.data_ptr())
-        return _with(place, t)
+    def argument(x: Any) -> Any:
+        base = _base(x)
+        if base is None:
+            return x
+        pointer = index[id(base)] if id(base) in index else pack_pointer(base.data_ptr())
+        return pointer if base is x else (pointer, x)
 
-    launches = tuple(r.kernel.launch(r.grid, (*map(pointer, r.tensors), *r.rest)) for r in recorded if all(r.grid))
-    makers = tuple(t if t.numel() == 0 else _maker(t) for t in outputs)
-    return native().Repeat(launches, len(given), makers, not isinstance(result, tuple))
+    described = [x.kernel.launch_tuple(x.grid, tuple(map(argument, x.arguments))) for x in launches if all(x.grid)]
+    allocators = tuple(t if t.numel() == 0 else _allocator(t) for t in outputs)
+    return native().PreparedCall(tuple(described), len(tensors), allocators, not isinstance(result, tuple))
 
 
-class _Watch(TorchDispatchMode):
-    """Notices ops other than allocations."""
+class _DetectCompute(TorchDispatchMode):
+    """Detects ATen ops other than allocations."""
 
     ALLOCATIONS = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
 
@@ -253,26 +334,31 @@ class _Watch(TorchDispatchMode):
 
 
 def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Call ``function``; a ``Repeat`` if it only launched kernels, on tensors that were given or are returned."""
-    launches: list[Recorded | None] = []
-    outer, _call.recorded = _call.recorded, launches
+    """Call ``function`` and capture its kernel launches: ``(result, prepared call or None)``.
+
+    There is a prepared call if the function did nothing but launch kernels, on tensors that are arguments or results.
+    """
+    captured: list[CapturedLaunch | None] = []
+    outer, _capture.launches = _capture.launches, captured
     try:
-        with _Watch() as watch, _compiling_together():
+        with _DetectCompute() as detector, _concurrent_compilation():
             result = function(*args, **kwargs)
     finally:
-        _call.recorded = outer
-    recorded = [entry for entry in launches if entry is not None]
-    known = len(recorded) == len(launches) > 0
-    given, outputs = runtime_tensors(args, kwargs), _tensors_of(result)
-    free, device = [*given, *outputs], torch.cuda.current_device()
-    every = [*free, *plan_tensors(args)]
-    there = {id(t) for t in every}
-    repeats = (
-        known
-        and len(there) == len(every)  # of a tensor in two places, another call may pass two
-        and not watch.computed
-        and all(t.get_device() == device and not t.data_ptr() & ALIGNMENT for t in free)
+        _capture.launches = outer
+    launches = [x for x in captured if x is not None]
+    tensors, outputs = runtime_tensors(args, kwargs), _tensors_of(result)
+    replaced, device = [*tensors, *outputs], torch.cuda.current_device()
+    known = [*replaced, *plan_tensors(args)]
+    ids = {id(t) for t in known}
+    replayable = (
+        len(launches) == len(captured) > 0
+        and len(ids) == len(known)  # where one tensor is passed twice, the next call may pass two
+        and not detector.computed
+        and all(t.get_device() == device and not t.data_ptr() & ALIGNMENT_MASK for t in replaced)
         and all(t.is_contiguous() for t in outputs)
-        and all(t is None or id(_base(t)) in there for r in recorded for t in r.tensors)
+        and all(id(base) in ids for x in launches for base in map(_base, x.arguments) if base is not None)
     )
-    return result, _repeat(given, result, recorded) if repeats else None
+    return result, _prepare_call(tensors, result, launches) if replayable else None
+
+
+starts_early, runs_now, DIRECT = supports_pdl, is_eager, DIRECT_LAUNCH  # until their callers have moved

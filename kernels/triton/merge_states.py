@@ -1,52 +1,59 @@
-"""Merging states ``(v, s)``: ``s`` is the base-2 LSE of the keys that ``v`` averages."""
+"""Merge attention states ``(v, s)``: ``v`` is the output over a set of keys, ``s`` its base-2 LSE.
+
+The output over the union of disjoint key sets is ``sum(2^s_i * v_i) / sum(2^s_i)``, computed as an online softmax over
+the states: ``row_max`` is the largest ``s`` so far, ``row_sum`` the sum of ``2^(s - row_max)`` and ``acc`` the sum of
+``2^(s - row_max) * v``.
+A state of no keys has ``s = -inf`` and adds nothing.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.indexing import padded
-from attn_ops.kernels.triton.launch import Options, launch
+from attn_ops.kernels.triton.launch import launch
 from attn_ops.kernels.triton.softmax import finite, inverse, log_sum_exp
-from attn_ops.meta.outputs import merge_state as allocate_one
-from attn_ops.meta.outputs import merge_states as allocate_many
-from attn_ops.meta.outputs import merge_states_varlen as allocate_varlen
+from attn_ops.meta.outputs import merge_state as allocate_merge_state
+from attn_ops.meta.outputs import merge_states as allocate_merge_states
+from attn_ops.meta.outputs import merge_states_varlen as allocate_merge_states_varlen
 from torch import Tensor
 
-PAIRS = 16
-"""Pairs of a row and a head that a program does."""
+PACKED_ROWS = 16
+"""Packed rows (a row and a head) that a program merges."""
 
 
 @triton.jit
-def absorb(m, total, acc, v, s):
-    """The states ``(m, total, acc)`` of ``[P]`` pairs with one state more each, ``v [P, D]`` and ``s [P]``."""
-    top = tl.maximum(m, s)
-    decay, weight = tl.exp2(m - finite(top)), tl.exp2(s - finite(top))
-    acc = acc * decay[:, None] + tl.where((s > float("-inf"))[:, None], v * weight[:, None], 0.0)
-    return top, total * decay + weight, acc
+def merge_update(row_max, row_sum, acc, v, s):
+    """The online-softmax state ``(row_max [P], row_sum [P], acc [P, D])`` after one more state ``v [P, D], s [P]``."""
+    new_max = tl.maximum(row_max, s)
+    alpha, p = tl.exp2(row_max - finite(new_max)), tl.exp2(s - finite(new_max))
+    acc = acc * alpha[:, None] + tl.where((s > float("-inf"))[:, None], v * p[:, None], 0.0)
+    return new_max, row_sum * alpha + p, acc
 
 
 @triton.jit
-def store_merged(out, lse, m, total, acc, pair, mask, d, DIM: tl.constexpr):
-    value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + pair.to(tl.int64)[:, None] * DIM + d, value, mask=mask[:, None] & (d < DIM))
-    tl.store(lse + pair, log_sum_exp(m, total), mask=mask)
+def store_merged(out, lse, row_max, row_sum, acc, packed_row, mask, d, DIM: tl.constexpr):
+    """The epilogue: normalize, and store ``out [packed rows, DIM]`` and ``lse [packed rows]``."""
+    value = (acc * inverse(row_sum)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + packed_row.to(tl.int64)[:, None] * DIM + d, value, mask=mask[:, None] & (d < DIM))
+    tl.store(lse + packed_row, log_sum_exp(row_max, row_sum), mask=mask)
 
 
 @triton.jit
 def load_state(v, s, row, head, mask, stride_v_row, stride_v_head, stride_s_row, d, DIM: tl.constexpr):
-    """``v [P, D]`` in float32 and ``s [P]`` at ``row [P]`` and ``head [P]``."""
-    at = row.to(tl.int64) * stride_v_row + head.to(tl.int64) * stride_v_head
-    value = tl.load(v + at[:, None] + d, mask=mask[:, None] & (d < DIM), other=0.0)
+    """``v [P, D]`` in float32 and ``s [P]`` at ``row [P]`` and ``head [P]``; no keys where masked."""
+    offset = row.to(tl.int64) * stride_v_row + head.to(tl.int64) * stride_v_head
+    value = tl.load(v + offset[:, None] + d, mask=mask[:, None] & (d < DIM), other=0.0)
     return value.to(tl.float32), tl.load(s + row.to(tl.int64) * stride_s_row + head, mask=mask, other=float("-inf"))
 
 
-@triton.jit(do_not_specialize=["pairs", "states"])
+@triton.jit(do_not_specialize=["packed_rows", "states"])
 def merge_states_kernel(
     v,  # [rows, states, HEADS, DIM]
     s,  # [rows, states, HEADS]
     out,  # [rows, HEADS, DIM]
     lse,  # [rows, HEADS]
-    pairs,
+    packed_rows,  # rows * HEADS
     states,
     stride_v_row,
     stride_v_state,
@@ -56,22 +63,29 @@ def merge_states_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PACKED_ROWS: tl.constexpr,
 ):
-    pair, d = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS), tl.arange(0, BLOCK_DIM)
-    row, head, mask = pair // HEADS, pair % HEADS, pair < pairs
-    m = tl.full((PAIRS,), float("-inf"), tl.float32)
-    total = tl.zeros((PAIRS,), tl.float32)
-    acc = tl.zeros((PAIRS, BLOCK_DIM), tl.float32)
+    """Grid: (blocks of PACKED_ROWS packed rows).
+
+    A program owns PACKED_ROWS consecutive packed rows and merges all states of each.
+    Loop invariant: ``(row_max, row_sum, acc)`` is the online-softmax state of the states so far, and ``v`` and ``s``
+    point to the next.
+    Bound by memory bandwidth; few rows by latency, since the states of a row are loaded one after the other.
+    """
+    packed_row, d = tl.program_id(0) * PACKED_ROWS + tl.arange(0, PACKED_ROWS), tl.arange(0, BLOCK_DIM)
+    row, head, mask = packed_row // HEADS, packed_row % HEADS, packed_row < packed_rows
+    row_max = tl.full((PACKED_ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((PACKED_ROWS,), tl.float32)
+    acc = tl.zeros((PACKED_ROWS, BLOCK_DIM), tl.float32)
     for _ in range(states):
-        value, sums = load_state(v, s, row, head, mask, stride_v_row, stride_v_head, stride_s_row, d, DIM)
-        m, total, acc = absorb(m, total, acc, value, sums)
+        value, lse_in = load_state(v, s, row, head, mask, stride_v_row, stride_v_head, stride_s_row, d, DIM)
+        row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value, lse_in)
         v += stride_v_state
         s += stride_s_state
-    store_merged(out, lse, m, total, acc, pair, mask, d, DIM)
+    store_merged(out, lse, row_max, row_sum, acc, packed_row, mask, d, DIM)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["packed_rows"])
 def merge_state_kernel(
     v_a,  # [rows, HEADS, DIM]
     s_a,  # [rows, HEADS]
@@ -79,7 +93,7 @@ def merge_state_kernel(
     s_b,
     out,
     lse,
-    pairs,
+    packed_rows,  # rows * HEADS
     stride_va_row,
     stride_va_head,
     stride_sa_row,
@@ -89,28 +103,33 @@ def merge_state_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PACKED_ROWS: tl.constexpr,
 ):
-    pair, d = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS), tl.arange(0, BLOCK_DIM)
-    row, head, mask = pair // HEADS, pair % HEADS, pair < pairs
-    value_a, sums_a = load_state(v_a, s_a, row, head, mask, stride_va_row, stride_va_head, stride_sa_row, d, DIM)
-    value_b, sums_b = load_state(v_b, s_b, row, head, mask, stride_vb_row, stride_vb_head, stride_sb_row, d, DIM)
-    m = tl.full((PAIRS,), float("-inf"), tl.float32)
-    total = tl.zeros((PAIRS,), tl.float32)
-    acc = tl.zeros((PAIRS, BLOCK_DIM), tl.float32)
-    m, total, acc = absorb(m, total, acc, value_a, sums_a)
-    m, total, acc = absorb(m, total, acc, value_b, sums_b)
-    store_merged(out, lse, m, total, acc, pair, mask, d, DIM)
+    """Grid: (blocks of PACKED_ROWS packed rows).
+
+    A program owns PACKED_ROWS consecutive packed rows and merges the states a and b of each.
+    Bound by memory bandwidth; few rows by launch latency.
+    """
+    packed_row, d = tl.program_id(0) * PACKED_ROWS + tl.arange(0, PACKED_ROWS), tl.arange(0, BLOCK_DIM)
+    row, head, mask = packed_row // HEADS, packed_row % HEADS, packed_row < packed_rows
+    value_a, lse_a = load_state(v_a, s_a, row, head, mask, stride_va_row, stride_va_head, stride_sa_row, d, DIM)
+    value_b, lse_b = load_state(v_b, s_b, row, head, mask, stride_vb_row, stride_vb_head, stride_sb_row, d, DIM)
+    row_max = tl.full((PACKED_ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((PACKED_ROWS,), tl.float32)
+    acc = tl.zeros((PACKED_ROWS, BLOCK_DIM), tl.float32)
+    row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value_a, lse_a)
+    row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value_b, lse_b)
+    store_merged(out, lse, row_max, row_sum, acc, packed_row, mask, d, DIM)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["packed_rows"])
 def merge_state_in_place_kernel(
     v,  # [rows, HEADS, DIM]
     s,  # [rows, HEADS]
     v_other,
     s_other,
-    merged,  # [rows] of bool or None
-    pairs,
+    merged,  # [rows] of bool: rows to merge, or None for all
+    packed_rows,  # rows * HEADS
     stride_v_row,
     stride_v_head,
     stride_s_row,
@@ -120,35 +139,41 @@ def merge_state_in_place_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PACKED_ROWS: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    pair, d = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS), tl.arange(0, BLOCK_DIM)
-    row, head, mask = pair // HEADS, pair % HEADS, pair < pairs
+    """Grid: (blocks of PACKED_ROWS packed rows).
+
+    A program owns PACKED_ROWS consecutive packed rows, merges the other state into each and stores it in place.
+    Barrier: one, between the loads of ``s`` and its store, since several threads load the same element.
+    Bound by memory bandwidth; few rows by launch latency.
+    """
+    packed_row, d = tl.program_id(0) * PACKED_ROWS + tl.arange(0, PACKED_ROWS), tl.arange(0, BLOCK_DIM)
+    row, head, mask = packed_row // HEADS, packed_row % HEADS, packed_row < packed_rows
     if MASK:
         mask = mask & (tl.load(merged + row, mask=mask, other=0) != 0)
-    value, sums = load_state(v, s, row, head, mask, stride_v_row, stride_v_head, stride_s_row, d, DIM)
-    other, other_sums = load_state(
+    value, lse_in = load_state(v, s, row, head, mask, stride_v_row, stride_v_head, stride_s_row, d, DIM)
+    other, lse_other = load_state(
         v_other, s_other, row, head, mask, stride_vo_row, stride_vo_head, stride_so_row, d, DIM
     )
-    m = tl.full((PAIRS,), float("-inf"), tl.float32)
-    total = tl.zeros((PAIRS,), tl.float32)
-    acc = tl.zeros((PAIRS, BLOCK_DIM), tl.float32)
-    m, total, acc = absorb(m, total, acc, value, sums)
-    m, total, acc = absorb(m, total, acc, other, other_sums)
-    tl.debug_barrier()  # several threads have read each of s, and one of them writes it
-    at = row.to(tl.int64)
-    result = (acc * inverse(total)[:, None]).to(v.dtype.element_ty)
-    to = v + (at * stride_v_row + head.to(tl.int64) * stride_v_head)[:, None] + d
-    tl.store(to, result, mask=mask[:, None] & (d < DIM)[None, :])
-    tl.store(s + at * stride_s_row + head, log_sum_exp(m, total), mask=mask)
+    row_max = tl.full((PACKED_ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((PACKED_ROWS,), tl.float32)
+    acc = tl.zeros((PACKED_ROWS, BLOCK_DIM), tl.float32)
+    row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value, lse_in)
+    row_max, row_sum, acc = merge_update(row_max, row_sum, acc, other, lse_other)
+    tl.debug_barrier()  # all loads of s precede its store
+    row_offset = row.to(tl.int64)
+    result = (acc * inverse(row_sum)[:, None]).to(v.dtype.element_ty)
+    target = v + (row_offset * stride_v_row + head.to(tl.int64) * stride_v_head)[:, None] + d
+    tl.store(target, result, mask=mask[:, None] & (d < DIM)[None, :])
+    tl.store(s + row_offset * stride_s_row + head, log_sum_exp(row_max, row_sum), mask=mask)
 
 
 @triton.jit(do_not_specialize=["states"])
 def merge_states_varlen_kernel(
     v,  # [states, HEADS, DIM]
     s,  # [states, HEADS]
-    indptr,  # [rows + 1]
+    indptr,  # [rows + 1]: the states of each row
     out,  # [rows, HEADS, DIM]
     lse,  # [rows, HEADS]
     states,
@@ -160,46 +185,74 @@ def merge_states_varlen_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
+    """Grid: (rows, blocks of BLOCK_HEADS heads).
+
+    A program owns one row and one block of heads, and merges the row's states.
+    Loop invariant: ``(row_max, row_sum, acc)`` is the online-softmax state of the row's states before ``state``.
+    Bound by memory bandwidth; few rows by latency, since the states of a row are loaded one after the other.
+    """
     row, d = tl.program_id(0), tl.arange(0, BLOCK_DIM)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     mask = head < HEADS
-    m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_HEADS,), tl.float32)
+    row_max = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_HEADS,), tl.float32)
     acc = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
     begin, end = tl.maximum(tl.load(indptr + row), 0), tl.minimum(tl.load(indptr + row + 1), states)
     for state in range(begin, end):
-        at = state + tl.zeros_like(head)
-        value, sums = load_state(v, s, at, head, mask, stride_v_state, stride_v_head, stride_s_state, d, DIM)
-        m, total, acc = absorb(m, total, acc, value, sums)
-    store_merged(out, lse, m, total, acc, row * HEADS + head, mask, d, DIM)
+        index = state + tl.zeros_like(head)
+        value, lse_in = load_state(v, s, index, head, mask, stride_v_state, stride_v_head, stride_s_state, d, DIM)
+        row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value, lse_in)
+    store_merged(out, lse, row_max, row_sum, acc, row * HEADS + head, mask, d, DIM)
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = allocate_many(v, s)
+    out, lse = allocate_merge_states(v, s)
     rows, states, heads, dim = v.shape
     launch(
         merge_states_kernel,
-        (triton.cdiv(rows * heads, PAIRS),),
-        (v, s, out, lse),
-        (rows * heads, states),
-        (*v.stride()[:3], *s.stride()[:2]),
-        (heads, dim, triton.next_power_of_2(dim), PAIRS),
-        Options(),
+        (triton.cdiv(rows * heads, PACKED_ROWS),),
+        v=v,
+        s=s,
+        out=out,
+        lse=lse,
+        packed_rows=rows * heads,
+        states=states,
+        stride_v_row=v.stride(0),
+        stride_v_state=v.stride(1),
+        stride_v_head=v.stride(2),
+        stride_s_row=s.stride(0),
+        stride_s_state=s.stride(1),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        PACKED_ROWS=PACKED_ROWS,
     )
     return out, lse
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = allocate_one(v_a, s_a)
+    out, lse = allocate_merge_state(v_a, s_a)
     rows, heads, dim = v_a.shape
     launch(
         merge_state_kernel,
-        (triton.cdiv(rows * heads, PAIRS),),
-        (v_a, s_a, v_b, s_b, out, lse),
-        (rows * heads,),
-        (*v_a.stride()[:2], s_a.stride(0), *v_b.stride()[:2], s_b.stride(0)),
-        (heads, dim, triton.next_power_of_2(dim), PAIRS),
-        Options(),
+        (triton.cdiv(rows * heads, PACKED_ROWS),),
+        v_a=v_a,
+        s_a=s_a,
+        v_b=v_b,
+        s_b=s_b,
+        out=out,
+        lse=lse,
+        packed_rows=rows * heads,
+        stride_va_row=v_a.stride(0),
+        stride_va_head=v_a.stride(1),
+        stride_sa_row=s_a.stride(0),
+        stride_vb_row=v_b.stride(0),
+        stride_vb_head=v_b.stride(1),
+        stride_sb_row=s_b.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        PACKED_ROWS=PACKED_ROWS,
     )
     return out, lse
 
@@ -208,26 +261,46 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     rows, heads, dim = v.shape
     launch(
         merge_state_in_place_kernel,
-        (triton.cdiv(rows * heads, PAIRS),),
-        (v, s, v_other, s_other, mask),
-        (rows * heads,),
-        (*v.stride()[:2], s.stride(0), *v_other.stride()[:2], s_other.stride(0)),
-        (heads, dim, triton.next_power_of_2(dim), PAIRS, mask is not None),
-        Options(),
+        (triton.cdiv(rows * heads, PACKED_ROWS),),
+        v=v,
+        s=s,
+        v_other=v_other,
+        s_other=s_other,
+        merged=mask,
+        packed_rows=rows * heads,
+        stride_v_row=v.stride(0),
+        stride_v_head=v.stride(1),
+        stride_s_row=s.stride(0),
+        stride_vo_row=v_other.stride(0),
+        stride_vo_head=v_other.stride(1),
+        stride_so_row=s_other.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        PACKED_ROWS=PACKED_ROWS,
+        MASK=mask is not None,
     )
 
 
 def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = allocate_varlen(v, s, indptr)
+    out, lse = allocate_merge_states_varlen(v, s, indptr)
     rows, heads, dim = out.shape
-    block_heads = min(PAIRS, padded(heads))
+    block_heads = min(PACKED_ROWS, padded(heads))
     launch(
         merge_states_varlen_kernel,
         (rows, triton.cdiv(heads, block_heads)),
-        (v, s, indptr, out, lse),
-        (v.shape[0],),
-        (*v.stride()[:2], s.stride(0)),
-        (heads, dim, triton.next_power_of_2(dim), block_heads),
-        Options(),
+        v=v,
+        s=s,
+        indptr=indptr,
+        out=out,
+        lse=lse,
+        states=v.shape[0],
+        stride_v_state=v.stride(0),
+        stride_v_head=v.stride(1),
+        stride_s_state=s.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        BLOCK_HEADS=block_heads,
     )
     return out, lse

@@ -1,4 +1,4 @@
-"""Which calls of methods around an op are repeated, and with what, by a driver that only looks."""
+"""Which calls of prepared methods are replayed, and on which tensors, with a fake driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_driver import REST, Onlooker, compiled, needs_a_compiler
+from helpers.fake_driver import SCALARS_AND_CONSTANTS, FakeDriver, compiled, needs_a_compiler
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -17,35 +17,34 @@ pytest.importorskip("triton")
 from attn_ops.kernels.triton import cubin
 
 import attn_ops
-from attn_ops.eager import launch_cache as memory
-from attn_ops.eager import prepared_call as remembering
+from attn_ops.eager import launch_cache, prepared_call
 from attn_ops.eager.prepared_call import PreparedMethods, prepared
 
-pytestmark = [needs_a_compiler, pytest.mark.usefixtures("onlooker", "loads")]
+pytestmark = [needs_a_compiler, pytest.mark.usefixtures("fake_driver", "loads")]
 
 
-class Remembered:
-    """As far as ``again`` knows what an op remembers: one launch, on the op's tensors number ``a`` and ``b``."""
+class OneEntry:
+    """A launch cache with one entry for all calls: one launch, on the op's tensors number ``a`` and ``b``."""
 
     def __init__(self, num_tensors: int, a: int, b: int, outputs: tuple[Any, ...] = (torch.empty(0),) * 2) -> None:
-        kernel = cubin.load(compiled())
+        kernel = cubin.load_kernel(compiled())
         assert kernel is not None
-        launch = kernel.launch((1,), (a, None, b, *REST))
-        self.found = memory.native().Repeat((launch,), num_tensors, outputs, False)
+        launch = kernel.launch_tuple((1,), (a, None, b, *SCALARS_AND_CONSTANTS))
+        self.entry = launch_cache.native().PreparedCall((launch,), num_tensors, outputs, False)
 
-    def find(self, args: Any, kwargs: Any) -> Any:
-        return self.found
+    def lookup(self, args: Any, kwargs: Any) -> Any:
+        return self.entry
 
 
 class Merger:
     """Merges two states, packed in one tensor each, or with one of its own."""
 
     def __init__(self) -> None:
-        self._memory = PreparedMethods()
-        self.own, self.calls, self.mark = torch.zeros(4, 2, 8), 0, 1
+        self._prepared_methods = PreparedMethods()
+        self.own, self.calls, self.key = torch.zeros(4, 2, 8), 0, 1
 
     def _cache_key(self) -> int | None:
-        return self.mark
+        return self.key
 
     def _owned_tensors(self) -> list[Tensor]:
         return [self.own]
@@ -70,8 +69,8 @@ class Merger:
 
 @pytest.fixture
 def merger(loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> Merger:
-    """The op has remembered a launch on its third and first tensor. Outputs without elements stay the same."""
-    monkeypatch.setitem(remembering.LAUNCH_CACHES, "merge_state", Remembered(4, 2, 0))
+    """The op has a prepared call that launches on its third and first tensor and returns outputs without elements."""
+    monkeypatch.setitem(prepared_call.LAUNCH_CACHES, "merge_state", OneEntry(4, 2, 0))
     return Merger()
 
 
@@ -79,15 +78,15 @@ def _states() -> tuple[Tensor, Tensor]:
     return torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2)
 
 
-def _repeats(merger: Merger, *args: Any, **kwargs: Any) -> bool:
-    """Whether the second of two calls is the first one again."""
+def _replays(merger: Merger, *args: Any, **kwargs: Any) -> bool:
+    """Whether the second of two calls is a replay."""
     merger.merge(*args, **kwargs)
     before = merger.calls
     merger.merge(*args, **kwargs)
     return merger.calls == before
 
 
-def test_views_of_the_arguments_are_found_again(merger: Merger, onlooker: Onlooker):
+def test_views_of_the_arguments_are_located(merger: Merger, fake_driver: FakeDriver):
     first = merger.merge(*_states())
     assert [t.shape for t in first] == [(4, 2, 8), (4, 2)]
     for _ in range(2):
@@ -95,28 +94,28 @@ def test_views_of_the_arguments_are_found_again(merger: Merger, onlooker: Onlook
         out = merger.merge(v, s)
         assert merger.calls == 1
         assert [t.numel() for t in out] == [0, 0]
-        assert onlooker.values()[:2] == [v[1].data_ptr(), v.data_ptr()]
+        assert fake_driver.values()[:2] == [v[1].data_ptr(), v.data_ptr()]
 
 
-def test_tensors_of_the_owner_and_of_tuples_are_found_again(merger: Merger, onlooker: Onlooker):
+def test_tensors_of_the_owner_and_in_tuples_are_located(merger: Merger, fake_driver: FakeDriver):
     v, s = _states()
     assert merger.merge_own((v[0], s[0])).shape == (4, 2, 8)
     assert merger.merge_own((v[1], s[1])).numel() == 0
     assert merger.calls == 1
-    assert onlooker.values()[:2] == [merger.own.data_ptr(), v[1].data_ptr()]
+    assert fake_driver.values()[:2] == [merger.own.data_ptr(), v[1].data_ptr()]
 
 
-def test_a_buffer_is_filled_by_the_kernels(merger: Merger, onlooker: Onlooker):
-    remembering.LAUNCH_CACHES["merge_state"] = Remembered(4, 4, 0)  # type: ignore[assignment]
+def test_a_replay_writes_to_the_output_buffer(merger: Merger, fake_driver: FakeDriver):
+    prepared_call.LAUNCH_CACHES["merge_state"] = OneEntry(4, 4, 0)  # type: ignore[assignment]
     for calls in (1, 1):
         v, s, out = *_states(), torch.zeros(4, 2, 8)
         assert merger.merge_into(v, s, out) is out
         assert merger.calls == calls
-    assert onlooker.values()[:2] == [out.data_ptr(), v.data_ptr()]
+    assert fake_driver.values()[:2] == [out.data_ptr(), v.data_ptr()]
 
 
 @pytest.mark.parametrize("kind", ["of another dtype", "transposed", "among the arguments"])
-def test_other_buffers_are_copied_to(merger: Merger, kind: str):
+def test_an_unsuitable_buffer_is_copied_to(merger: Merger, kind: str):
     v, s = _states()
     out = {
         "of another dtype": torch.zeros(4, 2, 8).double(),
@@ -128,7 +127,7 @@ def test_other_buffers_are_copied_to(merger: Merger, kind: str):
         assert merger.calls == calls
 
 
-def test_a_buffer_in_the_memory_of_an_argument_is_copied_to(merger: Merger):
+def test_a_buffer_that_overlaps_an_argument_is_copied_to(merger: Merger):
     v, s = _states()
     merger.merge_into(v, s, torch.zeros(4, 2, 8))
     merger.merge_into(v, s, torch.zeros(4, 2, 8))
@@ -137,38 +136,38 @@ def test_a_buffer_in_the_memory_of_an_argument_is_copied_to(merger: Merger):
     assert merger.calls == 2
 
 
-def test_a_mark_tells_calls_apart(merger: Merger):
-    assert _repeats(merger, *_states())
-    merger.mark = 2
+def test_the_key_of_the_owner_is_part_of_the_key(merger: Merger):
+    assert _replays(merger, *_states())
+    merger.key = 2
     merger.merge(*_states())
     assert merger.calls == 2
-    merger.mark = None
-    assert not _repeats(merger, *_states())
+    merger.key = None
+    assert not _replays(merger, *_states())
 
 
-def test_a_method_that_computes_is_called(merger: Merger):
-    assert not _repeats(merger, *_states(), scale=2.0)
-    assert _repeats(merger, *_states())
+def test_a_method_that_computes_is_not_replayed(merger: Merger):
+    assert not _replays(merger, *_states(), scale=2.0)
+    assert _replays(merger, *_states())
 
 
-def test_an_op_that_remembers_nothing_is_called(merger: Merger, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(remembering.LAUNCH_CACHES["merge_state"], "found", None)
-    assert not _repeats(merger, *_states())
+def test_an_op_without_an_entry_is_not_replayed(merger: Merger, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepared_call.LAUNCH_CACHES["merge_state"], "entry", None)
+    assert not _replays(merger, *_states())
 
 
-def test_a_tensor_that_is_neither_given_nor_held_is_read_by_the_method(merger: Merger):
+def test_a_tensor_that_is_neither_argument_nor_owned_is_not_replayed(merger: Merger):
     v, s = _states()
     merger.merge_own((v[0], s[0]))
-    merger.mark, merger.own, other = 2, torch.ones(4, 2, 8), torch.zeros(0)
+    merger.key, merger.own, other = 2, torch.ones(4, 2, 8), torch.zeros(0)
     merger._owned_tensors = lambda: [other]  # type: ignore[method-assign]
     for calls in (2, 3):
         merger.merge_own((v[0], s[0]))
         assert merger.calls == calls
 
 
-def test_two_arguments_of_one_memory_are_not_told_apart(merger: Merger):
+def test_two_arguments_of_one_storage_are_not_replayed(merger: Merger):
     both = torch.zeros(144)
-    assert not _repeats(merger, both[:128].view(2, 4, 2, 8), both[128:].view(2, 4, 2))
+    assert not _replays(merger, both[:128].view(2, 4, 2, 8), both[128:].view(2, 4, 2))
 
 
 @pytest.mark.parametrize(
@@ -179,18 +178,18 @@ def test_two_arguments_of_one_memory_are_not_told_apart(merger: Merger):
     }.items(),
     ids=lambda item: item[0],
 )
-def test_lists_and_subclasses_are_left_to_the_method(merger: Merger, change: Any):
+def test_lists_and_subclasses_are_not_cached(merger: Merger, change: Any):
     v, s = _states()
     for calls in (1, 2):
         merger.merge_own(*change[1](v[0], s[0]))
         assert merger.calls == calls
 
 
-def test_options_without_a_hash_are_left_to_the_method(merger: Merger):
+def test_options_without_a_hash_are_not_cached(merger: Merger):
     class Scale(float):
         __hash__ = None  # type: ignore[assignment]
 
-    assert not _repeats(merger, *_states(), scale=Scale(1.0))
+    assert not _replays(merger, *_states(), scale=Scale(1.0))
 
 
 class Mode(torch.utils._python_dispatch.TorchDispatchMode):
@@ -203,9 +202,9 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_who_looks_on_sees_the_op(merger: Merger):
+def test_interposed_modes_and_profilers_observe_the_op(merger: Merger):
     states = _states()
-    assert _repeats(merger, *states)
+    assert _replays(merger, *states)
     with Mode() as mode:
         merger.merge(*states)
     assert "attn.merge_state.default" in mode.seen
@@ -223,26 +222,26 @@ def test_who_looks_on_sees_the_op(merger: Merger):
 
 def test_a_compiled_call_is_one_op(merger: Merger):
     states = _states()
-    assert _repeats(merger, *states)
+    assert _replays(merger, *states)
     v, s = torch.compile(lambda v, s: merger.merge(v, s), fullgraph=True, backend="aot_eager")(*states)
     assert (v.shape, s.shape) == ((4, 2, 8), (4, 2))
 
 
 @pytest.mark.usefixtures("merger")
-def test_what_is_remembered_does_not_keep_the_owner():
+def test_prepared_methods_do_not_keep_the_owner_alive():
     other = Merger()
-    assert _repeats(other, *_states())
-    kept, owner = list(other._memory.values()), weakref.ref(other)
+    assert _replays(other, *_states())
+    kept, owner = list(other._prepared_methods.values()), weakref.ref(other)
     del other
     assert kept
     assert owner() is None
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda owner: pickle.loads(pickle.dumps(owner))])
-def test_a_copy_of_the_owner_remembers_for_itself(merger: Merger, duplicate: Any):
-    assert _repeats(merger, *_states())
+def test_a_copy_of_the_owner_has_its_own_prepared_methods(merger: Merger, duplicate: Any):
+    assert _replays(merger, *_states())
     other = duplicate(merger)
-    assert _repeats(other, *_states())
+    assert _replays(other, *_states())
     assert (merger.calls, other.calls) == (1, 2)
 
 
@@ -261,7 +260,7 @@ def _plan(wrapper: Any, table: list[Tensor], **options: Any) -> None:
 
 
 def test_a_wrapper_remembers_until_it_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(remembering.LAUNCH_CACHES, "batch_decode", Remembered(4, 0, 2))
+    monkeypatch.setitem(prepared_call.LAUNCH_CACHES, "batch_decode", OneEntry(4, 0, 2))
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
 
@@ -285,7 +284,7 @@ def test_a_wrapper_remembers_until_it_is_planned_otherwise(monkeypatch: pytest.M
 
 
 def test_another_number_of_rows_is_checked_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(remembering.LAUNCH_CACHES, "batch_decode", Remembered(4, 0, 2))
+    monkeypatch.setitem(prepared_call.LAUNCH_CACHES, "batch_decode", OneEntry(4, 0, 2))
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
     _plan(wrapper, table)

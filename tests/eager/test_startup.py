@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_driver import compiled
+from helpers.fake_driver import UncompiledKernel, compiled
 
 pytest.importorskip("triton")
 
@@ -36,7 +36,7 @@ if torch.cuda.is_available():
     torch.cuda.init()
 sys.meta_path.insert(0, Watch())
 startup.prepare(torch.device("cuda"))
-startup.wait()
+startup.wait_until_prepared()
 launch_cache.native()
 driver, key = startup._preparing()
 assert driver.done() and key.result()
@@ -120,17 +120,17 @@ def test_what_is_begun_is_by_the_device(device: str, begun: list[str], monkeypat
 
 
 def test_a_kernel_is_compiled_after_what_was_begun(monkeypatch: pytest.MonkeyPatch):
-    class Source:
+    class Kernel(UncompiledKernel):
         def warmup(self, *args: Any, **options: Any) -> Any:
             order.append("compiled")
             return compiled()
 
     order: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(launch, "wait", lambda: order.append("waited"))
-    monkeypatch.setattr(launch, "_make_ready", lambda key, kernel: None)
-    kernel: Any = Source()
-    launch._launch_direct(kernel, (1,), (torch.zeros(4),), (), (), (), launch.Options(), False)
+    monkeypatch.setattr(launch, "wait_until_prepared", lambda: order.append("waited"))
+    monkeypatch.setattr(launch, "_insert", lambda key, kernel: None)
+    kernel: Any = Kernel()
+    launch._launch_direct(kernel, (1,), (torch.zeros(4), None, torch.zeros(4), 7, 0.5, 16), launch.Options(), False)
     assert order == ["waited", "compiled"]
 
 
@@ -138,4 +138,4 @@ def test_what_failed_is_left_to_who_uses_it(monkeypatch: pytest.MonkeyPatch):
     failed: Future[Any] = Future()
     failed.set_exception(RuntimeError("0 active drivers"))
     monkeypatch.setattr(startup, "_preparing", lambda: (failed,))
-    startup.wait()
+    startup.wait_until_prepared()

@@ -22,10 +22,10 @@ def _same(first: Any, second: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _calls_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    remember = PreparedMethod._remember
+    insert = PreparedMethod._insert
 
     def twice(self: PreparedMethod, key: Any, args: Any, kwargs: Any) -> Any:
-        first = remember(self, key, args, kwargs)
+        first = insert(self, key, args, kwargs)
         if key is None:
             return first
         second = self.call(*args, **kwargs)
@@ -34,4 +34,4 @@ def _calls_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return second
 
     if torch.cuda.is_available():
-        monkeypatch.setattr(PreparedMethod, "_remember", twice)
+        monkeypatch.setattr(PreparedMethod, "_insert", twice)

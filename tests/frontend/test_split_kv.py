@@ -118,5 +118,7 @@ def test_a_captured_prefill_has_capacity_for_the_splits_of_its_first_plan() -> N
         wrapper.plan(r.qo_indptr, *r.table, *r.sizes, fixed_split_size=4)
         r.expected().check(wrapper.run(r.q, r.cache("tensor")))
     r = Requests((700, 600), (2, 2))
-    with pytest.raises(CapacityError, match=r"has 22 splits of KV and the first plan capacity for 16; expected capacity for"):
+    with pytest.raises(
+        CapacityError, match=r"has 22 splits of KV and the first plan capacity for 16; expected capacity for"
+    ):
         wrapper.plan(r.qo_indptr, *r.table, *r.sizes, fixed_split_size=4)

@@ -1,4 +1,4 @@
-"""A driver that only looks, for what is launched on a machine without a GPU, and kernels as Triton describes them."""
+"""A fake CUDA driver that records launches on a machine without a GPU, and kernels as Triton describes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops.eager import launch_cache as memory
+from attn_ops.eager import launch_cache
 
 HEADER = Path(sysconfig.get_path("include"), "Python.h")
 POSSIBLE = HEADER.exists() and shutil.which("gcc") and (torch.version.cuda is None or torch.cuda.is_available())
@@ -23,13 +23,14 @@ needs_a_compiler = pytest.mark.skipif(
 
 STREAM, FUNCTION = 77, 1234
 SIGNATURE = {"a": "*fp32", "none": "constexpr", "out": "*fp32", "n": "i32", "scale": "fp32", "BLOCK": "constexpr"}
-REST = (7, 0.5, 16)
-KINDS = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
+SCALARS_AND_CONSTANTS = (7, 0.5, 16)
+"""Arguments after the tensors of SIGNATURE."""
+PARAMETER_TYPES = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
 
-ONLOOKER = """
+DRIVER_SOURCE = """
 #include <cuda.h>
 #include <string.h>
-unsigned grid[3], block[3], shared, early, launches, maps, map_answer, capturing, device, device_answer;
+unsigned grid[3], block[3], shared, pdl, launches, maps, map_answer, capturing, device, device_answer;
 long long map[8];
 void *stream, *function;
 char values[6][8];
@@ -39,34 +40,35 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void 
     for (int i = 0; i < 3; i++) grid[i] = sizes[i], block[i] = sizes[i + 3];
     shared = c->sharedMemBytes, stream = c->hStream, function = f, launches++;
     for (int i = 0; i < 6; i++) memcpy(values[i], p[i], i == 2 || i == 3 ? 4 : 8);
-    early = c->numAttrs == 1 && c->attrs->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    pdl = c->numAttrs == 1 && c->attrs->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             && c->attrs->value.programmaticStreamSerializationAllowed == 1;
     return extra ? CUDA_ERROR_INVALID_VALUE : answer;
 }
 CUresult cuTensorMapEncodeTiled(
     CUtensorMap *m, CUtensorMapDataType type, cuuint32_t rank, void *address, const cuuint64_t *sizes,
-    const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *every, CUtensorMapInterleave interleave,
-    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
-    long long told[] = {type, swizzle, rank, sizes[0], sizes[1], strides[0], box[0], box[1]};
-    memcpy(map, told, sizeof told);
+    const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *element_strides,
+    CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+    CUtensorMapFloatOOBfill fill) {
+    long long values[] = {type, swizzle, rank, sizes[0], sizes[1], strides[0], box[0], box[1]};
+    memcpy(map, values, sizeof values);
     maps++;
     memcpy(m, &address, sizeof address);
-    return map_answer || (unsigned long long)m % 64 || every[rank - 1] != 1;
+    return map_answer || (unsigned long long)m % 64 || element_strides[rank - 1] != 1;
 }
 CUresult cuCtxGetDevice(CUdevice *d) { *d = device; return device_answer; }
 CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = capturing; return CUDA_SUCCESS; }
-CUresult cuGetErrorString(CUresult code, const char **text) { *text = "as it was told to"; return 0; }
+CUresult cuGetErrorString(CUresult code, const char **text) { *text = "as set by the test"; return 0; }
 """
 
 
-class Onlooker:
-    """A driver on a machine without one: what it was last told to launch."""
+class FakeDriver:
+    """The last launch and the last tensor map that this driver got, and the answers that it gives."""
 
     def __init__(self, folder: Path) -> None:
         from triton.backends.nvidia.driver import include_dirs
 
         source, self.path = folder / "driver.c", folder / "libdriver.so"
-        source.write_text(ONLOOKER)
+        source.write_text(DRIVER_SOURCE)
         includes = [f"-I{path}" for path in include_dirs]
         subprocess.run(["gcc", "-shared", "-fPIC", *includes, source, "-o", self.path], check=True)
         self.library = ctypes.CDLL(str(self.path))
@@ -84,30 +86,31 @@ class Onlooker:
 
     def values(self) -> list[Any]:
         at = ctypes.addressof(ctypes.c_char.in_dll(self.library, "values"))
-        return [kind.from_address(at + 8 * i).value for i, kind in enumerate(KINDS)]
+        return [kind.from_address(at + 8 * i).value for i, kind in enumerate(PARAMETER_TYPES)]
 
-    def tell(self, name: str, value: int) -> None:
+    def set(self, name: str, value: int) -> None:
+        """Set what the driver answers from now on."""
         ctypes.c_uint.in_dll(self.library, name).value = value
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Onlooker:
-    onlooker = Onlooker(tmp_path_factory.mktemp("driver"))
+def built(tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
+    fake_driver = FakeDriver(tmp_path_factory.mktemp("driver"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "DRIVER", str(onlooker.path))
-        memory._building.cache_clear()
-        assert memory.native() is not None
-        yield onlooker
-    memory._building.cache_clear()
+        patch.setattr(launch_cache, "DRIVER", str(fake_driver.path))
+        launch_cache._building.cache_clear()
+        assert launch_cache.native() is not None
+        yield fake_driver
+    launch_cache._building.cache_clear()
 
 
 @pytest.fixture
-def onlooker(built: Onlooker, monkeypatch: pytest.MonkeyPatch) -> Onlooker:
+def fake_driver(built: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     for name in ("answer", "map_answer", "capturing", "device", "device_answer"):
-        built.tell(name, 0)
+        built.set(name, 0)
     return built
 
 
@@ -119,6 +122,19 @@ def compiled(signature: dict[str, str] = SIGNATURE, **metadata: Any) -> Any:
         name="kernel",
         kernel=b"",
     )
+
+
+class UncompiledKernel:
+    """A kernel with the parameters of ``SIGNATURE``, as far as ``launch`` uses one that is not compiled."""
+
+    arg_names = tuple(SIGNATURE)
+    params = tuple(
+        types.SimpleNamespace(is_constexpr=name == "BLOCK", do_not_specialize=name in ("n", "scale"))
+        for name in SIGNATURE
+    )
+
+    def warmup(self, *args: Any, **options: Any) -> Any:
+        return compiled()
 
 
 @pytest.fixture

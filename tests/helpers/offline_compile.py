@@ -48,13 +48,10 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
     """Launches only compile, with the tiles of that GPU, into the list: a kernel and its arguments each."""
     compiled: Compiled = []
 
-    def compile_only(
-        kernel: Any, grid: Any, tensors: Any, scalars: Any, strides: Any, constants: Any, options: Any, run: bool
-    ) -> None:
-        args = (*tensors, *scalars, *strides, *constants)
-        result = kernel.warmup(*args, grid=tuple(grid), **options.keywords())
+    def compile_only(kernel: Any, grid: Any, values: Any, options: Any, run: bool) -> None:
+        result = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
         result = result.result() if hasattr(result, "result") else result
-        compiled.append((result, dict(zip(kernel.arg_names, args, strict=True))))
+        compiled.append((result, dict(zip(kernel.arg_names, values, strict=True))))
 
     def shared_memory(device: torch.device) -> tuple[int, int]:
         per_block, per_multiprocessor = SHARED_MEMORY[capability]
