@@ -375,8 +375,8 @@ def store_half(
         gl.store(partial + at[:, None] * CKV + d[None, :], value, mask=stored[:, None])
         partial_lse = partial + slots.to(gl.int64) * (TILE_ROWS * HEADS * CKV)
         if own == 0:
-            lse_at = partial_lse + (slot_row + tile_row) * HEADS + head
-            gl.store(lse_at, log_sum_exp(row_max, row_sum), mask=exists & (tile.slot < slots))
+            slot_lse_at = partial_lse + (slot_row + tile_row) * HEADS + head
+            gl.store(slot_lse_at, log_sum_exp(row_max, row_sum), mask=exists & (tile.slot < slots))
     else:
         at = (tile.row + value_row).to(gl.int64) * HEADS + value_head
         gl.store(out + at[:, None] * CKV + d[None, :], value.to(out.dtype.element_ty), mask=value_exists[:, None])
@@ -452,7 +452,7 @@ def consume_kv_tiles(
 
 
 @gluon.jit(do_not_specialize=["scale", "rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"])
-def mla_kernel(
+def hopper_mla_kernel(
     q_nope,  # [rows, HEADS, 512]
     q_pe,  # [rows, HEADS, 64]
     ckv,  # [num_pages, PAGE_SIZE, 512]
@@ -567,7 +567,7 @@ def batch_mla(
     num_items, pdl = triton.cdiv(rows, tile_rows) + max_batch + partials, read_plan_early(out, max_batch)
     caches = ckv_cache, kpe_cache
     launch(
-        mla_kernel,
+        hopper_mla_kernel,
         (num_items * triton.cdiv(tile_rows * heads, PACKED_ROWS.value),),
         (
             q_nope,

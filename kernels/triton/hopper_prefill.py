@@ -399,8 +399,8 @@ def store_result(
         stored = (value_exists & (tile.slot < slots))[:, None]
         gl.store(partial + value_at[:, None] * DIM + value_d[None, :], result, mask=stored)
         partial_lse = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM)
-        lse_at = partial_lse + (slot_row + tile_row) * NUM_HEADS + tile.first_head + head
-        gl.store(lse_at, sums, mask=exists & (tile.slot < slots))
+        slot_lse_at = partial_lse + (slot_row + tile_row) * NUM_HEADS + tile.first_head + head
+        gl.store(slot_lse_at, sums, mask=exists & (tile.slot < slots))
     else:
         staged.store(result.to(staged.dtype))
         out_at, out_exists = packed_row_offsets(tile, first_packed_row, rows, NUM_HEADS * DIM, DIM, DIM, GROUP)
@@ -444,9 +444,8 @@ def consume_kv_tiles(
     first_packed_row = tile.first_packed_row + (0 if SPLIT_KV_OVER_WARPGROUPS else warpgroup * PACKED_ROWS)
 
     for part in gl.static_range(len(query)):
-        COLUMNS: gl.constexpr = query[part].shape[2]
         q_at, exists = packed_row_offsets(
-            tile, first_packed_row, rows, arguments.q_strides[0], arguments.q_strides[1], COLUMNS, GROUP
+            tile, first_packed_row, rows, *arguments.q_strides, query[part].shape[2], GROUP
         )
         query[part].index(warpgroup).store(gl.load(arguments.q + part * DIM + q_at, mask=exists, other=0.0))
     fence_async_shared()
@@ -513,7 +512,7 @@ def consume_kv_tiles(
         *("scale", "cap", "window_left", "rows", "kv_rows", "num_pages", "max_pages", "max_items", "max_batch", "slots")
     ]
 )
-def prefill_hopper_kernel(
+def hopper_prefill_kernel(
     q,  # [rows, NUM_KV_HEADS * GROUP, DIM + DIM_B]
     k,  # tensor map [num_pages, PAGE_SIZE, NUM_KV_HEADS, DIM + DIM_B] or [1, kv_rows, ...]
     v,  # tensor map with DIM instead
@@ -650,7 +649,7 @@ def launch_tiles(
     if plan is not None:
         capacities = plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], num_partials(plan)
     launch(
-        prefill_hopper_kernel,
+        hopper_prefill_kernel,
         (num_items * num_kv_heads * triton.cdiv(tile_rows * group, 2 * PACKED_ROWS.value),),
         (
             *(x.q, k, v, lse if o.sinks is None else o.sinks, out, lse, lse if workspace is None else workspace),
