@@ -54,7 +54,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton
-from attn_ops.kernels.triton.combine_prefill import merge_tiles
+from attn_ops.kernels.triton.combine_prefill import combine_split_tiles
 from attn_ops.kernels.triton.hopper_common import (
     OPERAND,
     PACKED_ROWS,
@@ -593,5 +593,5 @@ def batch_mla(
         Options(WARPS.value, launch_pdl=pdl),
     )
     if partials:
-        merge_tiles(out, lse, workspace, None, p)
+        combine_split_tiles(out, lse, workspace, None, p)
     return out, lse
