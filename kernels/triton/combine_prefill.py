@@ -101,7 +101,7 @@ def combine_prefill_kernel(
     LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: a capacity of the plan, at most MAX_PROGRAMS; persistent over jobs. A job is an output row or a slice of it.
+    """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS. A job is an output row or a slice of one.
     Owns: jobs ``program_id``, ``program_id + num_programs`` and so on.
     Loop invariant: ``row`` to ``num_splits`` are the record of the split tile of ``job``.
     Barriers: none in a program of one warp; ``griddepcontrol.wait`` before the first partial result is loaded.
