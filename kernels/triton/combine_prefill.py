@@ -1,4 +1,8 @@
-"""Merging the pieces of prefill tiles whose KV was split over several work items."""
+"""Combine of prefill: the output of split query tiles from the partial results of their splits.
+
+An output row is one query row and one head; a split tile has ``TILE_ROWS * HEADS`` of them. Programs take output rows
+in turn. While there are fewer rows than programs a row is divided into slices of columns.
+"""
 
 from __future__ import annotations
 
@@ -8,138 +12,164 @@ from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
 from attn_ops.kernels.triton.pdl import acquire
 from attn_ops.kernels.triton.softmax import LOG2E, add_sink, finite, inverse, log_sum_exp
+from attn_ops.kernels.triton.work_item import (
+    SPLIT_TILE_ROW,
+    SPLIT_TILE_ROWS,
+    SPLIT_TILE_SLOT,
+    SPLIT_TILE_SLOTS,
+    SPLIT_TILE_STRIDE,
+)
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
 
-SLICE, SLICE_PIECES = 64, 64
-"""Elements of a row, and pieces, that a program reads at a time where there are fewer rows than programs."""
+SLICE_COLUMNS = 64
+"""Columns of a slice."""
 
-READ = 2048
-"""Elements that it reads at a time, of whole rows, where there are more."""
+SLICE_SPLITS = 64
+"""Partial results of a slice that a program loads in one step."""
 
-MERGE_PROGRAMS = 1024
-"""Programs at most: where nothing was split each takes time to find that out."""
+STEP_ELEMENTS = 2048
+"""Elements of partial results that a program loads in one step of whole rows."""
 
-FEW_SPLITS = 1024
-"""Of so many, one warp keeps account: it needs no barriers, which take longer than all else that a program does."""
+MAX_PROGRAMS = 1024
+"""Programs of a launch. When no tile is split each of them takes time to find that out."""
+
+MAX_SPLIT_TILES_OF_ONE_WARP = 1024
+"""Largest capacity of split tiles for programs of one warp: counting them then needs no barriers."""
 
 
 @triton.jit
-def merge_job(
-    out, lse, partial, sinks, row, count, first, pieces, rows, slots, pair, first_d,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr,
+def combine_row(
+    out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row, first_d,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Write ``BLOCK_DIM`` elements from ``first_d`` on of one pair of a row and a head of a split tile."""
-    PAIRS: tl.constexpr = TILE_ROWS * HEADS
-    first, head, d = tl.maximum(first, 0), pair % HEADS, first_d + tl.arange(0, BLOCK_DIM)
-    stop = tl.minimum(first + pieces, slots)
-    sums = partial + tl.cast(slots, tl.int64) * (PAIRS * DIM)
-    m = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
+    """Write ``BLOCK_DIM`` columns from ``first_d`` on of ``output_row`` of a split tile.
+
+    The tile has ``count`` query rows from ``row`` on, and ``num_splits`` partial results from ``first_slot`` on.
+    """
+    OUTPUT_ROWS: tl.constexpr = TILE_ROWS * HEADS
+    first_slot, head, d = tl.maximum(first_slot, 0), output_row % HEADS, first_d + tl.arange(0, BLOCK_DIM)
+    end_slot = tl.minimum(first_slot + num_splits, slots)
+    partial_lse = partial + tl.cast(slots, tl.int64) * (OUTPUT_ROWS * DIM)
+    row_max = tl.full((1,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, BLOCK_DIM), tl.float32)
-    for slot in range(first, stop, BLOCK_SLOTS):
-        index = slot + tl.arange(0, BLOCK_SLOTS)
-        at, mask = index.to(tl.int64) * PAIRS + pair, index < stop
-        s = tl.load(sums + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    for step_slot in range(first_slot, end_slot, BLOCK_SPLITS):
+        slot = step_slot + tl.arange(0, BLOCK_SPLITS)
+        at, mask = slot.to(tl.int64) * OUTPUT_ROWS + output_row, slot < end_slot
+        # A partial result is a state with a row_sum of 1. Its LSE and output were written by another SM: not from L1.
+        split_lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         at, mask = at[:, None] * DIM + d, mask[:, None] & (d < DIM)
-        v = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
-        top = tl.maximum(m, tl.max(s, 0, keep_dims=True))
-        decay, weight = tl.exp2(m - finite(top)), tl.exp2(s - finite(top))
-        m, total = top, total * decay + tl.sum(weight, 0, keep_dims=True)
-        acc = acc * decay[:, None] + tl.sum(weight[:, None] * v, 0, keep_dims=True)
+        split_out = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
+        new_max = tl.maximum(row_max, tl.max(split_lse, 0, keep_dims=True))
+        alpha, weight = tl.exp2(row_max - finite(new_max)), tl.exp2(split_lse - finite(new_max))
+        row_max, row_sum = new_max, row_sum * alpha + tl.sum(weight, 0, keep_dims=True)
+        acc = acc * alpha[:, None] + tl.sum(weight[:, None] * split_out, 0, keep_dims=True)
     if SINKS:
-        m, total, acc = add_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
-    if (pair < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + pair // HEADS, rows):
-        at = row.to(tl.int64) * HEADS + pair + tl.zeros((1,), tl.int64)
-        value = (acc * inverse(total)[:, None]).to(out.dtype.element_ty)
+        row_max, row_sum, acc = add_sink(row_max, row_sum, acc, tl.load(sinks + head) * LOG2E)
+    if (output_row < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + output_row // HEADS, rows):
+        at = row.to(tl.int64) * HEADS + output_row + tl.zeros((1,), tl.int64)
+        value = (acc * inverse(row_sum)[:, None]).to(out.dtype.element_ty)
         tl.store(out + at[:, None] * DIM + d[None, :], value, mask=(d < DIM)[None, :])
         if LSE:
-            tl.store(lse + at, log_sum_exp(m, total))
+            tl.store(lse + at, log_sum_exp(row_max, row_sum))
 
 
-@triton.jit(do_not_specialize=["rows", "slots", "max_splits"])
-def merge_tiles_kernel(
+@triton.jit(do_not_specialize=["rows", "slots", "max_split_tiles"])
+def combine_prefill_kernel(
     out,  # [rows, HEADS, DIM]
-    lse,  # [rows, HEADS] or [0]
-    partial,  # [slots, TILE_ROWS, HEADS, DIM], then [slots, TILE_ROWS, HEADS]
+    lse,  # float32 [rows, HEADS] or [0]
+    partial,  # float32 [slots, TILE_ROWS, HEADS, DIM], then the LSE [slots, TILE_ROWS, HEADS]
     sinks,  # [HEADS] or None
-    merges,  # [max_splits, 4]
-    rows,
-    slots,
-    max_splits,
+    split_tiles,  # [max_split_tiles, SPLIT_TILE_STRIDE]
+    rows,  # of out
+    slots,  # of the workspace
+    max_split_tiles,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,  # power of 2, at least DIM
-    BLOCK_SLOTS: tl.constexpr,
-    SLICE: tl.constexpr,
-    SLICE_SLOTS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,  # power of 2, at least max_splits
-    FIXED: tl.constexpr,  # a row is merged alike in every batch
+    BLOCK_SPLITS: tl.constexpr,  # partial results loaded in a step of whole rows
+    SLICE_DIM: tl.constexpr,  # columns of a slice
+    SLICE_SPLITS: tl.constexpr,  # partial results loaded in a step of a slice
+    BLOCK_SPLIT_TILES: tl.constexpr,  # power of 2, at least max_split_tiles
+    FIXED: tl.constexpr,  # always slices, so that the order of additions does not depend on the batch
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    SLICES: tl.constexpr = (DIM + SLICE - 1) // SLICE
-    PAIRS: tl.constexpr = TILE_ROWS * HEADS
+    """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS. A job is an output row or a slice of one.
+    Owns: jobs ``program_id``, ``program_id + num_programs`` and so on.
+    Loop invariant: ``row`` to ``num_splits`` are the record of the split tile of ``job``.
+    Barriers: none in a program of one warp; ``griddepcontrol.wait`` before the first partial result is loaded.
+    Bound by: latency of loads; the plan is read before the wait so that it overlaps the attention kernel.
+    """
+    SLICES: tl.constexpr = (DIM + SLICE_DIM - 1) // SLICE_DIM
+    OUTPUT_ROWS: tl.constexpr = TILE_ROWS * HEADS
     if PDL:
         acquire()
-    # What is read of the plan was there before the pieces were.
-    split = tl.arange(0, BLOCK_SPLITS)
-    is_split = tl.load(merges + split * 4 + 3, mask=split < max_splits, other=0) > 0
-    pairs = tl.sum(is_split.to(tl.int32), 0) * PAIRS
-    sliced = FIXED or 2 * pairs < tl.num_programs(0)
+    # The plan was complete before the attention kernel began.
+    index = tl.arange(0, BLOCK_SPLIT_TILES)
+    num_slots = tl.load(
+        split_tiles + index * SPLIT_TILE_STRIDE + SPLIT_TILE_SLOTS, mask=index < max_split_tiles, other=0
+    )
+    output_rows = tl.sum((num_slots > 0).to(tl.int32), 0) * OUTPUT_ROWS
+    sliced = FIXED or 2 * output_rows < tl.num_programs(0)
     slices = SLICES if sliced else 1
-    job, jobs = tl.program_id(0), pairs * slices
-    # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
-    # the pointers it was given.
-    record = merges + tl.minimum(job // slices // PAIRS, max_splits - 1) * 4
-    row, count, first, pieces = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    job, jobs = tl.program_id(0), output_rows * slices
+    # Loaded here, not by a function: see work_item.py.
+    record = split_tiles + tl.minimum(job // slices // OUTPUT_ROWS, max_split_tiles - 1) * SPLIT_TILE_STRIDE
+    row, count = tl.load(record + SPLIT_TILE_ROW), tl.load(record + SPLIT_TILE_ROWS)
+    first_slot, num_splits = tl.load(record + SPLIT_TILE_SLOT), tl.load(record + SPLIT_TILE_SLOTS)
     if PDL:
         if job >= jobs:
             gdc_launch_dependents()
         gdc_wait()
         gdc_launch_dependents()
     while job < jobs:
-        pair = job // slices % PAIRS
+        output_row = job // slices % OUTPUT_ROWS
         if sliced:
-            merge_job(
-                out, lse, partial, sinks, row, count, first, pieces, rows, slots, pair, job % SLICES * SLICE,
-                HEADS, DIM, TILE_ROWS, SLICE, SLICE_SLOTS, SINKS, LSE,
+            combine_row(
+                out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row,
+                job % SLICES * SLICE_DIM, HEADS, DIM, TILE_ROWS, SLICE_DIM, SLICE_SPLITS, SINKS, LSE,
             )  # fmt: skip
         else:
-            merge_job(
-                out, lse, partial, sinks, row, count, first, pieces, rows, slots, pair, 0,
-                HEADS, DIM, TILE_ROWS, BLOCK_DIM, BLOCK_SLOTS, SINKS, LSE,
+            combine_row(
+                out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row,
+                0, HEADS, DIM, TILE_ROWS, BLOCK_DIM, BLOCK_SPLITS, SINKS, LSE,
             )  # fmt: skip
         job += tl.num_programs(0)
         if job < jobs:
-            record = merges + job // slices // PAIRS * 4
-            row, count, first, pieces = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+            record = split_tiles + job // slices // OUTPUT_ROWS * SPLIT_TILE_STRIDE
+            row, count = tl.load(record + SPLIT_TILE_ROW), tl.load(record + SPLIT_TILE_ROWS)
+            first_slot, num_splits = tl.load(record + SPLIT_TILE_SLOT), tl.load(record + SPLIT_TILE_SLOTS)
 
 
-def merge_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: PrefillPlan) -> None:
-    """Write the rows of the tiles that the plan splits; ``lse`` has no elements where none is asked for.
+def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: PrefillPlan) -> None:
+    """Write the rows of ``out`` and ``lse`` whose query tiles the plan splits, from the partial results.
 
-    Their pairs of a row and a head are dealt out to the programs, in slices if they are few.
+    out        ``[rows, heads, dim]``
+    lse        float32 ``[rows, heads]``, or ``[0]`` if it is not wanted
+    workspace  of the plan's planner, with the partial results of this call
+    sinks      float32 ``[heads]`` or None; each is added once to a row
     """
     rows, heads, dim = out.shape
-    problem, max_splits, pdl = PlanProblem.of(plan.problem), plan.split_tiles.shape[0], starts_early(out)
+    problem, max_split_tiles, pdl = PlanProblem.of(plan.problem), plan.split_tiles.shape[0], starts_early(out)
     fixed = problem.split > 0
     block = triton.next_power_of_2(dim)
-    part = min(SLICE, block)
+    slice_dim = min(SLICE_COLUMNS, block)
     launch(
-        merge_tiles_kernel,
-        (min(max_splits * problem.tile_rows * heads * triton.cdiv(dim, part), MERGE_PROGRAMS),),
+        combine_prefill_kernel,
+        (min(max_split_tiles * problem.tile_rows * heads * triton.cdiv(dim, slice_dim), MAX_PROGRAMS),),
         (out, lse, workspace, sinks, plan.split_tiles),
-        (rows, num_partials(plan), max_splits),
+        (rows, num_partials(plan), max_split_tiles),
         (),
         (
-            *(heads, dim, problem.tile_rows, block, max(1, READ // block), part, SLICE_PIECES),
-            *(triton.next_power_of_2(max_splits), fixed, sinks is not None, lse.dim() > 1, pdl),
+            *(heads, dim, problem.tile_rows, block, max(1, STEP_ELEMENTS // block), slice_dim, SLICE_SPLITS),
+            *(triton.next_power_of_2(max_split_tiles), fixed, sinks is not None, lse.dim() > 1, pdl),
         ),
-        Options(1 if max_splits <= FEW_SPLITS and not fixed else 4, launch_pdl=pdl),
+        Options(1 if max_split_tiles <= MAX_SPLIT_TILES_OF_ONE_WARP and not fixed else 4, launch_pdl=pdl),
     )

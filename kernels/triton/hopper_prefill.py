@@ -1,12 +1,48 @@
-"""Prefill on Hopper, in Gluon: one program per work item, KV head and block of the item's pairs of a row and a head.
+"""Prefill on Hopper, in Gluon: warp-specialised, two producer warps and two consumer warpgroups for each CTA.
 
-Warps have roles. One asks the copy engine (TMA) for blocks of keys, which come into a ring in shared memory, as far
-ahead as it is long, and one for blocks of values. Two warpgroups attend. They have 64 pairs each or, of a tile that has
-no more, they split its KV tiles and reduce at the end. They issue the products
-of the queries with the next keys, and of the weights with the last values, before they make weights of the next logits:
-the tensor cores work meanwhile.
+A CTA computes a range of packed rows of one work item for one KV head (:mod:`.hopper_common`). Producer warps load KV
+tiles by TMA into rings in shared memory, one ring for keys and one for values. Consumer warpgroups compute attention.
+They have 64 packed rows each. A query tile of at most 64 packed rows is split the other way
+(SPLIT_KV_OVER_WARPGROUPS): both consumers have all rows, take alternate KV tiles and reduce their states at the end.
 
-Packages of AOTInductor do without: they hold Triton alone. Work items and partial results are those of :mod:`.prefill`.
+Inductor and AOTInductor packages contain Triton only, so a compiled graph calls the op for this kernel. Work items and
+partial results are those of :mod:`.prefill`.
+
+Schedule
+--------
+KV tile ``j`` lies in stage ``j % STAGES`` of its ring. Its loads complete ``full[j % (2 * STAGES)]``; consumers arrive
+on ``empty[j % STAGES]``. S is a tile of logits, P of probabilities, O the accumulator.
+
+prologue
+    0.  [all warps]    read the work item; ``griddepcontrol.wait``; return if there are no packed rows
+mainloop, for each KV tile j
+    1.  [producer K]   load the page numbers of tile j
+    2.  [producer K]   wait for ``k_ring.empty[j]``; expect the bytes of the tile on ``k_ring.full[j]``; issue TMA loads
+    3.  [producer V]   the same with ``v_ring``. Where the KV ends inside a box: wait for the loads on the staging
+                       barrier, set the rows after the last token to 0, arrive on ``v_ring.full[j]``
+    4.  [consumer]     issue S_j = Q K_j^T; tile 0: wait for ``k_ring.full[0]`` before it
+    5.  [consumer]     wait for ``v_ring.full[j-1]``; issue O += P_{j-1} V_{j-1}
+    6.  [consumer]     wait for S_j, while O is computed; arrive on ``k_ring.empty[j]``
+    7.  [consumer]     soft cap, mask, online softmax: P_j and alpha
+    8.  [consumer]     wait for ``k_ring.full[j+1]``
+    9.  [consumer]     wait for O; arrive on ``v_ring.empty[j-1]``; O *= alpha; round P_j to 16 bits
+epilogue
+    10. [consumer]     wait for ``v_ring.full`` of the last tile; O += P V
+    11. [consumer 1]   SPLIT_KV_OVER_WARPGROUPS: store the state (m, l, O) in the ring of values, arrive
+    12. [consumer 0]   SPLIT_KV_OVER_WARPGROUPS: wait for it and add it
+    13. [consumer]     divide by l; store output and LSE, or the partial result in its slot
+
+Steps 5 to 9 of one consumer, and the two consumers, overlap::
+
+    time                ---->
+    [producer K]  TMA   K0 K1 K2 - - - - K3 - - - - - - K4 - - - - -
+    [producer V]  TMA   V0 V1 V2 - - - - - - - V3 - - - - - - V4 - -
+    [consumer 0]  WGMMA    S0 - - - - - S1 O0 - - - - - S2 O1 - - - -
+                  ALU         softmax 0      softmax 1        softmax 2
+    [consumer 1]  WGMMA       S0 - - - - - - S1 O0 - - - - - S2 O1 -
+                  ALU            softmax 0         softmax 1       sof
+
+``docs/contributing/kernels/hopper_schedule.md`` has the figure.
 """
 
 from __future__ import annotations
@@ -17,21 +53,31 @@ from typing import Any, NamedTuple
 import triton
 from attn_ops.kernels.triton.hopper_common import (
     OPERAND,
-    PAIRS,
+    PACKED_ROWS,
     WARPS,
-    Tile,
+    QueryTile,
     allocate_barriers,
-    bounded,
-    load_item,
+    clamp_begin,
     load_page,
     load_shared,
-    locate,
+    load_work_item,
+    locate_packed_rows,
     store_shared,
 )
 from attn_ops.kernels.triton.launch import Options, launch, starts_early
 from attn_ops.kernels.triton.pdl import acquire, read_plan_early
 from attn_ops.kernels.triton.prefill_call import Operands, prefill_ops
-from attn_ops.kernels.triton.softmax import LOG2E, exp2, finite, inverse, join_sink, log_sum_exp, soft_cap
+from attn_ops.kernels.triton.softmax import (
+    LOG2E,
+    combine,
+    exp2,
+    finite,
+    inverse,
+    join_sink,
+    log_sum_exp,
+    online_softmax_update,
+    soft_cap,
+)
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,258 +95,92 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
 
-REGISTERS = gl.constexpr((240, 24))
-"""Of a thread that attends, and of one that copies."""
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+"""Registers per thread that a consumer and a producer warp ask for (``setmaxnreg``)."""
 
 PAGED_BOX, RAGGED_BOX = 16, 32
-"""Tokens that are copied at a time, those of a cache all of one page."""
+"""Tokens of a TMA box. A box of a paged cache lies in one page."""
 
-COLUMNS = gl.constexpr(64)
-"""Of a box: 128 bytes, as many as are swizzled."""
+BOX_COLUMNS = gl.constexpr(64)
+"""Columns of a TMA box: 128 bytes, the width of the swizzle."""
 
 BOX_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
+"""Shared-memory layout of a box ``[page, token, head, column]``."""
 
 
-class Shape(NamedTuple):
-    tokens: int  # of a block
-    keys: int  # blocks of keys in their ring
-    values: int  # and of values in theirs
+class TileConfig(NamedTuple):
+    kv_tile: int  # tokens of a KV tile
+    k_stages: int  # KV tiles in the ring of keys
+    v_stages: int  # KV tiles in the ring of values
 
 
-SHAPES = {
-    (64, 0, 64): Shape(128, 4, 4),
-    (128, 0, 128): Shape(128, 3, 3),
-    (128, 64, 128): Shape(128, 2, 2),
-    (256, 0, 256): Shape(64, 3, 2),
+TILE_CONFIGS = {
+    (64, 0, 64): TileConfig(128, 4, 4),
+    (128, 0, 128): TileConfig(128, 3, 3),
+    (128, 64, 128): TileConfig(128, 2, 2),
+    (256, 0, 256): TileConfig(64, 3, 2),
 }
-"""By the widths of the two parts of a key and of a value; a result goes through the first part of the query."""
+"""By the head dims ``(DIM, DIM_B, DIM)`` of the two parts of a key and of a value.
+
+Each part is a power of 2. The output is staged in the shared memory of the query's first part, as wide as a value.
+"""
 
 
 class Ring(NamedTuple):
-    """Blocks of keys or of values on their way, in turn in each stage.
+    """A circular buffer of KV tiles in shared memory, filled by one producer warp.
 
-    There are twice as many barriers for what has come as stages, so that each is always waited for by the same one of
-    two warpgroups that load_shared turns, and one more.
+    There are twice as many full barriers as stages, so that each full barrier is always waited for by the same consumer
+    when two consumers take alternate KV tiles. A consumer that skipped every other phase of a barrier could take one
+    that is two phases behind for complete. The last full barrier is the staging barrier of :func:`zero_rows_from`.
     """
 
-    parts: Any  # of a row, each [stages, tokens, columns]
-    ready: Any
-    free: Any
+    parts: Any  # DIM and DIM_B columns of the head, each [STAGES, KV_TILE, columns]
+    full: Any  # [2 * STAGES + 1] barriers, 1 arrival
+    empty: Any  # [STAGES] barriers, one arrival of each reading thread
 
 
-@gluon.jit
-def allocate_ring(
-    DTYPE: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, DIM: gl.constexpr, DIM_B: gl.constexpr,
-    READERS: gl.constexpr,
-):  # fmt: skip
-    parts = allocate_parts(DTYPE, STAGES, TOKENS, DIM, DIM_B)
-    return Ring(parts, allocate_barriers(2 * STAGES + 1, 1), allocate_barriers(STAGES, READERS))
+class Reduction(NamedTuple):
+    """How two consumers that split the KV tiles combine their states; empty without SPLIT_KV_OVER_WARPGROUPS."""
+
+    stats: Any  # float32 [2, PACKED_ROWS]: row_max and row_sum of consumer 1
+    ring_idle: Any  # barrier, 2 arrivals: neither consumer reads the ring of values any more
+    state_stored: Any  # barrier, 1 arrival: consumer 1 has stored its state
 
 
-@gluon.jit
-def advance(number, phase, LENGTH: gl.constexpr, BLOCKS: gl.constexpr):
-    """The barrier so many blocks after this one, of ``LENGTH`` in turn, and its parity."""
-    over = number >= LENGTH - BLOCKS
-    return gl.where(over, number + BLOCKS - LENGTH, number + BLOCKS), gl.where(over, phase ^ 1, phase)
+class KvRange(NamedTuple):
+    """The KV tokens that a producer loads, and what it needs to find them."""
+
+    start: Any
+    end: Any
+    page_start: Any  # of the request in kv_indices; its first token in ragged KV
+    kv_indices: Any
+    kv_rows: Any
+    max_pages: Any
+    num_pages: Any
 
 
-@gluon.jit
-def next_ready(ring, number, phase, BLOCKS: gl.constexpr):
-    return advance(number, phase, 2 * ring.free.shape[0], BLOCKS)
+class ConsumerArguments(NamedTuple):
+    """What a consumer warpgroup gets beside constants."""
 
-
-@gluon.jit
-def stage_of(ring, number):
-    """The stage that barrier ``number`` of those that are ready is of."""
-    STAGES: gl.constexpr = ring.free.shape[0]
-    return gl.where(number >= STAGES, number - STAGES, number)
-
-
-@gluon.jit
-def release(ring, stage):
-    """Tell that this thread has read a block.
-
-    ``mbarrier.arrive`` tells it for the warpgroup, whose threads wait for each other first. Here each tells it for
-    itself, once what it has copied is there, and it copies nothing.
-    """
-    async_copy.mbarrier_arrive(ring.free.index(stage), increment_count=False)
-
-
-@gluon.jit
-def box_of(blocks, stage, column, number, BOX: gl.constexpr):
-    """``[BOX, COLUMNS]`` of a block; in memory all tokens of its first columns come before the next columns."""
-    ROWS: gl.constexpr = blocks.shape[1] // BOX
-    WIDTH: gl.constexpr = blocks.shape[2] // COLUMNS
-    boxes = blocks._reinterpret(blocks.dtype, [blocks.shape[0] * WIDTH * ROWS, BOX, COLUMNS], OPERAND)
-    return boxes.index((stage * WIDTH + column) * ROWS + number)
-
-
-@gluon.jit
-def clear_from(blocks, stage, count, BOX: gl.constexpr):
-    """Zeros in a block in the rows from ``count`` on, as far as the box goes that they begin in."""
-    STEP: gl.constexpr = 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    for number in range(count // STEP, (count + BOX - 1) // BOX * (BOX // STEP)):
-        there = number * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)) < count
-        for column in gl.static_range(blocks.shape[2] // COLUMNS):
-            rows = box_of(blocks, stage, column, number, STEP)
-            store_shared(rows, gl.where(there[:, None], rows.load(LAYOUT), 0.0))
-    fence_async_shared()
-
-
-@gluon.jit
-def copy_blocks(
-    given, ring, array, kv_head, CLEARS: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr
-):  # fmt: skip
-    """The role of a warp that has blocks copied from ``array [pages, tokens, heads, dim]``, box by box.
-
-    Boxes from ``end`` on are outside of the array: zeros. What follows ``end`` within a box may be anything in memory;
-    the warp clears it where that matters, before it tells that the block has come.
-    """
-    start, end, page_start, kv_indices, kv_rows, max_pages, num_pages = given
-    TOKENS: gl.constexpr = ring.parts[0].shape[1]
-    BOX: gl.constexpr = array.block_type.shape[1]
-    BOXES: gl.constexpr = TOKENS // BOX
-    FIRST: gl.constexpr = ring.parts[0].shape[2]
-    ROW: gl.constexpr = FIRST if len(ring.parts) == 1 else FIRST + ring.parts[1].shape[2]
-    STAGING_BARRIER: gl.constexpr = ring.ready.shape[0] - 1
-    stage, phase, number = 0, 1, 0
-    for first in range(start, end, TOKENS):
-        places = ()
-        for i in gl.static_range(BOXES):
-            token = first + i * BOX
-            if PAGED:
-                page = load_page(kv_indices, page_start + token // PAGE_SIZE, max_pages, num_pages).to(gl.int32)
-                places += ((page, gl.where(token < end, token % PAGE_SIZE, PAGE_SIZE)),)  # type: ignore[assignment]
-            else:
-                places += ((0, gl.where(token < end, page_start + token, kv_rows)),)  # type: ignore[assignment]
-        clears = (first + TOKENS > end) & ((end - first) % BOX > 0) if CLEARS else False
-        told = ring.ready.index(gl.where(clears, STAGING_BARRIER, number))
-        mbarrier.wait(ring.free.index(stage), phase)
-        mbarrier.expect(told, TOKENS * ROW * 2)
-        for part in gl.static_range(len(ring.parts)):
-            for i in gl.static_range(BOXES):
-                for column in gl.static_range(ring.parts[part].shape[2] // COLUMNS):
-                    box = box_of(ring.parts[part], stage, column, i, BOX)
-                    box = box._reinterpret(box.dtype, [1, BOX, 1, COLUMNS], BOX_LAYOUT)
-                    at = [places[i][0], places[i][1], kv_head, part * FIRST + column * COLUMNS]
-                    tma.async_copy_global_to_shared(array, at, told, box)
-        if clears:
-            mbarrier.wait(told, 0)
-            clear_from(ring.parts[0], stage, end - first, BOX)
-            mbarrier.arrive(ring.ready.index(number))
-        stage, phase = advance(stage, phase, ring.free.shape[0], 1)
-        number, _ = next_ready(ring, number, 0, 1)
-
-
-@gluon.jit
-def rows_at(
-    tile, first_pair, rows, stride_row, stride_head, DIM: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
-    """``(offsets [PAIRS, DIM], whether there is such a pair)``, of 16 bytes a thread."""
-    THREADS: gl.constexpr = DIM // 8  # of a row
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
-    tile_row, head, used = locate(tile, first_pair, rows, WIDE, GROUP)
-    at = (tile.row + tile_row).to(gl.int64) * stride_row + (tile.first_head + head).to(gl.int64) * stride_head
-    return at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :], used[:, None]
-
-
-@gluon.jit
-def hide(logits, tokens, row_position, end, window_left, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """``logits [pairs, tokens]``, -inf where a row does not see a token."""
-    bound = gl.minimum(end, row_position + 1) if CAUSAL else end + 0 * row_position
-    visible = tokens[None, :] < bound[:, None]
-    if WINDOW:
-        visible = visible & (tokens[None, :] >= (row_position - window_left)[:, None])
-    return gl.where(visible, logits, float("-inf"))
-
-
-@gluon.jit
-def start_logits(query, warpgroup, keys, stage, LAYOUT: gl.constexpr):
-    """The products of the queries with the keys of a stage, part by part, on their way."""
-    TOKENS: gl.constexpr = keys[0].shape[1]
-    logits = gl.zeros([PAIRS, TOKENS], gl.float32, LAYOUT)
-    for part in gl.static_range(len(keys)):
-        transposed = keys[part].index(stage).permute([1, 0])
-        logits = warpgroup_mma(query[part].index(warpgroup), transposed, logits, use_acc=part > 0, is_async=True)
-    return logits
-
-
-@gluon.jit
-def allocate_meeting(SPLIT_KV_OVER_WARPGROUPS: gl.constexpr):
-    """``(sums, a barrier for both warpgroups, one for what the second leaves)`` where they meet."""
-    if SPLIT_KV_OVER_WARPGROUPS:
-        sums = gl.allocate_shared_memory(gl.float32, [2, PAIRS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        return sums, allocate_barriers(1, 2), allocate_barriers(1, 1)
-    else:  # noqa: RET505  what follows a return is compiled too
-        return ()
-
-
-@gluon.jit
-def reduce_warpgroups(warpgroup: gl.constexpr, meeting, values, m, total, acc):
-    """The state of both warpgroups, for the first of them; it goes through the ring, once neither needs that."""
-    sums, both, given = meeting
-    passed = values._reinterpret(gl.float32, acc.type.shape, gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
-    mbarrier.arrive(both.index(0))
-    if warpgroup == 1:
-        mbarrier.wait(both.index(0), 0)
-        store_shared(passed, acc)
-        store_shared(sums.index(0), m)
-        store_shared(sums.index(1), total)
-        mbarrier.arrive(given.index(0))
-    else:
-        mbarrier.wait(given.index(0), 0)
-        their_m, their_total = load_shared(sums.index(0), m), load_shared(sums.index(1), m)
-        top = gl.maximum(m, their_m)
-        decay, their_decay = exp2(m - finite(top)), exp2(their_m - finite(top))
-        m, total = top, total * decay + their_total * their_decay
-        ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        acc = acc * gl.convert_layout(decay, ROWS)[:, None]
-        acc += load_shared(passed, acc) * gl.convert_layout(their_decay, ROWS)[:, None]
-    return m, total, acc
-
-
-@gluon.jit
-def store_result(
-    m, total, acc, staged, sinks, out, lse, partial, tile, first_pair, rows, slots,
-    NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
-):  # fmt: skip
-    """The state of the pairs from ``first_pair`` on, by way of ``staged``, to its place or to that of a piece."""
-    DIM: gl.constexpr = acc.shape[1]
-    LOGITS: gl.constexpr = m.type.layout.parent
-    VALUES: gl.constexpr = acc.type.layout
-    tile_row, head, used = locate(tile, first_pair, rows, LOGITS, GROUP)
-    norm = inverse(total)
-    if SINKS:  # which pieces store_shared to their merging
-        sink = gl.load(sinks + tile.first_head + head, mask=used & (tile.slot < 0), other=float("-inf")) * LOG2E
-        m, total, decay = join_sink(m, total, sink)
-        norm = inverse(total) * decay
-    result = acc * gl.convert_layout(norm, gl.SliceLayout(1, VALUES))[:, None]
-    sums = log_sum_exp(m, total)
-    if tile.slot >= 0:
-        slot_row = tile.slot.to(gl.int64) * TILE_ROWS
-        value_row, value_head, value_used = locate(tile, first_pair, rows, VALUES, GROUP)
-        value_at = (slot_row + value_row) * NUM_HEADS + tile.first_head + value_head
-        value_d = gl.arange(0, DIM, gl.SliceLayout(0, VALUES))
-        there = value_used & (tile.slot < slots)
-        gl.store(partial + value_at[:, None] * DIM + value_d[None, :], result, mask=there[:, None])
-        partial_sums = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM)
-        sums_at = partial_sums + (slot_row + tile_row) * NUM_HEADS + tile.first_head + head
-        gl.store(sums_at, sums, mask=used & (tile.slot < slots))
-    else:
-        staged.store(result.to(staged.dtype))
-        out_at, wanted = rows_at(tile, first_pair, rows, NUM_HEADS * DIM, DIM, DIM, GROUP)
-        gl.store(out + out_at, staged.load(out_at.type.layout), mask=wanted)
-        if LSE:
-            lse_at = (tile.row + tile_row).to(gl.int64) * NUM_HEADS + tile.first_head + head
-            gl.store(lse + lse_at, sums, mask=used)
+    query: Any  # shared memory [2, PACKED_ROWS, columns] for each part of a head; index: the consumer
+    k_ring: Any
+    v_ring: Any
+    reduction: Any
+    q: Any  # global memory
+    q_strides: Any  # (row, head)
+    sinks: Any
+    outputs: Any  # (out, lse, partial)
+    tile: Any
+    rows: Any
+    slots: Any
+    logits: Any  # (scale, cap, window_left)
 
 
 @gluon.jit
 def allocate_parts(
     DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, DIM_B: gl.constexpr
 ):  # fmt: skip
-    """Arrays ``[COUNT, ROWS, width]`` for the parts of queries or keys, of which each is a power of two wide."""
+    """Shared memory ``[COUNT, ROWS, DIM]`` and, unless DIM_B is 0, ``[COUNT, ROWS, DIM_B]``: the parts of heads."""
     first = gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, DIM], OPERAND)
     if DIM_B == 0:
         return (first,)
@@ -309,91 +189,321 @@ def allocate_parts(
 
 
 @gluon.jit
-def attend_pairs(
-    warpgroup: gl.constexpr, given, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr,
+def allocate_ring(
+    DTYPE: gl.constexpr, STAGES: gl.constexpr, KV_TILE: gl.constexpr, DIM: gl.constexpr, DIM_B: gl.constexpr,
+    READERS: gl.constexpr,
+):  # fmt: skip
+    """An empty ring; ``READERS`` threads read each KV tile."""
+    parts = allocate_parts(DTYPE, STAGES, KV_TILE, DIM, DIM_B)
+    return Ring(parts, allocate_barriers(2 * STAGES + 1, 1), allocate_barriers(STAGES, READERS))
+
+
+@gluon.jit
+def allocate_reduction(SPLIT_KV_OVER_WARPGROUPS: gl.constexpr):
+    if SPLIT_KV_OVER_WARPGROUPS:
+        stats = gl.allocate_shared_memory(gl.float32, [2, PACKED_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        return Reduction(stats, allocate_barriers(1, 2), allocate_barriers(1, 1))
+    else:  # noqa: RET505  what follows a return is compiled too
+        return ()
+
+
+@gluon.jit
+def advance(index, phase, LENGTH: gl.constexpr, STEP: gl.constexpr):
+    """``(index, phase)`` of the barrier ``STEP`` after this one in a circle of ``LENGTH``."""
+    wraps = index >= LENGTH - STEP
+    return gl.where(wraps, index + STEP - LENGTH, index + STEP), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def advance_full(ring, index, phase, STEP: gl.constexpr):
+    """``(index, phase)`` of the full barrier of the KV tile ``STEP`` after this one."""
+    return advance(index, phase, 2 * ring.empty.shape[0], STEP)
+
+
+@gluon.jit
+def stage_of(ring, full_index):
+    """The stage that the full barrier ``full_index`` belongs to."""
+    STAGES: gl.constexpr = ring.empty.shape[0]
+    return gl.where(full_index >= STAGES, full_index - STAGES, full_index)
+
+
+@gluon.jit
+def release(ring, stage):
+    """Arrive on the empty barrier of ``stage`` for this thread, which has read the KV tile.
+
+    ``mbarrier.arrive`` arrives once for the warpgroup, after a barrier of its threads. Here every thread arrives for
+    itself: the arrival of ``cp.async``, of which this thread has issued none, needs no barrier.
+    """
+    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
+
+
+@gluon.jit
+def box_of(part, stage, column, row_box, BOX: gl.constexpr):
+    """``[BOX, BOX_COLUMNS]`` of the KV tile in ``stage`` of ``part [STAGES, KV_TILE, columns]``.
+
+    In shared memory all tokens of the first 64 columns come before the next 64 columns.
+    """
+    ROW_BOXES: gl.constexpr = part.shape[1] // BOX
+    COLUMN_BOXES: gl.constexpr = part.shape[2] // BOX_COLUMNS
+    boxes = part._reinterpret(part.dtype, [part.shape[0] * COLUMN_BOXES * ROW_BOXES, BOX, BOX_COLUMNS], OPERAND)
+    return boxes.index((stage * COLUMN_BOXES + column) * ROW_BOXES + row_box)
+
+
+@gluon.jit
+def zero_rows_from(part, stage, count, BOX: gl.constexpr):
+    """Set the tokens from ``count`` on of the KV tile in ``stage`` to 0, up to the end of the box that holds ``count``.
+
+    The boxes after it were loaded from outside of the tensor map, which reads as 0.
+    """
+    STEP: gl.constexpr = 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for step in range(count // STEP, (count + BOX - 1) // BOX * (BOX // STEP)):
+        keep = step * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)) < count
+        for column in gl.static_range(part.shape[2] // BOX_COLUMNS):
+            rows = box_of(part, stage, column, step, STEP)
+            store_shared(rows, gl.where(keep[:, None], rows.load(LAYOUT), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def produce_kv_tiles(
+    kv, ring, tensor_map, kv_head, ZERO_TAIL: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr
+):  # fmt: skip
+    """Steps 1 to 3, the role of a producer warp: load the KV tiles of ``kv`` into ``ring``, box by box.
+
+    tensor_map  ``[pages, tokens, heads, dim]`` of keys or values in global memory
+
+    Boxes from ``kv.end`` on are loaded from outside of the tensor map and are 0. Tokens after ``kv.end`` within a box
+    are arbitrary memory, perhaps NaN. Logits of such keys are masked. Values are set to 0 (ZERO_TAIL), since a
+    probability of 0 times NaN is NaN.
+    """
+    KV_TILE: gl.constexpr = ring.parts[0].shape[1]
+    BOX: gl.constexpr = tensor_map.block_type.shape[1]
+    BOXES: gl.constexpr = KV_TILE // BOX
+    DIM: gl.constexpr = ring.parts[0].shape[2]
+    COLUMNS: gl.constexpr = DIM if len(ring.parts) == 1 else DIM + ring.parts[1].shape[2]
+    STAGING_BARRIER: gl.constexpr = ring.full.shape[0] - 1
+    stage, empty_phase, full_index = 0, 1, 0
+    for first in range(kv.start, kv.end, KV_TILE):
+        boxes = ()  # (page, token) of each
+        for i in gl.static_range(BOXES):
+            token = first + i * BOX
+            if PAGED:
+                page_index = kv.page_start + token // PAGE_SIZE
+                page = load_page(kv.kv_indices, page_index, kv.max_pages, kv.num_pages).to(gl.int32)
+                boxes += ((page, gl.where(token < kv.end, token % PAGE_SIZE, PAGE_SIZE)),)  # type: ignore[assignment]
+            else:
+                boxes += ((0, gl.where(token < kv.end, kv.page_start + token, kv.kv_rows)),)  # type: ignore[assignment]
+        zeroes = (first + KV_TILE > kv.end) & ((kv.end - first) % BOX > 0) if ZERO_TAIL else False
+        loaded = ring.full.index(gl.where(zeroes, STAGING_BARRIER, full_index))
+        mbarrier.wait(ring.empty.index(stage), empty_phase)
+        mbarrier.expect(loaded, KV_TILE * COLUMNS * 2)
+        for part in gl.static_range(len(ring.parts)):
+            for i in gl.static_range(BOXES):
+                for column in gl.static_range(ring.parts[part].shape[2] // BOX_COLUMNS):
+                    box = box_of(ring.parts[part], stage, column, i, BOX)
+                    box = box._reinterpret(box.dtype, [1, BOX, 1, BOX_COLUMNS], BOX_LAYOUT)
+                    at = [boxes[i][0], boxes[i][1], kv_head, part * DIM + column * BOX_COLUMNS]
+                    tma.async_copy_global_to_shared(tensor_map, at, loaded, box)
+        if zeroes:
+            mbarrier.wait(loaded, 0)
+            zero_rows_from(ring.parts[0], stage, kv.end - first, BOX)
+            mbarrier.arrive(ring.full.index(full_index))
+        stage, empty_phase = advance(stage, empty_phase, ring.empty.shape[0], 1)
+        full_index, _ = advance_full(ring, full_index, 0, 1)
+
+
+@gluon.jit
+def packed_row_offsets(
+    tile, first_packed_row, rows, stride_row, stride_head, DIM: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """``(offsets [PACKED_ROWS, DIM], exists [PACKED_ROWS, 1])`` in q or out, 16 bytes per thread and step."""
+    THREADS: gl.constexpr = DIM // 8  # of a row
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
+    tile_row, head, exists = locate_packed_rows(tile, first_packed_row, rows, LAYOUT, GROUP)
+    at = (tile.row + tile_row).to(gl.int64) * stride_row + (tile.first_head + head).to(gl.int64) * stride_head
+    return at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :], exists[:, None]
+
+
+@gluon.jit
+def mask_logits(logits, tokens, row_position, end, window_left, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """``logits [packed rows, tokens]``, -inf where a row does not see a token."""
+    bound = gl.minimum(end, row_position + 1) if CAUSAL else end + 0 * row_position
+    visible = tokens[None, :] < bound[:, None]
+    if WINDOW:
+        visible = visible & (tokens[None, :] >= (row_position - window_left)[:, None])
+    return gl.where(visible, logits, float("-inf"))
+
+
+@gluon.jit
+def issue_qk(query, warpgroup, keys, stage, LAYOUT: gl.constexpr):
+    """Issue S = Q K^T for the keys in ``stage``, part by part of the head; the result is not complete."""
+    KV_TILE: gl.constexpr = keys[0].shape[1]
+    logits = gl.zeros([PACKED_ROWS, KV_TILE], gl.float32, LAYOUT)
+    for part in gl.static_range(len(keys)):
+        transposed = keys[part].index(stage).permute([1, 0])
+        logits = warpgroup_mma(query[part].index(warpgroup), transposed, logits, use_acc=part > 0, is_async=True)
+    return logits
+
+
+@gluon.jit
+def reduce_warpgroups(warpgroup: gl.constexpr, reduction, values, row_max, row_sum, acc):
+    """Steps 11 and 12: the state over the KV tiles of both consumers, for consumer 0.
+
+    Consumer 1 passes its accumulator through the ring of values, once neither consumer reads the ring any more.
+    """
+    staged_acc = values._reinterpret(gl.float32, acc.type.shape, gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
+    mbarrier.arrive(reduction.ring_idle.index(0))
+    if warpgroup == 1:
+        mbarrier.wait(reduction.ring_idle.index(0), 0)
+        store_shared(staged_acc, acc)
+        store_shared(reduction.stats.index(0), row_max)
+        store_shared(reduction.stats.index(1), row_sum)
+        mbarrier.arrive(reduction.state_stored.index(0))
+    else:
+        mbarrier.wait(reduction.state_stored.index(0), 0)
+        peer_max = load_shared(reduction.stats.index(0), row_max)
+        peer_sum = load_shared(reduction.stats.index(1), row_max)
+        row_max, row_sum, alpha, peer_alpha = combine(row_max, row_sum, peer_max, peer_sum)
+        ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        acc = acc * gl.convert_layout(alpha, ROWS)[:, None]
+        acc += load_shared(staged_acc, acc) * gl.convert_layout(peer_alpha, ROWS)[:, None]
+    return row_max, row_sum, acc
+
+
+@gluon.jit
+def store_result(
+    row_max, row_sum, acc, staged, sinks, out, lse, partial, tile, first_packed_row, rows, slots,
+    NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """Step 13: store the normalized output and the LSE, or the partial result if the work item has a slot.
+
+    staged  shared memory ``[PACKED_ROWS, DIM]``, through which the output is stored 16 bytes per thread
+    """
+    DIM: gl.constexpr = acc.shape[1]
+    S_LAYOUT: gl.constexpr = row_max.type.layout.parent
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    tile_row, head, exists = locate_packed_rows(tile, first_packed_row, rows, S_LAYOUT, GROUP)
+    norm = inverse(row_sum)
+    if SINKS:  # the combine kernel adds the sink to split tiles
+        sink = gl.load(sinks + tile.first_head + head, mask=exists & (tile.slot < 0), other=float("-inf")) * LOG2E
+        row_max, row_sum, alpha = join_sink(row_max, row_sum, sink)
+        norm = inverse(row_sum) * alpha
+    result = acc * gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    sums = log_sum_exp(row_max, row_sum)
+    if tile.slot >= 0:
+        slot_row = tile.slot.to(gl.int64) * TILE_ROWS
+        value_row, value_head, value_exists = locate_packed_rows(tile, first_packed_row, rows, O_LAYOUT, GROUP)
+        value_at = (slot_row + value_row) * NUM_HEADS + tile.first_head + value_head
+        value_d = gl.arange(0, DIM, gl.SliceLayout(0, O_LAYOUT))
+        stored = (value_exists & (tile.slot < slots))[:, None]
+        gl.store(partial + value_at[:, None] * DIM + value_d[None, :], result, mask=stored)
+        partial_lse = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM)
+        slot_lse_at = partial_lse + (slot_row + tile_row) * NUM_HEADS + tile.first_head + head
+        gl.store(slot_lse_at, sums, mask=exists & (tile.slot < slots))
+    else:
+        staged.store(result.to(staged.dtype))
+        out_at, out_exists = packed_row_offsets(tile, first_packed_row, rows, NUM_HEADS * DIM, DIM, DIM, GROUP)
+        gl.store(out + out_at, staged.load(out_at.type.layout), mask=out_exists)
+        if LSE:
+            lse_at = (tile.row + tile_row).to(gl.int64) * NUM_HEADS + tile.first_head + head
+            gl.store(lse + lse_at, sums, mask=exists)
+
+
+@gluon.jit
+def consume_kv_tiles(
+    warpgroup: gl.constexpr, arguments, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_ROWS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
     SPLIT_KV_OVER_WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """The role of a warpgroup that attends: it has its pairs, or in TURNS every other block of keys for all pairs."""
-    query, key_ring, value_ring, meeting, q, strides_q, sinks, results, tile, rows, slots, numbers = given
-    keys, values = key_ring.parts, value_ring.parts[0]
-    out, lse, partial = results
-    scale, cap, window_left = numbers
+    """Steps 4 to 13, the role of a consumer warpgroup.
+
+    Owns: packed rows ``64 * warpgroup`` to ``64 * warpgroup + 63`` of the CTA over all KV tiles; with
+    SPLIT_KV_OVER_WARPGROUPS all 64 packed rows over KV tiles ``warpgroup``, ``warpgroup + 2`` and so on.
+    Loop invariant: at the top of the iteration for tile j the keys of tile j are in the ring; ``p`` are the
+    probabilities of tile j-1; ``(row_max, row_sum)`` include tile j-1; ``acc`` includes the tiles before it and is
+    relative to row_max.
+    """
+    query, k_ring, v_ring, reduction = arguments.query, arguments.k_ring, arguments.v_ring, arguments.reduction
+    tile, rows = arguments.tile, arguments.rows
+    keys, values = k_ring.parts, v_ring.parts[0]
+    out, lse, partial = arguments.outputs
+    scale, cap, window_left = arguments.logits
+    # Without a cap the scale is left out of the logits and multiplies their differences.
     factor = LOG2E if CAP else scale * LOG2E
-    TOKENS: gl.constexpr = values.shape[1]
+    KV_TILE: gl.constexpr = values.shape[1]
     DIM: gl.constexpr = values.shape[2]
     DTYPE: gl.constexpr = values.dtype
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
-    TURN: gl.constexpr = warpgroup if SPLIT_KV_OVER_WARPGROUPS else 0
-    BLOCKS: gl.constexpr = 2 if SPLIT_KV_OVER_WARPGROUPS else 1
-    STEP: gl.constexpr = BLOCKS * TOKENS
-    start, end = tile.start + TURN * TOKENS, tile.end
-    first_pair = tile.first_pair + (0 if SPLIT_KV_OVER_WARPGROUPS else warpgroup * PAIRS)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KV_TILE, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    FIRST_TILE: gl.constexpr = warpgroup if SPLIT_KV_OVER_WARPGROUPS else 0
+    TILE_STEP: gl.constexpr = 2 if SPLIT_KV_OVER_WARPGROUPS else 1
+    STEP: gl.constexpr = TILE_STEP * KV_TILE
+    start, end = tile.start + FIRST_TILE * KV_TILE, tile.end
+    first_packed_row = tile.first_packed_row + (0 if SPLIT_KV_OVER_WARPGROUPS else warpgroup * PACKED_ROWS)
 
     for part in gl.static_range(len(query)):
-        q_at, asked = rows_at(tile, first_pair, rows, strides_q[0], strides_q[1], query[part].shape[2], GROUP)
-        query[part].index(warpgroup).store(gl.load(q + part * DIM + q_at, mask=asked, other=0.0))
+        q_at, exists = packed_row_offsets(
+            tile, first_packed_row, rows, *arguments.q_strides, query[part].shape[2], GROUP
+        )
+        query[part].index(warpgroup).store(gl.load(arguments.q + part * DIM + q_at, mask=exists, other=0.0))
     fence_async_shared()
 
-    row_position = tile.position + locate(tile, first_pair, rows, LOGITS, GROUP)[0]
-    first_position = tile.position + first_pair // GROUP
-    last_position = tile.position + (first_pair + PAIRS - 1) // GROUP
-    n = gl.arange(0, TOKENS, gl.SliceLayout(0, LOGITS))
-    m = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
-    total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, LOGITS))
-    acc = gl.zeros([PAIRS, DIM], gl.float32, VALUES)
+    row_position = tile.position + locate_packed_rows(tile, first_packed_row, rows, S_LAYOUT, GROUP)[0]
+    first_position = tile.position + first_packed_row // GROUP
+    last_position = tile.position + (first_packed_row + PACKED_ROWS - 1) // GROUP
+    n = gl.arange(0, KV_TILE, gl.SliceLayout(0, S_LAYOUT))
+    row_max = gl.full([PACKED_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    row_sum = gl.zeros([PACKED_ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    acc = gl.zeros([PACKED_ROWS, DIM], gl.float32, O_LAYOUT)
     if end > start:
-        mbarrier.wait(key_ring.ready.index(TURN), 0)
-        logits = warpgroup_mma_wait(0, deps=[start_logits(query, warpgroup, keys, TURN, LOGITS)])
-        release(key_ring, TURN)
+        mbarrier.wait(k_ring.full.index(FIRST_TILE), 0)
+        logits = warpgroup_mma_wait(0, deps=[issue_qk(query, warpgroup, keys, FIRST_TILE, S_LAYOUT)])
+        release(k_ring, FIRST_TILE)
         if CAP:
             logits = soft_cap(logits * scale, cap)
-        logits = hide(logits, start + n, row_position, end, window_left, CAUSAL, WINDOW)
-        m = gl.max(logits, 1) * factor
-        weight = exp2(logits * factor - finite(m)[:, None])
-        total = gl.sum(weight, 1)
-        weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
-        value, value_phase = TURN, 0
-        key, key_phase = next_ready(key_ring, TURN, 0, BLOCKS)
-        mbarrier.wait(key_ring.ready.index(key), key_phase, pred=start + STEP < end)
+        logits = mask_logits(logits, start + n, row_position, end, window_left, CAUSAL, WINDOW)
+        row_max = gl.max(logits, 1) * factor
+        p = exp2(logits * factor - finite(row_max)[:, None])
+        row_sum = gl.sum(p, 1)
+        p = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
+        v_full, v_phase = FIRST_TILE, 0
+        k_full, k_phase = advance_full(k_ring, FIRST_TILE, 0, TILE_STEP)
+        mbarrier.wait(k_ring.full.index(k_full), k_phase, pred=start + STEP < end)
         for first in range(start + STEP, end, STEP):
-            key_stage, value_stage = stage_of(key_ring, key), stage_of(value_ring, value)
-            logits = start_logits(query, warpgroup, keys, key_stage, LOGITS)
-            mbarrier.wait(value_ring.ready.index(value), value_phase)
-            acc = warpgroup_mma(weights, values.index(value_stage), acc, is_async=True)
-            logits = warpgroup_mma_wait(1, deps=[logits])
-            release(key_ring, key_stage)
-            if CAP:
+            k_stage, v_stage = stage_of(k_ring, k_full), stage_of(v_ring, v_full)
+            logits = issue_qk(query, warpgroup, keys, k_stage, S_LAYOUT)  # 4
+            mbarrier.wait(v_ring.full.index(v_full), v_phase)  # 5
+            acc = warpgroup_mma(p, values.index(v_stage), acc, is_async=True)
+            logits = warpgroup_mma_wait(1, deps=[logits])  # 6
+            release(k_ring, k_stage)
+            if CAP:  # 7
                 logits = soft_cap(logits * scale, cap)
-            cut = first + TOKENS > (gl.minimum(end, first_position + 1) if CAUSAL else end)
+            masked = first + KV_TILE > (gl.minimum(end, first_position + 1) if CAUSAL else end)
             if WINDOW:
-                cut = cut | (first < last_position - window_left)
-            if cut:
-                logits = hide(logits, first + n, row_position, end, window_left, CAUSAL, WINDOW)
-            top = gl.maximum(m, gl.max(logits, 1) * factor)
-            weight = exp2(logits * factor - finite(top)[:, None])
-            decay = exp2(m - finite(top))
-            m, total = top, total * decay + gl.sum(weight, 1)
-            key, key_phase = next_ready(key_ring, key, key_phase, BLOCKS)
-            # A wait in a loop of its own keeps the assembler from moving the exponentials after the next one.
-            mbarrier.wait(key_ring.ready.index(key), key_phase, pred=first + STEP < end)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            release(value_ring, value_stage)
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
-            weights = gl.convert_layout(weight.to(DTYPE), WEIGHTS, assert_trivial=True)
-            value, value_phase = next_ready(value_ring, value, value_phase, BLOCKS)
-        mbarrier.wait(value_ring.ready.index(value), value_phase)
-        value_stage = stage_of(value_ring, value)
-        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values.index(value_stage), acc, is_async=True)])
+                masked = masked | (first < last_position - window_left)
+            if masked:
+                logits = mask_logits(logits, first + n, row_position, end, window_left, CAUSAL, WINDOW)
+            row_max, row_sum, next_p, alpha = online_softmax_update(row_max, row_sum, logits, factor)
+            k_full, k_phase = advance_full(k_ring, k_full, k_phase, TILE_STEP)  # 8
+            # This wait is a loop, over which the assembler does not move the exponentials behind the wait for O.
+            mbarrier.wait(k_ring.full.index(k_full), k_phase, pred=first + STEP < end)
+            acc = warpgroup_mma_wait(0, deps=[acc])  # 9
+            release(v_ring, v_stage)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            p = gl.convert_layout(next_p.to(DTYPE), P_LAYOUT, assert_trivial=True)
+            v_full, v_phase = advance_full(v_ring, v_full, v_phase, TILE_STEP)
+        mbarrier.wait(v_ring.full.index(v_full), v_phase)  # 10
+        v_stage = stage_of(v_ring, v_full)
+        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, values.index(v_stage), acc, is_async=True)])
 
     if SPLIT_KV_OVER_WARPGROUPS:
-        m, total, acc = reduce_warpgroups(warpgroup, meeting, values, m, total, acc)
+        row_max, row_sum, acc = reduce_warpgroups(warpgroup, reduction, values, row_max, row_sum, acc)
     if not SPLIT_KV_OVER_WARPGROUPS or warpgroup == 0:
         store_result(
-            m, total, acc, query[0].index(warpgroup), sinks, out, lse, partial, tile, first_pair, rows, slots,
-            NUM_HEADS, GROUP, TILE_ROWS, SINKS, LSE,
+            row_max, row_sum, acc, query[0].index(warpgroup), arguments.sinks, out, lse, partial, tile,
+            first_packed_row, rows, arguments.slots, NUM_HEADS, GROUP, TILE_ROWS, SINKS, LSE,
         )  # fmt: skip
 
 
@@ -402,35 +512,35 @@ def attend_pairs(
         *("scale", "cap", "window_left", "rows", "kv_rows", "num_pages", "max_pages", "max_items", "max_batch", "slots")
     ]
 )
-def prefill_hopper_kernel(
+def hopper_prefill_kernel(
     q,  # [rows, NUM_KV_HEADS * GROUP, DIM + DIM_B]
-    k,  # [num_pages, PAGE_SIZE, NUM_KV_HEADS, DIM + DIM_B] or [1, kv_rows, ...], for the copy engine
-    v,  # the same with DIM
+    k,  # tensor map [num_pages, PAGE_SIZE, NUM_KV_HEADS, DIM + DIM_B] or [1, kv_rows, ...]
+    v,  # tensor map with DIM instead
     sinks,  # [NUM_KV_HEADS * GROUP], not read unless SINKS
     out,  # [rows, NUM_KV_HEADS * GROUP, DIM]
-    lse,  # [rows, NUM_KV_HEADS * GROUP] or [0]
-    partial,  # [slots, TILE_ROWS, NUM_KV_HEADS * GROUP, DIM], then the same without DIM
-    qo_indptr,  # [max_batch + 1]; this and those below are not read for a single request
+    lse,  # float32 [rows, NUM_KV_HEADS * GROUP] or [0]
+    partial,  # float32 [slots, TILE_ROWS, NUM_KV_HEADS * GROUP, DIM], then the LSE without DIM
+    qo_indptr,  # [max_batch + 1]; this and the next two are read if PLANNED
     kv_indices,  # [max_pages]
-    work,  # [max_items, 8]
-    scale,
+    work,  # [max_items, WORK_STRIDE]
+    scale,  # of the logits
     cap,
     window_left,
-    rows,
-    kv_rows,
+    rows,  # of q
+    kv_rows,  # tokens of ragged KV
     num_pages,
     max_pages,
     max_items,
     max_batch,
-    slots,
+    slots,  # of the workspace
     stride_q_row,
     stride_q_head,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,  # of a value, and of the first part of a key
-    DIM_B: gl.constexpr,  # of its second part, or 0
+    DIM_B: gl.constexpr,  # of the second part of a key, or 0
     PAGE_SIZE: gl.constexpr,
-    TILE_ROWS: gl.constexpr,
+    TILE_ROWS: gl.constexpr,  # query rows of a work item
     PLANNED: gl.constexpr,
     PAGED: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -439,20 +549,26 @@ def prefill_hopper_kernel(
     SINKS: gl.constexpr,
     LSE: gl.constexpr,
     PDL: gl.constexpr,
-    TOKENS: gl.constexpr,
-    KEYS: gl.constexpr,
-    VALUES: gl.constexpr,
+    KV_TILE: gl.constexpr,  # tokens of a KV tile
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
 ):
-    SPLIT_KV_OVER_WARPGROUPS: gl.constexpr = TILE_ROWS * GROUP <= PAIRS
-    M: gl.constexpr = PAIRS if SPLIT_KV_OVER_WARPGROUPS else 2 * PAIRS
-    BLOCKS: gl.constexpr = (TILE_ROWS * GROUP + M - 1) // M
+    """Grid: work items x KV heads x blocks of packed rows of an item, blocks fastest.
+    Owns: 128 packed rows of one work item, or 64 with SPLIT_KV_OVER_WARPGROUPS, and all KV tokens of the item.
+    Loop invariant: that of :func:`consume_kv_tiles`; a ring holds the next tiles that its producer has loaded.
+    Barriers: full and empty barriers of both rings, the staging barrier, two of :class:`Reduction`.
+    Bound by: tensor cores for long chunks; exponentials at heads of 64; KV loads for few query rows on long KV.
+    """
+    SPLIT_KV_OVER_WARPGROUPS: gl.constexpr = TILE_ROWS * GROUP <= PACKED_ROWS
+    BLOCK_M: gl.constexpr = PACKED_ROWS if SPLIT_KV_OVER_WARPGROUPS else 2 * PACKED_ROWS
+    BLOCKS: gl.constexpr = (TILE_ROWS * GROUP + BLOCK_M - 1) // BLOCK_M
     item, num_items = gl.program_id(0) // (NUM_KV_HEADS * BLOCKS), gl.num_programs(0) // (NUM_KV_HEADS * BLOCKS)
     kv_head = gl.program_id(0) // BLOCKS % NUM_KV_HEADS
-    first_pair = gl.program_id(0) % BLOCKS * M
+    first_packed_row = gl.program_id(0) % BLOCKS * BLOCK_M
     if PLANNED:
         if PDL:
             acquire()
-        row, count, begin, end, position, page_start, slot = load_item(
+        row, count, begin, end, position, page_start, slot = load_work_item(
             work, item, num_items, max_items, qo_indptr, max_batch, rows, num_pages, max_pages, kv_rows,
             TILE_ROWS, PAGED, PAGE_SIZE,
         )  # fmt: skip
@@ -464,7 +580,7 @@ def prefill_hopper_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    first_row, last_row = first_pair // GROUP, gl.minimum((first_pair + M - 1) // GROUP, count - 1)
+    first_row, last_row = first_packed_row // GROUP, gl.minimum((first_packed_row + BLOCK_M - 1) // GROUP, count - 1)
     if first_row > last_row:
         return
     if CAUSAL:
@@ -472,44 +588,44 @@ def prefill_hopper_kernel(
     if WINDOW:
         begin = gl.maximum(begin, position + first_row - window_left)
     BOX: gl.constexpr = k.block_type.shape[1]
-    start = bounded(begin // BOX * BOX if PAGED else begin, end)
+    start = clamp_begin(begin // BOX * BOX if PAGED else begin, end)
 
     DTYPE: gl.constexpr = q.dtype.element_ty
-    query = allocate_parts(DTYPE, 2, PAIRS, DIM, DIM_B)
+    query = allocate_parts(DTYPE, 2, PACKED_ROWS, DIM, DIM_B)
     READERS: gl.constexpr = 32 * WARPS * (1 if SPLIT_KV_OVER_WARPGROUPS else 2)
-    keys = allocate_ring(DTYPE, KEYS, TOKENS, DIM, DIM_B, READERS)
-    values = allocate_ring(DTYPE, VALUES, TOKENS, DIM, 0, READERS)
-    meeting = allocate_meeting(SPLIT_KV_OVER_WARPGROUPS)
-    tile = Tile(row, count, position, start, end, slot, first_pair, kv_head * GROUP)
-    attended = (
-        query, keys, values, meeting, q, (stride_q_row, stride_q_head), sinks, (out, lse, partial),
+    k_ring = allocate_ring(DTYPE, K_STAGES, KV_TILE, DIM, DIM_B, READERS)
+    v_ring = allocate_ring(DTYPE, V_STAGES, KV_TILE, DIM, 0, READERS)
+    reduction = allocate_reduction(SPLIT_KV_OVER_WARPGROUPS)
+    tile = QueryTile(row, count, position, start, end, slot, first_packed_row, kv_head * GROUP)
+    consumer = ConsumerArguments(
+        query, k_ring, v_ring, reduction, q, (stride_q_row, stride_q_head), sinks, (out, lse, partial),
         tile, rows, slots, (scale, cap, window_left),
     )  # fmt: skip
-    copied = (start, end, page_start, kv_indices, kv_rows, max_pages, num_pages)
+    kv = KvRange(start, end, page_start, kv_indices, kv_rows, max_pages, num_pages)
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     gl.warp_specialize(
         [
             (
-                attend_pairs,
-                (0, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, SPLIT_KV_OVER_WARPGROUPS),
+                consume_kv_tiles,
+                (0, consumer, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, SPLIT_KV_OVER_WARPGROUPS),
             ),
             (
-                attend_pairs,
-                (1, attended, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, SPLIT_KV_OVER_WARPGROUPS),
+                consume_kv_tiles,
+                (1, consumer, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, SPLIT_KV_OVER_WARPGROUPS),
             ),
-            (copy_blocks, (copied, keys, k, kv_head, False, PAGED, PAGE_SIZE)),
-            (copy_blocks, (copied, values, v, kv_head, True, PAGED, PAGE_SIZE)),
+            (produce_kv_tiles, (kv, k_ring, k, kv_head, False, PAGED, PAGE_SIZE)),
+            (produce_kv_tiles, (kv, v_ring, v, kv_head, True, PAGED, PAGE_SIZE)),
         ],
         [WARPS, 1, 1],
-        [REGISTERS[0], REGISTERS[1], REGISTERS[1]],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
-def described(t: Tensor, strides: tuple[int, int, int], page_size: int, x: Operands) -> TensorDescriptor:
+def make_tensor_descriptor(t: Tensor, strides: tuple[int, int, int], page_size: int, x: Operands) -> TensorDescriptor:
     """Keys or values as ``[pages, tokens, heads, dim]``; ragged ones are one page."""
     pages, tokens, stride = (t.shape[0], page_size, strides[0]) if page_size else (1, x.kv_rows, x.kv_rows * strides[1])
     shape, box = [pages, tokens, x.heads[1], t.shape[-1]], PAGED_BOX if page_size else RAGGED_BOX
-    return TensorDescriptor(t, shape, [stride, *strides[1:], 1], [1, box, 1, COLUMNS.value], BOX_LAYOUT.value)
+    return TensorDescriptor(t, shape, [stride, *strides[1:], 1], [1, box, 1, BOX_COLUMNS.value], BOX_LAYOUT.value)
 
 
 def launch_tiles(
@@ -528,13 +644,13 @@ def launch_tiles(
     pdl = starts_early(out) if plan is None else read_plan_early(out, plan.kv_len.shape[0])
     paged = plan is not None and plan.kv_indices.shape[0] > 0
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
-    k, v = (described(*t, page_size if paged else 0, x) for t in ((x.k, x.k_strides), (x.v, x.v_strides)))
+    k, v = (make_tensor_descriptor(*t, page_size if paged else 0, x) for t in ((x.k, x.k_strides), (x.v, x.v_strides)))
     capacities = (0,) * 4
     if plan is not None:
         capacities = plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], num_partials(plan)
     launch(
-        prefill_hopper_kernel,
-        (num_items * num_kv_heads * triton.cdiv(tile_rows * group, 2 * PAIRS.value),),
+        hopper_prefill_kernel,
+        (num_items * num_kv_heads * triton.cdiv(tile_rows * group, 2 * PACKED_ROWS.value),),
         (
             *(x.q, k, v, lse if o.sinks is None else o.sinks, out, lse, lse if workspace is None else workspace),
             *((lse,) * 3 if plan is None else (plan.qo_indptr, plan.kv_indices, plan.work)),
@@ -547,7 +663,7 @@ def launch_tiles(
         (
             *(num_kv_heads, group, dim, dim_b, page_size, tile_rows, plan is not None, paged),
             *(o.causal, o.window_left >= 0, o.logits_soft_cap > 0, o.sinks is not None, lse.dim() > 1, pdl),
-            *SHAPES[x.dims],
+            *TILE_CONFIGS[x.dims],
         ),
         Options(WARPS.value, launch_pdl=pdl),
     )

@@ -1,7 +1,8 @@
-"""``attn::plan_prefill`` in one launch: program 0 orders the tiles, the others copy page numbers.
+"""``attn::plan_prefill`` in one launch: program 0 makes the work list, the others copy page numbers.
 
-The integers are those of :mod:`attn_ops.kernels.reference.plan`: a stable counting sort of the tiles by
-classes of the KV they read, longest first.
+The integers are those of :mod:`attn_ops.kernels.reference.plan`. Program 0 sorts the query tiles of all requests by
+length with a stable counting sort, longest first, and divides the KV of long tiles into splits. It goes over the tiles
+up to four times, :data:`TILES` at a time, and recomputes their extents in each pass: they would not fit in registers.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from attn_ops.kernels.triton.launch import Options, launch, starts_early
 from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
 from attn_ops.kernels.triton.plan_decode import COPY, at_previous, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.search import count_at_most
+from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, store_split_tile, store_work_item
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from attn_ops.plan.state import KV_BLOCK, LENGTH_BUCKETS, MIN_SPLIT_BLOCKS, PlanProblem, PrefillPlan
 
 TILES = 256
-"""Tiles ordered at a time."""
+"""Query tiles that program 0 processes at a time."""
 
 
 @triton.jit
@@ -28,7 +30,13 @@ def tile_extent(
     tile, tiles_end, qo_len, kv_len, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     B: tl.constexpr, LOG_B: tl.constexpr,
 ):  # fmt: skip
-    """``(request, offset, rows, position, kv_begin, kv_end)`` of each tile; its first row is at ``offset``."""
+    """``(request, offset, rows, position, kv_begin, kv_end)`` of each query tile.
+
+    tile       ``[TILES]``: numbers of tiles, in the order of requests
+    tiles_end  ``[B]``: inclusive sums of the tiles of each request
+    offset     first query row of the tile within its request
+    position   of that row in the request's KV sequence
+    """
     request = tl.minimum(count_at_most(tiles_end, tile, B, LOG_B), B - 1)
     qo, kv = tl.gather(qo_len, request, 0), tl.gather(kv_len, request, 0)
     offset = (tile - at_previous(tiles_end, request, 0)) * ROWS
@@ -40,72 +48,96 @@ def tile_extent(
 
 
 @triton.jit
+def count_splits(begin, end, used, min_blocks, KV_BLOCK: tl.constexpr, FIXED: tl.constexpr):
+    """``(first_block, blocks, splits, extent)`` of query tiles: their KV blocks, and how they are split.
+
+    splits      1 for a tile that is not split, 0 for an unused one
+    extent      tokens of the longest split
+    min_blocks  KV blocks of the shortest split, or with FIXED of every split but the last
+    """
+    first_block = begin // KV_BLOCK
+    blocks = tl.where(used & (end > begin), tl.cdiv(end, KV_BLOCK) - first_block, 0)
+    splits = tl.where(used, tl.maximum(tl.cdiv(blocks, min_blocks) if FIXED else blocks // min_blocks, 1), 0)
+    length = min_blocks if FIXED else tl.cdiv(blocks, tl.maximum(splits, 1))
+    extent = tl.where(splits > 1, length * KV_BLOCK, end - begin)
+    return first_block, blocks, splits, tl.where(used, extent, 0)
+
+
+@triton.jit
 def length_bucket(extent, longest, used, BUCKETS: tl.constexpr):
-    """The class of each tile's extent, 0 for the longest; ``BUCKETS`` for an unused tile."""
+    """The bucket of each query tile's extent, 0 for the longest; ``BUCKETS`` for an unused tile."""
     return tl.where(used, BUCKETS - 1 - (extent.to(tl.int64) * BUCKETS // (longest + 1)).to(tl.int32), BUCKETS)
 
 
 @triton.jit
-def store_zeros(records, begin, end, TILES: tl.constexpr, FIELDS: tl.constexpr):
-    for first in range(begin, end, TILES):
-        i = first + tl.arange(0, TILES)
-        at = i[:, None] * FIELDS + tl.arange(0, FIELDS)[None, :]
-        tl.store(records + at, tl.zeros((TILES, FIELDS), tl.int32), mask=(i < end)[:, None])
+def split_points(first_block, blocks, split, splits, KV_BLOCK: tl.constexpr, SPLIT_BLOCKS: tl.constexpr):
+    """``(begin, end)`` of split number ``split`` of each query tile, in tokens, multiples of a KV block."""
+    divisor = tl.maximum(splits, 1)
+    begin = (first_block + (blocks.to(tl.int64) * split // divisor).to(tl.int32)) * KV_BLOCK
+    end = (first_block + (blocks.to(tl.int64) * (split + 1) // divisor).to(tl.int32)) * KV_BLOCK
+    if SPLIT_BLOCKS:
+        begin, end = (
+            (first_block + split * SPLIT_BLOCKS) * KV_BLOCK,
+            (first_block + (split + 1) * SPLIT_BLOCKS) * KV_BLOCK,
+        )
+    return begin, end
 
 
 @triton.jit
-def count_pieces(begin, end, used, share, UNIT: tl.constexpr, FIXED: tl.constexpr):
-    """``(first unit, units, pieces, extent of a piece)`` of tiles of which none is split below ``share`` units.
-
-    ``FIXED`` splits at every ``share`` units, instead of into equal pieces.
-    """
-    first_unit = begin // UNIT
-    units = tl.where(used & (end > begin), tl.cdiv(end, UNIT) - first_unit, 0)
-    pieces = tl.where(used, tl.maximum(tl.cdiv(units, share) if FIXED else units // share, 1), 0)
-    length = share if FIXED else tl.cdiv(units, tl.maximum(pieces, 1))
-    extent = tl.where(pieces > 1, length * UNIT, end - begin)
-    return first_unit, units, pieces, tl.where(used, extent, 0)
+def store_zeros(records, begin, end, TILES: tl.constexpr, STRIDE: tl.constexpr):
+    """Set records ``begin`` to ``end - 1`` of ``STRIDE`` int32 to 0."""
+    for first in range(begin, end, TILES):
+        i = first + tl.arange(0, TILES)
+        at = i[:, None] * STRIDE + tl.arange(0, STRIDE)[None, :]
+        tl.store(records + at, tl.zeros((TILES, STRIDE), tl.int32), mask=(i < end)[:, None])
 
 
-@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "max_items", "max_splits"])
+@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "max_items", "max_split_tiles"])
 def plan_prefill_kernel(
     qo_indptr,  # [batch + 1]
     kv_indptr,  # [batch + 1]
     kv_indices,  # [num_indices]
     last_page_len,  # [batch]
-    plan_qo_indptr,  # [max_batch + 1]
+    plan_qo_indptr,  # [max_batch + 1]; these and those below are written
     plan_kv_indptr,  # [max_batch + 1]
     plan_kv_indices,  # [max_pages]
     plan_kv_len,  # [max_batch]
-    work,  # [max_items, 8]
-    merges,  # [max_splits, 4]
+    work,  # [max_items, WORK_STRIDE]
+    split_tiles,  # [max_split_tiles, SPLIT_TILE_STRIDE]
     batch,
     num_indices,
     max_batch,
     max_pages,
     max_items,
-    max_splits,
+    max_split_tiles,
     PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr,  # query rows of a tile
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
     BUCKETS: tl.constexpr,
-    UNIT: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-    SIZE: tl.constexpr,  # units in a piece of fixed size, 0 for equal ones
+    KV_BLOCK: tl.constexpr,
+    MIN_SPLIT_BLOCKS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,  # KV blocks of a split of fixed size, 0 for splits of about equal size
     B: tl.constexpr,  # power of 2, at least max_batch
     LOG_B: tl.constexpr,
     TILES: tl.constexpr,
     COPY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: 1 + one program for each COPY page numbers.
+    Owns: program 0 all fields of the plan but kv_indices, program ``i > 0`` page numbers ``(i - 1) * COPY`` on.
+    Loop invariant: in the last pass ``bucket_item`` is the next work item of each length bucket; ``num_slots`` and
+    ``num_split_tiles`` count those of the tiles before these.
+    Barriers: ``griddepcontrol.wait`` at the start; the plan is published with a release at the end.
+    Bound by: latency of one program that sorts; it is one launch and needs no host copy.
+    """
     if PDL:
         gdc_wait()
     if tl.program_id(0) > 0:
         copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
         return
     b = tl.arange(0, B)
-    # Loaded here, not by a helper, as in plan_decode.
+    # Loaded here, not by a function: see work_item.py.
     first_page = tl.load(kv_indptr + tl.minimum(b, batch))
     end_page = tl.load(kv_indptr + tl.minimum(b + 1, batch))
     last_len = tl.load(last_page_len + b, mask=b < batch, other=1)
@@ -116,79 +148,70 @@ def plan_prefill_kernel(
     tiles_end = tl.cumsum(tl.cdiv(qo_len, ROWS), 0)
     num_tiles = tl.minimum(tl.max(tiles_end, 0), max_items)
 
+    # Pass 1: how short splits may be so that the partial results fit in the workspace.
     t, bucket_id = tl.arange(0, TILES), tl.arange(0, BUCKETS)
-    share = 1 << 30
-    if max_splits > 0:
+    min_blocks = 1 << 30
+    if max_split_tiles > 0:
         total = tl.full((), 0, tl.int64)
         for first in range(0, num_tiles, TILES):
             tile = first + t
             _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
-            _, units, _, _ = count_pieces(begin, end, tile < num_tiles, share, UNIT, False)
-            if SIZE:
-                units = tl.where(units > SIZE, tl.cdiv(units, SIZE), 0)
-            total += tl.sum(units.to(tl.int64), 0)
-        if SIZE:
-            share = tl.where(total <= 2 * max_splits, SIZE, share)
+            _, blocks, _, _ = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, False)
+            if SPLIT_BLOCKS:
+                blocks = tl.where(blocks > SPLIT_BLOCKS, tl.cdiv(blocks, SPLIT_BLOCKS), 0)
+            total += tl.sum(blocks.to(tl.int64), 0)
+        if SPLIT_BLOCKS:
+            min_blocks = tl.where(total <= 2 * max_split_tiles, SPLIT_BLOCKS, min_blocks)
         else:
-            share = tl.maximum(tl.cdiv(total, 2 * max_splits), MIN_UNITS).to(tl.int32)
+            min_blocks = tl.maximum(tl.cdiv(total, 2 * max_split_tiles), MIN_SPLIT_BLOCKS).to(tl.int32)
+    # Pass 2: the longest split.
     longest = 0
     for first in range(0, num_tiles, TILES):
         tile = first + t
         _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
-        _, _, _, extent = count_pieces(begin, end, tile < num_tiles, share, UNIT, SIZE > 0)
+        _, _, _, extent = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
         longest = tl.maximum(longest, tl.max(extent, 0))
+    # Pass 3: the work items of each length bucket.
     count = tl.zeros((BUCKETS,), tl.int32)
     for first in range(0, num_tiles, TILES):
         tile = first + t
         _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
-        _, _, pieces, extent = count_pieces(begin, end, tile < num_tiles, share, UNIT, SIZE > 0)
+        _, _, splits, extent = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
         bucket = length_bucket(extent, longest, tile < num_tiles, BUCKETS)
-        count += tl.sum(tl.where(bucket[:, None] == bucket_id[None, :], pieces[:, None], 0), 0)
-    place = tl.cumsum(count, 0) - count
-    num_items, slots, splits = tl.sum(count, 0), 0, 0
+        count += tl.sum(tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0), 0)
+    # Pass 4: write the work items in the order of buckets, and the split tiles.
+    bucket_item = tl.cumsum(count, 0) - count
+    num_items, num_slots, num_split_tiles = tl.sum(count, 0), 0, 0
     for first in range(0, num_tiles, TILES):
         tile = first + t
         used = tile < num_tiles
         request, offset, rows, position, begin, end = tile_extent(
             tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B
         )
-        first_unit, units, pieces, extent = count_pieces(begin, end, used, share, UNIT, SIZE > 0)
+        first_block, blocks, splits, extent = count_splits(begin, end, used, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
         bucket = length_bucket(extent, longest, used, BUCKETS)
-        member = tl.where(bucket[:, None] == bucket_id[None, :], pieces[:, None], 0)
-        until = tl.cumsum(member, 0)
-        at = tl.sum(tl.where(member > 0, place[None, :] + until - member, 0), 1)
-        is_split = pieces > 1
-        slots_until = tl.cumsum(tl.where(is_split, pieces, 0), 0)
-        splits_until = tl.cumsum(is_split.to(tl.int32), 0)
-        slot = tl.where(is_split, slots + slots_until - pieces, -1)
+        of_bucket = tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0)
+        up_to = tl.cumsum(of_bucket, 0)
+        item = tl.sum(tl.where(of_bucket > 0, bucket_item[None, :] + up_to - of_bucket, 0), 1)
+        is_split = splits > 1
+        slots_up_to = tl.cumsum(tl.where(is_split, splits, 0), 0)
+        split_tiles_up_to = tl.cumsum(is_split.to(tl.int32), 0)
+        slot = tl.where(is_split, num_slots + slots_up_to - splits, -1)
         row, page = tl.gather(first_row, request, 0) + offset, tl.gather(first_page, request, 0)
-        for piece in range(tl.max(pieces, 0)):
-            mask = used & (piece < pieces) & (at + piece < max_items)
-            divisor = tl.maximum(pieces, 1)
-            cut = (first_unit + (units.to(tl.int64) * piece // divisor).to(tl.int32)) * UNIT
-            next_cut = (first_unit + (units.to(tl.int64) * (piece + 1) // divisor).to(tl.int32)) * UNIT
-            if SIZE:
-                cut, next_cut = (first_unit + piece * SIZE) * UNIT, (first_unit + (piece + 1) * SIZE) * UNIT
-            record = work + (at + piece) * 8
-            tl.store(record + 0, row, mask=mask)
-            tl.store(record + 1, rows, mask=mask)
-            tl.store(record + 2, tl.where(piece > 0, cut, begin), mask=mask)
-            tl.store(record + 3, tl.where(piece + 1 < pieces, next_cut, end), mask=mask)
-            tl.store(record + 4, position, mask=mask)
-            tl.store(record + 5, page, mask=mask)
-            tl.store(record + 6, tl.where(is_split, slot + piece, -1), mask=mask)
-            tl.store(record + 7, request, mask=mask)
-        split = splits + splits_until - 1
-        record, mask = merges + split * 4, is_split & (split < max_splits)
-        tl.store(record + 0, row, mask=mask)
-        tl.store(record + 1, rows, mask=mask)
-        tl.store(record + 2, slot, mask=mask)
-        tl.store(record + 3, pieces, mask=mask)
-        place += tl.sum(member, 0)
-        slots += tl.max(slots_until, 0)
-        splits += tl.max(splits_until, 0)
-    store_zeros(work, num_items, max_items, TILES, 8)
-    store_zeros(merges, splits, max_splits, TILES, 4)
+        for split in range(tl.max(splits, 0)):
+            mask = used & (split < splits) & (item + split < max_items)
+            split_begin, split_end = split_points(first_block, blocks, split, splits, KV_BLOCK, SPLIT_BLOCKS)
+            kv_begin = tl.where(split > 0, split_begin, begin)
+            kv_end = tl.where(split + 1 < splits, split_end, end)
+            split_slot = tl.where(is_split, slot + split, -1)
+            store_work_item(work, item + split, row, rows, kv_begin, kv_end, position, page, split_slot, request, mask)
+        index = num_split_tiles + split_tiles_up_to - 1
+        store_split_tile(split_tiles, index, row, rows, slot, splits, is_split & (index < max_split_tiles))
+        bucket_item += tl.sum(of_bucket, 0)
+        num_slots += tl.max(slots_up_to, 0)
+        num_split_tiles += tl.max(split_tiles_up_to, 0)
+    store_zeros(work, num_items, max_items, TILES, WORK_STRIDE)
+    store_zeros(split_tiles, num_split_tiles, max_split_tiles, TILES, SPLIT_TILE_STRIDE)
 
     tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
     tl.store(plan_kv_indptr + b, first_page, mask=b == 0)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
-from attn_ops.kernels.triton.combine_prefill import merge_tiles
+from attn_ops.kernels.triton.combine_prefill import combine_split_tiles
 from attn_ops.kernels.triton.config_prefill import split_dim
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
@@ -79,7 +79,7 @@ def attend(
     num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
     launch_tiles(x, out, lse, plan, workspace, tile_rows, num_items, o)
     if workspace is not None and plan is not None and partials:
-        merge_tiles(out, lse, workspace, o.sinks, plan)
+        combine_split_tiles(out, lse, workspace, o.sinks, plan)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, heads: int, at: tuple[int | None, int, int], kv_rows: int) -> Operands:

@@ -13,7 +13,7 @@ FOLDER = Path(next(iter(kernels.__path__)), "triton")
 REPORT = re.compile(r"Race reported between .*?(?=\n=+ *(?:\n|$)|\n(?!=)|\Z)", re.DOTALL)
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
 PLACE = re.compile(r" in (\S+\.py):(\d+)")
-MESSAGE = re.compile(r"def (leave|take)\(")
+MESSAGE = re.compile(r"def (store_shared|load_shared)\(")
 
 
 Place = tuple[str, str]

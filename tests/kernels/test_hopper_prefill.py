@@ -63,7 +63,7 @@ def test_registers_suffice_and_products_overlap(name: str, tmp_path: Path) -> No
     with compiling_for(90) as compiled:
         _call(**CALLS[name])
     kernel = compiled[0][0]
-    assert kernel.metadata.name == "prefill_hopper_kernel"
+    assert kernel.metadata.name == "hopper_prefill_kernel"
     assert kernel.metadata.shared <= SHARED_MEMORY[90][0] << 10
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])

@@ -72,7 +72,7 @@ WRITTEN = {
     "decode_kernel": {"out", "lse", "partial"},
     "merge_rows_kernel": {"out", "lse"},
     "prefill_kernel": {"out", "lse", "partial"},
-    "merge_tiles_kernel": {"out", "lse"},
+    "combine_prefill_kernel": {"out", "lse"},
     "merge_states_kernel": {"out", "lse"},
     "merge_state_kernel": {"out", "lse"},
     "merge_state_in_place_kernel": {"v", "s"},

@@ -6,9 +6,9 @@ from helpers.racecheck import hand_over, messages, races
 
 REPORT = """\
 ========= COMPUTE-SANITIZER
-========= Error: Race reported between Read access at prefill_hopper_kernel+0x100 in hopper_prefill.py:{}
-=========     and Write access at prefill_hopper_kernel+0xa1d0 in hopper_prefill.py:{} [108 hazards]
-=========     and Write access at prefill_hopper_kernel+0x11e40 in {} [67 hazards]
+========= Error: Race reported between Read access at hopper_prefill_kernel+0x100 in hopper_prefill.py:{}
+=========     and Write access at hopper_prefill_kernel+0xa1d0 in hopper_prefill.py:{} [108 hazards]
+=========     and Write access at hopper_prefill_kernel+0x11e40 in {} [67 hazards]
 =========
 35 calls done
 ========= RACECHECK SUMMARY: 1 hazards displayed (1 errors, 0 warnings)
