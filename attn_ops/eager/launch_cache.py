@@ -126,7 +126,7 @@ class LaunchCache:
     @property
     def num_entries(self) -> int:
         """The number of calls that can be replayed."""
-        return len(self._calls)
+        return len(self._entries)
 
     def lookup(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The ``PreparedCall`` of a call with these arguments, or None."""

@@ -42,7 +42,7 @@ def test_a_plan_tells_the_options_that_it_has() -> None:
     wrapper = planned(Latents(), causal=True)
     assert wrapper._causal
     assert wrapper._sm_scale == 0.1
-    assert not hasattr(wrapper, "_logits_soft_cap")
+    assert wrapper._logits_soft_cap == 0.0
 
 
 def test_default_scale_of_512_and_64() -> None:
