@@ -1,8 +1,10 @@
-"""No argument is silently ignored: each changes the result, or is refused, or stands in the table of the ignored."""
+"""No argument is silently ignored: each changes the result, is refused, or is listed as one without effect."""
 
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ NEEDED_IN_GRAPH_MODE = {
     "kv_indices",
     "kv_len_arr",
 }
-"""Without CUDA-graph mode they have no effect, as documented; in it they are missed by name."""
+"""Without CUDA-graph mode they have no effect, as documented. In CUDA-graph mode a missing one is an error."""
 
 IN_OTHER_TESTS = {
     "args": "by position: test_prefill, test_decode, test_cascade",
@@ -38,23 +40,23 @@ IN_OTHER_TESTS = {
     "paged_kv_indices_buf_arr": "test_cascade.test_cascade",
     "paged_kv_last_page_len_buf_arr": "test_cascade.test_cascade",
     "custom_mask_buf": "test_prefill.test_cuda_graph_mode",
-    "qk_indptr_buf": "another name of mask_indptr_buf: test_bad_input",
+    "qk_indptr_buf": "another name of mask_indptr_buf: test_wrapper_errors.CASES",
     "return_lse_base_on_e": "test_mla.test_lse_and_buffers",
     "kv_len": "test_mla.test_without_a_plan",
-    "token_pos_in_items_len": "test_prefill.test_items",
+    "token_pos_in_items_len": "test_prefill.test_multi_item_mask",
     "seq_lens": "test_mla.test_plan_from_block_tables",
 }
 
 
 SCRATCH = {
-    "float_workspace_buffer": "test_splits.test_workspace_size_counts_pieces",
-    "device": "where the planner lives: test_replays",
+    "float_workspace_buffer": "test_split_kv.test_workspace_size_counts_partial_results",
+    "device": "the device of the planner: test_cuda_graph_replays",
 }
-"""Inputs of the base calls that are memory and no values: where they are shown to be used."""
+"""Inputs of the base calls that are memory, not values, and the tests that show their use."""
 
 
 def inputs() -> list[Any]:
-    """The arguments of the base calls, but for those with an effect of their own."""
+    """The arguments of the base calls, except those that are parameters with an effect."""
     return [
         pytest.param(surface, stage, name, id=f"{surface.name}.{stage}.{name}")
         for surface in SURFACES
@@ -102,6 +104,9 @@ def of(base: dict[str, Any], surface: Surface) -> Any:
     return base[surface.name]
 
 
+TEST = re.compile(r"\b(test_\w+)(?:\.(test_\w+))?")
+"""A test that a table names."""
+
 ROUNDING = {"disable_split_kv"}
 """Arguments that change the order of sums."""
 
@@ -121,7 +126,7 @@ def same(a: Any, b: Any, rounding: bool = False) -> bool:
 
 
 @pytest.mark.parametrize(("surface", "stage", "name"), parameters())
-def test_parameter(surface: Surface, stage: str, name: str, base: dict[str, Any]) -> None:
+def test_a_parameter_has_an_effect_or_is_listed(surface: Surface, stage: str, name: str, base: dict[str, Any]) -> None:
     effect = surface.effects.get(stage, {}).get(name)
     if effect is not None:
         if isinstance(effect, Raises):
@@ -147,7 +152,7 @@ def test_parameter(surface: Surface, stage: str, name: str, base: dict[str, Any]
 
 
 @pytest.mark.parametrize(("surface", "stage", "name"), inputs())
-def test_input(surface: Surface, stage: str, name: str, base: dict[str, Any]) -> None:
+def test_an_input_has_an_effect(surface: Surface, stage: str, name: str, base: dict[str, Any]) -> None:
     try:
         result = surface.outcome(stage, **{name: another(surface.stages[stage][name])})
     except errors.AttnOpsError:
@@ -155,8 +160,23 @@ def test_input(surface: Surface, stage: str, name: str, base: dict[str, Any]) ->
     assert name in NO_EFFECT or not same(result, of(base, surface)), f"{name} changes nothing"
 
 
-def test_every_name_is_covered() -> None:
+def test_every_public_name_is_tested() -> None:
     assert {surface.make.__name__ for surface in SURFACES} | set(ELSEWHERE) == set(exports.HOMES)
+
+
+def test_the_tests_that_tables_name_exist() -> None:
+    """``test_file`` or ``test_file.test_function``, of this folder."""
+    folder = Path(__file__).parent
+    named = [
+        name
+        for text in (*IN_OTHER_TESTS.values(), *SCRATCH.values(), *ELSEWHERE.values())
+        for name in TEST.findall(text)
+    ]
+    assert len(named) > 20
+    for file, function in named:
+        assert (f"def {function}(" if function else "def test_") in (folder / f"{file}.py").read_text(
+            encoding="utf-8"
+        ), (file, function)
 
 
 def test_tables_do_not_overlap() -> None:

@@ -1,4 +1,4 @@
-"""Functions over block tables: trtllm, cuDNN and XQA forms, on the float64 oracle."""
+"""Functions that take block tables, in the forms of TensorRT-LLM, cuDNN and XQA, against the oracle."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_trtllm_decode_of_several_rows() -> None:
     r.expected(causal=True).check(out)
 
 
-def draft(r: Requests, words: int, dtype: torch.dtype) -> torch.Tensor:
-    """A draft mask by chance, ``[rows, words]``, which ``r.masks`` then say too; bits past the draft are set."""
+def random_tree_mask(r: Requests, words: int, dtype: torch.dtype) -> torch.Tensor:
+    """A random tree mask ``[rows, words]``, which ``r.masks`` then hold too. Bits beyond a request's rows are set."""
     generator, lines = torch.Generator().manual_seed(1), []
     bits = 8 * dtype.itemsize
     for b, (rows, length) in enumerate(zip(r.rows, r.kv_lens, strict=True)):
@@ -87,9 +87,9 @@ def draft(r: Requests, words: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(("words", "dtype"), [(2, torch.uint16), (1, torch.uint32), (4, torch.uint16)], ids=str)
 @pytest.mark.parametrize("window_left", [-1, 20])
-def test_draft_masks(words: int, dtype: torch.dtype, window_left: int) -> None:
+def test_tree_masks(words: int, dtype: torch.dtype, window_left: int) -> None:
     r = Requests(kv_lens=(37, 5, 130, 3), qo_lens=(5, 5, 5, 5), kv_layout="HND")
-    mask = draft(r, words, dtype).view(4, 5, words)
+    mask = random_tree_mask(r, words, dtype).view(4, 5, words)
     arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, SCALE
     options = {"kv_layout": "HND", "q_len_per_req": 5, "mask": mask, "window_left": window_left}
     expected = r.expected(masked=True, window_left=window_left)
@@ -110,9 +110,9 @@ def test_draft_masks(words: int, dtype: torch.dtype, window_left: int) -> None:
     expected.check(out.view(r.q.shape))
 
 
-def test_draft_masks_of_ragged_rows_and_trees() -> None:
+def test_tree_masks_of_ragged_rows() -> None:
     r = Requests(kv_lens=(37, 0, 130, 60, 9), qo_lens=(3, 0, 1, 40, 2), kv_layout="HND")
-    mask = draft(r, 4, torch.uint16)
+    mask = random_tree_mask(r, 4, torch.uint16)
     arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, SCALE
     options = {"cum_seq_lens_q": r.qo_indptr, "max_q_len": 40, "mask": mask}
     r.expected(masked=True).check(flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, **options))
@@ -123,7 +123,7 @@ def test_draft_masks_of_ragged_rows_and_trees() -> None:
     r.expected(masked=True).check(out)
 
 
-def test_rows_that_do_not_ascend_stay_inside_of_a_draft_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falling_row_offsets_stay_inside_of_a_tree_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_table, "seen", lambda _: False)  # as on a GPU
     r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
     arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, SCALE
@@ -138,7 +138,7 @@ def test_rows_that_do_not_ascend_stay_inside_of_a_draft_mask(monkeypatch: pytest
     r.expected(causal=False).check(out)
 
 
-def test_a_causal_draft_mask_changes_nothing() -> None:
+def test_a_causal_tree_mask_equals_causal_attention() -> None:
     r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3), kv_layout="HND")
     mask = torch.tensor([[1, 0], [3, 0], [7, 0]], dtype=torch.uint16, device=DEVICE).expand(3, 3, 2)
     tables = (r.block_tables(), r.seq_lens, 130, SCALE)
@@ -146,7 +146,7 @@ def test_a_causal_draft_mask_changes_nothing() -> None:
     r.expected(causal=True).check(out)
 
 
-def test_cudnn_offsets_count_elements_of_views() -> None:
+def test_cudnn_offsets_in_elements_of_views() -> None:
     r = Requests((70, 3, 9, 130), (1, 5, 0, 40))
     both = [torch.stack((t, t), 1)[:, 0] for t in (r.q, *r.ragged())]
     strides = [t.stride(0) for t in both]
@@ -215,7 +215,7 @@ def test_cudnn_decode() -> None:
 
 
 def _cudnn_prefill(r: Requests, paged: bool, rows: torch.Tensor | None, **options: Any) -> Any:
-    """Of ``rows`` query rows a request, 40 at most."""
+    """``rows`` are the query rows of each request, at most 40."""
     return flashinfer.cudnn_batch_prefill_with_kv_cache(
         r.q,
         *(r.cache() if paged else r.ragged()),
@@ -271,7 +271,7 @@ EMPTY: dict[str, Callable[[torch.Tensor], Any]] = {
     "decode": lambda pages: flashinfer.trtllm_batch_decode_with_kv_cache(
         NO_ROWS, HND, workspace(), pages, NONE, 0, return_lse=True
     ),
-    "draft": lambda pages: flashinfer.trtllm_batch_decode_with_kv_cache(
+    "tree mask": lambda pages: flashinfer.trtllm_batch_decode_with_kv_cache(
         NO_ROWS, HND, workspace(), pages, NONE, 0, mask=torch.zeros(0, 2, dtype=torch.uint16, device=DEVICE)
     ),
     "context": lambda pages: flashinfer.trtllm_batch_context_with_kv_cache(
@@ -309,7 +309,7 @@ EMPTY: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("name", EMPTY)
-def test_no_requests(name: str, width: int) -> None:
+def test_a_batch_of_no_requests(name: str, width: int) -> None:
     result = EMPTY[name](torch.zeros(0, width, dtype=torch.int32, device=DEVICE))
     out, *lse = result if isinstance(result, tuple) else (result,)
     assert out.shape[0] == 0

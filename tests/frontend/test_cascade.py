@@ -1,4 +1,4 @@
-"""Merging, cascades, shared prefixes, POD and BatchAttention."""
+"""Merge functions, cascades, shared prefixes, POD and ``BatchAttention``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def states(rows: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[t
     return v, s
 
 
-def test_merges() -> None:
+def test_merge_functions() -> None:
     v, s = states(6, 2)
     out, lse = merge(v, s)
     for got in (flashinfer.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), flashinfer.merge_states(v, s)):
@@ -44,7 +44,7 @@ def test_merges() -> None:
 
 
 def whole(q: torch.Tensor, parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]], rows: Any, **o: Any) -> Expected:
-    """Every request's keys are the concatenation of its parts."""
+    """The oracle on keys that are the concatenation of each request's parts."""
     requests = []
     for b, part in enumerate(q.split(rows)):
         k, v = (torch.cat([side[b] for side in sides]) for sides in zip(*parts, strict=True))
@@ -52,7 +52,7 @@ def whole(q: torch.Tensor, parts: list[tuple[list[torch.Tensor], list[torch.Tens
     return Expected.of(requests, **o)
 
 
-def test_shared_prefix_of_decoding() -> None:
+def test_decode_with_a_shared_prefix() -> None:
     r, shared = Requests(), Requests(kv_lens=(50,), seed=1)
     k, v = shared.ragged()
     wrapper = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace())
@@ -65,8 +65,8 @@ def test_shared_prefix_of_decoding() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_shared_prefix_of_prefill(causal: bool) -> None:
-    # A row sees all of the prefix, whatever hides from it: have every row see a key of its own.
+def test_prefill_with_a_shared_prefix(causal: bool) -> None:
+    # A row sees the whole prefix. Every row here also sees a key of its own.
     r, shared = Requests((70, 5, 9, 130), (1, 5, 0, 40), dtype=torch.bfloat16), Requests(kv_lens=(50,), seed=1)
     k, v = (t.bfloat16() for t in shared.ragged())
     wrapper = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace())
@@ -80,7 +80,7 @@ def test_shared_prefix_of_prefill(causal: bool) -> None:
 
 @pytest.mark.parametrize("use_cuda_graph", [False, True])
 def test_cascade(use_cuda_graph: bool) -> None:
-    """Four requests on pages 0 to 3 of their own, and all on pages 4 to 6 before."""
+    """Four requests share a prefix on pages 4 to 6. Each then has one page of its own, 0 to 3."""
     cache = torch.randn(7, 2, 16, 2, 64).half().to(DEVICE)
     q = torch.randn(4, 4, 64).half().to(DEVICE)
 
@@ -109,7 +109,7 @@ FALLING, NEGATIVE, LONG = "falls from 9 to 0", r"kv_indices\[9\] is -5", r"kv_la
 
 
 def wrong(r: Requests, words: str) -> tuple[torch.Tensor, ...]:
-    """The page table of ``r`` with a mistake in the last request, on the host, where it is seen."""
+    """The page table of ``r`` with a mistake in the last request, on the host, where plan() reads it."""
     indptr, indices, last = (t.cpu().clone() for t in r.table)
     if words == FALLING:
         indptr[-1] = 0
@@ -121,7 +121,7 @@ def wrong(r: Requests, words: str) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("words", [FALLING, NEGATIVE, LONG])
-def test_plans_that_fail_leave_the_earlier_ones(words: str) -> None:
+def test_a_failed_plan_keeps_the_earlier_one(words: str) -> None:
     r, other = Requests((37, 9, 70, 1)), Requests((2, 3, 4, 5), seed=1)
     bad = wrong(r, words)
     pod = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace())

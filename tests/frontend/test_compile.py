@@ -1,4 +1,4 @@
-"""run() and the functions without a plan() trace into whole graphs, and stay compiled over re-plans."""
+"""Wrappers' run() and one-shot functions trace into whole graphs. A new plan() recompiles nothing."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_captured_ragged_batches_stay_compiled_with_fewer_keys() -> None:
             torch.testing.assert_close(step(q, k, v), wrapper.run(q, k, v))
 
 
-def test_ragged_and_mla() -> None:
+def test_ragged_and_mla_are_one_op() -> None:
     ragged, recorder = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()), Recorder()
     r = PREFILLS[0]
     ragged.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], causal=True)
@@ -127,7 +127,7 @@ def test_ragged_and_mla() -> None:
     assert recorder.ops == ["batch_mla"]
 
 
-def test_functions_without_a_plan() -> None:
+def test_one_shot_functions_compile() -> None:
     r = Requests()
     tables = r.block_tables(), r.seq_lens
 
@@ -147,7 +147,7 @@ def test_functions_without_a_plan() -> None:
     assert recorder.ops == ["page_table", "plan_decode", "batch_decode"] * 3
 
 
-def test_functions_export() -> None:
+def test_a_one_shot_function_exports() -> None:
     r = Requests()
 
     class Step(nn.Module):
@@ -160,7 +160,7 @@ def test_functions_export() -> None:
 
 
 @pytest.mark.parametrize("kind", ["single", "xqa", "page"])
-def test_other_functions(kind: str) -> None:
+def test_single_xqa_and_append_compile(kind: str) -> None:
     r = Requests((70,), (12,))
     k, v = r.ragged()
     if kind == "single":
@@ -237,7 +237,7 @@ def test_plan_inside_of_a_compiled_function() -> None:
     second.expected().check(wrapper.run(second.q, second.cache("tensor")))
 
 
-def test_values_that_change_nothing_do_so_in_graphs() -> None:
+def test_arguments_without_effect_in_graphs() -> None:
     r = Requests()
     cache, tables = r.cache("tensor"), (r.block_tables(), r.seq_lens, 9, 0.125)
 
@@ -248,7 +248,7 @@ def test_values_that_change_nothing_do_so_in_graphs() -> None:
 
 
 @pytest.mark.slow
-def test_inductor() -> None:
+def test_wrapper_run_with_inductor() -> None:
     wrapper, r = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()), Requests(dtype=torch.float32)
     _decode(r, wrapper, q_data_type="float32")
     step = torch.compile(lambda q, cache: wrapper.run(q, cache), fullgraph=True)

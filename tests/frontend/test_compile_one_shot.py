@@ -1,4 +1,4 @@
-"""Functions without a plan(): whole graphs that neither recompile nor hold on to lengths, and export."""
+"""One-shot functions trace into whole graphs that do not recompile for other lengths, and export."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALE = 0.125
 
 
 class Form(NamedTuple):
-    """``call(*tensors(r))`` is ``expected(r)`` and, traced, these ``ops``; ``batches`` differ in nothing but values."""
+    """``call(*tensors(r))`` equals ``expected(r)``, by a graph of ``ops``. ``batches`` differ in values only."""
 
     ops: list[str]
     batches: tuple[Any, Any]
@@ -33,7 +33,7 @@ class Form(NamedTuple):
 
 
 def both(kv_lens: tuple[int, ...], qo_lens: tuple[int, ...] = (), **more: Any) -> tuple[Requests, Requests]:
-    """The lengths in one order and in the other."""
+    """A batch with these lengths, and one with the lengths in reverse order."""
     return Requests(kv_lens, qo_lens, **more), Requests(kv_lens[::-1], qo_lens[::-1], seed=1, **more)
 
 
@@ -84,12 +84,12 @@ def xqa_decode(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor, cum: Any =
     )
 
 
-DRAFT = torch.tensor([[1, 0], [3, 0]], dtype=torch.uint16, device=DEVICE)
-"""The causal mask of two draft tokens."""
+TREE_MASK = torch.tensor([[1, 0], [3, 0]], dtype=torch.uint16, device=DEVICE)
+"""The causal tree mask of two draft tokens."""
 
 
-def xqa_draft(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor) -> Any:
-    return xqa_decode(q, cache, pages, lens, q_len_per_req=2, mask=DRAFT.expand(pages.shape[0], 2, 2))
+def xqa_tree_mask(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor) -> Any:
+    return xqa_decode(q, cache, pages, lens, q_len_per_req=2, mask=TREE_MASK.expand(pages.shape[0], 2, 2))
 
 
 def trtllm_context(q: Tensor, cache: Tensor, pages: Tensor, lens: Tensor, cum: Tensor) -> Any:
@@ -173,7 +173,7 @@ FORMS: dict[str, Form] = {
     "trtllm context": Form(PREFILL, HND[2], rows, trtllm_context, causal),
     "xqa decode": Form(DECODE, DECODES, table, xqa_decode, causal),
     "xqa decode of rows": Form(PREFILL, PAIRS, table, lambda *t: xqa_decode(*t, q_len_per_req=2), causal),
-    "xqa decode of drafts": Form(PREFILL, PAIRS, table, xqa_draft, causal),
+    "xqa decode with a tree mask": Form(PREFILL, PAIRS, table, xqa_tree_mask, causal),
     "xqa decode of ragged rows": Form(PREFILL, PREFILLS, rows, xqa_decode, causal),
     "cudnn decode": Form(DECODE, HND[0], table, cudnn_decode, causal),
     "cudnn decode of rows": Form(PREFILL, HND[1], table, lambda *t: cudnn_decode(*t, q_len_per_req=2), causal),

@@ -1,4 +1,4 @@
-"""Decoding through FlashInfer's names, on the float64 oracle."""
+"""Decode through FlashInfer's names, against the oracle."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_fp8_cache(kv_dtype: torch.dtype, as_tensor: bool) -> None:
     k_scale, v_scale = (torch.tensor(x, device=DEVICE) if as_tensor else x for x in (0.5, 3.0))
     out, lse = planned(r).run(r.q, r.cache(), k_scale=k_scale, v_scale=v_scale, return_lse=True)
     r.expected(k_scale=0.5, v_scale=3.0).check(out, lse)
-    # data_type names the cache alone where it is FP8.
+    # An FP8 data_type names the dtype of the cache only.
     alone = planned(r, kv_data_type=None, data_type=kv_dtype)
     torch.testing.assert_close(alone.run(r.q, r.cache(), k_scale, v_scale), out)
 
@@ -98,7 +98,7 @@ def test_options_of_run() -> None:
     wrapper = planned(r, window_left=20)
     out = wrapper.run(r.q, r.cache(), window_left=5, sinks=r.sinks, q_scale=0.5)
     r.expected(window_left=5, sinks=True, sm_scale=0.5 / 8).check(out)
-    # A wider window than the planned one sees what the plan leaves out.
+    # A window wider than the planned one sees keys that the plan left out.
     r.expected(window_left=64).check(wrapper.run(r.q, r.cache(), window_left=64))
     r.expected().check(wrapper.run(r.q, r.cache(), window_left=-1))
     r.expected(window_left=20).check(wrapper.run(r.q, r.cache()))
@@ -137,14 +137,14 @@ def test_output_dtype() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [None, True, False])
-def test_several_rows_a_request(is_causal: bool | None) -> None:
+def test_several_query_rows_per_request(is_causal: bool | None) -> None:
     r = Requests(kv_lens=(37, 3, 130), qo_lens=(3, 3, 3))
     wrapper = planned(r, q_len_per_req=3, is_causal=is_causal)
     out, lse = wrapper.run(r.q, r.cache(), return_lse=True, q_len_per_req=3)
     r.expected(causal=is_causal is not False).check(out, lse)
 
 
-def test_old_interface() -> None:
+def test_begin_forward_and_forward() -> None:
     r = Requests()
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
     wrapper.begin_forward(*r.table, *r.sizes, data_type="float16")
@@ -165,7 +165,7 @@ def test_positional_options_of_plan() -> None:
     r.expected(window_left=9, logits_soft_cap=3.0).check(wrapper.run(r.q, r.cache()))
 
 
-def test_what_engines_assert_of_a_plan() -> None:
+def test_private_attributes_that_engines_read() -> None:
     r = Requests()
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
     with pytest.raises(AttributeError, match="no plan that says sm_scale"):
@@ -188,8 +188,8 @@ def test_int64_tables_and_lengths_of_the_next_batch() -> None:
         batch.expected().check(*wrapper.run(batch.q, batch.cache(), return_lse=True))
 
 
-def test_room_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan on a GPU does, so as not to wait for the lengths."""
+def test_capacity_from_shapes_where_lengths_are_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan on a GPU does not wait for the lengths: it bounds them by the shapes of the page table."""
     monkeypatch.setattr(PageTable, "measured", lambda tables, page_size: tables.bounded())
     for r in (Requests(), Requests(kv_lens=(1, 600, 2, 0, 77))):
         r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
@@ -197,7 +197,7 @@ def test_room_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
 def test_later_requests_of_a_batch(device: str) -> None:
-    """Their pages follow those of the others in one table."""
+    """Their page table is the end of a larger one: ``indptr`` does not start at 0."""
     r = Requests((37, 5, 130, 1))
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
     indptr, indices, last = (t.to(device) for t in r.table)
@@ -227,7 +227,7 @@ def test_cuda_graph_mode_fills_the_callers_buffers() -> None:
         batch.expected().check(wrapper.run(batch.q, batch.cache()))
 
 
-def test_workspace() -> None:
+def test_workspace_size_and_reset() -> None:
     r = Requests()
     wrapper = planned(r)
     size, integers = wrapper.workspace_size(*r.table, *r.sizes)
@@ -237,7 +237,7 @@ def test_workspace() -> None:
     r.expected().check(wrapper.run(r.q, r.cache()))
 
 
-def test_any_dtype_and_offset_of_workspace() -> None:
+def test_workspaces_of_any_dtype_and_offset() -> None:
     r = Requests()
     for memory in (workspace()[3:], workspace().view(torch.float32), workspace().view(torch.int16)):
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory)
@@ -266,7 +266,7 @@ def test_single(kv_layout: str, mode: str) -> None:
     r.expected(v_scale=3.0, pos_encoding=mode, **options).check(out[None], lse[None])
 
 
-def test_lse_of_nothing() -> None:
+def test_lse_of_a_request_without_keys() -> None:
     r = Requests(kv_lens=(0, 5))
     out, lse = planned(r).run(r.q, r.cache(), return_lse=True)
     assert (out[0] == 0).all()

@@ -1,4 +1,4 @@
-"""DeepSeek's functions: MLA by block tables and ragged prefill, on the float64 oracle."""
+"""DeepSeek's functions, MLA by block tables and ragged prefill, against the oracle."""
 
 from __future__ import annotations
 

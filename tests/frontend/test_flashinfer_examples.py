@@ -1,7 +1,7 @@
-"""The documents' examples, on the device at hand and with fewer layers.
+"""The examples of FlashInfer's documentation, on the device at hand and with fewer layers.
 
-Mended are only slips of the documents themselves: a page table of pages that the cache does not have, and an output
-list that is never filled.
+Two mistakes of the examples are corrected: a page table with pages that the cache does not have, and a list of outputs
+that is never filled.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_mla(workspace_buffer: Tensor) -> None:
     assert wrapper.forward(q, kv_cache, page_table, seq_lens).shape == (8, 32, 512)
 
 
-def test_paged_prefill_and_the_same_as_a_mask(workspace_buffer: Tensor) -> None:
+def test_paged_prefill_equals_its_causal_mask(workspace_buffer: Tensor) -> None:
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, "NHD")
     qo_indptr, indptr, last = int32(QO_INDPTR), int32(PAGE_INDPTR), int32(LAST_PAGE_LEN)
     indices = torch.arange(128).int().to(DEVICE)
@@ -152,7 +152,7 @@ def test_paged_prefill_and_the_same_as_a_mask(workspace_buffer: Tensor) -> None:
         torch.testing.assert_close(wrapper.run(q[i], kv_cache[i]), outputs[i], rtol=1e-3, atol=1e-3)
 
 
-def test_ragged_prefill_and_the_same_as_a_mask(workspace_buffer: Tensor) -> None:
+def test_ragged_prefill_equals_its_causal_mask(workspace_buffer: Tensor) -> None:
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer, "NHD")
     qo_indptr = int32(QO_INDPTR)
     kv_indptr = qo_indptr.clone()

@@ -1,4 +1,4 @@
-"""Wrong calls of functions without a plan raise typed errors, as those of wrappers do."""
+"""Wrong calls of one-shot functions raise typed errors, as those of wrappers do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.error_cases import Case, empty, refused
+from helpers.error_cases import Case, check_raises, empty
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 import attn_ops as flashinfer
@@ -218,14 +218,14 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "q has a beam of 2; expected 1",
     ),
-    "draft mask of bools": (
+    "tree mask of bools": (
         lambda: flashinfer.xqa(
             R.q, *R.cache(), R.block_tables(), R.seq_lens, mask=torch.ones(4, 2, dtype=torch.bool, device=DEVICE)
         ),
         errors.DTypeError,
         "mask is bool; expected uint16 or uint32",
     ),
-    "draft mask of other rows": (
+    "tree mask of other rows": (
         lambda: flashinfer.xqa(
             R.q, *R.cache(), R.block_tables(), R.seq_lens, mask=torch.ones(3, 2, dtype=torch.uint16, device=DEVICE)
         ),
@@ -354,5 +354,5 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_error(name: str) -> None:
-    refused(CASES[name])
+def test_wrong_call_raises(name: str) -> None:
+    check_raises(CASES[name])

@@ -1,4 +1,4 @@
-"""MLA through FlashInfer's names, on the float64 oracle: one KV head whose value is a part of its key."""
+"""MLA through FlashInfer's names, against the oracle: one KV head whose value is a part of its key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def planned(m: Latents, **options: Any) -> Any:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_split_and_packed(causal: bool, page_size: int) -> None:
+def test_split_and_packed_queries_and_caches(causal: bool, page_size: int) -> None:
     m = Latents(page_size=page_size)
     wrapper = planned(m, causal=causal, q_data_type=torch.float16, kv_data_type=torch.float16)
     expected = m.expected(sm_scale=0.1, causal=causal)
@@ -38,7 +38,7 @@ def test_split_and_packed(causal: bool, page_size: int) -> None:
             expected.check(*wrapper.run(**queries, **caches, return_lse=True))
 
 
-def test_a_plan_tells_the_options_that_it_has() -> None:
+def test_private_attributes_hold_the_options_of_a_plan() -> None:
     wrapper = planned(Latents(), causal=True)
     assert wrapper._causal
     assert wrapper._sm_scale == 0.1
@@ -135,8 +135,8 @@ def test_cuda_graph_mode() -> None:
         m.expected(sm_scale=0.1).check(wrapper.run(query=m.q, kv_cache=m.cache))
 
 
-def test_the_callers_page_table_stays_in_cuda_graph_mode() -> None:
-    """Its buffers are the page table, with pages for the tokens to come, and lengths grow in place."""
+def test_cuda_graph_mode_keeps_the_page_table_of_the_caller() -> None:
+    """The buffers are the page table of the caller, with pages for future tokens. Lengths are updated in place."""
     m = Latents(((1, 70), (1, 33), (1, 3), (1, 130)))
     whole = m.latents
     qo_indptr, kv_indptr, kv_len_arr = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (5, 5, 4))

@@ -1,4 +1,4 @@
-"""Page helpers and bit packing."""
+"""Page tables, append and bit packing through FlashInfer's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill through FlashInfer's names, paged, ragged and single, on the float64 oracle."""
+"""Paged, ragged and single prefill through FlashInfer's names, against the oracle."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def requests(kind: str, **changes: Any) -> Requests:
 
 
 class Call:
-    """plan() and run() of one kind, or the one call that does both."""
+    """plan() and run() of a wrapper, or the call of the single function."""
 
     def __init__(self, kind: str, r: Requests, memory: Any = None, **options: Any) -> None:
         self.kind, self.r, self.options = kind, r, options
@@ -91,14 +91,14 @@ def test_custom_mask_overrides_causal(kind: str, window_left: int) -> None:
     packed = [flashinfer.packbits(m.flatten().to(DEVICE), bitorder="little") for m in r.masks]
     options: dict[str, Any] = {"packed_custom_mask": torch.cat(packed), "window_left": window_left}
     expected.check(*Call(kind, r, **options).run(return_lse=True))
-    # The packed mask is taken before the other.
+    # The packed mask has precedence.
     expected.check(*Call(kind, r, custom_mask=~r.mask, **options).run(return_lse=True))
 
 
 @pytest.mark.parametrize("window_left", [-1, 9])
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
-def test_items(kind: str, window_left: int) -> None:
-    """Of the first request the cache holds a part of the prefix; of the second an item has begun; the last has none."""
+def test_multi_item_mask(kind: str, window_left: int) -> None:
+    """The first request has part of its prefix cached, the second starts within an item, the last has no items."""
     r = requests(kind, kv_lens=(30, 25, 7), qo_lens=(28, 10, 7))
     prefixes, items = (20, 8, 7), ((4, 2, 4), (9, 8), ())
     r.masks = [
@@ -118,7 +118,7 @@ def test_items(kind: str, window_left: int) -> None:
 
 
 def visible(i: int, j: int, prefix: int, lengths: tuple[int, ...]) -> bool:
-    """Does the token at ``i`` see that at ``j``, with items of ``lengths``, delimiters included, behind the prefix?"""
+    """Whether token ``i`` sees token ``j``. ``lengths`` are those of the items behind the prefix, with delimiters."""
     if i < prefix or j < prefix:
         return j <= i
     begin = prefix
@@ -138,7 +138,7 @@ def visible(i: int, j: int, prefix: int, lengths: tuple[int, ...]) -> bool:
         ({"custom_mask": torch.ones(48, dtype=torch.bool)}, errors.ArgumentError, "items and a mask are both given"),
     ],
 )
-def test_wrong_items(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_wrong_multi_item_arguments(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     r = requests("ragged", kv_lens=(8, 8), qo_lens=(3, 3))
     items = {
         "prefix_len_ptr": torch.tensor([2, 2]),
@@ -161,7 +161,7 @@ def test_mask_does_not_outlive_its_plan(kind: str) -> None:
 
 
 def test_later_requests_of_a_batch() -> None:
-    """Their pages follow those of the others in one table."""
+    """Their page table is the end of a larger one: ``indptr`` does not start at 0."""
     r = Requests((37, 5, 130, 1), (2, 3, 5, 1))
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
     indptr, indices, last = r.table

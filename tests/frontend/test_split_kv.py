@@ -1,4 +1,4 @@
-"""``fixed_split_size`` and ``disable_split_kv``: how a plan is cut, which does not depend on what else is in it."""
+"""``fixed_split_size`` and ``disable_split_kv``: the splits of a request do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLITS: list[tuple[dict[str, Any], int]] = [
     ({"disable_split_kv": True}, 0),
     ({"fixed_split_size": -1, "disable_split_kv": True}, 0),
 ]
-"""Arguments of plan(), and tokens in a piece, with pages of 16; 0 where nothing is split."""
+"""Arguments of plan(), and the tokens of a split with pages of 16, 0 without splits."""
 
 SCRATCH = 1 << 24
 KINDS = ("decode", "rows", "prefill", "ragged")
@@ -55,7 +55,7 @@ def extents(wrapper: Any, request: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("options", "size"), SPLITS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_is_cut_at_multiples_of_the_size(kind: str, options: dict[str, Any], size: int) -> None:
+def test_split_points_are_multiples_of_the_size(kind: str, options: dict[str, Any], size: int) -> None:
     if kind == "ragged" and options.get("fixed_split_size") == 5:
         size = 64  # pages of one token
     wrappers = [planned(kind, batch(kind, lens), **options) for lens in ((700, 3, 90), (5, 64, 9, 700, 2000), (700,))]
@@ -66,7 +66,7 @@ def test_a_request_is_cut_at_multiples_of_the_size(kind: str, options: dict[str,
 
 @pytest.mark.parametrize("options", [options for options, _ in SPLITS], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_and_replans(kind: str, options: dict[str, Any]) -> None:
+def test_results_of_successive_plans(kind: str, options: dict[str, Any]) -> None:
     wrapper = None
     for lens in ((700, 3, 90), (5, 64, 9, 700, 2000)):
         r = batch(kind, lens)
@@ -77,12 +77,12 @@ def test_results_and_replans(kind: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_size_of_no_pages_is_refused(kind: str) -> None:
+def test_a_split_size_of_0_pages_is_refused(kind: str) -> None:
     with pytest.raises(OptionError, match=r"\.plan: fixed_split_size is 0; expected 1 page or more, or None; change"):
         planned(kind, batch(kind, (70, 3)), fixed_split_size=0)
 
 
-def test_workspace_size_counts_pieces() -> None:
+def test_workspace_size_counts_partial_results() -> None:
     r = batch("prefill", (700, 3, 90))
     decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(SCRATCH))
     few, many = (decode.workspace_size(*r.table, *r.sizes, fixed_split_size=n)[0] for n in (16, 4))
@@ -94,7 +94,7 @@ def test_workspace_size_counts_pieces() -> None:
     assert prefill.workspace_size(r.qo_indptr, *r.table, *r.sizes, disable_split_kv=True)[0] == 0
 
 
-def test_workspace_size_counts_the_pieces_that_a_captured_batch_has_room_for() -> None:
+def test_workspace_size_in_cuda_graph_mode_counts_the_capacity() -> None:
     r = Requests((70, 3), (1, 1))
 
     def wrapper(float_workspace: torch.Tensor) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:

@@ -1,4 +1,4 @@
-"""Wrong calls of wrappers raise typed errors: what was wrong, what was expected and what to do, before any write."""
+"""Wrong calls of wrappers raise typed errors: what was wrong, what was expected, how to fix it. Nothing is written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.error_cases import Case, empty, refused
+from helpers.error_cases import Case, check_raises, empty
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 import attn_ops as flashinfer
@@ -428,8 +428,8 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_error(name: str) -> None:
-    refused(CASES[name])
+def test_wrong_call_raises(name: str) -> None:
+    check_raises(CASES[name])
 
 
 def test_failed_calls_write_nothing() -> None:

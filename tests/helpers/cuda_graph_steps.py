@@ -1,6 +1,6 @@
-"""Wrappers with inputs of fixed address, whose run() is captured once and replayed after every plan().
+"""Wrappers with inputs at fixed addresses, whose run() is captured once and replayed after every plan().
 
-On a GPU the step is a CUDA graph. On the CPU it is called again, which tells nothing of graphs and all of the rest.
+On a GPU the step is a CUDA graph. On the CPU it is called again, which tests everything but the capture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFILLS = [
     Requests((1, 600, 9, 30), (1, 40, 3, 2), num_pages=PAGES, seed=1),
     Requests((50, 0, 0, 50), (23, 0, 0, 23), num_pages=PAGES, seed=2),
 ]
-# Of as many rows each, which all see the whole of a first page.
+# Batches of equal numbers of rows. Every row sees the whole first page of its request.
 EVEN = [
     Requests((700, 200, 90, 130), (20, 5, 0, 39), num_pages=PAGES),
     Requests((120, 250, 60, 60), (1, 20, 3, 40), num_pages=PAGES, seed=1),
@@ -46,7 +46,7 @@ def buffer(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 class Step:
-    """``plan`` and ``run`` of a wrapper over ``batches``: a query and a cache that stay where they are."""
+    """``plan`` and ``run`` of a wrapper over ``batches``, with one query and one KV cache whose addresses are fixed."""
 
     batches: Sequence[Any]
     wrapper: Any
@@ -62,7 +62,7 @@ class Step:
         return (r.cache("tensor"),)
 
     def load(self, r: Any) -> None:
-        """The batch's tensors, where the step reads them; after them there is no data."""
+        """Copy the tensors of a batch to where the step reads them, with NaN behind them."""
         self.q.fill_(torch.nan)[: len(r.q)] = r.q
         for t, source in zip(self.kv, self.kv_of(r), strict=True):
             t.fill_(torch.nan)[: len(source)] = source
@@ -77,7 +77,7 @@ class Step:
         r.expected(causal=True).check(*(t[: len(r.q)] for t in results))
 
     def addresses(self) -> tuple[int, ...]:
-        """Of the plans and workspaces, which a captured run() reads."""
+        """Addresses of the plans and workspaces, which a captured run() reads."""
         parts = getattr(self.wrapper, "_levels", [getattr(self.wrapper, "_decode", self.wrapper)])
         tensors = [t for part in parts for t in (*part._planned.plan, part._planned.workspace)]
         return tuple(t.data_ptr() for t in tensors)
@@ -181,7 +181,7 @@ class Ragged(Prefill):
 
 
 class Attention(Step):
-    """Without CUDA-graph mode: replays while batches fit the room of the first, and have as many rows."""
+    """Without CUDA-graph mode: replays are valid for batches that fit the first plan and have as many rows."""
 
     batches = EVEN
 
@@ -220,7 +220,7 @@ class Latent(Step):
 
 
 class Cascade(Step):
-    """The first page of every request is a level, and the rest of it another."""
+    """The first page of every request is one level, and its other pages are another."""
 
     batches = EVEN
 
@@ -242,12 +242,12 @@ class Cascade(Step):
 
     def check(self, r: Requests, results: Sequence[Tensor]) -> None:
         expected = r.expected(causal=True)
-        expected.spread *= 2  # two levels are rounded, and their merge
+        expected.spread *= 2  # two levels are rounded, and so is their merge
         expected.check(*results)
 
 
 class Pod(Decode):
-    """The prefill beside the decoding is a part of the graph as it is."""
+    """The prefill beside the decode is part of the graph, and stays the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ STEPS: dict[str, type[Step]] = {
 
 
 def replays(step: Step) -> Iterator[tuple[Any, Sequence[Tensor]]]:
-    """The batches and what the step, captured for the first of them, gives for each; the first comes twice."""
+    """Each batch, the first one twice, and the results of the step that was captured for the first."""
     step.plan(step.batches[0])
     step.load(step.batches[0])
     results = step.run()

@@ -1,4 +1,4 @@
-"""A batch of MLA requests with their latents in pages, and what attention over them gives."""
+"""A batch of MLA requests with latents in a paged cache, and the expected result of attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.wrapper_requests import DEVICE
 
 
 class Latents:
-    """``lengths``: (query rows, tokens) of each request."""
+    """``lengths`` are the query rows and KV tokens of each request; ``dims`` the widths of ``ckv`` and ``kpe``."""
 
     def __init__(
         self,

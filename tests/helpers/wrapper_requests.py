@@ -1,4 +1,4 @@
-"""A batch of requests with their KV in every form that the interface takes, and what attention over it gives."""
+"""A batch of requests for the wrappers: KV in every form that they take, and the expected result of attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass
 class Requests:
-    """``qo_lens`` empty means decoding, one row a request."""
+    """``qo_lens`` empty means decode: one query row per request."""
 
     kv_lens: tuple[int, ...] = (37, 0, 130, 1)
     qo_lens: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class Requests:
 
     @property
     def kv_indptr(self) -> Tensor:
-        """Of ragged KV."""
+        """Offsets of each request's tokens in ragged KV."""
         return _cumulative(self.kv_lens)
 
     @property
@@ -93,7 +93,7 @@ class Requests:
         return k, v
 
     def block_tables(self, spare: int = 1) -> Tensor:
-        """Rows of pages; what follows a request's last page is -1."""
+        """``[batch, max_pages + spare]``, -1 behind each request's last page."""
         indptr, indices, _ = (t.cpu() for t in self.table)
         pages = indptr.diff().tolist()
         table = torch.full((len(pages), max(pages, default=0) + spare), -1, dtype=torch.int32)
@@ -109,7 +109,7 @@ class Requests:
         requests = [(q, k.double() * k_scale, v.double() * v_scale, mask) for q, k, v, mask in parts]
         expected = Expected.of(requests, sinks=self.sinks if sinks else None, **options)
         if DEVICE == "cuda" and options.get("pos_encoding") == "ROPE_LLAMA":
-            expected.reach *= 64  # kernels round what they have rotated to the dtype of the query
+            expected.reach *= 64  # kernels round rotated queries and keys to the dtype of the query
         return expected
 
 
@@ -122,7 +122,7 @@ def workspace(size: int = 1 << 20 if DEVICE == "cpu" else 1 << 25) -> Tensor:
 
 
 def sink_variant(dtype: torch.dtype = torch.float16, head_dim: int = 64) -> list[Any]:
-    """``jit_args`` of FlashInfer's AttentionSink."""
+    """``jit_args`` of FlashInfer's AttentionSink variant."""
     types = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
     return [
         "a name",
@@ -137,5 +137,5 @@ def sink_variant(dtype: torch.dtype = torch.float16, head_dim: int = 64) -> list
 
 
 def ln(lse: Tensor) -> Tensor:
-    """A natural LSE in base 2."""
+    """A natural-log LSE converted to base 2."""
     return lse / math.log(2)

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 from attn_ops.kernels.triton.launch import Options, constexpr_table, launch  # noqa: E402
-from helpers.offline import Driver  # noqa: E402
+from helpers.offline_compile import Driver  # noqa: E402
 
 from attn_ops.ops import inductor  # noqa: E402
 

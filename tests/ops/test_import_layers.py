@@ -28,6 +28,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("plan.resizable", "collect_env"),
     ("frontend",),
+    ("call",),
+    ("frontend.one_shot",),
+    ("frontend.base", "frontend.cudnn", "frontend.deepseek", "frontend.trtllm", "frontend.xqa"),
+    ("frontend.paged",),
+    ("frontend.ragged",),
     ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "xqa"),
     ("", "demo"),
 )

@@ -1,4 +1,7 @@
-"""Every public callable, and the tests of those that have no :class:`~api.surface.Surface`."""
+"""The surfaces of all public callables of FlashInfer's API, and the tests of those that have none.
+
+``base`` says what a surface is; ``functions`` and ``wrappers`` are the tables.
+"""
 
 from __future__ import annotations
 
@@ -22,4 +25,4 @@ ELSEWHERE = {
     "single_prefill_with_kv_cache_return_lse": "test_prefill; its arguments are those of single_prefill_with_kv_cache",
     "variable_length_merge_states": "test_cascade",
 }
-"""Functions of a few tensors, every one of which is an input."""
+"""Functions of a few tensors, all of which are inputs: where they are tested."""

@@ -1,8 +1,4 @@
-"""What a surface is: a public callable, with a base call and values that change what it gives; and shared inputs.
-
-A surface has stages: a function has ``call``; a wrapper ``init``, ``plan``, ``run`` and so on. ``inputs`` are the
-arguments of the base call, ``effects`` the values, each of which must change the result of ``outcome``.
-"""
+"""A surface: a public callable with the arguments of a base call, and values of its parameters that have an effect."""
 
 from __future__ import annotations
 
@@ -22,14 +18,18 @@ HALF = torch.tensor(0.5, device=DEVICE)
 
 @dataclass
 class Raises:
-    """A value that is looked at: it is an error beside the base call."""
+    """A value that raises an error with the other arguments of the base call. The parameter is not ignored."""
 
     value: Any
 
 
 @dataclass
 class Surface:
-    """``stages``: name -> (callable, arguments of the base call); called in order, the last one gives the result."""
+    """``stages`` maps each call to its arguments: ``call`` of a function; ``init``, ``plan``, ``run`` ... of a wrapper.
+
+    The last stage gives the result. Each value in ``effects`` must change it, or raise if it is :class:`Raises`.
+    ``methods`` maps a stage to the method that it calls, where that has another name.
+    """
 
     name: str
     make: Callable[..., Any]

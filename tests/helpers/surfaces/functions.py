@@ -1,4 +1,4 @@
-"""Every public function of attention, with a value of every parameter that changes what it gives."""
+"""The surfaces of all public attention functions: for every parameter a value that changes the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.wrapper_requests import DEVICE, Requests
 H = Requests(kv_layout="HND")
 PH = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
 HIDDEN = torch.zeros(4, 2, dtype=torch.uint16, device=DEVICE)
-"""A draft of which no row sees its own token."""
+"""A tree mask in which no row sees its own token."""
 TABLES = {"block_tables": H.block_tables(), "seq_lens": H.seq_lens, "max_seq_len": 130}
 CUDNN = {"scale": 0.125, "workspace_buffer": None, "max_sequence_kv": 130, "block_tables": H.block_tables()}
 BMM: dict[str, Any] = {"bmm1_scale": 0.5, "bmm2_scale": 2.0}

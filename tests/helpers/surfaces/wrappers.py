@@ -1,4 +1,4 @@
-"""Every public wrapper, with a value of every parameter that changes what it gives."""
+"""The surfaces of all public wrappers: for every parameter a value that changes the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 UNCAPPED = {name: value for name, value in {**OPTIONS, **ROPE}.items() if name != "logits_soft_cap"}
 SPLIT = {"fixed_split_size": Raises(0)}
-"""Splits change no more than rounding: test_splits."""
+"""Splits change rounding alone: test_split_kv."""
 
 
 def table(r: Requests, names: tuple[str, str, str]) -> dict[str, Any]:
