@@ -1,0 +1,74 @@
+"""What the documentation says of the repository is true: paths, the figure, the list of caches."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),
+]
+PATH = re.compile(r"`((?:attn_ops|kernels|meta|tests|docs|benchmarks|\.github)/[\w./*-]*|\.ci/run)`")
+ARCHITECTURE = ROOT / "docs" / "contributing" / "architecture.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_paths_exist(page: Path) -> None:
+    named = set(PATH.findall(page.read_text(encoding="utf-8"))) - {"docs/_build/html"}
+    assert not [path for path in sorted(named) if not any(ROOT.glob(path.rstrip("/")))]
+
+
+def test_the_figure_of_plans_is_drawn_from_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    import plan_figure
+
+    written = plan_figure.FILE.read_text(encoding="utf-8")
+    assert written == plan_figure.draw(), "run python docs/_ext/plan_figure.py"
+
+
+def name_of(node: ast.AST) -> str:
+    """``cache`` of ``functools.cache`` and of ``functools.lru_cache(maxsize=1)``."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def module_state(tree: ast.Module) -> Iterator[str]:
+    """Cached functions, and module variables that begin empty or belong to a thread."""
+    thread_local = {
+        node.name for node in tree.body if isinstance(node, ast.ClassDef) and "local" in map(name_of, node.bases)
+    }
+    containers = {"WeakValueDictionary", "WeakKeyDictionary", "ContextVar", "local", "dict", "list", "set"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and {"cache", "lru_cache"} & set(map(name_of, node.decorator_list)):
+            yield node.name
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        empty = (isinstance(node.value, ast.Dict) and not node.value.keys) or (
+            isinstance(node.value, ast.List) and not node.value.elts
+        )
+        made = isinstance(node.value, ast.Call) and name_of(node.value) in containers | thread_local
+        if isinstance(target, ast.Name) and (empty or made):
+            yield target.id
+
+
+def test_caches_and_module_state_are_listed() -> None:
+    section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Caches and module state")[2]
+    listed = set(re.findall(r"`(\w+)`", section))
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in ("attn_ops", "kernels", "meta")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "demo" not in path.parts
+        for name in module_state(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert len(found) > 10
+    assert not sorted(entry for entry in found if entry.partition(": ")[2] not in listed)
