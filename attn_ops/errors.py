@@ -1,7 +1,7 @@
-"""Typed errors. Every message says what was wrong, what was expected and how to put it right.
+"""Typed errors. Every message says what was wrong, what was expected and how to fix it.
 
-The same check raises the same text in eager mode and, from the fake implementation, under
-``torch.compile`` and ``torch.export`` (which wrap it in an exception of their own).
+A check raises the same message in eager mode and, from the fake implementation, under ``torch.compile`` and
+``torch.export``, which wrap it in their own exceptions. Each class also derives from the builtin exception of its kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class AttnOpsError(Exception):
-    """Base class of every error this library raises on purpose."""
+    """Base class of the errors that this library raises."""
 
 
 class ShapeError(AttnOpsError, ValueError):
@@ -33,48 +33,48 @@ class ShapeError(AttnOpsError, ValueError):
 
 
 class DTypeError(AttnOpsError, TypeError):
-    """A tensor has the wrong dtype, or two tensors that must agree do not."""
+    """A tensor has an unsupported dtype, or the dtypes of two tensors do not match."""
 
 
 class DeviceError(AttnOpsError, ValueError):
-    """Tensors lie on different devices, or on one that the op does not run on."""
+    """Tensors are on different devices, or on a device that the op does not support."""
 
 
 class OptionError(AttnOpsError, ValueError):
-    """An option has a value that means nothing (layout, scale, window, cap)."""
+    """An option has an invalid value, such as a layout, scale, window, soft cap or backend name."""
 
 
 class UnsupportedError(OptionError):
-    """An argument asks for something that this library does not do; leaving it out gives what it does."""
+    """An argument asks for an unsupported feature. Without the argument, the call is supported."""
 
 
 class ArgumentError(AttnOpsError, TypeError):
-    """An argument is missing, given twice, or given under two names."""
+    """An argument is missing, is given twice, or is given under two names."""
 
 
 class PlanError(AttnOpsError, ValueError):
-    """A plan is malformed or was made for another problem."""
+    """A plan is malformed, or was made for another problem."""
 
 
 class CapacityError(PlanError):
-    """A batch does not fit the plan; the message names the capacity that would be enough."""
+    """A batch exceeds the capacity of the plan. The message gives the capacity that it needs."""
 
 
 class PageTableError(PlanError):
-    """The page table's contents are inconsistent (indptr, last_page_len or a page index)."""
+    """The contents of a page table are inconsistent: an indptr, a last page length or a page number."""
 
 
 class BackendError(AttnOpsError, NotImplementedError):
-    """No backend, or not the one asked for, runs this problem; the message gives each one's reasons."""
+    """No backend runs this problem, or the requested one does not. The message gives the reasons of each."""
 
 
 class GradientError(AttnOpsError, RuntimeError):
-    """An input requires grad: these ops are for inference."""
+    """An input requires grad. The ops are for inference and have no backward."""
 
 
 def fail(error: type[AttnOpsError], where: str, what: str, expected: str, fix: str) -> NoReturn:
     """Raise ``error`` with the message ``"{where}: {what}; expected {expected}; {fix}"``.
 
-    ``where`` names the function or op, ``what`` says what was wrong, ``fix`` how to put it right.
+    ``where`` names the function or op, ``what`` says what was wrong, ``fix`` how to fix it.
     """
     raise error(f"{where}: {what}; expected {expected}; {fix}")

@@ -1,4 +1,4 @@
-"""Names of the modules over the ops, which ``attn_ops`` imports when one is first asked for."""
+"""FlashInfer's modules and names in this package. ``attn_ops`` imports a module when one of its names is first used."""
 
 EXPORTS: dict[str, tuple[str, ...]] = {
     "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
@@ -41,3 +41,4 @@ EXPORTS: dict[str, tuple[str, ...]] = {
 }
 
 HOMES: dict[str, str] = {name: module for module, names in EXPORTS.items() for name in names}
+"""The module of each name."""

@@ -1,7 +1,8 @@
-"""FLOP formulas for ``torch.utils.flop_counter``; importing this module registers them.
+"""FLOP formulas of the ops for ``torch.utils.flop_counter``. Importing this module registers them.
 
-Attention counts ``2 * (head_dim_qk + head_dim_vo)`` per query head and visible pair of query row and
-key, from the lengths that the plan holds, so the counted call must have real tensors.
+Attention is counted as ``2 * (head_dim_qk + head_dim_vo)`` FLOPs per query head and per query row and key that it sees.
+Lengths are read from the plan, so the counted call needs real tensors. A custom mask is not read; every row counts as
+seeing all keys.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
 def visible_pairs(qo_len: Tensor, kv_len: Tensor, causal: bool, window_left: int) -> int:
-    """Pairs of query row and key that a mask leaves, over all requests, from int64 lengths ``[batch]``."""
+    """The number of pairs of a query row and a key that it sees, over all requests.
+
+    Args:
+        qo_len: int64 ``[batch]``, query rows of each request. The last one is at the last key.
+        kv_len: int64 ``[batch]``, keys of each request.
+        causal: a row sees no key after its own position.
+        window_left: a row sees at most this many keys before its own position; -1 for all.
+    """
     total = 0
     for rows, keys in zip(qo_len.tolist(), kv_len.tolist(), strict=True):
         position = torch.arange(keys - rows, keys)
@@ -99,7 +107,7 @@ def merge_states(v: Tensor, *_: Any, **__: Any) -> int:
     return 2 * v.numel()
 
 
-MOVERS = (
+UNCOUNTED_OPS = (
     "append_kv",
     "append_mla_kv",
     "batch_indices_positions",
@@ -110,9 +118,9 @@ MOVERS = (
     "segment_packbits",
     "seq_lens",
 )
-"""Ops that move or count and compute nothing."""
+"""Ops without floating-point arithmetic: they copy, plan or pack bits."""
 
 
-@register_flop_formula([getattr(torch.ops.attn, op) for op in MOVERS], get_raw=True)
-def nothing(*_: Any, **__: Any) -> int:
+@register_flop_formula([getattr(torch.ops.attn, op) for op in UNCOUNTED_OPS], get_raw=True)
+def no_flops(*_: Any, **__: Any) -> int:
     return 0

@@ -1,1 +1,1 @@
-"""``python -m benchmarks --help``: what is measured, how, and against which goals."""
+"""Benchmarks of the ops, compared with the fastest peers. ``python -m benchmarks --help`` lists them."""

@@ -1,10 +1,10 @@
-"""The driver: ``python -m benchmarks decode``."""
+"""The command ``python -m benchmarks``, such as ``python -m benchmarks decode``."""
 
 from __future__ import annotations
 
 import argparse
 
-from . import decode, mla, model, overheads, plot, prefill, tune, warm, workload
+from benchmarks import decode, mla, model, overheads, plot, prefill, tune, warm, workload
 
 COMMANDS = {
     "decode": decode,
@@ -20,10 +20,12 @@ COMMANDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    """Run the benchmark that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of attn_ops and its peers.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=module.__doc__))
+        summary = (module.__doc__ or "").partition("\n")[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     args = parser.parse_args()
     COMMANDS[args.command].run(args)
 

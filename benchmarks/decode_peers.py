@@ -1,4 +1,4 @@
-"""Decode by other libraries, on the same problem."""
+"""Decode with PyTorch's SDPA and FlashInfer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .contest import NotMeasuredError, Prepare
-from .decode_problem import DecodeProblem
-from .peers import flashinfer, flashinfer_workspace
-from .timing import Call
+from benchmarks.comparison import NotMeasuredError, Prepare
+from benchmarks.decode_problem import DecodeProblem
+from benchmarks.peers import flashinfer, flashinfer_workspace
+from benchmarks.timing import Call
 
 
 def sdpa(backend: SDPBackend) -> Prepare:
-    """torch's own attention on a contiguous cache, one query row a request."""
+    """``scaled_dot_product_attention`` on a contiguous KV cache, with one query row per request."""
 
     def prepare(problem: DecodeProblem) -> Call:
         if problem.row.equal_length is None:
@@ -34,6 +34,8 @@ def sdpa(backend: SDPBackend) -> Prepare:
 
 
 def flashinfer_wrapper(use_tensor_cores: bool) -> Prepare:
+    """``BatchDecodeWithPagedKVCacheWrapper``, on CUDA cores or tensor cores."""
+
     def prepare(problem: DecodeProblem) -> Call:
         fi, row = flashinfer(), problem.row
         workspace = flashinfer_workspace(problem.device)
@@ -55,7 +57,7 @@ def flashinfer_wrapper(use_tensor_cores: bool) -> Prepare:
 
 
 def flashinfer_persistent(problem: DecodeProblem) -> Call:
-    """BatchAttention: prefill and decode in one persistent kernel."""
+    """``BatchAttention``: prefill and decode in one persistent kernel."""
     fi, row = flashinfer(), problem.row
     wrapper = fi.BatchAttention("NHD", problem.device)
     qo_indptr = torch.arange(row.batch + 1, dtype=torch.int32, device=problem.device)
@@ -78,6 +80,7 @@ def flashinfer_persistent(problem: DecodeProblem) -> Call:
 
 
 def flashinfer_xqa(problem: DecodeProblem) -> Call:
+    """``xqa_batch_decode_with_kv_cache``, with block tables."""
     fi, row = flashinfer(), problem.row
     workspace = flashinfer_workspace(problem.device)
     block_tables = problem.block_tables()

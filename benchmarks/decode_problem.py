@@ -1,21 +1,18 @@
-"""A decode row made into random tensors: the paged caches, their page table, and a float32 check."""
+"""The tensors of a decode row: random paged KV caches, a shuffled page table, and a float32 reference."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import attn_ops
-
-from .contest import worst_error
-from .decode_rows import DecodeRow
-from .timing import copies_for
+from benchmarks.comparison import largest_error
+from benchmarks.decode_rows import DecodeRow
+from benchmarks.timing import copies_for
 
 
 class DecodeProblem:
-    """``k_caches[i], v_caches[i]`` are copy i of the caches, NHD, all with the same shuffled page table."""
+    """``k_caches[i]`` and ``v_caches[i]`` are copy i of the KV caches, in NHD layout, with one page table for all."""
 
     def __init__(self, row: DecodeRow, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
         self.row, self.dtype, self.device = row, dtype, device
@@ -37,7 +34,8 @@ class DecodeProblem:
         self.v_caches = [random(*shape).to(self.kv_dtype) for _ in range(self.copies)]
         self.q = random(row.batch, row.num_qo_heads, row.head_dim)
 
-    def planner(self, **options: Any) -> attn_ops.DecodePlanner:
+    def planner(self) -> attn_ops.DecodePlanner:
+        """A planner of exactly this batch."""
         return attn_ops.DecodePlanner(
             self.row.batch,
             self.num_pages,
@@ -47,7 +45,6 @@ class DecodeProblem:
             head_dim=self.row.head_dim,
             max_kv_len=max(self.row.lengths),
             device=self.device,
-            **options,
         )
 
     @property
@@ -58,26 +55,26 @@ class DecodeProblem:
         return self.k_caches[copy], self.v_caches[copy]
 
     def block_tables(self) -> Tensor:
-        """Page numbers ``[batch, pages of the longest request]``, zeros behind each request's last."""
+        """Page numbers ``[batch, pages of the longest request]``, zero after the last page of each request."""
         rows = [self.kv_indices[a:b] for a, b in zip(self.kv_indptr[:-1], self.kv_indptr[1:], strict=True)]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def contiguous(self, copy: int) -> tuple[Tensor, Tensor]:
-        """``[batch, num_kv_heads, length, head_dim]`` with the tokens of cache ``copy``, for equal lengths."""
+        """Keys and values ``[batch, num_kv_heads, length, head_dim]`` of a copy. Lengths must be equal."""
         shape = (self.row.batch, -1, self.row.num_kv_heads, self.row.head_dim)
         return tuple(
             cache[self.kv_indices.long()].view(shape).transpose(1, 2).contiguous() for cache in self.caches(copy)
         )  # type: ignore[return-value]
 
     def error(self, out: Tensor, copy: int = 0, requests: int = 4) -> float:
-        """Relative error of ``out`` in norm, against float32, over a few requests."""
+        """Largest relative error in norm of ``out`` over some requests, compared with float32."""
         last, step = self.row.batch - 1, max(1, self.row.batch // requests)
         chosen = sorted({0, last, *range(0, self.row.batch, step)})
-        return worst_error((out[b], self._expected(b, copy)) for b in chosen)
+        return largest_error((out[b], self._expected(b, copy)) for b in chosen)
 
     def _expected(self, b: int, copy: int) -> Tensor:
         row, pages = self.row, self.kv_indices[self.kv_indptr[b] : self.kv_indptr[b + 1]].long()
         k, v = (cache[pages].flatten(0, 1)[: row.lengths[b]].float() for cache in self.caches(copy))
         q = self.q[b].float().view(row.num_kv_heads, -1, row.head_dim)
-        weights = torch.softmax(q @ k.permute(1, 2, 0) * row.head_dim**-0.5, -1)
-        return (weights @ v.transpose(0, 1)).flatten(0, 1)
+        probabilities = torch.softmax(q @ k.permute(1, 2, 0) * row.head_dim**-0.5, -1)
+        return (probabilities @ v.transpose(0, 1)).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The decode problems that are measured, with the times to reach in microseconds on one H200."""
+"""Decode problems, with target times on one H200. Reports compare each with its fastest peer, whatever its target."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class DecodeRow:
+    """A batch of decode requests with ``lengths`` KV tokens. ``goal`` is the target time in microseconds."""
+
     name: str
     lengths: tuple[int, ...]
     num_qo_heads: int
@@ -22,22 +24,24 @@ class DecodeRow:
 
     @property
     def equal_length(self) -> int | None:
-        """The one length of all requests, which a contiguous cache needs."""
+        """The length of all requests if they are equal, as a contiguous cache needs them."""
         return self.lengths[0] if len(set(self.lengths)) == 1 else None
 
     def kv_bytes(self) -> int:
+        """Bytes of keys and values."""
         return 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim * (1 if self.fp8 else 2)
 
     def bytes(self) -> int:
-        """KV read once, queries of 2 bytes an element read once, outputs written once."""
+        """Bytes of KV and 16-bit queries, each read once, and of outputs, written once."""
         return self.kv_bytes() + 2 * self.batch * self.num_qo_heads * self.head_dim * 2
 
     def flops(self) -> int:
+        """Operations of QK and PV products."""
         return 4 * sum(self.lengths) * self.num_qo_heads * self.head_dim
 
 
-FP8_RATE = 3.9e6
-"""Bytes per microsecond to reach with an FP8 cache above 0.5 GB."""
+FP8_GOAL_BYTES_PER_US = 3.9e6
+"""Target rate with an FP8 cache above 0.5 GB."""
 
 
 def _even(batch: int, length: int, heads: tuple[int, int], goal: float | None, page_size: int = 16) -> DecodeRow:
@@ -49,7 +53,7 @@ def _even(batch: int, length: int, heads: tuple[int, int], goal: float | None, p
 
 def _fp8(row: DecodeRow) -> DecodeRow:
     row = replace(row, name=f"{row.name}, fp8", fp8=True, goal=None)
-    return replace(row, goal=round(row.bytes() / FP8_RATE, 1)) if row.kv_bytes() > 5e8 else row
+    return replace(row, goal=round(row.bytes() / FP8_GOAL_BYTES_PER_US, 1)) if row.kv_bytes() > 5e8 else row
 
 
 ROWS: tuple[DecodeRow, ...] = (

@@ -1,4 +1,4 @@
-"""MLA decode over a paged cache of latent keys, in CUDA graphs over rotating caches."""
+"""MLA decode over a paged latent cache, compared with its peers: microseconds in CUDA graphs over rotating caches."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from pathlib import Path
 
 import torch
 
-from . import report
-from .contest import Contest, add_peers, chosen, release
-from .mla_peers import MLA_PEERS
-from .prefill_problem import MlaProblem
-from .prefill_rows import MLA_ROWS, MlaRow
-from .timing import Call
+from benchmarks import report
+from benchmarks.comparison import Comparison, add_peers, release_memory, selected
+from benchmarks.mla_peers import MLA_PEERS
+from benchmarks.prefill_problem import MlaProblem
+from benchmarks.prefill_rows import MLA_ROWS, MlaRow
+from benchmarks.timing import Call
 
 NOTE = (
-    "Microseconds, bf16, 128 heads, keys of 512 + 64, page 64. TFLOP/s counts 2 * heads * (576 + 512) operations per "
-    "key; its share is of 790 TFLOP/s, and that of the roofline counts 4.45 TB/s too."
+    "Microseconds per launch: bf16, 128 heads, latents of 512 and 64, page 64. Replays of all implementations are "
+    f"interleaved in one process, and the median is shown. `{report.SPEEDUP}` is the time of the fastest peer divided "
+    "by that of attn_ops. TFLOP/s counts 2 * heads * (576 + 512) operations per key; `share` is of 790 TFLOP/s, the "
+    "measured peak, and `of roofline` counts 4.45 TB/s too."
 )
 OURS = "attn_ops"
-RATE = 500e6
-"""Operations per microsecond, to size the graphs."""
+EXPECTED_FLOPS_PER_US = 500e6
+"""Sizes the CUDA graphs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
     add_peers(parser)
 
@@ -35,8 +38,8 @@ def _ours(p: MlaProblem) -> Call:
     )[0]
 
 
-def _measure(row: MlaRow, contest: Contest) -> report.Row:
-    times = contest.times(row.name, MlaProblem(row), row.flops() / RATE + 10)
+def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
+    times = comparison.times(row.name, MlaProblem(row), row.flops() / EXPECTED_FLOPS_PER_US + 10)
     ours = times[OURS]
     return {
         "row": row.name,
@@ -44,17 +47,19 @@ def _measure(row: MlaRow, contest: Contest) -> report.Row:
         OURS: ours,
         "of goal": ours / row.goal,
         "TFLOP/s": row.flops() / ours / 1e6,
-        "share": row.flops() / ours / report.MATRIX_RATE,
+        "share": row.flops() / ours / report.PEAK_FLOPS_PER_US,
         "of roofline": report.of_roofline(row.flops(), row.bytes(), ours),
-        **{name: times.get(name) for name in contest.peers},
+        **{name: times.get(name) for name in comparison.peers},
     }
 
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    contest = Contest({OURS: _ours}, chosen(MLA_PEERS, args))
+    """Measure and save the rows."""
+    comparison = Comparison({OURS: _ours}, selected(MLA_PEERS, args), MLA_PEERS)
     results = []
     for row in MLA_ROWS:
-        results.append(_measure(row, contest))
-        release()
-    report.save("mla", "MLA decode", NOTE, results, args.output, contest.refusals)
+        results.append(_measure(row, comparison))
+        release_memory()
+    columns = report.Columns((OURS,), tuple(comparison.peers))
+    report.save("mla", "MLA decode", NOTE, results, args.output, columns, comparison.not_measured)

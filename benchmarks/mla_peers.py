@@ -1,18 +1,21 @@
-"""MLA decode by other libraries, on the same problem."""
+"""MLA decode with FlashInfer."""
 
 from __future__ import annotations
 
 import torch
 
-from .contest import Prepare
-from .peers import flashinfer, flashinfer_workspace
-from .prefill_problem import MlaProblem
-from .timing import Call
+from benchmarks.comparison import Prepare
+from benchmarks.peers import flashinfer, flashinfer_workspace
+from benchmarks.prefill_problem import MlaProblem
+from benchmarks.timing import Call
 
 SM_SCALE = (128 + 64) ** -0.5
+"""Of the head dim before the absorption of the weights."""
 
 
 def flashinfer_mla(backend: str) -> Prepare:
+    """``BatchMLAPagedAttentionWrapper`` with one of its backends."""
+
     def prepare(problem: MlaProblem) -> Call:
         row, workspace = problem.row, flashinfer_workspace(problem.device)
         wrapper = flashinfer().mla.BatchMLAPagedAttentionWrapper(workspace, backend=backend)

@@ -1,4 +1,4 @@
-"""What a step costs beside the kernels: host time, planning, memory, first call and import."""
+"""Overheads of a decode step besides its kernels: host time, planning, memory, first call, import."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ import torch
 
 import attn_ops
 from attn_ops.ops.schemas import SCHEMAS
-
-from . import report
-from .contest import NotMeasuredError
-from .peers import flashinfer, flashinfer_workspace
-from .timing import device_microseconds, host_microseconds
+from benchmarks import report
+from benchmarks.comparison import NotMeasuredError
+from benchmarks.peers import flashinfer, flashinfer_workspace
+from benchmarks.timing import device_microseconds, host_microseconds
 
 NOTE = (
-    "Host times are of eager calls that only enqueue work, for 64 requests: they take turns in 40 rounds of 200 calls, "
-    "and the least is shown, since what else runs on the machine only adds to it, beside the median. `wrapper` is "
-    "BatchDecodeWithPagedKVCacheWrapper. An op that does nothing shows what PyTorch's dispatcher takes of the time of "
-    "batch_decode. Memory is of a plan for 256 requests of 128k tokens."
+    "Host times are of eager calls that only enqueue work, for 64 requests, in 40 interleaved rounds of 200 calls. "
+    "`measured` is the shortest round, since other load only adds to it. `wrapper` is "
+    "BatchDecodeWithPagedKVCacheWrapper, of this library and of FlashInfer. The empty op shows what PyTorch's "
+    "dispatcher adds to batch_decode. Memory is that of a plan for 256 requests of 128k tokens."
 )
 HEADS: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 PAGE = 16
-PLANNED = (64, 1024)
+PLANNED_BATCHES = (64, 1024)
 DECODE = "batch_decode"
+EMPTY_OP = "an empty op with the schema of batch_decode"
+PEER = "FlashInfer's wrapper"
 HOST_GOALS = {
-    **{f"plan, batch {batch}": "<= 15" for batch in PLANNED},
+    **{f"plan, batch {batch}": "<= 15" for batch in PLANNED_BATCHES},
     **dict.fromkeys((DECODE, "append_kv", "wrapper.run"), "<= 10"),
 }
 
@@ -50,10 +51,12 @@ torch.cuda.synchronize(); print(time.perf_counter() - t)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
 
 
 def _table(batch: int, length: int) -> tuple[torch.Tensor, ...]:
+    """The page table of ``batch`` requests of ``length`` tokens, with shuffled pages."""
     pages = length // PAGE
     indptr = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * pages
     indices = torch.randperm(batch * pages, device="cuda").int()
@@ -74,7 +77,7 @@ def _planning(batch: int) -> Callable[[], object]:
 
 
 class _Step:
-    """A decode step of short requests: its cache is small, so that the device keeps up with the host."""
+    """A decode step of short requests, which takes less time on the device than on the host."""
 
     def __init__(self, batch: int = 64, length: int = 2 * PAGE) -> None:
         self.batch, self.table = batch, _table(batch, length)
@@ -93,15 +96,13 @@ class _Step:
         self.library, ops = library, torch.ops.attn
         return {
             DECODE: lambda: ops.batch_decode(q, k, v, plan, planner.workspace),
-            "an op of that schema that does nothing": lambda: torch.ops.attn_benchmark.nothing(
-                q, k, v, plan, planner.workspace
-            ),
+            EMPTY_OP: lambda: torch.ops.attn_benchmark.nothing(q, k, v, plan, planner.workspace),
             "append_kv": lambda: ops.append_kv(new_k, new_v, k, v, rows, position, plan.kv_indices, plan.kv_indptr),
             "torch.Tensor.add_": lambda: position.add_(0),
         }
 
     def wrapper(self, library: Any) -> Calls:
-        """``run`` and ``plan`` of a library with FlashInfer's interface."""
+        """``run`` and ``plan`` of the wrapper of this library or of FlashInfer."""
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(flashinfer_workspace("cuda"), "NHD")
 
         def plan() -> None:
@@ -114,7 +115,7 @@ class _Step:
 
 def _peers(step: _Step) -> Calls:
     try:
-        return {f"flashinfer's wrapper.{name}": call for name, call in step.wrapper(flashinfer()).items()}
+        return {f"{PEER}.{name}": call for name, call in step.wrapper(flashinfer()).items()}
     except NotMeasuredError as error:
         print(error)
         return {}
@@ -122,7 +123,7 @@ def _peers(step: _Step) -> Calls:
 
 def _host() -> list[report.Row]:
     step = _Step()
-    calls = {f"plan, batch {batch}": _planning(batch) for batch in PLANNED}
+    calls = {f"plan, batch {batch}": _planning(batch) for batch in PLANNED_BATCHES}
     calls |= {f"wrapper.{name}": call for name, call in step.wrapper(attn_ops).items()}
     calls |= {**step.ops(), **_peers(step)}
     for call in calls.values():
@@ -133,15 +134,15 @@ def _host() -> list[report.Row]:
         for name, t in times.items()
     ]
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    held = calls[DECODE]()
+    outputs = calls[DECODE]()
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
-    del held
-    return [*rows, _row("allocations of batch_decode, an output and an empty lse", allocations, "", "1 or 2")]
+    del outputs
+    return [*rows, _row("allocations of batch_decode: an output and an empty LSE", allocations, "", "1 or 2")]
 
 
 def _device() -> list[report.Row]:
     rows = []
-    for batch in PLANNED:
+    for batch in PLANNED_BATCHES:
         plan = _planning(batch)
         time = device_microseconds({"plan": lambda _, plan=plan: plan()}, 1, 5)["plan"]  # type: ignore[misc]
         rows.append(_row(f"plan, batch {batch}, device", time, "us", "<= 5"))
@@ -154,7 +155,18 @@ def _memory() -> list[report.Row]:
     return [_row("plan and workspace, batch 256 of 128k tokens", sum(sizes) / 2**20, "MiB", "<= 16")]
 
 
-def _fresh(program: str) -> float:
+def headline(rows: list[report.Row]) -> str:
+    """Host times of the wrapper compared with those of FlashInfer, the one peer with this interface."""
+    times = {row["what"]: row["measured"] for row in rows}
+    parts = []
+    for name in ("run", "plan"):
+        ours, peer = times[f"wrapper.{name}, host"], times.get(f"{PEER}.{name}, host")
+        parts.append(f"wrapper.{name} takes {ours:.1f} us, " + (f"FlashInfer's {peer:.1f} us" if peer else "no peer"))
+    return f"Host time: {'; '.join(parts)}."
+
+
+def _in_new_process(program: str) -> float:
+    """What the program prints last, with an empty Triton cache."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TRITON_CACHE_DIR": folder}
         done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
@@ -163,7 +175,10 @@ def _fresh(program: str) -> float:
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
+    """Measure and save the overheads."""
     rows = [*_host(), *_device(), *_memory()]
-    rows.append(_row("first plan and decode, nothing cached", _fresh(FIRST_CALL), "s", "<= 3"))
-    rows.append(_row("import attn_ops over torch", 1e3 * min(_fresh(IMPORT) for _ in range(3)), "ms", "<= 150"))
-    report.save("overheads", "Overheads", NOTE, rows, args.output)
+    rows.append(_row("first plan and decode, empty caches", _in_new_process(FIRST_CALL), "s", "<= 3"))
+    rows.append(
+        _row("import attn_ops after torch", 1e3 * min(_in_new_process(IMPORT) for _ in range(3)), "ms", "<= 150")
+    )
+    report.save("overheads", "Overheads", NOTE, rows, args.output, headline(rows))

@@ -1,4 +1,4 @@
-"""What every peer of another library needs."""
+"""FlashInfer, as the benchmarks of decode, prefill, MLA and serving steps use it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contest import NotMeasuredError
+from benchmarks.comparison import NotMeasuredError
 
-FLASHINFER_WORKSPACE = 256 << 20
+FLASHINFER_WORKSPACE_BYTES = 256 << 20
 
 
 def flashinfer() -> Any:
-    """The module, or :class:`NotMeasuredError`."""
+    """The module.
+
+    Raises:
+        NotMeasuredError: it is not installed.
+    """
     if importlib.util.find_spec("flashinfer") is None:
         raise NotMeasuredError("flashinfer is not installed")
     import flashinfer
@@ -23,4 +27,5 @@ def flashinfer() -> Any:
 
 
 def flashinfer_workspace(device: str) -> Tensor:
-    return torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
+    """A workspace buffer of a wrapper."""
+    return torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Prefill over paged and ragged KV, beside its peers: TFLOP/s in CUDA graphs over rotating KV."""
+"""Prefill over paged and ragged KV, compared with its peers: TFLOP/s in CUDA graphs over rotating KV."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from pathlib import Path
 
 import torch
 
-from . import report
-from .contest import Contest, add_peers, best, chosen, release
-from .prefill_peers import PREFILL_PEERS
-from .prefill_problem import PrefillProblem
-from .prefill_rows import PREFILL_ROWS, PrefillRow
-from .timing import Call
+from benchmarks import report
+from benchmarks.comparison import Comparison, add_peers, release_memory, selected
+from benchmarks.prefill_peers import PREFILL_PEERS
+from benchmarks.prefill_problem import PrefillProblem
+from benchmarks.prefill_rows import PREFILL_ROWS, PrefillRow
+from benchmarks.timing import Call
 
 NOTE = (
-    "TFLOP/s, bf16, causal, 32/8 heads of 128, page 16 unless said, counting 2 * heads * (head_dim of keys and of "
-    "values) operations per visible pair; contenders take turns in one process. SDPA and FlexAttention read dense "
-    "keys. The share is that of the faster of paged and ragged, of 790 TFLOP/s, and that of the roofline "
-    "counts 4.45 TB/s too. The last column is how many times as "
-    "long FlashInfer's fa2 takes at its fastest."
+    "TFLOP/s: bf16, causal, 32/8 heads of 128, page 16 unless the row says otherwise. FLOPs are 2 * heads * (head dim "
+    "of keys and of values) for each query row and key that it sees. Replays of all implementations are interleaved "
+    f"in one process, and the median is shown. `{report.SPEEDUP}` compares the faster of paged and ragged with the "
+    "fastest peer. SDPA and FlexAttention read dense KV. `share` is that of the faster of paged and ragged, of 790 "
+    "TFLOP/s, the measured peak; `of roofline` counts 4.45 TB/s too."
 )
-RATE = 500e6
-"""Operations per microsecond, to size the graphs."""
+EXPECTED_FLOPS_PER_US = 500e6
+"""Sizes the CUDA graphs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, nargs="*", help="numbers of the rows; default: all")
+    """Add the options of this benchmark."""
+    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to measure; default: all")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
-    parser.add_argument("--name", default="prefill", help="of the files of the results; default: %(default)s")
+    parser.add_argument("--name", default="prefill", help="name of the result files; default: %(default)s")
     add_peers(parser)
 
 
@@ -49,28 +50,28 @@ def _ragged(p: PrefillProblem) -> Call:
 OURS = {"paged": _paged, "ragged": _ragged}
 
 
-def _measure(row: PrefillRow, contest: Contest) -> report.Row:
-    times = contest.times(row.name, PrefillProblem(row), row.flops() / RATE + 10)
+def _measure(row: PrefillRow, comparison: Comparison) -> report.Row:
+    times = comparison.times(row.name, PrefillProblem(row), row.flops() / EXPECTED_FLOPS_PER_US + 10)
     rates = {name: row.flops() / time / 1e6 for name, time in times.items()}
     ours = min(times[name] for name in OURS)
-    fa2 = best(times, (name for name in times if name.startswith("flashinfer fa2")))
     return {
         "row": row.name,
         "goal": row.goal,
         **{name: rates[name] for name in OURS},
         "of goal": rates["paged"] / row.goal if row.goal else None,
-        "share": row.flops() / ours / report.MATRIX_RATE,
+        "share": row.flops() / ours / report.PEAK_FLOPS_PER_US,
         "of roofline": report.of_roofline(row.flops(), row.bytes(), ours),
-        **{name: rates.get(name) for name in contest.peers},
-        "FlashInfer fa2": fa2 / ours if fa2 else None,
+        **{name: rates.get(name) for name in comparison.peers},
     }
 
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    contest = Contest(OURS, chosen(PREFILL_PEERS, args))
+    """Measure and save the rows."""
+    comparison = Comparison(OURS, selected(PREFILL_PEERS, args), PREFILL_PEERS)
     results = []
     for row in PREFILL_ROWS if args.rows is None else [PREFILL_ROWS[i] for i in args.rows]:
-        results.append(_measure(row, contest))
-        release()
-    report.save(args.name, report.title_of(args.name), NOTE, results, args.output, contest.refusals)
+        results.append(_measure(row, comparison))
+        release_memory()
+    columns = report.Columns(tuple(OURS), tuple(comparison.peers), higher_is_better=True)
+    report.save(args.name, report.title_of(args.name), NOTE, results, args.output, columns, comparison.not_measured)

@@ -1,4 +1,4 @@
-"""Prefill by other libraries, on the same problem."""
+"""Prefill with PyTorch's SDPA, FlexAttention and varlen attention, and with FlashInfer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .contest import NotMeasuredError, Prepare
-from .peers import flashinfer, flashinfer_workspace
-from .prefill_problem import PrefillProblem
-from .timing import Call
+from benchmarks.comparison import NotMeasuredError, Prepare
+from benchmarks.peers import flashinfer, flashinfer_workspace
+from benchmarks.prefill_problem import PrefillProblem
+from benchmarks.timing import Call
 
 
 def _dense(problem: PrefillProblem) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -23,7 +23,7 @@ def _dense(problem: PrefillProblem) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def sdpa(backend: SDPBackend) -> Prepare:
-    """One dense batch, where every request has as many query rows as keys: its causal mask begins at the top left."""
+    """``scaled_dot_product_attention`` on a dense batch. Its causal mask needs as many query rows as keys."""
 
     def prepare(problem: PrefillProblem) -> Call:
         copies, row = _dense(problem), problem.row
@@ -43,7 +43,7 @@ def sdpa(backend: SDPBackend) -> Prepare:
 
 
 def flex(problem: PrefillProblem) -> Call:
-    """FlexAttention compiled for the one shape, on a dense batch, with a block mask that is made beforehand."""
+    """FlexAttention on a dense batch, compiled for its shape, with a block mask made in advance."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     copies = _dense(problem)
@@ -63,7 +63,7 @@ def flex(problem: PrefillProblem) -> Call:
 
 
 def varlen(problem: PrefillProblem) -> Call:
-    """torch.nn.attention.varlen over the ragged keys."""
+    """``torch.nn.attention.varlen`` on ragged KV."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
@@ -82,6 +82,8 @@ def varlen(problem: PrefillProblem) -> Call:
 
 
 def flashinfer_paged(backend: str) -> Prepare:
+    """``BatchPrefillWithPagedKVCacheWrapper`` with one of its backends."""
+
     def prepare(problem: PrefillProblem) -> Call:
         fi, row = flashinfer(), problem.row
         workspace = flashinfer_workspace(problem.device)
@@ -105,6 +107,8 @@ def flashinfer_paged(backend: str) -> Prepare:
 
 
 def flashinfer_ragged(backend: str) -> Prepare:
+    """``BatchPrefillWithRaggedKVCacheWrapper`` with one of its backends."""
+
     def prepare(problem: PrefillProblem) -> Call:
         fi, row = flashinfer(), problem.row
         workspace = flashinfer_workspace(problem.device)

@@ -1,25 +1,23 @@
-"""Prefill and MLA rows made into random tensors, plans, calls and a float32 check."""
+"""The tensors of prefill and MLA rows: random KV, page tables, planners, and a float32 reference."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import attn_ops
-
-from .contest import worst_error
-from .prefill_rows import MlaRow, PrefillRow
-from .timing import copies_for
+from benchmarks.comparison import largest_error
+from benchmarks.prefill_rows import MlaRow, PrefillRow
+from benchmarks.timing import copies_for
 
 
 def indptr(lengths: tuple[int, ...], device: str) -> Tensor:
+    """Cumulative lengths, int32 ``[len(lengths) + 1]``."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
 class PageTable:
-    """Shuffled pages of requests of ``lengths`` tokens."""
+    """A page table of shuffled pages, of requests with ``lengths`` tokens."""
 
     def __init__(self, lengths: tuple[int, ...], page_size: int, generator: torch.Generator, device: str) -> None:
         pages = tuple(-(-length // page_size) for length in lengths)
@@ -34,12 +32,15 @@ class PageTable:
         return self.indptr, self.indices, self.last_page_len
 
     def tokens(self, cache: Tensor, b: int, length: int) -> Tensor:
-        """``[length, ...]`` of request b, from a cache ``[pages, page_size, ...]``."""
+        """The first ``length`` tokens of request b, ``[length, ...]``, in a cache ``[pages, page_size, ...]``."""
         return cache[self.indices[self.indptr[b] : self.indptr[b + 1]].long()].flatten(0, 1)[:length]
 
 
 class PrefillProblem:
-    """Copies ``i`` of a paged cache and of the same tokens in a row: ``k_caches[i]`` and ``keys[i]``, NHD."""
+    """Copies of paged KV caches, ``k_caches[i]`` and ``v_caches[i]``, and of the same tokens in ragged form.
+
+    The ragged ones are ``keys[i]`` and ``values[i]``. All are in NHD layout.
+    """
 
     def __init__(self, row: PrefillRow, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
         self.row, self.dtype, self.device = row, dtype, device
@@ -60,7 +61,8 @@ class PrefillProblem:
             for caches in (self.k_caches, self.v_caches)
         )
 
-    def planner(self, paged: bool, **options: Any) -> attn_ops.PrefillPlanner:
+    def planner(self, paged: bool) -> attn_ops.PrefillPlanner:
+        """A planner of exactly this batch, with its plan made."""
         row = self.row
         planner = attn_ops.PrefillPlanner(
             row.batch,
@@ -74,7 +76,6 @@ class PrefillProblem:
             max_kv_len=max(row.kv_lens),
             causal=row.causal,
             device=self.device,
-            **options,
         )
         planner.plan(self.qo_indptr, *(self.table.arguments if paged else (self.kv_indptr,)))
         return planner
@@ -83,36 +84,38 @@ class PrefillProblem:
         return self.q.new_empty(*self.q.shape[:-1], self.row.head_dim_vo)
 
     def dense(self, copy: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """``q, k, v`` as ``[batch, heads, rows, head_dim]`` views, where all requests are of one size."""
+        """``q, k, v`` as views ``[batch, heads, rows, head_dim]``, None if requests differ in size."""
         if self.row.equal_lengths is None:
             return None
         tensors = (self.q, self.keys[copy], self.values[copy])
         return tuple(t.view(self.row.batch, -1, *t.shape[1:]).transpose(1, 2) for t in tensors)  # type: ignore[return-value]
 
     def error(self, out: Tensor, copy: int = 0, rows: int = 64) -> float:
-        """Relative error in norm against float32 of the last ``rows`` query rows, the first and some in the middle."""
+        """Largest relative error in norm of first, middle and last query rows of two requests, against float32."""
         pairs = []
         for b in {0, self.row.batch - 1}:
             n, first = self.row.qo_lens[b], int(self.qo_indptr[b])
             for begin in {max(0, n - rows), max(0, n // 2 - rows // 2), 0}:
                 i = torch.arange(begin, min(n, begin + rows), device=self.device)
                 pairs.append((out[first + i], self._expected(b, i, copy)))
-        return worst_error(pairs)
+        return largest_error(pairs)
 
     def _expected(self, b: int, i: Tensor, copy: int) -> Tensor:
-        """Rows ``i`` of request ``b``."""
+        """The float32 result of query rows ``i`` of request ``b``."""
         row, n, m = self.row, self.row.qo_lens[b], self.row.kv_lens[b]
         first_q, first_kv = int(self.qo_indptr[b]), int(self.kv_indptr[b])
         k, v = (t[copy][first_kv : first_kv + m].float() for t in (self.keys, self.values))
         q = self.q[first_q + i].float().unflatten(1, (row.num_kv_heads, -1))
         logits = torch.einsum("nhgd,mhd->nhgm", q, k) * row.head_dim**-0.5
         if row.causal:
-            hidden = torch.arange(m, device=self.device) > (i + m - n)[:, None]
-            logits.masked_fill_(hidden[:, None, None], -torch.inf)
+            masked = torch.arange(m, device=self.device) > (i + m - n)[:, None]
+            logits.masked_fill_(masked[:, None, None], -torch.inf)
         return torch.einsum("nhgm,mhd->nhgd", logits.softmax(-1), v).flatten(1, 2)
 
 
 class MlaProblem:
+    """Copies of paged latent caches, ``ckv[i]`` and ``kpe[i]``, with one query row per request."""
+
     def __init__(self, row: MlaRow, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
         self.row, self.dtype, self.device = row, dtype, device
         generator = torch.Generator(device).manual_seed(0)
@@ -128,7 +131,8 @@ class MlaProblem:
         self.q_nope, self.q_pe = random(row.batch, row.num_heads, 512), random(row.batch, row.num_heads, 64)
         self.qo_indptr = indptr((1,) * row.batch, device)
 
-    def planner(self, **options: Any) -> attn_ops.PrefillPlanner:
+    def planner(self) -> attn_ops.PrefillPlanner:
+        """A planner of exactly this batch, with its plan made."""
         row = self.row
         planner = attn_ops.PrefillPlanner(
             row.batch,
@@ -140,14 +144,13 @@ class MlaProblem:
             head_dim=576,
             head_dim_vo=512,
             device=self.device,
-            **options,
         )
         planner.plan(self.qo_indptr, *self.table.arguments)
         return planner
 
     def error(self, out: Tensor, copy: int = 0) -> float:
-        """Relative error in norm against float32 of the first and the last request."""
-        return worst_error((out[b], self._expected(b, copy)) for b in {0, self.row.batch - 1})
+        """Largest relative error in norm of the first and the last request, compared with float32."""
+        return largest_error((out[b], self._expected(b, copy)) for b in {0, self.row.batch - 1})
 
     def _expected(self, b: int, copy: int) -> Tensor:
         ckv, kpe = (self.table.tokens(c[copy], b, self.row.kv_lens[b]).float() for c in (self.ckv, self.kpe))

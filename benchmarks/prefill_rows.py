@@ -1,4 +1,4 @@
-"""The prefill and MLA problems that are measured, with the goals on one H200."""
+"""Prefill and MLA problems, with targets on one H200. Reports compare each with its fastest peer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """``goal`` in TFLOP/s, at 2 * num_qo_heads * (head_dim of keys and of values) operations per visible pair."""
+    """A batch of prefill chunks. ``goal`` is the target rate in TFLOP/s, with FLOPs as :meth:`flops` counts them."""
 
     name: str
     qo_lens: tuple[int, ...]
@@ -26,11 +26,12 @@ class PrefillRow:
 
     @property
     def equal_lengths(self) -> tuple[int, int] | None:
-        """Query rows and keys of every request, where all have the same."""
+        """Query rows and keys of all requests if they are equal, as a dense batch needs them."""
         lengths = set(zip(self.qo_lens, self.kv_lens, strict=True))
         return lengths.pop() if len(lengths) == 1 else None
 
     def flops(self) -> int:
+        """2 * num_qo_heads * (head_dim + head_dim_vo) operations for each query row and key that it sees."""
         pairs = sum(
             n * m - (n * (n - 1) // 2 if self.causal else 0) for n, m in zip(self.qo_lens, self.kv_lens, strict=True)
         )
@@ -40,14 +41,14 @@ class PrefillRow:
         return sum(self.kv_lens) * self.num_kv_heads * (self.head_dim + self.head_dim_vo) * element
 
     def bytes(self, element: int = 2) -> int:
-        """Keys, values and queries read once, outputs written once."""
+        """Bytes of keys, values and queries, each read once, and of outputs, written once."""
         rows = sum(self.qo_lens) * self.num_qo_heads * (self.head_dim + self.head_dim_vo)
         return self.kv_bytes(element) + rows * element
 
 
 @dataclass(frozen=True)
 class MlaRow:
-    """Decode with keys of 512 + 64 and values of 512, one row a request; ``goal`` in microseconds."""
+    """A batch of MLA decode requests: latents of 512 and 64. ``goal`` is the target time in microseconds."""
 
     name: str
     kv_lens: tuple[int, ...]
@@ -66,7 +67,7 @@ class MlaRow:
         return sum(self.kv_lens) * 576 * element
 
     def bytes(self, element: int = 2) -> int:
-        """The cache and queries read once, outputs written once."""
+        """Bytes of the KV cache and queries, each read once, and of outputs, written once."""
         return self.kv_bytes(element) + self.batch * self.num_heads * (576 + 512) * element
 
 

@@ -1,33 +1,85 @@
-"""Results as files: JSON with the versions they belong to, and the same as a Markdown table."""
+"""Results as JSON, with the versions that they hold for, and as Markdown tables that name the fastest peer."""
 
 from __future__ import annotations
 
 import json
 import platform
+import statistics
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import attn_ops
 from attn_ops.ops.inductor import sources_tag
-
-from .contest import Refusal
+from benchmarks.comparison import NotMeasured
 
 RESULTS = Path(__file__).with_name("results")
-READ_RATE = 4.45e6
-"""Bytes per microsecond: the largest read rate seen in an attention kernel on an H200."""
-MATRIX_RATE = 790e6
-"""Operations per microsecond: the fastest bf16 product of two 8192 x 8192 matrices seen on an H200."""
+PEAK_BYTES_PER_US = 4.45e6
+"""The highest read rate measured in an attention kernel on an H200."""
+
+PEAK_FLOPS_PER_US = 790e6
+"""The rate of the fastest bf16 product of two 8192 x 8192 matrices measured on an H200."""
+
+FASTEST, SPEEDUP = "fastest peer", "vs fastest peer"
 
 Row = dict[str, Any]
 
 
+class Columns(NamedTuple):
+    """The columns of a table that are compared: implementations of this library, of which the best counts, and peers.
+
+    Values are times, or rates if ``higher_is_better``.
+    """
+
+    ours: tuple[str, ...]
+    peers: tuple[str, ...]
+    higher_is_better: bool = False
+
+
+def speedups(row: Row, columns: Columns) -> dict[str, float]:
+    """Of each peer that was measured: its time divided by ours. Above 1, this library is faster."""
+    ours = [row[name] for name in columns.ours if row.get(name)]
+    peers = {name: row[name] for name in columns.peers if row.get(name)}
+    if columns.higher_is_better:
+        return {name: max(ours) / value for name, value in peers.items()}
+    return {name: value / min(ours) for name, value in peers.items()}
+
+
+def fastest_peer(row: Row, columns: Columns) -> tuple[str, float] | None:
+    """Name and speedup of the fastest peer of a row, None if no peer was measured."""
+    found = speedups(row, columns)
+    return min(found.items(), key=lambda item: item[1]) if found else None
+
+
+def with_fastest_peer(row: Row, columns: Columns) -> Row:
+    """The row with its fastest peer, and our speed relative to it, after the name of the row."""
+    (first, name), *others = row.items()
+    peer, speedup = fastest_peer(row, columns) or (None, None)
+    return {first: name, FASTEST: peer, SPEEDUP: speedup, **dict(others)}
+
+
+def headline(rows: Sequence[Row], columns: Columns, not_measured: Sequence[NotMeasured] = ()) -> str:
+    """The comparison with the fastest peer of each row. Peers that were measured in no row are named."""
+    found = [peer for row in rows if (peer := fastest_peer(row, columns))]
+    if not found:
+        return "No peer was measured."
+    values = [speedup for _, speedup in found]
+    absent = [peer for peer in dict.fromkeys(e.peer for e in not_measured) if not any(row.get(peer) for row in rows)]
+    names = ", ".join(f"{name} ({count})" for name, count in Counter(name for name, _ in found).most_common())
+    return (
+        f"Speed relative to the fastest peer of each row: {statistics.geometric_mean(values):.2f}x (geometric mean), "
+        f"{min(values):.2f}x to {max(values):.2f}x; faster in {sum(v > 1 for v in values)} of {len(values)} rows. "
+        f"Fastest peers, by number of rows: {names}." + (f" In no row measured: {', '.join(absent)}." if absent else "")
+    )
+
+
 def of_roofline(flops: float, num_bytes: float, microseconds: float) -> float:
-    """The least time for so many operations and bytes over the time that they took."""
-    return max(flops / MATRIX_RATE, num_bytes / READ_RATE) / microseconds
+    """The shortest time for these operations and bytes at peak rates, divided by the measured time."""
+    return max(flops / PEAK_FLOPS_PER_US, num_bytes / PEAK_BYTES_PER_US) / microseconds
 
 
 def _output(*command: str) -> str:
@@ -39,6 +91,7 @@ def _output(*command: str) -> str:
 
 
 def environment() -> dict[str, str]:
+    """Device and versions that a result holds for."""
     import triton
 
     found = {
@@ -64,28 +117,30 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _reasons(refusals: Sequence[Refusal], number: int) -> list[str]:
-    """A line for each reason, with the rows it held for, of ``number`` rows."""
+def _reasons(entries: Sequence[NotMeasured], num_rows: int) -> list[str]:
+    """A line for each peer and reason, with its rows."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for refusal in refusals:
-        rows.setdefault((refusal.peer, refusal.reason), []).append(refusal.row)
-    where = {key: "every row" if len(of) == number else "; ".join(of) for key, of in rows.items()}
+    for entry in entries:
+        rows.setdefault((entry.peer, entry.reason), []).append(entry.row)
+    where = {key: "every row" if len(names) == num_rows else "; ".join(names) for key, names in rows.items()}
     return [f"* {peer}: {reason} ({where[peer, reason]})" for peer, reason in rows]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table, with every column that a row has."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return lines + ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in rows]
 
 
-def markdown(
-    title: str, note: str, versions: dict[str, str], rows: Sequence[Row], refusals: Sequence[Refusal] = ()
-) -> str:
-    lines = [f"# {title}", "", note, "", ", ".join(f"{name} {value}" for name, value in versions.items()), ""]
-    lines += table(rows)
-    if refusals:
-        lines += ["", "Not measured:", "", *_reasons(refusals, len(rows))]
+def markdown(data: dict[str, Any]) -> str:
+    """Stored results as a page: headline, note, versions, table, and what was not measured."""
+    versions = ", ".join(f"{name} {value}" for name, value in data["environment"].items())
+    lines = [f"# {data['title']}", "", f"**{data['headline']}**", "", data["note"], "", versions, ""]
+    lines += table(data["rows"])
+    entries = [NotMeasured(**entry) for entry in data["not measured"]]
+    if entries:
+        lines += ["", "Not measured:", "", *_reasons(entries, len(data["rows"]))]
     return "\n".join(lines) + "\n"
 
 
@@ -100,14 +155,20 @@ def save(
     note: str,
     rows: Sequence[Row],
     folder: Path,
-    refusals: Sequence[Refusal] = (),
+    columns: Columns | str,
+    not_measured: Sequence[NotMeasured] = (),
 ) -> None:
-    """Write ``NAME.json`` and ``NAME.md`` to ``folder`` and print the table."""
-    versions = environment()
+    """Write ``NAME.json`` and ``NAME.md`` to ``folder``, and print the table.
+
+    ``columns`` says what the headline compares; a table without peers in its columns gives the headline itself.
+    """
+    data: dict[str, Any] = {"title": title, "headline": columns, "note": note, "environment": environment()}
+    if isinstance(columns, Columns):
+        data |= {"headline": headline(rows, columns, not_measured), "columns": columns._asdict()}
+        rows = [with_fastest_peer(row, columns) for row in rows]
+    data |= {"rows": list(rows), "not measured": [entry._asdict() for entry in not_measured]}
     folder.mkdir(parents=True, exist_ok=True)
-    data = {"title": title, "note": note, "environment": versions, "rows": list(rows)}
-    data["not measured"] = [refusal._asdict() for refusal in refusals]
-    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = markdown(title, note, versions, rows, refusals)
-    (folder / f"{name}.md").write_text(text)
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    text = markdown(data)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
     print(text, flush=True)

@@ -1,4 +1,4 @@
-"""Timing on the device: graphs of many launches over rotating inputs, contenders in turn, medians."""
+"""Timing: CUDA graphs of many launches over rotating inputs, implementations interleaved, medians of replays."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import torch
 L2_BYTES = 60 << 20
 ROTATION_BYTES = 5 * L2_BYTES
 GRAPH_MICROSECONDS = 3000.0
-"""Device time that a graph should take, so that its own start costs nothing."""
+"""Device time of a graph, long compared with its launch."""
 
-WAKING_SECONDS = 0.5
-"""How long a core of the host that was idle may take to its full clock."""
+HOST_WARM_UP_SECONDS = 0.5
+"""An idle CPU core reaches its full clock rate in this time."""
 
 Call = Callable[[int], object]
-"""Launches the work on input copy ``i``."""
+"""``call(i)`` launches the work on copy ``i`` of the inputs."""
 
 
 def copies_for(num_bytes: int) -> int:
-    """Copies of an input of ``num_bytes`` among which the last-level cache keeps none until its next turn."""
+    """The number of copies of an input of ``num_bytes`` that rotate, so that none stays in the L2 cache."""
     return max(1, -(-ROTATION_BYTES // num_bytes))
 
 
 def graph_of(call: Call, copies: int, launches: int) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of this number of launches, over the copies in turn."""
     call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -37,6 +38,7 @@ def graph_of(call: Call, copies: int, launches: int) -> torch.cuda.CUDAGraph:
 
 
 def replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Device time of one replay."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     graph.replay()
@@ -46,7 +48,7 @@ def replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def device_microseconds(calls: dict[str, Call], copies: int, expected: float, rounds: int = 9) -> dict[str, float]:
-    """Median time of one launch of each contender, which take turns. ``expected`` sizes the graphs."""
+    """Median time of one launch of each call, with interleaved replays. ``expected`` microseconds size the graphs."""
     launches = copies * max(1, round(GRAPH_MICROSECONDS / expected / copies))
     graphs = {name: graph_of(call, copies, launches) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
@@ -59,7 +61,7 @@ def device_microseconds(calls: dict[str, Call], copies: int, expected: float, ro
 
 
 class HostTime(NamedTuple):
-    """Microseconds of a call, the mean of a round of them. What else runs on the machine only adds to the least."""
+    """Microseconds of a call: least and median of the means of all rounds. Other load only adds to them."""
 
     least: float
     median: float
@@ -68,9 +70,9 @@ class HostTime(NamedTuple):
 def host_microseconds(
     calls: dict[str, Callable[[], object]], count: int = 200, rounds: int = 40
 ) -> dict[str, HostTime]:
-    """Host time of calls that only enqueue work. They take turns, in rounds before which the queue is empty."""
-    awake = time.perf_counter() + WAKING_SECONDS
-    while time.perf_counter() < awake:
+    """Host time of calls that only enqueue work, in interleaved rounds that begin with an empty queue."""
+    warm = time.perf_counter() + HOST_WARM_UP_SECONDS
+    while time.perf_counter() < warm:
         for call in calls.values():
             _host_round(call, count)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -82,9 +84,9 @@ def host_microseconds(
 
 def _host_round(call: Callable[[], object], count: int) -> float:
     torch.cuda.synchronize()
-    begin = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(count):
         call()
-    elapsed = time.perf_counter() - begin
+    elapsed = time.perf_counter() - start
     torch.cuda.synchronize()
     return elapsed / count * 1e6

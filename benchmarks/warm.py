@@ -1,4 +1,4 @@
-"""Build the peers' kernels before anything is measured: FlashInfer's variants, several at once."""
+"""Build FlashInfer's kernels for the benchmarks, several in parallel, before anything is measured."""
 
 from __future__ import annotations
 
@@ -11,56 +11,59 @@ from typing import Any
 
 import torch
 
-from .contest import NotMeasuredError
-from .decode_rows import ROWS
-from .peers import flashinfer
-from .prefill_rows import PREFILL_ROWS
+from benchmarks.comparison import NotMeasuredError
+from benchmarks.decode_rows import ROWS
+from benchmarks.peers import flashinfer
+from benchmarks.prefill_rows import PREFILL_ROWS
 
-NO_POSITIONS, NO_WINDOW, NO_CAP, NO_PROFILER, WIDE_PRODUCT = 0, False, False, False, False
-XQA_PAGES = (16, 64)
+POS_ENCODING_NONE, SLIDING_WINDOW, SOFT_CAP, PROFILER, FP16_QK_REDUCTION = 0, False, False, False, False
+XQA_PAGE_SIZES = (16, 64)
 
-CORES_PER_FAMILY = 4
-"""A family is about ten files, compiled at once, of 2 GB of memory each."""
+CORES_PER_MODULE = 4
+"""A module has about ten files, compiled in parallel with 2 GB of memory each."""
 
 KINDS = ("main", "heads", "fp8", "mla")
-"""Heads of 128 in bf16; the other head sizes of prefill; decode with an FP8 cache; MLA."""
+"""bf16 with head dim 128; other head dims of prefill; decode with an FP8 KV cache; MLA."""
 
-Family = tuple[str, tuple[Any, ...]]
-"""A generator of ``flashinfer.jit`` and its arguments."""
+JitModule = tuple[str, tuple[Any, ...]]
+"""The name of a generator in ``flashinfer.jit``, and its arguments."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS, help="default: all, in this order")
+    """Add the options of this command."""
+    parser.add_argument(
+        "--only", nargs="*", choices=KINDS, default=KINDS, help="kinds of modules to build; default: all, in this order"
+    )
 
 
-def _prefill(backend: str, kv: torch.dtype, qk: int, vo: int) -> Family:
+def _prefill(backend: str, kv: torch.dtype, qk: int, vo: int) -> JitModule:
     dtype = torch.bfloat16
-    options = (NO_POSITIONS, NO_WINDOW, NO_CAP, WIDE_PRODUCT)
+    options = (POS_ENCODING_NONE, SLIDING_WINDOW, SOFT_CAP, FP16_QK_REDUCTION)
     return "gen_batch_prefill_module", (backend, dtype, kv, dtype, torch.int32, qk, vo, *options)
 
 
-def families() -> Iterator[Family]:
-    """What the rows of this driver need, the slowest to build first; repetitions included."""
+def modules() -> Iterator[JitModule]:
+    """The modules that the benchmarks need, slowest to build first, with repetitions."""
     dtype, index = torch.bfloat16, torch.int32
     for backend in ("fa3", "fa2"):
         for row in PREFILL_ROWS:
             yield _prefill(backend, dtype, row.head_dim, row.head_dim_vo)
-    mla = (dtype, dtype, dtype, index, 512, 64, NO_PROFILER)
+    mla = (dtype, dtype, dtype, index, 512, 64, PROFILER)
     yield from (("gen_batch_mla_module", (backend, *mla)) for backend in ("fa3", "fa2"))
     for decode in ROWS:
         kv, dim = torch.float8_e4m3fn if decode.fp8 else dtype, decode.head_dim
         yield _prefill("fa2", kv, dim, dim)  # decode with tensor cores
-        types = (dtype, kv, dtype, index, dim, dim, NO_POSITIONS)
-        yield "gen_batch_attention_module", (*types, NO_CAP, NO_PROFILER)
-        yield "gen_batch_decode_module", (*types, NO_WINDOW, NO_CAP)
-        if decode.page_size in XQA_PAGES:
+        types = (dtype, kv, dtype, index, dim, dim, POS_ENCODING_NONE)
+        yield "gen_batch_attention_module", (*types, SOFT_CAP, PROFILER)
+        yield "gen_batch_decode_module", (*types, SLIDING_WINDOW, SOFT_CAP)
+        if decode.page_size in XQA_PAGE_SIZES:
             group = decode.num_qo_heads // decode.num_kv_heads
-            yield "gen_xqa_module", (dtype, kv, decode.page_size, dim, group, NO_WINDOW, dtype, 1)
+            yield "gen_xqa_module", (dtype, kv, decode.page_size, dim, group, SLIDING_WINDOW, dtype, 1)
 
 
-def kind(family: Family) -> str:
-    """What of the driver waits for it."""
-    name, options = family
+def kind(module: JitModule) -> str:
+    """The member of :data:`KINDS` that the module belongs to."""
+    name, options = module
     if "mla" in name:
         return "mla"
     if torch.float8_e4m3fn in options:
@@ -69,10 +72,10 @@ def kind(family: Family) -> str:
     return "heads" if dims and "prefill" in name else "main"
 
 
-def _build(family: Family) -> str:
-    """What became of it, in words."""
-    name, options = family
-    began = time.perf_counter()
+def _build(module: JitModule) -> str:
+    """Build a module. Returns the outcome as text."""
+    name, options = module
+    start = time.perf_counter()
     try:
         flashinfer()
         import flashinfer.jit.xqa as jit_xqa
@@ -80,21 +83,21 @@ def _build(family: Family) -> str:
 
         spec = getattr(jit_xqa if "xqa" in name else jit, name)(*options)
         spec.build(False)
-    except Exception as error:  # whatever another library raises
+    except Exception as error:  # FlashInfer and its compilers raise several types
         return f"{name}{options} does not build: {str(error)[-300:]}"
-    return f"{spec.name}: {time.perf_counter() - began:.0f} s"
+    return f"{spec.name}: {time.perf_counter() - start:.0f} s"
 
 
 def run(args: argparse.Namespace) -> None:
-    """A family that does not build is named, and the others are built."""
+    """Build the modules. One that does not build is reported, and the others are built."""
     try:
         flashinfer()
     except NotMeasuredError as error:
         print(error)
         return
-    found = tuple(dict.fromkeys(families()))
-    wanted = [family for only in args.only for family in found if kind(family) == only]
-    workers = max(1, (os.cpu_count() or 1) // CORES_PER_FAMILY)
+    unique = tuple(dict.fromkeys(modules()))
+    selected = [module for only in args.only for module in unique if kind(module) == only]
+    workers = max(1, (os.cpu_count() or 1) // CORES_PER_MODULE)
     with ThreadPoolExecutor(workers) as pool:
-        for outcome in as_completed([pool.submit(_build, family) for family in wanted]):
+        for outcome in as_completed([pool.submit(_build, module) for module in selected]):
             print(outcome.result(), flush=True)

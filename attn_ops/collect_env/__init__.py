@@ -43,9 +43,9 @@ class Environment:
         versions: versions by name: ``attn_ops``, ``python``, ``platform``, ``torch``, ``triton``, ``CUDA of torch``,
             ``CUDA driver``.
         gpus: one line for each visible CUDA device: name, compute capability, SMs, memory.
-        backends: by op, one line for each backend: ``runs it``, ``can run it``, or the reasons why it does not. They
-            hold for bfloat16, 32 query heads, 8 KV heads, head_dim 128 and page size 16 (``batch_mla``: latents of 512
-            and 64, one KV head), on GPU 0 if there is one, else on the CPU.
+        backends: by op, the lines of :func:`attn_ops.explain`: which backend and kernel runs the op, and why each other
+            does not. They hold for bfloat16, 32 query heads, 8 KV heads, head_dim 128 and page size 16 (``batch_mla``:
+            latents of 512 and 64, one KV head, page size 64), on GPU 0 if there is one, else on the CPU.
         launch_caches: by op, the number of prepared calls. Ops without any are left out.
         launcher: state of the native launcher that replays prepared calls.
         tuning_table: the table that ``ATTN_OPS_TILES`` names, and its number of entries for these GPUs.
@@ -142,7 +142,7 @@ def _verdicts(op: str, device: torch.device) -> tuple[str, ...]:
         num_kv_heads=1 if mla else 8,
         head_dim_qk=576 if mla else 128,
         head_dim_vo=512 if mla else 128,
-        page_size=16,
+        page_size=64 if mla else 16,
     )
     return tuple(backends.explain(problem).splitlines())
 

@@ -32,7 +32,7 @@ def header(
 
 
 def backends(memory: Memory) -> dict[str, str]:
-    """The backend that runs each attention op on this device, according to ``explain``."""
+    """The backend or kernel that runs each attention op on this device, according to ``explain``."""
     keys, values = memory.caches[0].unbind(1)
     q = keys.new_empty((1, memory.decode.problem.num_qo_heads, keys.shape[-1]))
     window_left = memory.decode.problem.window - 1
@@ -52,7 +52,7 @@ def backends(memory: Memory) -> dict[str, str]:
         ),
     }
     return {
-        op: next(line.split(":")[0] for line in text.splitlines() if line.endswith(": runs it"))
+        op: next(line.split(":")[0] for line in text.splitlines() if ": runs it" in line)
         for op, text in verdicts.items()
     }
 

@@ -157,7 +157,7 @@ def choose(problem: Problem, name: str = "auto", lowerable: bool = False) -> Bac
         raise OptionError(
             f"{problem.op}: backend is {name}; expected auto or one of {', '.join(names)}; pass one of these names"
         )
-    refused = []
+    refused: list[str] = []
     for backend in candidates:
         reasons = backend.unsupported_reasons(problem)
         if lowerable and not backend.inductor_lowerable:

@@ -1,8 +1,7 @@
-"""What the driver does before and after the clock: problems, checks, refusals, draws, tables and pictures."""
+"""Benchmarks apart from timing: problems, checks, skipped peers, sampled steps, tables and plots."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contest, decode, model, plot, prefill_problem, report, workload
-from benchmarks.contest import Contest, NotMeasuredError
+from benchmarks import comparison, decode, plot, prefill_problem, report, workload
+from benchmarks.comparison import Comparison, NotMeasured, NotMeasuredError
 from benchmarks.decode_problem import DecodeProblem
 from benchmarks.decode_rows import ROWS, DecodeRow
-from benchmarks.model import Kernel, gaps, parts
+from benchmarks.model import MODULES, Kernel, gaps, kernel_parts, part_times
 from benchmarks.prefill_rows import PREFILL_ROWS, PrefillRow
-from benchmarks.warm import KINDS, families, kind
+from benchmarks.warm import KINDS, kind, modules
 
 SMALL = DecodeRow("small", (40, 7, 16), 4, 2, 1.0, head_dim=16)
 STEP = PrefillRow("step", (1, 1, 1, 9, 30), (20, 33, 5, 40, 30), None, True, 4, 2, 16, 16)
@@ -32,26 +31,26 @@ def two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of contenders that came to be timed, each said to take as long as its name has letters."""
+    """The names of implementations that are timed. Each takes as many microseconds as its name has letters."""
     names: list[str] = []
 
     def clock(calls: dict[str, Any], copies: int, expected: float, rounds: int) -> dict[str, float]:
         names.extend(calls)
         return {name: float(len(name)) for name in calls}
 
-    monkeypatch.setattr(contest, "device_microseconds", clock)
-    monkeypatch.setattr(contest, "graph_of", lambda call, copies, launches: call(0))
+    monkeypatch.setattr(comparison, "device_microseconds", clock)
+    monkeypatch.setattr(comparison, "graph_of", lambda call, copies, launches: call(0))
     return names
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_decode_problem_tells_right_from_wrong(fp8: bool) -> None:
+def test_a_decode_problem_detects_wrong_results(fp8: bool) -> None:
     problem = DecodeProblem(replace(SMALL, fp8=fp8), device="cpu")
     out = decode.ours(problem)(0)
-    assert problem.error(out) < contest.WORST_ERROR
-    assert problem.error(decode.ours(problem)(1)) > contest.WORST_ERROR  # another copy of the cache
+    assert problem.error(out) < comparison.MAX_RELATIVE_ERROR
+    assert problem.error(decode.ours(problem)(1)) > comparison.MAX_RELATIVE_ERROR  # another copy of the cache
     out[2] *= 1.05
-    assert problem.error(out) > contest.WORST_ERROR
+    assert problem.error(out) > comparison.MAX_RELATIVE_ERROR
 
 
 def test_the_block_tables_hold_each_request_s_pages() -> None:
@@ -62,53 +61,61 @@ def test_the_block_tables_hold_each_request_s_pages() -> None:
         assert torch.equal(tables[b, : end - begin], problem.kv_indices[begin:end])
 
 
-def _peer(call: Callable[[Any], Any]) -> contest.Prepare:
+def _peer(call: Callable[[Any], Any]) -> comparison.Prepare:
     return lambda problem: lambda copy: call(problem)
 
 
 def _refuses(problem: Any) -> Any:
-    raise NotMeasuredError("it does not want to")
+    raise NotMeasuredError("it has no kernel")
 
 
 def _fails(problem: Any) -> Any:
     raise RuntimeError("\nno such kernel\nand much more")
 
 
-def test_peers_that_refuse_fail_or_err_are_named_and_not_timed(timed: list[str]) -> None:
+def test_peers_that_refuse_fail_or_are_wrong_are_listed_and_not_timed(timed: list[str]) -> None:
     peers = {
         "good": decode.ours,
         "wrong": _peer(lambda problem: torch.zeros_like(problem.q)),
         "refuses": _refuses,
         "fails": _peer(_fails),
     }
-    found = Contest({"ours": decode.ours}, peers)
+    found = Comparison({"ours": decode.ours}, peers)
     times = found.times("small", DecodeProblem(SMALL, device="cpu"), 1.0)
     assert timed == ["ours", "good"] == list(times)
-    reasons = {refusal.peer: refusal.reason for refusal in found.refusals}
-    assert reasons["refuses"] == "it does not want to"
+    reasons = {entry.peer: entry.reason for entry in found.not_measured}
+    assert reasons["refuses"] == "it has no kernel"
     assert reasons["fails"] == "RuntimeError: no such kernel"
-    assert reasons["wrong"].startswith("AssertionError: wrong: error 1.0")
+    assert reasons["wrong"].startswith("AssertionError: wrong result: relative error 1.0")
 
 
 def test_a_wrong_result_of_ours_ends_the_run(timed: list[str]) -> None:
     wrong = _peer(lambda problem: torch.full_like(problem.q, torch.nan))
-    with pytest.raises(AssertionError, match="wrong: error nan"):
-        Contest({"ours": wrong}, {}).times("small", DecodeProblem(SMALL, device="cpu"), 1.0)
+    with pytest.raises(AssertionError, match="wrong result: relative error nan"):
+        Comparison({"ours": wrong}, {}).times("small", DecodeProblem(SMALL, device="cpu"), 1.0)
     assert not timed
 
 
 def test_a_peer_that_fails_slowly_is_tried_once(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "SLOW_SECONDS", 0.0)
-    found = Contest({"ours": decode.ours}, {"fails": _peer(_fails)})
+    monkeypatch.setattr(comparison, "MAX_FAILURE_SECONDS", 0.0)
+    found = Comparison({"ours": decode.ours}, {"fails": _peer(_fails)})
     for row in ("first", "second"):
         found.times(row, DecodeProblem(SMALL, device="cpu"), 1.0)
-    assert [refusal.row for refusal in found.refusals] == ["first"]
+    assert [entry.row for entry in found.not_measured] == ["first"]
 
 
 def test_a_report_names_what_was_not_measured() -> None:
-    rows = [{"row": "a", "us": 1.234, "peer": None}, {"row": "b", "us": 56.78, "peer": 9.0}]
-    refusals = [contest.Refusal("x", "a", "why"), contest.Refusal("x", "b", "why"), contest.Refusal("peer", "a", "no")]
-    text = report.markdown("Title", "A note.", {"torch": "2"}, rows, refusals)
+    entries = [NotMeasured("x", "a", "why"), NotMeasured("x", "b", "why"), NotMeasured("peer", "a", "no")]
+    data = {
+        "title": "Title",
+        "headline": "A headline.",
+        "note": "A note.",
+        "environment": {"torch": "2"},
+        "rows": [{"row": "a", "us": 1.234, "peer": None}, {"row": "b", "us": 56.78, "peer": 9.0}],
+        "not measured": [entry._asdict() for entry in entries],
+    }
+    text = report.markdown(data)
+    assert text.startswith("# Title\n\n**A headline.**\n\nA note.\n\ntorch 2\n\n| row |")
     assert "| a | 1.23 | - |\n| b | 56.8 | 9.00 |\n" in text
     assert text.endswith("Not measured:\n\n* x: why (every row)\n* peer: no (a)\n")
 
@@ -120,7 +127,7 @@ def test_rows_count_bytes_and_operations() -> None:
     causal = next(row for row in PREFILL_ROWS if row.name == "8 x (512 new on 8k)")
     pairs = sum(8192 - 512 + i + 1 for i in range(512))
     assert causal.flops() == 8 * pairs * 32 * 4 * 128
-    assert report.of_roofline(2 * report.MATRIX_RATE, report.READ_RATE, 4.0) == 0.5
+    assert report.of_roofline(2 * report.PEAK_FLOPS_PER_US, report.PEAK_BYTES_PER_US, 4.0) == 0.5
 
 
 @pytest.mark.parametrize("trace", workload.traces(), ids=lambda trace: trace.name)
@@ -136,22 +143,22 @@ def test_steps_are_drawn_from_a_trace(trace: workload.Trace) -> None:
 
 def test_the_traces_keep_source_and_licence() -> None:
     entries = json.loads(workload.LENGTHS.read_text(encoding="utf-8"))
-    told = (workload.LENGTHS.parent / "README.md").read_text(encoding="utf-8")
+    readme = (workload.LENGTHS.parent / "README.md").read_text(encoding="utf-8")
     assert {entry["license"] for entry in entries} == {"CC-BY-4.0", "Apache-2.0"}
-    assert all(entry["source"].split("@")[0] in told and entry["name"] in told for entry in entries)
+    assert all(entry["source"].split("@")[0] in readme and entry["name"] in readme for entry in entries)
 
 
 @pytest.mark.parametrize("make", list(workload.Workload.OURS.values()), ids=list(workload.Workload.OURS))
 def test_a_serving_step_attends_for_every_request(
-    make: Callable[[workload.StepProblem], workload.Contender], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[workload.StepProblem], workload.StepImplementation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workload, "LAYERS", 3)
     for row in (STEP, replace(STEP, qo_lens=(1,) * 5)):
         problem = workload.StepProblem(row, device="cpu")
         assert problem.decoding == row.qo_lens.count(1)
-        step = workload._step(make(problem), problem, planned_inside=True)
+        step = workload._step(make(problem), problem, plan_in_graph=True)
         for copy in (0, 1):
-            assert problem.error(step(copy), copy) < contest.WORST_ERROR
+            assert problem.error(step(copy), copy) < comparison.MAX_RELATIVE_ERROR
 
 
 def test_requests_of_a_prefill_problem_are_what_its_tables_say() -> None:
@@ -168,40 +175,94 @@ def test_gaps_are_where_no_kernel_runs() -> None:
     assert gaps(kernels) == 2
 
 
-def test_kernels_are_told_apart_by_name() -> None:
-    names = ("plan_decode_kernel", "append_kernel_0", "decode_kernel", "merge_rows_kernel_3", "nvjet_tst_64x8")
-    found = parts([Kernel(name, i, i + 2**-i) for i, name in enumerate(names)])
+def test_kernels_are_distinguished_by_name() -> None:
+    names = ("plan_decode_kernel", "append_kernel_0", "decode_kernel", "combine_kernel_3", "nvjet_tst_64x8")
+    part_of = {"decode_kernel": "attention", "combine_kernel": "attention"}
+    part_of |= {"plan_decode_kernel": "planning", "append_kernel": "append"}
+    found = part_times([Kernel(name, i, i + 2**-i) for i, name in enumerate(names)], part_of)
     expected = {"planning": 1.0, "append": 0.5, "attention": 0.25 + 0.125, "rest": 0.0625}
     assert {name: found[name] for name in expected} == expected
 
 
-def test_the_kernels_have_these_names() -> None:
-    """Or a profile counts them as the rest of the step."""
+def test_every_module_has_kernels_that_a_profile_counts() -> None:
     pytest.importorskip("triton")
-    places = {model.ATTENTION: "decode", model.MERGE: "pieces", model.APPEND: "page", model.PLAN: "plan_decode"}
-    for name, module in places.items():
-        assert hasattr(importlib.import_module(f"attn_ops.kernels.triton.{module}"), name)
+    found = kernel_parts()
+    assert {"decode_kernel", "append_kernel", "plan_decode_kernel"} < set(found)
+    assert len(found) >= len(MODULES)
+    assert set(found.values()) == {"attention", "append", "planning"}
 
 
-def test_every_family_to_build_is_of_some_kind() -> None:
-    found = set(families())
-    assert {kind(family) for family in found} == set(KINDS)
+def test_every_module_to_build_is_of_some_kind() -> None:
+    found = set(modules())
+    assert {kind(module) for module in found} == set(KINDS)
     assert len(found) < 30
 
 
-def test_ratios_are_above_one_where_ours_is_faster() -> None:
-    times = {"row": "r", "attn_ops": 2.0, "flashinfer": 3.0, "sdpa cudnn": None, "goal": 1.0, "flashinfer plan": 9.0}
-    assert plot.ratios(times, plot.CHARTS["decode"]) == {"flashinfer": 1.5}
+TIMES = report.Columns(("attn_ops", "one launch"), ("flashinfer", "sdpa cudnn", "flex"))
+RATES = report.Columns(("paged", "ragged"), ("flex", "flashinfer fa3 ragged"), higher_is_better=True)
+
+
+def test_speedups_are_above_one_where_ours_is_faster() -> None:
+    times = {"row": "r", "attn_ops": 2.0, "one launch": 4.0, "flashinfer": 3.0, "sdpa cudnn": None, "goal": 1.0}
+    assert report.speedups(times, TIMES) == {"flashinfer": 1.5}
     rates = {"row": "r", "paged": 300.0, "ragged": 400.0, "flex": 200.0, "flashinfer fa3 ragged": 500.0}
-    assert plot.ratios(rates, plot.CHARTS["prefill"]) == {"flex": 2.0, "flashinfer fa3 ragged": 0.8}
+    assert report.speedups(rates, RATES) == {"flex": 2.0, "flashinfer fa3 ragged": 0.8}
+    assert report.fastest_peer(rates, RATES) == ("flashinfer fa3 ragged", 0.8)
 
 
-def test_pictures_are_made_of_the_stored_results(tmp_path: Path) -> None:
+def test_the_headline_names_the_fastest_peer_of_each_row() -> None:
+    rows: list[report.Row] = [
+        {"row": "a", "attn_ops": 2.0, "flashinfer": 8.0, "sdpa cudnn": 4.0},
+        {"row": "b", "attn_ops": 2.0, "flashinfer": 1.0, "sdpa cudnn": None},
+        {"row": "c", "attn_ops": 2.0, "flashinfer": None, "sdpa cudnn": 8.0},
+        {"row": "d", "attn_ops": 2.0, "flashinfer": None, "sdpa cudnn": None},
+    ]
+    absent = [NotMeasured(peer, "d", "why") for peer in ("flex", "flashinfer")]
+    assert report.headline(rows, TIMES, absent) == (
+        "Speed relative to the fastest peer of each row: 1.59x (geometric mean), 0.50x to 4.00x; faster in 2 of 3 "
+        "rows. Fastest peers, by number of rows: sdpa cudnn (2), flashinfer (1). In no row measured: flex."
+    )
+    assert report.headline(rows[3:], TIMES) == "No peer was measured."
+    assert list(report.with_fastest_peer(rows[0], TIMES).items())[:3] == [
+        ("row", "a"), ("fastest peer", "sdpa cudnn"), ("vs fastest peer", 2.0)
+    ]  # fmt: skip
+
+
+def test_peers_left_out_are_listed(timed: list[str]) -> None:
+    found = Comparison({"ours": decode.ours}, {"good": decode.ours}, ("good", "other"))
+    found.times("small", DecodeProblem(SMALL, device="cpu"), 1.0)
+    assert found.not_measured == [NotMeasured("other", "small", "left out with --peers")]
+
+
+def test_saved_results_have_a_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "environment", lambda: {"gpu": "Some GPU"})
+    rows = [{"row": "a", "attn_ops": 2.0, "flashinfer": 3.0}]
+    report.save("decode", "Decode", "A note.", rows, tmp_path, TIMES)
+    text = (tmp_path / "decode.md").read_text()
+    assert "**Speed relative to the fastest peer of each row: 1.50x" in text
+    assert "| a | flashinfer | 1.50 | 2.00 | 3.00 |" in text
+    report.save("other", "Other", "A note.", rows, tmp_path, "No peer here.")
+    assert "**No peer here.**" in (tmp_path / "other.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(report.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_stored_results_name_the_fastest_peers(path: Path) -> None:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == report.markdown(data)
+    if "columns" in data:
+        columns = report.Columns(**data["columns"])
+        entries = [NotMeasured(**entry) for entry in data["not measured"]]
+        assert data["headline"] == report.headline(data["rows"], columns, entries)
+        for row in data["rows"]:
+            assert (row[report.FASTEST], row[report.SPEEDUP]) == (report.fastest_peer(row, columns) or (None, None))
+
+
+def test_plots_are_made_of_the_stored_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     stored = sorted(report.RESULTS.glob("*.json"))
     for source in stored:
         (tmp_path / source.name).write_bytes(source.read_bytes())
     plot.run(type("Arguments", (), {"results": tmp_path}))
-    pictures = {path.stem for path in tmp_path.glob("*.png")}
-    assert pictures == {path.stem for path in report.RESULTS.glob("*.png")}
+    plots = {path.stem for path in tmp_path.glob("*.png")}
+    assert plots == {path.stem for path in report.RESULTS.glob("*.png")}
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in tmp_path.glob("*.png"))

@@ -1,4 +1,4 @@
-"""Tables of tuned tiles: written by the command, read in place of the defaults, and part of Inductor's cache key."""
+"""Tables of tuned tiles: written by the command, read instead of the defaults, and part of Inductor's cache key."""
 
 from __future__ import annotations
 

@@ -1,0 +1,127 @@
+"""Implementations of one problem, each checked against float32, then timed interleaved in one process."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import Call, device_microseconds, graph_of
+
+Prepare = Callable[[Any], Call]
+"""An implementation: takes a problem and returns the function that launches it."""
+
+T = TypeVar("T")
+
+MAX_RELATIVE_ERROR = 1e-2
+MAX_FAILURE_SECONDS = 10.0
+"""A peer that takes longer to fail, in its compiler, is skipped for the remaining rows."""
+
+ROUNDS = 9
+"""Timed replays of each implementation."""
+
+ROUNDS_OF_LONG_CALLS = 5
+LONG_CALL_MICROSECONDS = 5000.0
+
+
+class NotMeasuredError(Exception):
+    """A peer does not run a problem. The message gives the reason."""
+
+
+class NotMeasured(NamedTuple):
+    """An entry of the list of what was not measured."""
+
+    peer: str
+    row: str
+    reason: str
+
+
+def add_peers(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--peers``."""
+    parser.add_argument(
+        "--peers", nargs="*", default=[""], help="prefixes of names of peers to run; none: no peer; default: all"
+    )
+
+
+def selected(peers: Mapping[str, T], args: argparse.Namespace) -> dict[str, T]:
+    """The peers that ``--peers`` selects."""
+    return {name: peer for name, peer in peers.items() if name.startswith(tuple(args.peers))}
+
+
+class Comparison:
+    """Implementations of this library and its peers, over the rows of one benchmark.
+
+    ``ours`` must run every problem with a correct result. A peer that does not is listed in ``not_measured``.
+    ``all_peers`` names the peers of the benchmark; those that are not in ``peers`` are listed as left out.
+    """
+
+    def __init__(
+        self, ours: Mapping[str, Prepare], peers: Mapping[str, Prepare], all_peers: Iterable[str] = ()
+    ) -> None:
+        self.ours, self.peers = ours, peers
+        self.not_measured: list[NotMeasured] = []
+        self._left_out = [name for name in all_peers if name not in peers]
+        self._gave_up: set[str] = set()
+
+    def times(self, row: str, problem: Any, expected: float, max_error: float = MAX_RELATIVE_ERROR) -> dict[str, float]:
+        """Median microseconds of one launch of each implementation that runs ``problem`` correctly.
+
+        Args:
+            row: name of the problem in reports.
+            problem: has ``copies``, the number of copies of its inputs, and ``error(out)``, the relative error.
+            expected: microseconds of a launch, by which CUDA graphs are sized.
+            max_error: largest relative error of a correct result.
+
+        Raises:
+            AssertionError: a result of this library is wrong.
+        """
+        calls = {name: _checked(prepare, problem, max_error) for name, prepare in self.ours.items()}
+        self.not_measured += [NotMeasured(name, row, "left out with --peers") for name in self._left_out]
+        for name, prepare in self.peers.items():
+            if name in self._gave_up:
+                continue
+            start = time.perf_counter()
+            try:
+                call = _checked(prepare, problem, max_error)
+                graph_of(call, 1, 1)
+                calls[name] = call
+            except Exception as error:  # other libraries raise any type
+                self.not_measured.append(NotMeasured(name, row, _reason(error)))
+                print(f"{row}: {name} not measured: {_reason(error)}", flush=True)
+                if time.perf_counter() - start > MAX_FAILURE_SECONDS:
+                    self._gave_up.add(name)
+        rounds = ROUNDS_OF_LONG_CALLS if expected > LONG_CALL_MICROSECONDS else ROUNDS
+        return device_microseconds(calls, problem.copies, expected, rounds)
+
+
+def _checked(prepare: Prepare, problem: Any, max_error: float) -> Call:
+    call = prepare(problem)
+    out = call(0)
+    error = problem.error(out)
+    if not error < max_error:
+        raise AssertionError(f"wrong result: relative error {error:.2e}, expected below {max_error:.0e}")
+    return call
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NotMeasuredError):
+        return str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    return f"{type(error).__name__}: {re.sub(r'/[^ :]*/', '', lines[0])[:160]}"
+
+
+def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The largest relative error in norm of pairs ``(actual, expected)``. NaN if one is NaN."""
+    errors = [(actual.float() - expected).norm() / expected.norm() for actual, expected in pairs]
+    return float(torch.stack(errors).max())
+
+
+def release_memory() -> None:
+    """Free the memory of a row and the code that was compiled for it."""
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
