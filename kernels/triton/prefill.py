@@ -1,16 +1,21 @@
-"""Prefill: one program per work item, KV head and block of the item's rows.
+"""Prefill on any GPU, in Triton: attention of query tiles over the KV ranges of a plan's work items.
 
-The query heads of a KV head are packed beside the rows: pair ``m`` of a tile is row ``m // GROUP`` and head
-``m % GROUP``. A program goes over blocks of KV tokens in up to three loops: those that the window cuts, those
-that every row sees whole, which need no masking, and those that the causal bound or the end cuts.
+A CTA computes ``BLOCK_M`` packed rows of one work item for one KV head. Packed row ``p`` of a query tile is query row
+``p // GROUP`` of the tile and head ``p % GROUP`` of the KV head's group (PackGQA). The mainloop over KV tiles runs in
+up to three phases:
 
-Items come longest first and start in that order. Items without rows write the query rows after the last
-request's instead, of which each has its share.
+0  tiles that the window masks
+1  tiles that every row sees whole: no mask
+2  tiles that the causal bound or the end of the KV masks
+
+Work items start in the order of the work list, longest first. A tile that is not split goes to ``out``; the partial
+result of a split goes to its slot of the workspace, and :mod:`.combine_prefill` combines the splits.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,71 +26,217 @@ from attn_ops.kernels.triton.launch import launch
 from attn_ops.kernels.triton.masks import causal_or_window, full_blocks, mask_bits, mask_offset
 from attn_ops.kernels.triton.prefill_call import Operands, prefill_ops
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_partner
-from attn_ops.kernels.triton.softmax import LOG2E, add_sink, finite, inverse, log_sum_exp, soft_cap
+from attn_ops.kernels.triton.softmax import (
+    LOG2E,
+    add_sink,
+    inverse,
+    log_sum_exp,
+    online_softmax_update,
+    soft_cap,
+)
+from attn_ops.kernels.triton.work_item import (
+    WORK_KV_BEGIN,
+    WORK_KV_END,
+    WORK_PAGE_START,
+    WORK_POSITION,
+    WORK_REQUEST,
+    WORK_ROW,
+    WORK_ROWS,
+    WORK_SLOT,
+    WORK_STRIDE,
+)
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
 
 
+class Shape(NamedTuple):
+    """Sizes that the kernel is compiled for. Keys have a part A and, unless DIM_B is 0, a part B of their columns."""
+
+    NUM_KV_HEADS: int
+    GROUP: int  # query heads of a KV head
+    DIM_A: int  # columns of part A of a key
+    DIM_B: int  # columns of part B
+    DIM_VO: int  # columns of a value
+    OFFSET_B: int  # where part B begins in a head of q_b and k_b
+    PAGE_SIZE: int
+    TILE_ROWS: int  # query rows of a work item
+    LOG2_HEADS: int  # floor of the logarithm of the number of query heads
+
+
+class Features(NamedTuple):
+    """What the kernel is compiled with. Sinks, scales, masks and plans are compiled in if their tensors are given."""
+
+    PAGED: bool
+    SHARED: bool  # the value is part A of the key: multi-head latent attention
+    CAUSAL: bool
+    WINDOW: bool
+    CAP: bool
+    ROPE: bool
+    ALIBI: bool
+    LSE: bool
+
+
+class Tile(NamedTuple):
+    """Block sizes, powers of 2."""
+
+    BLOCK_M: int  # packed rows of a CTA
+    BLOCK_N: int  # tokens of a KV tile
+    RUN: int  # consecutive tokens of a KV tile that lie in one page
+    BLOCK_A: int  # at least DIM_A
+    BLOCK_B: int  # at least DIM_B
+    BLOCK_VO: int  # at least DIM_VO
+
+
 @triton.jit
 def load_pages(
-    kv_indices, page_start, first, max_pages, num_pages,
-    PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``[BLOCK / RUN]``: the page of each run of tokens from ``first`` on, brought into the cache."""
+    kv_indices, page_start, first, max_pages, num_pages, SHAPE: tl.constexpr, PAGED: tl.constexpr, TILE: tl.constexpr
+):
+    """``[BLOCK_N / RUN]``: the page of each run of the KV tile from token ``first`` on, always one of the cache's."""
+    RUN: tl.constexpr = TILE.RUN
+    RUNS: tl.constexpr = TILE.BLOCK_N // RUN
     if PAGED:
-        at = page_start + (first + tl.arange(0, BLOCK // RUN) * RUN) // PAGE_SIZE
+        at = page_start + (first + tl.arange(0, RUNS) * RUN) // SHAPE.PAGE_SIZE
         pages = tl.load(kv_indices + at, mask=within(at, max_pages), other=0)
         return tl.minimum(pages.to(tl.uint32), tl.cast(num_pages, tl.uint32) - 1)
     else:  # noqa: RET505  what follows a return is compiled too
-        return tl.zeros((BLOCK // RUN,), tl.uint32)
+        return tl.zeros((RUNS,), tl.uint32)
 
 
 @triton.jit
 def run_offsets(
-    pages, page_start, first, stride_page, stride_slot,
-    PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``[BLOCK / RUN]``: where the runs of tokens from ``first`` on begin in the cache, in elements."""
-    token = first + tl.arange(0, BLOCK // RUN) * RUN
+    pages, page_start, first, stride_page, stride_token, SHAPE: tl.constexpr, PAGED: tl.constexpr, TILE: tl.constexpr
+):
+    """``[BLOCK_N / RUN]``: offset in the cache, in elements, of each run of the KV tile from token ``first`` on."""
+    RUN: tl.constexpr = TILE.RUN
+    RUNS: tl.constexpr = TILE.BLOCK_N // RUN
+    token = first + tl.arange(0, RUNS) * RUN
     if PAGED:
-        return pages.to(tl.int64) * stride_page + (token % PAGE_SIZE).to(tl.int64) * stride_slot
+        return pages.to(tl.int64) * stride_page + (token % SHAPE.PAGE_SIZE).to(tl.int64) * stride_token
     else:  # noqa: RET505
-        return (page_start + token).to(tl.int64) * stride_slot
+        return (page_start + token).to(tl.int64) * stride_token
 
 
 @triton.jit
-def load_pairs(q, at, used, d, LIMIT: tl.constexpr):
-    """``[pairs, d]`` of the query, 0 from dimension LIMIT on."""
-    return tl.load(q + at[:, None] + d[None, :], mask=used[:, None] & (d < LIMIT)[None, :], other=0.0)
+def load_runs(
+    base, runs, stride_token, count, d, END: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, RUN: tl.constexpr
+):
+    """``[tokens, d]`` of the runs that begin at ``runs``; 0 in columns from END on (PADDED).
 
-
-@triton.jit
-def load_tokens(
-    base, runs, stride, count, d, LIMIT: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, RUN: tl.constexpr
-):  # fmt: skip
-    """``[tokens, d]`` of runs of tokens that begin at ``runs``, 0 from dimension LIMIT on.
-
-    If MASKED, only the first ``count`` tokens are read: what follows may be NaN.
+    If MASKED, only the first ``count`` tokens are loaded and the others are 0: memory after them may be NaN.
     """
-    at = runs[:, None, None] + (tl.arange(0, RUN) * stride)[None, :, None] + d[None, None, :]
-    i = tl.arange(0, runs.shape[0])[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    at = runs[:, None, None] + (tl.arange(0, RUN) * stride_token)[None, :, None] + d[None, None, :]
+    token = tl.arange(0, runs.shape[0])[:, None] * RUN + tl.arange(0, RUN)[None, :]
     if MASKED:
-        x = tl.load(base + at, mask=(i < count)[:, :, None] & (d < LIMIT)[None, None, :], other=0.0)
+        x = tl.load(base + at, mask=(token < count)[:, :, None] & (d < END)[None, None, :], other=0.0)
     elif PADDED:
-        x = tl.load(base + at, mask=(d < LIMIT)[None, None, :], other=0.0)
+        x = tl.load(base + at, mask=(d < END)[None, None, :], other=0.0)
     else:
         x = tl.load(base + at)
     return tl.reshape(x, (runs.shape[0] * RUN, d.shape[0]))
 
 
 @triton.jit
-def store_pairs(out, lse, value, sums, at, mask, d, DIM: tl.constexpr, LSE: tl.constexpr):
-    """``value [pairs, d]`` and ``sums [pairs]`` at the pairs' places ``at``."""
+def load_packed_rows(q, at, exists, d, END: tl.constexpr):
+    """``[packed rows, d]`` of the query; 0 in columns from END on."""
+    return tl.load(q + at[:, None] + d[None, :], mask=exists[:, None] & (d < END)[None, :], other=0.0)
+
+
+@triton.jit
+def store_packed_rows(out, lse, value, sums, at, mask, d, DIM: tl.constexpr, LSE: tl.constexpr):
+    """Store ``value [packed rows, d]`` and ``sums [packed rows]`` at the rows ``at`` of out and lse."""
     tl.store(out + at[:, None] * DIM + d[None, :], value, mask=mask[:, None] & (d < DIM)[None, :])
     if LSE:
         tl.store(lse + at, sums, mask=mask)
+
+
+@triton.jit
+def rotate_query(query, q, at, exists, position, d, rope, END: tl.constexpr, DIM: tl.constexpr):
+    """ROPE_LLAMA of ``query``, columns ``d < END`` of rows ``at`` of ``q``."""
+    log2_theta, inverse_rope_scale = rope
+    partner = load_packed_rows(q, at, exists, tl.where(d < END, rotation_partner(d, DIM), DIM), DIM)
+    return rotate(query, partner, position, d, log2_theta, inverse_rope_scale, DIM).to(query.dtype)
+
+
+@triton.jit
+def load_keys(
+    x, runs, stride_token, k, k_runs, stride_k_token, first, count, d, rope,
+    END: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """``[tokens, d]`` of part ``x`` of the keys from token ``first`` on, rotated if ROPE.
+
+    The rotation reads the partner columns from ``k``, which has whole heads.
+    """
+    key = load_runs(x, runs, stride_token, count, d, END, PADDED, MASKED, RUN)
+    if ROPE:
+        log2_theta, inverse_rope_scale = rope
+        tokens = first + tl.arange(0, runs.shape[0] * RUN)
+        partner_d = tl.where(d < END, rotation_partner(d, DIM), DIM)
+        partner = load_runs(k, k_runs, stride_k_token, count, partner_d, DIM, True, MASKED, RUN)
+        key = rotate(key, partner, tokens, d, log2_theta, inverse_rope_scale, DIM)
+    return key
+
+
+@triton.jit
+def qk_product(
+    query, kv, columns, strides, pages, page_start, first, count, rope,
+    MASKED: tl.constexpr, SHAPE: tl.constexpr, FEATURES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``(logits [packed rows, tokens], key_a [tokens, BLOCK_A])`` of the KV tile from token ``first`` on.
+
+    query, columns  of parts A and B
+    kv, strides     of k and v; ``(page, token)`` strides each
+    """
+    query_a, query_b = query
+    k, k_b = kv
+    d_a, d_b = columns
+    k_strides, b_strides = strides
+    if not FEATURES.SHARED:
+        k_b, b_strides = k, k_strides
+    stride_page, stride_token = k_strides
+    stride_b_page, stride_b_token = b_strides
+    DIM: tl.constexpr = SHAPE.DIM_A + SHAPE.DIM_B
+    END_B: tl.constexpr = SHAPE.OFFSET_B + SHAPE.DIM_B
+    runs = run_offsets(pages, page_start, first, stride_page, stride_token, SHAPE, FEATURES.PAGED, TILE)
+    key_a = load_keys(
+        k, runs, stride_token, k, runs, stride_token, first, count, d_a, rope,
+        SHAPE.DIM_A, SHAPE.DIM_A < TILE.BLOCK_A, MASKED, FEATURES.ROPE, DIM, TILE.RUN,
+    ).to(query_a.dtype)  # fmt: skip
+    logits = tl.dot(query_a, tl.trans(key_a), input_precision="ieee")
+    if SHAPE.DIM_B > 0:
+        b_runs = run_offsets(pages, page_start, first, stride_b_page, stride_b_token, SHAPE, FEATURES.PAGED, TILE)
+        key_b = load_keys(
+            k_b, b_runs, stride_b_token, k, runs, stride_token, first, count, d_b, rope,
+            END_B, SHAPE.DIM_B < TILE.BLOCK_B, MASKED, FEATURES.ROPE, DIM, TILE.RUN,
+        )  # fmt: skip
+        logits = tl.dot(query_b, tl.trans(key_b.to(query_b.dtype)), logits, input_precision="ieee")
+    return logits, key_a
+
+
+@triton.jit
+def load_values(
+    v, strides, pages, page_start, first, count, d,
+    MASKED: tl.constexpr, SHAPE: tl.constexpr, FEATURES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``[tokens, BLOCK_VO]`` of the values of the KV tile from token ``first`` on."""
+    stride_page, stride_token = strides
+    runs = run_offsets(pages, page_start, first, stride_page, stride_token, SHAPE, FEATURES.PAGED, TILE)
+    return load_runs(
+        v, runs, stride_token, count, d, SHAPE.DIM_VO, SHAPE.DIM_VO < TILE.BLOCK_VO, MASKED, TILE.RUN
+    )  # fmt: skip
+
+
+@triton.jit
+def bias_and_cap(logits, logit_scale, cap, slope, distance, ALIBI: tl.constexpr, CAP: tl.constexpr):
+    """Scaled base-2 logits with the ALiBi bias and the soft cap."""
+    logits *= logit_scale
+    if ALIBI:
+        logits += slope[:, None] * distance.to(tl.float32)
+    if CAP:
+        logits = soft_cap(logits, tl.cast(cap, tl.float32))
+    return logits * LOG2E
 
 
 @triton.jit(
@@ -95,104 +246,95 @@ def store_pairs(out, lse, value, sums, at, mask, d, DIM: tl.constexpr, LSE: tl.c
     ]
 )
 def prefill_kernel(
-    q,  # [rows, NUM_KV_HEADS * GROUP, >= DIM_A]: the first part of each query
-    q_b,  # the second part, or q
+    q,  # [rows, NUM_HEADS, >= DIM_A]: part A of the query
+    q_b,  # part B, or q
     k,  # [num_pages, ...] of pages of PAGE_SIZE tokens, or [kv_rows, ...], as the strides say
-    k_b,
-    v,  # or k where SHARED
-    sinks,  # [NUM_KV_HEADS * GROUP] or None
-    kv_scale,  # [2] or None
-    mask,  # [mask_bytes] or None
-    out,  # [rows, NUM_KV_HEADS * GROUP, DIM_VO]
-    lse,  # [rows, NUM_KV_HEADS * GROUP] or [0]
-    partial,  # [slots, TILE_ROWS, NUM_KV_HEADS * GROUP, DIM_VO], then the same without DIM_VO
-    qo_indptr,  # [max_batch + 1]; this and those below None for a single request
+    v,  # [num_pages, ...] or [kv_rows, ...]; part B of the keys if SHARED, where part A is the value
+    sinks,  # [NUM_HEADS] or None
+    kv_scale,  # float32 [2] or None
+    mask,  # uint8 [mask_bytes] or None
+    out,  # [rows, NUM_HEADS, DIM_VO]
+    lse,  # float32 [rows, NUM_HEADS] or [0]
+    partial,  # float32 [slots, TILE_ROWS, NUM_HEADS, DIM_VO], then the LSE without DIM_VO; None without a plan
+    qo_indptr,  # [max_batch + 1]; this and those below are None for a single request
     kv_indices,  # [max_pages]
     kv_len,  # [max_batch]
-    work,  # [max_items, 8]
-    scale,
+    work,  # [max_items, WORK_STRIDE]
+    scale,  # of the logits
     cap,
     window_left,
     log2_theta,
     inverse_rope_scale,
-    rows,
-    kv_rows,
+    rows,  # of q
+    kv_rows,  # tokens of ragged KV
     num_pages,
     max_pages,
     max_items,
     max_batch,
-    slots,
+    slots,  # of the workspace
     mask_bytes,
     stride_q_row,
     stride_q_head,
     stride_qb_row,
     stride_qb_head,
     stride_k_page,
-    stride_k_slot,
+    stride_k_token,
     stride_k_head,
-    stride_kb_page,
-    stride_kb_slot,
     stride_v_page,
-    stride_v_slot,
+    stride_v_token,
     stride_v_head,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM_A: tl.constexpr,
-    DIM_B: tl.constexpr,
-    DIM_VO: tl.constexpr,
-    OFFSET_B: tl.constexpr,  # where the second part of a head begins in q_b and k_b
-    PAGE_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    PLANNED: tl.constexpr,
-    PAGED: tl.constexpr,
-    SHARED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    KV_SCALE: tl.constexpr,
-    MASK: tl.constexpr,
-    ROPE: tl.constexpr,
-    ALIBI: tl.constexpr,
-    LOG2_HEADS: tl.constexpr,
-    LSE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    RUN: tl.constexpr,  # tokens in a row in one page, wherever a block begins
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_VO: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    BLOCKS: tl.constexpr = (TILE_ROWS * GROUP + BLOCK_M - 1) // BLOCK_M
-    item = tl.program_id(0) // (NUM_KV_HEADS * BLOCKS)
-    num_items = tl.num_programs(0) // (NUM_KV_HEADS * BLOCKS)
-    kv_head = tl.program_id(0) // BLOCKS % NUM_KV_HEADS
-    first_pair = tl.program_id(0) % BLOCKS * BLOCK_M
-    pair = first_pair + tl.arange(0, BLOCK_M)
-    tile_row, head = pair // GROUP, kv_head * GROUP + pair % GROUP
+    """Grid: work items x KV heads x blocks of BLOCK_M packed rows of an item, blocks fastest.
+    Owns: BLOCK_M packed rows of one work item and one KV head, and all KV tokens of the item.
+    Loop invariant: ``(row_max, row_sum, acc)`` include the tokens before ``first``; ``pages`` are those of the KV tile
+    at ``first``, loaded one iteration ahead.
+    Barriers: none of its own; Triton's pipeliner overlaps loads with ``num_stages``.
+    Bound by: tensor cores for long chunks; KV loads for few query rows on long KV.
+    """
+    NUM_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS * SHAPE.GROUP
+    TILE_ROWS: tl.constexpr = SHAPE.TILE_ROWS
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_VO: tl.constexpr = TILE.BLOCK_VO
+    PLANNED: tl.constexpr = work is not None
+    MASK: tl.constexpr = mask is not None
+    DIM: tl.constexpr = SHAPE.DIM_A + SHAPE.DIM_B
+    END_B: tl.constexpr = SHAPE.OFFSET_B + SHAPE.DIM_B
+    BLOCKS: tl.constexpr = (TILE_ROWS * SHAPE.GROUP + BLOCK_M - 1) // BLOCK_M
+    item = tl.program_id(0) // (SHAPE.NUM_KV_HEADS * BLOCKS)
+    num_items = tl.num_programs(0) // (SHAPE.NUM_KV_HEADS * BLOCKS)
+    kv_head = tl.program_id(0) // BLOCKS % SHAPE.NUM_KV_HEADS
+    first_packed_row = tl.program_id(0) % BLOCKS * BLOCK_M
+    packed_row = first_packed_row + tl.arange(0, BLOCK_M)
+    tile_row, head = packed_row // SHAPE.GROUP, kv_head * SHAPE.GROUP + packed_row % SHAPE.GROUP
     n, d_vo = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_VO)
     if PLANNED:
-        # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
-        # the pointers it was given.
-        record, listed = work + item * 8, item < max_items
-        row, count = tl.load(record, mask=listed, other=0), tl.load(record + 1, mask=listed, other=0)
-        begin, end = tl.load(record + 2, mask=listed, other=0), tl.load(record + 3, mask=listed, other=0)
-        position, page_start = tl.load(record + 4, mask=listed, other=0), tl.load(record + 5, mask=listed, other=0)
-        slot, request = tl.load(record + 6, mask=listed, other=-1), tl.load(record + 7, mask=listed, other=0)
+        # Loaded here, not by a function: see work_item.py.
+        record, listed = work + item * WORK_STRIDE, item < max_items
+        row = tl.load(record + WORK_ROW, mask=listed, other=0)
+        count = tl.load(record + WORK_ROWS, mask=listed, other=0)
+        begin = tl.load(record + WORK_KV_BEGIN, mask=listed, other=0)
+        end = tl.load(record + WORK_KV_END, mask=listed, other=0)
+        position = tl.load(record + WORK_POSITION, mask=listed, other=0)
+        page_start = tl.load(record + WORK_PAGE_START, mask=listed, other=0)
+        slot = tl.load(record + WORK_SLOT, mask=listed, other=-1)
+        request = tl.load(record + WORK_REQUEST, mask=listed, other=0)
         count, begin = tl.minimum(count, TILE_ROWS), tl.maximum(begin, 0)
         request = tl.minimum(tl.maximum(request, 0), max_batch - 1)
-        if count <= 0:
-            first = tl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
-            unused = (pair < TILE_ROWS * GROUP) & within(first + tile_row, rows)
-            at = (first + tile_row).to(tl.int64) * NUM_HEADS + head
-            nothing = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        if count <= 0:  # write the query rows after the last request's, which such items divide among them
+            row = tl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
+            unused = (packed_row < TILE_ROWS * SHAPE.GROUP) & within(row + tile_row, rows)
+            at = (row + tile_row).to(tl.int64) * NUM_HEADS + head
+            no_keys = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             zeros = tl.zeros((BLOCK_M, BLOCK_VO), out.dtype.element_ty)
-            store_pairs(out, lse, zeros, nothing, at, unused, d_vo, DIM_VO, LSE)
+            store_packed_rows(out, lse, zeros, no_keys, at, unused, d_vo, SHAPE.DIM_VO, FEATURES.LSE)
             return
         page_start = tl.maximum(page_start, 0)
-        if PAGED:
-            end = tl.minimum(end, tl.where(num_pages > 0, tl.maximum(max_pages - page_start, 0), 0) * PAGE_SIZE)
+        if FEATURES.PAGED:
+            end = tl.minimum(end, tl.where(num_pages > 0, tl.maximum(max_pages - page_start, 0), 0) * SHAPE.PAGE_SIZE)
         else:
             end = tl.minimum(end, kv_rows - page_start)
         row_in_request = row - tl.load(qo_indptr + request) + tile_row
@@ -201,130 +343,102 @@ def prefill_kernel(
         count, begin, end, position, page_start, slot = rows - row, 0, kv_rows, kv_rows - rows + row, 0, -1
         count = tl.minimum(count, TILE_ROWS)
         row_in_request = row + tile_row
-    used = (tile_row < count) & within(row + tile_row, rows)
-    first_row = first_pair // GROUP
-    last_row = tl.minimum((first_pair + BLOCK_M - 1) // GROUP, count - 1)
+    exists = (tile_row < count) & within(row + tile_row, rows)
+    first_row = first_packed_row // SHAPE.GROUP
+    last_row = tl.minimum((first_packed_row + BLOCK_M - 1) // SHAPE.GROUP, count - 1)
     if first_row > last_row:
         return
-    if CAUSAL:
+    if FEATURES.CAUSAL:
         end = tl.minimum(end, position + last_row + 1)
-    if WINDOW:
+    if FEATURES.WINDOW:
         begin = tl.maximum(begin, position + first_row - window_left)
     row_position = position + tile_row
 
-    d_a = tl.arange(0, BLOCK_A)
+    # Load the query.
+    rope = (log2_theta, inverse_rope_scale)
+    d_a = tl.arange(0, TILE.BLOCK_A)
     q_row, q_head = (row + tile_row).to(tl.int64), head.to(tl.int64)
-    q_a_at = q_row * stride_q_row + q_head * stride_q_head
-    query_a = load_pairs(q, q_a_at, used, d_a, DIM_A)
-    if DIM_B > 0:
-        d_b = OFFSET_B + tl.arange(0, BLOCK_B)
-        q_b_at = q_row * stride_qb_row + q_head * stride_qb_head
-        query_b = load_pairs(q_b, q_b_at, used, d_b, OFFSET_B + DIM_B)
-    if ROPE:
-        DIM: tl.constexpr = DIM_A + DIM_B
-        partner_a = rotation_partner(d_a, DIM)
-        turned_a = load_pairs(q, q_a_at, used, tl.where(d_a < DIM_A, partner_a, DIM), DIM)
-        query_a = rotate(query_a, turned_a, row_position, d_a, log2_theta, inverse_rope_scale, DIM).to(query_a.dtype)
-        if DIM_B > 0:
-            partner_b = rotation_partner(d_b, DIM)
-            turned_b = load_pairs(q, q_a_at, used, tl.where(d_b < DIM, partner_b, DIM), DIM)
-            query_b = rotate(query_b, turned_b, row_position, d_b, log2_theta, inverse_rope_scale, DIM).to(
-                query_b.dtype
-            )
+    q_at = q_row * stride_q_row + q_head * stride_q_head
+    query_a = load_packed_rows(q, q_at, exists, d_a, SHAPE.DIM_A)
+    d_b, query_b = d_a, query_a
+    if SHAPE.DIM_B > 0:
+        d_b = SHAPE.OFFSET_B + tl.arange(0, TILE.BLOCK_B)
+        qb_at = q_row * stride_qb_row + q_head * stride_qb_head
+        query_b = load_packed_rows(q_b, qb_at, exists, d_b, END_B)
+    if FEATURES.ROPE:
+        query_a = rotate_query(query_a, q, q_at, exists, row_position, d_a, rope, SHAPE.DIM_A, DIM)
+        if SHAPE.DIM_B > 0:
+            query_b = rotate_query(query_b, q, q_at, exists, row_position, d_b, rope, DIM, DIM)
     k += kv_head.to(tl.int64) * stride_k_head
-    k_b += kv_head.to(tl.int64) * stride_k_head
     v += kv_head.to(tl.int64) * stride_v_head
-    # Without bias or cap the scale is left out of the logits and applied to their differences.
-    FOLD: tl.constexpr = not (CAP or ALIBI or KV_SCALE)
+    k_strides, v_strides = (stride_k_page, stride_k_token), (stride_v_page, stride_v_token)
+    # Without bias or cap the scale is left out of the logits and multiplies their differences.
+    FOLD_SCALE: tl.constexpr = not (FEATURES.CAP or FEATURES.ALIBI or kv_scale is not None)
     logit_scale = tl.cast(scale, tl.float32)
     value_scale = 1.0
-    if KV_SCALE:
+    if kv_scale is not None:
         logit_scale *= tl.load(kv_scale)
         value_scale = tl.load(kv_scale + 1)
-    factor = logit_scale * LOG2E if FOLD else 1.0
-    slope = alibi_slopes(head, LOG2_HEADS) if ALIBI else 0.0
+    factor = logit_scale * LOG2E if FOLD_SCALE else 1.0
+    slope = alibi_slopes(head, SHAPE.LOG2_HEADS) if FEATURES.ALIBI else 0.0
     if MASK:
         length = tl.load(kv_len + request) if PLANNED else kv_rows
         bits_at = mask_offset(qo_indptr, kv_len, request, max_batch, 256) if PLANNED else 0
 
-    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_VO), tl.float32)
-    start = begin // RUN * RUN if PAGED else begin
-    full, after_full, blocks = full_blocks(
-        start, end, position + first_row, position + last_row, window_left, CAUSAL, WINDOW, BLOCK_N
+    start = begin // TILE.RUN * TILE.RUN if FEATURES.PAGED else begin
+    full, after_full, tiles = full_blocks(
+        start, end, position + first_row, position + last_row, window_left, FEATURES.CAUSAL, FEATURES.WINDOW, BLOCK_N
     )
-    ONE_LOOP: tl.constexpr = MASK or SHARED  # two would not fit the registers of wide shared values
-    if ONE_LOOP:
+    ONE_PHASE: tl.constexpr = MASK or FEATURES.SHARED  # two would not fit in the registers of large shared values
+    if ONE_PHASE:
         full, after_full = 0, 0
-    pages = load_pages(kv_indices, page_start, start, max_pages, num_pages, PAGED, PAGE_SIZE, RUN, BLOCK_N)
-    for phase in tl.static_range(2 if ONE_LOOP else 0 if WINDOW else 1, 3):
-        first_block = 0 if phase == 0 else full if phase == 1 else after_full
-        stop_block = full if phase == 0 else after_full if phase == 1 else blocks
-        for block in range(first_block, stop_block):
-            first = start + block * BLOCK_N
-            tokens, here = first + n, end - first
-            at = run_offsets(pages, page_start, first, stride_k_page, stride_k_slot, PAGED, PAGE_SIZE, RUN, BLOCK_N)
-            k_a = load_tokens(k, at, stride_k_slot, here, d_a, DIM_A, DIM_A < BLOCK_A, phase != 1, RUN)
-            if ROPE:
-                pair_a = tl.where(d_a < DIM_A, partner_a, DIM)
-                turned_k = load_tokens(k, at, stride_k_slot, here, pair_a, DIM, True, phase != 1, RUN)
-                k_a = rotate(k_a, turned_k, tokens, d_a, log2_theta, inverse_rope_scale, DIM)
-            k_a = k_a.to(query_a.dtype)
-            logits = tl.dot(query_a, tl.trans(k_a), input_precision="ieee")
-            if DIM_B > 0:
-                at_b = run_offsets(
-                    pages, page_start, first, stride_kb_page, stride_kb_slot, PAGED, PAGE_SIZE, RUN, BLOCK_N
-                )
-                part = load_tokens(
-                    k_b, at_b, stride_kb_slot, here, d_b, OFFSET_B + DIM_B, DIM_B < BLOCK_B, phase != 1, RUN
-                )
-                if ROPE:
-                    pair_b = tl.where(d_b < DIM, partner_b, DIM)
-                    turned_part = load_tokens(k, at, stride_k_slot, here, pair_b, DIM, True, phase != 1, RUN)
-                    part = rotate(part, turned_part, tokens, d_b, log2_theta, inverse_rope_scale, DIM)
-                logits = tl.dot(query_b, tl.trans(part.to(query_b.dtype)), logits, input_precision="ieee")
-            if not FOLD:
-                logits *= logit_scale
-                if ALIBI:
-                    logits += slope[:, None] * (tokens[None, :] - row_in_request[:, None]).to(tl.float32)  # type: ignore[index]
-                if CAP:
-                    logits = soft_cap(logits, tl.cast(cap, tl.float32))
-                logits *= LOG2E
+    pages = load_pages(kv_indices, page_start, start, max_pages, num_pages, SHAPE, FEATURES.PAGED, TILE)
+    for phase in tl.static_range(2 if ONE_PHASE else 0 if FEATURES.WINDOW else 1, 3):
+        begin_tile = 0 if phase == 0 else full if phase == 1 else after_full
+        end_tile = full if phase == 0 else after_full if phase == 1 else tiles
+        for tile in range(begin_tile, end_tile):
+            first = start + tile * BLOCK_N
+            tokens, tile_tokens = first + n, end - first
+            logits, key_a = qk_product(
+                (query_a, query_b), (k, v), (d_a, d_b), (k_strides, v_strides), pages, page_start, first, tile_tokens,
+                rope, phase != 1, SHAPE, FEATURES, TILE,
+            )  # fmt: skip
+            if not FOLD_SCALE:
+                distance = tokens[None, :] - row_in_request[:, None]
+                logits = bias_and_cap(logits, logit_scale, cap, slope, distance, FEATURES.ALIBI, FEATURES.CAP)
             if phase != 1:
-                visible = causal_or_window(tokens, row_position, window_left, CAUSAL, WINDOW)
-                visible = visible & (n < here)[None, :]
+                visible = causal_or_window(tokens, row_position, window_left, FEATURES.CAUSAL, FEATURES.WINDOW)
+                visible = visible & (n < tile_tokens)[None, :]
                 if MASK:
                     visible = visible & mask_bits(mask, bits_at, row_in_request, length, tokens, mask_bytes)
                 logits = tl.where(visible, logits, float("-inf"))
-            top = tl.maximum(m, tl.max(logits, 1) * factor)
-            anchor = finite(top) if phase != 1 else top
-            weights = tl.exp2(logits * factor - anchor[:, None])
-            decay = tl.exp2(m - anchor)
-            m, total = top, total * decay + tl.sum(weights, 1)
-            if SHARED:
-                values = k_a
-            else:
-                at = run_offsets(pages, page_start, first, stride_v_page, stride_v_slot, PAGED, PAGE_SIZE, RUN, BLOCK_N)
-                values = load_tokens(v, at, stride_v_slot, here, d_vo, DIM_VO, DIM_VO < BLOCK_VO, phase != 1, RUN)
-                values = values.to(query_a.dtype)
-            acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
+            row_max, row_sum, p, alpha = online_softmax_update(row_max, row_sum, logits, factor, phase != 1, FTZ=False)
+            value = key_a
+            if not FEATURES.SHARED:
+                value = load_values(
+                    v, v_strides, pages, page_start, first, tile_tokens, d_vo, phase != 1, SHAPE, FEATURES, TILE
+                ).to(query_a.dtype)
+            acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision="ieee")
             pages = load_pages(
-                kv_indices, page_start, first + BLOCK_N, max_pages, num_pages, PAGED, PAGE_SIZE, RUN, BLOCK_N
+                kv_indices, page_start, first + BLOCK_N, max_pages, num_pages, SHAPE, FEATURES.PAGED, TILE
             )
 
-    if PLANNED:  # noqa: SIM102  compiled out where there is no slot
+    if PLANNED:  # noqa: SIM102  compiled out if there is no slot
         if slot >= 0:
             at = (slot.to(tl.int64) * TILE_ROWS + tile_row) * NUM_HEADS + head
-            sums = partial + tl.cast(slots, tl.int64) * (TILE_ROWS * NUM_HEADS * DIM_VO)
-            value = acc * (inverse(total) * value_scale)[:, None]
-            store_pairs(partial, sums, value, log_sum_exp(m, total), at, used & (slot < slots), d_vo, DIM_VO, True)
+            partial_lse = partial + tl.cast(slots, tl.int64) * (TILE_ROWS * NUM_HEADS * SHAPE.DIM_VO)
+            result, sums = acc * (inverse(row_sum) * value_scale)[:, None], log_sum_exp(row_max, row_sum)
+            store_packed_rows(partial, partial_lse, result, sums, at, exists & (slot < slots), d_vo, SHAPE.DIM_VO, True)
             return
-    if SINKS:
-        m, total, acc = add_sink(m, total, acc, tl.load(sinks + head, mask=used, other=0.0) * LOG2E)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=exists, other=0.0) * LOG2E
+        row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
     at = q_row * NUM_HEADS + head
-    value = (acc * (inverse(total) * value_scale)[:, None]).to(out.dtype.element_ty)
-    store_pairs(out, lse, value, log_sum_exp(m, total), at, used, d_vo, DIM_VO, LSE)
+    result = (acc * (inverse(row_sum) * value_scale)[:, None]).to(out.dtype.element_ty)
+    store_packed_rows(out, lse, result, log_sum_exp(row_max, row_sum), at, exists, d_vo, SHAPE.DIM_VO, FEATURES.LSE)
 
 
 def launch_tiles(
@@ -352,11 +466,12 @@ def launch_tiles(
     token_strides = x.k_strides[1], x.k_b_strides[1], x.v_strides[1]
     if any(type(stride) is int and stride * run >= 1 << 31 for stride in token_strides):
         run = 1  # within a run, offsets have 32 bits
+    second, second_strides = (x.k_b, (*x.k_b_strides, 0)) if x.shared else (x.v, x.v_strides)
     launch(
         prefill_kernel,
         (num_items * num_kv_heads * blocks,),
         (
-            *(x.q, x.q_b, x.k, x.k_b, x.v, o.sinks, o.kv_scale, o.mask, out, lse, workspace),
+            *(x.q, x.q_b, x.k, second, o.sinks, o.kv_scale, o.mask, out, lse, workspace),
             *((None,) * 4 if plan is None else (plan.qo_indptr, plan.kv_indices, plan.kv_len, plan.work)),
         ),
         (
@@ -365,14 +480,17 @@ def launch_tiles(
             *((0,) * 4 if plan is None else _capacities(plan)),
             0 if o.mask is None else o.mask.shape[0],
         ),
-        (*x.q.stride()[:2], *x.q_b.stride()[:2], *x.k_strides, *x.k_b_strides, *x.v_strides),
+        (*x.q.stride()[:2], *x.q_b.stride()[:2], *x.k_strides, *second_strides),
         (
-            *(num_kv_heads, group, dim_a, dim_b, dim_vo, x.offset_b),
-            *(1 if problem is None else problem.page_size, tile_rows, plan is not None, paged, x.shared),
-            *(o.causal and o.mask is None, o.window_left >= 0, o.logits_soft_cap > 0, o.sinks is not None),
-            *(o.kv_scale is not None, o.mask is not None, o.pos_encoding == "ROPE_LLAMA", o.pos_encoding == "ALIBI"),
-            *(num_heads.bit_length() - 1, lse.dim() > 1),
-            *(tile.rows, tile.kv, run, pad(dim_a), pad(dim_b), pad(dim_vo)),
+            Shape(
+                *(num_kv_heads, group, dim_a, dim_b, dim_vo, x.offset_b),
+                *(1 if problem is None else problem.page_size, tile_rows, num_heads.bit_length() - 1),
+            ),
+            Features(
+                *(paged, x.shared, o.causal and o.mask is None, o.window_left >= 0, o.logits_soft_cap > 0),
+                *(o.pos_encoding == "ROPE_LLAMA", o.pos_encoding == "ALIBI", lse.dim() > 1),
+            ),
+            Tile(tile.rows, tile.kv, run, pad(dim_a), pad(dim_b), pad(dim_vo)),
         ),
         tile.options,
     )
