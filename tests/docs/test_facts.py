@@ -24,12 +24,16 @@ def test_named_paths_exist(page: Path) -> None:
     assert not [path for path in sorted(named) if not any(ROOT.glob(path.rstrip("/")))]
 
 
-def test_the_figure_of_plans_is_drawn_from_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_those_of_their_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figure of plans is drawn from a real plan."""
     monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
     import plan_figure
+    import schedule_figure
 
-    written = plan_figure.FILE.read_text(encoding="utf-8")
-    assert written == plan_figure.draw(), "run python docs/_ext/plan_figure.py"
+    drawn = {plan_figure.FILE: plan_figure.draw()}
+    drawn |= {file: schedule_figure.draw(figure()) for file, figure in schedule_figure.FIGURES.items()}
+    for file, image in drawn.items():
+        assert file.read_text(encoding="utf-8") == image, f"{file.name}: run its script in docs/_ext again"
 
 
 def name_of(node: ast.AST) -> str:
