@@ -195,4 +195,4 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             *tables, num_qo_heads, num_kv_heads, head_dim_qk, page_size, **{**defaults, **kwargs}
         )
 
-    begin_forward = plan = committing(prepare_plan)
+    begin_forward = plan = committing(prepare_plan)  # type: ignore[arg-type]

@@ -390,7 +390,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        output, scales = OutputSpec(return_lse=return_lse), {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        output = OutputSpec(return_lse=return_lse)
+        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return self._paged_call(where, q, paged_kv_cache, output, **scales, **changes).execute()
 
     def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:

@@ -256,8 +256,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         output = OutputSpec(out, lse, return_lse, self._output_dtype or nope.dtype, base)
         tensors = nope, pe, ckv, kpe
         if page_table is not None:
-            sm_scale = 1.0 if bmm1_scale is not None else self._scale(where, nope, pe)
-            options = AttentionOptions(sm_scale=sm_scale, sinks=as_sinks(where, sinks, nope.device), causal=True)
+            softmax_scale = 1.0 if bmm1_scale is not None else self._scale(where, nope, pe)
+            options = AttentionOptions(sm_scale=softmax_scale, sinks=as_sinks(where, sinks, nope.device), causal=True)
             batch = self._block_tables(where, nope, page_table, kv_len)
             return latent_call(where, tensors, *batch, options, output, scales).execute()
         if kv_len is not None:

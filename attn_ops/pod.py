@@ -264,7 +264,7 @@ class BatchPODWithPagedKVCacheWrapper:
     ) -> tuple[Any, Any]:
         """``(prefill, decode)``, each an output, or ``(out, lse)`` with ``return_lse``; scales are the decoding's."""
         where = f"{type(self).__name__}.run"
-        scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         output = OutputSpec(return_lse=return_lse)
         mask = None
         if custom_mask_p is not None or packed_custom_mask_p is not None:
@@ -273,7 +273,7 @@ class BatchPODWithPagedKVCacheWrapper:
                 fail(PlanError, where, "there is no plan", "plan() before run()", "call plan() for this batch")
             assert isinstance(planned.plan, PrefillPlan)
             mask = packed_mask_by_plan(where, custom_mask_p, packed_custom_mask_p, planned.plan, q_p.device)
-        causal = {"causal": True} if causal_p else {}
+        causal: dict[str, Any] = {"causal": True} if causal_p else {}
         calls = (
             self._prefill._paged_call(where, q_p, paged_kv_cache_p, output, mask=mask, **causal),
             self._decode._paged_call(where, q_d, paged_kv_cache_d, output, **scales),

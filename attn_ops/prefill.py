@@ -419,7 +419,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        output, scales = OutputSpec(return_lse=return_lse), {"k_scale": k_scale, "v_scale": v_scale}
+        output = OutputSpec(return_lse=return_lse)
+        scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         return self._paged_call(where, q, paged_kv_cache, output, **scales, **changes).execute()
 
     def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:

@@ -62,7 +62,7 @@ class Fields:
         return DemoError(f"{key} of {self.source} is {value}; expected {expected}; {FIX}")
 
     def _get(self, key: str, accepts: Callable[[Any], bool], expected: str, default: T | None) -> T:
-        value = self.values.get(key)
+        value: Any = self.values.get(key)
         if value is None and default is not None:
             return default
         self.require(key)

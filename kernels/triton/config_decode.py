@@ -32,6 +32,8 @@ MIN_SHORT_STEP = 32
 
 
 class DecodeTile(NamedTuple):
+    """Tile sizes and launch options of the decode kernel."""
+
     kv: int  # KV tokens in a step
     heads: int  # query heads of one KV head in a program
     dim_qk: int  # head_dim of keys, padded to a power of 2

@@ -17,6 +17,8 @@ RESERVED = 2048
 
 
 class PrefillTile(NamedTuple):
+    """Tile sizes and launch options of the prefill kernel."""
+
     rows: int  # pairs of a query row and a head of one KV head in a program
     kv: int  # KV tokens in a step
     options: Options

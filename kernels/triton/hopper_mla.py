@@ -126,6 +126,8 @@ class Exchange(NamedTuple):
 
 
 class ProducerArguments(NamedTuple):
+    """What the producer warpgroup gets besides constants."""
+
     query: Any  # shared memory ([2, PACKED_ROWS, HALF], [PACKED_ROWS, KPE])
     query_full: Any  # barrier, one arrival of each producer thread
     stages: Any
@@ -140,6 +142,8 @@ class ProducerArguments(NamedTuple):
 
 
 class ConsumerArguments(NamedTuple):
+    """What a consumer warpgroup gets besides constants."""
+
     query: Any
     query_full: Any
     stages: Any

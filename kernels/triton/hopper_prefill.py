@@ -109,6 +109,8 @@ BOX_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 
 
 class TileConfig(NamedTuple):
+    """The KV tile and the rings of one pair of head dims."""
+
     kv_tile: int  # tokens of a KV tile
     k_stages: int  # KV tiles in the ring of keys
     v_stages: int  # KV tiles in the ring of values

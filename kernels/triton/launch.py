@@ -122,7 +122,9 @@ class Parameters(NamedTuple):
 
 @functools.cache  # one entry for each kernel of this package
 def _parameters(kernel: Any) -> Parameters:
-    specialized, scalars, constants = [], [], []
+    specialized: list[int] = []
+    scalars: list[int] = []
+    constants: list[Any] = []
     for i, parameter in enumerate(kernel.params):
         kind = constants if parameter.is_constexpr else scalars if parameter.do_not_specialize else specialized
         kind.append(i)
@@ -201,11 +203,6 @@ def _in_order(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
     raise TypeError(f"{kernel.__name__}: launched without {missing} and with unknown {unknown}; expected {names}")
 
 
-def _base(x: Any) -> Tensor:
-    """The tensor that a descriptor describes."""
-    return x if isinstance(x, Tensor) else x.base
-
-
 def _needs_64_bits(x: Any) -> bool:
     return type(x) is int and not -(1 << 31) <= x < 1 << 31
 
@@ -249,7 +246,8 @@ def _launch_direct(
             _launch_direct(kernel, grid, values, options, run)
             return
     parameters = _parameters(kernel)
-    arguments, specialization = list(values), []
+    arguments = list(values)
+    specialization: list[Any] = []
     for i in parameters.specialized:
         value = values[i]
         if isinstance(value, Tensor):

@@ -46,7 +46,7 @@ def _attention(kind: str) -> Callable[[Case], Arguments]:
 
 
 def _plan(kind: str) -> Callable[[Case], Arguments]:
-    names = ("kv_indptr", "kv_indices", "kv_last_page_len")
+    names: tuple[str, ...] = ("kv_indptr", "kv_indices", "kv_last_page_len")
     names = names if kind == "decode" else ("qo_indptr", *names)
 
     def make(case: Case) -> Arguments:

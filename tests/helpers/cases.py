@@ -138,17 +138,23 @@ _CAUSAL = [
 ]
 
 _LONG = (2, 700, 0, 5, 90, 128)
+_DECODE_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"sinks": 1.0, "dtype": torch.float16},
+    {"window_left": 300, "page_size": 3},
+)
+_PREFILL_OPTIONS: tuple[dict[str, Any], ...] = ({"causal": True, "sinks": 1.0}, {"window_left": 300, "heads": (4, 4)})
 _DECODE_FIXED_SPLIT = [
     replace(
         DECODE_BASE, name=f"fixed split {i}", kv_lens=_LONG, planner={"fixed_split_size": 4, "num_ctas": 3}, **options
     )
-    for i, options in enumerate(({}, {"sinks": 1.0, "dtype": torch.float16}, {"window_left": 300, "page_size": 3}))
+    for i, options in enumerate(_DECODE_OPTIONS)
 ]
 _PREFILL_FIXED_SPLIT = [
     replace(
         PREFILL_BASE, name=f"fixed split {i}", kv_lens=(300, 0, 700, 130), planner={"fixed_split_size": 8}, **options
     )
-    for i, options in enumerate(({"causal": True, "sinks": 1.0}, {"window_left": 300, "heads": (4, 4)}))
+    for i, options in enumerate(_PREFILL_OPTIONS)
 ]
 
 DECODE = [

@@ -31,7 +31,7 @@ def run(package: str, inputs: list[Tensor], folder: Path) -> tuple[tuple[Tensor,
     device = inputs[0].device.type
     torch.save([t.cpu() for t in inputs], folder / "inputs.pt")
     command = [_program(device), package, folder / "inputs.pt", folder / "outputs.pt", device]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     results = torch.load(folder / "outputs.pt")
     return results[: -len(inputs)], results[-len(inputs) :]

@@ -26,6 +26,6 @@ class DeviceCopies:
     def _copy(self, t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in self.storages:
-            self.storages[storage.data_ptr()] = storage.cuda()
+            self.storages[storage.data_ptr()] = storage.cuda()  # type: ignore[assignment]
         copied = self.storages[storage.data_ptr()]
         return torch.empty(0, dtype=t.dtype, device="cuda").set_(copied, t.storage_offset(), t.shape, t.stride())

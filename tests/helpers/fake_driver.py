@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sysconfig
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ STREAM, FUNCTION = 77, 1234
 SIGNATURE = {"a": "*fp32", "none": "constexpr", "out": "*fp32", "n": "i32", "scale": "fp32", "BLOCK": "constexpr"}
 SCALARS_AND_CONSTANTS = (7, 0.5, 16)
 """Arguments after the tensors of SIGNATURE."""
-PARAMETER_TYPES = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
+PARAMETER_TYPES: tuple[Any, ...] = (
+    ctypes.c_uint64,
+    ctypes.c_uint64,
+    ctypes.c_int32,
+    ctypes.c_float,
+    ctypes.c_uint64,
+    ctypes.c_uint64,
+)
 
 DRIVER_SOURCE = """
 #include <cuda.h>
@@ -94,7 +102,7 @@ class FakeDriver:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     fake_driver = FakeDriver(tmp_path_factory.mktemp("driver"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_cache, "DRIVER", str(fake_driver.path))

@@ -39,6 +39,8 @@ class Mla:
         return self.name
 
 
+_LATENT_512: dict[str, Any] = {"dtype": torch.bfloat16, "page_size": 64, "sm_scale": None}
+
 CASES = (
     Mla("base"),
     Mla("causal", causal=True),
@@ -55,9 +57,7 @@ CASES = (
     Mla("bfloat16", dtype=torch.bfloat16, causal=True),
     Mla("many heads", heads=150, planner={"tile_rows": 2}),
     *(
-        Mla(
-            name, qo_lens, kv_lens, (512, 64), **{"dtype": torch.bfloat16, "page_size": 64, "sm_scale": None, **options}
-        )
+        Mla(name, qo_lens, kv_lens, (512, 64), **(_LATENT_512 | options))
         for name, qo_lens, kv_lens, options in (
             ("512/64 decode", (1, 1, 0, 1), (70, 300, 0, 1000), {"heads": 128, "planner": {"num_ctas": 12}}),
             (

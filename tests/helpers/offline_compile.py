@@ -94,7 +94,12 @@ def decode(
     pages: int = 10_000,
     **options: Any,
 ) -> None:
-    sizes = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dims[0], "head_dim_vo": dims[1]}
+    sizes: dict[str, Any] = {
+        "num_qo_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "head_dim": dims[0],
+        "head_dim_vo": dims[1],
+    }
     planner = attn_ops.DecodePlanner(8, pages, page_size=page_size, num_ctas=33, **sizes)
     q = torch.zeros(5, heads[0], dims[0], dtype=dtype)
     k, v = (torch.zeros(10, page_size, heads[1], dim, dtype=kv_dtype or dtype) for dim in dims)
@@ -125,7 +130,12 @@ def prefill(
     **options: Any,
 ) -> None:
     """Ragged without a page size."""
-    sizes = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dims[0], "head_dim_vo": dims[1]}
+    sizes: dict[str, Any] = {
+        "num_qo_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "head_dim": dims[0],
+        "head_dim_vo": dims[1],
+    }
     planner = attn_ops.PrefillPlanner(
         8,
         500,
@@ -177,7 +187,7 @@ def small_ops() -> None:
     backend.page_table(torch.zeros(6, 8, dtype=torch.int32), i, 16)
     backend.packbits(torch.zeros(100, dtype=torch.bool))
     backend.segment_packbits(torch.zeros(100, dtype=torch.bool), i, 13)
-    sizes = {"page_size": 16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_ctas": 33}
+    sizes: dict[str, Any] = {"page_size": 16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_ctas": 33}
     for split in (None, 8):
         decodes = attn_ops.DecodePlanner(5, 100, **sizes, fixed_split_size=split)
         prefills = attn_ops.PrefillPlanner(5, 500, 100, **sizes, fixed_split_size=split)

@@ -129,7 +129,7 @@ class Expected:
     reach: Tensor
 
     @classmethod
-    def of(cls, requests: Sequence[tuple[Tensor | None, ...]], padding: int = 0, **options: Any) -> Expected:
+    def of(cls, requests: Sequence[tuple[Any, ...]], padding: int = 0, **options: Any) -> Expected:
         """Of ``(q, k, v)`` or ``(q, k, v, mask)`` of every request; ``padding`` rows that belong to none follow."""
         rows = []
         for q, k, v, *mask in requests:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ def items(plan: DecodePlan | PrefillPlan) -> list[Item]:
     return [Item(*row) for row in plan.work.tolist()]
 
 
-def int32(values: Sequence[int]) -> Tensor:
+def int32(values: Sequence[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 

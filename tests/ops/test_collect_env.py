@@ -59,7 +59,7 @@ def test_gpus_are_described(one_gpu: None) -> None:
 
 
 def test_prepared_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(register.LAUNCH_CACHES["batch_decode"]._calls, "key", object())
+    monkeypatch.setitem(register.LAUNCH_CACHES["batch_decode"]._entries, "key", object())
     found = attn_ops.collect_env()
     assert found.launch_caches["batch_decode"] >= 1
     assert f"prepared calls: {', '.join(f'{op} {n}' for op, n in found.launch_caches.items())}" in str(found)
