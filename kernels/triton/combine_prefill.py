@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.indexing import within
-from attn_ops.kernels.triton.launch import Options, launch, starts_early
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import acquire
-from attn_ops.kernels.triton.softmax import LOG2E, add_sink, finite, inverse, log_sum_exp
+from attn_ops.kernels.triton.softmax import LOG2E, add_sink, combine_splits, inverse, log_sum_exp
 from attn_ops.kernels.triton.work_item import (
     SPLIT_TILE_ROW,
     SPLIT_TILE_ROWS,
@@ -64,10 +64,8 @@ def combine_row(
         split_lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         at, mask = at[:, None] * DIM + d, mask[:, None] & (d < DIM)
         split_out = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
-        new_max = tl.maximum(row_max, tl.max(split_lse, 0, keep_dims=True))
-        alpha, weight = tl.exp2(row_max - finite(new_max)), tl.exp2(split_lse - finite(new_max))
-        row_max, row_sum = new_max, row_sum * alpha + tl.sum(weight, 0, keep_dims=True)
-        acc = acc * alpha[:, None] + tl.sum(weight[:, None] * split_out, 0, keep_dims=True)
+        row_max, row_sum, alpha, weights = combine_splits(row_max, row_sum, split_lse)
+        acc = acc * alpha[:, None] + tl.sum(weights[:, None] * split_out, 0, keep_dims=True)
     if SINKS:
         row_max, row_sum, acc = add_sink(row_max, row_sum, acc, tl.load(sinks + head) * LOG2E)
     if (output_row < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + output_row // HEADS, rows):
@@ -157,19 +155,33 @@ def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tens
     sinks      float32 ``[heads]`` or None; each is added once to a row
     """
     rows, heads, dim = out.shape
-    problem, max_split_tiles, pdl = PlanProblem.of(plan.problem), plan.split_tiles.shape[0], starts_early(out)
+    problem, max_split_tiles, pdl = PlanProblem.of(plan.problem), plan.split_tiles.shape[0], supports_pdl(out)
     fixed = problem.split > 0
     block = triton.next_power_of_2(dim)
     slice_dim = min(SLICE_COLUMNS, block)
+    one_warp = max_split_tiles <= MAX_SPLIT_TILES_OF_ONE_WARP and not fixed
     launch(
         combine_prefill_kernel,
         (min(max_split_tiles * problem.tile_rows * heads * triton.cdiv(dim, slice_dim), MAX_PROGRAMS),),
-        (out, lse, workspace, sinks, plan.split_tiles),
-        (rows, num_partials(plan), max_split_tiles),
-        (),
-        (
-            *(heads, dim, problem.tile_rows, block, max(1, STEP_ELEMENTS // block), slice_dim, SLICE_SPLITS),
-            *(triton.next_power_of_2(max_split_tiles), fixed, sinks is not None, lse.dim() > 1, pdl),
-        ),
-        Options(1 if max_split_tiles <= MAX_SPLIT_TILES_OF_ONE_WARP and not fixed else 4, launch_pdl=pdl),
+        Options(1 if one_warp else 4, launch_pdl=pdl),
+        out=out,
+        lse=lse,
+        partial=workspace,
+        sinks=sinks,
+        split_tiles=plan.split_tiles,
+        rows=rows,
+        slots=num_partials(plan),
+        max_split_tiles=max_split_tiles,
+        HEADS=heads,
+        DIM=dim,
+        TILE_ROWS=problem.tile_rows,
+        BLOCK_DIM=block,
+        BLOCK_SPLITS=max(1, STEP_ELEMENTS // block),
+        SLICE_DIM=slice_dim,
+        SLICE_SPLITS=SLICE_SPLITS,
+        BLOCK_SPLIT_TILES=triton.next_power_of_2(max_split_tiles),
+        FIXED=fixed,
+        SINKS=sinks is not None,
+        LSE=lse.dim() > 1,
+        PDL=pdl,
     )

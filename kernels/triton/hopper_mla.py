@@ -70,7 +70,8 @@ from attn_ops.kernels.triton.hopper_common import (
 )
 from attn_ops.kernels.triton.launch import Options, launch
 from attn_ops.kernels.triton.pdl import acquire, read_plan_early
-from attn_ops.kernels.triton.softmax import LOG2E, exp2, finite, inverse, log_sum_exp
+from attn_ops.kernels.triton.prefill_call import plan_arguments
+from attn_ops.kernels.triton.softmax import LOG2E, inverse, log_sum_exp, next_row_max, probabilities, rescale_factor
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 from triton.experimental import gluon
@@ -322,10 +323,10 @@ def softmax_step(own: gl.constexpr, logits, exchange, row_max, row_sum, factor):
     :func:`.softmax.online_softmax_update`, except that row_max is stored for the peer before the exponentials: a store
     after them takes one more load.
     """
-    new_max = gl.maximum(row_max, gl.max(logits, 1) * factor)
+    new_max = next_row_max(row_max, logits, factor)
     store_shared(exchange.row_max.index(own), new_max)
-    alpha = exp2(row_max - finite(new_max))
-    p = exp2(logits * factor - finite(new_max)[:, None])
+    alpha = rescale_factor(row_max, new_max)
+    p = probabilities(logits, factor, new_max)
     return new_max, row_sum * alpha + gl.sum(p, 1), p, alpha
 
 
@@ -353,7 +354,7 @@ def issue_peer_pv(own: gl.constexpr, stage, exchange, state, phase):
     peer: gl.constexpr = 1 - own
     mbarrier.wait(exchange.p_stored.index(peer), phase)
     new_max = load_shared(exchange.row_max.index(peer), row_max)
-    alpha = exp2(row_max - finite(new_max))
+    alpha = rescale_factor(row_max, new_max)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return new_max, row_sum * alpha, warpgroup_mma(stage.kpe_or_p, stage.ckv.index(own), acc, is_async=True)
 
@@ -569,32 +570,37 @@ def batch_mla(
     problem, partials = PlanProblem.of(p.problem), num_partials(p)
     (rows, heads), tile_rows, max_batch = q_nope.shape[:2], problem.tile_rows, p.kv_len.shape[0]
     num_items, pdl = triton.cdiv(rows, tile_rows) + max_batch + partials, read_plan_early(out, max_batch)
-    caches = ckv_cache, kpe_cache
     launch(
         hopper_mla_kernel,
         (num_items * triton.cdiv(tile_rows * heads, PACKED_ROWS.value),),
-        (
-            q_nope,
-            q_pe,
-            *caches,
-            *map(make_tensor_descriptor, caches),
-            out,
-            lse,
-            workspace,
-            p.qo_indptr,
-            p.kv_indices,
-            p.work,
-        ),
-        (
-            *(MLA_SM_SCALE if o.sm_scale is None else o.sm_scale, rows, ckv_cache.shape[0]),
-            *(p.kv_indices.shape[0], p.work.shape[0], max_batch, partials),
-        ),
-        (*q_nope.stride()[:2], *q_pe.stride()[:2], ckv_cache.stride(0), kpe_cache.stride(0)),
-        (
-            *(ckv_cache.stride(1), kpe_cache.stride(1), heads, tile_rows, problem.page_size),
-            *(o.causal, lse.dim() > 1, pdl),
-        ),
         Options(WARPS.value, launch_pdl=pdl),
+        q_nope=q_nope,
+        q_pe=q_pe,
+        ckv=ckv_cache,
+        kpe=kpe_cache,
+        ckv_map=make_tensor_descriptor(ckv_cache),
+        kpe_map=make_tensor_descriptor(kpe_cache),
+        out=out,
+        lse=lse,
+        partial=workspace,
+        **plan_arguments(p),
+        scale=MLA_SM_SCALE if o.sm_scale is None else o.sm_scale,
+        rows=rows,
+        num_pages=ckv_cache.shape[0],
+        stride_q_row=q_nope.stride(0),
+        stride_q_head=q_nope.stride(1),
+        stride_qb_row=q_pe.stride(0),
+        stride_qb_head=q_pe.stride(1),
+        stride_ckv_page=ckv_cache.stride(0),
+        stride_kpe_page=kpe_cache.stride(0),
+        STRIDE_CKV=ckv_cache.stride(1),
+        STRIDE_KPE=kpe_cache.stride(1),
+        HEADS=heads,
+        TILE_ROWS=tile_rows,
+        PAGE_SIZE=problem.page_size,
+        CAUSAL=o.causal,
+        LSE=lse.dim() > 1,
+        PDL=pdl,
     )
     if partials:
         combine_split_tiles(out, lse, workspace, None, p)

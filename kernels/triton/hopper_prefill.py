@@ -64,18 +64,17 @@ from attn_ops.kernels.triton.hopper_common import (
     locate_packed_rows,
     store_shared,
 )
-from attn_ops.kernels.triton.launch import Options, launch, starts_early
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import acquire, read_plan_early
-from attn_ops.kernels.triton.prefill_call import Operands, prefill_ops
+from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from attn_ops.kernels.triton.softmax import (
     LOG2E,
     combine,
-    exp2,
-    finite,
     inverse,
     join_sink,
     log_sum_exp,
     online_softmax_update,
+    probabilities,
     soft_cap,
 )
 from torch import Tensor
@@ -93,7 +92,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
+from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 """Registers per thread that a consumer and a producer warp ask for (``setmaxnreg``)."""
@@ -467,7 +466,7 @@ def consume_kv_tiles(
             logits = soft_cap(logits * scale, cap)
         logits = mask_logits(logits, start + n, row_position, end, window_left, CAUSAL, WINDOW)
         row_max = gl.max(logits, 1) * factor
-        p = exp2(logits * factor - finite(row_max)[:, None])
+        p = probabilities(logits, factor, row_max)
         row_sum = gl.sum(p, 1)
         p = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
         v_full, v_phase = FIRST_TILE, 0
@@ -643,31 +642,52 @@ def launch_tiles(
     """Launch the Hopper kernel (:data:`.prefill_call.LaunchTiles`)."""
     (num_heads, num_kv_heads), (dim, dim_b, _) = x.heads, x.dims
     group = num_heads // num_kv_heads
-    pdl = starts_early(out) if plan is None else read_plan_early(out, plan.kv_len.shape[0])
+    pdl = supports_pdl(out) if plan is None else read_plan_early(out, plan.kv_len.shape[0])
     paged = plan is not None and plan.kv_indices.shape[0] > 0
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     k, v = (make_tensor_descriptor(*t, page_size if paged else 0, x) for t in ((x.k, x.k_strides), (x.v, x.v_strides)))
-    capacities = (0,) * 4
-    if plan is not None:
-        capacities = plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], num_partials(plan)
+    tile = TILE_CONFIGS[x.dims]
+    arguments = plan_arguments(plan)
+    arguments |= {
+        name: lse for name, value in arguments.items() if value is None
+    }  # not read, but Triton needs a tensor
     launch(
         hopper_prefill_kernel,
         (num_items * num_kv_heads * triton.cdiv(tile_rows * group, 2 * PACKED_ROWS.value),),
-        (
-            *(x.q, k, v, lse if o.sinks is None else o.sinks, out, lse, lse if workspace is None else workspace),
-            *((lse,) * 3 if plan is None else (plan.qo_indptr, plan.kv_indices, plan.work)),
-        ),
-        (
-            *(o.sm_scale or 1 / math.sqrt(dim + dim_b), o.logits_soft_cap, min(o.window_left, 1 << 30)),
-            *(x.q.shape[0], x.kv_rows, x.k.shape[0], *capacities),
-        ),
-        x.q.stride()[:2],
-        (
-            *(num_kv_heads, group, dim, dim_b, page_size, tile_rows, plan is not None, paged),
-            *(o.causal, o.window_left >= 0, o.logits_soft_cap > 0, o.sinks is not None, lse.dim() > 1, pdl),
-            *TILE_CONFIGS[x.dims],
-        ),
         Options(WARPS.value, launch_pdl=pdl),
+        q=x.q,
+        k=k,
+        v=v,
+        sinks=lse if o.sinks is None else o.sinks,
+        out=out,
+        lse=lse,
+        partial=lse if workspace is None else workspace,
+        **arguments,
+        scale=o.sm_scale or 1 / math.sqrt(dim + dim_b),
+        cap=o.logits_soft_cap,
+        window_left=min(o.window_left, 1 << 30),
+        rows=x.q.shape[0],
+        kv_rows=x.kv_rows,
+        num_pages=x.k.shape[0],
+        stride_q_row=x.q.stride(0),
+        stride_q_head=x.q.stride(1),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        DIM=dim,
+        DIM_B=dim_b,
+        PAGE_SIZE=page_size,
+        TILE_ROWS=tile_rows,
+        PLANNED=plan is not None,
+        PAGED=paged,
+        CAUSAL=o.causal,
+        WINDOW=o.window_left >= 0,
+        CAP=o.logits_soft_cap > 0,
+        SINKS=o.sinks is not None,
+        LSE=lse.dim() > 1,
+        PDL=pdl,
+        KV_TILE=tile.kv_tile,
+        K_STAGES=tile.k_stages,
+        V_STAGES=tile.v_stages,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
-from attn_ops.kernels.triton.launch import Options, launch, starts_early
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
 from attn_ops.kernels.triton.plan_decode import COPY, at_previous, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.search import count_at_most
@@ -231,23 +231,38 @@ def plan_prefill(
         plan_in_closed_form(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan)
         return
     block_batch = triton.next_power_of_2(max_batch)
-    num_indices, pdl = kv_indices.shape[0], starts_early(kv_indptr)
+    num_indices, pdl = kv_indices.shape[0], supports_pdl(kv_indptr)
     launch(
         plan_prefill_kernel,
         (1 + triton.cdiv(num_indices, COPY),),
-        (
-            *(qo_indptr, kv_indptr, kv_indices, kv_last_page_len),
-            *(p.qo_indptr, p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.split_tiles),
-        ),
-        (
-            *(kv_indptr.shape[0] - 1, num_indices, max_batch),
-            *(max_pages or torch.iinfo(torch.int32).max, p.work.shape[0], p.split_tiles.shape[0]),
-        ),
-        (),
-        (
-            *(problem.page_size, problem.tile_rows, problem.window, problem.causal),
-            *(LENGTH_BUCKETS, KV_BLOCK, MIN_SPLIT_BLOCKS, problem.split // KV_BLOCK),
-            *(block_batch, block_batch.bit_length() - 1, TILES, COPY, pdl),
-        ),
         Options(num_warps=8, launch_pdl=pdl),
+        qo_indptr=qo_indptr,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        last_page_len=kv_last_page_len,
+        plan_qo_indptr=p.qo_indptr,
+        plan_kv_indptr=p.kv_indptr,
+        plan_kv_indices=p.kv_indices,
+        plan_kv_len=p.kv_len,
+        work=p.work,
+        split_tiles=p.split_tiles,
+        batch=kv_indptr.shape[0] - 1,
+        num_indices=num_indices,
+        max_batch=max_batch,
+        max_pages=max_pages or torch.iinfo(torch.int32).max,
+        max_items=p.work.shape[0],
+        max_split_tiles=p.split_tiles.shape[0],
+        PAGE_SIZE=problem.page_size,
+        ROWS=problem.tile_rows,
+        WINDOW=problem.window,
+        CAUSAL=problem.causal,
+        BUCKETS=LENGTH_BUCKETS,
+        KV_BLOCK=KV_BLOCK,
+        MIN_SPLIT_BLOCKS=MIN_SPLIT_BLOCKS,
+        SPLIT_BLOCKS=problem.split // KV_BLOCK,
+        B=block_batch,
+        LOG_B=block_batch.bit_length() - 1,
+        TILES=TILES,
+        COPY=COPY,
+        PDL=pdl,
     )

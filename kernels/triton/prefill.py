@@ -22,9 +22,9 @@ import triton.language as tl
 from attn_ops.kernels.triton.config_prefill import pad, prefill_tile, run_length
 from attn_ops.kernels.triton.config_tuned import tuned
 from attn_ops.kernels.triton.indexing import within
-from attn_ops.kernels.triton.launch import launch
+from attn_ops.kernels.triton.launch import constexpr_table, launch
 from attn_ops.kernels.triton.masks import causal_or_window, full_blocks, mask_bits, mask_offset
-from attn_ops.kernels.triton.prefill_call import Operands, prefill_ops
+from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_partner
 from attn_ops.kernels.triton.softmax import (
     LOG2E,
@@ -48,9 +48,10 @@ from attn_ops.kernels.triton.work_item import (
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
+from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 
+@constexpr_table
 class Shape(NamedTuple):
     """Sizes that the kernel is compiled for. Keys have a part A and, unless DIM_B is 0, a part B of their columns."""
 
@@ -59,12 +60,12 @@ class Shape(NamedTuple):
     DIM_A: int  # columns of part A of a key
     DIM_B: int  # columns of part B
     DIM_VO: int  # columns of a value
-    OFFSET_B: int  # where part B begins in a head of q_b and k_b
     PAGE_SIZE: int
     TILE_ROWS: int  # query rows of a work item
     LOG2_HEADS: int  # floor of the logarithm of the number of query heads
 
 
+@constexpr_table
 class Features(NamedTuple):
     """What the kernel is compiled with. Sinks, scales, masks and plans are compiled in if their tensors are given."""
 
@@ -78,6 +79,7 @@ class Features(NamedTuple):
     LSE: bool
 
 
+@constexpr_table
 class Tile(NamedTuple):
     """Block sizes, powers of 2."""
 
@@ -198,7 +200,8 @@ def qk_product(
     stride_page, stride_token = k_strides
     stride_b_page, stride_b_token = b_strides
     DIM: tl.constexpr = SHAPE.DIM_A + SHAPE.DIM_B
-    END_B: tl.constexpr = SHAPE.OFFSET_B + SHAPE.DIM_B
+    # Part B is a tensor of its own, or follows part A in the same heads.
+    END_B: tl.constexpr = SHAPE.DIM_B if FEATURES.SHARED else DIM
     runs = run_offsets(pages, page_start, first, stride_page, stride_token, SHAPE, FEATURES.PAGED, TILE)
     key_a = load_keys(
         k, runs, stride_token, k, runs, stride_token, first, count, d_a, rope,
@@ -247,7 +250,7 @@ def bias_and_cap(logits, logit_scale, cap, slope, distance, ALIBI: tl.constexpr,
 )
 def prefill_kernel(
     q,  # [rows, NUM_HEADS, >= DIM_A]: part A of the query
-    q_b,  # part B, or q
+    q_b,  # part B if SHARED, otherwise q
     k,  # [num_pages, ...] of pages of PAGE_SIZE tokens, or [kv_rows, ...], as the strides say
     v,  # [num_pages, ...] or [kv_rows, ...]; part B of the keys if SHARED, where part A is the value
     sinks,  # [NUM_HEADS] or None
@@ -302,7 +305,8 @@ def prefill_kernel(
     PLANNED: tl.constexpr = work is not None
     MASK: tl.constexpr = mask is not None
     DIM: tl.constexpr = SHAPE.DIM_A + SHAPE.DIM_B
-    END_B: tl.constexpr = SHAPE.OFFSET_B + SHAPE.DIM_B
+    # Part B is a tensor of its own, or follows part A in the same heads.
+    END_B: tl.constexpr = SHAPE.DIM_B if FEATURES.SHARED else DIM
     BLOCKS: tl.constexpr = (TILE_ROWS * SHAPE.GROUP + BLOCK_M - 1) // BLOCK_M
     item = tl.program_id(0) // (SHAPE.NUM_KV_HEADS * BLOCKS)
     num_items = tl.num_programs(0) // (SHAPE.NUM_KV_HEADS * BLOCKS)
@@ -362,7 +366,7 @@ def prefill_kernel(
     query_a = load_packed_rows(q, q_at, exists, d_a, SHAPE.DIM_A)
     d_b, query_b = d_a, query_a
     if SHAPE.DIM_B > 0:
-        d_b = SHAPE.OFFSET_B + tl.arange(0, TILE.BLOCK_B)
+        d_b = END_B - SHAPE.DIM_B + tl.arange(0, TILE.BLOCK_B)
         qb_at = q_row * stride_qb_row + q_head * stride_qb_head
         query_b = load_packed_rows(q_b, qb_at, exists, d_b, END_B)
     if FEATURES.ROPE:
@@ -452,7 +456,7 @@ def launch_tiles(
     o: AttentionOptions,
 ) -> None:
     """Launch the general kernel (:data:`.prefill_call.LaunchTiles`)."""
-    (num_heads, num_kv_heads), (dim_a, dim_b, dim_vo) = x.heads, x.dims
+    num_heads, num_kv_heads, dim_a, dim_b, dim_vo = map(int, (*x.heads, *x.dims))  # constants of the kernel
     group = num_heads // num_kv_heads
     problem = None if plan is None else PlanProblem.of(plan.problem)
     tile = prefill_tile(x.q.device, x.q.dtype, dim_a + dim_b, dim_vo, x.shared, tile_rows * group)
@@ -461,43 +465,74 @@ def launch_tiles(
         dims = (dim_a + dim_b, dim_vo)
         tile = tuned(tile, "prefill", x.q.device, x.q.dtype, x.k.dtype, *dims, group, page_size, tile_rows * group)
     blocks = triton.cdiv(tile_rows * group, tile.rows)
-    paged = plan is not None and plan.kv_indices.shape[0] > 0
+    paged = plan is not None and bool(plan.kv_indices.shape[0] > 0)
     run = run_length(problem.page_size, tile.kv) if problem is not None and paged else tile.kv
-    token_strides = x.k_strides[1], x.k_b_strides[1], x.v_strides[1]
-    if any(type(stride) is int and stride * run >= 1 << 31 for stride in token_strides):
+    if any(type(stride) is int and stride * run >= 1 << 31 for stride in (x.k_strides[1], x.v_strides[1])):
         run = 1  # within a run, offsets have 32 bits
-    second, second_strides = (x.k_b, (*x.k_b_strides, 0)) if x.shared else (x.v, x.v_strides)
     launch(
         prefill_kernel,
         (num_items * num_kv_heads * blocks,),
-        (
-            *(x.q, x.q_b, x.k, second, o.sinks, o.kv_scale, o.mask, out, lse, workspace),
-            *((None,) * 4 if plan is None else (plan.qo_indptr, plan.kv_indices, plan.kv_len, plan.work)),
-        ),
-        (
-            *(o.sm_scale or 1 / math.sqrt(dim_a + dim_b), o.logits_soft_cap, o.window_left),
-            *(math.log2(o.rope_theta), 1 / o.rope_scale, x.q.shape[0], x.kv_rows, x.k.shape[0]),
-            *((0,) * 4 if plan is None else _capacities(plan)),
-            0 if o.mask is None else o.mask.shape[0],
-        ),
-        (*x.q.stride()[:2], *x.q_b.stride()[:2], *x.k_strides, *second_strides),
-        (
-            Shape(
-                *(num_kv_heads, group, dim_a, dim_b, dim_vo, x.offset_b),
-                *(1 if problem is None else problem.page_size, tile_rows, num_heads.bit_length() - 1),
-            ),
-            Features(
-                *(paged, x.shared, o.causal and o.mask is None, o.window_left >= 0, o.logits_soft_cap > 0),
-                *(o.pos_encoding == "ROPE_LLAMA", o.pos_encoding == "ALIBI", lse.dim() > 1),
-            ),
-            Tile(tile.rows, tile.kv, run, pad(dim_a), pad(dim_b), pad(dim_vo)),
-        ),
         tile.options,
+        q=x.q,
+        q_b=x.q_b,
+        k=x.k,
+        v=x.v,
+        sinks=o.sinks,
+        kv_scale=o.kv_scale,
+        mask=o.mask,
+        out=out,
+        lse=lse,
+        partial=workspace,
+        kv_len=None if plan is None else plan.kv_len,
+        **plan_arguments(plan),
+        scale=o.sm_scale or 1 / math.sqrt(dim_a + dim_b),
+        cap=o.logits_soft_cap,
+        window_left=o.window_left,
+        log2_theta=math.log2(o.rope_theta),
+        inverse_rope_scale=1 / o.rope_scale,
+        rows=x.q.shape[0],
+        kv_rows=x.kv_rows,
+        num_pages=x.k.shape[0],
+        mask_bytes=0 if o.mask is None else o.mask.shape[0],
+        stride_q_row=x.q.stride(0),
+        stride_q_head=x.q.stride(1),
+        stride_qb_row=x.q_b.stride(0),
+        stride_qb_head=x.q_b.stride(1),
+        stride_k_page=x.k_strides[0],
+        stride_k_token=x.k_strides[1],
+        stride_k_head=x.k_strides[2],
+        stride_v_page=x.v_strides[0],
+        stride_v_token=x.v_strides[1],
+        stride_v_head=x.v_strides[2],
+        SHAPE=Shape(
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            DIM_A=dim_a,
+            DIM_B=dim_b,
+            DIM_VO=dim_vo,
+            PAGE_SIZE=1 if problem is None else problem.page_size,
+            TILE_ROWS=tile_rows,
+            LOG2_HEADS=num_heads.bit_length() - 1,
+        ),
+        FEATURES=Features(
+            PAGED=paged,
+            SHARED=x.shared,
+            CAUSAL=o.causal and o.mask is None,
+            WINDOW=o.window_left >= 0,
+            CAP=o.logits_soft_cap > 0,
+            ROPE=o.pos_encoding == "ROPE_LLAMA",
+            ALIBI=o.pos_encoding == "ALIBI",
+            LSE=lse.dim() > 1,
+        ),
+        TILE=Tile(
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.kv,
+            RUN=run,
+            BLOCK_A=pad(dim_a),
+            BLOCK_B=pad(dim_b),
+            BLOCK_VO=pad(dim_vo),
+        ),
     )
-
-
-def _capacities(plan: PrefillPlan) -> tuple[int, int, int, int]:
-    return plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], num_partials(plan)
 
 
 batch_prefill, ragged_prefill, single_prefill = prefill_ops(launch_tiles)

@@ -25,26 +25,23 @@ SINGLE_PACKED_ROWS = 256
 class Operands(NamedTuple):
     """Queries, keys and values of a call. Strides are in elements.
 
-    q, q_b       ``[rows, num_qo_heads, >= dim]``: the first and the second part of each query, which may be one tensor
-    k, k_b, v    ``[pages, page_size, num_kv_heads, dim]`` or ``[tokens, num_kv_heads, dim]``, in any order of strides
-    dims         widths of the two parts of a key, and of a value
-    offset_b     where the second part begins in a head of ``q_b`` and ``k_b``
+    q            ``[rows, num_qo_heads, dim]``
+    q_b          part B of the queries if ``shared``, otherwise ``q``
+    k, v         ``[pages, page_size, num_kv_heads, dim]`` or ``[tokens, num_kv_heads, dim]``, in any order of strides
+    dims         columns of parts A and B of a key, and of a value
     heads        of the query, and of keys and values
-    k_strides    of pages (0 without pages), tokens, heads; ``k_b_strides`` of pages and tokens
-    kv_rows      tokens of ragged keys, 0 for paged ones
-    shared       the values are the first part of the keys
+    k_strides    of pages (0 without pages), tokens, heads; ``v_strides`` likewise
+    kv_rows      tokens of ragged KV, 0 for paged KV
+    shared       multi-head latent attention: ``k`` is part A of the keys and the values, ``v`` is part B of the keys
     """
 
     q: Tensor
     q_b: Tensor
     k: Tensor
-    k_b: Tensor
     v: Tensor
     dims: tuple[int, int, int]
-    offset_b: int
     heads: tuple[int, int]
     k_strides: tuple[int, int, int]
-    k_b_strides: tuple[int, int]
     v_strides: tuple[int, int, int]
     kv_rows: int
     shared: bool = False
@@ -87,7 +84,23 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, heads: int, at: tuple[int | None,
     dim_a, dim_b = split_dim(q.shape[2])
     k_strides, v_strides = (tuple(0 if d is None else t.stride(d) for d in at) for t in (k, v))
     dims, all_heads = (dim_a, dim_b, v.shape[2 if at[0] is None else 3]), (q.shape[1], heads)
-    return Operands(q, q, k, k, v, dims, dim_a, all_heads, k_strides, k_strides[:2], v_strides, kv_rows)  # type: ignore[arg-type]
+    return Operands(q, q, k, v, dims, all_heads, k_strides, v_strides, kv_rows)  # type: ignore[arg-type]
+
+
+def plan_arguments(plan: PrefillPlan | None) -> dict[str, Any]:
+    """Kernel arguments from the plan. Without a plan the tensors are None, and the query rows are one request."""
+    if plan is None:
+        tensors: dict[str, Tensor | None] = dict.fromkeys(("qo_indptr", "kv_indices", "work"))
+        return tensors | dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), 0)
+    return {
+        "qo_indptr": plan.qo_indptr,
+        "kv_indices": plan.kv_indices,
+        "work": plan.work,
+        "max_pages": plan.kv_indices.shape[0],
+        "max_items": plan.work.shape[0],
+        "max_batch": plan.kv_len.shape[0],
+        "slots": num_partials(plan),
+    }
 
 
 def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, Tensor]], ...]:
