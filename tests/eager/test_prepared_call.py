@@ -259,7 +259,7 @@ def _plan(wrapper: Any, table: list[Tensor], **options: Any) -> None:
     wrapper.device = CUDA
 
 
-def test_a_wrapper_remembers_until_it_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch):
+def test_a_wrapper_replays_until_its_plan_options_change(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(prepared_call.LAUNCH_CACHES, "batch_decode", OneEntry(4, 0, 2))
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
@@ -283,7 +283,7 @@ def test_a_wrapper_remembers_until_it_is_planned_otherwise(monkeypatch: pytest.M
     assert [repeated(), repeated()] == [False, True]
 
 
-def test_another_number_of_rows_is_checked_again(monkeypatch: pytest.MonkeyPatch):
+def test_a_batch_of_other_rows_is_checked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(prepared_call.LAUNCH_CACHES, "batch_decode", OneEntry(4, 0, 2))
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)

@@ -1,4 +1,4 @@
-"""Wrappers and planners that launch an earlier call's kernels again, on other tensors and batches."""
+"""Wrappers and planners on a GPU whose methods replay the launches of an earlier call, on other tensors and batches."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _mla() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs that were not repeated."""
+    """An entry for each run that was no replay."""
     assert launch_cache.native() is not None
     made: list[str] = []
     plainly = Wrapper._run
@@ -98,7 +98,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("make", [_decode, _prefill, _ragged, _mla])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_runs_are_repeated_on_other_tensors_and_batches(make: Callable[[], Any], return_lse: bool, run: list[str]):
+def test_runs_are_replayed_on_other_tensors_and_batches(make: Callable[[], Any], return_lse: bool, run: list[str]):
     wrapper, plan, tensors = make()
     plan(LENGTHS[0])
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_a_query_is_its_own_buffer():
         torch.testing.assert_close(q, expected, rtol=0, atol=0)
 
 
-def test_what_is_planned_otherwise_is_run_otherwise(run: list[str]):
+def test_a_plan_with_other_options_is_not_replayed(run: list[str]):
     wrapper, _, tensors = _decode()
     args, results = tensors(), []
     table = _table(LENGTHS[0])
@@ -158,7 +158,7 @@ def test_what_is_planned_otherwise_is_run_otherwise(run: list[str]):
     assert not torch.equal(results[0][0], results[1][0])
 
 
-def test_a_run_is_captured_from_memory():
+def test_a_replayed_run_is_captured_in_a_graph():
     wrapper, plan, tensors = _decode()
     plan(LENGTHS[0])
     args = tensors()
@@ -175,7 +175,7 @@ def test_a_run_is_captured_from_memory():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_plans_are_filled_from_memory(dtype: torch.dtype):
+def test_plans_are_replayed(dtype: torch.dtype):
     planner, other = (
         attn_ops.DecodePlanner(BATCH, PAGES, page_size=PAGE, num_qo_heads=8, num_kv_heads=2, head_dim=64, device="cuda")
         for _ in range(2)

@@ -1,4 +1,4 @@
-"""A call like an earlier one skips checks and set-up: it must still be the call that was made."""
+"""Ops on a GPU whose calls replay cached launches: results, alignment, errors, plans that are gone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _fresh(setup: Setup) -> dict:
 
 
 @pytest.mark.parametrize("case", DECODE[::7] + PREFILL[::11], ids=str)
-def test_repeated_calls_are_right_on_other_tensors(case):
+def test_replayed_calls_are_right_on_other_tensors(case):
     setup = Setup("decode" if case in DECODE else "prefill", case, "cuda")
     op = torch.ops.attn.batch_decode if case in DECODE else torch.ops.attn.batch_prefill
     for _ in range(3):
@@ -42,7 +42,7 @@ def test_unaligned_tensors_after_aligned_ones():
     setup.check(*setup.run("triton", q=unaligned))
 
 
-def test_errors_are_raised_after_good_calls():
+def test_errors_are_raised_after_cached_calls():
     setup = Setup("decode", BASE, "cuda")
     for _ in range(2):
         setup.run("triton")
@@ -58,8 +58,8 @@ def test_errors_are_raised_after_good_calls():
             setup.run("triton", **bad)
 
 
-def test_a_plan_that_is_gone_is_forgotten():
-    """Tensors of another plan may get the identity of a plan that is no more."""
+def test_an_entry_goes_with_its_plan():
+    """Tensors of a new plan may get the identity of those of a freed plan."""
     for max_batch in (8, 64, 8, 256):
         planner = attn_ops.DecodePlanner(
             max_batch, 64, page_size=16, num_qo_heads=4, num_kv_heads=2, head_dim=64, device="cuda"

@@ -1,4 +1,4 @@
-"""What is begun in other threads when a planner or wrapper is made, and that a kernel is compiled after it."""
+"""Preparation in other threads when a planner or wrapper is made. Kernels are compiled when it has ended."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def _python(code: str, **env: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_threads_import_nothing_that_the_program_may_be_importing():
+def test_threads_import_nothing_that_the_program_may_import():
     packages = {name.split(".")[0] for name in _python(IMPORTED_BY_THREADS)}
     assert not packages & {"triton", "torch", "attn_ops"}
 
 
-def test_a_planner_on_the_cpu_needs_nothing():
+def test_a_planner_on_the_cpu_imports_no_triton():
     assert _python(PLANNER_ON_THE_CPU) == ["False"]
 
 
@@ -102,7 +102,7 @@ def test_each_module_is_built_once(tmp_path: Path):
     ],
     ids=["decode", "prefill", "decode wrapper", "prefill wrapper"],
 )
-def test_planners_and_wrappers_begin_for_their_device(make: Any, monkeypatch: pytest.MonkeyPatch):
+def test_planners_and_wrappers_prepare_their_device(make: Any, monkeypatch: pytest.MonkeyPatch):
     devices: list[torch.device] = []
     for module in (planner, base):
         monkeypatch.setattr(module, "prepare", devices.append)
@@ -110,16 +110,16 @@ def test_planners_and_wrappers_begin_for_their_device(make: Any, monkeypatch: py
     assert devices == [torch.device("cpu")]
 
 
-@pytest.mark.parametrize(("device", "begun"), [("cpu", []), ("cuda", ["launch_cache.c", "triton"])])
-def test_what_is_begun_is_by_the_device(device: str, begun: list[str], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("device", "prepared"), [("cpu", []), ("cuda", ["launch_cache.c", "triton"])])
+def test_what_is_prepared_for_each_device(device: str, prepared: list[str], monkeypatch: pytest.MonkeyPatch):
     names: list[str] = []
     monkeypatch.setattr(launch_cache, "_building", lambda: names.append("launch_cache.c") or Future())  # type: ignore[func-returns-value]
     monkeypatch.setattr(startup, "_preparing", lambda: names.append("triton"))
     startup.prepare(torch.device(device))
-    assert names == begun
+    assert names == prepared
 
 
-def test_a_kernel_is_compiled_after_what_was_begun(monkeypatch: pytest.MonkeyPatch):
+def test_a_kernel_is_compiled_when_preparation_has_ended(monkeypatch: pytest.MonkeyPatch):
     class Kernel(UncompiledKernel):
         def warmup(self, *args: Any, **options: Any) -> Any:
             order.append("compiled")
@@ -134,8 +134,10 @@ def test_a_kernel_is_compiled_after_what_was_begun(monkeypatch: pytest.MonkeyPat
     assert order == ["waited", "compiled"]
 
 
-def test_what_failed_is_left_to_who_uses_it(monkeypatch: pytest.MonkeyPatch):
+def test_waiting_raises_no_error_of_the_preparation(monkeypatch: pytest.MonkeyPatch):
     failed: Future[Any] = Future()
     failed.set_exception(RuntimeError("0 active drivers"))
     monkeypatch.setattr(startup, "_preparing", lambda: (failed,))
     startup.wait_until_prepared()
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        startup._preparing()[0].result()

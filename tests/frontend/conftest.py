@@ -1,4 +1,4 @@
-"""On a GPU, calls that are remembered are made once more, from memory."""
+"""On a GPU, every call of a prepared method is made again: the replay must give the same bits."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tracing import Recorder
+from helpers.tracing import GraphRecorder
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 from torch import nn
 
@@ -43,7 +43,7 @@ def test_decode_is_one_op_and_stays_compiled(lengths: str, monkeypatch: pytest.M
     if lengths == "unread":  # as on a GPU
         monkeypatch.setattr(PageTable, "measured", lambda tables, page_size: tables.bounded())
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
-    recorder = Recorder()
+    recorder = GraphRecorder()
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -65,7 +65,7 @@ def test_decode_is_one_op_and_stays_compiled(lengths: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("masked", [False, True])
 def test_prefill_is_one_op_and_stays_compiled(masked: bool) -> None:
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
-    recorder = Recorder()
+    recorder = GraphRecorder()
     step = torch.compile(lambda q, cache: wrapper.run(q, cache), fullgraph=True, backend=recorder)
     for r in PREFILLS:
         wrapper.plan(r.qo_indptr, *r.table, *r.sizes, custom_mask=r.mask[:] if masked else None, causal=True)
@@ -77,7 +77,7 @@ def test_prefill_is_one_op_and_stays_compiled(masked: bool) -> None:
 def test_other_numbers_of_rows_compile_once_more() -> None:
     """The second size is traced with a dynamic dimension, which then fits all."""
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
-    recorder = Recorder()
+    recorder = GraphRecorder()
     step = torch.compile(lambda q, cache: wrapper.run(q, cache), fullgraph=True, backend=recorder)
     for rows in (20, 33, 40, 7):
         r = Requests((70, 90), (rows, 3), num_pages=40)
@@ -88,7 +88,7 @@ def test_other_numbers_of_rows_compile_once_more() -> None:
 
 def test_other_numbers_of_keys_compile_once_more() -> None:
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
-    recorder = Recorder()
+    recorder = GraphRecorder()
     step = torch.compile(lambda *tensors: wrapper.run(*tensors), fullgraph=True, backend=recorder)
     for rows in (20, 33, 40, 7):
         r = Requests((rows + 50, 90), (rows, 3))
@@ -111,14 +111,14 @@ def test_captured_ragged_batches_stay_compiled_with_fewer_keys() -> None:
 
 
 def test_ragged_and_mla_are_one_op() -> None:
-    ragged, recorder = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()), Recorder()
+    ragged, recorder = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()), GraphRecorder()
     r = PREFILLS[0]
     ragged.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], causal=True)
     step = torch.compile(lambda *t: ragged.run(*t, sinks=r.sinks), fullgraph=True, backend=recorder)
     r.expected(causal=True, sinks=True).check(step(r.q, *r.ragged()))
     assert recorder.ops == ["ragged_prefill"]
 
-    mla, recorder = flashinfer.BatchMLAPagedAttentionWrapper(workspace()), Recorder()
+    mla, recorder = flashinfer.BatchMLAPagedAttentionWrapper(workspace()), GraphRecorder()
     tables = r.qo_indptr, *r.table[:2], r.seq_lens
     mla.plan(*tables, 4, 32, 16, 16, True, 0.2)
     q, cache = torch.randn(46, 4, 48, device=DEVICE), torch.randn(40, 16, 48, device=DEVICE)
@@ -141,7 +141,7 @@ def test_one_shot_functions_compile() -> None:
             ),
         )
 
-    recorder = Recorder()
+    recorder = GraphRecorder()
     for out in torch.compile(functions, fullgraph=True, backend=recorder)(r.q, r.cache("tensor"), *tables):
         r.expected().check(out)
     assert recorder.ops == ["page_table", "plan_decode", "batch_decode"] * 3

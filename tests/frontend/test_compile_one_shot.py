@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.mla_requests import Latents
 from helpers.oracle import Expected
-from helpers.tracing import Recorder
+from helpers.tracing import GraphRecorder
 from helpers.wrapper_requests import DEVICE, Requests
 from torch import Tensor, nn
 
@@ -204,7 +204,7 @@ def check(form: Form, r: Any, result: Any) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_compiles_once(name: str) -> None:
-    form, recorder = FORMS[name], Recorder()
+    form, recorder = FORMS[name], GraphRecorder()
     compiled = torch.compile(form.call, fullgraph=True, backend=recorder)
     for r in form.batches:
         with torch.compiler.set_stance("default" if r is form.batches[0] else "fail_on_recompile"):

@@ -1,4 +1,4 @@
-"""The table of calls that must be refused: what is wrong with each, and what the error has to say."""
+"""The table of wrong calls of ops: what is wrong with each, and what the error must say."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 
 @dataclass(frozen=True)
 class Bad:
-    """A valid call of ``op`` with ``changes``: each a value, or a function of the value it replaces.
+    """A valid call of ``op`` with ``changes``: each a value, or a function of the value that it replaces.
 
-    The message must read ``op: <what>; expected <expected>; <how to put it right>``, where ``what`` and
-    ``expected`` begin with what is given here.
+    The message must read ``op: <what>; expected <expected>; <how to fix it>``. ``what`` and ``expected`` are the
+    beginnings of these parts.
     """
 
     op: str
@@ -54,7 +54,7 @@ class Bad:
 
 @cache
 def _valid(op: str) -> Arguments:
-    """Shared, because no bad call may write."""
+    """Shared by all wrong calls, since none may write."""
     return arguments(op)
 
 
@@ -105,7 +105,7 @@ def field(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]
 
 
 def _rows() -> list[Bad]:
-    """Every argument that is a tensor: its rank, dtype, device and stride."""
+    """Rank, dtype, device and stride of every tensor argument."""
     bad = []
     fp8 = " or float8_e4m3fn or float8_e5m2"
     floats, int32 = "float16 or bfloat16 or float32", "int32"
@@ -151,7 +151,7 @@ def _rows() -> list[Bad]:
 
 
 def _options() -> list[Bad]:
-    """What all attention ops take."""
+    """Arguments that all attention ops have."""
     bad = []
     for op in ("batch_decode", "batch_prefill", "ragged_prefill", "single_prefill"):
         key = "k_cache" if op.startswith("batch") else "k"
@@ -203,7 +203,7 @@ def _names(key: str, value: str) -> list[tuple[str, str]]:
 
 
 def _plans() -> list[Bad]:
-    """What the planned attention ops say about plans and workspaces."""
+    """Plans and workspaces of the planned attention ops."""
     bad = []
     for op, plan_type, other in (
         ("batch_decode", DecodePlan, "batch_prefill"),
@@ -256,7 +256,7 @@ def _plans() -> list[Bad]:
 def _others() -> list[Bad]:
     one = dims(slice(1))
     bad = [
-        # plans: the error names the needed number
+        # capacity: the error names the number that is needed
         Bad(
             "plan_decode",
             {"plan": replan(max_batch=3)},

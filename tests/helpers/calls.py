@@ -1,4 +1,4 @@
-"""A small valid call of every op, as keyword arguments, for tests that are about ops and not about numbers."""
+"""A small valid call of every op, as keyword arguments, for tests of ops that are not about results."""
 
 from __future__ import annotations
 
@@ -36,9 +36,15 @@ def positional(op: str, kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
 
 
 def written(op: str, kwargs: Arguments) -> list[Tensor]:
-    """The tensors that the schema lets the op write."""
+    """The tensors that the op may write by its schema."""
     names = [a.name for a in schema(op).arguments if a.is_write]
     return [t for name in names for t in torch.utils._pytree.tree_leaves(kwargs[name]) if isinstance(t, Tensor)]
+
+
+def observed(op: str, kwargs: Arguments, result: Any) -> list[Tensor]:
+    """What a call returned, and the arguments that it wrote, without the workspace."""
+    outputs = [t for t in torch.utils._pytree.tree_leaves(result) if t is not None]
+    return [*outputs, *(t for t in written(op, kwargs) if t is not kwargs.get("workspace"))]
 
 
 def _attention(kind: str) -> Callable[[Case], Arguments]:
@@ -57,7 +63,7 @@ def _plan(kind: str) -> Callable[[Case], Arguments]:
 
 
 def _single(case: Case) -> Arguments:
-    """The only request of a ragged batch, without what stands behind it."""
+    """The only request of a ragged batch, without the padding behind it."""
     ragged = Setup("ragged", case).arguments
     del ragged["plan"], ragged["workspace"]
     (rows,), (tokens,) = case.qo_lens, case.kv_lens

@@ -1,4 +1,4 @@
-"""Small calls that together launch every Triton kernel on the GPU, with its options."""
+"""Small calls on the GPU that together launch every Triton kernel, with its options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.ops.schemas import SCHEMAS
-from helpers.calls import arguments, written
+from helpers.calls import arguments, observed
 from helpers.device_copies import DeviceCopies
 
 SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 1500, 2)}
@@ -20,15 +20,18 @@ OPTIONS: dict[str, Any] = {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     **{op: (op, {}) for op in SCHEMAS},
-    "decode in pieces": ("batch_decode", SPLIT | BF16 | {"planner": {"num_ctas": 33}}),
-    "decode, wide group": ("batch_decode", SPLIT | BF16 | {"heads": (32, 2), "kv_layout": "HND", "page_size": 3}),
+    "split decode": ("batch_decode", SPLIT | BF16 | {"planner": {"num_ctas": 33}}),
+    "split decode, groups of 16": (
+        "batch_decode",
+        SPLIT | BF16 | {"heads": (32, 2), "kv_layout": "HND", "page_size": 3},
+    ),
     "decode, options": ("batch_decode", OPTIONS | {"dtype": torch.float16, "head_dims": (80, 80), "padding": 2}),
     "decode, FP8 and RoPE": (
         "batch_decode",
         SPLIT | BF16 | FP8 | {"planner": {"num_ctas": 33}, "pos_encoding": "ROPE_LLAMA", "sinks": 1.0},
     ),
     "decode, ALiBi": ("batch_decode", {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2, "pos_encoding": "ALIBI"}),
-    "prefill in pieces": (
+    "split prefill": (
         "batch_prefill",
         SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 12, "tile_rows": 16}},
     ),
@@ -36,7 +39,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill, mask": ("batch_prefill", {"masked": 0.5, "dtype": torch.float16, "storage": "padded"}),
     "prefill, FP8 and RoPE": ("batch_prefill", BF16 | FP8 | {"pos_encoding": "ROPE_LLAMA"}),
     "prefill of 128": ("batch_prefill", SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 32}}),
-    "prefill of 128, turns": ("batch_prefill", SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 8}}),
+    "prefill of 128, alternating warpgroups": (
+        "batch_prefill",
+        SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 8}},
+    ),
     "ragged of 128": (
         "ragged_prefill",
         SPLIT | ROWS | {"dtype": torch.float16, "window_left": 300, "padding": 3, "planner": {"tile_rows": 32}},
@@ -48,12 +54,12 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ragged, ALiBi": ("ragged_prefill", BF16 | {"causal": True, "pos_encoding": "ALIBI", "kv_layout": "HND"}),
     "single": ("single_prefill", BF16 | {"causal": True, "head_dims": (128, 128), "heads": (8, 1)}),
-    "mla in pieces": ("batch_mla", SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}}),
-    "mla of 512 and 64": (
+    "split MLA": ("batch_mla", SPLIT | BF16 | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}}),
+    "MLA of 512 and 64": (
         "batch_mla",
         SPLIT | BF16 | LATENT | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}},
     ),
-    "mla of 512 and 64, float16": ("batch_mla", LATENT | {"dtype": torch.float16, "heads": (128, 1)}),
+    "MLA of 512 and 64, float16": ("batch_mla", LATENT | {"dtype": torch.float16, "heads": (128, 1)}),
     "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
 }
 
@@ -61,16 +67,10 @@ ATTENTION = [name for name, (op, _) in CALLS.items() if op.endswith(("_decode", 
 
 
 def call(name: str) -> tuple[str, dict[str, Any]]:
-    """The op and its keyword arguments, on the GPU: the same numbers every time."""
+    """The op and its keyword arguments on the GPU, with the same values every time."""
     torch.manual_seed(0)
     op, changes = CALLS[name]
     return op, DeviceCopies().copy(arguments(op, **changes))
-
-
-def observed(op: str, kwargs: dict[str, Any], result: Any) -> list[Tensor]:
-    """What a call returned and what it wrote, other than scratch memory."""
-    outputs = [t for t in torch.utils._pytree.tree_leaves(result) if t is not None]
-    return [*outputs, *(t for t in written(op, kwargs) if t is not kwargs.get("workspace"))]
 
 
 def run(op: str, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -78,7 +78,7 @@ def run(op: str, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def astray(kwargs: dict[str, Any], garbage: int) -> dict[str, Any]:
-    """The call with every other page number out of range."""
+    """The arguments with every other page number out of range."""
     plan = kwargs.get("plan")
     for pages in (kwargs.get("kv_indices"), getattr(plan, "kv_indices", None)):
         if pages is not None:
@@ -87,7 +87,7 @@ def astray(kwargs: dict[str, Any], garbage: int) -> dict[str, Any]:
 
 
 def misplanned(kwargs: dict[str, Any], garbage: int) -> dict[str, Any]:
-    """The call with a plan of nothing but ``garbage``, or of random numbers around 0 for garbage 1."""
+    """The arguments with a plan whose numbers are all ``garbage``, or random ones around 0 if ``garbage`` is 1."""
     generator = torch.Generator("cuda").manual_seed(0)
     for field in kwargs.get("plan", ()):
         field.random_(-50, 200, generator=generator) if garbage == 1 else field.fill_(garbage)

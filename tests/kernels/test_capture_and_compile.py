@@ -1,4 +1,4 @@
-"""Small calls of every op, captured in a CUDA graph and compiled: the bits are those of the eager call."""
+"""Small calls of every op, captured in a CUDA graph or compiled, give the bits of the eager call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.calls import positional
-from helpers.kernel_calls import ATTENTION, CALLS, call, observed, run
+from helpers.calls import observed, positional
+from helpers.kernel_calls import ATTENTION, CALLS, call, run
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -23,19 +23,19 @@ def same(actual: list[Tensor], expected: list[Tensor], last_bits: bool = True) -
 
 @pytest.mark.parametrize("name", CALLS)
 def test_captured(name: str) -> None:
-    """Nothing in a call waits for the device, and a replay does the work again."""
+    """No call waits for the device, and a replay does the work again."""
     expected = [t.clone() for t in run(*call(name))]
     op, kwargs = call(name)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run(op, kwargs)
     graph.replay()
-    same(result, expected, last_bits=name != "decode in pieces")  # which are added in another order
+    same(result, expected, last_bits=name != "split decode")  # whose partial results are added in another order
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ATTENTION])
 def test_compiled(name: str) -> None:
-    """The kernels are in the graph, which calls no op of the library."""
+    """The graph contains the kernels and calls no op of the library."""
     torch._dynamo.reset()
     expected = [t.clone() for t in run(*call(name))]
     op, kwargs = call(name)

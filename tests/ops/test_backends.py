@@ -1,10 +1,12 @@
-"""Which backend runs a call: explained, and never replaced when it was named."""
+"""Selection: which backend runs a call, what ``explain`` says, and that a named backend is never replaced."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from helpers.calls import arguments
+from helpers.calls import arguments, observed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -23,7 +25,7 @@ def _backend(name: str, *unsupported_reasons: str) -> Backend:
 
 @pytest.fixture
 def backend_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that object, two that do not."""
+    """Two entries with unsupported reasons, two without."""
     table = (_backend("a", "too small", "too old"), _backend("b"), _backend("c", "too wide"), _backend("d"))
     monkeypatch.setattr(backends, "BACKENDS", table)
     backends.choose.cache_clear()
@@ -32,7 +34,7 @@ def backend_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("backend_table")
-def test_auto_takes_the_first_without_objections() -> None:
+def test_auto_takes_the_first_without_unsupported_reasons() -> None:
     assert backends.choose(PROBLEM).name == "b"
 
 
@@ -44,7 +46,7 @@ def test_a_named_backend_is_taken_or_refused() -> None:
 
 
 @pytest.mark.usefixtures("backend_table")
-def test_explain_has_a_line_a_backend() -> None:
+def test_explain_has_a_line_per_backend() -> None:
     assert backends.explain(PROBLEM).splitlines() == [
         "a: too small, too old",
         "b: runs it",
@@ -53,7 +55,7 @@ def test_explain_has_a_line_a_backend() -> None:
     ]
 
 
-def test_all_objections_are_given_when_none_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_unsupported_reasons_are_given_when_none_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "BACKENDS", (_backend("a", "too small"), _backend("c", "too wide")))
     backends.choose.cache_clear()
     with pytest.raises(BackendError, match=r"\(a: too small; c: too wide\)"):
@@ -63,7 +65,7 @@ def test_all_objections_are_given_when_none_runs_it(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("op", SCHEMAS)
 def test_explain_every_op(op: str) -> None:
-    """On the CPU the reference runs everything, and says so; triton says why it does not."""
+    """On the CPU the reference runs every op, and each entry of triton has a line with its reason."""
     *triton, reference = attn_ops.explain(op, **arguments(op)).splitlines()
     assert reference == "reference: runs it"
     assert triton[-1].startswith("triton: ")
@@ -87,8 +89,8 @@ def test_explain_checks_the_call_and_does_not_run_it() -> None:
         ("flash", OptionError, r"{op}: backend is flash; expected auto or one of triton, reference; .+"),
     ],
 )
-def test_a_forced_backend_never_falls_back(op: str, backend: str, error: type[Exception], text: str) -> None:
-    """Neither in eager mode nor in the fake implementation, with the same words."""
+def test_a_named_backend_never_falls_back(op: str, backend: str, error: type[Exception], text: str) -> None:
+    """Eager and fake calls raise the same message."""
     real = arguments(op)
     with pytest.raises(error, match=text.format(op=op)) as eager:
         getattr(torch.ops.attn, op)(**real, backend=backend)
@@ -100,5 +102,25 @@ def test_a_forced_backend_never_falls_back(op: str, backend: str, error: type[Ex
 
 
 @pytest.mark.parametrize("op", SCHEMAS)
-def test_the_reference_can_be_forced(op: str) -> None:
-    getattr(torch.ops.attn, op)(**arguments(op), backend="reference")
+def test_a_named_backend_runs_instead_of_the_preferred_one(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``auto`` takes an entry here whose module does not exist."""
+
+    def make() -> dict[str, Any]:
+        torch.manual_seed(0)
+        return arguments(op)
+
+    def call(kwargs: dict[str, Any], **options: str) -> list[Tensor]:
+        return observed(op, kwargs, getattr(torch.ops.attn, op)(**kwargs, **options))
+
+    expected, preferred, named = call(make()), make(), make()
+    monkeypatch.setattr(backends, "BACKENDS", (_backend("missing"), *backends.BACKENDS))
+    backends.choose.cache_clear()
+    try:
+        with pytest.raises(ModuleNotFoundError, match="No module named 'no'"):
+            call(preferred)
+        actual = call(named, backend="reference")
+    finally:
+        backends.choose.cache_clear()
+    assert expected
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""FLOP formulas: every op has one, and attention counts the pairs that its mask leaves."""
+"""FLOP formulas: every op has one, and attention counts the keys that each row sees."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _cases():
 
 
 @pytest.mark.parametrize(("kind", "case"), list(_cases()), ids=str)
-def test_attention_counts_visible_pairs(kind: str, case):
+def test_attention_counts_visible_keys(kind: str, case):
     setup = Setup(kind, case)
     with FlopCounterMode(display=False) as counter:
         setup.run()

@@ -1,4 +1,4 @@
-"""``import attn_ops`` is cheap, and needs torch alone."""
+"""``import attn_ops`` is fast, and imports torch alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def imports() -> list[dict[str, Any]]:
 
 
 def test_import_is_fast(imports: list[dict[str, Any]]) -> None:
-    """CPU time of the import alone, so that a busy machine does not count."""
+    """CPU time of the import without torch's, so that load on the machine does not count."""
     assert statistics.median(run["spent"] for run in imports) < BUDGET
 
 

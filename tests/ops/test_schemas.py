@@ -1,4 +1,4 @@
-"""The contract with callers: schemas as torch prints them, and Python signatures that agree with them."""
+"""The contract with callers: the schemas as PyTorch prints them, and Python signatures that agree with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRITON = [(b, op) for b in BACKENDS if b.name == "triton" for op in sorted(b.ker
 
 
 class Snapshot(TestCase):
-    """A change here is a change of the public contract: it needs a line in CHANGELOG.md."""
+    """A change here changes the public contract: it needs a line in CHANGELOG.md."""
 
     maxDiff = None
 

@@ -1,4 +1,4 @@
-"""What the triton backend refuses it refuses with its reasons; what it accepts compiles and fits."""
+"""The ``triton`` backend refuses a problem with its reasons, and what it accepts compiles and fits the GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("problem", "capability", "reason"), CONDITIONS)
-def test_refused_with_the_reason(
+def test_a_refusal_gives_the_reason(
     problem: dict[str, Any], capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unsupported, "compute_capability", lambda device: capability)
@@ -55,8 +55,8 @@ def test_refused_with_the_reason(
     assert backends.choose.__wrapped__(Problem(device=GPU, **problem)).name == "reference"
 
 
-def test_the_gpu_of_the_tensors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever is current."""
+def test_the_device_of_the_tensors_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the current device."""
     capabilities = {GPU: (9, 0), torch.device("cuda", 1): (7, 5)}
     monkeypatch.setattr(unsupported, "compute_capability", capabilities.get)
     for device, backend in zip(capabilities, ("triton", "reference"), strict=True):
@@ -67,7 +67,7 @@ FP8 = {"kv_dtype": torch.float8_e5m2, "kv_scale": torch.ones(2)}
 MASK = torch.zeros(100, dtype=torch.uint8)
 WIDEST: dict[str, tuple[int, Callable[[], None]]] = {
     "decode": (86, lambda: decode(torch.float32, (512, 512), (128, 1), window_left=3, logits_soft_cap=5.0)),
-    "decode, a narrow head": (86, lambda: decode(torch.bfloat16, (1, 1), (3, 1), return_lse=True)),
+    "decode, head dim 1": (86, lambda: decode(torch.bfloat16, (1, 1), (3, 1), return_lse=True)),
     "decode, FP8 and an odd head": (86, lambda: decode(torch.bfloat16, (17, 17), (2, 2), **FP8)),
     "decode, FP8 and RoPE": (86, lambda: decode(torch.float32, (512, 512), (128, 1), pos_encoding="ROPE_LLAMA", **FP8)),
     "prefill": (86, lambda: prefill(torch.float32, (512, 512), (2, 2), 1, logits_soft_cap=5.0, mask=MASK)),
@@ -79,7 +79,7 @@ WIDEST: dict[str, tuple[int, Callable[[], None]]] = {
     "mla": (86, lambda: mla(torch.float32, (512, 512), 160, causal=True)),
     "mla on Blackwell": (100, lambda: mla(torch.bfloat16, (300, 100), 64, logits_soft_cap=5.0)),
 }
-"""Compute capability and call: the most that the smallest multiprocessors take, head dims far from powers of 2."""
+"""Compute capability and call: the largest on GPUs with the smallest SMs, and head dims far from powers of 2."""
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ WIDEST: dict[str, tuple[int, Callable[[], None]]] = {
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
 )
 @pytest.mark.parametrize("name", WIDEST)
-def test_accepted_compiles_and_fits(name: str) -> None:
+def test_accepted_problems_compile_and_fit(name: str) -> None:
     capability, call = WIDEST[name]
     with compiling_for(capability) as compiled:
         call()

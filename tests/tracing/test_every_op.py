@@ -10,7 +10,7 @@ import torch
 from helpers.calls import BITS, arguments, written
 from helpers.cases import DECODE_BASE, PREFILL_BASE
 from helpers.page_tables import int32
-from helpers.tracing_limits import BROKEN_GATHER
+from helpers.tracing import BROKEN_GATHER
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.oracle import Expected
 from helpers.page_tables import int32
-from helpers.tracing_limits import BROKEN_GATHER
+from helpers.tracing import BROKEN_GATHER
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
