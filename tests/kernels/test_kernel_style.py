@@ -1,0 +1,79 @@
+"""Kernels say how they are launched and what they do, and stay below a number of parameters."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "kernels" / "triton"
+MAX_PARAMETERS = 40
+BARRIERS = frozenset({"debug_barrier", "allocate_barriers", "warp_specialize"})
+
+
+def attribute(node: ast.expr) -> str:
+    """``jit`` of ``triton.jit``, ``gluon.jit`` and ``triton.jit(do_not_specialize=...)``."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def kernels(source: str) -> list[ast.FunctionDef]:
+    """The functions that Triton or Gluon compiles and the host launches."""
+    return [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("_kernel")
+        and "jit" in map(attribute, node.decorator_list)
+    ]
+
+
+def missing(kernel: ast.FunctionDef) -> list[str]:
+    """What the docstring of a kernel lacks, and a number of parameters that is too large."""
+    text = ast.get_docstring(kernel) or ""
+    loops = any(
+        isinstance(node, ast.While) or (isinstance(node, ast.For) and attribute(node.iter) == "range")
+        for node in ast.walk(kernel)
+    )
+    barriers = any(isinstance(node, ast.Call) and attribute(node) in BARRIERS for node in ast.walk(kernel))
+    required = [
+        ("Grid: the programs of a launch", r"\AGrid: "),
+        ("Owns: what a program computes", r"\b[Oo]wns\b"),
+        ("Loop invariant: what holds before each iteration", r"^Loop invariant: " if loops else ""),
+        ("Barriers: which, and for what", r"^Barriers?: " if barriers else ""),
+        ("Bound by: what limits its speed", r"^Bound by\b"),
+    ]
+    found = [part for part, pattern in required if not re.search(pattern, text, re.MULTILINE)]
+    a = kernel.args
+    count = len([*a.posonlyargs, *a.args, *a.kwonlyargs])
+    return found + [f"{count} parameters, at most {MAX_PARAMETERS}"] * (count > MAX_PARAMETERS)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_kernels_have_docstrings_and_few_parameters(path: Path) -> None:
+    found = {kernel.name: missing(kernel) for kernel in kernels(path.read_text(encoding="utf-8"))}
+    assert not {name: parts for name, parts in found.items() if parts}
+
+
+def test_what_is_missing_is_found() -> None:
+    kernel = """
+@triton.jit(do_not_specialize=["n"])
+def copy_kernel(x, n):
+    '''Grid: (blocks).
+
+    A program owns a block.
+    Bound by memory bandwidth.
+    '''
+    for i in range(n):
+        tl.debug_barrier()
+"""
+    (found,) = kernels(kernel)
+    assert [part.partition(":")[0] for part in missing(found)] == ["Loop invariant", "Barriers"]
+    assert kernels(kernel.replace("copy_kernel", "copy")) == []
+    parameters = ", ".join(f"a{i}" for i in range(MAX_PARAMETERS + 1))
+    (found,) = kernels(f"@gluon.jit\ndef wide_kernel({parameters}): ...")
+    assert missing(found)[-1] == "41 parameters, at most 40"
+    assert len(missing(found)) == 4
