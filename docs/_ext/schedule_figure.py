@@ -18,6 +18,8 @@ LEFT, TOP, LANE, BAR, UNIT = 210, 64, 46, 28, 34
 
 
 class Bar(NamedTuple):
+    """Work of one lane, in units of time."""
+
     lane: int
     begin: float
     length: float
@@ -34,6 +36,8 @@ class Signal(NamedTuple):
 
 
 class Figure(NamedTuple):
+    """Lanes of bars, and the barriers between them."""
+
     title: str
     lanes: tuple[str, ...]
     bars: tuple[Bar, ...]
