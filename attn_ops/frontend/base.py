@@ -410,7 +410,7 @@ class Wrapper:
                 head_dim_qk=spec.head_dim_qk,
                 head_dim_vo=spec.head_dim_vo,
                 page_size=spec.page_size,
-                pos_encoding=options.pos_encoding,
+                options=options.given(),
             )
             if not backends.choose(problem, self._backend).capacity_bound:
                 return table.bounded()

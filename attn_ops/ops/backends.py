@@ -44,7 +44,7 @@ class Problem:
     """What decides which kernel runs an op. Fields that an op does not have keep their defaults.
 
     page_size   tokens of a page, 0 without pages
-    masked      a custom mask is given; ``kv_scaled``, ``soft_capped``, ``windowed``, ``sinks`` likewise
+    options     names of the :class:`~attn_ops.ops.options.AttentionOptions` that are not at their defaults
     """
 
     op: str
@@ -56,12 +56,7 @@ class Problem:
     head_dim_qk: int = 1
     head_dim_vo: int = 1
     page_size: int = 0
-    pos_encoding: str = "NONE"
-    masked: bool = False
-    kv_scaled: bool = False
-    soft_capped: bool = False
-    windowed: bool = False
-    sinks: bool = False
+    options: tuple[str, ...] = ()
     layout: MemoryLayout = ORDINARY
 
 

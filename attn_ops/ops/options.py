@@ -40,6 +40,14 @@ class AttentionOptions(NamedTuple):
     causal: bool = False
     mask: Tensor | None = None
 
+    def given(self) -> tuple[str, ...]:
+        """Names of the options that are not at their defaults."""
+        return tuple(
+            name
+            for name, value, default in zip(self._fields, self, DEFAULTS, strict=True)
+            if isinstance(value, Tensor) or value != default
+        )
+
 
 DEFAULTS = AttentionOptions()
 

@@ -56,6 +56,10 @@ HOPPER_PREFILL_PAGE, HOPPER_MLA_PAGE = 16, 64
 
 HOPPER_MLA_HEAD_DIMS = (576, 512)
 
+HOPPER_MLA_OPTIONS = frozenset({"sm_scale", "causal"})
+HOPPER_PREFILL_OPTIONS = HOPPER_MLA_OPTIONS | {"logits_soft_cap", "window_left", "sinks", "rope_scale", "rope_theta"}
+"""Options that the Hopper kernels implement; those of RoPE have no effect without ``pos_encoding``."""
+
 
 @functools.cache
 def triton_installed() -> bool:
@@ -85,6 +89,11 @@ def gluon_imports(module: str) -> bool:
 
 def _failed(checks: list[tuple[bool, str]]) -> list[str]:
     return [reason for holds, reason in checks if not holds]
+
+
+def _options(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
+    """A check for each option of the call that a kernel does not implement."""
+    return [(False, f"it does not implement {name}") for name in p.options if name not in implemented]
 
 
 def reference(p: Problem) -> list[str]:
@@ -149,8 +158,7 @@ def hopper_prefill(p: Problem) -> list[str]:
                 p.page_size % HOPPER_PREFILL_PAGE == 0,
                 f"pages of {p.page_size} tokens are not whole TMA boxes of {HOPPER_PREFILL_PAGE}",
             ),
-            (not p.masked and p.pos_encoding == "NONE", "a mask or positions are given"),
-            (not p.kv_scaled, "scales of keys and values are given"),
+            *_options(p, HOPPER_PREFILL_OPTIONS),
         ]
     )
 
@@ -165,7 +173,6 @@ def hopper_mla(p: Problem) -> list[str]:
                 f"pages of {p.page_size} tokens are not whole KV tiles of {HOPPER_MLA_PAGE}",
             ),
             (p.layout.short_token_stride, "tokens of the cache are too far apart"),
-            (not p.windowed, "a window cuts KV tiles"),
-            (not (p.soft_capped or p.sinks or p.kv_scaled), "a soft cap, sinks or scales are given"),
+            *_options(p, HOPPER_MLA_OPTIONS),
         ]
     )

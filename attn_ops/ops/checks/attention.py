@@ -23,12 +23,7 @@ def _problem(
         dtype=q.dtype,
         kv_dtype=k.dtype,
         num_qo_heads=int(q.shape[1]),
-        pos_encoding=options.pos_encoding,
-        masked=options.mask is not None,
-        kv_scaled=options.kv_scale is not None,
-        soft_capped=options.logits_soft_cap != 0,
-        windowed=options.window_left >= 0,
-        sinks=options.sinks is not None,
+        options=options.given(),
         layout=layout,
         **sizes,
     )
