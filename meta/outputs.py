@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> tuple[Tensor, Tensor]:
-    """``out [rows, num_qo_heads, head_dim_vo]`` in the dtype of q, and float32 ``lse [rows, num_qo_heads]`` or ``[0]``."""
+    """``out [rows, num_qo_heads, head_dim_vo]`` in the dtype of q; float32 ``lse [rows, num_qo_heads]``, or ``[0]``."""
     rows, heads, _dim = q.shape
     out = q.new_empty((rows, heads, v.shape[-1]))
     lse = q.new_empty((rows, heads) if return_lse else (0,), dtype=torch.float32)
