@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.triton.config_tuned import Entry, key_of, trying
+from attn_ops.kernels.triton.config_tuned import Entry, override_tile, problem_key
 
 from attn_ops.ops import tuning_table
 from benchmarks import decode, prefill, report
@@ -74,7 +74,7 @@ def decode_cases(args: argparse.Namespace) -> Iterator[Case]:
         name = f"decode {len(lengths)} x {lengths[0]}"
         row = DecodeRow(name, lengths, num_qo_heads, num_kv_heads, None, dim, args.page_size, args.fp8)
         p = DecodeProblem(row)
-        key = key_of(p.dtype, p.kv_dtype, dim, dim, num_qo_heads // num_kv_heads, args.page_size)
+        key = problem_key(p.dtype, p.kv_dtype, dim, dim, num_qo_heads // num_kv_heads, args.page_size)
         yield Case("decode", key, name, p, decode.ours, row.bytes() / report.PEAK_BYTES_PER_US + 5)
 
 
@@ -88,7 +88,7 @@ def prefill_cases(args: argparse.Namespace) -> Iterator[Case]:
         p = PrefillProblem(row)
         for kind, page_size in (("paged", args.page_size), ("ragged", 0)):
             packed_rows = p.planner(paged=kind == "paged").problem.tile_rows * group
-            key = key_of(p.dtype, p.dtype, dim, dim, group, page_size, packed_rows)
+            key = problem_key(p.dtype, p.dtype, dim, dim, group, page_size, packed_rows)
             yield Case(
                 "prefill",
                 key,
@@ -114,7 +114,7 @@ def microseconds(case: Case, entry: Entry | None) -> float | None:
     """Time of one launch with the tile of ``entry``, or the default. None if it does not fit or its result is wrong."""
     with ExitStack() as stack:
         if entry is not None:
-            stack.enter_context(trying(case.kernel, entry))
+            stack.enter_context(override_tile(case.kernel, entry))
         try:
             call = case.prepare(case.problem)
             if not case.problem.error(call(0)) < MAX_RELATIVE_ERROR:

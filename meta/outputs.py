@@ -1,7 +1,7 @@
-"""Output allocation, shared by every real and every fake implementation.
+"""Output allocation, shared by every real and every fake implementation of an op.
 
-``OUTPUTS[op](*args, **kwargs)`` takes the op's arguments and returns its outputs, uninitialised. The
-result of an op that only mutates is ``None``.
+``OUTPUTS[op](*args, **kwargs)`` takes the op's arguments and returns its outputs, uninitialized, or ``None`` for an op
+that only mutates its arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> tuple[Tensor, Tensor]:
-    """``out [rows, num_qo_heads, head_dim_vo]`` as q, ``lse [rows, num_qo_heads]`` float32 or ``[0]``."""
+    """``out [rows, num_qo_heads, head_dim_vo]`` in the dtype of q; float32 ``lse [rows, num_qo_heads]``, or ``[0]``."""
     rows, heads, _dim = q.shape
     out = q.new_empty((rows, heads, v.shape[-1]))
     lse = q.new_empty((rows, heads) if return_lse else (0,), dtype=torch.float32)
@@ -22,67 +22,74 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, return_lse: bool = False
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """``v [rows, heads, dim]`` and float32 ``s [rows, heads]``, as the arguments."""
     return v_a.new_empty(v_a.shape), s_a.new_empty(s_a.shape)
 
 
 def merge_states(v: Tensor, s: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """``v [rows, heads, dim]`` and ``s [rows, heads]`` of ``v [rows, states, heads, dim]``."""
     rows, _states, heads, dim = v.shape
     return v.new_empty((rows, heads, dim)), s.new_empty((rows, heads))
 
 
 def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """``v [rows, heads, dim]`` and ``s [rows, heads]`` of ``v [states, heads, dim]`` and ``indptr [rows + 1]``."""
     rows = indptr.shape[0] - 1
     return v.new_empty((rows, *v.shape[1:])), s.new_empty((rows, *s.shape[1:]))
 
 
 def batch_mla(q_nope: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> tuple[Tensor, Tensor]:
-    """``out [rows, num_heads, head_dim_ckv]`` and lse as :func:`attention`."""
+    """``out [rows, num_heads, head_dim_ckv]``, and ``lse`` as in :func:`attention`."""
     return attention(q_nope, q_nope, q_nope, return_lse=return_lse)
 
 
 def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, **_: Any) -> tuple[Tensor, Tensor]:
+    """``batch_indices [nnz]`` and ``positions [nnz]``."""
     return append_indptr.new_empty(nnz), append_indptr.new_empty(nnz)
 
 
 def seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int, **_: Any) -> Tensor:
+    """``[batch]``."""
     return kv_last_page_len.new_empty(kv_last_page_len.shape)
 
 
 def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``kv_indptr [batch + 1]``, ``kv_indices [batch * max_pages_per_request]``, ``kv_last_page_len [batch]``."""
-    batch, width = block_tables.shape
+    batch, max_pages = block_tables.shape
     empty = block_tables.new_empty
-    return empty(batch + 1), empty(batch * width), empty(batch)
+    return empty(batch + 1), empty(batch * max_pages), empty(batch)
 
 
 def packbits(x: Tensor, **_: Any) -> Tensor:
+    """uint8 ``[bytes]``."""
     return x.new_empty((x.shape[0] + 7) // 8, dtype=torch.uint8)
 
 
 def segment_packbits(x: Tensor, indptr: Tensor, num_bytes: int, **_: Any) -> tuple[Tensor, Tensor]:
+    """uint8 ``[num_bytes]`` and ``byte_indptr [segments + 1]``."""
     return x.new_empty(num_bytes, dtype=torch.uint8), indptr.new_empty(indptr.shape)
 
 
-def nothing(*_: Any, **__: Any) -> None:
+def no_outputs(*_: Any, **__: Any) -> None:
     return None
 
 
 OUTPUTS: dict[str, Callable[..., Any]] = {
-    "plan_decode": nothing,
-    "plan_prefill": nothing,
+    "plan_decode": no_outputs,
+    "plan_prefill": no_outputs,
     "batch_decode": attention,
     "batch_prefill": attention,
     "ragged_prefill": attention,
     "single_prefill": attention,
     "batch_mla": batch_mla,
-    "append_kv": nothing,
-    "append_mla_kv": nothing,
+    "append_kv": no_outputs,
+    "append_mla_kv": no_outputs,
     "batch_indices_positions": batch_indices_positions,
     "seq_lens": seq_lens,
     "page_table": page_table,
     "merge_state": merge_state,
     "merge_states": merge_states,
-    "merge_state_in_place": nothing,
+    "merge_state_in_place": no_outputs,
     "merge_states_varlen": merge_states_varlen,
     "packbits": packbits,
     "segment_packbits": segment_packbits,

@@ -1,7 +1,8 @@
-"""Plain PyTorch, CPU and CUDA: the executable specification, and the body of CPU artifacts.
+"""The reference backend: plain PyTorch on any device, the executable specification of every op.
 
-Every function is traceable: no data-dependent shape, no ``.item()``, no loop over requests. Work is
-proportional to a plan's capacity, not to the lengths it holds.
+Each function is a few standard steps: gather, mask, softmax, scatter. It is what other backends are tested against, and
+what Inductor compiles into CPU packages. Every function is traceable: no data-dependent shape, no ``.item()`` while
+tracing, no loop over requests. The work is proportional to the capacity of a plan, not to the lengths in it.
 """
 
 from attn_ops.kernels.reference.append import append_kv, append_mla_kv, batch_indices_positions, page_table, seq_lens

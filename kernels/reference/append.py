@@ -1,4 +1,4 @@
-"""Writing into a paged cache."""
+"""Page tables, and appending to a paged KV cache: a scatter of tokens by page and offset."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def as_nhd(cache: Tensor, kv_layout: str) -> Tensor:
 
 
 def bits(cache: Tensor) -> Tensor:
-    """An FP8 tensor as bytes: indexing moves elements of any dtype, but is not implemented for all."""
+    """An FP8 tensor as bytes, any other as it is: PyTorch does not implement indexing for all FP8 dtypes."""
     return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
 
 
@@ -22,39 +22,43 @@ def gather(cache: Tensor, index: Tensor) -> Tensor:
     return bits(cache)[index].view(cache.dtype)
 
 
-def _write(
-    news: tuple[Tensor, ...],
+def _scatter(
+    new: tuple[Tensor, ...],
     caches: tuple[Tensor, ...],
     batch_indices: Tensor,
     positions: Tensor,
     kv_indices: Tensor,
     kv_indptr: Tensor,
 ) -> None:
-    """Row i of each of ``news`` goes to its cache ``[pages, page_size, ...]``; a row with no place is skipped."""
+    """Write row ``i`` of each of ``new [tokens, ...]`` to its cache ``[pages, page_size, ...]``.
+
+    Its page is ``kv_indices[kv_indptr[request] + position // page_size]``, its offset there ``position % page_size``. A
+    row whose request, position or page is out of range is skipped.
+    """
     num_pages, page_size = caches[0].shape[:2]
     rows = batch_indices.shape[0]
     if any_zero(rows, num_pages, kv_indices.shape[0]) or kv_indptr.shape[0] < 2:
         return
     request = batch_indices.clamp(0, kv_indptr.shape[0] - 2)
-    place = kv_indptr[request] + positions // page_size
-    page = kv_indices[place.clamp(0, kv_indices.shape[0] - 1)]
-    written = (
+    entry = kv_indptr[request] + positions // page_size
+    page = kv_indices[entry.clamp(0, kv_indices.shape[0] - 1)]
+    valid = (
         (batch_indices >= 0)
         & (batch_indices < kv_indptr.shape[0] - 1)
         & (positions >= 0)
-        & (place < kv_indptr[request + 1])
-        & (place < kv_indices.shape[0])
+        & (entry < kv_indptr[request + 1])
+        & (entry < kv_indices.shape[0])
         & (page >= 0)
         & (page < num_pages)
     )
-    # A skipped row repeats a written one, value and place, so that no order of the writes matters;
-    # with no row to write, every row puts back what is there.
-    source = torch.where(written, torch.arange(rows, device=page.device), written.int().argmax())
+    # A skipped row writes the first valid row again, to the same place, so that the order of writes is irrelevant.
+    # Without a valid row, every row writes the element that it reads.
+    source = torch.where(valid, torch.arange(rows, device=page.device), valid.int().argmax())
     page = page.clamp(0, num_pages - 1)[source]
-    slot = (positions % page_size)[source]
-    for new, cache in zip(news, caches, strict=True):
+    offset = (positions % page_size)[source]
+    for x, cache in zip(new, caches, strict=True):
         target = bits(cache)
-        target.index_put_((page, slot), torch.where(written.any(), bits(new)[source], target[page, slot]))
+        target.index_put_((page, offset), torch.where(valid.any(), bits(x)[source], target[page, offset]))
 
 
 def append_kv(
@@ -70,7 +74,7 @@ def append_kv(
     kv_layout: str = "NHD",
 ) -> None:
     caches = as_nhd(k_cache, kv_layout), as_nhd(v_cache, kv_layout)
-    _write((k, v), caches, batch_indices, positions, kv_indices, kv_indptr)
+    _scatter((k, v), caches, batch_indices, positions, kv_indices, kv_indptr)
 
 
 def append_mla_kv(
@@ -83,36 +87,43 @@ def append_mla_kv(
     kv_indices: Tensor,
     kv_indptr: Tensor,
 ) -> None:
-    _write((ckv, kpe), (ckv_cache, kpe_cache), batch_indices, positions, kv_indices, kv_indptr)
+    _scatter((ckv, kpe), (ckv_cache, kpe_cache), batch_indices, positions, kv_indices, kv_indptr)
 
 
 def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -> tuple[Tensor, Tensor]:
-    """Of each appended row; -1 in rows past the last request's."""
+    """The request of each appended token and its position in the request's KV; -1, -1 past the last request's tokens.
+
+    The last appended token of a request is at position ``seq_lens - 1``.
+    """
     row = torch.arange(nnz, device=append_indptr.device)
     if seq_lens.shape[0] == 0:
-        nothing = torch.full_like(row, -1).int()
-        return nothing, nothing.clone()
+        unused = torch.full_like(row, -1).int()
+        return unused, unused.clone()
     request = torch.searchsorted(append_indptr, row, right=True) - 1
     used = request < seq_lens.shape[0]
-    safe = request.clamp(max=seq_lens.shape[0] - 1)
-    position = row - append_indptr[safe + 1] + seq_lens[safe]
+    r = request.clamp(max=seq_lens.shape[0] - 1)
+    position = row - append_indptr[r + 1] + seq_lens[r]
     return torch.where(used, request, -1).int(), torch.where(used, position, -1).int()
 
 
 def seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """KV tokens of each request, int32 ``[batch]``."""
     pages = kv_indptr.diff()
     return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0).int()
 
 
 def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of pages to one line of pages, without gaps; the line's end beyond the last page is 0."""
-    batch, width = block_tables.shape
-    pages = ((seq_lens + page_size - 1) // page_size).clamp(0, width)
+    """The page table ``(kv_indptr, kv_indices, kv_last_page_len)`` of a block table: its used entries, compressed.
+
+    ``kv_indices`` has a place for every entry of the block table; places past the last page are 0.
+    """
+    batch, max_pages = block_tables.shape
+    pages = ((seq_lens + page_size - 1) // page_size).clamp(0, max_pages)
     ends = pages.cumsum(0)
     indptr = torch.cat((ends.new_zeros(1), ends)).int()
-    column = torch.arange(width, device=block_tables.device)
+    column = torch.arange(max_pages, device=block_tables.device)
     used = column < pages[:, None]
-    place = torch.where(used, (ends - pages)[:, None] + column, batch * width)
-    line = block_tables.new_zeros(batch * width + 1).scatter_(0, place.flatten(), block_tables.flatten())
+    index = torch.where(used, (ends - pages)[:, None] + column, batch * max_pages)  # unused entries go past the end
+    indices = block_tables.new_zeros(batch * max_pages + 1).scatter_(0, index.flatten(), block_tables.flatten())
     last = torch.where(pages > 0, (seq_lens - 1) % page_size + 1, 0)
-    return indptr, line[:-1].contiguous(), last.int()
+    return indptr, indices[:-1].contiguous(), last.int()

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one KV head whose key is ``[ckv, kpe]`` and whose value is ``ckv``."""
+"""Multi-head latent attention with absorbed weights: prefill with one KV head, key ``[ckv, kpe]`` and value ``ckv``."""
 
 from __future__ import annotations
 

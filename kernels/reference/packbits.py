@@ -1,4 +1,4 @@
-"""Packing booleans into bytes."""
+"""Pack booleans into bytes, eight to a byte, as ``numpy.packbits``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 def _pack(bits: Tensor, bitorder: str) -> Tensor:
     """uint8 ``[bytes]`` of bool ``[bytes, 8]``."""
-    place = torch.arange(8, device=bits.device)
-    weight = 1 << (place if bitorder == "little" else 7 - place)
-    return (bits.int() * weight).sum(1).to(torch.uint8)
+    bit = torch.arange(8, device=bits.device)
+    power = 1 << (bit if bitorder == "little" else 7 - bit)
+    return (bits.int() * power).sum(1).to(torch.uint8)
 
 
 def packbits(x: Tensor, *, bitorder: str = "big") -> Tensor:
@@ -19,7 +19,10 @@ def packbits(x: Tensor, *, bitorder: str = "big") -> Tensor:
 
 
 def segment_packbits(x: Tensor, indptr: Tensor, num_bytes: int, *, bitorder: str = "big") -> tuple[Tensor, Tensor]:
-    """Each segment ``x[indptr[i]:indptr[i + 1]]`` begins at a byte of its own."""
+    """Pack each segment ``x[indptr[i]:indptr[i + 1]]``, padded to whole bytes: ``(bytes, byte_indptr)``.
+
+    Bytes past the last segment are 0.
+    """
     length = indptr.diff()
     byte_indptr = torch.nn.functional.pad(((length + 7) // 8).cumsum(0), (1, 0))
     if 0 in (num_bytes, x.shape[0]) or length.shape[0] == 0:

@@ -1,15 +1,16 @@
-"""Filling a plan, in closed form: cumulative sums, searches and scatters, no loop over requests.
+"""Fill a plan in closed form: cumulative sums, binary searches and scatters, no loop over requests.
 
-Decode. The KV units of all requests lie on one line, and ``num_ctas`` equal shares are cut from it, for
-every KV head alike. Where cutting only between requests is nearly as balanced, that is done instead,
-and so is any single cut that falls close to the end of a request: a piece costs a partial result and a
-place in the merge. Every nonempty request starts one work item and every cut inside one starts another.
-With ``problem.split`` every request is cut at multiples of so many tokens from where its work begins, whatever
-else is in the batch, and a share has the pieces that begin in it.
+Decode. The KV blocks of all requests, in order, form one sequence of block indices. It is divided at ``num_ctas - 1``
+split points into one range per CTA, for every KV head alike: the work per CTA. Even ranges split many requests, and
+each split costs a partial result and work in the combine. So split points move to the nearest request boundary, all of
+them if the ranges stay nearly even, and otherwise those that are close to one (:func:`place_split_points`). Every
+nonempty request begins one work item, and every split point inside a request begins another.
+With a fixed split size (``problem.split``) every request is split at multiples of it from where its work begins,
+whatever else is in the batch, and a CTA runs the splits that begin in its range.
 
-Prefill. Every request's query rows make tiles, which are ordered by the KV they read, longest first. Tiles
-much longer than an equal share of all KV, as there are when tiles are few, are split into equal pieces; with
-``problem.split`` all tiles are, into pieces of that size, if there is room for so many.
+Prefill. The query rows of every request form tiles, and work items are ordered by the length of the KV that they read,
+longest first. If tiles are few, those much longer than an even share of all KV blocks are divided into even splits.
+With a fixed split size all tiles are divided into splits of that size, if the plan has capacity for so many.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from attn_ops.plan.state import (
 )
 
 
-def _lengths(kv_indptr: Tensor, last: Tensor, page_size: int, max_pages: int) -> Tensor:
-    """Tokens of each request; inconsistent entries are brought into range, as on the device."""
+def _kv_lengths(kv_indptr: Tensor, last: Tensor, page_size: int, max_pages: int) -> Tensor:
+    """KV tokens of each request; inconsistent entries are clamped, as the kernels do."""
     pages = kv_indptr.clamp(0, max_pages).diff().clamp(min=0)
     return torch.where(pages > 0, (pages - 1) * page_size + last.clamp(1, page_size), 0)
 
@@ -41,27 +42,32 @@ def _pad(x: Tensor, length: int, value: int | Tensor) -> Tensor:
     return out.int()
 
 
-def _copy_requests(plan: DecodePlan | PrefillPlan, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor) -> None:
+def _copy_page_table(plan: DecodePlan | PrefillPlan, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor) -> None:
     plan.kv_indptr.copy_(_pad(kv_indptr, plan.kv_indptr.shape[0], kv_indptr[-1:]))
     plan.kv_len.copy_(_pad(kv_len, plan.kv_len.shape[0], 0))
     plan.kv_indices[: kv_indices.shape[0]] = kv_indices
 
 
-def cut_line(ends: Tensor, num_ctas: int) -> Tensor:
-    """Where to cut a line of tiles with the given inclusive ``ends``: ``[num_ctas + 1]``, from 0 to its end."""
-    total = ends[-1]
-    even = torch.arange(num_ctas + 1, device=ends.device) * total // num_ctas
-    tile = torch.searchsorted(ends, even, right=True).clamp(max=ends.shape[0] - 1)
-    after = ends[tile]
-    before = torch.where(tile > 0, ends[tile - 1], 0)
+def place_split_points(request_end: Tensor, num_ctas: int) -> Tensor:
+    """Block indices ``[num_ctas + 1]`` that bound the range of each CTA, from 0 to the number of KV blocks.
+
+    ``request_end [batch]`` is the block index after each request's last. A split point is the even one or the request
+    boundary nearest to it: the boundary for all if no range then exceeds the mean by more than 1 / ``IMBALANCE_DENOM``,
+    else for those at most half of that away.
+    """
+    total = request_end[-1]
+    even = torch.arange(num_ctas + 1, device=request_end.device) * total // num_ctas
+    request = torch.searchsorted(request_end, even, right=True).clamp(max=request_end.shape[0] - 1)
+    after = request_end[request]
+    before = torch.where(request > 0, request_end[request - 1], 0)
     snapped = torch.where(even - before < after - even, before, after)
-    whole = (snapped.diff().amax() * num_ctas * IMBALANCE_DENOM) <= total * (IMBALANCE_DENOM + 1)
+    balanced = (snapped.diff().amax() * num_ctas * IMBALANCE_DENOM) <= total * (IMBALANCE_DENOM + 1)
     near = (snapped - even).abs() * num_ctas * IMBALANCE_DENOM * 2 <= total
-    return torch.where(whole | near, snapped, even)
+    return torch.where(balanced | near, snapped, even)
 
 
-def _complete(plan: DecodePlan | PrefillPlan) -> None:
-    """One launch more on a GPU, where attention may read what was written last before that is visible."""
+def _add_launch(plan: DecodePlan | PrefillPlan) -> None:
+    """Launch one more kernel on a GPU: one with PDL may read what the preceding one wrote before it is visible."""
     if plan.kv_len.is_cuda:
         plan.kv_len.add_(0)
 
@@ -69,106 +75,114 @@ def _complete(plan: DecodePlan | PrefillPlan) -> None:
 def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
-    kv_len = _lengths(kv_indptr, kv_last_page_len, problem.page_size, p.kv_indices.shape[0])
-    _copy_requests(p, kv_indptr, kv_indices, kv_len)
+    kv_len = _kv_lengths(kv_indptr, kv_last_page_len, problem.page_size, p.kv_indices.shape[0])
+    _copy_page_table(p, kv_indptr, kv_indices, kv_len)
     p.split_counters.zero_()
     if problem.split:
-        _plan_pieces(p, problem)
+        _plan_fixed_splits(p, problem)
     else:
-        _plan_shares(p, problem)
-    _complete(p)
+        _plan_balanced_splits(p, problem)
+    _add_launch(p)
 
 
-def _line(p: DecodePlan, problem: PlanProblem) -> tuple[Tensor, Tensor, Tensor]:
-    """``(first token, first unit, units)`` of the work of each request."""
+def _work_of_requests(p: DecodePlan, problem: PlanProblem) -> tuple[Tensor, Tensor, Tensor]:
+    """``(first token, first KV block, number of KV blocks)`` that each request's query row reads."""
     kv_len = p.kv_len.long()
-    start = (kv_len - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_len)
-    first_unit = start // KV_BLOCK
-    return start, first_unit, (kv_len + KV_BLOCK - 1) // KV_BLOCK - first_unit
+    first_token = (kv_len - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_len)
+    first_block = first_token // KV_BLOCK
+    return first_token, first_block, (kv_len + KV_BLOCK - 1) // KV_BLOCK - first_block
 
 
-def _plan_shares(p: DecodePlan, problem: PlanProblem) -> None:
+def _plan_balanced_splits(p: DecodePlan, problem: PlanProblem) -> None:
     kv_len, num_ctas, capacity = p.kv_len.long(), p.cta_indptr.shape[0] - 1, p.work.shape[0]
-    start, first_unit, units = _line(p, problem)
-    ends = units.cumsum(0)
-    begins = ends - units
-    nonempty = (units > 0).long()
+    first_token, first_block, kv_blocks = _work_of_requests(p, problem)
+    request_end = kv_blocks.cumsum(0)
+    request_begin = request_end - kv_blocks
+    nonempty = (kv_blocks > 0).long()
     rank = nonempty.cumsum(0) - nonempty
 
-    cut = cut_line(ends, num_ctas)
-    tile = torch.searchsorted(ends, cut, right=True)
-    tiles_before = torch.cat((rank, rank[-1:] + nonempty[-1:]))[tile]
-    tile = tile.clamp(max=ends.shape[0] - 1)
-    inside = (cut > begins[tile]) & (cut < ends[-1])
-    inside = inside & torch.cat((inside[:1], cut[1:] > cut[:-1]))
-    cuts_before = inside.long().cumsum(0)
-    p.cta_indptr.copy_(tiles_before + cuts_before)
+    # Each split point: its request, and whether it begins an item, being inside the request and the first at its block.
+    point = place_split_points(request_end, num_ctas)
+    point_request = torch.searchsorted(request_end, point, right=True)
+    requests_before = torch.cat((rank, rank[-1:] + nonempty[-1:]))[point_request]
+    point_request = point_request.clamp(max=request_end.shape[0] - 1)
+    inside = (point > request_begin[point_request]) & (point < request_end[-1])
+    inside = inside & torch.cat((inside[:1], point[1:] > point[:-1]))
+    splits_before = inside.long().cumsum(0)
+    p.cta_indptr.copy_(requests_before + splits_before)
 
-    # Items: one where each nonempty request begins, one at each cut inside a request.
-    at_begin = torch.searchsorted(cut, begins, right=True) - 1
-    base = rank + cuts_before[at_begin]
-    cuts_inside = torch.zeros_like(kv_len).scatter_add_(0, tile, inside.long())
-    spare = capacity
-    index = torch.cat((torch.where(nonempty > 0, base, spare), torch.where(inside, tiles_before + cuts_before, spare)))
-    item_begin = ends.new_full((capacity + 1,), 0).scatter_(0, index, torch.cat((begins, cut)))[:-1]
-    request = torch.cat((torch.arange(kv_len.shape[0], device=kv_len.device), tile))
-    item_request = ends.new_full((capacity + 1,), 0).scatter_(0, index, request)[:-1]
+    # Scatter the begin and the request of each item: one where a nonempty request begins, one at each point inside one.
+    # Those that begin no item go to one entry past the capacity, which is dropped.
+    begin_point = torch.searchsorted(point, request_begin, right=True) - 1
+    first_item = rank + splits_before[begin_point]
+    points_inside = torch.zeros_like(kv_len).scatter_add_(0, point_request, inside.long())
+    index = torch.cat(
+        (
+            torch.where(nonempty > 0, first_item, capacity),
+            torch.where(inside, requests_before + splits_before, capacity),
+        )
+    )
+    item_begin = request_end.new_full((capacity + 1,), 0).scatter_(0, index, torch.cat((request_begin, point)))[:-1]
+    request = torch.cat((torch.arange(kv_len.shape[0], device=kv_len.device), point_request))
+    r = request_end.new_full((capacity + 1,), 0).scatter_(0, index, request)[:-1]
+
+    # An item ends where the next begins, or with its request.
     item = torch.arange(capacity, device=kv_len.device)
-    used = item < nonempty.sum() + cuts_before[-1]
-    r = item_request
-    item_end = torch.minimum(torch.cat((item_begin[1:], item_begin[-1:])), ends[r])
-    last_of_request = item - base[r] == cuts_inside[r]
-    item_end = torch.where(last_of_request, ends[r], item_end)
+    used = item < nonempty.sum() + splits_before[-1]
+    item_end = torch.minimum(torch.cat((item_begin[1:], item_begin[-1:])), request_end[r])
+    last_of_request = item - first_item[r] == points_inside[r]
+    item_end = torch.where(last_of_request, request_end[r], item_end)
 
-    pieces = torch.where(cuts_inside > 0, cuts_inside + 1, 0)
-    merge_end = pieces.cumsum(0)
-    p.merge_indptr.copy_(torch.cat((merge_end.new_zeros(1), merge_end)))
-    offset = first_unit[r] - begins[r]
+    splits = torch.where(points_inside > 0, points_inside + 1, 0)
+    slot_end = splits.cumsum(0)
+    p.merge_indptr.copy_(torch.cat((slot_end.new_zeros(1), slot_end)))
+    offset = first_block[r] - request_begin[r]
     fields = (
         r,
         torch.ones_like(r),
-        torch.maximum((item_begin + offset) * KV_BLOCK, start[r]),
+        torch.maximum((item_begin + offset) * KV_BLOCK, first_token[r]),
         torch.minimum((item_end + offset) * KV_BLOCK, kv_len[r]),
         kv_len[r] - 1,
         p.kv_indptr[r].long(),
-        torch.where(pieces[r] > 0, merge_end[r] - pieces[r] + item - base[r], -1),
+        torch.where(splits[r] > 0, slot_end[r] - splits[r] + item - first_item[r], -1),
         r,
     )
     p.work.copy_(torch.where(used[:, None], torch.stack(fields, 1), 0))
 
 
-def _plan_pieces(p: DecodePlan, problem: PlanProblem) -> None:
+def _plan_fixed_splits(p: DecodePlan, problem: PlanProblem) -> None:
     kv_len, num_ctas, capacity = p.kv_len.long(), p.cta_indptr.shape[0] - 1, p.work.shape[0]
-    start, first_unit, units = _line(p, problem)
-    size = problem.split // KV_BLOCK
-    pieces = torch.where(units > 0, fixed_split_counts(problem, units), 0)
-    piece_end, slots = pieces.cumsum(0), torch.where(pieces > 1, pieces, 0)
-    first_piece, merge_end = piece_end - pieces, slots.cumsum(0)
-    p.merge_indptr.copy_(torch.cat((merge_end.new_zeros(1), merge_end)))
+    first_token, first_block, kv_blocks = _work_of_requests(p, problem)
+    split_blocks = problem.split // KV_BLOCK
+    splits = torch.where(kv_blocks > 0, fixed_split_counts(problem, kv_blocks), 0)
+    item_end, slots = splits.cumsum(0), torch.where(splits > 1, splits, 0)
+    first_item, slot_end = item_end - splits, slots.cumsum(0)
+    p.merge_indptr.copy_(torch.cat((slot_end.new_zeros(1), slot_end)))
 
     item = torch.arange(capacity, device=kv_len.device)
-    r = torch.searchsorted(piece_end, item, right=True).clamp(max=kv_len.shape[0] - 1)
-    piece = item - first_piece[r]
-    begin = (first_unit[r] + piece * size) * KV_BLOCK
+    r = torch.searchsorted(item_end, item, right=True).clamp(max=kv_len.shape[0] - 1)
+    split = item - first_item[r]
+    begin = (first_block[r] + split * split_blocks) * KV_BLOCK
     fields = (
         r,
         torch.ones_like(r),
-        torch.maximum(begin, start[r]),
+        torch.maximum(begin, first_token[r]),
         torch.minimum(begin + problem.split, kv_len[r]),
         kv_len[r] - 1,
         p.kv_indptr[r].long(),
-        torch.where(slots[r] > 0, merge_end[r] - slots[r] + piece, -1),
+        torch.where(slots[r] > 0, slot_end[r] - slots[r] + split, -1),
         r,
     )
-    p.work.copy_(torch.where((item < piece_end[-1])[:, None], torch.stack(fields, 1), 0))
+    p.work.copy_(torch.where((item < item_end[-1])[:, None], torch.stack(fields, 1), 0))
 
-    ends = units.cumsum(0)
-    cut = torch.arange(num_ctas + 1, device=kv_len.device) * ends[-1] // num_ctas
-    passed = torch.searchsorted(ends, cut, right=True)
+    # The first item of a CTA is the first split that begins at or after its split point.
+    request_end = kv_blocks.cumsum(0)
+    point = torch.arange(num_ctas + 1, device=kv_len.device) * request_end[-1] // num_ctas
+    passed = torch.searchsorted(request_end, point, right=True)
     r = passed.clamp(max=kv_len.shape[0] - 1)
-    begun = first_piece[r] + (cut - (ends - units)[r] + size - 1) // size
-    begun = torch.where(passed < kv_len.shape[0], begun, piece_end[-1])
-    p.cta_indptr.copy_(begun.clamp(max=capacity))
+    first = first_item[r] + (point - (request_end - kv_blocks)[r] + split_blocks - 1) // split_blocks
+    first = torch.where(passed < kv_len.shape[0], first, item_end[-1])
+    p.cta_indptr.copy_(first.clamp(max=capacity))
 
 
 def plan_prefill(
@@ -177,13 +191,13 @@ def plan_prefill(
     p = PrefillPlan(*plan)
     problem = PlanProblem.of(p.problem)
     paged = p.kv_indices.shape[0] > 0
-    kv_len = _lengths(
+    kv_len = _kv_lengths(
         kv_indptr,
         kv_last_page_len,
         problem.page_size,
         p.kv_indices.shape[0] if paged else torch.iinfo(torch.int32).max,
     )
-    _copy_requests(p, kv_indptr, kv_indices, kv_len)
+    _copy_page_table(p, kv_indptr, kv_indices, kv_len)
     qo_indptr = qo_indptr.clamp(min=0)
     p.qo_indptr.copy_(_pad(qo_indptr, p.qo_indptr.shape[0], qo_indptr[-1:]))
 
@@ -195,42 +209,48 @@ def plan_prefill(
     kv_begin, kv_end = tiles.begin, tiles.end
     first_row = qo_begin[r] + tiles.offset
 
-    extent = torch.where(used, kv_end - kv_begin, 0)
-    first_unit, units = tiles.kv_blocks()
-    pieces, size = torch.where(used, 1, 0), 0
+    # Number of splits of each tile, 0 where the tile is not used.
+    first_block, kv_blocks = tiles.kv_blocks()
+    splits, split_blocks = torch.where(used, 1, 0), 0
     max_splits = p.split_tiles.shape[0]
     if max_splits and problem.split:
-        size = problem.split // KV_BLOCK
-        fixed = pieces * fixed_split_counts(problem, units)
+        split_blocks = problem.split // KV_BLOCK
+        fixed = splits * fixed_split_counts(problem, kv_blocks)
         fits = torch.where(fixed > 1, fixed, 0).sum() <= 2 * max_splits
-        pieces = torch.where(fits, fixed, pieces)
+        splits = torch.where(fits, fixed, splits)
     elif max_splits:
-        share = ((units.sum() + 2 * max_splits - 1) // (2 * max_splits)).clamp(min=MIN_SPLIT_BLOCKS)
-        pieces = pieces * (units // share).clamp(min=1)
-    split = pieces > 1
-    slot_end = torch.where(split, pieces, 0).cumsum(0)
-    slot = torch.where(split, slot_end - pieces, -1)
+        even_share = (kv_blocks.sum() + 2 * max_splits - 1) // (2 * max_splits)
+        splits = splits * (kv_blocks // even_share.clamp(min=MIN_SPLIT_BLOCKS)).clamp(min=1)
+    is_split = splits > 1
+    slot_end = torch.where(is_split, splits, 0).cumsum(0)
+    slot = torch.where(is_split, slot_end - splits, -1)
 
-    # Longest first, by classes of the piece's extent; the order within a class is the order of the batch.
-    extent = torch.where(split, (size or (units + pieces - 1) // pieces.clamp(min=1)) * KV_BLOCK, extent)
-    bucket = torch.where(used, LENGTH_BUCKETS - 1 - extent * LENGTH_BUCKETS // (extent.amax() + 1), LENGTH_BUCKETS)
-    order = torch.argsort(bucket, stable=True)
-    ends = pieces[order].cumsum(0)
-    tile = torch.arange(capacity, device=kv_len.device)
-    place = torch.searchsorted(ends, tile, right=True).clamp(max=capacity - 1)
+    # Order the tiles by classes of the KV length of an item, longest first; within a class in the order of the batch.
+    kv_length = torch.where(used, kv_end - kv_begin, 0)
+    item_blocks = split_blocks or (kv_blocks + splits - 1) // splits.clamp(min=1)
+    kv_length = torch.where(is_split, item_blocks * KV_BLOCK, kv_length)
+    bucket = LENGTH_BUCKETS - 1 - kv_length * LENGTH_BUCKETS // (kv_length.amax() + 1)
+    order = torch.argsort(torch.where(used, bucket, LENGTH_BUCKETS), stable=True)
+
+    # Work items: the splits of each tile in that order.
+    item_end = splits[order].cumsum(0)
+    item = torch.arange(capacity, device=kv_len.device)
+    place = torch.searchsorted(item_end, item, right=True).clamp(max=capacity - 1)
     t = order[place]
-    piece = tile - (ends[place] - pieces[t])
-    cuts = [at * size if size else units[t] * at // pieces[t].clamp(min=1) for at in (piece, piece + 1)]
-    begin, end = ((first_unit[t] + cut) * KV_BLOCK for cut in cuts)
-    begin = torch.where(piece > 0, begin, kv_begin[t])
-    end = torch.where(piece + 1 < pieces[t], end, kv_end[t])
-    item_slot = torch.where(split[t], slot[t] + piece, -1)
-    columns = (first_row[t], rows[t], begin, end, position[t], p.kv_indptr[r[t]].long(), item_slot, r[t])
-    p.work.copy_(torch.where((tile < ends[-1])[:, None], torch.stack(columns, 1), 0))
+    split = item - (item_end[place] - splits[t])
+    boundaries = [
+        i * split_blocks if split_blocks else kv_blocks[t] * i // splits[t].clamp(min=1) for i in (split, split + 1)
+    ]
+    begin, end = ((first_block[t] + boundary) * KV_BLOCK for boundary in boundaries)
+    begin = torch.where(split > 0, begin, kv_begin[t])
+    end = torch.where(split + 1 < splits[t], end, kv_end[t])
+    item_slot = torch.where(is_split[t], slot[t] + split, -1)
+    fields = (first_row[t], rows[t], begin, end, position[t], p.kv_indptr[r[t]].long(), item_slot, r[t])
+    p.work.copy_(torch.where((item < item_end[-1])[:, None], torch.stack(fields, 1), 0))
 
     if max_splits:
-        at = torch.where(split, split.long().cumsum(0) - 1, max_splits).clamp(max=max_splits)
-        merges = torch.stack((first_row, rows, slot, pieces), 1)
-        spare = merges.new_zeros(max_splits + 1, merges.shape[1])
-        p.split_tiles.copy_(spare.scatter_(0, at[:, None].expand_as(merges), merges)[:-1])
-    _complete(p)
+        index = torch.where(is_split, is_split.long().cumsum(0) - 1, max_splits).clamp(max=max_splits)
+        split_tiles = torch.stack((first_row, rows, slot, splits), 1)
+        padded = split_tiles.new_zeros(max_splits + 1, split_tiles.shape[1])
+        p.split_tiles.copy_(padded.scatter_(0, index[:, None].expand_as(split_tiles), split_tiles)[:-1])
+    _add_launch(p)

@@ -1,10 +1,10 @@
-"""Sizes that may be symbols."""
+"""Sizes that may be symbolic."""
 
 from __future__ import annotations
 
 
 def any_zero(*sizes: int) -> bool:
-    """Whether one of them is 0; a symbol of which nothing is known counts as more."""
+    """Whether one of the sizes is 0. A symbolic size that is not known to be 0 counts as nonzero, without a guard."""
     if all(type(size) is int for size in sizes):
         return 0 in sizes
     from torch.fx.experimental.symbolic_shapes import guard_or_false

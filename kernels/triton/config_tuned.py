@@ -1,4 +1,4 @@
-"""Tiles that were measured to be the best on a GPU, in place of those that the pure functions choose."""
+"""Tiles from the tuning table of the GPU, in place of those that the pure functions choose."""
 
 from __future__ import annotations
 
@@ -14,51 +14,55 @@ from attn_ops.errors import OptionError
 from attn_ops.ops import tuning_table
 
 Tile = TypeVar("Tile", bound=Any)
-"""A NamedTuple with ``options``."""
+"""A NamedTuple with a field ``options`` of launch options."""
 
 Entry = dict[str, int]
-"""Fields of a tile and of its options, those that differ."""
+"""Fields of a tile and of its launch options, by name."""
 
 FIELDS = {"decode": ("kv", "num_warps", "num_stages"), "prefill": ("rows", "kv", "num_warps", "num_stages")}
-_trial: dict[str, Entry] = {}
+"""The fields that an entry of each kernel has."""
+
+_overrides: dict[str, Entry] = {}
+"""By kernel: the tile of an :func:`override_tile` block that is active, which removes it at its end."""
 
 
 def tuned(default: Tile, kernel: str, device: torch.device, *problem: torch.dtype | int) -> Tile:
-    """``default`` with what the tables say of this ``problem`` on this GPU; numbers and dtypes that say what it is."""
-    entry = _trial.get(kernel) or _entry(kernel, device, problem)
+    """``default`` with the fields that the tuning table of this GPU has for ``problem``, its dtypes and sizes."""
+    entry = _overrides.get(kernel) or _entry(kernel, device, problem)
     if not entry:
         return default
     options = default.options._replace(**{k: v for k, v in entry.items() if k in default.options._fields})
     return default._replace(**{k: v for k, v in entry.items() if k in default._fields}, options=options)
 
 
-def key_of(*problem: torch.dtype | int) -> str:
+def problem_key(*problem: torch.dtype | int) -> str:
+    """The key of a problem in the tuning table, such as ``"bfloat16 bfloat16 128 128 4 16"``."""
     return " ".join(str(part).removeprefix("torch.") for part in problem)
 
 
 @contextmanager
-def trying(kernel: str, entry: Entry) -> Iterator[None]:
-    """Launches of ``kernel`` in this block take the tile of ``entry``, whatever the problem."""
-    _trial[kernel] = entry
+def override_tile(kernel: str, entry: Entry) -> Iterator[None]:
+    """In this block, ``kernel`` is launched with the tile of ``entry``, whatever the problem and the table."""
+    _overrides[kernel] = entry
     try:
         yield
     finally:
-        del _trial[kernel]
+        del _overrides[kernel]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _entry(kernel: str, device: torch.device, problem: tuple[torch.dtype | int, ...]) -> Entry | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return table(torch.cuda.get_device_name(device))[kernel].get(key_of(*problem))
+    return table(torch.cuda.get_device_name(device))[kernel].get(problem_key(*problem))
 
 
-@functools.cache
+@functools.cache  # one entry for each name of a GPU; the file is read once
 def table(gpu: str) -> dict[str, dict[str, Entry]]:
-    """Of a GPU, by kernel and problem.
+    """The entries of a GPU by kernel and problem; empty without a tuning table.
 
     Raises:
-        OptionError: the file is not there, or not a table.
+        OptionError: the file cannot be read, or is not a tuning table.
     """
     path = tuning_table.file()
     if path is None:

@@ -97,7 +97,7 @@ def test_inductor_does_not_reuse_what_was_compiled_for_other_tiles(table: Path) 
 
 def test_a_trial_holds_for_its_kernel_and_its_block(table: Path) -> None:
     table.write_text("{}")
-    with config_tuned.trying("decode", {"kv": 32, "num_warps": 4, "num_stages": 2}):
+    with config_tuned.override_tile("decode", {"kv": 32, "num_warps": 4, "num_stages": 2}):
         assert _tile(*PROBLEM).kv == 32
         assert config_tuned.tuned(DEFAULT, "prefill", GPU, *PROBLEM) == DEFAULT
     assert _tile(*PROBLEM) == DEFAULT
