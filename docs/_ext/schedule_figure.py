@@ -18,6 +18,8 @@ LEFT, TOP, LANE, BAR, UNIT = 210, 64, 46, 28, 34
 
 
 class Bar(NamedTuple):
+    """A bar of a lane; ``begin`` and ``length`` are in units of time."""
+
     lane: int
     begin: float
     length: float
@@ -34,6 +36,8 @@ class Signal(NamedTuple):
 
 
 class Figure(NamedTuple):
+    """Lanes with bars, signals between bars, and a legend of labels and colors."""
+
     title: str
     lanes: tuple[str, ...]
     bars: tuple[Bar, ...]
