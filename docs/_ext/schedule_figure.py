@@ -18,7 +18,7 @@ LEFT, TOP, LANE, BAR, UNIT = 210, 64, 46, 28, 34
 
 
 class Bar(NamedTuple):
-    """Work of one lane, in units of time."""
+    """A bar of a lane; ``begin`` and ``length`` are in units of time."""
 
     lane: int
     begin: float
@@ -36,7 +36,7 @@ class Signal(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """Lanes of bars, and the barriers between them."""
+    """Lanes with bars, signals between bars, and a legend of labels and colors."""
 
     title: str
     lanes: tuple[str, ...]

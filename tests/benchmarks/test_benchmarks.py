@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import comparison, decode, plot, prefill_problem, report, workload
+from benchmarks import comparison, decode, mla, model, overheads, plot, prefill, prefill_problem, report, workload
 from benchmarks.comparison import Comparison, NotMeasured, NotMeasuredError
 from benchmarks.decode_problem import DecodeProblem
 from benchmarks.decode_rows import ROWS, DecodeRow
 from benchmarks.model import MODULES, Kernel, gaps, kernel_parts, part_times
-from benchmarks.prefill_rows import PREFILL_ROWS, PrefillRow
+from benchmarks.prefill_rows import PREFILL_ROWS, MlaRow, PrefillRow
+from benchmarks.timing import HostTime
 from benchmarks.warm import KINDS, kind, modules
 
 SMALL = DecodeRow("small", (40, 7, 16), 4, 2, 1.0, head_dim=16)
@@ -266,3 +269,66 @@ def test_plots_are_made_of_the_stored_results(tmp_path: Path) -> None:
     plots = {path.stem for path in tmp_path.glob("*.png")}
     assert plots == {path.stem for path in report.RESULTS.glob("*.png")}
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in tmp_path.glob("*.png"))
+
+
+def _on_cpu(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    monkeypatch.setattr(module, name, functools.partial(getattr(module, name), device="cpu"))
+
+
+def test_decode_rows_have_the_columns_of_the_report(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _on_cpu(monkeypatch, decode, "DecodeProblem")
+    found = Comparison({decode.OURS: decode.ours}, {"good": decode.ours, "fails": _peer(_fails)})
+    row = decode._measure(SMALL, found)
+    assert (row["row"], row["attn_ops"], row["good"], row["fails"]) == ("small (reference)", 8.0, 4.0, None)
+    assert row["of goal"] == 8.0
+    assert row["share"] == pytest.approx(SMALL.bytes() / 8 / report.PEAK_BYTES_PER_US)
+    assert report.fastest_peer(row, report.Columns((decode.OURS,), tuple(found.peers))) == ("good", 0.5)
+
+
+def test_prefill_rows_have_the_columns_of_the_report(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(problem: prefill_problem.PrefillProblem) -> Callable[[int], Any]:
+        planner = problem.planner(paged=True)
+        return lambda i: torch.ops.attn.batch_prefill(
+            problem.q, problem.k_caches[i], problem.v_caches[i], planner.state, planner.workspace, causal=True
+        )[0]
+
+    _on_cpu(monkeypatch, prefill, "PrefillProblem")
+    found = Comparison(dict.fromkeys(prefill.OURS, attend), {"flex": _refuses})
+    row = prefill._measure(replace(STEP, goal=1e-6), found)
+    assert row["paged"] == pytest.approx(STEP.flops() / 5 / 1e6)
+    assert row["of goal"] == pytest.approx(row["paged"] / 1e-6)
+    assert row["share"] == pytest.approx(STEP.flops() / 5 / report.PEAK_FLOPS_PER_US)
+    assert row["flex"] is None
+
+
+def test_mla_rows_have_the_columns_of_the_report(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(problem: prefill_problem.MlaProblem) -> Callable[[int], Any]:
+        planner = problem.planner()
+        return lambda i: torch.ops.attn.batch_mla(
+            problem.q_nope, problem.q_pe, problem.ckv[i], problem.kpe[i], planner.state, planner.workspace
+        )[0]
+
+    _on_cpu(monkeypatch, mla, "MlaProblem")
+    row = mla._measure(MlaRow("small", (70, 3), 2.0, num_heads=4), Comparison({mla.OURS: attend}, {}))
+    assert (row["attn_ops"], row["of goal"]) == (8.0, 4.0)
+
+
+def test_serving_steps_have_the_columns_of_the_report(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _on_cpu(monkeypatch, workload, "StepProblem")
+    monkeypatch.setattr(workload, "LAYERS", 2)
+    monkeypatch.setattr(workload, "host_microseconds", lambda calls, **_: {name: HostTime(5.0, 5.0) for name in calls})
+    monkeypatch.setattr(workload.Workload, "PEERS", {"peer": workload.ours, "other": workload.ours})
+    found = workload.Workload(argparse.Namespace(peers=["p"]))
+    row = found.measure(STEP)
+    assert (row["attn_ops"], row["one launch"], row["peer"], row["FlashInfer plan"]) == (8.0, 10.0, 4.0 + 5.0, 5.0)
+    assert found.comparison.not_measured == [NotMeasured("other", "step", "left out with --peers")]
+
+
+def test_headlines_of_tables_without_peer_columns() -> None:
+    times = {"wrapper.run": 7.0, "wrapper.plan": 48.0, f"{overheads.PEER}.run": 21.0}
+    rows: list[report.Row] = [{"what": f"{name}, host", "measured": time} for name, time in times.items()]
+    assert overheads.headline(rows) == (
+        "Host time: wrapper.run takes 7.0 us, FlashInfer's 21.0 us; wrapper.plan takes 48.0 us, no peer."
+    )
+    text = model.headline([{"batch": 1, "step": 5.0, "attention": 0.25}])
+    assert text.startswith("batch 1: 5.00 ms, 5% attention. No peer")
