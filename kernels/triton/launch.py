@@ -142,8 +142,8 @@ class CapturedLaunch(NamedTuple):
 _kernel_cache: dict[tuple[Any, ...], tuple[Any, LoadedKernel | None]] = {}
 """``(compiled, loaded)`` kernels by kernel, device, specialization, constants and options.
 
-At ``MAX_KERNELS`` entries all are dropped. The GPU code stays loaded, since CUDA graphs may refer to it, and Triton
-keeps its compiled kernels: a dropped entry costs one lookup there.
+An insertion beyond ``MAX_KERNELS`` first drops all entries. Their GPU code stays loaded, since CUDA graphs may refer to
+it. Triton keeps the compiled kernels, so a launch after that looks its kernel up there and loads it once more.
 """
 
 
