@@ -1,7 +1,7 @@
-"""Random problems that the triton backend takes, compiled for GPUs that are not there as far as shared memory is known.
+"""Compiles random problems that the ``triton`` backend takes, for GPUs that are absent, until shared memory is known.
 
-``python tests/helpers/compile_sweep.py --count 20`` prints the kernels that do not compile, and those that
-take more shared memory than a CTA has; the exit status is their number.
+``python -m helpers.compile_sweep --count 20`` in ``tests/`` prints the kernels that do not compile, and those that take
+more shared memory than a CTA has. The exit status is their number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from helpers.offline_compile import SHARED_MEMORY, compiling_for, decode, mla, prefill
 
 RESERVED = 1024
-"""Bytes of a CTA that the system takes, from compute capability 9.0 on."""
+"""Bytes of shared memory per CTA that the system reserves, from compute capability 9.0 on."""
 
 DIMS = (1, 8, 17, 40, 64, 80, 96, 128, 129, 160, 192, 200, 256, 257, 300, 320, 384, 448, 500, 512)
 GROUPS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 100, 128, 160)
@@ -78,7 +78,7 @@ def failures(call: Call, capability: int) -> list[str]:
     try:
         with compiling_for(capability) as compiled:
             function(*args, **given)
-    except Exception as error:  # whatever the compiler raises is to be seen
+    except Exception as error:  # whatever the compiler raises is printed
         return [f"{type(error).__name__} {error}"]
     most = (SHARED_MEMORY[capability][0] << 10) - (RESERVED if capability >= 90 else 0)
     return [
@@ -116,7 +116,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # What is not assembled must not be found in the cache later.
+    # Kernels that are not assembled must not stay in the cache.
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(triton.knobs.cache, "dir", folder),

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for GPUs that are not there."""
+"""Compiles Triton kernels for GPUs that are absent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARED_MEMORY = {80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 1
 
 
 class Driver:
-    """What Triton asks of a driver before it compiles."""
+    """As much of a driver as Triton needs to compile."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -36,7 +36,7 @@ class Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        """A number of its own for each target: a kernel keeps what it compiled first for a device."""
+        """Another number for each target: a kernel caches what it compiles by device."""
         return self.capability
 
     def get_current_stream(self, device: int) -> int:
@@ -45,7 +45,10 @@ class Driver:
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[Compiled]:
-    """Launches only compile, with the tiles of that GPU, into the list: a kernel and its arguments each."""
+    """Compile launches instead of running them, with the tile sizes of that GPU.
+
+    The list gets each kernel and its arguments.
+    """
     compiled: Compiled = []
 
     def compile_only(kernel: Any, grid: Any, values: Any, options: Any, run: bool) -> None:
@@ -57,13 +60,13 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
         per_block, per_multiprocessor = SHARED_MEMORY[capability]
         return per_block << 10, per_multiprocessor << 10
 
-    def forget_tiles() -> None:
+    def clear_tile_caches() -> None:
         config_decode.decode_tile.cache_clear()
         config_prefill.prefill_tile.cache_clear()
 
     usual = triton.runtime.driver._active
     triton.runtime.driver.set_active(Driver(capability))
-    forget_tiles()
+    clear_tile_caches()
     try:
         with (
             patch.object(launch, "_launch_direct", compile_only),
@@ -76,11 +79,11 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
             yield compiled
     finally:
         triton.runtime.driver._active = usual
-        forget_tiles()
+        clear_tile_caches()
 
 
 def tool(name: str, *options: str, cubin: Path) -> str:
-    """What a tool of Triton's, such as ``"nvdisasm"``, says of a compiled kernel."""
+    """The output of one of Triton's tools, such as ``"nvdisasm"``, for a compiled kernel."""
     command = [getattr(triton.knobs.nvidia, name).path, *options, cubin]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -107,7 +110,7 @@ def decode(
 
 
 def eager(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """As where launches are not recorded."""
+    """Call ``function`` as in eager mode, where the last CTA combines."""
     with mock.patch("attn_ops.kernels.triton.decode.runs_now", return_value=True):
         function(*args, **kwargs)
 
@@ -129,7 +132,7 @@ def prefill(
     tile_rows: int | None = None,
     **options: Any,
 ) -> None:
-    """Ragged without a page size."""
+    """Call ``batch_prefill``, or ``ragged_prefill`` without a page size."""
     sizes: dict[str, Any] = {
         "num_qo_heads": heads[0],
         "num_kv_heads": heads[1],

@@ -1,4 +1,4 @@
-"""What compute-sanitizer's racecheck reports, less what it cannot follow."""
+"""The reports of compute-sanitizer's racecheck without known false ones, at synchronization that it does not model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = Path(next(iter(kernels.__path__)), "triton")
 REPORT = re.compile(r"Race reported between .*?(?=\n=+ *(?:\n|$)|\n(?!=)|\Z)", re.DOTALL)
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
 PLACE = re.compile(r" in (\S+\.py):(\d+)")
-MESSAGE = re.compile(r"def (store_shared|load_shared)\(")
+EXCHANGE = re.compile(r"def (store_shared|load_shared)\(")
 
 
 Place = tuple[str, str]
@@ -28,11 +28,11 @@ def _lines(file: Path) -> Iterator[tuple[str, str, str]]:
         yield str(number), line, function
 
 
-def hand_over() -> set[Place]:
-    """Kernels whose warpgroups have roles, and where they are given them.
+def warp_specialization() -> set[Place]:
+    """The ``def`` lines of warp-specialized kernels, and their ``gl.warp_specialize`` calls.
 
-    Triton passes values to them in shared memory, around a barrier of all threads that is not number 0 and that they
-    reach in different places (``BAR.SYNC 1`` in the assembly): racecheck does not see it.
+    Triton passes values to the warpgroups in shared memory, around ``BAR.SYNC 1``: a barrier of all threads, which
+    they reach at different instructions. Racecheck does not model it.
     """
     places = set()
     for file in FOLDER.glob("*.py"):
@@ -42,20 +42,20 @@ def hand_over() -> set[Place]:
     return places
 
 
-def messages() -> set[Place]:
-    """Where a warpgroup leaves something for another, and where that takes it.
+def shared_exchanges() -> set[Place]:
+    """The lines of ``store_shared`` and ``load_shared``, by which one warpgroup passes values to another.
 
-    One thread of the first arrives at an mbarrier for all, after a barrier of the warpgroup: racecheck holds the
-    others' writes for unordered.
+    After a barrier of the storing warpgroup, one of its threads arrives on the mbarrier for all. Racecheck treats the
+    writes of the other threads as unordered.
     """
     file = FOLDER / "hopper_common.py"
     lines = list(_lines(file))
-    bodies = {function for number, line, function in lines if number == function and MESSAGE.match(line)}
+    bodies = {function for number, line, function in lines if number == function and EXCHANGE.match(line)}
     return {(file.name, number) for number, _, function in lines if function in bodies}
 
 
 def races(output: str) -> list[str]:
-    """The reports with a place that is neither of the hand-over nor a message, of as many as the summaries count."""
-    known, reports = hand_over() | messages(), REPORT.findall(output)
+    """The reports that name another place. There must be as many reports as the summaries count."""
+    known, reports = warp_specialization() | shared_exchanges(), REPORT.findall(output)
     assert sum(map(int, SUMMARY.findall(output))) == len(reports), output[-6000:]
     return [report for report in reports if not known.issuperset(PLACE.findall(report))]

@@ -1,7 +1,7 @@
-"""Registers, stack and shared memory of every Triton kernel, as the assembler reports them for GPUs that are not there.
+"""Registers, stack and shared memory of every Triton kernel, as the assembler reports them for GPUs that are absent.
 
-``python tests/helpers/resources.py`` prints them, and with ``--write`` puts them into ``resources.json``, under
-the release of Triton that compiled them.
+``python -m helpers.resources`` in ``tests/`` prints them. With ``--write`` it stores them in ``resources.json`` for the
+release of Triton that compiled them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def resources_of(kernel: Any) -> Resources:
 
 
 def compile_case(case: str, capability: int) -> dict[str, Resources]:
-    """By ``"case: kernel"``; a kernel that a case launches again is numbered."""
+    """By ``"case: kernel"``. Later launches of the same kernel in a case are numbered."""
     found: dict[str, Resources] = {}
     with compiling_for(capability) as compiled:
         CASES[case]()

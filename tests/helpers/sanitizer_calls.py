@@ -1,7 +1,7 @@
-"""Small calls of every kernel, for compute-sanitizer to watch.
+"""Small calls of every kernel, to run under compute-sanitizer.
 
-``compute-sanitizer --tool memcheck python tests/helpers/sanitizer_calls.py calls``, with ``PYTHONPATH=tests`` and
-``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, by which every tensor has bounds of its own.
+``compute-sanitizer --tool memcheck python -m helpers.sanitizer_calls calls``, in ``tests/`` and with
+``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, by which every tensor has an allocation of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ GARBAGE = (-(2**31), -1, 0, 1, 1000, 2**31 - 1)
 
 
 def calls() -> int:
-    """Every call as it is meant."""
+    """Valid calls."""
     for name in CALLS:
         run(*call(name))
     return len(CALLS)
 
 
 def strays() -> int:
-    """Page numbers out of range, and plans that no planner made."""
+    """Calls with page numbers out of range, and with plans of garbage."""
     done = 0
     for garbage in GARBAGE:
         for change, names in ((astray, CALLS), (misplanned, ATTENTION)):
@@ -45,7 +45,7 @@ def reads_too_far(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def planted() -> int:
-    """An element is read that is not there."""
+    """A read beyond the end of a tensor, which memcheck must find."""
     reads_too_far[(1,)](torch.zeros(128, device="cuda"), 128)
     return 1
 

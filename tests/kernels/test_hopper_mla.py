@@ -1,4 +1,4 @@
-"""The Hopper kernel of MLA, compiled for a GPU that is not there: Gluon, which it is written in, has no interpreter."""
+"""The Hopper MLA kernel compiled offline. It is written in Gluon, which has no interpreter."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.skipif(
 
 SHARED_BYTES = 227 << 10
 
-COPY_STACK_BYTES = 64
-"""The role that copies sets a few values aside before its loop; one that attends would take hundreds of bytes."""
+PRODUCER_STACK_BYTES = 64
+"""The producer spills a few values before its loop. A consumer that spills would take hundreds of bytes."""
 
-WAITS = 10
-"""For products in the source: six of the warpgroup that begins, four of the other."""
+MMA_WAITS = 10
+"""Waits for matrix products in the source: six of the first consumer warpgroup, four of the second."""
 
 
 def _call(
@@ -40,7 +40,7 @@ def _call(
     tile_rows: int | None = None,
     shift: int = 0,
 ) -> tuple[list[torch.Tensor], attn_ops.PrefillPlanner]:
-    """Queries and caches, parts first, and a planner."""
+    """``q_nope, q_pe, ckv, kpe`` and a planner."""
     sizes = {"page_size": page_size, "num_qo_heads": heads, "num_kv_heads": 1, "window_left": window_left}
     planner = attn_ops.PrefillPlanner(
         5, 9, 40, head_dim=sum(dims), head_dim_vo=dims[0], num_ctas=6, tile_rows=tile_rows, **sizes
@@ -60,7 +60,7 @@ def _call(
 def test_registers_and_shared_memory_suffice(
     sizes: dict[str, Any], causal: bool, return_lse: bool, tmp_path: Path
 ) -> None:
-    """And the matrix products overlap: where the compiler cannot see that they may, it waits for each."""
+    """And matrix products overlap: where the compiler does not see that they can, it adds a wait for each."""
     (q_nope, q_pe, ckv, kpe), planner = _call(**sizes)
     arguments = q_nope, q_pe, ckv, kpe, list(planner.state), planner.workspace
     with compiling_for(90) as compiled:
@@ -71,8 +71,8 @@ def test_registers_and_shared_memory_suffice(
     cubin.write_bytes(kernel.asm["cubin"])
     usage = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", tool("cuobjdump", "-res-usage", cubin=cubin))
     assert usage
-    assert int(usage[1]) <= COPY_STACK_BYTES
+    assert int(usage[1]) <= PRODUCER_STACK_BYTES
     assert usage[2] == "0"
     code = tool("nvdisasm", "-c", cubin=cubin)
     assert code.count("HGMMA") >= 80
-    assert code.count("WARPGROUP.DEPBAR") <= WAITS
+    assert code.count("WARPGROUP.DEPBAR") <= MMA_WAITS

@@ -1,4 +1,4 @@
-"""The Hopper kernel of prefill, compiled for a GPU that is not there: Gluon, its language, has no interpreter."""
+"""The Hopper prefill kernel compiled offline. It is written in Gluon, which has no interpreter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
 
 
-A_FEW = 32
-"""Bytes of a thread's registers that are kept in memory."""
+SPILL_BYTES = 32
+"""Bytes of a thread's registers that may be spilled: values that are needed after a loop."""
 
 OPS = {"paged": hopper.batch_prefill, "ragged": hopper.ragged_prefill, "single": hopper.single_prefill}
 
@@ -49,7 +49,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "rows aligned to 16 bytes": {"storage": "padded"},
     "64": {"head_dims": (64, 64), "window_left": 127, "sinks": 1.0},
     "192/128": {"kind": "ragged", "head_dims": (192, 128)},
-    "turns": {"planner": {"tile_rows": 16}},
+    "alternating warpgroups": {"planner": {"tile_rows": 16}},
     "192/128, pages": {"head_dims": (192, 128), "page_size": 64, "kv_layout": "HND"},
     "256": {"head_dims": (256, 256), "window_left": 50},
     "256, cap": {"head_dims": (256, 256), "logits_soft_cap": 30.0, "page_size": 48},
@@ -59,7 +59,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_registers_suffice_and_products_overlap(name: str, tmp_path: Path) -> None:
-    """The assembler waits for each product if it cannot see that products may overlap, and may move exponentials."""
+    """Where the assembler does not see that products can overlap, it waits for each, and may move exponentials."""
     with compiling_for(90) as compiled:
         _call(**CALLS[name])
     kernel = compiled[0][0]
@@ -71,10 +71,10 @@ def test_registers_suffice_and_products_overlap(name: str, tmp_path: Path) -> No
     assert usage
     stack, local = map(int, usage.groups())
     assert local == 0
-    assert stack <= A_FEW  # of what is needed after a loop
+    assert stack <= SPILL_BYTES
     code = tool("nvdisasm", "-c", cubin=cubin)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     assert sorted(waits) == ["0"] * 6 + ["1"] * 2
     steps = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", code, re.DOTALL)
-    exponentials = 32 if "256" in name else 64  # of a thread, whose warpgroup has 64 pairs and a block of tokens
+    exponentials = 32 if "256" in name else 64  # per thread: a warpgroup has 64 packed rows and a KV tile
     assert [step.count("MUFU.EX2") >= exponentials for step in steps] == [True, True]

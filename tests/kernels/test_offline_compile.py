@@ -1,4 +1,4 @@
-"""Triton kernels compiled for GPUs that are not there: they assemble, fit, and write only what they should."""
+"""Triton kernels compiled offline, for GPUs that are absent: they assemble, fit, and write only their outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DECODES: list[tuple[torch.dtype, int, tuple[int, int], dict[str, Any]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("how", ["recorded", "eager"])
-def test_decode_fits_as_foreseen(capability: int, how: str) -> None:
+def test_decode_fits_the_predicted_shared_memory(capability: int, how: str) -> None:
     with compiling_for(capability) as compiled:
         for dtype, dim, heads, options in DECODES:
             if how == "eager":
@@ -92,7 +92,7 @@ WRITTEN = {
 
 
 def _written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
-    """As Inductor launches it: not early."""
+    """The tensors that Triton's analysis finds to be written, of a launch without PDL, as Inductor's are."""
     if "PDL" in arguments:
         arguments = {**arguments, "PDL": False}
     if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):
@@ -101,8 +101,8 @@ def _written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
     return set(triton_kernel_wrap.identify_mutated_tensors(kernel.src.fn, arguments, {}))
 
 
-def test_the_compiler_sees_what_is_written() -> None:
-    """Where its analysis gives up, Inductor takes every tensor to be written and copies the caches."""
+def test_the_analysis_of_writes_is_exact() -> None:
+    """Where the analysis gives up, Inductor treats every tensor as written and copies the caches."""
     with compiling_for(90) as compiled:
         decode(torch.bfloat16, (128, 128), (32, 8), return_lse=True)
         fp8 = {"kv_dtype": torch.float8_e5m2, "kv_scale": torch.ones(2)}
@@ -115,8 +115,8 @@ def test_the_compiler_sees_what_is_written() -> None:
             assert _written(kernel, arguments) == WRITTEN[kernel.metadata.name]
 
 
-def test_inductor_can_write_the_kernels() -> None:
-    """It writes their source, and the repr of their constants, between three quotes: torch 2.11 escapes nothing."""
+def test_inductor_can_embed_the_sources() -> None:
+    """It embeds sources and the repr of constants in triple quotes, which torch 2.11 does not escape."""
     modules = [importlib.import_module(f"{backend.__name__}.{m.name}") for m in pkgutil.iter_modules(backend.__path__)]
     values = [value for module in modules for value in vars(module).values()]
     sources = [value.src for value in values if isinstance(value, triton.runtime.JITFunction)]

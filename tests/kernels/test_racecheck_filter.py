@@ -1,8 +1,8 @@
-"""Which of racecheck's reports count."""
+"""The filter of racecheck's reports: known false reports are removed, all others are kept."""
 
 from __future__ import annotations
 
-from helpers.racecheck import hand_over, messages, races
+from helpers.racecheck import races, shared_exchanges, warp_specialization
 
 REPORT = """\
 ========= COMPUTE-SANITIZER
@@ -16,24 +16,24 @@ REPORT = """\
 
 
 def lines() -> list[int]:
-    """Of the kernel of prefill, and of where it gives roles."""
-    return sorted(int(line) for file, line in hand_over() if file == "hopper_prefill.py")
+    """The line of the prefill kernel's ``def``, and that of its ``gl.warp_specialize``."""
+    return sorted(int(line) for file, line in warp_specialization() if file == "hopper_prefill.py")
 
 
-def test_the_hand_over_to_warpgroups_is_known() -> None:
+def test_reports_at_warp_specialization_are_removed() -> None:
     first, second = lines()
     assert not races(REPORT.format(first, first, f"hopper_prefill.py:{second}"))
 
 
-def test_messages_between_warpgroups_are_known() -> None:
-    file = {file for file, _ in messages()}
-    numbers = sorted(int(line) for _, line in messages())
+def test_reports_at_exchanges_between_warpgroups_are_removed() -> None:
+    file = {file for file, _ in shared_exchanges()}
+    numbers = sorted(int(line) for _, line in shared_exchanges())
     assert file == {"hopper_common.py"}
     assert not races(REPORT.format(*lines(), f"hopper_common.py:{numbers[0]}"))
     assert len(races(REPORT.format(*lines(), f"hopper_common.py:{numbers[0] - 2}"))) == 1
 
 
-def test_another_place_is_a_race() -> None:
+def test_reports_of_other_places_are_kept() -> None:
     first, second = lines()
     for other in ("hopper_prefill.py:1", f"prefill.py:{second}", "standard.py:293"):
         (report,) = races(

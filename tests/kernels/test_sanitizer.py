@@ -1,4 +1,4 @@
-"""compute-sanitizer finds nothing in small calls of every kernel: no access out of bounds, no race."""
+"""compute-sanitizer finds no access out of bounds and no race in small calls of every kernel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer
 
 
 def sanitize(tool: str, part: str) -> subprocess.CompletedProcess[str]:
-    """Run a part of ``sanitizer_calls.py`` with every tensor in memory of its own."""
+    """Run a part of ``helpers/sanitizer_calls.py`` with a separate allocation for every tensor."""
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not on the PATH")
     options = ["--tool", tool, "--target-processes", "application-only", "--error-exitcode", "1"]
     done = subprocess.run(
-        [SANITIZER, *options, sys.executable, str(TESTS / "helpers" / "sanitizer_calls.py"), part],
+        [SANITIZER, *options, sys.executable, "-m", "helpers.sanitizer_calls", part],
         env={
             **os.environ,
             "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
@@ -52,7 +52,7 @@ def test_there_are_no_races() -> None:
     assert "RACECHECK SUMMARY" in done.stdout
 
 
-def test_it_would_be_found() -> None:
+def test_memcheck_finds_a_planted_error() -> None:
     done = sanitize("memcheck", "planted")
     assert done.returncode == 1
     assert "Invalid __global__ read of size" in done.stdout

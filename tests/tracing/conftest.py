@@ -1,4 +1,4 @@
-"""Tracing tests run against an empty compile cache and a fresh Dynamo."""
+"""Tracing tests start with an empty compile cache and a reset Dynamo."""
 
 from __future__ import annotations
 

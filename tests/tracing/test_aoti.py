@@ -1,24 +1,31 @@
-"""AOTInductor: packaged decode and plan steps in Python, and in a C++ process without Python."""
+"""AOTInductor: packages of decode and plan steps, loaded in Python and in a C++ process without Python."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import cpp_runner
 from helpers import decoder as d
+from torch import Tensor
 from tracing.test_export import DYNAMIC_BATCH
 
 import attn_ops
+
+
+def _compile(module: torch.nn.Module, args: tuple[Any, ...], path: Path, **options: Any) -> str:
+    program = torch.export.export(module, args, **options)
+    return torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
 def _package(tmp_path: Path, dynamic: bool) -> str:
     planner = d.planner()
     plan = planner.plan(*d.page_table([5, 3, 9, 1]))
     shapes = DYNAMIC_BATCH if dynamic else None
-    program = torch.export.export(d.decoder(), (*d.inputs(), plan, planner.workspace), dynamic_shapes=shapes)
-    return torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "decoder.pt2"))
+    args = (*d.inputs(), plan, planner.workspace)
+    return _compile(d.decoder(), args, tmp_path / "decoder.pt2", dynamic_shapes=shapes)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed batch", "dynamic batch"])
@@ -41,20 +48,27 @@ def test_decode_step_in_python_and_cpp(dynamic: bool, tmp_path: Path):
 
 
 class PlanStep(torch.nn.Module):
-    def forward(self, kv_indptr, kv_indices, kv_last_page_len, plan):
+    """Plans, and returns a sum of lengths if ``returns``."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.returns = returns
+
+    def forward(
+        self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: attn_ops.DecodePlan
+    ) -> Tensor | None:
         torch.ops.attn.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan)
-        return plan.kv_len.sum()
+        return plan.kv_len.sum() if self.returns else None
 
 
 def test_plan_step_in_cpp(tmp_path: Path):
-    """A C++ engine plans without Python: the packaged plan op fills the plan that it is given."""
+    """The package of a plan op writes to the plan tensors that a C++ engine passes."""
     planner = d.planner()
     indptr, indices, last = d.page_table([5, 3, 9, 1])
     padded = torch.zeros(d.PAGES, dtype=torch.int32)
     padded[: indices.shape[0]] = indices
     args = (indptr, padded, last, planner.plan(indptr, padded, last))
-    program = torch.export.export(PlanStep(), args)
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "plan.pt2"))
+    package = _compile(PlanStep(returns=True), args, tmp_path / "plan.pt2")
 
     indptr, indices, last = d.page_table([7, 0, 20, 2])
     padded[: indices.shape[0]] = indices
@@ -63,3 +77,32 @@ def test_plan_step_in_cpp(tmp_path: Path):
     _, mutated = cpp_runner.run(package, [indptr, padded, last, *blank], tmp_path)
     for field, want, got in zip(expected._fields, expected, mutated[3:], strict=True):
         assert torch.equal(got, want), field
+
+
+@pytest.mark.gpu
+def test_plan_and_decode_in_cpp_on_a_gpu(tmp_path: Path):
+    planner = d.planner("cuda")
+    indptr, indices, last = (t.cuda() for t in d.page_table([5, 3, 9, 1]))
+    padded = torch.zeros(d.PAGES, dtype=torch.int32, device="cuda")
+    plan = planner.plan(indptr, padded, last)
+    model = d.decoder().cuda()
+    plan_package = _compile(PlanStep(returns=False), (indptr, padded, last, plan), tmp_path / "plan.pt2")
+    package = _compile(model, (*d.inputs("cuda"), plan, planner.workspace), tmp_path / "decoder.pt2")
+
+    for lengths in ([7, 0, 20, 2], [48, 1, 3, 9], [0, 0, 0, 0]):
+        indptr, indices, last = (t.cuda() for t in d.page_table(lengths))
+        padded[: indices.shape[0]] = indices
+        blank = [torch.zeros_like(field) for field in plan]
+        _, planned = cpp_runner.run(plan_package, [indptr, padded, last, *blank], tmp_path)
+        expected_plan = planner.plan(indptr, padded, last)
+        for field, want, got in zip(attn_ops.DecodePlan._fields, expected_plan, planned[3:], strict=True):
+            assert torch.equal(got, want.cpu()), field
+
+        x, *caches = d.inputs("cuda")
+        eager = d.clone(tuple(caches))
+        expected = model(x, *eager, expected_plan, planner.workspace)
+        inputs = [x, *caches, *(t.cuda() for t in planned[3:]), planner.workspace]
+        (out,), mutated = cpp_runner.run(package, inputs, tmp_path)
+        torch.testing.assert_close(out, expected.cpu(), rtol=1e-3, atol=1e-3)
+        for want, got in zip(eager, mutated[1:3], strict=True):
+            torch.testing.assert_close(got, want.cpu(), rtol=1e-3, atol=1e-3)

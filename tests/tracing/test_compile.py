@@ -1,4 +1,4 @@
-"""torch.compile: one graph, no recompile when lengths change, no copy of a cache, no stale result."""
+"""``torch.compile``: one graph, no recompile for other lengths, no copy of a cache, no stale compiled code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_swapping_plans_of_one_shape_does_not_recompile():
 
 
 COLD = """
-import torch, decoder as d
+import torch
+from helpers import decoder as d
 model, planner = d.decoder(), d.planner()
 plan = planner.plan(*d.page_table([5, 3, 9, 1]))
 with torch.no_grad():
@@ -93,7 +94,7 @@ def _cold_process(cache: Path, path: str) -> float:
 
 
 def test_cold_process_and_stale_cache(tmp_path: Path):
-    """A changed kernel body must not meet the compiled code of the old one in Inductor's disk cache."""
+    """After a change of a kernel, Inductor's disk cache does not give the code compiled from the old one."""
     root = Path(__file__).parents[2]
     package = tmp_path / "site" / "attn_ops"
     shutil.copytree(root / "attn_ops", package)

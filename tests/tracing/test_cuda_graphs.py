@@ -1,4 +1,4 @@
-"""Decode steps on a GPU that are compiled or captured once and replayed with other lengths."""
+"""Decode steps on a GPU that are captured or compiled once and replayed with other lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = ([5, 700, 1, 33], [64, 0, 1500, 2], [0, 0, 0, 0], [400, 400, 400, 400]
 
 
 class Step:
-    """Buffers of fixed address, as an engine keeps them."""
+    """Tensors with fixed addresses, as an engine has them."""
 
     def __init__(self) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
@@ -63,7 +63,7 @@ def _check(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> No
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
-def test_eager_step_never_synchronises() -> None:
+def test_eager_step_never_synchronizes() -> None:
     step = Step()
     step.set_lengths(LENGTHS[0])
     for _ in range(2):
@@ -130,8 +130,8 @@ def test_compiled_append_and_merge() -> None:
     assert torch.equal(step.cache, before)
 
 
-def test_aot_package_runs_the_kernels(tmp_path) -> None:
-    """Only compiled here: loading a package in this process needs one C++ runtime (see docs)."""
+def test_a_package_compiles(tmp_path) -> None:
+    """Only compiled: Python and the package would have to share one C++ runtime to load it here."""
 
     class Module(torch.nn.Module):
         def forward(

@@ -1,4 +1,4 @@
-"""Every op exported, saved, packaged and run again with other lengths: nothing of the example is baked in."""
+"""Every op exported, saved, packaged and run with other lengths: no value of the example becomes a constant."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "states": ("merge_state", "merge_states", "merge_state_in_place", "merge_states_varlen"),
     "bits": ("packbits", "segment_packbits"),
 }
-"""Ops that share a program."""
+"""Ops that are exported in one program."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch_decode": {"window_left": 20, "sinks": 1.0, "dtype": torch.bfloat16},
@@ -51,7 +51,7 @@ UNPLANNED: dict[str, dict[str, Tensor]] = {
     "packbits": {"x": ~BITS},
     "segment_packbits": {"x": ~BITS, "indptr": int32([0, 4, 15])},
 }
-"""Ops whose call here has no lengths to change: what to change instead; floats are moved by a row."""
+"""What to change in calls of ops without lengths. Their floating-point tensors are rolled by one row."""
 
 
 def example(op: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def example(op: str) -> dict[str, Any]:
 
 
 def other(op: str) -> dict[str, Any]:
-    """A call of the same shapes with other values in every tensor."""
+    """A call with the same shapes and other values in every tensor."""
     if op not in UNPLANNED:
         return arguments(op, **OPTIONS.get(op, {}), **RELENGTHENED)
     call = {k: t.roll(1, 0) if isinstance(t, Tensor) and t.is_floating_point() else t for k, t in example(op).items()}
@@ -71,7 +71,7 @@ def is_option(value: Any) -> bool:
 
 
 class Family(nn.Module):
-    """Calls every op with the tensors that it is given and the options of the example."""
+    """Calls each op with its tensors, which are inputs, and with the options of the example."""
 
     def __init__(self, examples: Inputs) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ def tensors(calls: Inputs) -> Inputs:
 
 
 def copy(t: Tensor) -> Tensor:
-    """With the strides of ``t``, on which a package relies."""
+    """A copy with the strides of ``t``, which a package expects."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t)
 
 
 def check(step: Any, eager: nn.Module, inputs: Inputs) -> None:
-    """``step`` returns what ``eager`` returns, and leaves its inputs as that does."""
+    """``step`` returns what ``eager`` returns, and writes the same values to its inputs."""
     mine, theirs = (pytree.tree_map(copy, inputs) for _ in range(2))
     expected, actual = eager(mine), step(theirs)
     torch.testing.assert_close(actual, expected)
@@ -113,7 +113,7 @@ def test_every_op_has_a_family() -> None:
 
 @pytest.mark.parametrize("op", SCHEMAS)
 def test_the_other_call_has_another_result(op: str) -> None:
-    """Or a program that holds the example's would pass."""
+    """Otherwise a program whose results are constants would pass."""
     calls = [example(op), other(op)]
     outcomes = [pytree.tree_leaves((getattr(torch.ops.attn, op)(**call), written(op, call))) for call in calls]
     assert not all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True) if a is not None)

@@ -1,4 +1,4 @@
-"""torch.export: strict and not, saved and loaded, the batch dynamic; one readable node an op."""
+"""``torch.export``: strict and non-strict, saved and loaded, with a dynamic batch, one node per op."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_export_save_load(strict: bool, dynamic: bool, tmp_path: Path):
             torch.testing.assert_close(other, eager)
 
 
-def test_functional_graph_runs():
-    """After decomposition to functional aten the appended caches come back as mutated inputs."""
+def test_functional_graph_lists_mutated_inputs():
+    """After decomposition to functional aten, the caches are outputs that the signature lists as mutated inputs."""
     program = export().run_decompositions()
     targets = {spec.target for spec in program.graph_signature.output_specs if "MUTATION" in spec.kind.name}
     assert targets == {"first", "second", "workspace"}

@@ -1,4 +1,4 @@
-"""An op whose body asks to stay a call, for a kernel that Inductor does not generate."""
+"""Fallback: a compiled graph calls the op for a kernel that Inductor does not generate, and a package runs another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = [5, 3, 9, 1]
 
 @pytest.fixture(autouse=True)
 def special(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A kernel of decode that Inductor does not generate, before the others; each of its calls is a line."""
+    """The calls of a decode kernel that Inductor does not generate, the first entry of the backend table."""
     module, calls = types.ModuleType("special_backend"), []
 
     def batch_decode(*args: Any, **kwargs: Any) -> Any:

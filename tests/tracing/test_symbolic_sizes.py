@@ -1,4 +1,4 @@
-"""Sizes that are symbols, and modes around a call: what a graph bakes in, and what it does not."""
+"""Symbolic sizes and surrounding modes: which values are constants of a graph, and which are not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_mask_of_any_size_shares_a_graph() -> None:
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-def test_no_guard_is_needed_on_sizes_that_nothing_is_known_of() -> None:
+def test_unbacked_sizes_need_no_guard() -> None:
     class Cut(nn.Module):
         def forward(self, n: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = n.item()
@@ -74,7 +74,7 @@ def test_no_guard_is_needed_on_sizes_that_nothing_is_known_of() -> None:
 
 
 def _paged(batch: int) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor]:
-    """A page each for requests of 3 tokens: the table, and what the oracle takes."""
+    """Requests of 3 tokens on one page each: page table, requests for the oracle, cache and query."""
     cache, q = torch.randn(20, 2, PAGE, KV_HEADS, DIM), torch.randn(batch, HEADS, DIM)
     table = int32(range(batch + 1)), int32(range(batch)), int32([3] * batch)
     return table, [(q[b : b + 1], cache[b, 0, :3], cache[b, 1, :3]) for b in range(batch)], q, cache
@@ -123,7 +123,7 @@ def _tabled(q: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor) ->
     )
 
 
-def test_functions_without_a_plan_share_graphs_over_ranges_of_sizes() -> None:
+def test_one_shot_functions_share_graphs_over_ranges_of_sizes() -> None:
     compiled = torch.compile(_deepseek, fullgraph=True, backend="aot_eager")
     for keys in range(9, 33):
         q, kv = torch.randn(6, HEADS, DIM), torch.randn(keys, KV_HEADS, DIM)
@@ -142,14 +142,14 @@ def test_functions_without_a_plan_share_graphs_over_ranges_of_sizes() -> None:
     assert counters["stats"]["unique_graphs"] <= 4
 
 
-def test_functions_without_a_plan_run_on_fake_tensors() -> None:
+def test_one_shot_functions_run_on_fake_tensors() -> None:
     with FakeTensorMode():
         cache = torch.randn(16, 2, PAGE, KV_HEADS, DIM)
         out = _tabled(torch.randn(2, HEADS, DIM), cache, int32([[0, 1, 2]] * 2), int32([1, 2]))
         assert out.shape == (2, HEADS, DIM)
 
 
-def test_rows_may_be_counted_in_the_graph() -> None:
+def test_the_number_of_rows_may_be_computed_in_the_graph() -> None:
     def places(indptr: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         return attn_ops.get_batch_indices_positions(indptr, seq_lens, indptr[-1].item())
 
@@ -159,8 +159,8 @@ def test_rows_may_be_counted_in_the_graph() -> None:
     assert [t.tolist() for t in compiled] == [[0, 1, 1], [3, 3, 4]]
 
 
-def test_a_draft_mask_exports_with_any_batch() -> None:
-    class Draft(nn.Module):
+def test_a_tree_mask_exports_with_a_dynamic_batch() -> None:
+    class TreeMask(nn.Module):
         def forward(self, q: Tensor, cache: Tensor, tables: Tensor, seq_lens: Tensor, mask: Tensor) -> Tensor:
             options: dict[str, Any] = {"kv_layout": "NHD", "q_len_per_req": 3, "mask": mask}
             return attn_ops.trtllm_batch_decode_with_kv_cache(q, cache, None, tables, seq_lens, 99, SCALE, **options)
@@ -168,7 +168,9 @@ def test_a_draft_mask_exports_with_any_batch() -> None:
     batch = Dim("batch", min=2, max=64)
 
     def inputs(n: int) -> tuple[Tensor, ...]:
-        visible = torch.tensor([1, 3, 7], dtype=torch.int32).to(torch.uint16)  # each row's draft up to itself
+        visible = torch.tensor([1, 3, 7], dtype=torch.int32).to(
+            torch.uint16
+        )  # each row sees the draft tokens up to its own
         tables = torch.arange(2 * n, dtype=torch.int32).view(n, 2)
         return (
             *(torch.randn(3 * n, HEADS, DIM), torch.randn(20, 2, PAGE, KV_HEADS, DIM), tables),
@@ -176,7 +178,7 @@ def test_a_draft_mask_exports_with_any_batch() -> None:
         )
 
     shapes = ({0: 3 * batch}, {}, {0: batch}, {0: batch}, {0: batch})
-    program = torch.export.export(Draft(), inputs(4), dynamic_shapes=shapes)
+    program = torch.export.export(TreeMask(), inputs(4), dynamic_shapes=shapes)
     q, cache, tables, *rest = inputs(5)
     out = program.module()(q, cache, tables, *rest)
     tokens = [cache[tables[b].long()].transpose(0, 1).flatten(1, 2)[:, :7] for b in range(5)]
@@ -216,14 +218,14 @@ def test_planners_and_scales_do_not_follow_the_default_dtype(dtype: torch.dtype)
     Expected.of(requests).check(scaled)
 
 
-def test_autocast_does_not_reach_into_the_reference() -> None:
+def test_autocast_does_not_affect_the_reference() -> None:
     inputs = _dense(5, 40)
     with torch.autocast("cpu", torch.bfloat16):
         out, lse = Single()(*inputs)
     Expected.of([inputs], causal=True).check(out, lse)
 
 
-def test_what_is_planned_in_inference_mode_is_planned_again_outside() -> None:
+def test_a_plan_made_in_inference_mode_is_replanned_outside_of_it() -> None:
     table, requests, q, cache = _paged(3)
     wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 16, dtype=torch.uint8))
     with torch.inference_mode():
