@@ -24,8 +24,9 @@ from attn_ops.errors import (
     fail,
 )
 from attn_ops.ops.inductor import mark_static
-from attn_ops.ops.options import MAX_WINDOW
+from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.page_table_checks import check_indptr, check_pages
+from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_SIZE, check_products
 from attn_ops.plan.sizing import (
     MAX_PACKED_ROWS,
     count_splits,
@@ -41,37 +42,34 @@ from attn_ops.plan.state import (
     allocate_decode,
     allocate_prefill,
     decode_shapes,
+    full_tiles,
     num_partials,
     prefill_shapes,
     split_tokens,
     workspace_size,
 )
 
-MIN_VALUES = {"window_left": -1, "window": 0, "causal": 0, "max_pages": 0, "split": 0}
-"""The smallest value of each size or option for which it is not 1."""
-
 WORKSPACE = "workspace"
 """Key of the workspace in ``storage``, beside the plan's fields."""
 
 
-def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: int) -> PlanProblem:
-    """The problem of these sizes, checked together with the planner's ``capacities``."""
-    if fixed_split_size is not None:
-        capacities = {**capacities, "fixed_split_size": fixed_split_size}
-    sizes["split"] = split_tokens(fixed_split_size, sizes["page_size"])
-    problem = PlanProblem(**sizes)
-    min_values = dict.fromkeys((*sizes, *capacities), 1) | MIN_VALUES
-    for name, value in {**capacities, **sizes}.items():
-        if value < min_values[name]:
-            fail(OptionError, "planner", f"{name} is {value}", f"at least {min_values[name]}", "make it larger")
-    if problem.window > MAX_WINDOW + 1:
-        fail(
-            OptionError,
-            "planner",
-            f"window_left is {problem.window - 1}",
-            f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window",
-            "change it",
-        )
+def _in_range(name: str, value: int | None, least: int = 1, most: int = MAX_SIZE) -> None:
+    """Check an argument of a planner; None stands for its default."""
+    if value is not None and value < least:
+        fail(OptionError, "planner", f"{name} is {value}", f"at least {least}", "make it larger")
+    if value is not None and value > most:
+        fail(OptionError, "planner", f"{name} is {value}", f"at most {most}", "make it smaller")
+
+
+def _problem(*, fixed_split_size: int | None, window_left: int, causal: bool, **sizes: int) -> PlanProblem:
+    """The problem of these arguments of a planner, which are checked."""
+    _in_range("fixed_split_size", fixed_split_size)
+    for name, value in sizes.items():
+        _in_range(name, value)
+    if not BOUNDS["window_left"].holds(window_left):
+        fail(OptionError, "planner", f"window_left is {window_left}", BOUNDS["window_left"].expected, "change it")
+    split = split_tokens(fixed_split_size, sizes["page_size"])
+    problem = PlanProblem(**sizes, window=window_left + 1, causal=int(causal), split=split)
     if problem.num_qo_heads % problem.num_kv_heads:
         fail(
             ShapeError,
@@ -81,6 +79,14 @@ def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: 
             "repeat or regroup the heads",
         )
     return problem
+
+
+def _default_max_kv_len(max_pages: int, page_size: int) -> int:
+    """The power of two from the tokens in ``max_pages`` pages on.
+
+    It is part of a plan's shape, so plans of about the same number of pages share a compiled graph.
+    """
+    return min(MAX_SIZE, 1 << (max(max_pages, 1) * page_size - 1).bit_length())
 
 
 def _check_storage(
@@ -172,9 +178,10 @@ class DecodePlanner(_Planner):
         num_kv_heads: heads of the cache.
         head_dim: elements of a key, and of a value unless ``head_dim_vo`` is given.
         head_dim_vo: elements of a value and an output.
-        max_kv_len: capacity for the KV tokens of one request; default as many as ``max_pages`` hold. It costs no
-            memory. The ``reference`` backend computes on that many tokens of every request, except in eager calls on
-            the CPU; the other backends compute on the tokens there are.
+        max_kv_len: capacity for the KV tokens of one request; default as many as ``max_pages`` hold, rounded up to a
+            power of two. It costs no memory. In compiled graphs and on CUDA the ``reference`` backend computes on that
+            many tokens of every request, or on all that ``max_pages`` hold; the other backends compute on the tokens
+            there are.
         window_left: plan for a sliding window, so that keys outside of it cost no work; -1 for no window.
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: CTAs that divide the work of one KV head; default by the device.
@@ -221,23 +228,30 @@ class DecodePlanner(_Planner):
         storage: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
+        _in_range("max_batch", max_batch)
+        _in_range("max_pages", max_pages, least=0)
+        _in_range("num_ctas", num_ctas, most=MAX_CTAS_PER_HEAD)
         self.problem = _problem(
-            {"max_batch": max_batch, "max_pages": max_pages, "window_left": window_left, "num_ctas": num_ctas or 1},
-            fixed_split_size,
+            fixed_split_size=fixed_split_size,
+            window_left=window_left,
+            causal=False,
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim,
-            head_dim_vo=head_dim_vo or head_dim,
-            max_kv_len=max_kv_len or max(max_pages, 1) * page_size,
+            head_dim_vo=head_dim if head_dim_vo is None else head_dim_vo,
+            max_kv_len=_default_max_kv_len(max_pages, page_size) if max_kv_len is None else max_kv_len,
             tile_rows=1,
-            window=window_left + 1,
         )
         self.max_pages, self.cache_pages = max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
-        capacity = max_batch, max_pages, num_ctas or ctas_per_head(self.device, num_kv_heads)
-        fields = _check_storage(storage or {}, decode_shapes(self.problem, *capacity), self.device)
+        if num_ctas is None:
+            num_ctas = ctas_per_head(self.device, num_kv_heads)
+        capacity = max_batch, max_pages, num_ctas
+        shapes = decode_shapes(self.problem, *capacity)
+        check_products("planner", self.problem, max_pages, shapes)
+        fields = _check_storage(storage or {}, shapes, self.device)
         with torch.inference_mode(False):  # the plan is also written and read outside of inference mode
             plan = allocate_decode(self.problem, *capacity, self.device, storage=fields)
             self._own(plan, (storage or {}).get(WORKSPACE))
@@ -252,7 +266,8 @@ class DecodePlanner(_Planner):
             kv_indices: int ``[pages]``, page numbers.
             kv_last_page_len: int ``[batch]``, tokens in each request's last page, 1 to ``page_size``.
             validate: check the contents too. Default: if everything is on the host. On CUDA tensors
-                this synchronises; without it entries out of range are clamped on the device.
+                this synchronises; without it entries out of range are clamped on the device, so pages and query
+                rows beyond the capacity are left out.
 
         Raises:
             CapacityError: the batch exceeds the plan's capacity; the message names the capacity that it needs.
@@ -327,18 +342,23 @@ class PrefillPlanner(_Planner):
             )
         rows = MAX_PACKED_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         super().__init__()
+        _in_range("max_batch", max_batch)
+        _in_range("max_tokens", max_tokens)
+        _in_range("max_pages", max_pages, least=0)
+        _in_range("num_ctas", num_ctas, least=0)
+        if tile_rows is None:
+            tile_rows = rows_per_tile(num_qo_heads, num_kv_heads, rows)
         self.problem = _problem(
-            {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages, "window_left": window_left},
-            fixed_split_size,
+            fixed_split_size=fixed_split_size,
+            window_left=window_left,
+            causal=causal,
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim,
-            head_dim_vo=head_dim_vo or head_dim,
-            max_kv_len=max_kv_len or max_pages * page_size,
-            tile_rows=tile_rows or rows_per_tile(num_qo_heads, num_kv_heads, rows),
-            window=window_left + 1,
-            causal=int(causal),
+            head_dim_vo=head_dim if head_dim_vo is None else head_dim_vo,
+            max_kv_len=_default_max_kv_len(max_pages, page_size) if max_kv_len is None else max_kv_len,
+            tile_rows=tile_rows,
         )
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
@@ -347,8 +367,11 @@ class PrefillPlanner(_Planner):
         if max_splits is None:
             max_splits = splits_per_head(self.device, self.problem)
             if self.problem.split:
-                max_splits = max_splits_for(self.problem, max_batch, max_tokens)
-        shapes = prefill_shapes(self.problem, max_batch, max_tokens, max_pages, max_splits)
+                longest = max_pages * page_size if max_kv_len is None else max_kv_len
+                max_splits = max_splits_for(self.problem, max_batch, max_tokens, longest)
+        max_splits = max_splits // 2 * 2
+        shapes = prefill_shapes(max_batch, full_tiles(self.problem, max_tokens), max_pages, max_splits)
+        check_products("planner", self.problem, max_pages, shapes)
         fields = _check_storage(storage or {}, shapes, self.device)
         with torch.inference_mode(False):  # the plan is also written and read outside of inference mode
             plan = allocate_prefill(
@@ -423,9 +446,9 @@ class PrefillPlanner(_Planner):
     def _check_batch(
         self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
     ) -> None:
-        if validate or (validate is None and not qo_indptr.is_cuda):
+        if validate or (validate is None and _on_host(qo_indptr)):
             self._check_rows(qo_indptr)
-            if self.problem.split and (validate or not (kv_indptr.is_cuda or kv_last_page_len.is_cuda)):
+            if self.problem.split and (validate or (_on_host(kv_indptr) and _on_host(kv_last_page_len))):
                 self._check_splits(qo_indptr, kv_indptr, kv_last_page_len)
         self._check(validate, {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
 

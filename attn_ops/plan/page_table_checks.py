@@ -84,6 +84,17 @@ def check_pages(
             f"1 to page_size {problem.page_size}",
             "a request whose last page is full has page_size there, an empty one has no page",
         )
+    used = int(indptr[-1])
+    if max_pages:
+        check_entries(indptr, kv_indices, where)
+        if used > max_pages:  # before the length of a request, which more pages may allow
+            fail(
+                CapacityError,
+                where,
+                f"the batch has {used} pages and the plan capacity for {max_pages}",
+                f"max_pages of at least {used}",
+                "make the planner with that max_pages",
+            )
     longest = int(torch.where(pages > 0, (pages - 1) * problem.page_size + last, 0).amax()) if pages.numel() else 0
     if longest > problem.max_kv_len:
         fail(
@@ -94,20 +105,11 @@ def check_pages(
             "make the planner with that max_kv_len",
         )
     if max_pages:
-        check_entries(indptr, kv_indices, where)
-        _check_indices(kv_indices, int(indptr[-1]), max_pages, cache_pages, where)
+        _check_indices(kv_indices[:used], cache_pages, where)
 
 
-def _check_indices(kv_indices: Tensor, used: int, max_pages: int, cache_pages: int | None, where: str) -> None:
-    if used > max_pages:
-        fail(
-            CapacityError,
-            where,
-            f"the batch has {used} pages and the plan capacity for {max_pages}",
-            f"max_pages of at least {used}",
-            "make the planner with that max_pages",
-        )
-    listed = kv_indices[:used].cpu().long()
+def _check_indices(kv_indices: Tensor, cache_pages: int | None, where: str) -> None:
+    listed = kv_indices.cpu().long()
     bound = torch.iinfo(torch.int32).max if cache_pages is None else cache_pages
     wrong = (listed < 0) | (listed >= bound)
     if wrong.any():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.plan.state import CTAS_PER_SM, KV_BLOCK, PlanProblem
+from attn_ops.plan.state import CTAS_PER_SM, KV_BLOCK, PlanProblem, full_tiles
 
 CTA_MULTIPLE = 8
 """The number of CTAs per KV head is a multiple of this if it is large enough: 2^n requests then often need no split."""
@@ -113,8 +113,8 @@ def count_splits(problem: PlanProblem, qo_len: Tensor, kv_len: Tensor) -> int:
     return count + count % 2
 
 
-def max_splits_for(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:
+def max_splits_for(problem: PlanProblem, max_batch: int, max_tokens: int, max_kv_len: int) -> int:
     """The largest result of :func:`count_splits` for batches of at most this size."""
-    tiles = (max_tokens + problem.tile_rows - 1) // problem.tile_rows + max_batch
-    longest = -(-problem.max_kv_len // problem.split)
+    tiles = full_tiles(problem, max_tokens) + max_batch
+    longest = -(-max_kv_len // problem.split)
     return tiles * (longest + longest % 2) if longest > 1 else 0

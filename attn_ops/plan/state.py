@@ -78,7 +78,7 @@ class PlanProblem(NamedTuple):
     @staticmethod
     def of(problem: Tensor) -> PlanProblem:
         """The numbers that the shape of ``plan.problem`` carries."""
-        return PlanProblem(*(int(size) for size in problem.shape[1:]))
+        return PlanProblem(*map(int, problem.shape[1:]))
 
     def as_shape_tensor(self, device: torch.device) -> Tensor:
         """int32 ``[0, *self]``: a tensor without elements, whose shape passes through tracing and export.
@@ -148,7 +148,10 @@ torch.serialization.add_safe_globals([DecodePlan, PrefillPlan])
 
 
 def decode_shapes(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each field of a :class:`DecodePlan` but ``problem``, for these capacities."""
+    """Shape of each field of a :class:`DecodePlan` but ``problem``, for these capacities.
+
+    Allocation and check both take the shapes from here.
+    """
     max_splits = _max_whole_splits(problem, max_pages) if problem.split else num_ctas
     return {
         "kv_indptr": (max_batch + 1,),
@@ -161,17 +164,23 @@ def decode_shapes(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas
     }
 
 
-def prefill_shapes(
-    problem: PlanProblem, max_batch: int, max_tokens: int, max_pages: int, max_splits: int
-) -> dict[str, tuple[int, ...]]:
-    """Shape of each field of a :class:`PrefillPlan` but ``problem``, for these capacities."""
-    max_tiles = (max_tokens + problem.tile_rows - 1) // problem.tile_rows + max_batch
+def full_tiles(problem: PlanProblem, rows: int) -> int:
+    """Query tiles of one request with ``rows`` query rows."""
+    return (rows + problem.tile_rows - 1) // problem.tile_rows
+
+
+def prefill_shapes(max_batch: int, num_full_tiles: int, max_pages: int, max_splits: int) -> dict[str, tuple[int, ...]]:
+    """Shape of each field of a :class:`PrefillPlan` but ``problem``, for these capacities.
+
+    ``num_full_tiles`` query tiles hold the query rows of one request; a batch has at most one more tile per request.
+    ``max_splits`` is even.
+    """
     return {
         "qo_indptr": (max_batch + 1,),
         "kv_indptr": (max_batch + 1,),
         "kv_indices": (max_pages,),
         "kv_len": (max_batch,),
-        "work": (max_tiles + max_splits, len(WORK_FIELDS)),
+        "work": (num_full_tiles + max_batch + max_splits, len(WORK_FIELDS)),
         "split_tiles": (max_splits // 2, len(SPLIT_TILE_FIELDS)),
     }
 
@@ -205,9 +214,10 @@ def allocate_prefill(
 ) -> PrefillPlan:
     """As :func:`allocate_decode`, for ``max_tokens`` query rows. ``max_pages`` is 0 for ragged KV.
 
-    ``max_splits`` is the capacity for splits: work items, and slots, of the tiles that have more than one.
+    ``max_splits`` is the capacity for splits: work items, and slots, of the tiles that have more than one. An odd
+    number is rounded down, since a tile has at least two.
     """
-    shapes = prefill_shapes(problem, max_batch, max_tokens, max_pages, max_splits)
+    shapes = prefill_shapes(max_batch, full_tiles(problem, max_tokens), max_pages, max_splits // 2 * 2)
     return PrefillPlan(problem.as_shape_tensor(device), **_allocate(shapes, device, make, storage or {}))
 
 

@@ -134,7 +134,10 @@ def _attend(t: Tiles, keys: Tensor, values: Tensor, opts: AttentionOptions) -> t
 
 def _max_kv_len(plan: DecodePlan | PrefillPlan) -> int:
     """The KV length of the longest request; the plan's bound where lengths are on a GPU or are being traced."""
-    bound, kv_len = PlanProblem.of(plan.problem).max_kv_len, plan.kv_len
+    problem, pages, kv_len = PlanProblem.of(plan.problem), plan.kv_indices.shape[0], plan.kv_len
+    bound = problem.max_kv_len
+    if type(pages) is int and pages:  # a symbolic number of pages would make the bound symbolic
+        bound = min(bound, pages * problem.page_size)
     known = type(kv_len) is Tensor and kv_len.device.type == "cpu" and not torch.compiler.is_compiling()
     return max(1, min(bound, int(kv_len.amax()))) if known and kv_len.numel() else bound
 

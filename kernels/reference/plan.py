@@ -198,7 +198,9 @@ def plan_prefill(
         p.kv_indices.shape[0] if paged else torch.iinfo(torch.int32).max,
     )
     _copy_page_table(p, kv_indptr, kv_indices, kv_len)
-    qo_indptr = qo_indptr.clamp(min=0)
+    # As many rows as the tiles hold however they are divided into requests; attention writes zeros to the rest.
+    max_rows = (p.work.shape[0] - p.kv_len.shape[0] - 2 * p.split_tiles.shape[0]) * problem.tile_rows
+    qo_indptr = qo_indptr.clamp(0, max_rows)
     p.qo_indptr.copy_(_pad(qo_indptr, p.qo_indptr.shape[0], qo_indptr[-1:]))
 
     capacity = p.work.shape[0]

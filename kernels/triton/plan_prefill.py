@@ -142,8 +142,10 @@ def plan_prefill_kernel(
     end_page = tl.load(kv_indptr + tl.minimum(b + 1, batch))
     last_len = tl.load(last_page_len + b, mask=b < batch, other=1)
     kv_len = tl.where(b < batch, count_tokens(first_page, end_page, last_len, max_pages, PAGE_SIZE), 0)
-    first_row = tl.maximum(tl.load(qo_indptr + tl.minimum(b, batch)), 0)
-    end_row = tl.maximum(tl.load(qo_indptr + tl.minimum(b + 1, batch)), 0)
+    # As many rows as the tiles hold however they are divided into requests; attention writes zeros to the rest.
+    max_rows = (max_items - max_batch - 2 * max_split_tiles) * ROWS
+    first_row = tl.minimum(tl.maximum(tl.load(qo_indptr + tl.minimum(b, batch)), 0), max_rows)
+    end_row = tl.minimum(tl.maximum(tl.load(qo_indptr + tl.minimum(b + 1, batch)), 0), max_rows)
     qo_len = tl.maximum(end_row - first_row, 0)
     tiles_end = tl.cumsum(tl.cdiv(qo_len, ROWS), 0)
     num_tiles = tl.minimum(tl.max(tiles_end, 0), max_items)

@@ -202,6 +202,55 @@ def _names(key: str, value: str) -> list[tuple[str, str]]:
     return [("q", "q"), (key, "k"), (value, "v")]
 
 
+def _fields() -> list[Bad]:
+    """Plans with a field that is longer or shorter than its problem and its other fields say."""
+    decode = ("kv_indptr", "kv_len", "work", "cta_indptr", "merge_indptr", "split_counters")
+    prefill = ("qo_indptr", "kv_indptr", "kv_len")
+    bad = []
+    for op in ("plan_decode", "batch_decode", "plan_prefill", "batch_prefill", "ragged_prefill", "batch_mla"):
+        plan = _valid(op)["plan"]
+        capacities = "for max_batch 4, max_pages "
+        for name in decode if isinstance(plan, DecodePlan) else prefill:
+            shape = list(getattr(plan, name).shape)
+            for length in {shape[0] - 1, shape[0] + 1} - {-1}:
+                what, expected = f"plan.{name} is {[length, *shape[1:]]}", f"{shape} {capacities}"
+                bad.append(Bad(op, {"plan": field(name, resized(length))}, PlanError, what, expected))
+        if isinstance(plan, PrefillPlan):
+            work = {"plan": field("work", resized(3))}
+            bad.append(Bad(op, work, PlanError, "plan.work is [3, 8]", f"[4, 8] {capacities}"))
+    bad += [
+        Bad("plan_decode", {"plan": field("problem", sized(1, 0))}, PlanError, "plan.problem is ", "sizes of 1 or"),
+        Bad("plan_prefill", {"plan": field("problem", sized(7, 0))}, PlanError, "plan.problem is ", "sizes of 1 or"),
+        Bad("plan_decode", {"plan": field("problem", sized(10, 63))}, PlanError, "plan.problem is ", "sizes of 1 or"),
+        Bad(
+            "plan_decode",
+            {"plan": field("problem", sized(1, 1 << 29))},
+            CapacityError,
+            "max_pages is 18 with page_size 536870912",
+            "at most 2147483584 tokens",
+        ),
+        Bad("plan_decode", {"plan": empty_batch}, PlanError, "plan.kv_indptr is [1]", "[2] for max_batch 1"),
+    ]
+    return bad
+
+
+def resized(length: int) -> Callable[[Tensor], Tensor]:
+    """A tensor of that length: the first entries, or all and zeros."""
+    return lambda t: torch.cat((t, t.new_zeros(length, *t.shape[1:])))[:length]
+
+
+def sized(dim: int, size: int) -> Callable[[Tensor], Tensor]:
+    """A tensor with another size of one dimension, of those that are 1 in memory."""
+    return lambda t: t.new_empty((0, *[1] * (t.dim() - 1))).expand(
+        *(size if i == dim else n for i, n in enumerate(t.shape))
+    )
+
+
+def empty_batch(plan: DecodePlan) -> DecodePlan:
+    cut = {"kv_indptr": 1, "kv_len": 0, "merge_indptr": 1, "work": 1}
+    return plan._replace(**{name: getattr(plan, name)[:length].clone() for name, length in cut.items()})
+
+
 def _plans() -> list[Bad]:
     """Plans and workspaces of the planned attention ops."""
     bad = []
@@ -232,7 +281,7 @@ def _plans() -> list[Bad]:
             Bad(op, {"plan": field("kv_len", to(torch.int64))}, PlanError, "plan.kv_len is int64 of rank 1", "contig"),
             Bad(op, {"plan": field("work", dims(0))}, PlanError, "plan.work is int32 of rank 1", "contiguous int32"),
             Bad(op, {"plan": field("work", lambda t: t.T)}, PlanError, "plan.work is int32 of rank 2", "contiguous"),
-            Bad(op, {"plan": field("work", lambda t: t[:, :7].clone())}, PlanError, "plan.work has 7 columns", "8"),
+            Bad(op, {"plan": field("work", lambda t: t[:, :7].clone())}, PlanError, "plan.work is [", "["),
             Bad(op, {"plan": field("work", meta)}, DeviceError, "plan.work is on meta", "cpu"),
             Bad(op, {"plan": narrow, **wide}, PlanError, f"window_left is 10 {what}", "a window no wider"),
             Bad(op, {"plan": narrow, "window_left": -1}, PlanError, f"window_left is -1 {what}", "a window no wider"),
@@ -338,4 +387,4 @@ def _others() -> list[Bad]:
     return bad
 
 
-BAD = [*_rows(), *_options(), *_plans(), *_others()]
+BAD = [*_rows(), *_options(), *_plans(), *_fields(), *_others()]

@@ -198,3 +198,4 @@ def test_a_batch_beyond_the_capacity_stays_within_the_plan(options: dict[str, in
     plan_prefill(qo_indptr, kv_indptr, torch.arange(1001).int(), last, list(planner.state._replace(**fields)))
     for name, t in guarded.items():
         assert (t[-4096:] == -7).all(), name
+    assert planner.state.qo_indptr.tolist() == [0, 1, 32], "rows beyond the capacity are left out, not dropped unseen"

@@ -51,6 +51,12 @@ BAD_PAGES: list[tuple[dict[str, Tensor], type[AttnOpsError], str, str]] = [
         "a request has 65 tokens and the plan capacity for 64",
         "max_kv_len of at least 65",
     ),
+    (  # the pages are short, whatever max_kv_len
+        {"kv_indptr": int32([0, 8, 8, 8]), "kv_indices": int32([0] * 8), "kv_last_page_len": int32([1, 0, 0])},
+        CapacityError,
+        "the batch has 8 pages and the plan capacity for 7",
+        "max_pages of at least 8",
+    ),
     (
         {"kv_indptr": int32([0, 4, 4, 8]), "kv_indices": int32([0] * 8)},
         CapacityError,
@@ -152,7 +158,7 @@ def test_page_numbers_beyond_int32_are_found_before_they_are_converted() -> None
         ({"page_size": 0}, OptionError, "page_size is 0", "at least 1"),
         ({"head_dim": 0}, OptionError, "head_dim_qk is 0", "at least 1"),
         ({"num_kv_heads": 0}, OptionError, "num_kv_heads is 0", "at least 1"),
-        ({"window_left": -2}, OptionError, "window_left is -2", "at least -1"),
+        ({"window_left": -2}, OptionError, "window_left is -2", f"0 or more tokens, at most {2**30 - 1}, or -1"),
         (
             {"window_left": 2**63 - 1},
             OptionError,
@@ -172,15 +178,96 @@ def test_planner(changes: dict[str, Any], error: type[AttnOpsError], what: str, 
         PrefillPlanner(max_tokens=8, **sizes)
 
 
+HUGE = 2**30 + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "what", "expected"),
+    [
+        *(
+            ({name: value}, OptionError, f"{name} is {value}", f"at most {2**30}")
+            for value in (HUGE, 2**40, 2**62)
+            for name in ("max_batch", "max_pages", "page_size", "max_kv_len", "num_qo_heads", "fixed_split_size")
+        ),
+        ({"head_dim": HUGE}, OptionError, f"head_dim_qk is {HUGE}", f"at most {2**30}"),
+        ({"head_dim_vo": HUGE}, OptionError, f"head_dim_vo is {HUGE}", f"at most {2**30}"),
+        ({"head_dim_vo": 0}, OptionError, "head_dim_vo is 0", "at least 1"),
+        ({"max_kv_len": 0}, OptionError, "max_kv_len is 0", "at least 1"),
+        ({"fixed_split_size": 0}, OptionError, "fixed_split_size is 0", "at least 1"),
+        (
+            {"max_pages": 2**20, "page_size": 2**11},
+            CapacityError,
+            "max_pages is 1048576 with page_size 2048 and splits of 0 tokens",
+            "at most 2147483584 tokens in all",
+        ),
+        (
+            {"fixed_split_size": 2**27},
+            CapacityError,
+            "max_pages is 7 with page_size 16 and splits of 2147483648 tokens",
+            "at most 2147483584 tokens in all",
+        ),
+        ({"max_batch": 2**29}, CapacityError, "the plan has 53687", "at most 268435455"),
+    ],
+)
+@pytest.mark.usefixtures("no_allocation")
+def test_planner_beyond_int32(changes: dict[str, Any], error: type[AttnOpsError], what: str, expected: str) -> None:
+    """Refused before anything is allocated: none of it would fit in memory."""
+    message = rf"^planner: {re.escape(what)}.*; expected {re.escape(expected)}.*; \w"
+    sizes = {"max_batch": 3, "max_pages": 7, **PAGED, **changes}
+    with pytest.raises(error, match=message) as raised:
+        DecodePlanner(**sizes)
+    assert type(raised.value) is error
+    with pytest.raises(error, match=message):
+        PrefillPlanner(max_tokens=8, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "what", "expected"),
+    [
+        ({"max_tokens": 0}, OptionError, "max_tokens is 0", "at least 1"),
+        ({"max_tokens": 2**40}, OptionError, f"max_tokens is {2**40}", f"at most {2**30}"),
+        ({"tile_rows": 0}, OptionError, "tile_rows is 0", "at least 1"),
+        ({"tile_rows": 2**31}, OptionError, f"tile_rows is {2**31}", f"at most {2**30}"),
+        ({"tile_rows": 2**28}, OptionError, f"tile_rows is {2**28} with 4 heads of 16 elements", "a partial result of"),
+        ({"num_ctas": -2}, OptionError, "num_ctas is -2", "at least 0"),
+        ({"num_ctas": 2**40}, OptionError, f"num_ctas is {2**40}", f"at most {2**30}"),
+        ({"num_ctas": 2**30}, CapacityError, "the plan has 10737", "at most 268435455"),
+        ({"max_tokens": 2**30, "tile_rows": 1}, CapacityError, "the plan has 10737", "at most 268435455"),
+    ],
+)
+@pytest.mark.usefixtures("no_allocation")
+def test_prefill_planner(changes: dict[str, int], error: type[AttnOpsError], what: str, expected: str) -> None:
+    message = rf"^planner: {re.escape(what)}.*; expected {re.escape(expected)}.*; \w"
+    with pytest.raises(error, match=message) as raised:
+        PrefillPlanner(**{"max_batch": 3, "max_tokens": 8, "max_pages": 7, **PAGED, **changes})
+    assert type(raised.value) is error
+
+
+@pytest.fixture
+def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor with elements cannot be made by a planner."""
+    monkeypatch.setattr(torch, "zeros", None)
+
+
 @pytest.mark.parametrize("changes", [{"page_size": 16, "max_kv_len": 64}, {}])
 def test_ragged_planner_needs_lengths(changes: dict[str, int]) -> None:
     with pytest.raises(OptionError, match=r"^planner: ragged KV .*; expected page_size 1 and a number of tokens; give"):
         PrefillPlanner(3, 8, 0, **SIZES, **changes)
 
 
-def test_decode_planner_needs_a_cta() -> None:
-    with pytest.raises(OptionError, match=r"^planner: num_ctas is -3; expected at least 1; \w"):
-        DecodePlanner(3, 7, num_ctas=-3, **PAGED)
+@pytest.mark.parametrize(
+    ("num_ctas", "expected"),
+    [(-3, "at least 1"), (0, "at least 1"), (65536, "at most 65535"), (2**40, "at most 65535")],
+)
+def test_decode_planner_bounds_its_ctas(num_ctas: int, expected: str) -> None:
+    with pytest.raises(OptionError, match=rf"^planner: num_ctas is {num_ctas}; expected {expected}; \w"):
+        DecodePlanner(3, 7, num_ctas=num_ctas, **PAGED)
+
+
+def test_the_largest_plan_is_not_refused() -> None:
+    with torch.device("meta"):
+        planner = DecodePlanner(2**12, 2**20, **{**PAGED, "page_size": 2**10, "max_kv_len": None, "num_ctas": 65535})
+    assert planner.problem.max_kv_len == 2**30
 
 
 @pytest.mark.parametrize("given", [{"kv_indices"}, {"kv_last_page_len"}, set()], ids=["indices", "last", "neither"])

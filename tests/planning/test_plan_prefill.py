@@ -172,6 +172,26 @@ def test_longest_first(batch: dict) -> None:
         assert longest_after - extent <= (max(extents) + rounding) // CLASSES + 1 + 2 * rounding
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 60), LENGTHS), min_size=1, max_size=5),
+    st.integers(1, 100),
+    st.sampled_from([1, 16, 33]),
+    st.sampled_from([0, 4]),
+)
+def test_rows_beyond_the_capacity_are_left_out_of_the_plan(
+    requests: list[tuple[int, int]], max_tokens: int, tile_rows: int, num_ctas: int
+) -> None:
+    """From lengths that are not checked. Attention writes zeros to the rows that no request of the plan has."""
+    qo_lens, kv_lens = zip(*requests, strict=True)
+    pages = page_table(kv_lens, 16)
+    sizes = {"page_size": 16, "num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 8, "tile_rows": tile_rows}
+    planner = PrefillPlanner(len(requests), max_tokens, len(pages[1]) + 1, num_ctas=num_ctas, **sizes)
+    plan = planner.plan(indptr(qo_lens), *pages, validate=False)
+    rows = min(sum(qo_lens), -(-max_tokens // tile_rows) * tile_rows)
+    assert int(plan.qo_indptr[-1]) == rows
+    assert disjoint([(t.row, t.row + t.rows) for t in _tiles(plan)], 0, rows)
+
+
 def test_zero_plan_has_no_work() -> None:
     plan = PrefillPlan(*(torch.zeros_like(t) for t in _plan([(5, 70), (3, 3)])))
     assert _tiles(plan) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
+from attn_ops.errors import PlanError
+from attn_ops.plan.plan_checks import check_plan
 from attn_ops.plan.state import PlanProblem, num_slots
 
 SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -145,12 +148,46 @@ def test_unchecked_garbage_stays_in_bounds_prefill(
     torch.ops.attn.batch_prefill(q, cache, cache, plan, planner.workspace)
 
 
+@each_kind
 @pytest.mark.parametrize("fake", [False, True])
-def test_tables_without_contents_are_not_looked_at(fake: bool) -> None:
+def test_tables_without_contents_are_not_read(fake: bool, kind: str) -> None:
     with FakeTensorMode() if fake else torch.device("meta"):
-        planner = DecodePlanner(5, 40, page_size=PAGE, num_ctas=3, **SIZES)
-        tables = (torch.empty(n, dtype=torch.int32) for n in (4, 9, 3))
+        planner = _planners()[kind]
+        lengths = {"decode": (4, 9, 3), "prefill": (4, 4, 9, 3), "ragged": (4, 4)}[kind]
+        tables = (torch.empty(n, dtype=torch.int32) for n in lengths)
         assert planner.plan(*tables) is planner.state
+
+
+@each_kind
+def test_shapes_of_a_plan_are_those_it_is_checked_by(kind: str) -> None:
+    planner = _planners()[kind]
+    check_plan("op", planner.state)
+    for more in ({"num_ctas": 7}, {"fixed_split_size": 3}, {"fixed_split_size": 3, "num_ctas": 9}):
+        planner = DecodePlanner(5, 40, page_size=PAGE, **more, **SIZES)
+        check_plan("op", planner.state)
+        check_plan("op", PrefillPlanner(5, 80, 40, page_size=PAGE, **more, **SIZES).state)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+@pytest.mark.parametrize("name", ["kv_indptr", "kv_indices", "kv_len", "work", "merge_indptr", "split_counters"])
+def test_a_field_that_is_cut_is_named_with_a_fixed_split_size(name: str, change: int) -> None:
+    """The table of bad calls (``tests/ops/test_errors.py``) has the plans without one."""
+    planner = DecodePlanner(5, 40, page_size=64, fixed_split_size=1, **SIZES)
+    plan, field = planner.state, getattr(planner.state, name)
+    cut = torch.cat((field, field))[: field.shape[0] + change]
+    shape, expected = re.escape(str(list(cut.shape))), re.escape(str(list(field.shape)))
+    # The pages decide how many splits there are, so a page table that is cut does not go with the work list.
+    named = (
+        rf"{name} is {shape}; expected {expected}" if name != "kv_indices" else r"work is \[45, 8\]; expected \[4., 8\]"
+    )
+    with pytest.raises(PlanError, match=rf"plan\.{named} for max_batch 5, max_pages \d+, num_ctas 1; pass the plan"):
+        check_plan("op", plan._replace(**{name: cut}))
+
+
+@pytest.mark.parametrize(("max_pages", "tokens"), [(0, 16), (1, 16), (33, 1024), (64, 1024), (65, 2048)])
+def test_default_max_kv_len_is_a_power_of_two(max_pages: int, tokens: int) -> None:
+    assert DecodePlanner(5, max_pages, page_size=PAGE, **SIZES).problem.max_kv_len == tokens
+    assert PrefillPlanner(5, 8, max(1, max_pages), page_size=PAGE, **SIZES).problem.max_kv_len == tokens
 
 
 def test_plans_are_pytrees_of_their_fields() -> None:

@@ -80,6 +80,46 @@ def _paged(batch: int) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor, T
     return table, [(q[b : b + 1], cache[b, 0, :3], cache[b, 1, :3]) for b in range(batch)], q, cache
 
 
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_plans_of_any_batch_and_about_the_same_pages_share_a_graph(kind: str) -> None:
+    """``max_kv_len`` by default is the next power of two of the tokens, here 256, so that it stays the same."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], workspace: Tensor) -> Tensor:
+        return getattr(torch.ops.attn, f"batch_{kind}")(q, k, v, plan, workspace)[0]
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    table, requests, q, cache = _paged(3)
+    for i, (max_batch, max_pages) in enumerate(((5, 34), (6, 40), (9, 53), (12, 64))):
+        if kind == "decode":
+            planner: Any = attn_ops.DecodePlanner(max_batch, max_pages, **SIZES)
+            plan = planner.plan(*table)
+        else:
+            planner = attn_ops.PrefillPlanner(max_batch, 8 * max_batch, max_pages, **SIZES)
+            plan = planner.plan(table[0], *table)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            out = compiled(q, *cache.unbind(1), plan, planner.workspace)
+        Expected.of(requests).check(out)
+
+
+def test_a_plan_with_symbolic_sizes_is_checked() -> None:
+    """In the trace, and by the guards of a graph that another plan has made."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], workspace: Tensor) -> Tensor:
+        return torch.ops.attn.batch_decode(q, k, v, plan, workspace)[0]
+
+    table, _, q, cache = _paged(3)
+    planner = attn_ops.DecodePlanner(5, 34, **SIZES)
+    plan = planner.plan(*table)
+    bad = plan._replace(kv_indptr=plan.kv_indptr[:4].clone())
+    message = r"batch_decode: plan.kv_indptr is \[4\]; expected \[6\] for max_batch 5, max_pages 34, num_ctas 1; pass"
+    for first in ([], [plan]):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+        for good in first:
+            compiled(q, *cache.unbind(1), good, planner.workspace)
+        with pytest.raises(Exception, match=message):
+            compiled(q, *cache.unbind(1), bad, planner.workspace)
+
+
 @pytest.mark.parametrize("mark", ["mark_dynamic", "maybe_mark_dynamic", None])
 def test_rows_of_a_wrapper_can_be_marked_dynamic(mark: str | None) -> None:
     wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 16, dtype=torch.uint8))

@@ -21,7 +21,11 @@ from attn_ops.errors import (
 )
 from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import BOUNDS, FLOATS, FP8, LAYOUTS, AttentionOptions
-from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
+from attn_ops.plan.plan_checks import check_plan
+from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
+
+PLAN_RANKS = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles": 2, "split_counters": 2}
+"""Ranks of the fields of a plan that are not vectors."""
 
 
 class OpChecker:
@@ -118,7 +122,7 @@ class OpChecker:
             )
 
     def plan(self, plan: Sequence[Tensor], kind: type[DecodePlan] | type[PrefillPlan], like: Tensor | None) -> Any:
-        """The plan as its NamedTuple, its fields checked for number, rank, dtype and device."""
+        """The plan as its NamedTuple, its fields checked for number, rank, dtype, device and size."""
         if len(plan) != len(kind._fields):
             self.fail(
                 PlanError,
@@ -127,31 +131,23 @@ class OpChecker:
                 f"pass what {kind.__name__.removesuffix('Plan')}Planner.plan() returned",
             )
         typed = kind(*plan)
-        ranks = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles": 2, "split_counters": 2}
+        device = None if like is None else like.device
         for field, t in zip(kind._fields, typed, strict=True):
-            if t.dtype != torch.int32 or t.dim() != ranks.get(field, 1) or not t.is_contiguous():
+            if t.dtype != torch.int32 or t.dim() != PLAN_RANKS.get(field, 1) or not t.is_contiguous():
                 self.fail(
                     PlanError,
                     f"plan.{field} is {dtype_name(t)} of rank {t.dim()}",
-                    f"contiguous int32 of rank {ranks.get(field, 1)}",
+                    f"contiguous int32 of rank {PLAN_RANKS.get(field, 1)}",
                     "pass the plan as the planner made it",
                 )
-            if like is not None and t.device != like.device:
+            if device is not None and t.device != device:
                 self.fail(
                     DeviceError,
                     f"plan.{field} is on {t.device}",
-                    f"{like.device}, where the other tensors are",
+                    f"{device}, where the other tensors are",
                     "make the planner with that device",
                 )
-        columns = {"work": len(WORK_FIELDS), "split_counters": PlanProblem.of(typed.problem).num_qo_heads}
-        for field in columns.keys() & set(kind._fields):
-            if getattr(typed, field).shape[1] != columns[field]:
-                self.fail(
-                    PlanError,
-                    f"plan.{field} has {getattr(typed, field).shape[1]} columns",
-                    f"{columns[field]}",
-                    "pass the plan as the planner made it",
-                )
+        check_plan(self.name, typed)
         return typed
 
     def planned_for(self, plan: DecodePlan | PrefillPlan, **actual: int) -> None:
