@@ -36,7 +36,7 @@ MAX_PROGRAMS = 512
 """Programs of a launch. When no row is split each of them takes time to find that out."""
 
 MAX_REQUESTS_OF_ONE_WARP, MAX_REQUESTS_OF_FOUR_WARPS = 512, 4096
-"""Largest capacities for programs of so many warps. One warp counts the rows without barriers, the largest cost here."""
+"""Largest capacities for programs of so many warps. One warp counts the rows without barriers, which cost most here."""
 
 
 @triton.jit

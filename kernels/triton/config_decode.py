@@ -78,8 +78,8 @@ def shared_bytes(
 ) -> int:
     """A bound on the shared memory of a tile in bytes: the pipeline's buffers, and the exchange of its result.
 
-    ``element`` and ``kv_element`` are bytes of an element of the query and of the cache. Tiles of 64 heads and more have
-    one buffer more. Keys that are computed before the product, rotated or FP8 ones in float32, are ``exchanged`` too.
+    ``element`` and ``kv_element`` are bytes of an element of the query and of the cache. Tiles of 64 heads and more
+    have one buffer more. Keys that are computed before the product, rotated or FP8 ones in float32, are ``exchanged``.
     """
     buffers = stages if heads >= 64 else stages - 1
     tile = kv * (dim_qk + dim_vo) * (kv_element or element) + heads * dim_qk * element

@@ -9,8 +9,8 @@ that is rotated, or converted for an FP8 cache (:mod:`.fp8`), is so once per ite
 On Hopper a program reads its work items and first page numbers before the preceding kernel finishes (:mod:`.pdl`).
 
 Partial results are combined by a kernel of its own (:mod:`.combine_decode`) in traced graphs and captures. In eager
-calls, where every launch costs host time, the last CTA to store a split of a row combines them (``COMBINE``); in a graph
-that would take longer, since the other CTAs have nothing to do meanwhile.
+calls, where every launch costs host time, the last program to store a split of a row combines them (``COMBINE``); in a
+graph that would take longer, since the other programs have nothing to do meanwhile.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NO_INDEX = tl.constexpr(2**31 - 1)
 """Larger than every row and work item: what a minimum over none of them is."""
 
 COMBINE_STEP_ELEMENTS = 16384
-"""Elements of partial results that the last CTA of a row loads in one step; half as many for 16 heads and more."""
+"""Elements of partial results that the last program of a row loads in one step; half as many for 16 heads and more."""
 
 
 @constexpr_table
@@ -410,7 +410,7 @@ def decode_kernel(
         num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
         cta_rows = cta + tl.arange(0, BLOCK_REQUESTS) * num_ctas
         cta_kv_len = tl.load(kv_len + cta_rows, mask=cta_rows < tl.minimum(rows, max_batch), other=1)
-    # The first item of a CTA is item ``cta`` if there is one request: load it beside cta_indptr, and again if it is not.
+    # With one request the first item of a CTA is item ``cta``: load it beside cta_indptr, and again if it is another.
     # Row and slot are loaded here and below, not by a function (see work_item.py).
     item_at, listed = work + cta * WORK_STRIDE, cta < max_items
     row = tl.load(item_at + WORK_ROW, mask=listed, other=-1)

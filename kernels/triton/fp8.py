@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def readable_in_pairs(cache: Tensor) -> bool:
-    """Whether ``cache [num_pages, ..., head_dim]`` is FP8, and every row starts at an even address with an even length."""
+    """Whether ``cache [num_pages, ..., head_dim]`` is FP8, with rows at even addresses and of an even length."""
     offsets = cache.storage_offset(), *cache.stride()[:3], cache.shape[3]
     return cache.dtype.itemsize == 1 and not any(offset % 2 for offset in offsets)
 
