@@ -1,10 +1,15 @@
-"""The pieces of decode rows: states of some heads, which one program stores and another merges."""
+"""Combine of decode: the output of a row from the partial results of its splits.
+
+A partial result is the normalized output and the LSE of one split and query head, float32, in a slot of the workspace:
+an online-softmax state with a row_sum of 1. Here are the functions that store and combine them, which
+:mod:`.decode` calls too, and a kernel for traced graphs and captures, which also writes the rows of empty requests.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.launch import Options, launch, starts_early
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import acquire
 from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, combine, exp2, inverse, log_sum_exp
 from torch import Tensor
@@ -12,93 +17,103 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn_ops.plan.state import DecodePlan, PlanProblem, num_slots
 
-FEW = 2
-"""Pieces that most rows with pieces have: others are merged more at a time."""
+SPLITS_FAST_PATH = 2
+"""Splits that most split rows have. Rows of more are combined in larger steps."""
 
-MANY = 16, 128
-"""The least and the most of that: as many as there are shares. A program of ``merge_rows`` reads ``READ`` elements for
-each of its warps, so with few pieces it has more of a head."""
-READ = 2048
+MIN_SPLITS_PER_STEP, MAX_SPLITS_PER_STEP = 16, 128
+"""Bounds of the splits combined in one step: the number of CTAs between which one request may be split."""
 
-SPREAD, LEAST = 128, 32
-"""Programs that few heads are spread over, one for most multiprocessors, and the elements of a head that each has."""
+FIXED_SPLITS_PER_STEP = 64
+"""The same with a fixed split size: a constant, as is then the order of additions in every batch."""
 
-FEW_REQUESTS = 512
-"""Of so many, one warp keeps account: it needs no barriers, which take longer than all else that a program does."""
+STEP_ELEMENTS_PER_WARP = 2048
+"""Elements of partial results that a warp loads in one step, of at most 4 warps. With fewer splits a slice is wider."""
 
-FIXED_MANY = 64
-"""``MANY`` where pieces have a fixed size, and are added up alike in every batch: by several warps in any."""
+TARGET_PROGRAMS, MIN_SLICE_COLUMNS = 128, 32
+"""Programs that few heads are divided between, about one per SM, and the columns of a head that each has at least."""
 
-MERGE_PROGRAMS = 512
-"""Programs of ``merge_rows`` at most: mostly there is nothing to merge, and each takes time to find that out."""
+MAX_PROGRAMS = 512
+"""Programs of a launch. When no row is split each of them takes time to find that out."""
+
+MAX_REQUESTS_OF_ONE_WARP, MAX_REQUESTS_OF_FOUR_WARPS = 512, 4096
+"""Largest capacities for programs of so many warps. One warp counts the rows without barriers, which cost most here."""
 
 
 @triton.jit
-def store_heads(out, lse, m, norm, value, at, mask, d, DIM: tl.constexpr, LSE: tl.constexpr):
-    """The states ``(m, norm, value)`` of the heads at ``at``."""
-    result = (value * inverse(norm)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] * DIM + d, result, mask=mask[:, None] & (d < DIM))
+def store_heads(out, lse, row_max, row_sum, acc, at, mask, d, DIM: tl.constexpr, LSE: tl.constexpr):
+    """Normalize the states of heads, and store them at ``at [heads]`` of ``out [..., DIM]`` and lse."""
+    value = (acc * inverse(row_sum)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * DIM + d, value, mask=mask[:, None] & (d < DIM))
     if LSE:
-        tl.store(lse + at, log_sum_exp(m, norm), mask=mask)
+        tl.store(lse + at, log_sum_exp(row_max, row_sum), mask=mask)
 
 
 @triton.jit
-def load_pieces(
-    partial, slots, first, stop, heads, mask, d, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr
+def load_partials(
+    partial, slots, first, stop, heads, mask, d, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """``s [PIECES, heads]`` and ``v [PIECES, heads, d]`` of the slots ``[first, stop)``, empty states past them.
+    """``(lse [SPLITS, heads], value [SPLITS, heads, d])`` of the slots ``[first, stop)``; -inf and 0 from ``stop`` on.
 
-    They are read past this multiprocessor's cache: others wrote them.
+    Another SM may have written them during this launch: they are loaded from L2.
     """
-    slot = first + tl.arange(0, PIECES)
-    at, here = slot[:, None].to(tl.int64) * NUM_HEADS + heads, (slot < stop)[:, None] & mask
-    sums = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM)
-    s = tl.load(sums + at, mask=here, other=float("-inf"), cache_modifier=".cg")
-    at, here = at[:, :, None] * DIM + d, here[:, :, None] & (d < DIM)
-    return s, tl.load(partial + at, mask=here, other=0.0, cache_modifier=".cg")
+    slot = first + tl.arange(0, SPLITS)
+    at, used = slot[:, None].to(tl.int64) * NUM_HEADS + heads, (slot < stop)[:, None] & mask
+    partial_lse = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM)
+    lse = tl.load(partial_lse + at, mask=used, other=float("-inf"), cache_modifier=".cg")
+    at, used = at[:, :, None] * DIM + d, used[:, :, None] & (d < DIM)
+    return lse, tl.load(partial + at, mask=used, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def state_of(
-    partial, slots, first, stop, heads, mask, d, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr
+def combine_step(
+    partial, slots, first, stop, heads, mask, d, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """The state of the heads of a row that up to ``PIECES`` pieces make, in the slots ``[first, stop)``."""
-    s, v = load_pieces(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, PIECES)
-    m = tl.maximum(tl.max(s, 0), LOWEST)
-    weight = exp2(s - m)
-    return m, tl.sum(weight, 0), tl.sum(weight[:, :, None] * v, 0)
+    """``(row_max, row_sum, acc)`` of the first ``SPLITS`` of the slots ``[first, stop)``, for the heads of a row."""
+    lse, value = load_partials(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS)
+    row_max = tl.maximum(tl.max(lse, 0), LOWEST)
+    weights = exp2(lse - row_max)
+    return row_max, tl.sum(weights, 0), tl.sum(weights[:, :, None] * value, 0)
 
 
 @triton.jit
-def merge_pieces(
+def combine_slots(
     partial, slots, first, stop, heads, mask, d,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS_FAST_PATH: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
 ):  # fmt: skip
-    """The state of the heads of a row whose pieces are in the slots ``[first, stop)``, mostly few."""
-    if stop - first <= FEW:
-        m, total, acc = state_of(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, FEW)
+    """``(row_max, row_sum, acc)`` of the slots ``[first, stop)``, for the heads of a row.
+
+    Up to SPLITS_FAST_PATH slots take one small step, others steps of SPLITS_PER_STEP.
+    """
+    if stop - first <= SPLITS_FAST_PATH:
+        row_max, row_sum, acc = combine_step(
+            partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_FAST_PATH
+        )
     else:
-        m, total, acc = state_of(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, MANY)
-        for i in range(first + MANY, stop, MANY):
-            more_m, more, more_acc = state_of(partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, MANY)
-            m, total, decay, weight = combine(m, total, more_m, more, MASKED=False)
-            acc = acc * decay[:, None] + more_acc * weight[:, None]
-    return m, total, acc
+        row_max, row_sum, acc = combine_step(
+            partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
+        )
+        for i in range(first + SPLITS_PER_STEP, stop, SPLITS_PER_STEP):
+            step_max, step_sum, step_acc = combine_step(
+                partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
+            )
+            row_max, row_sum, alpha, step_alpha = combine(row_max, row_sum, step_max, step_sum, MASKED=False)
+            acc = acc * alpha[:, None] + step_acc * step_alpha[:, None]
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def find_row(todo, begin, end, rank, BLOCK_BATCH: tl.constexpr):
-    """``(row, begin, end)`` of the row with ``todo`` that has ``rank`` such rows before it."""
-    here = ((tl.cumsum(todo, 0) == rank + 1) & (todo > 0)).to(tl.int32)
+def find_row(pending, begin, end, rank, BLOCK_BATCH: tl.constexpr):
+    """``(row, begin, end)`` of the pending row that has ``rank`` pending rows before it."""
+    here = ((tl.cumsum(pending, 0) == rank + 1) & (pending > 0)).to(tl.int32)
     row = tl.sum(here * tl.arange(0, BLOCK_BATCH), 0)
     return row, tl.sum(here * begin, 0), tl.sum(here * end, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "max_batch", "slots"])
-def merge_rows_kernel(
+def combine_decode_kernel(
     out,  # [rows, HEADS, DIM]
     lse,  # [rows, HEADS] or [0]
-    partial,  # [slots, HEADS, DIM], then [slots, HEADS]
+    partial,  # [slots, HEADS, DIM], then the LSE [slots, HEADS]
     sinks,  # [HEADS] or None
     kv_len,  # [max_batch]
     merge_indptr,  # [max_batch + 1]
@@ -107,70 +122,95 @@ def merge_rows_kernel(
     slots,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    SLICE: tl.constexpr,  # elements of a head that a program does
+    SLICE_COLUMNS: tl.constexpr,  # of a head, power of 2
     BLOCK_BATCH: tl.constexpr,  # power of 2, at least max_batch
-    FEW: tl.constexpr,
-    MANY: tl.constexpr,
+    SPLITS_FAST_PATH: tl.constexpr,
+    SPLITS_PER_STEP: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    SLICES: tl.constexpr = (DIM + SLICE - 1) // SLICE
+    """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS.
+    Owns: jobs ``program_id``, ``program_id + num_programs`` and so on. A job is SLICE_COLUMNS columns of one head of a
+        pending row: one that is split, or empty.
+    Loop invariant: ``row`` is the row of ``job``, and ``[slot, stop)`` its slots.
+    Barriers: none in a program of one warp; ``griddepcontrol.wait`` before the first partial result is loaded.
+    Bound by: latency. The pending rows are counted before the wait, while decode finishes.
+    """
+    SLICES: tl.constexpr = (DIM + SLICE_COLUMNS - 1) // SLICE_COLUMNS
     if PDL:
         acquire()
-    # What is read of the plan was there before the pieces were.
     b = tl.arange(0, BLOCK_BATCH)
     planned = b < max_batch
     begin = tl.maximum(tl.load(merge_indptr + b, mask=planned, other=0), 0)
     end = tl.minimum(tl.load(merge_indptr + b + 1, mask=planned, other=0), slots)
     empty = tl.load(kv_len + b, mask=planned, other=0) <= 0
-    todo = ((b < rows) & (empty | (end > begin))).to(tl.int32)
-    jobs, job = tl.sum(todo, 0) * (HEADS * SLICES), tl.program_id(0)
-    row, slot, stop = find_row(todo, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)
+    pending = ((b < rows) & (empty | (end > begin))).to(tl.int32)
+    jobs, job = tl.sum(pending, 0) * (HEADS * SLICES), tl.program_id(0)
+    row, slot, stop = find_row(pending, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)
     if PDL:
         if job >= jobs:
             gdc_launch_dependents()
         gdc_wait()
         gdc_launch_dependents()
     while job < jobs:
-        part = job % SLICES
-        head, d = job // SLICES % HEADS + tl.arange(0, 1), part * SLICE + tl.arange(0, SLICE)
-        here = head < HEADS
-        m, norm, value = merge_pieces(partial, slots, slot, stop, head, here, d, HEADS, DIM, FEW, MANY)
+        column_slice = job % SLICES
+        head, d = job // SLICES % HEADS + tl.arange(0, 1), column_slice * SLICE_COLUMNS + tl.arange(0, SLICE_COLUMNS)
+        used = head < HEADS
+        row_max, row_sum, acc = combine_slots(
+            partial, slots, slot, stop, head, used, d, HEADS, DIM, SPLITS_FAST_PATH, SPLITS_PER_STEP
+        )
         if SINKS:
-            m, norm, value = add_sink(m, norm, value, tl.load(sinks + head) * LOG2E)
+            row_max, row_sum, acc = add_sink(row_max, row_sum, acc, tl.load(sinks + head) * LOG2E)
         at = row.to(tl.int64) * HEADS + head
-        store_heads(out, lse, m, norm, value, at, here, d, DIM, False)
+        store_heads(out, lse, row_max, row_sum, acc, at, used, d, DIM, False)
         if LSE:
-            tl.store(lse + at, log_sum_exp(m, norm), mask=part == 0)
+            tl.store(lse + at, log_sum_exp(row_max, row_sum), mask=column_slice == 0)
         job += tl.num_programs(0)
         if job < jobs:
-            row, slot, stop = find_row(todo, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)
+            row, slot, stop = find_row(pending, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)
 
 
-def merge_rows(
+def combine_split_rows(
     out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool, run: bool
 ) -> None:
-    """Write the rows of a decode that came in pieces, and zeros to those of empty requests; ``run`` as in ``launch``.
-
-    The rows and heads that have something to do are dealt out to the programs, wherever they are.
-    """
+    """Write the rows that the plan splits, and zeros to the rows of empty requests; ``run`` as in ``launch``."""
     rows, heads, dim = out.shape
-    max_batch, pdl = plan.kv_len.shape[0], starts_early(out)
-    fixed, shares = PlanProblem.of(plan.problem).split > 0, plan.cta_indptr.shape[0] - 1
-    warps = 1 if max_batch <= FEW_REQUESTS and not fixed else 4 if max_batch <= 4096 else 16
-    many = FIXED_MANY if fixed else min(max(triton.next_power_of_2(shares), MANY[0]), MANY[1])
-    block = triton.next_power_of_2(dim)
-    part = min(block, READ * min(warps, 4) // many)
+    max_batch, pdl = plan.kv_len.shape[0], supports_pdl(out)
+    fixed, num_ctas = PlanProblem.of(plan.problem).split > 0, plan.cta_indptr.shape[0] - 1
+    if max_batch <= MAX_REQUESTS_OF_ONE_WARP and not fixed:
+        warps = 1
+    else:
+        warps = 4 if max_batch <= MAX_REQUESTS_OF_FOUR_WARPS else 16
+    splits = min(max(triton.next_power_of_2(num_ctas), MIN_SPLITS_PER_STEP), MAX_SPLITS_PER_STEP)
+    if fixed:
+        splits = FIXED_SPLITS_PER_STEP
+    block_dim = triton.next_power_of_2(dim)
+    columns = min(block_dim, STEP_ELEMENTS_PER_WARP * min(warps, 4) // splits)
     if not fixed and isinstance(max_batch, int):
-        part = min(part, max(LEAST, triton.next_power_of_2(max_batch * heads * block // SPREAD)))
+        even = triton.next_power_of_2(max_batch * heads * block_dim // TARGET_PROGRAMS)
+        columns = min(columns, max(MIN_SLICE_COLUMNS, even))
     launch(
-        merge_rows_kernel,
-        (min(max_batch * heads * triton.cdiv(dim, part), MERGE_PROGRAMS),),
-        (out, lse, workspace, sinks, plan.kv_len, plan.merge_indptr),
-        (rows, max_batch, num_slots(plan)),
-        (),
-        (heads, dim, part, triton.next_power_of_2(max_batch), FEW, many, sinks is not None, return_lse, pdl),
+        combine_decode_kernel,
+        (min(max_batch * heads * triton.cdiv(dim, columns), MAX_PROGRAMS),),
         Options(warps, launch_pdl=pdl),
         run,
+        out=out,
+        lse=lse,
+        partial=workspace,
+        sinks=sinks,
+        kv_len=plan.kv_len,
+        merge_indptr=plan.merge_indptr,
+        rows=rows,
+        max_batch=max_batch,
+        slots=num_slots(plan),
+        HEADS=heads,
+        DIM=dim,
+        SLICE_COLUMNS=columns,
+        BLOCK_BATCH=triton.next_power_of_2(max_batch),
+        SPLITS_FAST_PATH=SPLITS_FAST_PATH,
+        SPLITS_PER_STEP=splits,
+        SINKS=sinks is not None,
+        LSE=return_lse,
+        PDL=pdl,
     )

@@ -1,9 +1,9 @@
-"""Decode tiles, as a pure function of the problem: no autotuning, which AOTInductor would run on zeros.
+"""Tile sizes of decode, a pure function of the problem. There is no autotuning: AOTInductor would tune on zeros.
 
-From sweeps on an H200 (``python -m benchmarks tune``, whose tables go first: :mod:`.tuned`). Memory is busiest
-with two CTAs on a multiprocessor, each of which works on one step while the next is on its way; three CTAs, or more
-steps on their way, are no faster, and steps of half or twice the size a little slower. An FP8 step has twice the
-tokens: with as many as others it is slower by a fifth.
+The choices come from sweeps on an H200 (``python -m benchmarks tune``, whose tables take precedence:
+:mod:`.config_tuned`). Bandwidth is highest with two CTAs per SM, each of which computes on one KV tile while it loads
+the next. Three CTAs per SM or more stages are no faster, and tiles of half or twice the size a little slower. FP8 tiles
+have twice the tokens: with the tokens of 16-bit tiles they are slower by a fifth.
 """
 
 from __future__ import annotations
@@ -17,33 +17,37 @@ from attn_ops.kernels.triton.launch import Options
 
 from attn_ops.plan.state import CTAS_PER_SM
 
-WARPS = 4
-STAGES = 3
-STEP_BYTES = 32 << 10
-"""Keys and values of a step, where that is 16 to 128 tokens."""
+NUM_WARPS = 4
+NUM_STAGES = 3
 
-SHORT_SHARES = {1: ((128, 3),), 2: ((128, 3), (1024, 4))}
-"""By the bytes of a cache element: shares of at most so many tokens take steps of half the size, in so many stages.
+KV_TILE_BYTES = 32 << 10
+"""Keys and values of a KV tile, as far as that is 16 to 128 tokens."""
 
-They end before the arithmetic of a last step is hidden behind other loads.
+SHORT_WORK = {1: ((128, 3),), 2: ((128, 3), (1024, 4))}
+"""By bytes of a cache element: ``(tokens per CTA, stages)``. CTAs of at most so many tokens take half KV tiles.
+
+They end before the computation on a last full tile would be hidden behind other loads.
 """
 
-MIN_SHORT_STEP = 32
+MIN_SHORT_TILE_TOKENS = 32
+
+SHARED_PER_CTA_BYTES = 1024
+"""Shared memory that the driver reserves for each CTA."""
 
 
 class DecodeTile(NamedTuple):
-    """Tile sizes and launch options of the decode kernel."""
+    """Block sizes of decode, powers of 2."""
 
-    kv: int  # KV tokens in a step
+    kv: int  # tokens of a KV tile
     heads: int  # query heads of one KV head in a program
-    dim_qk: int  # head_dim of keys, padded to a power of 2
-    dim_vo: int
+    dim_qk: int  # at least head_dim_qk, or half of it with rotated keys
+    dim_vo: int  # at least head_dim_vo
     options: Options
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that a CTA and a multiprocessor have; those of Hopper where there is no GPU to ask."""
+    """Bytes of shared memory per CTA and per SM; those of Hopper without a GPU."""
     if not torch.cuda.is_available():
         return 227 << 10, 228 << 10
     properties = torch.cuda.get_device_properties(device)
@@ -52,13 +56,14 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def evenly(device: torch.device, programs: int) -> int:
-    """Shared memory with which no multiprocessor has room for more programs of a grid than an even share.
+def min_shared_for_even_spread(device: torch.device, programs: int) -> int:
+    """Bytes of shared memory per CTA with which no SM has room for more than an even share of a grid.
 
-    Programs that are launched while another kernel ends would crowd on the multiprocessors that it left first.
+    Programs launched while the preceding kernel finishes (PDL) would otherwise crowd on the SMs that it leaves first.
     """
-    each = triton.cdiv(programs, torch.cuda.get_device_properties(device).multi_processor_count)
-    return max(0, shared_memory(device)[1] // (each + 1) - 896)  # and 1024 that each program takes beside it
+    programs_per_sm = triton.cdiv(programs, torch.cuda.get_device_properties(device).multi_processor_count)
+    # One program more must not fit; shared memory is allocated in units of 128 bytes.
+    return max(0, shared_memory(device)[1] // (programs_per_sm + 1) - SHARED_PER_CTA_BYTES + 128)
 
 
 def shared_bytes(
@@ -71,19 +76,20 @@ def shared_bytes(
     kv_element: int | None = None,
     exchanged: bool = False,
 ) -> int:
-    """What the pipeline of a tile takes, and the exchange of its result. Wide tiles need a buffer more.
+    """A bound on the shared memory of a tile in bytes: the pipeline's buffers, and the exchange of its result.
 
-    Keys that are computed with before they are multiplied, rotated ones and FP8 ones in float32, are ``exchanged`` too.
+    ``element`` and ``kv_element`` are bytes of an element of the query and of the cache. Tiles of 64 heads and more
+    have one buffer more. Keys that are computed before the product, rotated or FP8 ones in float32, are ``exchanged``.
     """
     buffers = stages if heads >= 64 else stages - 1
-    step = kv * (dim_qk + dim_vo) * (kv_element or element) + heads * dim_qk * element
-    return buffers * step + 4 * heads * dim_vo + exchanged * kv * dim_qk * element
+    tile = kv * (dim_qk + dim_vo) * (kv_element or element) + heads * dim_qk * element
+    return buffers * tile + 4 * heads * dim_vo + exchanged * kv * dim_qk * element
 
 
 def short_stages(kv_dtype: torch.dtype, tokens: int, num_ctas: int) -> int:
-    """Stages of a plan with room for so many tokens where that makes its shares short, 0 where it does not."""
-    for share, stages in SHORT_SHARES.get(kv_dtype.itemsize, ()):
-        if tokens <= num_ctas * share:
+    """Stages for a plan with a capacity of ``tokens`` if that is short work per CTA, otherwise 0."""
+    for tokens_per_cta, stages in SHORT_WORK.get(kv_dtype.itemsize, ()):
+        if tokens <= num_ctas * tokens_per_cta:
             return stages
     return 0
 
@@ -99,28 +105,34 @@ def decode_tile(
     halves: bool = False,
     short: int = 0,
 ) -> DecodeTile:
-    """``kv_dtype``: that of the query if None. ``halves``: keys are read in two. ``short``: :func:`short_stages`."""
+    """The tile for ``group`` query heads per KV head.
+
+    Args:
+        kv_dtype: dtype of the cache, that of the query if None.
+        halves: keys are loaded in two halves of the head, to be rotated.
+        short: :func:`short_stages`.
+    """
     kv_element, parts = (kv_dtype or dtype).itemsize, 2 if halves else 1
     dim_part, dim_vo = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim_qk // parts, head_dim_vo))
     dim_qk = parts * dim_part
-    wide = max(dim_qk, dim_vo)
-    if dtype == torch.float32:  # computed outside of the tensor cores
-        most = 16 if wide <= 256 else 4
+    largest_dim = max(dim_qk, dim_vo)
+    if dtype == torch.float32:  # computed without tensor cores
+        max_heads = 16 if largest_dim <= 256 else 4
     else:
-        most = 64 if wide <= 128 else 32 if wide <= 256 else 16
+        max_heads = 64 if largest_dim <= 128 else 32 if largest_dim <= 256 else 16
     if halves or kv_element < dtype.itemsize:  # the query stays in registers
-        most //= 2
-    heads = min(most, triton.next_power_of_2(group))
+        max_heads //= 2
+    heads = min(max_heads, triton.next_power_of_2(group))
     element = dtype.itemsize if dtype == torch.float32 else kv_element
-    kv = min(128 // parts, max(16, STEP_BYTES // ((dim_qk + dim_vo) * element)))
+    kv = min(128 // parts, max(16, KV_TILE_BYTES // ((dim_qk + dim_vo) * element)))
     kv = 1 << (kv.bit_length() - 1)
-    most_stages = STAGES
-    if short and kv >= 2 * MIN_SHORT_STEP:
-        kv, most_stages = kv // 2, short
-    per_block, per_sm = shared_memory(device)
-    for budget in (per_sm // CTAS_PER_SM - 1024, per_block):
-        for tokens, stages in ((kv, most_stages), (kv, 2), (max(16, kv // 2), 2)):
+    max_stages = NUM_STAGES
+    if short and kv >= 2 * MIN_SHORT_TILE_TOKENS:
+        kv, max_stages = kv // 2, short
+    per_cta, per_sm = shared_memory(device)
+    for budget in (per_sm // CTAS_PER_SM - SHARED_PER_CTA_BYTES, per_cta):
+        for tokens, stages in ((kv, max_stages), (kv, 2), (max(16, kv // 2), 2)):
             sizes = (heads, dim_qk, dim_vo, dtype.itemsize, kv_element, halves or kv_element < element)
             if shared_bytes(tokens, stages, *sizes) <= budget:
-                return DecodeTile(tokens, heads, dim_part, dim_vo, Options(WARPS, stages))
-    raise AssertionError("the smallest tile fits every supported multiprocessor")
+                return DecodeTile(tokens, heads, dim_part, dim_vo, Options(NUM_WARPS, stages))
+    raise AssertionError(f"no decode tile fits into {per_cta} bytes of shared memory; expected: 16 tokens always fit")

@@ -1,115 +1,325 @@
-"""``attn::batch_decode``: a persistent grid over the plan's work items, then a merge of what was split.
+"""``attn::batch_decode``: split-KV decode over the work list of a plan, then a combine of the partial results.
 
-Program ``c * num_kv_heads + h`` does the items of CTA ``c`` for KV head ``h``, so that the programs that
-run side by side read the same tokens of neighbouring heads. All items of a program make one software
-pipeline: its loop goes over blocks of KV tokens and steps to the next item where one ends, so the loads
-of the next item are in flight before the last one is finished. A query that is rotated, or converted for an FP8
-cache (:mod:`.fp8`), is so once an item.
+The kernel is persistent. The programs of CTA ``c`` of the plan, one for each KV head and block of query heads, run the
+work items ``cta_indptr[c]`` to ``cta_indptr[c + 1]``; neighbouring programs read the same tokens of neighbouring heads.
+All items of a program form one software pipeline: the mainloop iterates over KV tiles and advances to the next item
+behind the last tile of an item, so that the loads of the next item are in flight before the last one is stored. A query
+that is rotated, or converted for an FP8 cache (:mod:`.fp8`), is so once per item.
 
-What a program needs of the plan to begin with it reads before it waits for the kernel ahead
-(:func:`.pdl.read_plan_early`).
+On Hopper a program reads its work items and first page numbers before the preceding kernel finishes (:mod:`.pdl`).
 
-The merge is a kernel of its own where launches are recorded, in graphs and captures. In eager calls, where the host
-pays for each, the last of the programs that share a request merges it (``MERGE``); in graphs that takes longer, as
-nobody else does anything meanwhile.
+Partial results are combined by a kernel of its own (:mod:`.combine_decode`) in traced graphs and captures. In eager
+calls, where every launch costs host time, the last program to store a split of a row combines them (``COMBINE``); in a
+graph that would take longer, since the other programs have nothing to do meanwhile.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.combine_decode import merge_pieces, merge_rows, store_heads
-from attn_ops.kernels.triton.config_decode import decode_tile, evenly, short_stages
+from attn_ops.kernels.triton.combine_decode import combine_slots, combine_split_rows, store_heads
+from attn_ops.kernels.triton.config_decode import decode_tile, min_shared_for_even_spread, short_stages
 from attn_ops.kernels.triton.config_tuned import tuned
-from attn_ops.kernels.triton.fp8 import float16_scale, in_pairs, unpack
+from attn_ops.kernels.triton.fp8 import float16_scale, readable_in_pairs, unpack
 from attn_ops.kernels.triton.indexing import within
-from attn_ops.kernels.triton.launch import launch, runs_now
+from attn_ops.kernels.triton.launch import constexpr_table, is_eager, launch
 from attn_ops.kernels.triton.pdl import acquire, read_plan_early
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate_halves
 from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, online_softmax_update, soft_cap
+from attn_ops.kernels.triton.work_item import (
+    WORK_KV_BEGIN,
+    WORK_KV_END,
+    WORK_PAGE_START,
+    WORK_POSITION,
+    WORK_ROW,
+    WORK_SLOT,
+    WORK_STRIDE,
+)
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn_ops.plan.state import DecodePlan, PlanProblem, num_slots
 
-ITEMS = tl.constexpr(32)
-"""Work items that are looked at together."""
+BLOCK_ITEMS = tl.constexpr(32)
+"""Work items that a program looks at in one step, before and after its mainloop."""
 
-NONE = tl.constexpr(2**31 - 1)
+NO_INDEX = tl.constexpr(2**31 - 1)
+"""Larger than every row and work item: what a minimum over none of them is."""
 
-MERGED = 16384
-"""Elements of pieces that are merged at a time."""
+COMBINE_STEP_ELEMENTS = 16384
+"""Elements of partial results that the last program of a row loads in one step; half as many for 16 heads and more."""
+
+
+@constexpr_table
+class Shape(NamedTuple):
+    """Sizes of the problem."""
+
+    NUM_KV_HEADS: int
+    GROUP: int  # query heads per KV head
+    DIM_QK: int
+    DIM_VO: int
+    PAGE_SIZE: int  # tokens
+
+
+@constexpr_table
+class Strides(NamedTuple):
+    """Elements from a query row, head, page or token to the next."""
+
+    Q_ROW: int
+    Q_HEAD: int
+    K_PAGE: int
+    K_TOKEN: int
+    K_HEAD: int
+    V_PAGE: int
+    V_TOKEN: int
+    V_HEAD: int
+
+
+@constexpr_table
+class Features(NamedTuple):
+    """Options of the call that change the code."""
+
+    CAP: bool
+    WINDOW: bool
+    SINKS: bool
+    KV_SCALE: bool
+    ROPE: bool
+    ALIBI: bool
+    LOG2_HEADS: int  # of the largest power of 2 in the number of query heads, for ALiBi
+    LSE: bool  # lse is written
+    FP8_PAIRS: bool  # FP8 values are loaded two at a time
+
+
+@constexpr_table
+class Tile(NamedTuple):
+    """Block sizes of the mainloop, all powers of 2."""
+
+    BLOCK_KV: int  # tokens of a KV tile
+    BLOCK_HEADS: int  # query heads of a program
+    BLOCK_QK: int  # at least DIM_QK; with ROPE at least half of it
+    BLOCK_VO: int  # at least DIM_VO
 
 
 @triton.jit
-def load_extent(record, mask, max_pages, window_left, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr):
-    """``(begin, end, page_start)`` of work items, which have no tokens where masked.
+def load_kv_range(item_at, mask, max_pages, window_left, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr):
+    """``(begin, end, page_start)`` of the work items at ``item_at``; ``begin == end`` where masked.
 
-    ``begin`` leaves out what is left of the window; ``end`` is in reach of the page table.
+    ``begin`` is not before the window, and ``end`` not behind the page table.
     """
-    begin = tl.maximum(tl.load(record + 2, mask=mask, other=0), 0)
-    end = tl.load(record + 3, mask=mask, other=0)
-    page_start = tl.load(record + 5, mask=mask, other=0)
+    begin = tl.maximum(tl.load(item_at + WORK_KV_BEGIN, mask=mask, other=0), 0)
+    end = tl.load(item_at + WORK_KV_END, mask=mask, other=0)
+    page_start = tl.load(item_at + WORK_PAGE_START, mask=mask, other=0)
     page_start = tl.minimum(tl.maximum(page_start, 0), max_pages)
     if WINDOW:
-        begin = tl.maximum(begin, tl.load(record + 4, mask=mask, other=0) - window_left)
+        begin = tl.maximum(begin, tl.load(item_at + WORK_POSITION, mask=mask, other=0) - window_left)
     return begin, tl.maximum(tl.minimum(end, (max_pages - page_start) * PAGE_SIZE), begin), page_start
 
 
 @triton.jit
-def count_blocks(
+def count_kv_tiles(
     work, first, stop, max_pages, window_left, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
-    """Blocks of KV tokens in the items ``[first, stop)``, at least one each."""
-    blocks = 0
-    for i in range(first, stop, ITEMS):
-        index = i + tl.arange(0, ITEMS)
-        begin, end, _ = load_extent(work + index * 8, index < stop, max_pages, window_left, PAGE_SIZE, WINDOW)
+    """KV tiles of the work items ``[first, stop)``, at least one each."""
+    num_tiles = 0
+    for i in range(first, stop, BLOCK_ITEMS):
+        item = i + tl.arange(0, BLOCK_ITEMS)
+        item_at = work + item * WORK_STRIDE
+        begin, end, _ = load_kv_range(item_at, item < stop, max_pages, window_left, PAGE_SIZE, WINDOW)
         count = tl.maximum(tl.cdiv(end, BLOCK_KV) - begin // BLOCK_KV, 1)
-        blocks += tl.sum(tl.where(index < stop, count, 0), 0)
-    return blocks
+        num_tiles += tl.sum(tl.where(item < stop, count, 0), 0)
+    return num_tiles
 
 
 @triton.jit
-def load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """The page of each token of a block, which may be none of the cache's; 0 beyond the page table."""
+def load_tile_pages(kv_indices, max_pages, page_start, tile_start, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The page number of each token of a KV tile, unchecked; 0 behind the page table."""
     if BLOCK_KV % PAGE_SIZE == 0:
-        at = page_start + block // PAGE_SIZE + tl.arange(0, BLOCK_KV) // PAGE_SIZE
+        at = page_start + tile_start // PAGE_SIZE + tl.arange(0, BLOCK_KV) // PAGE_SIZE
     else:
-        at = page_start + (block + tl.arange(0, BLOCK_KV)) // PAGE_SIZE
+        at = page_start + (tile_start + tl.arange(0, BLOCK_KV)) // PAGE_SIZE
     return tl.load(kv_indices + at, mask=within(at, max_pages), other=0)
 
 
 @triton.jit
-def page_offsets(pages, num_pages, block, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Where each token of a block is in a paged cache, on a page that it has."""
+def token_offsets(
+    pages, num_pages, tile_start, stride_page, stride_token, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
+):
+    """The offset of each token of a KV tile in a paged cache; page numbers are clamped to the cache."""
     n = tl.arange(0, BLOCK_KV)
-    slot = n % PAGE_SIZE if BLOCK_KV % PAGE_SIZE == 0 else (block + n) % PAGE_SIZE
+    in_page = n % PAGE_SIZE if BLOCK_KV % PAGE_SIZE == 0 else (tile_start + n) % PAGE_SIZE
     page = tl.minimum(pages.to(tl.uint32), tl.cast(num_pages, tl.uint32) - 1)
-    return page.to(tl.int64) * stride_page + slot.to(tl.int64) * stride_slot
+    return page.to(tl.int64) * stride_page + in_page.to(tl.int64) * stride_token
 
 
 @triton.jit
 def prepare_query(
-    q, row, rows, mask, stride_row, position, pair, log2_theta, inverse_rope_scale,
-    DIM: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.constexpr,
+    q, row, rows, mask, position, d, rope,
+    STRIDE_Q_ROW: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """``(query, second half, scale)``: a query rotated and in ``DTYPE``, into whose range ``scale`` brings it."""
-    at, used = q + row.to(tl.int64) * stride_row, mask & within(row, rows)
+    """``(query, second half, scale)`` of a row: rotated with ROPE, times ``scale`` and converted to DTYPE.
+
+    Without ROPE the second half is the query too. ``scale`` brings the query into the range of float16.
+    """
+    at, used = q + row.to(tl.int64) * STRIDE_Q_ROW, mask & within(row, rows)
     low = tl.load(at, mask=used, other=0.0).to(tl.float32)
     high = low
     if ROPE:
+        log2_theta, inverse_rope_scale = rope
         high = tl.load(at + DIM // 2, mask=used, other=0.0)
         low, high = rotate_halves(
-            low, high, position + tl.zeros((1,), tl.int32), pair, log2_theta, inverse_rope_scale, DIM
+            low, high, position + tl.zeros((1,), tl.int32), d, log2_theta, inverse_rope_scale, DIM
         )
     scale = 1.0
     if DTYPE == tl.float16:  # noqa: SIM300
         scale = float16_scale(tl.maximum(tl.abs(low), tl.abs(high)))
     return (low * scale).to(DTYPE), (high * scale).to(DTYPE), scale
+
+
+@triton.jit
+def attend_tile(
+    state, query, k_cache, v_cache, pages, num_pages, tile_start, begin, end, n, d_qk, d_v, logit_scale, slope, cap,
+    rope, SHAPE: tl.constexpr, STRIDES: tl.constexpr, FEATURES: tl.constexpr, BLOCK_KV: tl.constexpr,
+    DIM_PART: tl.constexpr, PREPARED: tl.constexpr, DTYPE: tl.constexpr, FP8_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The online-softmax ``state`` after the KV tile from token ``tile_start`` on, of an item of tokens [begin, end).
+
+    state    ``(row_max [heads], row_sum [heads, BLOCK_KV], acc [heads, d_v], acc_odd)``; row_sum are partial sums
+    query    PREPARED: the result of :func:`prepare_query`; otherwise ``(q, row, rows, mask)``
+    n        ``arange(BLOCK_KV)``
+    d_v      columns of v_cache, pairs of them with FP8_PAIRS; then acc holds the even ones and acc_odd the odd ones
+    """
+    row_max, row_sum, acc, acc_odd = state
+    PACK: tl.constexpr = 2 if FEATURES.FP8_PAIRS else 1
+    visible = (tile_start + n - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
+    k_at = token_offsets(pages, num_pages, tile_start, STRIDES.K_PAGE, STRIDES.K_TOKEN, SHAPE.PAGE_SIZE, BLOCK_KV)
+    v_at = token_offsets(
+        pages, num_pages, tile_start, STRIDES.V_PAGE // PACK, STRIDES.V_TOKEN // PACK, SHAPE.PAGE_SIZE, BLOCK_KV
+    )
+    k = tl.load(k_cache + k_at[:, None], mask=visible[:, None] & (d_qk < DIM_PART), other=0.0)
+    v = tl.load(v_cache + v_at[:, None], mask=visible[:, None] & (d_v < SHAPE.DIM_VO // PACK), other=0.0)
+    if PREPARED:
+        q, q_high, query_scale = query
+    else:
+        q, row, rows, mask = query
+        q = tl.load(q + row.to(tl.int64) * STRIDES.Q_ROW, mask=mask & within(row, rows), other=0.0)
+    if FEATURES.ROPE:
+        log2_theta, inverse_rope_scale = rope
+        k_high = tl.load(k_cache + DIM_PART + k_at[:, None], mask=visible[:, None] & (d_qk < DIM_PART), other=0.0)
+        k, k_high = rotate_halves(k, k_high, tile_start + n, d_qk, log2_theta, inverse_rope_scale, SHAPE.DIM_QK)
+
+    logits = tl.dot(q, tl.trans(k.to(DTYPE)), input_precision="ieee")
+    if FEATURES.ROPE:
+        logits = tl.dot(q_high, tl.trans(k_high.to(DTYPE)), logits, input_precision="ieee")
+    logits *= logit_scale / query_scale if PREPARED else logit_scale
+    if FEATURES.ALIBI:
+        logits += slope[:, None] * (tile_start + n).to(tl.float32)[None, :]
+    if FEATURES.CAP:
+        logits = soft_cap(logits, tl.cast(cap, tl.float32)) * LOG2E
+    logits = tl.where(visible[None, :], logits, float("-inf"))
+    row_max, row_sum, p, alpha = online_softmax_update(row_max, row_sum, logits, 1.0, MASKED=False, SUM_LANES=False)
+    p = p.to(DTYPE)
+    if FEATURES.FP8_PAIRS:
+        v, v_odd = unpack(v, FP8_DTYPE)
+        acc_odd = tl.dot(p, v_odd.to(DTYPE), acc_odd * alpha[:, None], input_precision="ieee")
+    acc = tl.dot(p, v.to(DTYPE), acc * alpha[:, None], input_precision="ieee")
+    return row_max, row_sum, acc, acc_odd
+
+
+@triton.jit
+def store_or_spill(
+    out, lse, partial, row, slot, rows, slots, row_max, row_sum, acc, sink, value_scale, heads, head_mask, d_vo,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Store a whole row to ``out [rows, NUM_HEADS, DIM]`` and lse, or a split's partial result to its slot.
+
+    A sink joins whole rows here, and the rows of splits when they are combined.
+    """
+    if slot < 0:
+        if SINKS:
+            row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
+        if within(row, rows):
+            at = row.to(tl.int64) * NUM_HEADS + heads
+            store_heads(out, lse, row_max, row_sum, acc * value_scale, at, head_mask, d_vo, DIM, LSE)
+    elif slot < slots:
+        at = slot.to(tl.int64) * NUM_HEADS + heads
+        partial_lse = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM)
+        store_heads(partial, partial_lse, row_max, row_sum, acc * value_scale, at, head_mask, d_vo, DIM, True)
+
+
+@triton.jit
+def store_empty_rows(
+    out, lse, row, kv_len, heads, head_mask, d_vo,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Zeros, and an LSE of -inf, to those of the rows ``row`` whose ``kv_len`` is 0. They have no work item."""
+    none = tl.full((), NO_INDEX, tl.int32)
+    empty = tl.where(kv_len <= 0, row, none)
+    row = tl.min(empty, 0)
+    while row < none:
+        at = row.to(tl.int64) * NUM_HEADS + heads
+        row_max = tl.full((heads.shape[0],), float("-inf"), tl.float32)
+        acc = tl.zeros((heads.shape[0], d_vo.shape[0]), tl.float32)
+        store_heads(out, lse, row_max, tl.zeros_like(row_max), acc, at, head_mask, d_vo, DIM, LSE)
+        empty = tl.where(empty == row, none, empty)
+        row = tl.min(empty, 0)
+
+
+@triton.jit
+def combine_last_arriver(
+    out, lse, partial, split_counters, work, merge_indptr, first_item, stop, program_of_cta, rows, max_batch, slots,
+    sink, heads, head_mask, d_vo,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    SPLITS_FAST_PATH: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
+):  # fmt: skip
+    """Count the stored splits of this program's items ``[first_item, stop)``, and combine the rows that are complete.
+
+    The program that stores the last split of a row reads all of them, in the order of the request, and resets the
+    counter. ``program_of_cta`` selects the counter of this program's heads at the first slot of the row.
+    """
+    none = tl.full((), NO_INDEX, tl.int32)
+    tl.debug_barrier()  # all threads of the program have stored their part of a split before it is counted
+    for i in range(first_item, stop, BLOCK_ITEMS):
+        items = i + tl.arange(0, BLOCK_ITEMS)
+        slot = tl.load(work + items * WORK_STRIDE + WORK_SLOT, mask=items < stop, other=-1)
+        split_row = tl.load(work + items * WORK_STRIDE + WORK_ROW, mask=items < stop, other=-1)
+        is_split = within(slot, slots) & within(split_row, tl.minimum(rows, max_batch))
+        first_slot = tl.maximum(tl.load(merge_indptr + split_row, mask=is_split, other=0), 0)
+        end_slot = tl.minimum(tl.load(merge_indptr + split_row + 1, mask=is_split, other=0), slots)
+        pending = tl.where(is_split, items, none)
+        item = tl.min(pending, 0)
+        while item < none:
+            here = items == item
+            row = tl.sum(tl.where(here, split_row, 0), 0)
+            begin, end = tl.sum(tl.where(here, first_slot, 0), 0), tl.sum(tl.where(here, end_slot, 0), 0)
+            counter = split_counters + begin.to(tl.int64) * NUM_HEADS + program_of_cta
+            last = False
+            if begin < end:
+                last = tl.atomic_add(counter, 1, sem="acq_rel") == end - begin - 1
+            if last:
+                row_max, row_sum, acc = combine_slots(
+                    partial,
+                    slots,
+                    begin,
+                    end,
+                    heads,
+                    head_mask,
+                    d_vo,
+                    NUM_HEADS,
+                    DIM,
+                    SPLITS_FAST_PATH,
+                    SPLITS_PER_STEP,
+                )
+                if SINKS:
+                    row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
+                at = row.to(tl.int64) * NUM_HEADS + heads
+                store_heads(out, lse, row_max, row_sum, acc, at, head_mask, d_vo, DIM, LSE)
+                tl.store(counter, 0)
+            pending = tl.where(here, none, pending)
+            item = tl.min(pending, 0)
 
 
 @triton.jit(
@@ -120,17 +330,17 @@ def prepare_query(
 )
 def decode_kernel(
     q,  # [rows, num_qo_heads, DIM_QK]
-    k_cache,  # [num_pages, ...] of pages of PAGE_SIZE tokens, as the strides say
+    k_cache,  # [num_pages, ...] of pages of PAGE_SIZE tokens, in the layout of the strides
     v_cache,
     sinks,  # [num_qo_heads] or None
     kv_scale,  # [2] or None
     out,  # [rows, num_qo_heads, DIM_VO]
     lse,  # [rows, num_qo_heads] or [0]
-    partial,  # [slots, num_qo_heads, DIM_VO], then [slots, num_qo_heads]
+    partial,  # [slots, num_qo_heads, DIM_VO], then the LSE [slots, num_qo_heads]
     split_counters,  # [slots, num_qo_heads]
     kv_indices,  # [max_pages]
     kv_len,  # [max_batch]
-    work,  # [max_items, 8]
+    work,  # [max_items, WORK_STRIDE]
     cta_indptr,  # [num_ctas + 1]
     merge_indptr,  # [max_batch + 1]
     scale,
@@ -144,44 +354,42 @@ def decode_kernel(
     max_pages,
     max_items,
     slots,
-    stride_q_row: tl.constexpr,
-    stride_q_head: tl.constexpr,
-    stride_k_page: tl.constexpr,
-    stride_k_slot: tl.constexpr,
-    stride_k_head: tl.constexpr,
-    stride_v_page: tl.constexpr,
-    stride_v_slot: tl.constexpr,
-    stride_v_head: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM_QK: tl.constexpr,
-    DIM_VO: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    KV_SCALE: tl.constexpr,
-    ROPE: tl.constexpr,
-    ALIBI: tl.constexpr,
-    LOG2_HEADS: tl.constexpr,
-    LSE: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_QK: tl.constexpr,
-    BLOCK_VO: tl.constexpr,
-    BLOCK_EMPTY: tl.constexpr,  # power of 2, at least the requests for each CTA
-    FEW: tl.constexpr,  # pieces merged at a time
-    MANY: tl.constexpr,
-    PAIRED: tl.constexpr,  # FP8 values are read two at a time
+    STRIDES: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr,  # power of 2, at least the requests per CTA
+    SPLITS_FAST_PATH: tl.constexpr,  # partial results combined at once, in rows of so few
+    SPLITS_PER_STEP: tl.constexpr,  # and in others
     PDL: tl.constexpr,
-    MERGE: tl.constexpr,  # in this kernel
+    COMBINE: tl.constexpr,  # in this kernel
 ):
+    """Grid: ``num_ctas * NUM_KV_HEADS * HEAD_BLOCKS`` programs, CTAs of the plan slowest.
+    Owns: the work items of its CTA for BLOCK_HEADS query heads of one KV head; with COMBINE the empty rows
+        ``cta + i * num_ctas``, and the split rows whose last split it stores.
+    Loop invariant: ``state`` covers the tokens of ``item`` before ``tile_start``; ``pages`` are the tile's, in flight.
+    Barriers: ``griddepcontrol.wait`` before anything but the plan is read; with COMBINE a CTA barrier before
+        split_counters are incremented.
+    Bound by: bandwidth of the KV cache; with short work per CTA latency, item to page number to tile.
+    """
+    BLOCK_KV: tl.constexpr = TILE.BLOCK_KV
+    BLOCK_HEADS: tl.constexpr = TILE.BLOCK_HEADS
+    BLOCK_VO: tl.constexpr = TILE.BLOCK_VO
+    NUM_KV_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS
+    GROUP: tl.constexpr = SHAPE.GROUP
+    DIM_QK: tl.constexpr = SHAPE.DIM_QK
+    DIM_VO: tl.constexpr = SHAPE.DIM_VO
+    PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
+    WINDOW: tl.constexpr = FEATURES.WINDOW
+    ROPE: tl.constexpr = FEATURES.ROPE
+    FP8_DTYPE: tl.constexpr = v_cache.dtype.element_ty
     FP8: tl.constexpr = k_cache.dtype.element_ty.is_fp8()
-    COMPUTE: tl.constexpr = tl.float16 if FP8 and q.dtype.element_ty != tl.float32 else q.dtype.element_ty
-    PREPARE: tl.constexpr = ROPE or q.dtype.element_ty != COMPUTE
-    PART: tl.constexpr = DIM_QK // 2 if ROPE else DIM_QK
+    DTYPE: tl.constexpr = tl.float16 if FP8 and q.dtype.element_ty != tl.float32 else q.dtype.element_ty
+    PREPARE: tl.constexpr = ROPE or q.dtype.element_ty != DTYPE  # the query is computed once per item, not loaded
+    DIM_PART: tl.constexpr = DIM_QK // 2 if ROPE else DIM_QK
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    PACK: tl.constexpr = 2 if FEATURES.FP8_PAIRS else 1
     if PDL:
         acquire()
     program = tl.program_id(0)
@@ -189,173 +397,116 @@ def decode_kernel(
     kv_head = program // HEAD_BLOCKS % NUM_KV_HEADS
     in_group = program % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     heads, head_mask = kv_head * GROUP + in_group, in_group < GROUP
-    PACK: tl.constexpr = 2 if PAIRED else 1
-    FP8_TYPE: tl.constexpr = v_cache.dtype.element_ty
-    n, d_qk, d_vo = tl.arange(0, BLOCK_KV), tl.arange(0, BLOCK_QK), tl.arange(0, BLOCK_VO)
-    d_pair = tl.arange(0, BLOCK_VO // PACK)
-    if PAIRED:
+    n, d_qk, d_vo = tl.arange(0, BLOCK_KV), tl.arange(0, TILE.BLOCK_QK), tl.arange(0, BLOCK_VO)
+    d_v = tl.arange(0, BLOCK_VO // PACK)
+    if FEATURES.FP8_PAIRS:
         v_cache = v_cache.to(tl.pointer_type(tl.int16))
-    q += heads.to(tl.int64)[:, None] * stride_q_head + d_qk
-    k_cache += kv_head.to(tl.int64) * stride_k_head + d_qk[None, :]
-    v_cache += kv_head.to(tl.int64) * (stride_v_head // PACK) + d_pair[None, :]
+    q += heads.to(tl.int64)[:, None] * STRIDES.Q_HEAD + d_qk
+    k_cache += kv_head.to(tl.int64) * STRIDES.K_HEAD + d_qk[None, :]
+    v_cache += kv_head.to(tl.int64) * (STRIDES.V_HEAD // PACK) + d_v[None, :]
     max_pages = tl.where(num_pages > 0, max_pages, 0)
 
-    if MERGE:
+    if COMBINE:
         num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
-        mine = cta + tl.arange(0, BLOCK_EMPTY) * num_ctas
-        lengths = tl.load(kv_len + mine, mask=mine < tl.minimum(rows, max_batch), other=1)
-    # Row and slot are loaded here and below, not by a helper: what a call returns, Inductor's analysis of
-    # writes takes for an alias of the pointers it was given.
-    record, listed = work + cta * 8, cta < max_items  # the first item of each CTA, where there is one request
-    row = tl.load(record, mask=listed, other=-1)
-    slot = tl.load(record + 6, mask=listed, other=-1)
-    begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
+        cta_rows = cta + tl.arange(0, BLOCK_REQUESTS) * num_ctas
+        cta_kv_len = tl.load(kv_len + cta_rows, mask=cta_rows < tl.minimum(rows, max_batch), other=1)
+    # With one request the first item of a CTA is item ``cta``: load it beside cta_indptr, and again if it is another.
+    # Row and slot are loaded here and below, not by a function (see work_item.py).
+    item_at, listed = work + cta * WORK_STRIDE, cta < max_items
+    row = tl.load(item_at + WORK_ROW, mask=listed, other=-1)
+    slot = tl.load(item_at + WORK_SLOT, mask=listed, other=-1)
+    begin, end, page_start = load_kv_range(item_at, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
     first_item = tl.maximum(tl.load(cta_indptr + cta), 0)
     item = first_item
     stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
     if (item != cta) | (item >= stop):
-        record, listed = work + item * 8, item < stop
-        row = tl.load(record, mask=listed, other=-1)
-        slot = tl.load(record + 6, mask=listed, other=-1)
-        begin, end, page_start = load_extent(record, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
-    block = begin // BLOCK_KV * BLOCK_KV
-    pages = load_pages(kv_indices, max_pages, page_start, block, PAGE_SIZE, BLOCK_KV)
-    blocks = count_blocks(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)
+        item_at, listed = work + item * WORK_STRIDE, item < stop
+        row = tl.load(item_at + WORK_ROW, mask=listed, other=-1)
+        slot = tl.load(item_at + WORK_SLOT, mask=listed, other=-1)
+        begin, end, page_start = load_kv_range(item_at, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
+    tile_start = begin // BLOCK_KV * BLOCK_KV
+    pages = load_tile_pages(kv_indices, max_pages, page_start, tile_start, PAGE_SIZE, BLOCK_KV)
+    num_tiles = count_kv_tiles(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
-    sink = tl.load(sinks + heads, mask=head_mask, other=0.0) * LOG2E if SINKS else 0.0
-    unit = 1.0 if CAP else LOG2E
-    logit_scale = tl.cast(scale, tl.float32) * unit
-    slope = alibi_slopes(heads, LOG2_HEADS) * unit if ALIBI else 0.0
+    sink = tl.load(sinks + heads, mask=head_mask, other=0.0) * LOG2E if FEATURES.SINKS else 0.0
+    to_base_2 = 1.0 if FEATURES.CAP else LOG2E  # a soft cap takes natural logits
+    logit_scale = tl.cast(scale, tl.float32) * to_base_2
+    slope = alibi_slopes(heads, FEATURES.LOG2_HEADS) * to_base_2 if FEATURES.ALIBI else 0.0
     value_scale = 1.0
-    if KV_SCALE:
+    if FEATURES.KV_SCALE:
         logit_scale *= tl.load(kv_scale)
         value_scale = tl.load(kv_scale + 1)
-    query_mask = head_mask[:, None] & (d_qk < PART)
-    query, far_query, query_scale = 0.0, 0.0, 1.0
+    query_mask = head_mask[:, None] & (d_qk < DIM_PART)
+    rope = (log2_theta, inverse_rope_scale)
+    query, query_high, query_scale = 0.0, 0.0, 1.0
     if PREPARE:
-        position = tl.load(work + item * 8 + 4, mask=item < stop, other=0) if ROPE else 0
-        query, far_query, query_scale = prepare_query(
-            *(q, row, rows, query_mask, stride_q_row, position, d_qk, log2_theta, inverse_rope_scale),
-            *(DIM_QK, ROPE, COMPUTE),
+        position = tl.load(work + item * WORK_STRIDE + WORK_POSITION, mask=item < stop, other=0) if ROPE else 0
+        query, query_high, query_scale = prepare_query(
+            q, row, rows, query_mask, position, d_qk, rope, STRIDES.Q_ROW, DIM_QK, ROPE, DTYPE
         )
 
-    m = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
+    row_max = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
+    row_sum = tl.zeros((BLOCK_HEADS, BLOCK_KV), tl.float32)
     acc = tl.zeros((BLOCK_HEADS, BLOCK_VO // PACK), tl.float32)
-    acc_odd = tl.zeros((BLOCK_HEADS, BLOCK_VO // PACK), tl.float32) if PAIRED else 0.0
-    for _ in range(blocks):
-        last = block + BLOCK_KV >= end
-        next_item, next_block = item, block + BLOCK_KV
+    acc_odd = tl.zeros((BLOCK_HEADS, BLOCK_VO // PACK), tl.float32) if FEATURES.FP8_PAIRS else 0.0
+    for _ in range(num_tiles):
+        is_last = tile_start + BLOCK_KV >= end
+        next_item, next_start = item, tile_start + BLOCK_KV
         next_row, next_begin, next_end, next_page_start, next_slot = row, begin, end, page_start, slot
-        next_query, next_far_query, next_query_scale = query, far_query, query_scale
-        if last:
+        next_query, next_query_high, next_query_scale = query, query_high, query_scale
+        if is_last:
             next_item += 1
-            record, more = work + next_item * 8, next_item < stop
-            next_row, next_slot = tl.load(record, mask=more, other=-1), tl.load(record + 6, mask=more, other=-1)
-            next_begin, next_end, next_page_start = load_extent(record, more, max_pages, window_left, PAGE_SIZE, WINDOW)
-            next_block = next_begin // BLOCK_KV * BLOCK_KV
+            item_at, more = work + next_item * WORK_STRIDE, next_item < stop
+            next_row = tl.load(item_at + WORK_ROW, mask=more, other=-1)
+            next_slot = tl.load(item_at + WORK_SLOT, mask=more, other=-1)
+            next_begin, next_end, next_page_start = load_kv_range(
+                item_at, more, max_pages, window_left, PAGE_SIZE, WINDOW
+            )
+            next_start = next_begin // BLOCK_KV * BLOCK_KV
             if PREPARE:
-                position = tl.load(record + 4, mask=more, other=0) if ROPE else 0
-                next_query, next_far_query, next_query_scale = prepare_query(
-                    *(q, next_row, rows, query_mask, stride_q_row, position, d_qk, log2_theta, inverse_rope_scale),
-                    *(DIM_QK, ROPE, COMPUTE),
+                position = tl.load(item_at + WORK_POSITION, mask=more, other=0) if ROPE else 0
+                next_query, next_query_high, next_query_scale = prepare_query(
+                    q, next_row, rows, query_mask, position, d_qk, rope, STRIDES.Q_ROW, DIM_QK, ROPE, DTYPE
                 )
-        next_pages = load_pages(kv_indices, max_pages, next_page_start, next_block, PAGE_SIZE, BLOCK_KV)
+        next_pages = load_tile_pages(kv_indices, max_pages, next_page_start, next_start, PAGE_SIZE, BLOCK_KV)
 
-        visible = (block + n - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
-        k_at = page_offsets(pages, num_pages, block, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_KV)
-        v_at = page_offsets(pages, num_pages, block, stride_v_page // PACK, stride_v_slot // PACK, PAGE_SIZE, BLOCK_KV)
-        k = tl.load(k_cache + k_at[:, None], mask=visible[:, None] & (d_qk < PART), other=0.0)
-        v = tl.load(v_cache + v_at[:, None], mask=visible[:, None] & (d_pair < DIM_VO // PACK), other=0.0)
-        if not PREPARE:
-            query = tl.load(q + row.to(tl.int64) * stride_q_row, mask=query_mask & within(row, rows), other=0.0)
-        if ROPE:
-            far_k = tl.load(k_cache + PART + k_at[:, None], mask=visible[:, None] & (d_qk < PART), other=0.0)
-            k, far_k = rotate_halves(k, far_k, block + n, d_qk, log2_theta, inverse_rope_scale, DIM_QK)
+        if PREPARE:
+            q_tile = (query, query_high, query_scale)
+        else:
+            q_tile = (q, row, rows, query_mask)
+        row_max, row_sum, acc, acc_odd = attend_tile(
+            (row_max, row_sum, acc, acc_odd), q_tile, k_cache, v_cache, pages, num_pages,
+            tile_start, begin, end, n, d_qk, d_v, logit_scale, slope, cap,
+            rope, SHAPE, STRIDES, FEATURES, BLOCK_KV, DIM_PART, PREPARE, DTYPE, FP8_DTYPE,
+        )  # fmt: skip
 
-        logits = tl.dot(query, tl.trans(k.to(COMPUTE)), input_precision="ieee")
-        if ROPE:
-            logits = tl.dot(far_query, tl.trans(far_k.to(COMPUTE)), logits, input_precision="ieee")
-        logits *= logit_scale / query_scale if PREPARE else logit_scale
-        if ALIBI:
-            logits += slope[:, None] * (block + n).to(tl.float32)[None, :]  # type: ignore[index]
-        if CAP:
-            logits = soft_cap(logits, tl.cast(cap, tl.float32)) * LOG2E
-        logits = tl.where(visible[None, :], logits, float("-inf"))
-        m, total, weights, decay = online_softmax_update(m, total, logits, 1.0, MASKED=False, SUM_LANES=False)
-        weights = weights.to(COMPUTE)
-        if PAIRED:
-            v, v_odd = unpack(v, FP8_TYPE)
-            acc_odd = tl.dot(weights, v_odd.to(COMPUTE), acc_odd * decay[:, None], input_precision="ieee")
-        acc = tl.dot(weights, v.to(COMPUTE), acc * decay[:, None], input_precision="ieee")
-
-        if last:
-            norm, value = tl.sum(total, 1), acc
-            if PAIRED:
+        if is_last:
+            norm, value = tl.sum(row_sum, 1), acc
+            if FEATURES.FP8_PAIRS:
                 value = tl.reshape(tl.join(acc, acc_odd), (BLOCK_HEADS, BLOCK_VO))
                 acc_odd = tl.zeros_like(acc_odd)
-            if slot < 0:
-                if SINKS:
-                    m, norm, value = add_sink(m, norm, value, sink)
-                if within(row, rows):
-                    at = row.to(tl.int64) * NUM_HEADS + heads
-                    store_heads(out, lse, m, norm, value * value_scale, at, head_mask, d_vo, DIM_VO, LSE)
-            elif slot < slots:
-                at = slot.to(tl.int64) * NUM_HEADS + heads
-                sums = partial + tl.cast(slots, tl.int64) * (NUM_HEADS * DIM_VO)
-                store_heads(partial, sums, m, norm, value * value_scale, at, head_mask, d_vo, DIM_VO, True)
-            m = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
-            total = tl.zeros_like(total)
+            store_or_spill(
+                out, lse, partial, row, slot, rows, slots, row_max, norm, value, sink, value_scale,
+                heads, head_mask, d_vo, NUM_HEADS, DIM_VO, FEATURES.SINKS, FEATURES.LSE,
+            )  # fmt: skip
+            row_max = tl.full((BLOCK_HEADS,), LOWEST, tl.float32)
+            row_sum = tl.zeros_like(row_sum)
             acc = tl.zeros_like(acc)
 
         item, row, begin, end, page_start, slot = next_item, next_row, next_begin, next_end, next_page_start, next_slot
-        block, pages = next_block, next_pages
-        query, far_query, query_scale = next_query, next_far_query, next_query_scale
+        tile_start, pages = next_start, next_pages
+        query, query_high, query_scale = next_query, next_query_high, next_query_scale
 
-    if MERGE:
-        none = tl.full((), NONE, tl.int32)
-        empty = tl.where(lengths <= 0, mine, none)
-        row = tl.min(empty, 0)
-        while row < none:
-            at = row.to(tl.int64) * NUM_HEADS + heads
-            m = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
-            nothing = tl.zeros((BLOCK_HEADS, BLOCK_VO), tl.float32)
-            store_heads(out, lse, m, tl.zeros_like(m), nothing, at, head_mask, d_vo, DIM_VO, LSE)
-            empty = tl.where(empty == row, none, empty)
-            row = tl.min(empty, 0)
-
-        tl.debug_barrier()  # every thread's part of a piece is stored before the piece is counted
-        for i in range(first_item, stop, ITEMS):
-            items = i + tl.arange(0, ITEMS)
-            piece_slot = tl.load(work + items * 8 + 6, mask=items < stop, other=-1)
-            piece_row = tl.load(work + items * 8, mask=items < stop, other=-1)
-            pieces = within(piece_slot, slots) & within(piece_row, tl.minimum(rows, max_batch))
-            piece_begin = tl.maximum(tl.load(merge_indptr + piece_row, mask=pieces, other=0), 0)
-            piece_end = tl.minimum(tl.load(merge_indptr + piece_row + 1, mask=pieces, other=0), slots)
-            todo = tl.where(pieces, items, none)
-            item = tl.min(todo, 0)
-            while item < none:
-                here = items == item
-                row = tl.sum(tl.where(here, piece_row, 0), 0)
-                begin, end = tl.sum(tl.where(here, piece_begin, 0), 0), tl.sum(tl.where(here, piece_end, 0), 0)
-                count = split_counters + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
-                last = False
-                if begin < end:
-                    last = tl.atomic_add(count, 1, sem="acq_rel") == end - begin - 1
-                if last:
-                    m, norm, value = merge_pieces(
-                        partial, slots, begin, end, heads, head_mask, d_vo, NUM_HEADS, DIM_VO, FEW, MANY
-                    )
-                    if SINKS:
-                        m, norm, value = add_sink(m, norm, value, sink)
-                    at = row.to(tl.int64) * NUM_HEADS + heads
-                    store_heads(out, lse, m, norm, value, at, head_mask, d_vo, DIM_VO, LSE)
-                    tl.store(count, 0)
-                todo = tl.where(here, none, todo)
-                item = tl.min(todo, 0)
+    if COMBINE:
+        store_empty_rows(out, lse, cta_rows, cta_kv_len, heads, head_mask, d_vo, NUM_HEADS, DIM_VO, FEATURES.LSE)
+        combine_last_arriver(
+            out, lse, partial, split_counters, work, merge_indptr, first_item, stop,
+            program % (NUM_KV_HEADS * HEAD_BLOCKS), rows, max_batch, slots, sink, heads, head_mask, d_vo,
+            NUM_HEADS, DIM_VO, FEATURES.SINKS, FEATURES.LSE, SPLITS_FAST_PATH, SPLITS_PER_STEP,
+        )  # fmt: skip
 
 
 def batch_decode(
@@ -376,50 +527,78 @@ def batch_decode(
     kv_layout: str = "NHD",
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """``(out [rows, num_qo_heads, head_dim_vo], lse [rows, num_qo_heads] or [0])``; the op's schema has the options."""
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
     out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse)
     rows, group = q.shape[0], problem.num_qo_heads // problem.num_kv_heads
     rope = pos_encoding == "ROPE_LLAMA"
-    slot_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
-    slots, num_ctas = num_slots(p), p.cta_indptr.shape[0] - 1
+    token_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
+    max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
     short = short_stages(k_cache.dtype, p.kv_indices.shape[0] * problem.page_size, num_ctas)
     dims = (problem.head_dim_qk, problem.head_dim_vo)
     tile = decode_tile(q.device, q.dtype, *dims, group, k_cache.dtype, rope, short)
     if not rope:
         tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
-    many = max(1, (MERGED if tile.heads < 16 else MERGED // 2) // (tile.heads * tile.dim_vo))
-    pdl, now = read_plan_early(q, p.kv_len.shape[0]), runs_now(q)
+    step_elements = COMBINE_STEP_ELEMENTS if tile.heads < 16 else COMBINE_STEP_ELEMENTS // 2
+    splits_per_step = max(1, step_elements // (tile.heads * tile.dim_vo))
+    pdl, eager = read_plan_early(q, max_batch), is_eager(q)
     programs = num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads)
-    arguments = (
-        decode_kernel,
-        (programs,),
-        (
-            *(q, k_cache, v_cache, sinks, kv_scale, out, lse, workspace),
-            *(p.split_counters, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr),
-        ),
-        (
-            *(sm_scale or 1 / math.sqrt(problem.head_dim_qk), logits_soft_cap, window_left),
-            *(math.log2(rope_theta), 1 / rope_scale),
-            *(rows, p.kv_len.shape[0], k_cache.shape[0], p.kv_indices.shape[0], p.work.shape[0], slots),
-        ),
-        (
-            *(q.stride(0), q.stride(1)),
-            *(k_cache.stride(0), k_cache.stride(slot_dim), k_cache.stride(head_dim)),
-            *(v_cache.stride(0), v_cache.stride(slot_dim), v_cache.stride(head_dim)),
-        ),
+    min_shared = min_shared_for_even_spread(q.device, programs) if pdl else 0
+    options = tile.options._replace(launch_pdl=pdl, min_shared=min_shared)
+    strides = (
+        *(q.stride(0), q.stride(1)),
+        *(k_cache.stride(0), k_cache.stride(token_dim), k_cache.stride(head_dim)),
+        *(v_cache.stride(0), v_cache.stride(token_dim), v_cache.stride(head_dim)),
     )
-    constants = (
-        *(problem.num_kv_heads, group, problem.head_dim_qk, problem.head_dim_vo, problem.page_size),
-        *(logits_soft_cap > 0, window_left >= 0, sinks is not None, kv_scale is not None),
-        *(rope, pos_encoding == "ALIBI", problem.num_qo_heads.bit_length() - 1, return_lse),
-        *(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
-        *(triton.next_power_of_2(triton.cdiv(p.kv_len.shape[0], num_ctas)), max(1, many // 8), many),
-        *(in_pairs(v_cache), pdl),
-    )
-    options = tile.options._replace(launch_pdl=pdl, min_shared=evenly(q.device, programs) if pdl else 0)
-    launch(*arguments, (*constants, False), options, run=not now)
-    merge_rows(out, lse, workspace, sinks, p, return_lse, run=not now)
-    if now:
-        launch(*arguments, (*constants, True), options)
+    arguments = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "sinks": sinks,
+        "kv_scale": kv_scale,
+        "out": out,
+        "lse": lse,
+        "partial": workspace,
+        "split_counters": p.split_counters,
+        "kv_indices": p.kv_indices,
+        "kv_len": p.kv_len,
+        "work": p.work,
+        "cta_indptr": p.cta_indptr,
+        "merge_indptr": p.merge_indptr,
+        "scale": sm_scale or 1 / math.sqrt(problem.head_dim_qk),
+        "cap": logits_soft_cap,
+        "window_left": window_left,
+        "log2_theta": math.log2(rope_theta),
+        "inverse_rope_scale": 1 / rope_scale,
+        "rows": rows,
+        "max_batch": max_batch,
+        "num_pages": k_cache.shape[0],
+        "max_pages": p.kv_indices.shape[0],
+        "max_items": p.work.shape[0],
+        "slots": num_slots(p),
+        "STRIDES": Strides(*map(int, strides)),
+        "SHAPE": Shape(problem.num_kv_heads, group, *dims, problem.page_size),
+        "FEATURES": Features(
+            CAP=bool(logits_soft_cap > 0),
+            WINDOW=bool(window_left >= 0),
+            SINKS=sinks is not None,
+            KV_SCALE=kv_scale is not None,
+            ROPE=rope,
+            ALIBI=pos_encoding == "ALIBI",
+            LOG2_HEADS=problem.num_qo_heads.bit_length() - 1,
+            LSE=return_lse,
+            FP8_PAIRS=readable_in_pairs(v_cache),
+        ),
+        "TILE": Tile(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
+        "BLOCK_REQUESTS": triton.next_power_of_2(triton.cdiv(max_batch, num_ctas)),
+        "SPLITS_FAST_PATH": max(1, splits_per_step // 8),
+        "SPLITS_PER_STEP": splits_per_step,
+        "PDL": pdl,
+    }
+    # Both ways are compiled in eager calls too, since a CUDA graph capture cannot load a kernel.
+    launch(decode_kernel, (programs,), options, not eager, **arguments, COMBINE=False)
+    combine_split_rows(out, lse, workspace, sinks, p, return_lse, not eager)
+    if eager:
+        launch(decode_kernel, (programs,), options, **arguments, COMBINE=True)
     return out, lse

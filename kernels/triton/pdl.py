@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.launch import starts_early
+from attn_ops.kernels.triton.launch import supports_pdl
 from torch import Tensor
 
 MAX_PUBLISHED_REQUESTS = 32768
@@ -41,4 +41,4 @@ def read_plan_early(t: Tensor, max_batch: int) -> bool:
 
     The preceding kernel may be the one that writes the plan.
     """
-    return starts_early(t) and max_batch <= MAX_PUBLISHED_REQUESTS
+    return supports_pdl(t) and max_batch <= MAX_PUBLISHED_REQUESTS

@@ -1,8 +1,9 @@
-"""``attn::plan_decode`` in one launch: two programs make the schedule in registers, the others copy page numbers.
+"""``attn::plan_decode`` in one launch: two programs make the work list in registers, the others copy page numbers.
 
-Each of the two makes all of it, and they share out what is to be written. The integers are those of
-:mod:`attn_ops.kernels.reference.plan`, which says what they mean. Nothing is read back from memory: requests ask for
-what they need of cuts, and cuts of requests, by gathers.
+Each of the two computes the whole schedule and writes a part of it. The integers are those of
+:mod:`attn_ops.kernels.reference.plan`. The KV blocks of all requests lie on one line, and *boundaries* on the line
+divide it between the CTAs. A boundary inside a request is a split point. Nothing is read back from memory: requests
+find their boundaries, and boundaries their requests, by gathers.
 """
 
 from __future__ import annotations
@@ -10,91 +11,103 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_decode as plan_in_closed_form
-from attn_ops.kernels.triton.launch import Options, launch, starts_early
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
+from attn_ops.kernels.triton.work_item import WORK_STRIDE, store_work_item, store_work_items_wide
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from attn_ops.plan.state import IMBALANCE_DENOM, KV_BLOCK, DecodePlan, PlanProblem
 
-COPY = 4096
+COPY_PAGES = 4096
 """Page numbers that a program copies."""
 
 SCHEDULER_CTAS = tl.constexpr(2)
-"""Programs that make the schedule: one writes the items of whole requests, the other what is left."""
+"""Programs that make the schedule: program 0 writes the first item of each request, program 1 all else."""
 
-REQUESTS_PER_WARP, MOST_WARPS = 128, 16
+REQUESTS_PER_WARP, MIN_WARPS, MAX_WARPS = 128, 4, 16
+
+WIDE_STORE_REQUESTS = tl.constexpr(128)
+"""Capacity in requests above which program 0 exchanges columns of work items between threads for wide stores."""
 
 
 @triton.jit
 def count_tokens(first_page, end_page, last_page_len, max_pages, PAGE_SIZE: tl.constexpr):
-    """Tokens of requests whose pages and last page may be inconsistent."""
+    """KV tokens of requests; page numbers and last page lengths out of range are clamped."""
     pages = tl.maximum(tl.minimum(end_page, max_pages), 0) - tl.maximum(first_page, 0)
     tokens = (pages - 1) * PAGE_SIZE + tl.minimum(tl.maximum(last_page_len, 1), PAGE_SIZE)
     return tl.where(pages > 0, tokens, 0)
 
 
 @triton.jit
-def copy_page_numbers(source, target, count, chunk, COPY: tl.constexpr):
-    i = chunk * COPY + tl.arange(0, COPY)
+def copy_page_numbers(source, target, count, chunk, COPY_PAGES: tl.constexpr):
+    """Copy and publish chunk number ``chunk`` of ``count`` page numbers."""
+    i = chunk * COPY_PAGES + tl.arange(0, COPY_PAGES)
     tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
-    publish(target + chunk * COPY)
+    publish(target + chunk * COPY_PAGES)
 
 
 @triton.jit
-def clear(target, count, COPY: tl.constexpr):
-    for i in range(tl.program_id(0) * COPY, count, tl.num_programs(0) * COPY):
-        at = i + tl.arange(0, COPY)
-        tl.store(target + at, tl.zeros((COPY,), tl.int32), mask=at < count)
+def clear(target, count, BLOCK: tl.constexpr):
+    """Set this program's blocks of ``target [count]`` to 0."""
+    for i in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.zeros((BLOCK,), tl.int32), mask=at < count)
 
 
 @triton.jit
 def at_previous(values, i, first):
-    """``values[i - 1]``, and ``first`` before the first."""
+    """``values[i - 1]``, or ``first`` where i is 0."""
     return tl.where(i > 0, tl.gather(values, tl.maximum(i - 1, 0), 0), first)
 
 
 @triton.jit
 def at_next(values, i, SIZE: tl.constexpr):
-    """``values[i + 1]``, the last one after itself."""
+    """``values[i + 1]``, or the last value where i is the last index."""
     return tl.gather(values, tl.minimum(i + 1, SIZE - 1), 0)
 
 
 @triton.jit
-def first_even_cut(x, total, num_ctas, WIDE: tl.constexpr):
-    """The first even cut ``c * total // num_ctas`` that is not before ``x``: ``c = x * num_ctas / total``, rounded up.
+def first_even_boundary(x, total, num_ctas, INT64: tl.constexpr):
+    """The least ``c`` with ``c * total // num_ctas >= x``: ``x * num_ctas / total``, rounded up.
 
-    Float32 is off by less than one; where it gives less, that is put right. No length gives what is no cut. ``WIDE``
-    where the products need 64 bits.
+    The float32 quotient may be one too small, which is corrected, twice. INT64: the products exceed int32.
     """
-    cut = (x.to(tl.float32) * (tl.cast(num_ctas, tl.float32) / tl.maximum(total, 1).to(tl.float32))).to(tl.int32)
-    if WIDE:
+    c = (x.to(tl.float32) * (tl.cast(num_ctas, tl.float32) / tl.maximum(total, 1).to(tl.float32))).to(tl.int32)
+    if INT64:
         x, total = x.to(tl.int64), total.to(tl.int64)
     scaled = x * num_ctas
-    cut += (cut * total < scaled).to(tl.int32)
-    cut += (cut * total < scaled).to(tl.int32)
-    return tl.minimum(tl.maximum(cut, 0), num_ctas)
+    c += (c * total < scaled).to(tl.int32)
+    c += (c * total < scaled).to(tl.int32)
+    return tl.minimum(tl.maximum(c, 0), num_ctas)
 
 
 @triton.jit
-def cut_line(ends, begins, total, passed, num_ctas, IMBALANCE_DENOM: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
-    """Cuts ``[C]`` of a line of requests ``begins, ends [B]``; those after the last are at the line's end.
+def place_boundaries(
+    ends, begins, total, passed, num_ctas, IMBALANCE_DENOM: tl.constexpr, B: tl.constexpr, C: tl.constexpr
+):
+    """``(boundary [C], even, inside, begin, end)`` of the CTAs on the line of requests ``begins, ends [B]``.
 
-    ``passed`` requests end before each even cut. Returns ``(cut, even, inside, begin, end)``: whether a cut is the
-    first at its place and inside of a request, and what the request of the even cut is.
+    Even boundaries divide the line into equal parts. A boundary moves to the nearest end of a request if that is close,
+    or if all of them can without too much imbalance.
+
+    passed      ``[C]``: requests that end at or before each even boundary
+    boundary    the end of the line from ``num_ctas`` on
+    inside      whether this is a split point, and no earlier boundary is the same
+    begin, end  of the request that holds the even boundary
     """
     c = tl.arange(0, C)
-    share, rest = total // num_ctas, total % num_ctas
-    even = tl.where(c < num_ctas, c * share + c * rest // num_ctas, total)
+    per_cta, remainder = total // num_ctas, total % num_ctas
+    even = tl.where(c < num_ctas, c * per_cta + c * remainder // num_ctas, total)
     request = tl.minimum(passed, B - 1)
     begin, end = tl.gather(begins, request, 0), tl.gather(ends, request, 0)
     snapped = tl.where(even - begin < end - even, begin, end)
     longest = tl.max(at_next(snapped, c, C) - snapped, 0).to(tl.int64)
-    whole = longest * num_ctas * IMBALANCE_DENOM <= total.to(tl.int64) * (IMBALANCE_DENOM + 1)
-    near = tl.abs(snapped - even).to(tl.int64) * num_ctas * IMBALANCE_DENOM * 2 <= total
-    cut = tl.where(whole | near, snapped, even)
-    inside = (cut == even) & (cut > begin) & (cut < total) & (cut > at_previous(cut, c, -1))
-    return cut, even, inside, begin, end
+    balanced = longest * num_ctas * IMBALANCE_DENOM <= total.to(tl.int64) * (IMBALANCE_DENOM + 1)
+    close = tl.abs(snapped - even).to(tl.int64) * num_ctas * IMBALANCE_DENOM * 2 <= total
+    boundary = tl.where(balanced | close, snapped, even)
+    inside = (boundary == even) & (boundary > begin) & (boundary < total) & (boundary > at_previous(boundary, c, -1))
+    return boundary, even, inside, begin, end
 
 
 @triton.jit
@@ -109,30 +122,19 @@ def both_sums(a, b, more_a, more_b):
 
 @triton.jit
 def store_items(
-    work, item, mask, row, begin, end, offset, start, kv_len, page_start, slot,
-    KV_BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    work, item, mask, request, begin, end, offset, start, kv_len, page_start, slot,
+    KV_BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One record of ``WORK_FIELDS`` for each ``item``; ``begin`` and ``end`` are on the line, in units.
+    """Write work items; ``begin`` and ``end`` are on the line, ``offset`` later in the request, all in KV blocks.
 
-    ``WHOLE`` exchanges the fields between threads and stores records in one piece: for many items.
+    ``start`` is the first token inside the window. A decode row has the number of its request.
     """
     kv_begin, kv_end = tl.maximum((begin + offset) * KV_BLOCK, start), tl.minimum((end + offset) * KV_BLOCK, kv_len)
-    position, rows = kv_len - 1, tl.zeros_like(row) + 1
-    if WHOLE:
-        even = tl.join(tl.join(row, position), tl.join(kv_begin, slot))
-        odd = tl.join(tl.join(rows, page_start), tl.join(kv_end, row))
-        record = tl.reshape(tl.join(even, odd), (item.shape[0], 8))
-        tl.store(work + item[:, None] * 8 + tl.arange(0, 8), record, mask=mask[:, None])
+    position, rows = kv_len - 1, tl.zeros_like(request) + 1
+    if WIDE:
+        store_work_items_wide(work, item, request, rows, kv_begin, kv_end, position, page_start, slot, request, mask)
     else:
-        record = work + item * 8
-        tl.store(record + 0, row, mask=mask)
-        tl.store(record + 1, rows, mask=mask)
-        tl.store(record + 2, kv_begin, mask=mask)
-        tl.store(record + 3, kv_end, mask=mask)
-        tl.store(record + 4, position, mask=mask)
-        tl.store(record + 5, page_start, mask=mask)
-        tl.store(record + 6, slot, mask=mask)
-        tl.store(record + 7, row, mask=mask)
+        store_work_item(work, item, request, rows, kv_begin, kv_end, position, page_start, slot, request, mask)
 
 
 @triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "num_ctas", "num_split_counters"])
@@ -140,10 +142,10 @@ def plan_decode_kernel(
     kv_indptr,  # [batch + 1]
     kv_indices,  # [num_indices]
     last_page_len,  # [batch]
-    plan_kv_indptr,  # [max_batch + 1]
+    plan_kv_indptr,  # [max_batch + 1]; this and those below are written
     plan_kv_indices,  # [max_pages]
     plan_kv_len,  # [max_batch]
-    work,  # [max_batch + num_ctas, 8]
+    work,  # [max_batch + num_ctas, WORK_STRIDE]
     cta_indptr,  # [num_ctas + 1]
     merge_indptr,  # [max_batch + 1]
     split_counters,  # [num_split_counters]
@@ -159,104 +161,128 @@ def plan_decode_kernel(
     IMBALANCE_DENOM: tl.constexpr,
     B: tl.constexpr,  # power of 2, at least max_batch
     C: tl.constexpr,  # power of 2, more than num_ctas
-    COPY: tl.constexpr,
-    WIDE: tl.constexpr,
+    COPY_PAGES: tl.constexpr,
+    INT64: tl.constexpr,  # the line's length times num_ctas exceeds int32
     PDL: tl.constexpr,
 ):
+    """Grid: SCHEDULER_CTAS, then one program for each COPY_PAGES page numbers.
+    Owns: program 0 the first work item of each request; program 1 all other items, the indptrs and kv_len; the others
+        COPY_PAGES page numbers each; all programs a part of split_counters.
+    Barriers: ``griddepcontrol.wait`` at the start; every program publishes its stores with a release at its end.
+    Bound by: latency of the scans and gathers of one program; there is no host copy and one launch.
+    """
     if PDL:
         gdc_wait()
-    clear(split_counters, num_split_counters, COPY)
+    clear(split_counters, num_split_counters, COPY_PAGES)
     if tl.program_id(0) >= SCHEDULER_CTAS:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - SCHEDULER_CTAS, COPY)
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - SCHEDULER_CTAS, COPY_PAGES)
         return
     b, c = tl.arange(0, B), tl.arange(0, C)
-    # Loaded here, not by a helper: what a call returns, Inductor's analysis of writes takes for an alias of
-    # the pointers it was given.
+    # Loaded here, not by a function (see work_item.py).
     first_page = tl.load(kv_indptr + tl.minimum(b, batch))
     end_page = tl.load(kv_indptr + tl.minimum(b + 1, batch))
     last_len = tl.load(last_page_len + b, mask=b < batch, other=1)
     kv_len = tl.where(b < batch, count_tokens(first_page, end_page, last_len, max_pages, PAGE_SIZE), 0)
     start = tl.maximum(kv_len - WINDOW, 0) if WINDOW else tl.zeros_like(kv_len)
-    first_unit = start // KV_BLOCK
-    units = tl.cdiv(kv_len, KV_BLOCK) - first_unit
-    nonempty = (units > 0).to(tl.int32)
-    ends, requests_until = tl.associative_scan((units, nonempty), 0, both_sums)
-    begins, total = ends - units, tl.sum(units, 0)
+    first_block = start // KV_BLOCK
+    blocks = tl.cdiv(kv_len, KV_BLOCK) - first_block
+    nonempty = (blocks > 0).to(tl.int32)
+    ends, requests_until = tl.associative_scan((blocks, nonempty), 0, both_sums)
+    begins, total = ends - blocks, tl.sum(blocks, 0)
     if tl.program_id(0) == 1:
         tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
         tl.store(plan_kv_indptr + b, first_page, mask=b < max_batch)
         tl.store(plan_kv_indptr + max_batch, tl.load(kv_indptr + batch))
 
-    # The cuts, those inside a request among them, and the items that begin before each.
-    first_cut, cuts_end = first_even_cut(begins, total, num_ctas, WIDE), first_even_cut(ends, total, num_ctas, WIDE)
-    passed = tl.cumsum(tl.histogram(cuts_end, C), 0)
-    cut, even, inside, request_begin, request_end = cut_line(
+    # [C]: the boundaries of the CTAs, the split points among them, and the work items that begin before each.
+    first_c = first_even_boundary(begins, total, num_ctas, INT64)
+    end_c = first_even_boundary(ends, total, num_ctas, INT64)
+    passed = tl.cumsum(tl.histogram(end_c, C), 0)
+    boundary, even, inside, request_begin, request_end = place_boundaries(
         ends, begins, total, passed, num_ctas, IMBALANCE_DENOM, B, C
     )
-    cuts_until = tl.cumsum(inside.to(tl.int32), 0)
-    cut_item = at_previous(requests_until, passed, 0) + (cut > even) + cuts_until
+    split_points_until = tl.cumsum(inside.to(tl.int32), 0)
+    boundary_item = at_previous(requests_until, passed, 0) + (boundary > even) + split_points_until
 
-    # The requests: their first item, how many cuts are inside, and the slots of their pieces.
-    cuts_before = at_previous(cuts_until, first_cut, 0)
-    item = requests_until - nonempty + cuts_before
-    cuts_inside = at_previous(cuts_until, cuts_end, 0) - cuts_before
-    pieces = tl.where(cuts_inside > 0, cuts_inside + 1, 0)
-    merge_end = tl.cumsum(pieces, 0)
-    first_slot = merge_end - pieces
-    slot = tl.where(pieces > 0, first_slot, -1)
-    offset = first_unit - begins
+    # [B]: the first work item of each request, its split points, and the slots of its splits.
+    split_points_before = at_previous(split_points_until, first_c, 0)
+    item = requests_until - nonempty + split_points_before
+    split_points = at_previous(split_points_until, end_c, 0) - split_points_before
+    splits = tl.where(split_points > 0, split_points + 1, 0)
+    merge_end = tl.cumsum(splits, 0)
+    first_slot = merge_end - splits
+    slot = tl.where(splits > 0, first_slot, -1)
+    offset = first_block - begins
     if tl.program_id(0) == 0:
-        next_inside = tl.associative_scan(tl.where(inside, cut, total), 0, smaller, reverse=True)
-        end = tl.minimum(ends, tl.gather(next_inside, first_cut, 0))
+        next_split_point = tl.associative_scan(tl.where(inside, boundary, total), 0, smaller, reverse=True)
+        end = tl.minimum(ends, tl.gather(next_split_point, first_c, 0))
         store_items(
-            work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot, KV_BLOCK, B > 128
-        )
+            work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot,
+            KV_BLOCK, B > WIDE_STORE_REQUESTS,
+        )  # fmt: skip
         publish(work)
         return
 
-    # A piece ends at the next cut that is another place, or with its request.
+    # [C]: the work items that begin at a split point. Each ends at the next different boundary, or with its request.
     request = tl.minimum(passed, B - 1)
-    end = tl.minimum(request_end, tl.maximum(at_next(cut, c, C), cut + 1))
+    end = tl.minimum(request_end, tl.maximum(at_next(boundary, c, C), boundary + 1))
     length, page = tl.gather(kv_len, request, 0), tl.gather(first_page, request, 0)
     start = tl.maximum(length - WINDOW, 0) if WINDOW else tl.zeros_like(length)
     offset = start // KV_BLOCK - request_begin
-    slot = tl.gather(first_slot - item, request, 0) + cut_item
-    store_items(work, cut_item, inside, request, cut, end, offset, start, length, page, slot, KV_BLOCK, False)
+    slot = tl.gather(first_slot - item, request, 0) + boundary_item
+    store_items(work, boundary_item, inside, request, boundary, end, offset, start, length, page, slot, KV_BLOCK, False)
 
-    ROWS: tl.constexpr = max(B, C)
-    max_items, field = max_batch + num_ctas, tl.arange(0, 8)
-    for i in range(tl.max(cut_item, 0), max_items, ROWS):
-        rest = (i + tl.arange(0, ROWS))[:, None]
-        tl.store(work + rest * 8 + field, tl.zeros((ROWS, 8), tl.int32), mask=rest < max_items)
+    CLEAR_ITEMS: tl.constexpr = max(B, C)
+    max_items, column = max_batch + num_ctas, tl.arange(0, WORK_STRIDE)
+    for i in range(tl.max(boundary_item, 0), max_items, CLEAR_ITEMS):
+        unused = (i + tl.arange(0, CLEAR_ITEMS))[:, None]
+        zeros = tl.zeros((CLEAR_ITEMS, WORK_STRIDE), tl.int32)
+        tl.store(work + unused * WORK_STRIDE + column, zeros, mask=unused < max_items)
 
-    tl.store(cta_indptr + c, cut_item, mask=c <= num_ctas)
+    tl.store(cta_indptr + c, boundary_item, mask=c <= num_ctas)
     tl.store(merge_indptr + b, first_slot, mask=b < max_batch)
     tl.store(merge_indptr + max_batch, tl.max(merge_end, 0))
     publish(merge_indptr + max_batch)
 
 
 def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
+    """Fill ``plan`` with splits for load balance; above MAX_PUBLISHED_REQUESTS by tensor operations."""
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
     max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
     if max_batch > MAX_PUBLISHED_REQUESTS:
         plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan)
         return
-    block_batch, block_cuts = triton.next_power_of_2(max_batch), triton.next_power_of_2(num_ctas + 1)
-    num_indices, pdl = kv_indices.shape[0], starts_early(kv_indptr)
-    most = num_ctas * (p.kv_indices.shape[0] * problem.page_size // KV_BLOCK + max_batch)
+    block_batch, num_indices = triton.next_power_of_2(max_batch), kv_indices.shape[0]
+    pdl = supports_pdl(kv_indptr)
+    max_product = num_ctas * (p.kv_indices.shape[0] * problem.page_size // KV_BLOCK + max_batch)
     launch(
         plan_decode_kernel,
-        (SCHEDULER_CTAS.value + triton.cdiv(num_indices, COPY),),
-        (
-            *(kv_indptr, kv_indices, kv_last_page_len),
-            *(p.kv_indptr, p.kv_indices, p.kv_len, p.work, p.cta_indptr, p.merge_indptr, p.split_counters),
-        ),
-        (kv_indptr.shape[0] - 1, num_indices, max_batch, p.kv_indices.shape[0], num_ctas, p.split_counters.numel()),
-        (),
-        (
-            *(problem.page_size, problem.window, KV_BLOCK, IMBALANCE_DENOM),
-            *(block_batch, block_cuts, COPY, not isinstance(most, int) or most >= 1 << 31, pdl),
-        ),
-        Options(min(MOST_WARPS, max(4, block_batch // REQUESTS_PER_WARP)), launch_pdl=pdl),
+        (SCHEDULER_CTAS.value + triton.cdiv(num_indices, COPY_PAGES),),
+        Options(min(MAX_WARPS, max(MIN_WARPS, block_batch // REQUESTS_PER_WARP)), launch_pdl=pdl),
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        last_page_len=kv_last_page_len,
+        plan_kv_indptr=p.kv_indptr,
+        plan_kv_indices=p.kv_indices,
+        plan_kv_len=p.kv_len,
+        work=p.work,
+        cta_indptr=p.cta_indptr,
+        merge_indptr=p.merge_indptr,
+        split_counters=p.split_counters,
+        batch=kv_indptr.shape[0] - 1,
+        num_indices=num_indices,
+        max_batch=max_batch,
+        max_pages=p.kv_indices.shape[0],
+        num_ctas=num_ctas,
+        num_split_counters=p.split_counters.numel(),
+        PAGE_SIZE=problem.page_size,
+        WINDOW=problem.window,
+        KV_BLOCK=KV_BLOCK,
+        IMBALANCE_DENOM=IMBALANCE_DENOM,
+        B=block_batch,
+        C=triton.next_power_of_2(num_ctas + 1),
+        COPY_PAGES=COPY_PAGES,
+        INT64=not isinstance(max_product, int) or max_product >= 1 << 31,
+        PDL=pdl,
     )

@@ -13,7 +13,7 @@ import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
-from attn_ops.kernels.triton.plan_decode import COPY, at_previous, copy_page_numbers, count_tokens
+from attn_ops.kernels.triton.plan_decode import COPY_PAGES, at_previous, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.search import count_at_most
 from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, store_split_tile, store_work_item
 from torch import Tensor
@@ -121,11 +121,11 @@ def plan_prefill_kernel(
     B: tl.constexpr,  # power of 2, at least max_batch
     LOG_B: tl.constexpr,
     TILES: tl.constexpr,
-    COPY: tl.constexpr,
+    COPY_PAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: 1 + one program for each COPY page numbers.
-    Owns: program 0 all fields of the plan but kv_indices, program ``i > 0`` page numbers ``(i - 1) * COPY`` on.
+    """Grid: 1 + one program for each COPY_PAGES page numbers.
+    Owns: program 0 all fields of the plan but kv_indices, program ``i > 0`` page numbers ``(i - 1) * COPY_PAGES`` on.
     Loop invariant: in the last pass ``bucket_item`` is the next work item of each length bucket; ``num_slots`` and
     ``num_split_tiles`` count those of the tiles before these.
     Barriers: ``griddepcontrol.wait`` at the start; the plan is published with a release at the end.
@@ -134,7 +134,7 @@ def plan_prefill_kernel(
     if PDL:
         gdc_wait()
     if tl.program_id(0) > 0:
-        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY)
+        copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY_PAGES)
         return
     b = tl.arange(0, B)
     # Loaded here, not by a function: see work_item.py.
@@ -236,7 +236,7 @@ def plan_prefill(
     num_indices, pdl = kv_indices.shape[0], supports_pdl(kv_indptr)
     launch(
         plan_prefill_kernel,
-        (1 + triton.cdiv(num_indices, COPY),),
+        (1 + triton.cdiv(num_indices, COPY_PAGES),),
         Options(num_warps=8, launch_pdl=pdl),
         qo_indptr=qo_indptr,
         kv_indptr=kv_indptr,
@@ -265,6 +265,6 @@ def plan_prefill(
         B=block_batch,
         LOG_B=block_batch.bit_length() - 1,
         TILES=TILES,
-        COPY=COPY,
+        COPY_PAGES=COPY_PAGES,
         PDL=pdl,
     )

@@ -1,8 +1,8 @@
 """Work items and split tiles of a plan as kernels read and write them: rows of int32 with named columns.
 
 A kernel reads column ``WORK_SLOT`` of ``item`` at ``work + item * WORK_STRIDE + WORK_SLOT``. No function loads
-an item: Inductor's mutation analysis takes what a function returns for an alias of the pointers that it was given, and
-would find that a kernel that stores at a slot so loaded writes to ``work``.
+a row or a slot: Inductor's mutation analysis takes what a function returns for an alias of the pointers that it was
+given, and would find that a kernel that stores at such a row writes to ``work``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def store_work_item(work, item, row, rows, kv_begin, kv_end, position, page_star
 
 
 @triton.jit
-def store_work_item_whole(work, item, row, rows, kv_begin, kv_end, position, page_start, slot, request, mask):
-    """:func:`store_work_item` with wide stores, for which threads exchange columns: faster for many items ``[ITEMS]``.
+def store_work_items_wide(work, item, row, rows, kv_begin, kv_end, position, page_start, slot, request, mask):
+    """:func:`store_work_item` of ``item [ITEMS]`` in wide stores, for which threads exchange columns: faster for many.
 
     Each ``tl.join`` appends the fastest dimension, hence the order of columns: 0, 4, 2, 6 and 1, 5, 3, 7.
     """

@@ -74,7 +74,7 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
             patch.object(config_prefill, "shared_memory", shared_memory),
             patch.object(config_prefill, "tensor_memory", lambda device: capability // 10 == 10),
             patch.object(launch, "_hopper", lambda device: capability >= 90),
-            patch.object(backend_decode, "evenly", lambda device, programs: 0),
+            patch.object(backend_decode, "min_shared_for_even_spread", lambda device, programs: 0),
         ):
             yield compiled
     finally:
@@ -111,7 +111,7 @@ def decode(
 
 def eager(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Call ``function`` as in eager mode, where the last CTA combines."""
-    with mock.patch("attn_ops.kernels.triton.decode.runs_now", return_value=True):
+    with mock.patch("attn_ops.kernels.triton.decode.is_eager", return_value=True):
         function(*args, **kwargs)
 
 

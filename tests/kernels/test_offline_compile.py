@@ -70,7 +70,7 @@ DECODE_PLAN = {
 }
 WRITTEN = {
     "decode_kernel": {"out", "lse", "partial"},
-    "merge_rows_kernel": {"out", "lse"},
+    "combine_decode_kernel": {"out", "lse"},
     "prefill_kernel": {"out", "lse", "partial"},
     "combine_prefill_kernel": {"out", "lse"},
     "merge_states_kernel": {"out", "lse"},
@@ -84,7 +84,7 @@ WRITTEN = {
     "packbits_kernel": {"out"},
     "segment_packbits_kernel": {"out", "byte_indptr"},
     "plan_decode_kernel": DECODE_PLAN,
-    "plan_pieces_kernel": DECODE_PLAN,
+    "plan_decode_fixed_split_kernel": DECODE_PLAN,
     "plan_prefill_kernel": {
         *("plan_qo_indptr", "plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "split_tiles"),
     },
