@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, ParamSpec
 from weakref import WeakValueDictionary
 
 import torch
@@ -138,8 +138,7 @@ class PlannedBatch:
         return Planned(plan, self.workspace), options
 
 
-@dataclass(frozen=True)
-class PreparedPlan:
+class PreparedPlan(NamedTuple):
     """A batch that has passed every check of plan(); :meth:`commit` makes it the wrapper's plan.
 
     ``rows`` are its query rows. ``state`` are attributes of the wrapper that belong to the plan, and ``others`` plans
@@ -155,7 +154,7 @@ class PreparedPlan:
     options: AttentionOptions
     dtypes: DTypes | None
     mask: Tensor | None
-    state: dict[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = {}
     others: tuple[PreparedPlan, ...] = ()
 
     @property
@@ -163,7 +162,7 @@ class PreparedPlan:
         return self.size.rows
 
     def with_state(self, *others: PreparedPlan, **state: Any) -> PreparedPlan:
-        return replace(self, state=state, others=others)
+        return self._replace(state=state, others=others)
 
     def commit(self) -> None:
         for prepared in (*self.others, self):
