@@ -160,6 +160,7 @@ class ConsumerArguments(NamedTuple):
 
 @gluon.jit
 def allocate_stage(DTYPE: gl.constexpr):
+    """An empty :class:`Stage`."""
     ckv = gl.allocate_shared_memory(DTYPE, [2, KV_TILE, HALF], OPERAND)
     kpe_or_p = gl.allocate_shared_memory(DTYPE, [KV_TILE, KPE], OPERAND)
     return Stage(ckv, kpe_or_p, allocate_barriers(2, 1), allocate_barriers(2, 1))
@@ -496,7 +497,7 @@ def hopper_mla_kernel(
     Owns: 64 packed rows of one work item and all its KV tokens.
     Loop invariant: that of :func:`consume_kv_tiles`; each stage holds a KV tile that its consumers have not finished.
     Barriers: 2 full and 2 empty barriers for each stage, query_full, 2 x p_stored, sums_stored.
-    Bound by: KV loads for few packed rows, tensor cores for 64 and more (a KV tile is used for 64 packed rows).
+    Bound by: L2 throughput. A KV tile is loaded for 64 packed rows, so 128 heads load it twice, once from memory.
     """
     if PDL:
         acquire()
@@ -550,6 +551,7 @@ def hopper_mla_kernel(
 
 
 def make_tensor_descriptor(cache: Tensor) -> TensorDescriptor:
+    """The tensor map of ``cache [pages, page_size, columns]``; a box is a KV tile of at most 256 columns."""
     block = [1, KV_TILE.value, min(HALF.value, cache.shape[2])]
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, BOX_LAYOUT.value)
 

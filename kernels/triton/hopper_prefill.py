@@ -201,6 +201,7 @@ def allocate_ring(
 
 @gluon.jit
 def allocate_reduction(SPLIT_KV_OVER_WARPGROUPS: gl.constexpr):
+    """A :class:`Reduction`, or nothing if each consumer has its own packed rows."""
     if SPLIT_KV_OVER_WARPGROUPS:
         stats = gl.allocate_shared_memory(gl.float32, [2, PACKED_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         return Reduction(stats, allocate_barriers(1, 2), allocate_barriers(1, 1))
@@ -623,7 +624,10 @@ def hopper_prefill_kernel(
 
 
 def make_tensor_descriptor(t: Tensor, strides: tuple[int, int, int], page_size: int, x: Operands) -> TensorDescriptor:
-    """Keys or values as ``[pages, tokens, heads, dim]``; ragged ones are one page."""
+    """The tensor map of keys or values as ``[pages, tokens, heads, dim]``; ragged KV (``page_size`` 0) is one page.
+
+    strides  of pages, tokens and heads, in elements
+    """
     pages, tokens, stride = (t.shape[0], page_size, strides[0]) if page_size else (1, x.kv_rows, x.kv_rows * strides[1])
     shape, box = [pages, tokens, x.heads[1], t.shape[-1]], PAGED_BOX if page_size else RAGGED_BOX
     return TensorDescriptor(t, shape, [stride, *strides[1:], 1], [1, box, 1, BOX_COLUMNS.value], BOX_LAYOUT.value)
