@@ -150,6 +150,3 @@ class LaunchCache:
     def _evict(self, key: Hashable) -> None:
         self._entries.pop(key, None)
         self._plans.pop(key, None)
-
-
-ALIGNMENT = ALIGNMENT_MASK  # until its importers have moved

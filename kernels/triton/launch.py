@@ -162,7 +162,7 @@ _capture = _Capture()
 
 
 def launch(
-    kernel: Any, grid: Sequence[Any], options: Any = DEFAULT_OPTIONS, run: Any = True, /, *groups: Any, **arguments: Any
+    kernel: Any, grid: Sequence[Any], options: Options = DEFAULT_OPTIONS, run: bool = True, /, **arguments: Any
 ) -> None:
     """Launch ``kernel`` on ``grid`` with ``arguments``, by the names of its parameters::
 
@@ -174,12 +174,7 @@ def launch(
 
     Unless ``run``, the kernel is only compiled and loaded, so that a CUDA graph capture can launch it later.
     """
-    if isinstance(options, Options):
-        values = _in_order(kernel, arguments)
-    else:  # positional groups: tensors, scalars, strides, constants, options, run
-        (strides, constants, values_options), last = groups[:3], groups[3:]
-        values = (*options, *run, *strides, *constants)
-        options, run = values_options, last[0] if last else arguments.get("run", True)
+    values = _in_order(kernel, arguments)
     if isinstance(values[0], FakeTensor):
         kernel = torch.library.wrap_triton(kernel)
     elif DIRECT_LAUNCH and isinstance(kernel, JITFunction):
@@ -357,6 +352,3 @@ def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any])
         and all(id(base) in ids for x in launches for base in map(_base, x.arguments) if base is not None)
     )
     return result, _prepare_call(tensors, result, launches) if replayable else None
-
-
-starts_early, runs_now, DIRECT = supports_pdl, is_eager, DIRECT_LAUNCH  # until their callers have moved
