@@ -46,7 +46,7 @@ def _capture(*tensors: torch.Tensor | list[torch.Tensor], compute: bool = False)
     return launch.capture_launches(function, tensors, {})
 
 
-def test_a_replay_launches_on_other_tensors(fake_driver: FakeDriver):
+def test_a_replay_launches_on_other_tensors(fake_driver: FakeDriver) -> None:
     _, prepared_call = _capture(torch.zeros(4), torch.zeros(4))
     for _ in range(2):
         a, b, before = torch.zeros(4), torch.zeros(4), fake_driver.launches
@@ -86,7 +86,7 @@ def _capture_mapped(t: torch.Tensor) -> Any:
     return launch.capture_launches(function, (t,), {})[1]
 
 
-def test_a_replay_encodes_tensor_maps_of_its_tensors(fake_driver: FakeDriver):
+def test_a_replay_encodes_tensor_maps_of_its_tensors(fake_driver: FakeDriver) -> None:
     tensors = [torch.zeros(32, 128, dtype=torch.float16) for _ in range(2)]
     prepared_call, before = _capture_mapped(tensors[0]), fake_driver.maps
     for t, encoded in ((tensors[1], 1), (tensors[1], 1), (tensors[0], 2)):
@@ -96,7 +96,7 @@ def test_a_replay_encodes_tensor_maps_of_its_tensors(fake_driver: FakeDriver):
     assert fake_driver.map() == [6, 3, 2, 128, 32, 256, 64, 16]
 
 
-def test_a_tensor_map_that_the_driver_rejects_is_an_error(fake_driver: FakeDriver):
+def test_a_tensor_map_that_the_driver_rejects_is_an_error(fake_driver: FakeDriver) -> None:
     t = torch.zeros(32, 128, dtype=torch.float16)
     prepared_call, launches = _capture_mapped(t), fake_driver.launches
     fake_driver.set("map_answer", 1)
@@ -108,12 +108,12 @@ def test_a_tensor_map_that_the_driver_rejects_is_an_error(fake_driver: FakeDrive
     assert fake_driver.launches == launches + 1
 
 
-def test_a_tensor_descriptor_without_metadata_is_not_loaded():
+def test_a_tensor_descriptor_without_metadata_is_not_loaded() -> None:
     assert cubin.load_kernel(compiled(MAPPED)) is None
 
 
 @pytest.mark.parametrize("kind", [tuple, type(None), torch.Tensor])
-def test_a_replay_returns_what_the_call_did(kind: type):
+def test_a_replay_returns_what_the_call_did(kind: type) -> None:
     made = {tuple: (torch.empty(2, 3), torch.empty(0)), type(None): None, torch.Tensor: torch.empty(5)}[kind]
     prepared_call = launch._prepare_call(
         [torch.zeros(4)],
@@ -131,7 +131,7 @@ def test_a_replay_returns_what_the_call_did(kind: type):
         assert (new is old) == (old.numel() == 0)
 
 
-def test_a_launch_that_the_driver_rejects_is_an_error(fake_driver: FakeDriver):
+def test_a_launch_that_the_driver_rejects_is_an_error(fake_driver: FakeDriver) -> None:
     _, prepared_call = _capture(torch.zeros(4))
     fake_driver.set("answer", 1)
     with pytest.raises(RuntimeError, match="a kernel could not be launched: as set by the test"):
@@ -140,37 +140,37 @@ def test_a_launch_that_the_driver_rejects_is_an_error(fake_driver: FakeDriver):
     prepared_call(STREAM, 64)
 
 
-def test_a_prepared_call_takes_as_many_addresses_as_tensors():
+def test_a_prepared_call_takes_as_many_addresses_as_tensors() -> None:
     _, prepared_call = _capture(torch.zeros(4))
     for bad in ((), (STREAM,), (STREAM, 64, 64)):
         with pytest.raises(TypeError, match=f"{len(bad)} arguments given, expected a stream and 1 addresses"):
             prepared_call(*bad)
 
 
-def test_a_tensor_passed_twice_is_not_captured():
+def test_a_tensor_passed_twice_is_not_captured() -> None:
     """The next call of this key may pass two tensors, of which only one would be read."""
     same = torch.zeros(4)
     assert _capture(same, same)[1] is None
 
 
-def test_a_tensor_passed_beside_its_plan_is_not_captured():
+def test_a_tensor_passed_beside_its_plan_is_not_captured() -> None:
     """The next call of this plan may pass another, which is not to be taken for the plan's."""
     same, plan = torch.zeros(4), [torch.zeros(4)]
     assert _capture(same, plan)[1] is not None
     assert _capture(same, [same])[1] is None
 
 
-def test_a_call_that_computes_is_not_captured():
+def test_a_call_that_computes_is_not_captured() -> None:
     assert _capture(torch.zeros(4), compute=True)[1] is None
 
 
 @pytest.mark.parametrize("metadata", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}])
-def test_a_kernel_that_needs_more_than_parameters_is_not_loaded(loads: list[Any], metadata: dict[str, Any]):
+def test_a_kernel_that_needs_more_than_parameters_is_not_loaded(loads: list[Any], metadata: dict[str, Any]) -> None:
     assert cubin.load_kernel(compiled(**metadata)) is None
     assert not loads
 
 
-def test_launches_of_another_thread_are_not_captured(loads: list[Any]):
+def test_launches_of_another_thread_are_not_captured(loads: list[Any]) -> None:
     def function(t: torch.Tensor) -> torch.Tensor:
         other = threading.Thread(target=_capture, args=(torch.zeros(4),))
         other.start()
@@ -182,7 +182,7 @@ def test_launches_of_another_thread_are_not_captured(loads: list[Any]):
     assert len(loads) == 1
 
 
-def test_a_kernel_that_does_not_compile_is_not_pending(monkeypatch: pytest.MonkeyPatch):
+def test_a_kernel_that_does_not_compile_is_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     compiling: Future[Any] = Future()
     compiling.set_exception(ValueError("does not compile"))
@@ -193,13 +193,13 @@ def test_a_kernel_that_does_not_compile_is_not_pending(monkeypatch: pytest.Monke
     assert not launch._capture.pending
 
 
-def test_a_call_on_unaligned_tensors_is_not_captured():
+def test_a_call_on_unaligned_tensors_is_not_captured() -> None:
     assert _capture(torch.zeros(5)[1:])[1] is None
 
 
 def test_without_run_a_kernel_is_loaded_and_not_launched(
     fake_driver: FakeDriver, loads: list[Any], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     kernel, a, out = UncompiledKernel(), torch.zeros(4), torch.zeros(4)
     before = fake_driver.launches
@@ -211,7 +211,7 @@ def test_without_run_a_kernel_is_loaded_and_not_launched(
     assert fake_driver.values() == [a.data_ptr(), out.data_ptr(), 7, 0.5, 0, 0]
 
 
-def test_a_64_bit_scalar_has_its_own_kernel(loads: list[Any], monkeypatch: pytest.MonkeyPatch):
+def test_a_64_bit_scalar_has_its_own_kernel(loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     kernel, t = UncompiledKernel(), torch.zeros(4)
     for size in (7, -1, 2**31, 2**40):
@@ -219,7 +219,7 @@ def test_a_64_bit_scalar_has_its_own_kernel(loads: list[Any], monkeypatch: pytes
     assert len(loads) == 2
 
 
-def test_kernels_without_run_compile_concurrently(loads: list[Any], monkeypatch: pytest.MonkeyPatch):
+def test_kernels_without_run_compile_concurrently(loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     compiling: Future[Any] = Future()
     kernel, t = UncompiledKernel(), torch.zeros(4)
@@ -235,7 +235,7 @@ def test_kernels_without_run_compile_concurrently(loads: list[Any], monkeypatch:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_threads_compile_where_python_parses_in_several(together: bool, monkeypatch: pytest.MonkeyPatch):
+def test_threads_compile_where_python_parses_in_several(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[Any] = []
     monkeypatch.setattr(launch, "CONCURRENT_COMPILATION", together)
     monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda executor: nullcontext(modes.append(executor)))
@@ -277,14 +277,14 @@ def cached() -> tuple[Op, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_key_contains_each_property_of_tensors(cached: tuple[Op, list[torch.Tensor]], change: str):
+def test_the_key_contains_each_property_of_tensors(cached: tuple[Op, list[torch.Tensor]], change: str) -> None:
     op, plan = cached
     assert op(torch.ones(4, 4), plan, causal=True)
     for replayed in (False, True):
         assert op(CHANGES[change](torch.ones(4, 4)), plan, causal=True) is replayed
 
 
-def test_the_key_contains_options_plans_and_grad_mode(cached: tuple[Op, list[torch.Tensor]]):
+def test_the_key_contains_options_plans_and_grad_mode(cached: tuple[Op, list[torch.Tensor]]) -> None:
     op, plan = cached
     t = torch.ones(4, 4)
     assert op(t, plan, causal=True)
@@ -296,7 +296,7 @@ def test_the_key_contains_options_plans_and_grad_mode(cached: tuple[Op, list[tor
         assert not op(t, plan, causal=True)
 
 
-def test_a_replay_reads_the_tensors_of_its_call(fake_driver: FakeDriver):
+def test_a_replay_reads_the_tensors_of_its_call(fake_driver: FakeDriver) -> None:
     kernel = cubin.load_kernel(compiled())
     assert kernel is not None
 
@@ -312,28 +312,28 @@ def test_a_replay_reads_the_tensors_of_its_call(fake_driver: FakeDriver):
 
 
 @pytest.mark.parametrize("context", ["capturing", "device"])
-def test_the_key_contains_capture_and_device(fake_driver: FakeDriver, context: str):
+def test_the_key_contains_capture_and_device(fake_driver: FakeDriver, context: str) -> None:
     op, t, plan = Op(), torch.ones(4), [torch.zeros(1)]
     assert [op(t, plan), op(t, plan)] == [False, True]
     fake_driver.set(context, 1)
     assert [op(t, plan), op(t, plan)] == [False, True]
 
 
-def test_a_thread_that_has_not_used_the_gpu_misses(fake_driver: FakeDriver):
+def test_a_thread_that_has_not_used_the_gpu_misses(fake_driver: FakeDriver) -> None:
     op, t, plan = Op(), torch.ones(4), [torch.zeros(1)]
     fake_driver.set("device_answer", 201)
     assert [op(t, plan), op(t, plan)] == [False, False]
     assert not op.cache._entries
 
 
-def test_an_entry_is_evicted_with_its_plan(cached: tuple[Op, list[torch.Tensor]]):
+def test_an_entry_is_evicted_with_its_plan(cached: tuple[Op, list[torch.Tensor]]) -> None:
     op, plan = cached
     plan.clear()
     assert not op.cache._entries
     assert not op.cache._plans
 
 
-def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cache, "MAX_ENTRIES", 3)
     op, plan = Op(), [torch.zeros(1)]
     for scale in range(20):
@@ -342,7 +342,7 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch):
         assert op(torch.ones(4), plan, scale=scale)
 
 
-def test_an_error_is_raised_and_nothing_inserted():
+def test_an_error_is_raised_and_nothing_inserted() -> None:
     def on_miss(args: Any, kwargs: dict[str, Any]) -> Any:
         raise ValueError("bad")
 
@@ -352,13 +352,13 @@ def test_an_error_is_raised_and_nothing_inserted():
     assert not cache._entries
 
 
-def test_without_a_compiler_every_call_misses(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_compiler_every_call_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cache, "native", lambda: None)
     cache = LaunchCache(lambda args, kwargs: ((args, kwargs), None))
     assert [cache.op(1, scale=2) for _ in range(2)] == [((1,), {"scale": 2})] * 2
 
 
-def test_calls_are_made_while_the_module_builds(monkeypatch: pytest.MonkeyPatch):
+def test_calls_are_made_while_the_module_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     building: Future[Any] = Future()
     monkeypatch.setattr(launch_cache, "_building", lambda: building)
     cache = LaunchCache(lambda args, kwargs: ((args, kwargs), None))
@@ -367,7 +367,9 @@ def test_calls_are_made_while_the_module_builds(monkeypatch: pytest.MonkeyPatch)
     assert cache.op(1, scale=2) == ((1,), {"scale": 2})
 
 
-def test_a_module_that_cannot_be_built_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_module_that_cannot_be_built_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(launch_cache, "DRIVER", "/no/such/driver.so")
     launch_cache._building.cache_clear()
     assert launch_cache.native() is None

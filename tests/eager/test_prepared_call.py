@@ -86,7 +86,7 @@ def _replays(merger: Merger, *args: Any, **kwargs: Any) -> bool:
     return merger.calls == before
 
 
-def test_views_of_the_arguments_are_located(merger: Merger, fake_driver: FakeDriver):
+def test_views_of_the_arguments_are_located(merger: Merger, fake_driver: FakeDriver) -> None:
     first = merger.merge(*_states())
     assert [t.shape for t in first] == [(4, 2, 8), (4, 2)]
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_views_of_the_arguments_are_located(merger: Merger, fake_driver: FakeDri
         assert fake_driver.values()[:2] == [v[1].data_ptr(), v.data_ptr()]
 
 
-def test_tensors_of_the_owner_and_in_tuples_are_located(merger: Merger, fake_driver: FakeDriver):
+def test_tensors_of_the_owner_and_in_tuples_are_located(merger: Merger, fake_driver: FakeDriver) -> None:
     v, s = _states()
     assert merger.merge_own((v[0], s[0])).shape == (4, 2, 8)
     assert merger.merge_own((v[1], s[1])).numel() == 0
@@ -105,7 +105,7 @@ def test_tensors_of_the_owner_and_in_tuples_are_located(merger: Merger, fake_dri
     assert fake_driver.values()[:2] == [merger.own.data_ptr(), v[1].data_ptr()]
 
 
-def test_a_replay_writes_to_the_output_buffer(merger: Merger, fake_driver: FakeDriver):
+def test_a_replay_writes_to_the_output_buffer(merger: Merger, fake_driver: FakeDriver) -> None:
     prepared_call.LAUNCH_CACHES["merge_state"] = OneEntry(4, 4, 0)  # type: ignore[assignment]
     for calls in (1, 1):
         v, s, out = *_states(), torch.zeros(4, 2, 8)
@@ -115,7 +115,7 @@ def test_a_replay_writes_to_the_output_buffer(merger: Merger, fake_driver: FakeD
 
 
 @pytest.mark.parametrize("kind", ["of another dtype", "transposed", "among the arguments"])
-def test_an_unsuitable_buffer_is_copied_to(merger: Merger, kind: str):
+def test_an_unsuitable_buffer_is_copied_to(merger: Merger, kind: str) -> None:
     v, s = _states()
     out = {
         "of another dtype": torch.zeros(4, 2, 8).double(),
@@ -127,7 +127,7 @@ def test_an_unsuitable_buffer_is_copied_to(merger: Merger, kind: str):
         assert merger.calls == calls
 
 
-def test_a_buffer_that_overlaps_an_argument_is_copied_to(merger: Merger):
+def test_a_buffer_that_overlaps_an_argument_is_copied_to(merger: Merger) -> None:
     v, s = _states()
     merger.merge_into(v, s, torch.zeros(4, 2, 8))
     merger.merge_into(v, s, torch.zeros(4, 2, 8))
@@ -136,7 +136,7 @@ def test_a_buffer_that_overlaps_an_argument_is_copied_to(merger: Merger):
     assert merger.calls == 2
 
 
-def test_the_key_of_the_owner_is_part_of_the_key(merger: Merger):
+def test_the_key_of_the_owner_is_part_of_the_key(merger: Merger) -> None:
     assert _replays(merger, *_states())
     merger.key = 2
     merger.merge(*_states())
@@ -145,17 +145,17 @@ def test_the_key_of_the_owner_is_part_of_the_key(merger: Merger):
     assert not _replays(merger, *_states())
 
 
-def test_a_method_that_computes_is_not_replayed(merger: Merger):
+def test_a_method_that_computes_is_not_replayed(merger: Merger) -> None:
     assert not _replays(merger, *_states(), scale=2.0)
     assert _replays(merger, *_states())
 
 
-def test_an_op_without_an_entry_is_not_replayed(merger: Merger, monkeypatch: pytest.MonkeyPatch):
+def test_an_op_without_an_entry_is_not_replayed(merger: Merger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_call.LAUNCH_CACHES["merge_state"], "entry", None)
     assert not _replays(merger, *_states())
 
 
-def test_a_tensor_that_is_neither_argument_nor_owned_is_not_replayed(merger: Merger):
+def test_a_tensor_that_is_neither_argument_nor_owned_is_not_replayed(merger: Merger) -> None:
     v, s = _states()
     merger.merge_own((v[0], s[0]))
     merger.key, merger.own, other = 2, torch.ones(4, 2, 8), torch.zeros(0)
@@ -165,7 +165,7 @@ def test_a_tensor_that_is_neither_argument_nor_owned_is_not_replayed(merger: Mer
         assert merger.calls == calls
 
 
-def test_two_arguments_of_one_storage_are_not_replayed(merger: Merger):
+def test_two_arguments_of_one_storage_are_not_replayed(merger: Merger) -> None:
     both = torch.zeros(144)
     assert not _replays(merger, both[:128].view(2, 4, 2, 8), both[128:].view(2, 4, 2))
 
@@ -178,14 +178,14 @@ def test_two_arguments_of_one_storage_are_not_replayed(merger: Merger):
     }.items(),
     ids=lambda item: item[0],
 )
-def test_lists_and_subclasses_are_not_cached(merger: Merger, change: Any):
+def test_lists_and_subclasses_are_not_cached(merger: Merger, change: Any) -> None:
     v, s = _states()
     for calls in (1, 2):
         merger.merge_own(*change[1](v[0], s[0]))
         assert merger.calls == calls
 
 
-def test_options_without_a_hash_are_not_cached(merger: Merger):
+def test_options_without_a_hash_are_not_cached(merger: Merger) -> None:
     class Scale(float):
         __hash__ = None  # type: ignore[assignment]
 
@@ -202,7 +202,7 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_interposed_modes_and_profilers_observe_the_op(merger: Merger):
+def test_interposed_modes_and_profilers_observe_the_op(merger: Merger) -> None:
     states = _states()
     assert _replays(merger, *states)
     with Mode() as mode:
@@ -220,7 +220,7 @@ def test_interposed_modes_and_profilers_observe_the_op(merger: Merger):
     assert merger.calls == 1 + 4
 
 
-def test_a_compiled_call_is_one_op(merger: Merger):
+def test_a_compiled_call_is_one_op(merger: Merger) -> None:
     states = _states()
     assert _replays(merger, *states)
     v, s = torch.compile(lambda v, s: merger.merge(v, s), fullgraph=True, backend="aot_eager")(*states)
@@ -228,7 +228,7 @@ def test_a_compiled_call_is_one_op(merger: Merger):
 
 
 @pytest.mark.usefixtures("merger")
-def test_prepared_methods_do_not_keep_the_owner_alive():
+def test_prepared_methods_do_not_keep_the_owner_alive() -> None:
     other = Merger()
     assert _replays(other, *_states())
     kept, owner = list(other._prepared_methods.values()), weakref.ref(other)
@@ -238,7 +238,7 @@ def test_prepared_methods_do_not_keep_the_owner_alive():
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda owner: pickle.loads(pickle.dumps(owner))])
-def test_a_copy_of_the_owner_has_its_own_prepared_methods(merger: Merger, duplicate: Any):
+def test_a_copy_of_the_owner_has_its_own_prepared_methods(merger: Merger, duplicate: Any) -> None:
     assert _replays(merger, *_states())
     other = duplicate(merger)
     assert _replays(other, *_states())
@@ -259,7 +259,7 @@ def _plan(wrapper: Any, table: list[Tensor], **options: Any) -> None:
     wrapper.device = CUDA
 
 
-def test_a_wrapper_replays_until_its_plan_options_change(monkeypatch: pytest.MonkeyPatch):
+def test_a_wrapper_replays_until_its_plan_options_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(prepared_call.LAUNCH_CACHES, "batch_decode", OneEntry(4, 0, 2))
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
@@ -283,7 +283,7 @@ def test_a_wrapper_replays_until_its_plan_options_change(monkeypatch: pytest.Mon
     assert [repeated(), repeated()] == [False, True]
 
 
-def test_a_batch_of_other_rows_is_checked(monkeypatch: pytest.MonkeyPatch):
+def test_a_batch_of_other_rows_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(prepared_call.LAUNCH_CACHES, "batch_decode", OneEntry(4, 0, 2))
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)

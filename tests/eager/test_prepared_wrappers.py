@@ -98,7 +98,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("make", [_decode, _prefill, _ragged, _mla])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_runs_are_replayed_on_other_tensors_and_batches(make: Callable[[], Any], return_lse: bool, run: list[str]):
+def test_runs_are_replayed_on_other_tensors_and_batches(
+    make: Callable[[], Any], return_lse: bool, run: list[str]
+) -> None:
     wrapper, plan, tensors = make()
     plan(LENGTHS[0])
     for _ in range(2):
@@ -117,7 +119,7 @@ def test_runs_are_replayed_on_other_tensors_and_batches(make: Callable[[], Any],
 
 
 @pytest.mark.parametrize("make", [_decode, _prefill, _ragged, _mla])
-def test_buffers_are_filled(make: Callable[[], Any], run: list[str]):
+def test_buffers_are_filled(make: Callable[[], Any], run: list[str]) -> None:
     wrapper, plan, tensors = make()
     plan(LENGTHS[0])
     for i in range(3):
@@ -133,7 +135,7 @@ def test_buffers_are_filled(make: Callable[[], Any], run: list[str]):
         torch.testing.assert_close(lse, expected_lse, rtol=0, atol=0)
 
 
-def test_a_query_is_its_own_buffer():
+def test_a_query_is_its_own_buffer() -> None:
     wrapper, plan, tensors = _decode()
     plan(LENGTHS[0])
     for _ in range(3):
@@ -143,7 +145,7 @@ def test_a_query_is_its_own_buffer():
         torch.testing.assert_close(q, expected, rtol=0, atol=0)
 
 
-def test_a_plan_with_other_options_is_not_replayed(run: list[str]):
+def test_a_plan_with_other_options_is_not_replayed(run: list[str]) -> None:
     wrapper, _, tensors = _decode()
     args, results = tensors(), []
     table = _table(LENGTHS[0])
@@ -158,7 +160,7 @@ def test_a_plan_with_other_options_is_not_replayed(run: list[str]):
     assert not torch.equal(results[0][0], results[1][0])
 
 
-def test_a_replayed_run_is_captured_in_a_graph():
+def test_a_replayed_run_is_captured_in_a_graph() -> None:
     wrapper, plan, tensors = _decode()
     plan(LENGTHS[0])
     args = tensors()
@@ -175,7 +177,7 @@ def test_a_replayed_run_is_captured_in_a_graph():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_plans_are_replayed(dtype: torch.dtype):
+def test_plans_are_replayed(dtype: torch.dtype) -> None:
     planner, other = (
         attn_ops.DecodePlanner(BATCH, PAGES, page_size=PAGE, num_qo_heads=8, num_kv_heads=2, head_dim=64, device="cuda")
         for _ in range(2)

@@ -24,14 +24,14 @@ def _fresh(setup: Setup) -> dict:
 
 
 @pytest.mark.parametrize("case", DECODE[::7] + PREFILL[::11], ids=str)
-def test_replayed_calls_are_right_on_other_tensors(case):
+def test_replayed_calls_are_right_on_other_tensors(case) -> None:
     setup = Setup("decode" if case in DECODE else "prefill", case, "cuda")
     op = torch.ops.attn.batch_decode if case in DECODE else torch.ops.attn.batch_prefill
     for _ in range(3):
         setup.check(*op(**_fresh(setup), backend="triton"))
 
 
-def test_unaligned_tensors_after_aligned_ones():
+def test_unaligned_tensors_after_aligned_ones() -> None:
     setup = Setup("decode", BASE, "cuda")
     setup.check(*setup.run("triton"))
     setup.check(*setup.run("triton"))
@@ -42,7 +42,7 @@ def test_unaligned_tensors_after_aligned_ones():
     setup.check(*setup.run("triton", q=unaligned))
 
 
-def test_errors_are_raised_after_cached_calls():
+def test_errors_are_raised_after_cached_calls() -> None:
     setup = Setup("decode", BASE, "cuda")
     for _ in range(2):
         setup.run("triton")
@@ -58,7 +58,7 @@ def test_errors_are_raised_after_cached_calls():
             setup.run("triton", **bad)
 
 
-def test_an_entry_goes_with_its_plan():
+def test_an_entry_goes_with_its_plan() -> None:
     """Tensors of a new plan may get the identity of those of a freed plan."""
     for max_batch in (8, 64, 8, 256):
         planner = attn_ops.DecodePlanner(

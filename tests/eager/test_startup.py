@@ -78,17 +78,17 @@ def _python(code: str, **env: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_threads_import_nothing_that_the_program_may_import():
+def test_threads_import_nothing_that_the_program_may_import() -> None:
     packages = {name.split(".")[0] for name in _python(IMPORTED_BY_THREADS)}
     assert not packages & {"triton", "torch", "attn_ops"}
 
 
-def test_a_planner_on_the_cpu_imports_no_triton():
+def test_a_planner_on_the_cpu_imports_no_triton() -> None:
     assert _python(PLANNER_ON_THE_CPU) == ["False"]
 
 
 @pytest.mark.gpu
-def test_each_module_is_built_once(tmp_path: Path):
+def test_each_module_is_built_once(tmp_path: Path) -> None:
     assert _python(FIRST_PLAN, TRITON_CACHE_DIR=str(tmp_path)) == ["cuda_utils.c", "launch_cache.c"]
 
 
@@ -102,7 +102,7 @@ def test_each_module_is_built_once(tmp_path: Path):
     ],
     ids=["decode", "prefill", "decode wrapper", "prefill wrapper"],
 )
-def test_planners_and_wrappers_prepare_their_device(make: Any, monkeypatch: pytest.MonkeyPatch):
+def test_planners_and_wrappers_prepare_their_device(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[torch.device] = []
     for module in (planner, base):
         monkeypatch.setattr(module, "prepare", devices.append)
@@ -111,7 +111,7 @@ def test_planners_and_wrappers_prepare_their_device(make: Any, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("device", "prepared"), [("cpu", []), ("cuda", ["launch_cache.c", "triton"])])
-def test_what_is_prepared_for_each_device(device: str, prepared: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_what_is_prepared_for_each_device(device: str, prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     monkeypatch.setattr(launch_cache, "_building", lambda: names.append("launch_cache.c") or Future())  # type: ignore[func-returns-value]
     monkeypatch.setattr(startup, "_preparing", lambda: names.append("triton"))
@@ -119,7 +119,7 @@ def test_what_is_prepared_for_each_device(device: str, prepared: list[str], monk
     assert names == prepared
 
 
-def test_a_kernel_is_compiled_when_preparation_has_ended(monkeypatch: pytest.MonkeyPatch):
+def test_a_kernel_is_compiled_when_preparation_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernel(UncompiledKernel):
         def warmup(self, *args: Any, **options: Any) -> Any:
             order.append("compiled")
@@ -134,7 +134,7 @@ def test_a_kernel_is_compiled_when_preparation_has_ended(monkeypatch: pytest.Mon
     assert order == ["waited", "compiled"]
 
 
-def test_waiting_raises_no_error_of_the_preparation(monkeypatch: pytest.MonkeyPatch):
+def test_waiting_raises_no_error_of_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: Future[Any] = Future()
     failed.set_exception(RuntimeError("0 active drivers"))
     monkeypatch.setattr(startup, "_preparing", lambda: (failed,))

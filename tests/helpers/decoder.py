@@ -12,7 +12,7 @@ WIDTH = QO_HEADS * DIM
 
 
 class Decoder(nn.Module):
-    """``x [batch, WIDTH]`` is appended to the caches at each request's last position and attends to them."""
+    """Two layers that append keys and values of ``x [batch, WIDTH]`` at each request's last position, and attend."""
 
     def __init__(self, **options: object) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def planner(device: str = "cpu", max_batch: int = BATCH) -> attn_ops.DecodePlann
 
 
 def page_table(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """CSR page table of requests with the given lengths on shuffled pages, on the host."""
+    """The page table of requests with these lengths on shuffled pages, on the host."""
     pages = [-(-length // PAGE) for length in lengths]
     indptr = torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32)
     shuffled = torch.randperm(PAGES, generator=torch.Generator().manual_seed(seed))

@@ -102,7 +102,7 @@ class FakeDriver:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+def fake_driver_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     fake_driver = FakeDriver(tmp_path_factory.mktemp("driver"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_cache, "DRIVER", str(fake_driver.path))
@@ -113,13 +113,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
 
 
 @pytest.fixture
-def fake_driver(built: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def fake_driver(fake_driver_library: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     for name in ("answer", "map_answer", "capturing", "device", "device_answer"):
-        built.set(name, 0)
-    return built
+        fake_driver_library.set(name, 0)
+    return fake_driver_library
 
 
 def compiled(signature: dict[str, str] = SIGNATURE, **metadata: Any) -> Any:

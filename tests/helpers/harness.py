@@ -95,7 +95,7 @@ class Setup:
 
     @cached_property
     def expected(self) -> Expected:
-        # A decode row is the last of its sequence, so the causal bound hides nothing from it.
+        # A decode row is the last of its sequence: the causal mask hides no key from it.
         rows = self.q[: sum(self.qo_lens)].split(self.qo_lens)
         k_scale, v_scale = self.case.kv_scale or (1.0, 1.0)
         requests = [
@@ -117,7 +117,7 @@ class Setup:
         )
 
     def replan(self) -> None:
-        """Plan into buffers full of garbage, which a plan must not show."""
+        """Plan into tensors of garbage, none of which may remain in use."""
         for t in self.planner.state:
             t.fill_(GARBAGE)
         self.planner.workspace.fill_(math.nan)
@@ -132,7 +132,7 @@ class Setup:
         self.q = memory.to(self.device)[:, : self.num_qo_heads]
 
     def _mask(self) -> None:
-        """Bits little-endian, every request padded to a whole byte."""
+        """Little-endian bits. Every request begins at a new byte."""
         shapes, share = list(zip(self.qo_lens, self.case.kv_lens, strict=True)), self.case.masked
         self.masks: list[Any] = [None] * len(shapes)
         self.packed_mask = None
@@ -160,7 +160,7 @@ class Setup:
         self.num_pages = batch.num_pages
 
     def _ragged(self) -> None:
-        """All tokens in a row, followed by NaN that belongs to no request."""
+        """Tokens of all requests concatenated, followed by NaN."""
         spare, dtype = 2 if self.case.storage == "padded" else 0, self.case.kv_dtype or self.case.dtype
 
         def tokens(dim: int) -> tuple[list[Tensor], Tensor]:

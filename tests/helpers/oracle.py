@@ -1,8 +1,8 @@
-"""What the ops must compute, in float64, written from the specification and from nothing else.
+"""The oracle: what the ops must compute, in float64, written from the specification alone.
 
-:func:`attention` does one request, a query row at a time. :class:`PagedBatch` builds a paged cache whose
-unused memory is NaN, so that whoever reads it says so. :class:`Expected` knows how far a result in a
-given dtype may lie from the truth.
+:func:`attention` computes one request, one query row at a time. :class:`Expected` is the result of a batch and the
+error that is allowed in each dtype. :class:`PagedBatch` is a paged cache whose unused memory is NaN, so that a read of
+it shows in the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 GARBAGE = (1 << 30) + 7
-"""A page number that no cache has, for places of a page table that nobody may read."""
+"""A page number that no cache has, for entries of a page table that must not be used."""
 
 
 def attention(
@@ -34,9 +34,9 @@ def attention(
     rope_theta: float = 1e4,
     rope_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """One request: ``q [n, Hq, Dqk]`` on ``k [m, Hkv, Dqk]`` and ``v [m, Hkv, Dvo]``.
+    """One request: ``q [n, Hq, Dqk]`` attends to ``k [m, Hkv, Dqk]`` and ``v [m, Hkv, Dvo]``.
 
-    ``mask [n, m]`` keeps where it is True, and overrides ``causal``. Returns ``out [n, Hq, Dvo]`` and the
+    ``mask [n, m]`` is True where a row sees a key, and overrides ``causal``. Returns ``out [n, Hq, Dvo]`` and the
     base-2 ``lse [n, Hq]``, float64 on the CPU.
     """
     q, k, v = (t.detach().cpu().double() for t in (q, k, v))
@@ -67,18 +67,17 @@ def attention(
             if logits_soft_cap:
                 logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
             logits[hidden] = -math.inf
-            top = float(logits.max())
             sink = -math.inf if sinks is None else float(sinks[h])
-            top = max(top, sink)
-            weights = torch.exp(logits - top)
-            total = float(weights.sum()) + math.exp(sink - top)
-            out[i, h] = (weights @ values[kv_head]) / total
-            lse[i, h] = (top + math.log(total)) / math.log(2)
+            row_max = max(float(logits.max()), sink)
+            p = torch.exp(logits - row_max)
+            row_sum = float(p.sum()) + math.exp(sink - row_max)
+            out[i, h] = (p @ values[kv_head]) / row_sum
+            lse[i, h] = (row_max + math.log(row_sum)) / math.log(2)
     return out, lse
 
 
 def rope_llama(x: Tensor, positions: Tensor, theta: float, scale: float) -> Tensor:
-    """Rotate ``x [n, H, D]``, half split: dimension d turns with dimension d + D/2."""
+    """Rotate ``x [n, H, D]`` in half-split order: dimension d is paired with dimension d + D/2."""
     half = x.shape[-1] // 2
     frequency = theta ** (-2 * torch.arange(half, dtype=torch.float64) / x.shape[-1]) / scale
     angle = positions.double()[:, None, None] * frequency
@@ -93,7 +92,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def merge(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the states ``v [rows, S, H, D]``, ``s [rows, S, H]`` (base 2); an empty state weighs nothing."""
+    """Merge the states ``v [rows, S, H, D]``, ``s [rows, S, H]`` (base 2). A state without keys is ignored."""
     v, s = v.detach().cpu().double(), s.detach().cpu().double()
     rows, states, heads, dim = v.shape
     out = torch.zeros(rows, heads, dim, dtype=torch.float64)
@@ -102,25 +101,25 @@ def merge(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         for h in range(heads):
             seen = [i for i in range(states) if s[r, i, h] > -math.inf]
             if seen:
-                top = max(float(s[r, i, h]) for i in seen)
-                weights = [2 ** (float(s[r, i, h]) - top) for i in seen]
+                largest = max(float(s[r, i, h]) for i in seen)
+                weights = [2 ** (float(s[r, i, h]) - largest) for i in seen]
                 out[r, h] = sum(w * v[r, i, h] for w, i in zip(weights, seen, strict=True)) / sum(weights)
-                lse[r, h] = top + math.log2(sum(weights))
+                lse[r, h] = largest + math.log2(sum(weights))
     return out, lse
 
 
 @dataclass
 class Expected:
-    """The truth about a batch, and the error that is allowed around it.
+    """The exact result of a batch, and the error that is allowed.
 
-    ``spread`` is the softmax-weighted mean of ``|v|``: a relative error e in every weight moves the output by
-    at most ``e * spread``. A kernel that rounds the weights to the dtype before it multiplies and its output
-    once errs by up to ``eps * spread``, half an eps each; twice that is allowed.
+    ``spread`` is the softmax-weighted mean of ``|v|``. A relative error ``e`` in every probability changes the output
+    by at most ``e * spread``. A kernel rounds the probabilities to the dtype before PV, and the output once: half an
+    eps each, so the error is up to ``eps * spread``. Twice that is allowed.
 
-    ``reach`` is the largest ``sum_d |q_d k_d| * sm_scale`` of a row: float32 sums err by a few eps of it in
-    every logit, and so in LSE, whatever the dtype, and in the weights; so they do of LSE, a sink's size in it.
-    Rotation by an angle errs by an eps of the angle, which is as large as the position. Below the dtype's
-    smallest normal number nothing is promised.
+    ``reach`` is the largest ``sum_d |q_d k_d| * sm_scale`` of a row. Sums in float32 have an error of a few eps of it
+    in every logit, and so in the LSE and the probabilities, whatever the dtype. The same holds for the size of the
+    LSE, which a sink may dominate. Rotation has an error of an eps of the angle, which is as large as the position.
+    Below the smallest normal number of the dtype nothing is promised.
     """
 
     out: Tensor
@@ -130,7 +129,7 @@ class Expected:
 
     @classmethod
     def of(cls, requests: Sequence[tuple[Any, ...]], padding: int = 0, **options: Any) -> Expected:
-        """Of ``(q, k, v)`` or ``(q, k, v, mask)`` of every request; ``padding`` rows that belong to none follow."""
+        """From ``(q, k, v)`` or ``(q, k, v, mask)`` of each request. ``padding`` rows of no request follow."""
         rows = []
         for q, k, v, *mask in requests:
             v = v.double()
@@ -154,8 +153,8 @@ class Expected:
     ) -> None:
         """Raise unless the result is within tolerance.
 
-        ``float32_eps`` is for kernels that compute with less, ``smallest`` for those that compute in a dtype with a
-        larger smallest normal number than that of ``out``.
+        ``float32_eps`` is larger for kernels that compute in a lower precision, and ``smallest`` for those that compute
+        in a dtype whose smallest normal number exceeds that of ``out``.
         """
         assert out.shape == self.out.shape, f"out is {list(out.shape)}, expected {list(self.out.shape)}"
         arithmetic = 8 * float32_eps * (1 + self.reach + self.lse.abs().nan_to_num(posinf=0))
@@ -192,13 +191,13 @@ def _compare(name: str, actual: Tensor, expected: Tensor, allowed: Tensor) -> No
 
 @dataclass
 class PagedBatch:
-    """KV of several requests in a paged cache; every slot that holds no token is NaN.
+    """KV of several requests in a paged cache. Memory without a token is NaN.
 
-    ``storage`` is how the two caches lie in memory:
+    ``storage`` is the memory layout of the two caches:
 
     pair    two contiguous tensors
     fused   views ``[:, 0]`` and ``[:, 1]`` of the 5-D ``cache``
-    padded  slices of two larger tensors of unlike strides
+    padded  slices of two larger tensors with different strides
     """
 
     lengths: Sequence[int]
@@ -222,7 +221,7 @@ class PagedBatch:
         used = sum(pages)
         self.num_pages = used + self.spare_pages
         shuffled = torch.randperm(self.num_pages, generator=self.generator)[:used]
-        # The entries after the last page, and the last page length of an empty request, mean nothing.
+        # Entries after the last page, and the last page length of an empty request, must not be used.
         kv_indices = torch.cat((shuffled, torch.tensor([GARBAGE, -1])))
         kv_indptr = torch.tensor([0, *pages]).cumsum(0)
         last = torch.tensor([(n - 1) % self.page_size + 1 if n else -3 for n in self.lengths])
@@ -232,10 +231,10 @@ class PagedBatch:
         self._allocate()
         for b, n in enumerate(self.lengths):
             token = torch.arange(n)
-            page, slot = shuffled[kv_indptr[b] + token // self.page_size], token % self.page_size
+            page, offset = shuffled[kv_indptr[b] + token // self.page_size], token % self.page_size
             for cache, tokens in ((self.k_cache, self.keys[b].float()), (self.v_cache, self.values[b].float())):
                 nhd = cache if self.kv_layout == "NHD" else cache.transpose(1, 2)
-                nhd[page, slot] = tokens
+                nhd[page, offset] = tokens
         self._move()
 
     @property

@@ -1,4 +1,4 @@
-"""Batches of lengths for hypothesis, and plans read back as plain Python."""
+"""Page tables of batches, lengths for Hypothesis, and work items of plans in Python."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def page_table(lengths: Sequence[int], page_size: int) -> tuple[Tensor, Tensor, 
 
 
 def disjoint(ranges: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
-    """Whether the half-open ranges are nonempty and together ``begin`` to ``end``, each place once."""
+    """Whether the half-open ranges are nonempty, and cover ``begin`` to ``end`` without overlap."""
     at = begin
     for a, b in sorted(ranges):
         if a != at or b <= a:

@@ -23,7 +23,7 @@ def _visible(qo_len: int, kv_len: int, causal: bool, window_left: int) -> int:
 
 
 @pytest.mark.parametrize("op", SCHEMAS)
-def test_every_op_has_a_formula(op: str):
+def test_every_op_has_a_formula(op: str) -> None:
     assert getattr(torch.ops.attn, op) in flop_registry
 
 
@@ -34,7 +34,7 @@ def _cases():
 
 
 @pytest.mark.parametrize(("kind", "case"), list(_cases()), ids=str)
-def test_attention_counts_visible_keys(kind: str, case):
+def test_attention_counts_visible_keys(kind: str, case) -> None:
     setup = Setup(kind, case)
     with FlopCounterMode(display=False) as counter:
         setup.run()
@@ -45,7 +45,7 @@ def test_attention_counts_visible_keys(kind: str, case):
     assert counter.get_total_flops() == 2 * case.heads[0] * sum(case.head_dims) * pairs
 
 
-def test_single_prefill_and_mla_sizes():
+def test_single_prefill_and_mla_sizes() -> None:
     q, k, v = torch.zeros(3, 4, 16), torch.zeros(5, 2, 16), torch.zeros(5, 2, 8)
     with FlopCounterMode(display=False) as counter:
         torch.ops.attn.single_prefill(q, k, v, causal=True)

@@ -29,7 +29,7 @@ def _package(tmp_path: Path, dynamic: bool) -> str:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed batch", "dynamic batch"])
-def test_decode_step_in_python_and_cpp(dynamic: bool, tmp_path: Path):
+def test_decode_step_in_python_and_cpp(dynamic: bool, tmp_path: Path) -> None:
     package = _package(tmp_path, dynamic)
     loaded = torch._inductor.aoti_load_package(package)
     model, planner = d.decoder(), d.planner()
@@ -61,7 +61,7 @@ class PlanStep(torch.nn.Module):
         return plan.kv_len.sum() if self.returns else None
 
 
-def test_plan_step_in_cpp(tmp_path: Path):
+def test_plan_step_in_cpp(tmp_path: Path) -> None:
     """The package of a plan op writes to the plan tensors that a C++ engine passes."""
     planner = d.planner()
     indptr, indices, last = d.page_table([5, 3, 9, 1])
@@ -80,7 +80,7 @@ def test_plan_step_in_cpp(tmp_path: Path):
 
 
 @pytest.mark.gpu
-def test_plan_and_decode_in_cpp_on_a_gpu(tmp_path: Path):
+def test_plan_and_decode_in_cpp_on_a_gpu(tmp_path: Path) -> None:
     planner = d.planner("cuda")
     indptr, indices, last = (t.cuda() for t in d.page_table([5, 3, 9, 1]))
     padded = torch.zeros(d.PAGES, dtype=torch.int32, device="cuda")

@@ -22,7 +22,7 @@ def _steps(batch: int) -> list[list[int]]:
     return [[(7 * step + 11 * b) % d.MAX_KV_LEN for b in range(batch)] for step in range(20)]
 
 
-def test_compiled_equals_eager_and_copies_no_cache():
+def test_compiled_equals_eager_and_copies_no_cache() -> None:
     model, planner = d.decoder(), d.planner()
     plan = planner.plan(*d.page_table(STEPS[0]))
     args = d.inputs()
@@ -43,7 +43,7 @@ def test_compiled_equals_eager_and_copies_no_cache():
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed batch", "dynamic batch"])
-def test_no_recompile_over_twenty_steps(dynamic: bool):
+def test_no_recompile_over_twenty_steps(dynamic: bool) -> None:
     model, planner = d.decoder(), d.planner()
     compiled = torch.compile(model, fullgraph=True)
     eager_args = d.inputs()
@@ -60,7 +60,7 @@ def test_no_recompile_over_twenty_steps(dynamic: bool):
         torch.testing.assert_close(actual, expected)
 
 
-def test_swapping_plans_of_one_shape_does_not_recompile():
+def test_swapping_plans_of_one_shape_does_not_recompile() -> None:
     model, planners = d.decoder(), [d.planner(), d.planner()]
     compiled = torch.compile(model, fullgraph=True)
     args = d.inputs()
@@ -93,7 +93,7 @@ def _cold_process(cache: Path, path: str) -> float:
     return float(result)
 
 
-def test_cold_process_and_stale_cache(tmp_path: Path):
+def test_cold_process_and_stale_cache(tmp_path: Path) -> None:
     """After a change of a kernel, Inductor's disk cache does not give the code compiled from the old one."""
     root = Path(__file__).parents[2]
     package = tmp_path / "site" / "attn_ops"

@@ -32,7 +32,7 @@ def export(strict: bool = False, dynamic: bool = False) -> torch.export.Exported
 
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
-def test_export_save_load(strict: bool, dynamic: bool, tmp_path: Path):
+def test_export_save_load(strict: bool, dynamic: bool, tmp_path: Path) -> None:
     torch.export.save(export(strict, dynamic), tmp_path / "decoder.pt2")
     loaded = torch.export.load(tmp_path / "decoder.pt2").module()
     model, planner = d.decoder(), d.planner()
@@ -47,7 +47,7 @@ def test_export_save_load(strict: bool, dynamic: bool, tmp_path: Path):
             torch.testing.assert_close(other, eager)
 
 
-def test_functional_graph_lists_mutated_inputs():
+def test_functional_graph_lists_mutated_inputs() -> None:
     """After decomposition to functional aten, the caches are outputs that the signature lists as mutated inputs."""
     program = export().run_decompositions()
     targets = {spec.target for spec in program.graph_signature.output_specs if "MUTATION" in spec.kind.name}
@@ -61,7 +61,7 @@ class Attention(torch.nn.Module):
         return torch.ops.attn.batch_decode(q, k_cache, v_cache, plan, workspace, return_lse=True)
 
 
-def test_exported_graph_snapshot():
+def test_exported_graph_snapshot() -> None:
     planner = d.planner()
     plan = planner.plan(*d.page_table([5, 3, 9, 1]))
     cache = torch.zeros(d.PAGES, 2, d.PAGE, d.KV_HEADS, d.DIM)
@@ -77,7 +77,7 @@ def test_exported_graph_snapshot():
 slice_1 = aten.slice.Tensor(plan_kv_len, 0, 0, 4){}
 sub = aten.sub.Tensor(slice_1, 1){}
 append_kv = attn.append_kv.default(k, v, k_cache, v_cache, rows, sub, plan_kv_indices, plan_kv_indptr){}
-batch_decode = attn.batch_decode.default(q, k_cache, v_cache, [plan_problem, plan_kv_indptr, plan_kv_indices, plan_kv_len, plan_work, plan_cta_indptr, plan_merge_indptr, plan_arrivals], workspace){'return_lse': True}
+batch_decode = attn.batch_decode.default(q, k_cache, v_cache, [plan_problem, plan_kv_indptr, plan_kv_indices, plan_kv_len, plan_work, plan_cta_indptr, plan_merge_indptr, plan_split_counters], workspace){'return_lse': True}
 getitem = <built-in function getitem>(batch_decode, 0){}
 getitem_1 = <built-in function getitem>(batch_decode, 1){}
 output = output((getitem, getitem_1),){}""",  # noqa: E501
