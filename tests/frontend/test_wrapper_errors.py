@@ -456,3 +456,10 @@ def test_workspace_too_small_names_the_bytes(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(errors.CapacityError, match=f"expected at least {needed}"):
         wrapper.reset_workspace_buffer(workspace(needed - 1), None)
     R.expected().check(wrapper.run(R.q, R.cache()))
+
+
+def test_a_dtype_error_is_a_type_error_and_a_value_error() -> None:
+    """PyTorch raises the one, FlashInfer the other."""
+    for builtin in (TypeError, ValueError):
+        with pytest.raises(builtin, match="q is bfloat16; expected float16 as planned"):
+            decode().run(R.q.bfloat16(), R.cache())
