@@ -111,14 +111,9 @@ CASES: dict[str, Case] = {
     ),
     "dtype name": (lambda: decode(q_data_type="half16"), errors.DTypeError, "q_data_type is 'half16'"),
     "output dtype": (
-        lambda: decode(o_data_type=torch.float8_e4m3fn),
+        lambda: decode(o_data_type=torch.float64),
         errors.UnsupportedError,
-        "o_data_type is float8_e4m3fn; expected float16, bfloat16 or float32",
-    ),
-    "FP8 query": (
-        lambda: ragged(q_data_type="float8_e4m3fn", o_data_type=torch.float16),
-        errors.UnsupportedError,
-        "q_data_type is float8_e4m3fn; expected float16, bfloat16 or float32; convert the query",
+        "o_data_type is float64; expected float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
     ),
     "rows": (lambda: decode().run(R.q[:3], R.cache()), errors.ShapeError, "q has 3 rows; expected 4 as planned"),
     "rows of prefill": (lambda: prefill().run(P.q[1:], P.cache()), errors.ShapeError, "45 rows; expected 46"),
