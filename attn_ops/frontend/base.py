@@ -257,6 +257,11 @@ class Wrapper:
         return 0 if self._graph is None else self._graph.batch
 
     @property
+    def _plan_info(self) -> list[Tensor] | None:
+        """The tensors of the plan, None before the first; an attribute of FlashInfer's wrappers."""
+        return None if self._planned is None else list(self._planned.plan)
+
+    @property
     def resolved_backend(self) -> str:
         """The backend named to the constructor, or ``"auto"``: a backend is chosen for each call."""
         return self._backend
