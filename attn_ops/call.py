@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import ArgumentError, fail
+from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.frontend.scales import ScaleFactors, fold
-from attn_ops.ops.options import OP_OPTIONS, AttentionOptions
+from attn_ops.frontend.scales import Heads, ScaleFactors, fold
+from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
@@ -76,19 +77,41 @@ class AttentionCall(NamedTuple):
 
     def execute(self) -> Any:
         """Check, plan and run the op; the result has the form that ``output`` says."""
-        q = self.tensors[0]
+        q, tensors = self.tensors[0], self.tensors
         self.plan.check(self)
         dim_qk, dim_vo = self.plan.head_dims
         self.output.check(self.where, q, dim_vo)
-        scales = fold(self.where, self.options.sm_scale, dim_qk, q.device, self.scales)
+        dtype, fp8_query = self.output.dtype_for(q.dtype), q.dtype in FP8
+        scales = fold(
+            self.where,
+            self.options.sm_scale,
+            dim_qk,
+            q.device,
+            self.scales,
+            self._heads() if fp8_query else None,
+            scale_in_float32=fp8_query or dtype in FP8,
+        )
+        if fp8_query:
+            tensors = self._convert_query(scales.query)
         plan, options = self.plan.resolve(self.options)
         options = options._replace(sm_scale=scales.sm_scale, kv_scale=scales.kv_scale)
         keywords: dict[str, Any] = {name: getattr(options, name) for name in OP_OPTIONS[self.op]}
         if self.op != "batch_mla":
             keywords["kv_layout"] = self.kv_layout
         op = getattr(torch.ops.attn, self.op)
-        out, lse = op(*self.tensors, *plan, **keywords, return_lse=self.output.needs_lse, backend=self.backend)
-        return self.output.finalize(out, lse, scales.output)
+        out, lse = op(*tensors, *plan, **keywords, return_lse=self.output.needs_lse, backend=self.backend)
+        return self.output.finalize(out, lse, dtype, scales.output)
+
+    def _heads(self) -> Heads:
+        q, k = self.tensors[:2]
+        return Heads(q.shape[1], 1 if self.op == "batch_mla" else k.shape[-2 if self.kv_layout == "NHD" else -3])
+
+    def _convert_query(self, factor: Tensor | None) -> tuple[Tensor, ...]:
+        """The tensors with an FP8 query, times ``factor``, in the dtype that the op computes in."""
+        parts = 2 if self.op == "batch_mla" else 1
+        dtype = computed_dtype(self.tensors[0].dtype, self.tensors[-1].dtype)
+        queries = (q.to(dtype) if factor is None else (q.float() * factor).to(dtype) for q in self.tensors[:parts])
+        return (*queries, *self.tensors[parts:])
 
 
 def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
-from attn_ops.errors import DTypeError, ShapeError, fail
-from attn_ops.frontend.arguments import DType
+from attn_ops.errors import DTypeError, ShapeError, UnsupportedError, fail
+from attn_ops.frontend.arguments import DType, as_dtype
 from attn_ops.frontend.kv_cache import PagedCache
+from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import index
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
@@ -137,6 +138,14 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
         _check_levels(f"{type(self).__name__}.plan", len(self._levels), arrays)
+        if as_dtype(f"{type(self).__name__}.plan", "q_data_type", q_data_type) in FP8:
+            fail(
+                UnsupportedError,
+                f"{type(self).__name__}.plan",
+                f"q_data_type is {str(q_data_type).removeprefix('torch.')}",
+                "float16, bfloat16 or float32",
+                "convert the query, times its scale: the states of the levels are merged in its dtype",
+            )
         plans = [
             level.prepare_plan(
                 *table,

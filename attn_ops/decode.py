@@ -343,21 +343,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             fail(
                 ShapeError, where, f"q_len_per_req is {q_len_per_req}", f"{self._q_len_per_req} as planned", "plan anew"
             )
-        sm_scale = None
+        given: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
-            k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
-        return self._paged_call(
-            where,
-            q,
-            paged_kv_cache,
-            OutputSpec(out, lse, return_lse),
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
-            window_left=window_left,
-            sm_scale=sm_scale,
-        ).execute()
+            given = self._positional(where, args, self._by_position, **given)
+        output = OutputSpec(out, lse, return_lse)
+        call = self._paged_call(where, q, paged_kv_cache, output, q_scale=q_scale, window_left=window_left, **given)
+        return call.execute()
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""

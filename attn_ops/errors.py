@@ -32,8 +32,11 @@ class ShapeError(AttnOpsError, ValueError):
     """A tensor has the wrong rank, size or stride."""
 
 
-class DTypeError(AttnOpsError, TypeError):
-    """A tensor has an unsupported dtype, or the dtypes of two tensors do not match."""
+class DTypeError(AttnOpsError, TypeError, ValueError):
+    """A tensor has an unsupported dtype, or the dtypes of two tensors do not match.
+
+    A TypeError, as PyTorch raises, and a ValueError, as FlashInfer raises.
+    """
 
 
 class DeviceError(AttnOpsError, ValueError):

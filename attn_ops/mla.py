@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import DType, DTypes, as_dtype, positive, refuse, required
+from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, fail
+from attn_ops.frontend.arguments import DType, DTypes, as_dtype, computed_dtype, positive, refuse, required
 from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
 from attn_ops.frontend.base import PreparedPlan, Wrapper, buffer, committing, graph_buffers
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache, latent
 from attn_ops.frontend.one_shot import block_table, latent_call, lengths, uniform_indptr
 from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.frontend.scales import Scale, ScaleFactors
-from attn_ops.ops.options import MLA_DIMS, MLA_SM_SCALE, AttentionOptions
+from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
+from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
 from attn_ops.plan.page_table import PageTable, by_length, index
 from attn_ops.plan.resizable import PlanSpec
 
@@ -30,6 +31,9 @@ __all__ = [
 
 Latent = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 LSE_MODES = {"none": None, "base2": "log2", "basee": "ln"}
+OUTPUT_SCALES = ("none", "per-tensor")
+SCALE_GROUP = 128
+"""Columns of the latents that share a scale in ``ckv_scale_arr``."""
 
 
 def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
@@ -43,6 +47,58 @@ def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
             "pass sm_scale, 1 / sqrt of the key's width before absorption",
         )
     return MLA_SM_SCALE
+
+
+def _require_scales(where: str, ckv_scale: Any, kpe_scale: Any) -> None:
+    if ckv_scale is None or kpe_scale is None:
+        fail(
+            OptionError,
+            where,
+            "ckv_scale and kpe_scale are required for an FP8 cache",
+            "a number each",
+            "pass them, 1.0 for values that were not scaled",
+        )
+
+
+class GroupScales(NamedTuple):
+    """Scales of an FP8 cache: ``ckv_scale_arr [pages, page_size, ckv / SCALE_GROUP]``, and one number for ``kpe``."""
+
+    ckv: Tensor
+    kpe: float
+
+    @classmethod
+    def of(cls, where: str, ckv_scale_arr: Tensor, ckv_cache: Tensor, kpe_scale: float | None) -> GroupScales:
+        pages, page_size, dim = ckv_cache.shape
+        if dim % SCALE_GROUP or tuple(ckv_scale_arr.shape) != (pages, page_size, dim // SCALE_GROUP):
+            fail(
+                ShapeError,
+                where,
+                f"ckv_scale_arr is {list(ckv_scale_arr.shape)} for a cache {list(ckv_cache.shape)}",
+                f"[pages, page_size, ckv / {SCALE_GROUP}]",
+                f"pass a scale for every token and {SCALE_GROUP} columns",
+            )
+        if ckv_scale_arr.dtype != torch.float32:
+            dtype = str(ckv_scale_arr.dtype).removeprefix("torch.")
+            fail(DTypeError, where, f"ckv_scale_arr is {dtype}", "float32", "convert it")
+        if ckv_scale_arr.device != ckv_cache.device:
+            on = ckv_scale_arr.device
+            fail(DeviceError, where, f"ckv_scale_arr is on {on}", f"{ckv_cache.device}, where the cache is", "move it")
+        return cls(ckv_scale_arr, 1.0 if kpe_scale is None else kpe_scale)
+
+    def dequantize(
+        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], page_table: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The op's tensors with caches of the pages in ``page_table [entries]`` alone, and the table of these caches.
+
+        The entries of the new table are made first: kernels may read a plan before the kernel ahead has finished.
+        """
+        q_nope, q_pe, ckv, kpe = tensors
+        entries = torch.arange(page_table.shape[0], dtype=torch.int32, device=page_table.device)
+        pages = page_table.clamp(0, max(0, ckv.shape[0] - 1)).long() if ckv.shape[0] else page_table[:0].long()
+        dtype = torch.bfloat16 if q_nope.dtype in FP8 else q_nope.dtype
+        groups = ckv[pages].float().unflatten(-1, (-1, SCALE_GROUP)) * self.ckv[pages][..., None]
+        latents, rotated = groups.flatten(-2).to(dtype), (kpe[pages].float() * self.kpe).to(dtype)
+        return (q_nope, q_pe, latents, rotated), entries
 
 
 class BatchMLAPagedAttentionWrapper(Wrapper):
@@ -128,9 +184,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             lse_mode: ``"basee"`` makes natural LSEs the default of run(); ``output_dtype``: of its output.
         """
         where = f"{self._name}.plan"
-        refuse(
-            where, use_profiler=use_profiler, metadata=metadata, skip_softmax=skip_softmax, output_scale=output_scale
-        )
+        refuse(where, use_profiler=use_profiler, metadata=metadata, skip_softmax=skip_softmax)
+        if output_scale not in OUTPUT_SCALES:
+            fail(OptionError, where, f"output_scale is {output_scale!r}", ", ".join(OUTPUT_SCALES), "pass one of these")
         if lse_mode not in LSE_MODES:
             fail(OptionError, where, f"lse_mode is {lse_mode!r}", ", ".join(LSE_MODES), "pass one of these")
         if qo_indptr is not None and cum_seq_lens_q is not None:
@@ -163,6 +219,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         dtypes = None
         if q_data_type is not None:
             dtypes = DTypes(where, q_data_type, kv_data_type, output_dtype)
+            if dtypes.o in FP8 and output_dtype is None:
+                dtypes.o = torch.bfloat16
         elif kv_data_type is not None:
             as_dtype(where, "kv_data_type", kv_data_type)
         options = AttentionOptions(sm_scale=scale, causal=bool(causal))
@@ -209,7 +267,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         kv_len: Tensor | None = None,
         page_table: Tensor | None = None,
         return_lse_base_on_e: bool = False,
-        o_scale: float | None = None,
+        o_scale: Scale = None,
         *,
         query: Latent | None = None,
         kv_cache: Latent | None = None,
@@ -231,8 +289,12 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 number of rows for every request.
             return_lse_base_on_e: natural LSE in the place of base 2.
             ckv_scale, kpe_scale: of an FP8 cache; the output is multiplied by ``ckv_scale`` too. Where the two differ,
-                ``q_pe`` takes up their ratio, rounded to its dtype.
-            bmm1_scale: takes the place of ``sm_scale``. ``bmm2_scale`` multiplies the output.
+                ``q_pe`` takes up their ratio, rounded to its dtype. Both are required for an FP8 cache, unless
+                ``bmm1_scale`` or ``page_table`` is given.
+            ckv_scale_arr: float32 ``[pages, page_size, ckv / 128]``, in the place of ``ckv_scale``: a scale for every
+                token and group of 128 columns. The batch's pages are converted to the dtype of the query in each call,
+                into memory of its own.
+            bmm1_scale: takes the place of ``sm_scale``. ``bmm2_scale`` multiplies the output, ``o_scale`` divides it.
 
         Returns:
             ``out [rows, num_heads, ckv]``, with ``return_lse`` also float32 ``lse [rows, num_heads]``.
@@ -241,29 +303,45 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         refuse(
             where,
             profiler_buffer=profiler_buffer,
-            o_scale=o_scale,
-            ckv_scale_arr=ckv_scale_arr,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )
         nope, pe = self._query(where, q_nope, q_pe, query)
         ckv, kpe = self._cache(where, ckv_cache, kpe_cache, kv_cache, nope.shape[-1])
+        if ckv.dtype in FP8 and page_table is None and bmm1_scale is None:
+            _require_scales(where, ckv_scale if ckv_scale_arr is None else ckv_scale_arr, kpe_scale)
+        groups = None
+        if ckv_scale_arr is not None:
+            groups, ckv_scale = GroupScales.of(where, ckv_scale_arr, ckv, kpe_scale), None
+        elif (kpe_scale or 1.0) != (ckv_scale or 1.0):
+            pe = pe.to(computed_dtype(pe.dtype, ckv.dtype)) * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
         scales = ScaleFactors(
-            {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale}, {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale}
+            {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale},
+            {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale, "o_scale": reciprocal(where, "o_scale", o_scale)},
         )
-        if (kpe_scale or 1.0) != (ckv_scale or 1.0):
-            pe = pe * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
         base = "ln" if return_lse_base_on_e else self._lse_base or "log2"
-        output = OutputSpec(out, lse, return_lse, self._output_dtype or nope.dtype, base)
+        output = OutputSpec(out, lse, return_lse, self._dtype_of_output(nope, out), base)
         tensors = nope, pe, ckv, kpe
         if page_table is not None:
             softmax_scale = 1.0 if bmm1_scale is not None else self._scale(where, nope, pe)
             options = AttentionOptions(sm_scale=softmax_scale, sinks=as_sinks(where, sinks, nope.device), causal=True)
-            batch = self._block_tables(where, nope, page_table, kv_len)
-            return latent_call(where, tensors, *batch, options, output, scales).execute()
+            tables, lens, rows = self._block_tables(where, nope, page_table, kv_len)
+            if groups is not None:
+                tensors, entries = groups.dequantize(tensors, tables.flatten())
+                tables = entries.view(tables.shape)
+            return latent_call(where, tensors, tables, lens, rows, options, output, scales).execute()
         if kv_len is not None:
             required(where, page_table=page_table)
         sm_scale = None if bmm1_scale is None else 1.0
-        return self._call(where, tensors, output, scales, sinks=sinks, sm_scale=sm_scale).execute()
+        call = self._call(where, tensors, output, scales, sinks=sinks, sm_scale=sm_scale)
+        if groups is not None:
+            p = self._planned
+            assert p is not None
+            p.check(call)
+            tensors, entries = groups.dequantize(tensors, p.plan.kv_indices)
+            call = call._replace(
+                tensors=tensors, plan=replace(p, plan=p.plan._replace(kv_indices=entries), dtypes=None)
+            )
+        return call.execute()
 
     def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Tensor:
         """Decode without a plan: ``q [batch, num_heads, ckv + kpe]`` or a pair, by ``page_table`` and ``seq_lens``.
@@ -276,6 +354,14 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""
         return self.run(*args, **{**kwargs, "return_lse": True})
+
+    def _dtype_of_output(self, q: Tensor, out: Tensor | None) -> torch.dtype:
+        """As planned, or that of an FP8 buffer, or the query's: bfloat16 if that is FP8."""
+        if self._output_dtype is not None:
+            return self._output_dtype
+        if out is not None and (out.dtype in FP8 or q.dtype in FP8):
+            return out.dtype
+        return torch.bfloat16 if q.dtype in FP8 else q.dtype
 
     def _query(
         self, where: str, q_nope: Tensor | None, q_pe: Tensor | None, query: Latent | None

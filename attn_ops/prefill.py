@@ -83,8 +83,9 @@ def single_prefill_with_kv_cache(
         q: ``[qo_len, num_qo_heads, head_dim_qk]``.
         k, v: ``[kv_len, num_kv_heads, head_dim]``, or ``[num_kv_heads, kv_len, head_dim]`` with layout HND; the
             values may have a head dimension of their own.
-        scale_q, scale_k, scale_v, k_scale, v_scale: per tensor. Those of query and keys multiply ``sm_scale``, those
-            of the values the output.
+        scale_q, scale_k, scale_v, k_scale, v_scale: per tensor, or per head with an FP8 query (docs/guide/fp8.md).
+            Those of query and keys multiply ``sm_scale``, those of the values the output.
+        o_dtype: of the output; unless given, that of ``q``. FP8 is saturated.
         custom_mask: bool ``[qo_len, kv_len]`` or flat, True keeps; overrides ``causal``. ``packed_custom_mask``:
             its bits, little-endian in uint8, taken before it.
 
@@ -148,8 +149,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ``paged_kv_indptr_buf [batch + 1]``, ``paged_kv_indices_buf [max_pages]``,
             ``paged_kv_last_page_len_buf [batch]``; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and
             the first plan's query rows are the most. Without it the buffers have no effect.
-        mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
-            (:mod:`attn_ops.frontend.policy`).
+        backend: ``"cudnn"`` takes caches ``[pages, num_kv_heads, page_size, head_dim]`` whatever ``kv_layout`` says, as
+            FlashInfer's does. Otherwise no effect on results (:mod:`attn_ops.frontend.policy`), as mask_indptr_buf
+            (``qk_indptr_buf`` in 0.2), jit_kwargs and variant_owns_mask.
         jit_args: as for decoding.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_prefill`` node.
@@ -188,6 +190,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ),
         )
         renamed(self._name, "qk_indptr_buf", qk_indptr_buf, "mask_indptr_buf", mask_indptr_buf)
+        if backend == "cudnn":
+            self._kv_layout = "HND"
 
     def prepare_plan(
         self,
@@ -356,7 +360,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``; in CUDA-graph mode rows of padding may follow.
-            paged_kv_cache, args: as for decoding.
+            paged_kv_cache, args: as for decoding; with an FP8 query three scales by position are ``q_scale, k_scale,
+                v_scale``.
+            q_scale, k_scale, v_scale: per tensor, or with an FP8 query per head: ``[num_qo_heads]``,
+                ``[num_kv_heads]``, ``[num_kv_heads]``.
             lse_base: ``"log2"`` or ``"ln"``. ``lse_layout``: ``"NH"`` ``[rows, heads]`` or ``"HN"`` ``[heads, rows]``.
             out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
 
@@ -370,21 +377,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             uses_spcompress=uses_spcompress,
         )
-        sm_scale = None
+        given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
-            k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
-        return self._paged_call(
-            where,
-            q,
-            paged_kv_cache,
-            OutputSpec(out, lse, return_lse, None, lse_base, lse_layout),
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
-            window_left=window_left,
-            sm_scale=sm_scale,
-        ).execute()
+            given = self._prefill_positional(where, args, q, **given)
+        output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
+        return self._paged_call(where, q, paged_kv_cache, output, window_left=window_left, **given).execute()
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""

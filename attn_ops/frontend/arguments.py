@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.policy import UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
-from attn_ops.ops.options import BOUNDS, DEFAULTS, FP8, LAYOUTS, AttentionOptions
+from attn_ops.ops.options import BOUNDS, DEFAULTS, FLOATS, FP8, LAYOUTS, AttentionOptions
 
 DType = str | torch.dtype
 
@@ -28,7 +28,8 @@ class DTypes:
     """dtypes of query (``q``), KV (``kv``) and output (``o``), from the four arguments that name them.
 
     ``data_type`` is that of the KV, and of the query too unless it is FP8 or ``q_data_type`` names another
-    (docs/flashinfer.md). The output is as the query unless ``o_data_type`` is given.
+    (docs/flashinfer.md). The output is as the query unless ``o_data_type`` is given. ``computed`` is the dtype of the
+    query in the op.
     """
 
     def __init__(
@@ -43,28 +44,32 @@ class DTypes:
         both = None if data_type is None else as_dtype(where, "data_type", data_type)
         unsaid = default == torch.float16 and both is not None and both not in FP8
         self.q = both if unsaid and both is not None else default
-        if self.q in FP8:
-            fail(
-                UnsupportedError,
-                where,
-                f"q_data_type is {str(self.q).removeprefix('torch.')}",
-                "float16, bfloat16 or float32",
-                "convert the query, times its scale",
-            )
         kv = kv_data_type if kv_data_type is not None else both
         self.kv = self.q if kv is None else as_dtype(where, "kv_data_type", kv)
         self.o = self.q if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
+        self.computed = computed_dtype(self.q, self.kv)
+
+
+def computed_dtype(q: torch.dtype, kv: torch.dtype) -> torch.dtype:
+    """The dtype of a query in the op: an FP8 query is converted to that of the cache, or to float16.
+
+    Both have every FP8 number.
+    """
+    if q not in FP8:
+        return q
+    return torch.float16 if kv in FP8 else kv
 
 
 def output_dtype(where: str, name: str, value: DType) -> torch.dtype:
+    """A dtype of outputs, by ``value``."""
     dtype = as_dtype(where, name, value)
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if dtype not in (*FLOATS, *FP8):
         fail(
             UnsupportedError,
             where,
             f"{name} is {str(dtype).removeprefix('torch.')}",
-            "float16, bfloat16 or float32",
-            "quantise the output afterwards",
+            "float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
+            "convert the output afterwards",
         )
     return dtype
 

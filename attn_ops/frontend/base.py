@@ -24,7 +24,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops import backends
 from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
-from attn_ops.ops.options import OP_OPTIONS, AttentionOptions
+from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
 from attn_ops.plan.sizing import count_splits
@@ -34,7 +34,9 @@ P = ParamSpec("P")
 
 SCALES_BY_POSITION = ("k_scale", "v_scale")
 SINK_BY_POSITION = ("sinks", "sm_scale")
-"""Arguments of run() that may follow the cache by position: in general, and of FlashInfer's AttentionSink variant."""
+FP8_SCALES_BY_POSITION = ("q_scale", "k_scale", "v_scale")
+"""Arguments of run() that may follow the cache by position: in general, of FlashInfer's AttentionSink variant, and
+three of them in prefill with an FP8 query."""
 
 _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 """Entries 7, 9 and 11 of ``jit_args`` for that variant: names of its tensors, names of its scalars, its own name."""
@@ -254,6 +256,11 @@ class Wrapper:
         return 0 if self._graph is None else self._graph.batch
 
     @property
+    def _plan_info(self) -> list[Tensor] | None:
+        """The tensors of the plan, None before the first; an attribute of FlashInfer's wrappers."""
+        return None if self._planned is None else list(self._planned.plan)
+
+    @property
     def resolved_backend(self) -> str:
         """The backend named to the constructor, or ``"auto"``: a backend is chosen for each call."""
         return self._backend
@@ -402,7 +409,7 @@ class Wrapper:
             problem = backends.Problem(
                 op=op,
                 device=table.kv_indptr.device,
-                dtype=dtypes.q,
+                dtype=dtypes.computed,
                 kv_dtype=dtypes.kv,
                 num_qo_heads=spec.num_qo_heads,
                 num_kv_heads=spec.num_kv_heads,
@@ -428,12 +435,16 @@ class Wrapper:
 
     # ------------------------------------------------------------------------------------------------------ attention
 
-    def _positional(self, where: str, args: tuple[Any, ...], k_scale: Any, v_scale: Any, sinks: Any) -> tuple[Any, ...]:
-        """``k_scale, v_scale, sinks, sm_scale`` of run(): those given by name, and those that follow the cache."""
-        given = {"k_scale": k_scale, "v_scale": v_scale, "sinks": sinks, "sm_scale": None}
-        values = positional(where, self._by_position, args, [given[name] for name in self._by_position])
-        given.update(zip(self._by_position, values, strict=True))
-        return tuple(given.values())
+    def _positional(self, where: str, args: tuple[Any, ...], names: tuple[str, ...], **given: Any) -> dict[str, Any]:
+        """``given``, the arguments of run() by name, and those of ``names`` that follow the cache."""
+        given = {"sm_scale": None, **given}
+        values = positional(where, names, args, [given[name] for name in names])
+        return {**given, **dict(zip(names, values, strict=True))}
+
+    def _prefill_positional(self, where: str, args: tuple[Any, ...], q: Tensor, **given: Any) -> dict[str, Any]:
+        """:meth:`_positional` of a prefill."""
+        three_scales = q.dtype in FP8 and len(args) == 3 and self._by_position == SCALES_BY_POSITION
+        return self._positional(where, args, FP8_SCALES_BY_POSITION if three_scales else self._by_position, **given)
 
     def _call(
         self,

@@ -14,7 +14,7 @@ from attn_ops.frontend.arguments import output_dtype, own_backend, ranked, requi
 from attn_ops.frontend.one_shot import block_table, block_table_call, lengths, ragged_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import cumulative, seen
 
 OFFSET_UNITS = ("elements", "tokens")
@@ -113,6 +113,7 @@ def cudnn_batch_decode_with_kv_cache(
         {"batch_offsets_q": (batch_offsets_q, per_row[0]), "batch_offsets_o": (batch_offsets_o, per_row[1])},
     )
     sinks = as_sinks(where, sinks, q.device)
+    dtype = out.dtype if out is not None and out.dtype in FP8 else q.dtype
     return block_table_call(
         where,
         (q, k_cache, v_cache),
@@ -120,7 +121,7 @@ def cudnn_batch_decode_with_kv_cache(
         actual_seq_lens_kv,
         rows,
         AttentionOptions(sm_scale=scale, window_left=window_left, sinks=sinks, causal=True),
-        OutputSpec(out, lse, return_lse, q.dtype),
+        OutputSpec(out, lse, return_lse, dtype),
         ScaleFactors(),
         kv_layout="HND",
     ).execute()
@@ -189,7 +190,9 @@ def cudnn_batch_prefill_with_kv_cache(
             packed by ``actual_seq_lens_kv``.
         actual_seq_lens_q, actual_seq_lens_kv: int ``[batch]``, or with dimensions of size 1 after it; unless given, the
             differences of ``batch_offsets_q`` and ``batch_offsets_k [batch + 1]``, which are then in tokens.
-        scale: the softmax scale; ``q_scale``, ``k_scale`` multiply it, ``v_scale`` the output: one value each.
+        scale: the softmax scale; ``q_scale``, ``k_scale`` multiply it, ``v_scale`` the output: one value each, or one
+            per head with an FP8 query.
+        o_data_type: of the output; unless given, that of ``q``, or FP8 with an FP8 ``out``.
         batch_offsets_*: refused unless packed without gaps, in ``batch_offsets_units`` elements or tokens.
         lse: a buffer ``[nnz_qo, num_qo_heads]``, or padded ``[batch, max_token_per_sequence, num_qo_heads]``.
 
@@ -216,7 +219,10 @@ def cudnn_batch_prefill_with_kv_cache(
             "batch_offsets_stats": (batch_offsets_stats, {heads}),
         },
     )
-    dtype = q.dtype if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
+    if o_data_type is None:
+        dtype = out.dtype if out is not None and out.dtype in FP8 else q.dtype
+    else:
+        dtype = output_dtype(where, "o_data_type", o_data_type)
     padded = PaddedLse(qo_indptr, max_token_per_sequence)
     output = OutputSpec(out, lse, return_lse, dtype, lse_base, padded=padded)
     if output.padding is not None:

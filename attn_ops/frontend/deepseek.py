@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_ops.call import as_sinks
@@ -13,10 +14,15 @@ from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, uniform_indptr, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import cumulative
 
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
+
+
+def _unnamed_dtype(query: Tensor, out: Tensor | None) -> torch.dtype | None:
+    """The dtype of an output that no argument names: bfloat16 for an FP8 query, as these functions have no scale."""
+    return torch.bfloat16 if out is None and query.dtype in FP8 else None
 
 
 def _decode(
@@ -56,7 +62,7 @@ def _decode(
         seq_lens,
         rows,
         AttentionOptions(sm_scale=1.0, sinks=as_sinks(where, sinks, query.device), causal=True),
-        OutputSpec(out, lse, return_lse, None, lse_base, rows_shape=tuple(query.shape[:-2])),
+        OutputSpec(out, lse, return_lse, _unnamed_dtype(query, out), lse_base, rows_shape=tuple(query.shape[:-2])),
         ScaleFactors({"bmm1_scale": scales[0]}, {"bmm2_scale": scales[1]}),
     ).execute()
 
@@ -107,7 +113,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return_lse_base: ``"base2"``, also meant by None, or ``"basee"``.
 
     Returns:
-        ``out [..., num_heads, kv_lora_rank]``; with ``return_lse`` also float32 ``lse [rows, num_heads]``.
+        ``out [..., num_heads, kv_lora_rank]`` in the dtype of the query, bfloat16 if that is FP8; with
+        ``return_lse`` also float32 ``lse [rows, num_heads]``.
     """
     where = "trtllm_batch_decode_with_kv_cache_mla"
     refuse(
@@ -203,7 +210,8 @@ def trtllm_ragged_attention_deepseek(
         is_causal: aligned bottom-right. ``attention_sinks``: float32 ``[num_qo_heads]``.
 
     Returns:
-        ``out [nnz_qo, num_qo_heads, head_dim_vo]``; with ``return_lse`` also float32 ``lse``, base 2.
+        ``out [nnz_qo, num_qo_heads, head_dim_vo]`` in the dtype of the query, bfloat16 if that is FP8; with
+        ``return_lse`` also float32 ``lse``, base 2.
     """
     where = "trtllm_ragged_attention_deepseek"
     refuse(
@@ -228,7 +236,7 @@ def trtllm_ragged_attention_deepseek(
         qo_indptr,
         kv_indptr,
         AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal),
-        OutputSpec(out, lse, return_lse),
+        OutputSpec(out, lse, return_lse, _unnamed_dtype(query, out)),
         ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
         backend=own_backend(backend),
     ).execute()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, fail
 from attn_ops.frontend.arguments import output_dtype
+from attn_ops.ops.options import FP8
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 LSE_LAYOUTS = ("NH", "HN")
@@ -34,7 +35,7 @@ class OutputSpec(NamedTuple):
     """The form of a call's result.
 
     out, lse    buffers of the caller, filled and returned
-    dtype       of the output; None for that of ``out``, or the query's
+    dtype       of the output; None for that of ``out``, or the query's. FP8 outputs are saturated
     lse_base    ``"log2"`` or ``"ln"``
     lse_layout  ``"NH"`` for ``[rows, heads]``, ``"HN"`` for ``[heads, rows]``
     padded      the padding of an ``lse`` buffer of three dimensions
@@ -76,16 +77,32 @@ class OutputSpec(NamedTuple):
                 shape = (self.padding.qo_indptr.shape[0] - 1, self.padding.max_rows, q.shape[1])
             _check(where, "lse", self.lse, shape, torch.float32, q.device)
 
-    def finalize(self, out: Tensor, lse: Tensor, scale: float = 1.0) -> Tensor | tuple[Tensor, Tensor]:
-        """The result from the op's ``out [rows, heads, head_dim]``, multiplied by ``scale``, and ``lse``."""
-        if scale != 1.0:
+    def dtype_for(self, q_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the output for a query of ``q_dtype``."""
+        if self.dtype is not None:
+            return self.dtype
+        return q_dtype if self.out is None else self.out.dtype
+
+    def finalize(
+        self, out: Tensor, lse: Tensor, dtype: torch.dtype, scale: float | Tensor = 1.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The result from the op's ``out [rows, heads, head_dim]`` and ``lse``.
+
+        The output is multiplied by ``scale``, a number or a float32 tensor of no dimensions or ``[heads, 1]``, and
+        converted to ``dtype``.
+        """
+        if isinstance(scale, Tensor) or (scale != 1.0 and dtype != out.dtype):
+            out = out.float() * scale
+        elif scale != 1.0:
             out = out * scale
+        if dtype != out.dtype and dtype in FP8:  # PyTorch converts to NaN or infinity what is out of range
+            out = out.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
         if self.rows_shape is not None:
             out = out.view(*self.rows_shape, *out.shape[1:])
         if self.out is not None:
             out = self.out.copy_(out)
-        elif self.dtype is not None and self.dtype != out.dtype:
-            out = out.to(self.dtype)
+        elif dtype != out.dtype:
+            out = out.to(dtype)
         if not self.needs_lse:
             return out
         if self.lse_base != "log2":

@@ -19,7 +19,7 @@ NO_EFFECT: dict[str, str] = {
     "use_fp16_qk_reduction": _ACCURACY,
     "use_fp16_softmax": _ACCURACY,
     "backend": "names another library's kernels; `reference` and `triton` choose this library's where it has such a "
-    "choice, and `auto` the first that can",
+    "choice, and `auto` the first that can; `cudnn` also means the layout of its caches for the paged prefill wrapper",
     "use_tensor_cores": "the backend decides",
     "cute_dsl_impl": "names another library's kernels",
     "bf16q_fp8kv_transform_mode": "FP8 keys and values are converted as they are read",
@@ -82,7 +82,7 @@ NO_EFFECT_HERE: dict[str, str] = {
 
 _FP4 = "4-bit caches are not read here; use a float16, bfloat16, float32 or FP8 cache"
 _SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
-_FP4_OUT = "outputs are float16, bfloat16 or float32; quantise afterwards"
+_FP4_OUT = "4-bit outputs are not written here; use a float16, bfloat16, float32 or FP8 output"
 _PROFILER = "there is no in-kernel profiler; profile with torch.profiler"
 _CONTEXT = "KV is not sharded over ranks here; shard it, and merge with merge_states"
 _JIT = (
@@ -118,8 +118,5 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "uses_shared_paged_kv_idx": ((True,), "keys and values share one page table; pass two caches of one numbering"),
     "kv_scale_format": (("auto",), "MLA caches are float16, bfloat16, float32 or plain FP8"),
     "metadata": ((), "give the arguments of plan() themselves"),
-    "output_scale": (("none",), _FP4_OUT),
-    "o_scale": ((1, 1.0), "outputs are not quantised; divide the output, or fold the scale into v_scale"),
-    "ckv_scale_arr": ((), "scales are per tensor; pass ckv_scale and kpe_scale"),
 }
 """name -> (values that change nothing, reason). None always changes nothing."""

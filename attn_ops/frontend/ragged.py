@@ -14,7 +14,7 @@ from attn_ops.frontend.masks import multi_item_mask
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting
-from attn_ops.frontend.scales import Scale, ScaleFactors
+from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.plan.page_table import PageTable
 
 
@@ -171,9 +171,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
+        o_scale: Scale = None,
         **changes: Any,
     ) -> AttentionCall:
-        scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
+        per_output = {"v_scale": v_scale, "o_scale": reciprocal(where, "o_scale", o_scale)}
+        scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, per_output)
         return self._call(where, tensors, output, scales, **changes)
 
     @prepared
@@ -186,7 +188,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
-        o_scale: float | None = None,
+        o_scale: Scale = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -202,20 +204,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``.
             k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]`` or more rows, or heads first with layout HND.
-            args: as for decoding. The others are those of the paged wrapper's run().
+            args, and the others: those of the paged wrapper's run().
+            o_scale: the output is divided by it, before it is rounded.
 
         Returns:
             ``out [rows, num_qo_heads, head_dim_vo]``, with ``return_lse`` also float32 ``lse``.
         """
         where = f"{self._name}.run"
-        refuse(where, kv_cache_sf=kv_cache_sf, o_scale=o_scale)
-        sm_scale = None
+        refuse(where, kv_cache_sf=kv_cache_sf)
+        given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
-            k_scale, v_scale, sinks, sm_scale = self._positional(where, args, k_scale, v_scale, sinks)
+            given = self._prefill_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
-        scales = q_scale, k_scale, v_scale
-        changes = {"sinks": sinks, "window_left": window_left, "sm_scale": sm_scale}
-        return self._ragged_call(where, (q, k, v), output, *scales, **changes).execute()
+        call = self._ragged_call(where, (q, k, v), output, o_scale=o_scale, window_left=window_left, **given)
+        return call.execute()
 
     def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""

@@ -1,4 +1,4 @@
-"""Scales of query, keys and values: numbers are folded, tensors go to the op (docs/guide/fp8.md)."""
+"""Scales of query, keys, values and output: numbers are folded, tensors go to the op (docs/guide/fp8.md)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import OptionError, UnsupportedError, fail
+from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.ops.options import BOUNDS
 
 Scale = float | Tensor | None
+
+PER_QUERY_HEAD, PER_KV_HEAD = ("q_scale", "scale_q"), ("k_scale", "scale_k", "v_scale", "scale_v")
+"""Names of the scales that may have a value per head, with an FP8 query."""
+
+
+class Heads(NamedTuple):
+    """Numbers of heads of a call whose scales may have a value per head."""
+
+    num_qo_heads: int
+    num_kv_heads: int
 
 
 class ScaleFactors(NamedTuple):
@@ -23,40 +33,68 @@ class ScaleFactors(NamedTuple):
 
 
 class FoldedScales(NamedTuple):
-    """``sm_scale`` and ``kv_scale`` are the op's arguments; the output is then multiplied by ``output``."""
+    """``sm_scale`` and ``kv_scale`` are the op's arguments.
+
+    query   float32 ``[num_qo_heads, 1]`` that the query is multiplied by, each at most 1; None for 1
+    output  the output is multiplied by this number or float32 tensor, ``[num_qo_heads, 1]`` or of no dimensions
+    """
 
     sm_scale: float | None
     kv_scale: Tensor | None
-    output: float = 1.0
+    output: float | Tensor = 1.0
+    query: Tensor | None = None
 
 
-def scalar(where: str, name: str, scale: Scale, device: torch.device) -> Scale:
-    """A number, or a float32 0-d tensor; anything per head is refused."""
+def reciprocal(where: str, name: str, scale: Scale) -> Scale:
+    """``1 / scale`` of a scale that the output is divided by."""
+    if scale is None or isinstance(scale, Tensor):
+        return scale if scale is None else scale.float().reciprocal()
+    if not 0 < scale < math.inf:
+        fail(OptionError, where, f"{name} is {scale}", "a positive number", "change it")
+    return 1 / scale
+
+
+def as_factor(where: str, name: str, scale: Scale, device: torch.device, heads: Heads | None) -> Scale:
+    """A number, a float32 tensor of no dimensions, or with ``heads`` one of a value per query head."""
     if not isinstance(scale, Tensor):
         return None if scale is None else float(scale)
-    if scale.numel() != 1:
+    values = scale.numel()
+    if values == 1:
+        return scale.reshape(()).to(device, torch.float32)
+    if heads is None or name not in PER_QUERY_HEAD + PER_KV_HEAD:
         fail(
             UnsupportedError,
             where,
-            f"{name} has {scale.numel()} values",
+            f"{name} has {values} values",
             "one for the whole tensor",
-            "scales per head are not supported",
+            "scales per head are q_scale, k_scale and v_scale of an FP8 query alone",
         )
-    return scale.reshape(()).to(device, torch.float32)
+    expected = heads.num_qo_heads if name in PER_QUERY_HEAD else heads.num_kv_heads
+    if values != expected:
+        fail(ShapeError, where, f"{name} has {values} values", f"1, or {expected}, one per head", "correct it")
+    return scale.flatten().to(device, torch.float32).repeat_interleave(heads.num_qo_heads // max(1, expected))
 
 
 def fold(
-    where: str, sm_scale: float | None, head_dim: int, device: torch.device, factors: ScaleFactors
+    where: str,
+    sm_scale: float | None,
+    head_dim: int,
+    device: torch.device,
+    factors: ScaleFactors,
+    heads: Heads | None = None,
+    *,
+    scale_in_float32: bool = False,
 ) -> FoldedScales:
     """The softmax scale times all scales of the logits, and the product of those of the output.
 
-    Numbers are folded into ``sm_scale`` and ``output``, tensors into ``kv_scale``, without reading the device.
+    Numbers are folded into ``sm_scale`` and ``output``, tensors into ``kv_scale``, without reading the device. With
+    ``scale_in_float32`` tensors of the output are folded into ``output`` too, as the op rounds after the scale.
     """
     logits, values = factors
     if not _given(logits) and not _given(values):
         return FoldedScales(sm_scale, None)
-    scale, key = _product([scalar(where, name, s, device) for name, s in logits.items()])
-    output, value = _product([scalar(where, name, s, device) for name, s in values.items()])
+    scale, key = _product([as_factor(where, name, s, device, heads) for name, s in logits.items()])
+    output, value = _product([as_factor(where, name, s, device, heads) for name, s in values.items()])
     if scale != 1.0:
         scale *= 1 / math.sqrt(head_dim) if sm_scale is None else sm_scale
         if not BOUNDS["sm_scale"].holds(scale):
@@ -70,10 +108,17 @@ def fold(
         sm_scale = scale
     if not -math.inf < output < math.inf:
         fail(OptionError, where, f"the scales of the output multiply to {output}", "a finite number", "change a scale")
+    query, result = None, output
+    if key is not None and key.dim():  # the largest is one for the whole tensor, and the query has what is left
+        largest = key.amax()
+        key, query = largest, (key / largest)[:, None]
+    if value is not None and (value.dim() or scale_in_float32):
+        value, result = None, (value[:, None] if value.dim() else value) * output
     if key is None and value is None:
-        return FoldedScales(sm_scale, None, output)
+        return FoldedScales(sm_scale, None, result, query)
     one = torch.ones((), dtype=torch.float32, device=device)
-    return FoldedScales(sm_scale, torch.stack((one if key is None else key, one if value is None else value)), output)
+    kv_scale = torch.stack((one if key is None else key, one if value is None else value))
+    return FoldedScales(sm_scale, kv_scale, result, query)
 
 
 def _given(scales: Mapping[str, Scale]) -> bool:

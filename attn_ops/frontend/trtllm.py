@@ -124,6 +124,7 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
         bmm1_scale_log2: ``bmm1_scale`` times log2(e), in its place.
+        out_dtype: of the output; unless given, that of ``out``, or the query's. FP8 is saturated.
         bmm2_scale: multiplies the output, which ``o_scale`` does not: callers divide ``bmm2_scale`` by that.
         sinks: float32 ``[num_qo_heads]``, or a list of that one tensor.
         mask: uint16 or uint32 ``[batch, q_len_per_req, words]``, or ``[rows, words]``: bit j of a row's words, the

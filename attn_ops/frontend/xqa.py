@@ -82,7 +82,7 @@ def xqa(
         k_cache, v_cache: ``[pages, page_size, num_kv_heads, head_dim]`` (HND: heads before places). Of a 5-D tensor
             ``[pages, 2, ...]`` the keys, or the values.
         page_table: int ``[batch, max_pages_per_request]``. ``seq_lens``: int or uint32 ``[batch]`` or ``[batch, 1]``.
-        output: filled, and None returned; without it the output is returned.
+        output: filled, and None returned; without it the output is returned. FP8 is saturated.
         kv_scale: multiplies the output too, as ``rcp_out_scale`` does.
         sinks: ``[num_qo_heads]``, or ``[num_kv_heads, num_qo_heads // num_kv_heads]``.
         sliding_win_size: keys that a query sees, itself included; 0 for all.

@@ -111,16 +111,17 @@ def _attend(t: Tiles, keys: Tensor, values: Tensor, opts: AttentionOptions) -> t
     logits = torch.where(mask[:, None, :, None, :], _logits(t, keys, opts) * LOG2E, -torch.inf)
 
     row_max = logits.amax(-1, keepdim=True)
-    no_keys = row_max == -torch.inf
     if opts.sinks is not None:
         sink = (opts.sinks * LOG2E).view(1, num_kv_heads, 1, group, 1)
         row_max = torch.maximum(row_max, sink)
-    p = torch.exp2(logits - torch.where(no_keys, 0.0, row_max))
+    empty = row_max == -torch.inf  # neither a key nor a sink
+    anchor = torch.where(empty, 0.0, row_max)
+    p = torch.exp2(logits - anchor)
     row_sum = p.sum(-1, keepdim=True)
     if opts.sinks is not None:
-        row_sum = row_sum + torch.exp2(sink - row_max)
-    row_sum = torch.where(no_keys, 1.0, row_sum)
-    lse = torch.where(no_keys, -torch.inf, row_max + torch.log2(row_sum))
+        row_sum = row_sum + torch.exp2(sink - anchor)
+    row_sum = torch.where(empty, 1.0, row_sum)
+    lse = torch.where(empty, -torch.inf, row_max + torch.log2(row_sum))
 
     # A value that no row sees may be NaN: it is replaced, since 0 * NaN is NaN.
     seen = mask.any(1)[:, :, None, None]
@@ -168,7 +169,7 @@ def batch_decode(
     p = DecodePlan(*plan)
     batch = q.shape[0]
     if k_cache.shape[0] == 0 or p.kv_indices.shape[0] == 0:
-        return _without_keys(q, k_cache, v_cache, return_lse)
+        return _without_keys(q, k_cache, v_cache, return_lse, options.get("sinks"))
     request = torch.arange(batch, device=q.device)
     kv_len = p.kv_len[:batch]
     position, length = (kv_len - 1)[:, None], _max_kv_len(p)
@@ -181,10 +182,12 @@ def batch_decode(
     return out[:, 0].to(q.dtype), lse[:, 0] if return_lse else lse.new_empty(0)
 
 
-def _without_keys(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
-    """The result where no row sees a key: zeros, and an LSE of -inf."""
+def _without_keys(
+    q: Tensor, k: Tensor, v: Tensor, return_lse: bool, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The result where no row sees a key: zeros, and an LSE of -inf or that of the sink."""
     out, lse = allocate(q, k, v, return_lse=return_lse)
-    return out.zero_(), lse.fill_(-torch.inf)
+    return out.zero_(), lse.fill_(-torch.inf) if sinks is None or not return_lse else lse.copy_(sinks * LOG2E)
 
 
 def prefill(
@@ -192,9 +195,9 @@ def prefill(
 ) -> tuple[Tensor, Tensor]:
     """Attention over ``k, v [pages, page_size, heads, dim]``, a few of the plan's work items at a time.
 
-    Rows that no work item covers get ``out`` 0 and LSE -inf.
+    Rows that no work item covers get ``out`` 0, and an LSE of -inf or that of the sink.
     """
-    out, lse = _without_keys(q, k, v, return_lse=True)
+    out, lse = _without_keys(q, k, v, True, opts.sinks)
     if not any_zero(q.shape[0], k.shape[0]):
         problem, length = PlanProblem.of(plan.problem), _max_kv_len(plan)
         logits, key_elements = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
@@ -276,7 +279,7 @@ def single_prefill(
     keys, values = (t[None] if kv_layout == "NHD" else t.transpose(0, 1)[None] for t in (k, v))
     rows, length = q.shape[0], keys.shape[1]
     if any_zero(rows, length):
-        return _without_keys(q, k, v, return_lse)
+        return _without_keys(q, k, v, return_lse, options.get("sinks"))
     kv_len = torch.full((1,), length, device=q.device)
     outs, lses = [], []
     for begin, end in _row_ranges(rows, length * q.shape[1]):

@@ -252,18 +252,20 @@ def store_or_spill(
 
 @triton.jit
 def store_empty_rows(
-    out, lse, row, kv_len, heads, head_mask, d_vo,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, LSE: tl.constexpr,
+    out, lse, row, kv_len, sink, heads, head_mask, d_vo,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Zeros, and an LSE of -inf, to those of the rows ``row`` whose ``kv_len`` is 0. They have no work item."""
+    """Zeros, and an LSE of -inf or ``sink``, to those of the rows ``row`` whose ``kv_len`` is 0: they have no item."""
     none = tl.full((), NO_INDEX, tl.int32)
     empty = tl.where(kv_len <= 0, row, none)
     row = tl.min(empty, 0)
     while row < none:
         at = row.to(tl.int64) * NUM_HEADS + heads
         row_max = tl.full((heads.shape[0],), float("-inf"), tl.float32)
-        acc = tl.zeros((heads.shape[0], d_vo.shape[0]), tl.float32)
-        store_heads(out, lse, row_max, tl.zeros_like(row_max), acc, at, head_mask, d_vo, DIM, LSE)
+        row_sum, acc = tl.zeros_like(row_max), tl.zeros((heads.shape[0], d_vo.shape[0]), tl.float32)
+        if SINKS:
+            row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
+        store_heads(out, lse, row_max, row_sum, acc, at, head_mask, d_vo, DIM, LSE)
         empty = tl.where(empty == row, none, empty)
         row = tl.min(empty, 0)
 
@@ -501,7 +503,10 @@ def decode_kernel(
         query, query_high, query_scale = next_query, next_query_high, next_query_scale
 
     if COMBINE:
-        store_empty_rows(out, lse, cta_rows, cta_kv_len, heads, head_mask, d_vo, NUM_HEADS, DIM_VO, FEATURES.LSE)
+        store_empty_rows(
+            out, lse, cta_rows, cta_kv_len, sink, heads, head_mask, d_vo,
+            NUM_HEADS, DIM_VO, FEATURES.SINKS, FEATURES.LSE,
+        )  # fmt: skip
         combine_last_arriver(
             out, lse, partial, split_counters, work, merge_indptr, first_item, stop,
             program % (NUM_KV_HEADS * HEAD_BLOCKS), rows, max_batch, slots, sink, heads, head_mask, d_vo,

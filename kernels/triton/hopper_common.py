@@ -61,7 +61,7 @@ def load_work_item(
     """``(row, count, kv_begin, kv_end, position, page_start, slot)`` of a work item, bounded by the capacities.
 
     A work item without rows returns a tile of the query rows that follow the last request's, without keys: the kernel
-    writes 0 and an LSE of -inf there. Such items divide these rows among them.
+    writes 0 there, and an LSE of -inf or that of the sink. Such items divide these rows among them.
     """
     record, listed = work + item * WORK_STRIDE, item < max_items
     row = gl.load(record + WORK_ROW, mask=listed, other=0)

@@ -333,6 +333,8 @@ def prefill_kernel(
             unused = (packed_row < TILE_ROWS * SHAPE.GROUP) & within(row + tile_row, rows)
             at = (row + tile_row).to(tl.int64) * NUM_HEADS + head
             no_keys = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            if sinks is not None:
+                no_keys = tl.load(sinks + head, mask=unused, other=0.0) * LOG2E
             zeros = tl.zeros((BLOCK_M, BLOCK_VO), out.dtype.element_ty)
             store_packed_rows(out, lse, zeros, no_keys, at, unused, d_vo, SHAPE.DIM_VO, FEATURES.LSE)
             return

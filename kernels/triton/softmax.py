@@ -123,10 +123,13 @@ def soft_cap(logits, cap):
 
 @triton.jit
 def join_sink(row_max, row_sum, sink):
-    """``(row_max, row_sum, alpha)`` with the base-2 logit ``sink`` of value 0 in every row that has seen a key."""
-    new_max = tl.where(row_sum > 0.0, tl.maximum(row_max, sink), row_max)
+    """``(row_max, row_sum, alpha)`` with the base-2 logit ``sink`` of value 0 in every row.
+
+    A row that has seen no key then has the LSE ``sink``. A sink of -inf changes nothing.
+    """
+    new_max = tl.maximum(row_max, sink)
     alpha = rescale_factor(row_max, new_max, FTZ=False)
-    return new_max, row_sum * alpha + tl.where(row_sum > 0.0, rescale_factor(sink, new_max, FTZ=False), 0.0), alpha
+    return new_max, row_sum * alpha + rescale_factor(sink, new_max, FTZ=False), alpha
 
 
 @triton.jit

@@ -51,10 +51,19 @@ def test_a_window_equals_its_mask() -> None:
 
 def test_rows_without_keys() -> None:
     q, k, v = _qkv(5, 2)
-    out, lse = attention(q, k, v, causal=True, sinks=torch.ones(4))
+    out, lse = attention(q, k, v, causal=True)
     assert (out[:3] == 0).all()
     assert (lse[:3] == -math.inf).all()
     assert lse[3:].isfinite().all()
+
+
+def test_rows_without_keys_have_the_lse_of_the_sink() -> None:
+    q, k, v = _qkv(5, 2)
+    out, lse = attention(q, k, v, causal=True, sinks=torch.tensor([0.0, 1.0, -2.0, 3.0]))
+    assert (out[:3] == 0).all()
+    torch.testing.assert_close(lse[:3], torch.tensor([0.0, 1.0, -2.0, 3.0]).double().div(math.log(2)).expand(3, 4))
+    padded = Expected.of([(q, k, v)], padding=2, sinks=torch.ones(4))
+    assert (padded.lse[5:] == 1 / math.log(2)).all()
 
 
 def test_rotation_depends_on_relative_positions() -> None:

@@ -16,6 +16,12 @@ SPLIT = [
     replace(PREFILL_BASE, name=f"split{i}", kv_lens=(300, 0, 700, 130), planner={"num_ctas": 12, "tile_rows": 16}, **o)
     for i, o in enumerate(({"causal": True, "sinks": 1.0}, {"window_left": 600, "page_size": 64}, {"masked": 0.5}))
 ]
+NO_KEYS = [
+    replace(PREFILL_BASE, name=f"sinks of rows without keys {i}", kv_lens=lengths, padding=3, sinks=1.0, **o)
+    for i, (lengths, o) in enumerate(
+        (((2, 0, 20, 1), {"causal": True}), ((0, 0, 0, 0), {}), ((9, 0, 20, 1), {"masked": 0.02}))
+    )
+]
 SINGLE = [*(case for case in RAGGED if "planned" not in case.name), *RAGGED_SPECIAL]
 
 
@@ -26,13 +32,14 @@ def _every(step: int, cases: list[Case]) -> list[Case]:
 
 PAGED_INTERPRETED = [
     *SPLIT,
+    *NO_KEYS,
     *(case for case in PREFILL if case.name.startswith("fixed split")),
     *_every(23, PREFILL),
     *_every(9, PREFILL_SPECIAL),
 ]
 
 
-@each_case([*PREFILL, *PREFILL_SPECIAL], interpreted=PAGED_INTERPRETED)
+@each_case([*PREFILL, *PREFILL_SPECIAL, *NO_KEYS], interpreted=PAGED_INTERPRETED)
 def test_paged_matches_oracle(case: Case, device: str, backend: str) -> None:
     setup = Setup("prefill", case, device)
     setup.check(*setup.run(backend), **setup.tolerance(backend))
@@ -44,7 +51,7 @@ def test_ragged_matches_oracle(case: Case, device: str, backend: str) -> None:
     setup.check(*setup.run(backend), **setup.tolerance(backend))
 
 
-@each_case(SINGLE)
+@each_case([*SINGLE, *NO_KEYS])
 def test_single_matches_oracle(case: Case, device: str, backend: str) -> None:
     Setup("ragged", case, device).check_single(backend)
 

@@ -271,3 +271,22 @@ def test_lse_of_a_request_without_keys() -> None:
     out, lse = planned(r).run(r.q, r.cache(), return_lse=True)
     assert (out[0] == 0).all()
     assert (lse[0] == -math.inf).all()
+
+
+def test_plan_info_is_there_after_a_plan() -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    assert wrapper._plan_info is None
+    r = Requests()
+    wrapper.plan(*r.table, *r.sizes)
+    assert wrapper._plan_info
+    assert all(isinstance(t, torch.Tensor) for t in wrapper._plan_info)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 5])
+def test_a_workspace_at_any_address(offset: int) -> None:
+    r = Requests()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()[offset:])
+    wrapper.plan(*r.table, *r.sizes)
+    r.expected().check(wrapper.run(r.q, r.cache()))
+    wrapper.reset_workspace_buffer(workspace()[offset + 1 :])
+    r.expected().check(wrapper.run(r.q, r.cache()))

@@ -119,17 +119,16 @@ CASES: dict[str, Case] = {
             f"out is {what}; expected",
         )
         for what, dtype, error in (
-            ("float8_e4m3fn", torch.float8_e4m3fn, errors.UnsupportedError),
             ("float64", torch.float64, errors.UnsupportedError),
             ("int32", torch.int32, errors.DTypeError),
         )
     },
-    "FP8 output of xqa": (
+    "float64 output of xqa": (
         lambda: flashinfer.xqa(
-            R.q, *R.cache(), R.block_tables(), R.seq_lens, output=empty(4, 4, 64, dtype=torch.float8_e5m2)
+            R.q, *R.cache(), R.block_tables(), R.seq_lens, output=empty(4, 4, 64, dtype=torch.float64)
         ),
         errors.UnsupportedError,
-        "out is float8_e5m2; expected float16, bfloat16 or float32",
+        "out is float64; expected float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
     ),
     "padded LSE too short": (
         lambda: cudnn(max_token_per_sequence=39, lse=empty(4, 39, 4, dtype=torch.float32), return_lse=True),

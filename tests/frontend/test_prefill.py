@@ -296,3 +296,14 @@ def test_single_with_lse_and_dtype() -> None:
     r.expected().check(out.half(), lse)
     square = r.masks[0].to(DEVICE)
     r.expected(masked=True).check(flashinfer.single_prefill_with_kv_cache(r.q, *r.ragged(), custom_mask=square))
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_cudnn_takes_heads_before_places_whatever_the_layout(kv_layout: str) -> None:
+    r = requests("paged", kv_layout="HND")
+    k, v = r.cache()
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), kv_layout, backend="cudnn")
+    wrapper.plan(r.qo_indptr, *r.table, *r.sizes, causal=True)
+    strided = k.transpose(1, 2).contiguous().transpose(1, 2), v
+    for cache in ((k, v), strided, r.cache("tensor")):
+        r.expected(causal=True).check(wrapper.run(r.q, cache))

@@ -111,14 +111,9 @@ CASES: dict[str, Case] = {
     ),
     "dtype name": (lambda: decode(q_data_type="half16"), errors.DTypeError, "q_data_type is 'half16'"),
     "output dtype": (
-        lambda: decode(o_data_type=torch.float8_e4m3fn),
+        lambda: decode(o_data_type=torch.float64),
         errors.UnsupportedError,
-        "o_data_type is float8_e4m3fn; expected float16, bfloat16 or float32",
-    ),
-    "FP8 query": (
-        lambda: ragged(q_data_type="float8_e4m3fn", o_data_type=torch.float16),
-        errors.UnsupportedError,
-        "q_data_type is float8_e4m3fn; expected float16, bfloat16 or float32; convert the query",
+        "o_data_type is float64; expected float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
     ),
     "rows": (lambda: decode().run(R.q[:3], R.cache()), errors.ShapeError, "q has 3 rows; expected 4 as planned"),
     "rows of prefill": (lambda: prefill().run(P.q[1:], P.cache()), errors.ShapeError, "45 rows; expected 46"),
@@ -456,3 +451,10 @@ def test_workspace_too_small_names_the_bytes(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(errors.CapacityError, match=f"expected at least {needed}"):
         wrapper.reset_workspace_buffer(workspace(needed - 1), None)
     R.expected().check(wrapper.run(R.q, R.cache()))
+
+
+def test_a_dtype_error_is_a_type_error_and_a_value_error() -> None:
+    """PyTorch raises the one, FlashInfer the other."""
+    for builtin in (TypeError, ValueError):
+        with pytest.raises(builtin, match="q is bfloat16; expected float16 as planned"):
+            decode().run(R.q.bfloat16(), R.cache())

@@ -37,7 +37,8 @@ def attention(
     """One request: ``q [n, Hq, Dqk]`` attends to ``k [m, Hkv, Dqk]`` and ``v [m, Hkv, Dvo]``.
 
     ``mask [n, m]`` is True where a row sees a key, and overrides ``causal``. Returns ``out [n, Hq, Dvo]`` and the
-    base-2 ``lse [n, Hq]``, float64 on the CPU.
+    base-2 ``lse [n, Hq]``, float64 on the CPU. A row without keys gives 0 and -inf, or the
+    sink's LSE.
     """
     q, k, v = (t.detach().cpu().double() for t in (q, k, v))
     (n, num_qo_heads, dim), (m, num_kv_heads, _) = q.shape, k.shape
@@ -60,6 +61,8 @@ def attention(
         if window_left >= 0:
             hidden |= ~(j + n + window_left >= m + i)
         if hidden.all():
+            if sinks is not None:
+                lse[i] = sinks.detach().cpu().double() / math.log(2)
             continue
         for h in range(num_qo_heads):
             kv_head = h // (num_qo_heads // num_kv_heads)
@@ -139,11 +142,13 @@ class Expected:
                 reach = reach * (1 + len(k))
             rows.append((*both.split(v.shape[-1], -1), lse, reach))
         out, spread, lse, reach = (torch.cat(column) for column in zip(*rows, strict=True))
+        sinks = options.get("sinks")
+        no_keys = -math.inf if sinks is None else sinks.detach().cpu().double() / math.log(2)
 
-        def pad(t: Tensor, value: float) -> Tensor:
-            return torch.cat((t, t.new_full((padding, *t.shape[1:]), value)))
+        def pad(t: Tensor, value: float | Tensor) -> Tensor:
+            return torch.cat((t, t.new_zeros((padding, *t.shape[1:])) + value))
 
-        return cls(pad(out, 0), pad(lse, -math.inf), pad(spread, 0), pad(reach, 0))
+        return cls(pad(out, 0), pad(lse, no_keys), pad(spread, 0), pad(reach, 0))
 
     def rows(self, rows: slice) -> Expected:
         return Expected(self.out[rows], self.lse[rows], self.spread[rows], self.reach[rows])

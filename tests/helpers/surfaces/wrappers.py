@@ -112,7 +112,11 @@ WRAPPERS = [
             "plan": PREFILL_PLAN,
             "run": {"q": P.q, "paged_kv_cache": P.cache()},
         },
-        {"init": {"kv_layout": Raises("HND"), **GRAPH}, "plan": PREFILL_OPTIONS, "run": {**PREFILL_RUN, **LSE_FORM}},
+        {
+            "init": {"kv_layout": Raises("HND"), "backend": Raises("cudnn"), **GRAPH},
+            "plan": PREFILL_OPTIONS,
+            "run": {**PREFILL_RUN, **LSE_FORM},
+        },
     ),
     Surface(
         "prefill, 0.1",
@@ -132,7 +136,11 @@ WRAPPERS = [
             "plan": RAGGED_PLAN,
             "run": {"q": P.q, "k": P.ragged()[0], "v": P.ragged()[1]},
         },
-        {"init": {"kv_layout": Raises("HND"), **GRAPH}, "plan": PREFILL_OPTIONS, "run": {**PREFILL_RUN, **LSE_FORM}},
+        {
+            "init": {"kv_layout": Raises("HND"), **GRAPH},
+            "plan": PREFILL_OPTIONS,
+            "run": {**PREFILL_RUN, **LSE_FORM, "o_scale": 2.0},
+        },
     ),
     Surface(
         "ragged, 0.1",
@@ -228,9 +236,12 @@ WRAPPERS = [
                 "seq_lens": None,
                 "lse_mode": Raises("nonsense"),
                 "output_dtype": BF16,
+                "output_scale": Raises("nonsense"),
             },
             "run": {
                 **LSE,
+                "o_scale": 2.0,
+                "ckv_scale_arr": Raises(torch.ones(1, device=DEVICE)),
                 "out": torch.zeros(46, 4, 48, dtype=torch.float16, device=DEVICE),
                 "lse": buffers(P)["lse"],
                 "return_lse_base_on_e": None,

@@ -1,0 +1,371 @@
+"""FP8 queries and outputs of the public functions and wrappers, against the float64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.mla_requests import Latents
+from helpers.oracle import Expected
+from helpers.wrapper_requests import DEVICE, Requests, workspace
+from torch import Tensor
+
+import attn_ops as flashinfer
+from attn_ops import errors
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+QO_LENS = (1, 5, 0, 40)
+KV_LENS = (70, 3, 9, 130)
+
+
+def check(
+    out: Tensor, expected: Expected, factor: float | Tensor = 1.0, *, dtype: torch.dtype = E4M3, eps: float = 2**-7
+) -> None:
+    """``out`` is the oracle's output times ``factor``, saturated and rounded to ``dtype``.
+
+    ``eps`` times the spread is the error before that rounding: of probabilities and of the op's output in 16 bits.
+    """
+    assert out.dtype == dtype
+    factor = torch.as_tensor(factor, dtype=torch.float64).cpu()
+    limits = torch.finfo(dtype)
+    truth = expected.out * factor
+    error = (eps + 2**-20 * (1 + expected.reach)[..., None]) * expected.spread * factor + 2**-24 * factor
+    if dtype in (E4M3, E5M2):
+        largest = truth.abs() + error
+        exponent = largest.clamp_min(limits.smallest_normal).log2().floor()
+        error = error + 0.5 * limits.eps * 2**exponent
+        truth = truth.clamp(limits.min, limits.max)
+    got = out.cpu().double()
+    assert got.isfinite().all()
+    wrong = (got - truth).abs() > error * (1 + 1e-9)
+    assert not wrong.any(), (got[wrong][:4], truth[wrong][:4], error.expand_as(truth)[wrong][:4])
+
+
+def tables(r: Requests) -> tuple[Tensor, Tensor]:
+    return r.block_tables(), r.seq_lens
+
+
+def trtllm_decode(r: Requests, **options: Any) -> Any:
+    return flashinfer.trtllm_batch_decode_with_kv_cache(
+        r.q, r.cache(), None, *tables(r), 130, kv_layout=r.kv_layout, **options
+    )
+
+
+def trtllm_context(r: Requests, **options: Any) -> Any:
+    scales = options.pop("bmm1_scale", 1.0), options.pop("bmm2_scale", 1.0)
+    lengths = 40, 130, *scales, 4, r.qo_indptr, r.kv_indptr
+    return flashinfer.trtllm_batch_context_with_kv_cache(
+        r.q, r.cache(), None, *tables(r), *lengths, kv_layout=r.kv_layout, causal=False, **options
+    )
+
+
+def planned_prefill(r: Requests, **options: Any) -> flashinfer.BatchPrefillWithPagedKVCacheWrapper:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), r.kv_layout)
+    wrapper.plan(r.qo_indptr, *r.table, *r.sizes, q_data_type=r.dtype, kv_data_type=r.kv_dtype, **options)
+    return wrapper
+
+
+def planned_ragged(r: Requests, **options: Any) -> flashinfer.BatchPrefillWithRaggedKVCacheWrapper:
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    dtypes = {"q_data_type": r.dtype, "kv_data_type": r.kv_dtype}
+    wrapper.plan(r.qo_indptr, r.kv_indptr, *r.heads, r.head_dims[0], **dtypes, **options)
+    return wrapper
+
+
+def decode_requests(**options: Any) -> Requests:
+    return Requests(**{"dtype": BF16, "kv_dtype": E4M3, **options})
+
+
+def prefill_requests(**options: Any) -> Requests:
+    return Requests(KV_LENS, QO_LENS, **{"dtype": BF16, "kv_dtype": E4M3, **options})
+
+
+FACTOR = 300.0
+"""Scale of the output, with which some elements exceed the range of e4m3."""
+
+
+def _into(out: Tensor, call: Callable[[Tensor], Any]) -> Tensor:
+    call(out)
+    return out
+
+
+def _empty(q: Tensor) -> Tensor:
+    return torch.empty_like(q, dtype=E4M3)
+
+
+OUTPUTS: dict[str, Callable[[Requests], Tensor]] = {
+    "xqa": lambda r: _into(
+        _empty(r.q),
+        lambda out: flashinfer.xqa(r.q, *r.cache(), *tables(r), out, rcp_out_scale=FACTOR, kv_layout=r.kv_layout),
+    ),
+    "xqa_batch_decode": lambda r: flashinfer.xqa_batch_decode_with_kv_cache(
+        r.q, r.cache(), None, *tables(r), 130, 0.125, FACTOR, out=_empty(r.q), kv_layout=r.kv_layout, o_scale=3.0
+    ),
+    "trtllm decode": lambda r: trtllm_decode(r, bmm1_scale=0.125, bmm2_scale=FACTOR, out_dtype=E4M3, o_scale=3.0),
+    "trtllm decode, tensor scales": lambda r: trtllm_decode(
+        r,
+        bmm1_scale=torch.tensor(0.125, device=DEVICE),
+        bmm2_scale=torch.tensor(FACTOR, device=DEVICE),
+        out=_empty(r.q),
+    ),
+    "wrapper": lambda r: _planned_decode(r).run(r.q, r.cache(), v_scale=FACTOR),
+    "wrapper, out": lambda r: _planned_decode(r).run(
+        r.q, r.cache(), v_scale=torch.tensor(FACTOR, device=DEVICE), out=_empty(r.q)
+    ),
+}
+
+
+def _planned_decode(r: Requests) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), r.kv_layout)
+    wrapper.plan(*r.table, *r.sizes, q_data_type=r.dtype, kv_data_type=r.kv_dtype, o_data_type=E4M3)
+    return wrapper
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_fp8_output_of_decode(name: str, kv_dtype: torch.dtype | None) -> None:
+    r = decode_requests(kv_dtype=kv_dtype)
+    expected = r.expected(sm_scale=0.125)
+    assert (expected.out.abs() * FACTOR > torch.finfo(E4M3).max).any()
+    check(OUTPUTS[name](r), expected, FACTOR)
+
+
+PREFILL_OUTPUTS: dict[str, Callable[[Requests], Tensor]] = {
+    "trtllm context": lambda r: trtllm_context(r, bmm1_scale=0.125, bmm2_scale=FACTOR, out_dtype=E4M3),
+    "trtllm context, out": lambda r: trtllm_context(
+        r, bmm1_scale=torch.tensor(0.125, device=DEVICE), bmm2_scale=FACTOR, out=_empty(r.q)
+    ),
+    "wrapper": lambda r: planned_prefill(r, o_data_type=E4M3).run(r.q, r.cache(), v_scale=FACTOR),
+    "ragged wrapper": lambda r: planned_ragged(r, o_data_type=E4M3).run(r.q, *r.ragged(), o_scale=1 / FACTOR),
+    "ragged wrapper, tensor": lambda r: planned_ragged(r, o_data_type=E4M3).run(
+        r.q, *r.ragged(), o_scale=torch.full((1, 1, 1, 1), 1 / FACTOR, device=DEVICE), out=_empty(r.q)
+    ),
+    "deepseek": lambda r: flashinfer.trtllm_ragged_attention_deepseek(
+        *(r.q, *r.ragged(), None, r.seq_lens, 40, 130, 0.125, FACTOR, None, 4, -1, r.qo_indptr, r.kv_indptr),
+        *(None, False, False),
+        out=_empty(r.q),
+    ),
+}
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("name", PREFILL_OUTPUTS)
+def test_fp8_output_of_prefill(name: str, kv_dtype: torch.dtype | None) -> None:
+    r = prefill_requests(kv_dtype=kv_dtype)
+    check(PREFILL_OUTPUTS[name](r), r.expected(sm_scale=0.125), FACTOR)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_fp8_output_of_cudnn(paged: bool) -> None:
+    r = prefill_requests(kv_layout="HND")
+    cache = r.cache() if paged else r.ragged()
+    lengths = {"actual_seq_lens_q": torch.tensor(QO_LENS, device=DEVICE), "actual_seq_lens_kv": r.seq_lens}
+    bounds = {"max_token_per_sequence": 40, "max_sequence_kv": 130, "causal": False, "return_lse": True}
+    table = r.block_tables() if paged else None
+    out, lse = flashinfer.cudnn_batch_prefill_with_kv_cache(
+        *(r.q, *cache, 0.125, None), **bounds, **lengths, block_tables=table, v_scale=FACTOR, o_data_type=E4M3
+    )
+    expected = r.expected(sm_scale=0.125)
+    check(out, expected, FACTOR)
+    torch.testing.assert_close(lse.cpu().double(), expected.lse, rtol=1e-5, atol=1e-5)
+    decode = decode_requests(kv_layout="HND")
+    out = flashinfer.cudnn_batch_decode_with_kv_cache(
+        *(decode.q, *decode.cache(), 0.125, None),
+        max_sequence_kv=130,
+        actual_seq_lens_kv=decode.seq_lens,
+        block_tables=decode.block_tables(),
+        out=_empty(decode.q),
+    )
+    check(out, decode.expected(sm_scale=0.125))
+
+
+def test_an_e5m2_output_is_saturated() -> None:
+    r = decode_requests()
+    out = trtllm_decode(r, bmm1_scale=0.125, bmm2_scale=1e6, out_dtype="float8_e5m2")
+    check(out, r.expected(sm_scale=0.125), 1e6, dtype=E5M2)
+    assert (out.float().abs() == torch.finfo(E5M2).max).any()
+
+
+def test_scales_that_exceed_float16() -> None:
+    """The op's output has 16 bits; scales of an FP8 output are applied after it, in float32."""
+    r = decode_requests(dtype=F16)
+    v_scale, o_scale = torch.tensor(1e-6, device=DEVICE), 1e6
+    out = trtllm_decode(r, bmm1_scale=0.125, bmm2_scale=v_scale * o_scale, out_dtype=E4M3)
+    check(out, r.expected(sm_scale=0.125))
+
+
+def test_a_bad_o_scale() -> None:
+    r = prefill_requests()
+    with pytest.raises(errors.OptionError, match=r"o_scale is 0\.0; expected a positive number"):
+        planned_ragged(r, o_data_type=E4M3).run(r.q, *r.ragged(), o_scale=0.0)
+
+
+# ------------------------------------------------------------------------------------------------------------ queries
+
+
+def per_head(r: Requests) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    sizes = r.heads[0], r.heads[1], r.heads[1]
+    return tuple((torch.rand(n, generator=generator) * 1.5 + 0.1).to(DEVICE) for n in sizes)  # type: ignore[return-value]
+
+
+def scaled(r: Requests, scales: tuple[Any, Any, Any], **options: Any) -> Expected:
+    """The oracle's result of the FP8 numbers times their scales."""
+    q_scale, k_scale, v_scale = (torch.as_tensor(s).cpu().double().reshape(-1, 1) for s in scales)
+    parts = zip(r.q.cpu().split(r.rows), r.batch.keys, r.batch.values, strict=True)
+    requests = [(q.double() * q_scale, k.double() * k_scale, v.double() * v_scale, None) for q, k, v in parts]
+    return Expected.of(requests, **options)
+
+
+@pytest.mark.parametrize("out_dtype", [F16, BF16, E4M3])
+@pytest.mark.parametrize("kind", ["paged", "ragged", "single"])
+@pytest.mark.parametrize("form", ["numbers", "tensors", "per head"])
+def test_fp8_query_of_prefill(kind: str, form: str, out_dtype: torch.dtype) -> None:
+    r = prefill_requests(dtype=E4M3)
+    scales: tuple[Any, Any, Any] = (0.5, 1.5, 2.0)
+    if form == "tensors":
+        scales = tuple(torch.tensor(s, device=DEVICE) for s in scales)
+    if form == "per head":
+        scales = per_head(r)
+    if kind == "single":
+        r = Requests((70,), (5,), dtype=E4M3, kv_dtype=E4M3)
+        got = flashinfer.single_prefill_with_kv_cache(r.q, *r.ragged(), *scales, o_dtype=out_dtype, return_lse=True)
+    elif kind == "ragged":
+        got = planned_ragged(r, o_data_type=out_dtype).run(r.q, *r.ragged(), *scales, return_lse=True)
+    else:
+        got = planned_prefill(r, o_data_type=out_dtype).run(r.q, r.cache(), *scales, return_lse=True)
+    expected = scaled(r, scales)
+    check(got[0], expected, dtype=out_dtype, eps=2**-6)
+    torch.testing.assert_close(got[1].cpu().double(), expected.lse, rtol=4e-3, atol=4e-3)
+
+
+def test_fp8_query_without_dtypes_of_the_output() -> None:
+    r = decode_requests(dtype=E4M3)
+    expected = r.expected(sm_scale=0.125)
+    for out in (
+        trtllm_decode(r, bmm1_scale=0.125),
+        flashinfer.xqa(r.q, *r.cache(), *tables(r), kv_layout=r.kv_layout),
+        flashinfer.xqa_batch_decode_with_kv_cache(r.q, r.cache(), None, *tables(r), 130, 0.125, kv_layout=r.kv_layout),
+    ):
+        check(out, expected)
+    check(trtllm_decode(r, bmm1_scale=0.125, out_dtype=BF16), expected, dtype=BF16)
+
+
+def test_fp8_query_of_deepseek_gives_bfloat16() -> None:
+    r = prefill_requests(dtype=E4M3)
+    out = flashinfer.trtllm_ragged_attention_deepseek(
+        *(r.q, *r.ragged(), None, r.seq_lens, 40, 130, 0.125, 2.0, None, 4, -1, r.qo_indptr, r.kv_indptr),
+        *(None, False, False),
+    )
+    check(out, r.expected(sm_scale=0.125), 2.0, dtype=BF16)
+
+
+def test_fp8_query_of_the_decode_wrapper() -> None:
+    r = decode_requests(dtype=E4M3)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), r.kv_layout)
+    wrapper.plan(*r.table, *r.sizes, q_data_type=E4M3, kv_data_type=E4M3, o_data_type=BF16)
+    out = wrapper.run(r.q, r.cache(), q_scale=0.5, k_scale=2.0, v_scale=3.0)
+    check(out, scaled(r, (0.5, 2.0, 3.0)), dtype=BF16)
+
+
+def test_a_wrong_number_of_scales() -> None:
+    r = prefill_requests(dtype=E4M3)
+    wrapper = planned_prefill(r, o_data_type=BF16)
+    with pytest.raises(errors.ShapeError, match="k_scale has 3 values; expected 1, or 2, one per head"):
+        wrapper.run(r.q, r.cache(), k_scale=torch.ones(3, device=DEVICE))
+    with pytest.raises(errors.UnsupportedError, match="bmm1_scale has 4 values; expected one for the whole tensor"):
+        trtllm_decode(decode_requests(dtype=E4M3), bmm1_scale=torch.ones(4, device=DEVICE))
+
+
+def test_a_cascade_refuses_an_fp8_query() -> None:
+    r = prefill_requests(dtype=E4M3)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(1, workspace())
+    lists = [r.qo_indptr], *([t] for t in r.table)
+    with pytest.raises(errors.UnsupportedError, match="q_data_type is float8_e4m3fn"):
+        wrapper.plan(*lists, *r.sizes, q_data_type=E4M3)
+
+
+def test_fp8_query_and_output_compile() -> None:
+    r = prefill_requests(dtype=E4M3)
+    wrapper, scales = planned_prefill(r, o_data_type=E4M3), per_head(r)
+    step = torch.compile(lambda q, k, v, *s: wrapper.run(q, (k, v), *s), fullgraph=True, backend="aot_eager")
+    check(step(r.q, *r.cache(), *scales), scaled(r, scales), eps=2**-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------- MLA
+
+
+def planned_mla(m: Latents, q_data_type: torch.dtype, **options: Any) -> flashinfer.mla.BatchMLAPagedAttentionWrapper:
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace())
+    dtypes = q_data_type, m.cache.dtype
+    wrapper.plan(m.qo_indptr, *m.table, 3, *m.dims, m.page_size, False, 0.1, *dtypes, **options)
+    return wrapper
+
+
+@pytest.mark.parametrize("q_dtype", [BF16, E4M3])
+def test_fp8_output_of_mla(q_dtype: torch.dtype) -> None:
+    m = Latents(dtype=q_dtype, kv_dtype=E4M3)
+    wrapper = planned_mla(m, q_dtype, output_dtype=E4M3, output_scale="per-tensor")
+    out = wrapper.run(*m.split(m.q), *m.split(m.cache), ckv_scale=0.5, kpe_scale=2.0, o_scale=0.25)
+    check(out, m.expected(0.5, 2.0, sm_scale=0.1), 4.0)
+    with pytest.raises(errors.OptionError, match="output_scale is 'row'; expected none, per-tensor"):
+        planned_mla(m, q_dtype, output_scale="row")
+
+
+def test_fp8_query_of_mla_gives_bfloat16() -> None:
+    m = Latents(dtype=E4M3, kv_dtype=E4M3)
+    out = planned_mla(m, E4M3).run(*m.split(m.q), *m.split(m.cache), ckv_scale=0.5, kpe_scale=0.5)
+    check(out, m.expected(0.5, sm_scale=0.1), dtype=BF16)
+    m = Latents(((1, 40), (1, 0), (1, 20)), dtype=E4M3, kv_dtype=E4M3)
+    out = flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla(
+        *(m.q[:, None], m.cache, None, 0, *m.dims, m.block_tables, m.table[2], 40), bmm1_scale=0.1
+    )
+    check(out[:, 0], m.expected(sm_scale=0.1), dtype=BF16)
+
+
+@pytest.mark.parametrize("q_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("planned", [True, False])
+def test_scales_per_group_of_latents(planned: bool, q_dtype: torch.dtype) -> None:
+    lengths = ((1, 40), (1, 0), (1, 20))
+    m = Latents(lengths, dims=(256, 16), dtype=q_dtype, kv_dtype=E4M3)
+    groups = torch.rand(*m.cache.shape[:2], 2, generator=torch.Generator().manual_seed(5)) + 0.25
+    latents = []
+    starts, pages, _ = (t.cpu() for t in m.table)
+    for b, latent in enumerate(m.latents):
+        place = torch.arange(len(latent))
+        scale = groups[pages[starts[b] + place // m.page_size].long(), place % m.page_size].repeat_interleave(128, 1)
+        latents.append(torch.cat((latent[:, :256].double() * scale, latent[:, 256:].double() * 2.0), 1))
+    parts = zip(m.q.cpu().split(m.rows), latents, strict=True)
+    expected = Expected.of([(q, k[:, None], k[:, None, :256], None) for q, k in parts], sm_scale=0.1)
+    scales: dict[str, Any] = {"ckv_scale": 7.0, "ckv_scale_arr": groups.to(DEVICE), "kpe_scale": 2.0}
+    if planned:
+        out = planned_mla(m, q_dtype).run(*m.split(m.q), *m.split(m.cache), **scales)
+    else:
+        wrapper = planned_mla(m, q_dtype)
+        unplanned = {"page_table": m.block_tables, "kv_len": m.table[2]}
+        out = wrapper.run(*m.split(m.q), *m.split(m.cache), **unplanned, **scales)
+    assert out.dtype == BF16
+    # Latents are rounded to bfloat16, which moves logits.
+    assert (out.cpu().double() - expected.out).abs().max() < 0.06 * expected.spread.max()
+
+
+def test_wrong_scales_per_group() -> None:
+    m = Latents(dims=(256, 16), dtype=BF16, kv_dtype=E4M3)
+    wrapper, tensors = planned_mla(m, BF16), (*m.split(m.q), *m.split(m.cache))
+    pages, page_size, _ = m.cache.shape
+    for scales, error, message in (
+        (torch.ones(pages, page_size, 3), errors.ShapeError, "ckv_scale_arr is .* ckv / 128"),
+        (torch.ones(pages, page_size, 2).half(), errors.DTypeError, "ckv_scale_arr is float16; expected float32"),
+    ):
+        with pytest.raises(error, match=message):
+            wrapper.run(*tensors, ckv_scale_arr=scales.to(DEVICE), kpe_scale=1.0)
+
+
+@pytest.mark.parametrize("scales", [{}, {"ckv_scale": 1.0}, {"kpe_scale": 1.0}])
+def test_an_fp8_latent_cache_needs_its_scales(scales: dict[str, Any]) -> None:
+    m = Latents(dtype=BF16, kv_dtype=E4M3)
+    with pytest.raises(ValueError, match="ckv_scale and kpe_scale are required"):
+        planned_mla(m, BF16).run(*m.split(m.q), *m.split(m.cache), **scales)
