@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from attn_ops.eager.prepared_call import PreparedMethods, prepared
 from attn_ops.eager.startup import prepare
@@ -25,6 +24,7 @@ from attn_ops.errors import (
 )
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import BOUNDS
+from attn_ops.plan.page_table import real, seen
 from attn_ops.plan.page_table_checks import check_indptr, check_pages
 from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_SIZE, check_products
 from attn_ops.plan.sizing import (
@@ -117,8 +117,17 @@ def _check_storage(
     return {name: t for name, t in storage.items() if name != WORKSPACE}
 
 
-def _on_host(t: Tensor) -> bool:
-    return t.device.type == "cpu" and not isinstance(t, FakeTensor)
+def _validates(validate: bool | None, *tensors: Tensor) -> bool:
+    """Whether to check the contents of these tensors: on request, or if all are on the host. Traced ones have none."""
+    if validate and not all(map(real, tensors)):
+        fail(
+            OptionError,
+            "plan",
+            "validate is True for a page table that is traced or fake",
+            "None or False, since it has no contents yet",
+            "validate the page table of each batch with check() of the planner, outside of the graph",
+        )
+    return bool(validate) or (validate is None and all(map(seen, tensors)))
 
 
 class _Planner:
@@ -158,7 +167,7 @@ class _Planner:
 
     def _check(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
         """Check the contents of a page table if ``validate`` is true, or if it is None and all is on the host."""
-        if validate or (validate is None and all(map(_on_host, (*indptrs.values(), indices, last)))):
+        if _validates(validate, *indptrs.values(), indices, last):
             for name, indptr in indptrs.items():
                 check_indptr(name, indptr)
             check_pages(self.problem, indptrs["kv_indptr"], indices, last, self.max_pages, self.cache_pages)
@@ -272,6 +281,7 @@ class DecodePlanner(_Planner):
         Raises:
             CapacityError: the batch exceeds the plan's capacity; the message names the capacity that it needs.
             PageTableError: the contents are inconsistent; only if they are checked.
+            OptionError: ``validate`` is True while the call is traced, where a page table has no contents.
             ShapeError: the lengths of the arguments do not agree.
         """
         self._fill(validate, kv_indptr, kv_indices, kv_last_page_len)
@@ -446,9 +456,9 @@ class PrefillPlanner(_Planner):
     def _check_batch(
         self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
     ) -> None:
-        if validate or (validate is None and _on_host(qo_indptr)):
+        if _validates(validate, qo_indptr):
             self._check_rows(qo_indptr)
-            if self.problem.split and (validate or (_on_host(kv_indptr) and _on_host(kv_last_page_len))):
+            if self.problem.split and _validates(validate, kv_indptr, kv_last_page_len):
                 self._check_splits(qo_indptr, kv_indptr, kv_last_page_len)
         self._check(validate, {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
 

@@ -162,7 +162,8 @@ def tree_mask_bits(mask: Tensor, plan: PrefillPlan, capacity: int) -> Tensor:
     indptr, kv_lens = plan.qo_indptr.long(), plan.kv_len.long()
     qo_lens = indptr.diff()
     sizes = (qo_lens * kv_lens + 7) // 8
-    request = torch.searchsorted(indptr[1:].contiguous(), row, right=True).clamp(max=batch - 1)
+    # All of indptr, since Inductor of PyTorch 2.11 cannot search a slice on CUDA.
+    request = (torch.searchsorted(indptr, row, right=True) - 1).clamp(0, batch - 1)
     qo_len, kv_len = qo_lens[request][:, None], kv_lens[request][:, None]
     token = kv_len - qo_len + column
     first_bit = 8 * (sizes.cumsum(0) - sizes)[request][:, None]

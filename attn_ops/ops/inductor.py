@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_ops import kernels, meta
-from attn_ops.ops import tuning_table
+from attn_ops.ops import size_guards, tuning_table
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
             out = body(*a, **k)
             return () if out is None else out if isinstance(out, tuple) else (out,)
 
-        with V.fake_mode:
+        with V.fake_mode, size_guards.guards_of(V.graph):
             graph = make_fx(
                 flat,
                 decomposition_table=select_decomp_table(),

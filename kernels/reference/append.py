@@ -99,7 +99,8 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -
     if seq_lens.shape[0] == 0:
         unused = torch.full_like(row, -1).int()
         return unused, unused.clone()
-    request = torch.searchsorted(append_indptr, row, right=True) - 1
+    # The conversion copies: Inductor's searchsorted loses the offset of a view, or does not lower it (PyTorch 2.11).
+    request = torch.searchsorted(append_indptr.long(), row, right=True) - 1
     used = request < seq_lens.shape[0]
     r = request.clamp(max=seq_lens.shape[0] - 1)
     position = row - append_indptr[r + 1] + seq_lens[r]

@@ -50,7 +50,8 @@ def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, T
     """
     rows, states = indptr.shape[0] - 1, v.shape[0]
     state = torch.arange(states, device=v.device)
-    row = torch.searchsorted(indptr.contiguous(), state, right=True) - 1
+    # The conversion copies: Inductor's searchsorted loses the offset of a view, or does not lower it (PyTorch 2.11).
+    row = torch.searchsorted(indptr.long(), state, right=True) - 1
     row = torch.where((row >= 0) & (row < rows), row, rows)[:, None].expand(states, v.shape[1])
     row_max = s.new_full((rows + 1, v.shape[1]), -torch.inf).scatter_reduce(0, row, s, "amax")
     p = torch.where(s > -torch.inf, torch.exp2(s - row_max.gather(0, row)), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -26,12 +27,26 @@ def _program(device: str) -> Path:
     return program
 
 
-def run(package: str, inputs: list[Tensor], folder: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The outputs of the package, and the inputs as it left them, on the host."""
+def _run(package: str, inputs: list[Tensor], folder: Path) -> tuple[int, str, tuple[Tensor, ...]]:
     device = inputs[0].device.type
     torch.save([t.cpu() for t in inputs], folder / "inputs.pt")
     command = [_program(device), package, folder / "inputs.pt", folder / "outputs.pt", device]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    results = torch.load(folder / "outputs.pt")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AOTI_")}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 4), done.stderr
+    return done.returncode, done.stderr, torch.load(folder / "outputs.pt")
+
+
+def run(package: str, inputs: list[Tensor], folder: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The outputs of the package, and the inputs as it left them, on the host."""
+    status, message, results = _run(package, inputs, folder)
+    assert status == 0, message
     return results[: -len(inputs)], results[-len(inputs) :]
+
+
+def refusal(package: str, inputs: list[Tensor], folder: Path) -> tuple[str, tuple[Tensor, ...]]:
+    """The message of the exception that the package throws, and the inputs as it left them, on the host."""
+    status, message, results = _run(package, inputs, folder)
+    assert status == 4, "the package must throw"
+    return message, results

@@ -1,8 +1,10 @@
 // Runs an AOTInductor package once in a process without Python: run_package MODEL.pt2 INPUTS.pt OUTPUTS.pt DEVICE
 // INPUTS.pt is a list of tensors saved by torch.save; OUTPUTS.pt gets a tuple of the outputs and the mutated inputs.
+// Exit status 4: the package threw. Its message is on stderr, and OUTPUTS.pt has the inputs alone.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
 
+#include <exception>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -19,7 +21,14 @@ int main(int argc, char** argv) {
   for (const c10::IValue& value : saved.toListRef()) tensors.push_back(value.toTensor().to(at::Device(argv[4])));
 
   torch::inductor::AOTIModelPackageLoader package(argv[1]);
-  std::vector<at::Tensor> results = package.run(tensors);
+  std::vector<at::Tensor> results;
+  int status = 0;
+  try {
+    results = package.run(tensors);
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    status = 4;
+  }
   results.insert(results.end(), tensors.begin(), tensors.end());
 
   std::vector<c10::IValue> values;
@@ -34,4 +43,5 @@ int main(int argc, char** argv) {
       return 3;
     }
   }
+  return status;
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_ops.errors import CapacityError, OptionError, PlanError, ShapeError
+from attn_ops.errors import OptionError, PlanError, ShapeError
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.checks.checker import OpChecker, caches, memory_layout
 from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, AttentionOptions
@@ -96,14 +96,13 @@ def batch_decode(
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
     problem = _attention(op, q, k_cache, v_cache, kv_layout, page_size, heads, o)
     typed = _planned(op, DecodePlan, problem, q, plan, workspace, o)
-    capacity = typed.kv_len.shape[0]
-    if q.shape[0] > capacity:
-        op.fail(
-            CapacityError,
-            f"q has {q.shape[0]} rows and the plan capacity for {capacity} requests",
-            f"max_batch of at least {q.shape[0]}",
-            "make the planner with that max_batch",
-        )
+    op.capacity(
+        q.shape[0],
+        typed.kv_len.shape[0],
+        "q has {needed} rows and the plan capacity for {capacity} requests",
+        "max_batch of at least {needed}",
+        "make the planner with that max_batch",
+    )
     return problem
 
 

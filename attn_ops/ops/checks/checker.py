@@ -19,6 +19,7 @@ from attn_ops.errors import (
     PlanError,
     ShapeError,
 )
+from attn_ops.ops import size_guards
 from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import BOUNDS, FLOATS, FP8, LAYOUTS, AttentionOptions
 from attn_ops.plan.plan_checks import check_plan
@@ -69,6 +70,13 @@ class OpChecker:
     def size(self, name: str, dim: str, actual: Any, expected: Any, source: str) -> None:
         if actual != expected:
             self.fail(ShapeError, f"{name} has {dim} {actual}", f"{expected} as in {source}", "make the two agree")
+
+    def capacity(self, needed: Any, capacity: Any, what: str, expected: str, fix: str) -> None:
+        """``needed`` is at most ``capacity``. The texts have ``{needed}`` and ``{capacity}`` in the place of both."""
+        if needed > capacity:
+            texts = (text.format(needed=needed, capacity=capacity) for text in (what, expected, fix))
+            self.fail(CapacityError, *texts)
+        size_guards.note_capacity(needed, capacity, f"{self.name}: {what}; expected {expected}; {fix}")
 
     def no_grad(self, **tensors: Tensor | None) -> None:
         if torch.is_grad_enabled():
@@ -188,13 +196,13 @@ class OpChecker:
 
     def workspace(self, workspace: Tensor, needed: int, like: Tensor) -> None:
         self.tensor("workspace", workspace, "[elements]", (torch.float32,), like)
-        if workspace.shape[0] < needed:
-            self.fail(
-                CapacityError,
-                f"workspace has {workspace.shape[0]} elements",
-                f"at least {needed} for this plan",
-                "pass the workspace of the planner that made it",
-            )
+        self.capacity(
+            needed,
+            workspace.shape[0],
+            "workspace has {capacity} elements",
+            "at least {needed} for this plan",
+            "pass the workspace of the planner that made it",
+        )
 
 
 def known(condition: Any) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import CapacityError
 from attn_ops.ops.backends import Problem
 from attn_ops.ops.checks.checker import OpChecker
 from attn_ops.plan.state import DecodePlan, PrefillPlan
@@ -24,13 +23,13 @@ def _page_table(op: OpChecker, kv_indptr: Tensor, kv_indices: Tensor, kv_last_pa
         ("requests", kv_indptr.shape[0] - 1, plan.kv_len.shape[0], "max_batch"),
         ("pages", kv_indices.shape[0], plan.kv_indices.shape[0], "max_pages"),
     ):
-        if needed > capacity:
-            op.fail(
-                CapacityError,
-                f"the batch has {needed} {what} and the plan capacity for {capacity}",
-                f"{name} of at least {needed}",
-                f"make the planner with that {name}",
-            )
+        op.capacity(
+            needed,
+            capacity,
+            f"the batch has {{needed}} {what} and the plan capacity for {{capacity}}",
+            f"{name} of at least {{needed}}",
+            f"make the planner with that {name}",
+        )
 
 
 def plan_decode(

@@ -1,0 +1,99 @@
+"""Exported programs and packages refuse sizes beyond those that they were exported for, and write nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import cpp_runner
+from helpers import decoder as d
+from torch import Tensor
+from torch.export import Dim
+
+import attn_ops
+
+MAX_BATCH, LENGTHS = 6, [5, 3, 9, 1, 0, 20, 7]
+TOO_MANY = (
+    "batch_decode: q has 7 rows and the plan capacity for 6 requests; expected max_batch of at least 7; "
+    "make the planner with that max_batch"
+)
+FIXED = attn_ops.DecodePlan(*({} for _ in attn_ops.DecodePlan._fields))
+
+
+def _refused(package: str, inputs: list[Tensor], folder: Path, message: str) -> None:
+    """In a C++ process and in Python; no input is written."""
+    copies = [t.clone() for t in inputs]
+    with pytest.raises(RuntimeError) as raised:
+        torch._inductor.aoti_load_package(package)(*inputs)
+    if torch.__version__ >= "2.13":  # before, the loader prints the message and raises another
+        assert message in str(raised.value)
+    text, left = cpp_runner.refusal(package, inputs, folder)
+    assert message in text
+    for name, before, python, cpp in zip(range(len(inputs)), copies, inputs, left, strict=True):
+        assert torch.equal(before, python), name
+        assert torch.equal(before, cpp), name
+
+
+def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(tmp_path: Path) -> None:
+    planner, model = d.planner(max_batch=MAX_BATCH), d.decoder()
+    plan = planner.plan(*d.page_table(LENGTHS[:4]))
+    shapes = {"x": {0: Dim("batch", min=1, max=MAX_BATCH)}, "first": {}, "second": {}, "plan": FIXED, "workspace": {}}
+    program = torch.export.export(model, (*d.inputs(), plan, planner.workspace), dynamic_shapes=shapes)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "decoder.pt2"))
+
+    x, *caches = d.inputs(batch=7)
+    with pytest.raises(AssertionError, match="<= 6"):
+        program.module()(x, *caches, plan, planner.workspace)
+    with pytest.raises(RuntimeError, match="<= 6, but got 7"):
+        program.module(check_guards=False)(x, *caches, plan, planner.workspace)
+    _refused(package, [x, *d.inputs(batch=7)[1:], *plan, planner.workspace], tmp_path, TOO_MANY)
+
+    short = [*plan[:4], plan.work[:-1], *plan[5:]]
+    message = f"package: size 0 of input 7 is {plan.work.shape[0] - 1}; expected {plan.work.shape[0]}; pass tensors"
+    _refused(package, [*d.inputs(), *short, planner.workspace], tmp_path, message)
+    strided = [t.expand(2, -1, -1, -1, -1, -1)[1].transpose(0, 1).contiguous().transpose(0, 1) for t in caches]
+    _refused(package, [d.inputs()[0], *strided, *plan, planner.workspace], tmp_path, "package: stride 0 of input 1 is ")
+    _refused(package, [d.inputs()[0].double(), *caches, *plan, planner.workspace], tmp_path, "package: the dtype number of input 0")
+
+    loaded = torch._inductor.aoti_load_package(package)
+    for batch in (6, 2, 1):
+        plan = planner.plan(*d.page_table(LENGTHS[:batch]))
+        x, *caches = d.inputs(batch=batch)
+        eager, python = d.clone(tuple(caches)), d.clone(tuple(caches))
+        expected = model(x, *eager, plan, planner.workspace)
+        torch.testing.assert_close(loaded(x, *python, plan, planner.workspace), expected)
+        (result,), _ = cpp_runner.run(package, [x, *caches, *plan, planner.workspace], tmp_path)
+        torch.testing.assert_close(result, expected)
+
+
+class PlanStep(torch.nn.Module):
+    def forward(
+        self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: attn_ops.DecodePlan
+    ) -> Tensor:
+        torch.ops.attn.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan)
+        return plan.kv_len.sum()
+
+
+def test_plan_step_refuses_a_page_table_beyond_the_capacity(tmp_path: Path) -> None:
+    planner = d.planner(max_batch=MAX_BATCH)
+    batch, pages = Dim("batch", min=1, max=MAX_BATCH), Dim("pages", min=1, max=d.PAGES)
+    shapes = {"kv_indptr": {0: batch + 1}, "kv_indices": {0: pages}, "kv_last_page_len": {0: batch}, "plan": FIXED}
+    table = d.page_table(LENGTHS[:4])
+    program = torch.export.export(PlanStep(), (*table, planner.state), dynamic_shapes=shapes)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "plan.pt2"))
+
+    requests = "plan_decode: the batch has 7 requests and the plan capacity for 6; expected max_batch of at least 7"
+    _refused(package, [*d.page_table(LENGTHS), *planner.state], tmp_path, requests)
+    indptr, indices, last = table
+    pages = "plan_decode: the batch has 129 pages and the plan capacity for 128; expected max_pages of at least 129"
+    many = torch.zeros(d.PAGES + 1, dtype=torch.int32)
+    _refused(package, [indptr, many, last, *planner.state], tmp_path, pages)
+    message = "package: size 0 of input 2 is 3; expected 4"
+    _refused(package, [indptr, indices, last[:3], *planner.state], tmp_path, message)
+
+    expected = attn_ops.DecodePlan(*d.clone(planner.plan(*d.page_table(LENGTHS[:6]))))
+    blank = [torch.zeros_like(field) for field in expected]
+    _, mutated = cpp_runner.run(package, [*d.page_table(LENGTHS[:6]), *blank], tmp_path)
+    for field, want, got in zip(expected._fields, expected, mutated[3:], strict=True):
+        assert torch.equal(got, want), field
