@@ -26,6 +26,7 @@ from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batc
 from attn_ops.page import get_seq_lens
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.typed import typed
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@typed
 def single_decode_with_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -106,6 +108,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     their sizes while batches fit, and grow by powers of two when one does not, which compiles once more.
     """
 
+    @typed
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -261,6 +264,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         )
         return PageTable.of(where, indptr, indices, last_page_len, qo_indptr), spec
 
+    @typed
     def workspace_size(
         self,
         indptr: Tensor,
@@ -307,6 +311,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         )
 
     @prepared
+    @typed
     def run(
         self,
         q: Tensor,
@@ -363,6 +368,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """:meth:`run` with ``return_lse``."""
         return self.run(q, paged_kv_cache, *args, **kwargs, return_lse=True)
 
+    @typed
     def forward(
         self,
         q: Tensor,
@@ -406,6 +412,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     device of ``workspace_buffer``. plan() writes them in place, and a captured run() replays with the new batch.
     """
 
+    @typed
     def __init__(
         self,
         workspace_buffer: Tensor,
@@ -426,6 +433,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         )
 
 
+@typed
 def fast_decode_plan(
     self: BatchDecodeWithPagedKVCacheWrapper,
     indptr: Tensor,

@@ -21,6 +21,7 @@ from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.ops.options import MLA_DIMS, MLA_SM_SCALE, AttentionOptions
 from attn_ops.plan.page_table import PageTable, by_length, index
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.typed import typed
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -59,6 +60,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
     _kv_indptr_buf, _kv_indices_buf, _kv_len_arr_buf = buffer("kv_indptr"), buffer("kv_indices"), buffer("kv_len")
 
+    @typed
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -196,6 +198,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         return PageTable.of(where, *torch.ops.attn.page_table(pages, tokens, page_size))
 
     @prepared
+    @typed
     def run(
         self,
         q_nope: Tensor | None = None,

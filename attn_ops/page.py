@@ -9,10 +9,12 @@ from attn_ops.errors import ArgumentError, fail
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.plan.page_table import index
+from attn_ops.typed import typed
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
 
+@typed
 def get_batch_indices_positions(
     append_indptr: Tensor,
     seq_lens: Tensor,
@@ -46,6 +48,7 @@ def get_batch_indices_positions(
     return first, second
 
 
+@typed
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """int32 ``[batch]``, tokens of each request: ``(pages - 1) * page_size + last``, 0 where there is no page."""
     indptr = index("get_seq_lens", "kv_indptr", kv_indptr)
@@ -53,6 +56,7 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     return torch.ops.attn.seq_lens(indptr, last, page_size)
 
 
+@typed
 def append_paged_kv_cache(
     append_key: Tensor,
     append_value: Tensor,
@@ -79,6 +83,7 @@ def append_paged_kv_cache(
     torch.ops.attn.append_kv(append_key, append_value, k_cache, v_cache, *places, kv_layout=kv_layout)
 
 
+@typed
 def append_paged_mla_kv_cache(
     append_ckv: Tensor | None,
     append_kpe: Tensor | None,

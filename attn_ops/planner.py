@@ -46,6 +46,7 @@ from attn_ops.plan.state import (
     split_tokens,
     workspace_size,
 )
+from attn_ops.typed import typed
 
 MIN_VALUES = {"window_left": -1, "window": 0, "causal": 0, "max_pages": 0, "split": 0}
 """The smallest value of each size or option for which it is not 1."""
@@ -202,6 +203,7 @@ class DecodePlanner(_Planner):
 
     state: DecodePlan
 
+    @typed
     def __init__(
         self,
         max_batch: int,
@@ -242,6 +244,7 @@ class DecodePlanner(_Planner):
             plan = allocate_decode(self.problem, *capacity, self.device, storage=fields)
             self._own(plan, (storage or {}).get(WORKSPACE))
 
+    @typed
     def plan(
         self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *, validate: bool | None = None
     ) -> DecodePlan:
@@ -262,6 +265,7 @@ class DecodePlanner(_Planner):
         self._fill(validate, kv_indptr, kv_indices, kv_last_page_len)
         return self.state
 
+    @typed
     def check(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
         """Raise what :meth:`plan` would raise for the contents of this page table, and write nothing."""
         self._check(None, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
@@ -296,6 +300,7 @@ class PrefillPlanner(_Planner):
 
     state: PrefillPlan
 
+    @typed
     def __init__(
         self,
         max_batch: int,
@@ -356,6 +361,7 @@ class PrefillPlanner(_Planner):
             )
             self._own(plan, (storage or {}).get(WORKSPACE))
 
+    @typed
     def plan(
         self,
         qo_indptr: Tensor,
@@ -375,6 +381,7 @@ class PrefillPlanner(_Planner):
         self._fill(validate, qo_indptr, kv_indptr, *table)
         return self.state
 
+    @typed
     def check(
         self,
         qo_indptr: Tensor,

@@ -16,6 +16,7 @@ from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.scales import Scale
 from attn_ops.plan.state import PrefillPlan
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from attn_ops.typed import typed
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -26,6 +27,7 @@ class PODWithPagedKVCacheWrapper:
     Arguments of the constructor and of plan() are those of the decode wrapper; plan() is for the decoding.
     """
 
+    @typed
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -50,9 +52,11 @@ class PODWithPagedKVCacheWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._decode.is_cuda_graph_enabled
 
+    @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
         self._decode.reset_workspace_buffer(float_workspace_buffer)
 
+    @typed
     def plan(
         self,
         indptr: Tensor,
@@ -93,6 +97,7 @@ class PODWithPagedKVCacheWrapper:
 
     begin_forward = plan
 
+    @typed
     def run(
         self,
         q_p: Tensor,
@@ -185,6 +190,7 @@ class PODWithPagedKVCacheWrapper:
 class BatchPODWithPagedKVCacheWrapper:
     """A batch of prefills beside a batch of decodes, both over paged caches."""
 
+    @typed
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         self._prefill, self._decode = (
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout) for _ in range(2)
@@ -194,6 +200,7 @@ class BatchPODWithPagedKVCacheWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return False
 
+    @typed
     def plan(
         self,
         qo_indptr_p: Tensor,
@@ -246,6 +253,7 @@ class BatchPODWithPagedKVCacheWrapper:
 
     begin_forward = plan
 
+    @typed
     def run(
         self,
         q_p: Tensor,

@@ -29,6 +29,7 @@ from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
 from attn_ops.plan.sizing import count_splits
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
+from attn_ops.typed import typed
 
 P = ParamSpec("P")
 
@@ -180,7 +181,7 @@ def committing(prepare_plan: Callable[P, PreparedPlan]) -> Callable[P, None]:
     plan.__name__, plan.__qualname__ = "plan", prepare_plan.__qualname__.replace("prepare_plan", "plan")
     del plan.__annotations__["return"]
     plan.__annotations__["return"] = "None"
-    return plan  # type: ignore[return-value]
+    return typed(plan)  # type: ignore[return-value]
 
 
 def _planned_option(name: str) -> Any:
@@ -259,6 +260,7 @@ class Wrapper:
         """The backend named to the constructor, or ``"auto"``: a backend is chosen for each call."""
         return self._backend
 
+    @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
         """Use another workspace, on the same device. The plan stays; plans own their integers."""
         where = f"{self._name}.reset_workspace_buffer"

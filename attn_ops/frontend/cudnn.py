@@ -16,6 +16,7 @@ from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, seen
+from attn_ops.typed import typed
 
 OFFSET_UNITS = ("elements", "tokens")
 ROWS = "[rows, heads, head_dim]"
@@ -61,6 +62,7 @@ def _lengths(
     return cumulative(where, offsets_name, offsets.flatten(), offsets.numel() - 1, rows_name, rows).diff()
 
 
+@typed
 def cudnn_batch_decode_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -151,6 +153,7 @@ def _check_longest(where: str, seq_lens: Tensor, most: int) -> None:
         )
 
 
+@typed
 def cudnn_batch_prefill_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,

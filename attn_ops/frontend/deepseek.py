@@ -15,6 +15,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative
+from attn_ops.typed import typed
 
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
 
@@ -61,6 +62,7 @@ def _decode(
     ).execute()
 
 
+@typed
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
@@ -141,6 +143,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )
 
 
+@typed
 def xqa_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
@@ -162,6 +165,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     return _decode(where, query, kv_cache, dims, block_tables, seq_lens, out, (bmm1_scale, bmm2_scale), sinks)
 
 
+@typed
 def trtllm_ragged_attention_deepseek(
     query: Tensor,
     key: Tensor,

@@ -22,6 +22,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative
+from attn_ops.typed import typed
 
 
 def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
@@ -78,6 +79,7 @@ def _decode(
     ).execute()
 
 
+@typed
 def trtllm_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
@@ -164,6 +166,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
 
 
+@typed
 def xqa_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
@@ -203,6 +206,7 @@ def xqa_batch_decode_with_kv_cache(
     )
 
 
+@typed
 def trtllm_batch_context_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,

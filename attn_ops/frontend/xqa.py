@@ -14,6 +14,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, real
+from attn_ops.typed import typed
 
 
 def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
@@ -44,6 +45,7 @@ def _agree(where: str, **pairs: tuple[int | None, int]) -> None:
             fail(ShapeError, where, f"{name} is {given}", f"{actual} as the tensors have", "correct one")
 
 
+@typed
 def xqa(
     q: Tensor,
     k_cache: Tensor,
@@ -124,6 +126,7 @@ def xqa(
     return result if output is None else None
 
 
+@typed
 def xqa_mla(
     q: Tensor,
     k_cache: Tensor,
