@@ -30,7 +30,7 @@ class BatchAttention(PagedWrapper):
     """
 
     @typed
-    def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda") -> None:
+    def __init__(self, kv_layout: str = "NHD", device: str | torch.device | None = "cuda") -> None:
         super().__init__(None, kv_layout, device=device)
         self._by_token: PagedWrapper | None = None
 

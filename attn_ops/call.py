@@ -7,15 +7,17 @@ Nothing is written before every check has passed.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, fail
+from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors, fold
 from attn_ops.ops.options import OP_OPTIONS, AttentionOptions
+from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
@@ -103,4 +105,6 @@ def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:
         fail(ArgumentError, where, f"sinks is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
     if sinks.dim() == 2:
         sinks = sinks.flatten()
+    if seen(sinks) and not bool((sinks < math.inf).all()):
+        fail(OptionError, where, "sinks has a NaN or an infinity", "logits, or -inf for no sink", "correct it")
     return sinks.to(device, torch.float32).contiguous()

@@ -65,6 +65,10 @@ def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[
     return torch.ops.attn.merge_states_varlen(v, s.float(), offsets)
 
 
+MAX_LEVELS = 1024
+"""Page tables of a cascade; each has a plan of its own."""
+
+
 class MultiLevelCascadeAttentionWrapper:
     """Several page tables over one cache, from the most shared to the least; each query row sees one entry of each.
 
@@ -95,6 +99,8 @@ class MultiLevelCascadeAttentionWrapper:
         }
         if num_levels < 1:
             fail(ShapeError, type(self).__name__, f"num_levels is {num_levels}", "1 or more", "change it")
+        if num_levels > MAX_LEVELS:
+            fail(ShapeError, type(self).__name__, f"num_levels is {num_levels}", f"at most {MAX_LEVELS}", "change it")
         if use_cuda_graph:
             _check_levels(type(self).__name__, num_levels, {f"{name}_arr": arr or [] for name, arr in buffers.items()})
         self._levels = []

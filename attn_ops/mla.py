@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_ops.call import as_sinks
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import DType, DTypes, as_dtype, positive, refuse, required
+from attn_ops.frontend.arguments import DType, DTypes, as_dtype, bounded, finite, positive, refuse, required
 from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
 from attn_ops.frontend.base import PreparedPlan, Wrapper, buffer, committing, graph_buffers
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
@@ -167,7 +167,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             dtypes = DTypes(where, q_data_type, kv_data_type, output_dtype)
         elif kv_data_type is not None:
             as_dtype(where, "kv_data_type", kv_data_type)
-        options = AttentionOptions(sm_scale=scale, causal=bool(causal))
+        options = bounded(where, AttentionOptions(sm_scale=scale, causal=bool(causal)))
         table = table._replace(qo_indptr=index(where, "qo_indptr", rows))
         out = None if output_dtype is None else checked_output_dtype(where, "output_dtype", output_dtype)
         plan = self._prepare(where, "batch_mla", table, spec, options, dtypes)
@@ -253,6 +253,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         scales = ScaleFactors(
             {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale}, {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale}
         )
+        finite(where, ckv_scale=ckv_scale, kpe_scale=kpe_scale)
         if (kpe_scale or 1.0) != (ckv_scale or 1.0):
             pe = pe * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
         base = "ln" if return_lse_base_on_e else self._lse_base or "log2"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, fail
+from attn_ops.errors import ArgumentError, PageTableError, fail
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
-from attn_ops.plan.page_table import index
+from attn_ops.plan.page_table import INT32_MAX, index, seen
 from attn_ops.typed import typed
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
@@ -53,6 +53,16 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     """int32 ``[batch]``, tokens of each request: ``(pages - 1) * page_size + last``, 0 where there is no page."""
     indptr = index("get_seq_lens", "kv_indptr", kv_indptr)
     last = index("get_seq_lens", "kv_last_page_len", kv_last_page_len).to(indptr.device)
+    if seen(indptr) and indptr.numel() > 1:
+        pages = int(indptr.long().diff().max())
+        if pages * page_size > INT32_MAX:
+            fail(
+                PageTableError,
+                "get_seq_lens",
+                f"a request of {pages} pages of page_size {page_size} has up to {pages * page_size} tokens",
+                f"at most {INT32_MAX}, an int32",
+                "correct kv_indptr or page_size",
+            )
     return torch.ops.attn.seq_lens(indptr, last, page_size)
 
 

@@ -6,6 +6,7 @@ can be captured in a CUDA graph. Page tables on the host are accepted too, and c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,6 +26,7 @@ from attn_ops.errors import (
 )
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import MAX_WINDOW
+from attn_ops.plan.page_table import INT32_MAX, INTEGERS
 from attn_ops.plan.page_table_checks import check_indptr, check_pages
 from attn_ops.plan.sizing import (
     MAX_PACKED_ROWS,
@@ -51,20 +53,29 @@ from attn_ops.typed import typed
 MIN_VALUES = {"window_left": -1, "window": 0, "causal": 0, "max_pages": 0, "split": 0}
 """The smallest value of each size or option for which it is not 1."""
 
+MAX_WORKSPACE = 1 << 40
+"""float32 elements of the largest workspace, 4 TiB: more than any device has."""
+
 WORKSPACE = "workspace"
 """Key of the workspace in ``storage``, beside the plan's fields."""
 
 
-def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: int) -> PlanProblem:
+def _problem(
+    capacities: dict[str, int], fixed_split_size: int | None, cache_pages: int | None, **sizes: int
+) -> PlanProblem:
     """The problem of these sizes, checked together with the planner's ``capacities``."""
     if fixed_split_size is not None:
         capacities = {**capacities, "fixed_split_size": fixed_split_size}
     sizes["split"] = split_tokens(fixed_split_size, sizes["page_size"])
     problem = PlanProblem(**sizes)
+    if cache_pages is not None:
+        capacities = {**capacities, "cache_pages": cache_pages}
     min_values = dict.fromkeys((*sizes, *capacities), 1) | MIN_VALUES
     for name, value in {**capacities, **sizes}.items():
         if value < min_values[name]:
             fail(OptionError, "planner", f"{name} is {value}", f"at least {min_values[name]}", "make it larger")
+        if value > INT32_MAX:
+            fail(OptionError, "planner", f"{name} is {value}", f"at most {INT32_MAX}, an int32", "make it smaller")
     if problem.window > MAX_WINDOW + 1:
         fail(
             OptionError,
@@ -82,6 +93,19 @@ def _problem(capacities: dict[str, int], fixed_split_size: int | None, **sizes: 
             "repeat or regroup the heads",
         )
     return problem
+
+
+def _check_sizes(shapes: dict[str, tuple[int, ...]]) -> None:
+    """Kernels find the elements of a field by int32 offsets."""
+    for name, shape in shapes.items():
+        if math.prod(shape) > INT32_MAX:
+            fail(
+                OptionError,
+                "planner",
+                f"the plan's {name} would be {list(shape)}",
+                f"at most {INT32_MAX} elements",
+                "make the capacities smaller",
+            )
 
 
 def _check_storage(
@@ -132,6 +156,14 @@ class _Planner:
     def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None) -> None:
         """Hold the plan, and ``workspace`` or a new one."""
         needed = workspace_size(plan)
+        if needed > MAX_WORKSPACE:
+            fail(
+                OptionError,
+                "planner",
+                f"the workspace would have {needed} elements",
+                f"at most {MAX_WORKSPACE}",
+                "make num_ctas, tile_rows or the capacities smaller",
+            )
         if workspace is None:
             workspace = torch.zeros(needed, dtype=torch.float32, device=self.device)
         elif 0 < workspace.shape[0] < needed:
@@ -152,7 +184,16 @@ class _Planner:
         return self.state
 
     def _check(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
-        """Check the contents of a page table if ``validate`` is true, or if it is None and all is on the host."""
+        """Check the dtypes of a page table, and its contents if ``validate``, or if it is None and all on the host."""
+        for name, t in (*indptrs.items(), ("kv_indices", indices), ("kv_last_page_len", last)):
+            if t.dtype not in INTEGERS:
+                fail(
+                    DTypeError,
+                    "plan",
+                    f"{name} is {str(t.dtype).removeprefix('torch.')}",
+                    "an integer dtype",
+                    "convert it",
+                )
         if validate or (validate is None and all(map(_on_host, (*indptrs.values(), indices, last)))):
             for name, indptr in indptrs.items():
                 check_indptr(name, indptr)
@@ -226,6 +267,7 @@ class DecodePlanner(_Planner):
         self.problem = _problem(
             {"max_batch": max_batch, "max_pages": max_pages, "window_left": window_left, "num_ctas": num_ctas or 1},
             fixed_split_size,
+            cache_pages,
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -239,7 +281,9 @@ class DecodePlanner(_Planner):
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
         capacity = max_batch, max_pages, num_ctas or ctas_per_head(self.device, num_kv_heads)
-        fields = _check_storage(storage or {}, decode_shapes(self.problem, *capacity), self.device)
+        shapes = decode_shapes(self.problem, *capacity)
+        _check_sizes(shapes)
+        fields = _check_storage(storage or {}, shapes, self.device)
         with torch.inference_mode(False):  # the plan is also written and read outside of inference mode
             plan = allocate_decode(self.problem, *capacity, self.device, storage=fields)
             self._own(plan, (storage or {}).get(WORKSPACE))
@@ -330,11 +374,20 @@ class PrefillPlanner(_Planner):
                 "page_size 1 and a number of tokens",
                 "give max_kv_len, or max_pages for a paged cache",
             )
+        if num_ctas is not None and not 0 <= num_ctas <= INT32_MAX:
+            fail(
+                OptionError,
+                "planner",
+                f"num_ctas is {num_ctas}",
+                f"0 to {INT32_MAX}, or None for the device's default",
+                "change it",
+            )
         rows = MAX_PACKED_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         super().__init__()
         self.problem = _problem(
             {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages, "window_left": window_left},
             fixed_split_size,
+            cache_pages,
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -354,6 +407,7 @@ class PrefillPlanner(_Planner):
             if self.problem.split:
                 max_splits = max_splits_for(self.problem, max_batch, max_tokens)
         shapes = prefill_shapes(self.problem, max_batch, max_tokens, max_pages, max_splits)
+        _check_sizes(shapes)
         fields = _check_storage(storage or {}, shapes, self.device)
         with torch.inference_mode(False):  # the plan is also written and read outside of inference mode
             plan = allocate_prefill(

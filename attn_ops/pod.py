@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.errors import ArgumentError, PlanError, UnsupportedError, fail
-from attn_ops.frontend.arguments import DType, refuse
+from attn_ops.frontend.arguments import DType, layout, refuse
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.masks import packed_mask_by_plan
 from attn_ops.frontend.outputs import OutputSpec
@@ -177,7 +177,10 @@ class PODWithPagedKVCacheWrapper:
             rope_theta=rope_theta_p,
             return_lse=return_lse_p,
         )
-        output, kv_layout = OutputSpec(return_lse=return_lse_d), None if kv_layout_d == "NHD" else kv_layout_d
+        output, kv_layout = (
+            OutputSpec(return_lse=return_lse_d),
+            None if kv_layout_d == "NHD" else layout(where, kv_layout_d),
+        )
         decode = self._decode._paged_call(
             where, q_d, paged_kv_cache_d, output, **scales, kv_layout=kv_layout, **changes
         )

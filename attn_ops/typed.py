@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,10 +34,12 @@ _RAW_ERRORS = (
 )
 """What code raises for an argument that it did not expect. Other errors are left alone."""
 
-_NUMBERS: dict[Any, tuple[type, ...]] = {
+_ADMITTED: dict[Any, tuple[type, ...]] = {
     float: (numbers.Real, torch.SymFloat, torch.SymInt),
     int: (numbers.Integral, torch.SymInt),
-    bool: (numbers.Integral, torch.SymBool),
+    bool: (numbers.Integral, np.bool_, torch.SymBool, type(None)),
+    list: (list, tuple),
+    torch.device: (torch.device, int),
 }
 """Types that do for an annotation, NumPy's numbers and symbolic ones among them."""
 
@@ -65,47 +68,84 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
     The error is an :class:`~attn_ops.errors.ArgumentError`, a :class:`~attn_ops.errors.ShapeError` for a tensor
     without dimensions, or a :class:`~attn_ops.errors.DeviceError` for one on ``meta`` among others. An error that no
-    argument's type explains is raised as it is. Compiled and exported graphs do not contain the decorator.
+    argument's type explains is raised as it is. Constructors, whose arguments may be used later, are checked before
+    they run. Compiled and exported graphs do not contain the decorator.
     """
+    constructs = function.__name__ == "__init__"
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        try:
-            return function(*args, **kwargs)
-        except AttnOpsError:
-            raise
-        except _RAW_ERRORS:
-            error = _explain(function, args, kwargs)
-            if error is None:
-                raise
+        error = _type_error(function, args, kwargs) if constructs else None
+        if error is None:
+            try:
+                return function(*args, **kwargs)
+            except AttnOpsError as raised:
+                error = _renamed(raised, function, args, kwargs)
+                if error is None:
+                    raise
+            except _RAW_ERRORS:
+                error = _type_error(function, args, kwargs) or _tensor_error(function, args, kwargs)
+                if error is None:
+                    raise
         raise error
 
     return call
 
 
-def _explain(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
+def _renamed(
+    raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> AttnOpsError | None:
+    """The error by the name of the caller's argument, if ``raised`` comes from another public function inside."""
+    if not isinstance(raised, ArgumentError) or str(raised).startswith(f"{_where(function, args)}:"):
+        return None
+    return _type_error(function, args, kwargs)
+
+
+def _where(function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """The function, the class of a constructor, or the class and the method."""
+    name = function.__name__
+    if not args or function.__qualname__ == name:
+        return name
+    owner = type(args[0]).__name__
+    return owner if name == "__init__" else f"{owner}.{name}"
+
+
+def _type_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
     """The error of the first argument that its annotation does not admit; None if all are admitted."""
+    for argument in _arguments(function, args, kwargs):
+        wrong = _mismatch(argument)
+        if wrong is not None:
+            return _caught(_refuse_type, _where(function, args), wrong)
+    return None
+
+
+def _tensor_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
+    """The error of the first tensor without dimensions, or on ``meta``, in a call that failed."""
+    tensors = [t for argument in _arguments(function, args, kwargs) for t in _tensors(argument)]
+    return _caught(_refuse_tensors, _where(function, args), tensors)
+
+
+def _caught(refuse: Callable[..., None], *args: Any) -> AttnOpsError | None:
     try:
-        bound = inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return None  # too many arguments, too few or unknown ones: Python's message says it
-    where = function.__name__
-    if "self" in bound.arguments:
-        owner = type(bound.arguments["self"]).__name__
-        where = owner if where == "__init__" else f"{owner}.{where}"
-    try:
-        _check(where, list(_arguments(function, bound)))
+        refuse(*args)
     except AttnOpsError as error:
         return error.with_traceback(None)
     return None
 
 
-def _arguments(function: Callable[..., Any], bound: inspect.BoundArguments) -> Iterator[_Argument]:
-    """The arguments that have an effect, those of ``*args`` and ``**kwargs`` apart."""
+def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[_Argument]:
+    """The arguments that have an effect, those of ``*args`` and ``**kwargs`` apart.
+
+    None if they are too many, too few or unknown: Python's own message says it.
+    """
     from attn_ops.frontend.policy import NO_EFFECT
 
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return
     hints = typing.get_type_hints(function)
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -114,12 +154,7 @@ def _arguments(function: Callable[..., Any], bound: inspect.BoundArguments) -> I
             yield _Argument(name, value, hints[name])
 
 
-def _check(where: str, arguments: Sequence[_Argument]) -> None:
-    for argument in arguments:
-        wrong = _mismatch(argument)
-        if wrong is not None:
-            _refuse_type(where, wrong)
-    leaves = [leaf for argument in arguments for leaf in _tensors(argument)]
+def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
     for leaf in leaves:
         if leaf.value.dim() == 0 and not _admits(1.0, leaf.annotation):
             fail(
@@ -178,12 +213,10 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def _elements(value: Any, annotation: Any) -> list[tuple[Any, Any]] | None:
-    """The elements of a container with their annotations; None if ``value`` is not such a container."""
+    """The elements of a list or tuple with their annotations; None if ``value`` is not such a container."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if not isinstance(origin, type) or not isinstance(value, origin) or not args:
+    if origin not in (list, tuple) or not isinstance(value, _ADMITTED.get(origin, origin)) or not args:
         return None
-    if isinstance(value, Mapping):
-        return [(element, args[1]) for element in value.values()]
     if issubclass(origin, tuple) and args[-1] is not Ellipsis:
         return list(zip(value, args, strict=False))
     return [(element, args[0]) for element in value]
@@ -197,9 +230,9 @@ def _admits(value: Any, annotation: Any) -> bool:
         return any(_admits(value, option) for option in options)
     origin = typing.get_origin(annotation)
     if isinstance(origin, type):
-        elements = _elements(value, annotation)
-        return isinstance(value, origin) and (elements is None or all(_admits(*element) for element in elements))
-    kinds = _NUMBERS.get(annotation, annotation)
+        elements = _elements(value, annotation) or ()
+        return isinstance(value, _ADMITTED.get(origin, origin)) and all(_admits(*element) for element in elements)
+    kinds = _ADMITTED.get(annotation, annotation)
     return isinstance(value, kinds) if isinstance(kinds, type | tuple) else True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,12 @@ def positive(where: str, **sizes: int) -> None:
             fail(OptionError, where, f"{name} is {size}", "1 or more", "change it")
 
 
+def finite(where: str, **numbers: float | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and not -math.inf < value < math.inf:
+            fail(OptionError, where, f"{name} is {value}", "a finite number", "change it")
+
+
 def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     """The values of ``names``: ``given`` by name, completed by those in ``args``, given by position."""
     if len(args) > len(names):
@@ -155,9 +162,13 @@ def attention_options(
         rope_scale=DEFAULTS.rope_scale if rope_scale is None else rope_scale,
         rope_theta=DEFAULTS.rope_theta if rope_theta is None else rope_theta,
     )
+    return bounded(where, options, pos_encoding="pos_encoding_mode")
+
+
+def bounded(where: str, options: AttentionOptions, **names: str) -> AttentionOptions:
+    """``options``, each within its bound. ``names``: those by which the caller calls options."""
     for name, bound in BOUNDS.items():
         value = getattr(options, name)
         if not bound.holds(value):
-            given = "pos_encoding_mode" if name == "pos_encoding" else name
-            fail(OptionError, where, f"{given} is {value!r}", bound.expected, "change it")
+            fail(OptionError, where, f"{names.get(name, name)} is {value!r}", bound.expected, "change it")
     return options

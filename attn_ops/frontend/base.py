@@ -16,7 +16,7 @@ from attn_ops.eager.prepared_call import PreparedMethods, same
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
-from attn_ops.frontend.arguments import DTypes, layout, own_backend, positional, positive, refuse
+from attn_ops.frontend.arguments import DTypes, bounded, layout, own_backend, positional, positive, refuse
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.one_shot import problem_of, without_window
@@ -459,7 +459,9 @@ class Wrapper:
         if p.dtypes is not None and output.dtype is None:
             output = output._replace(dtype=p.dtypes.o)
         options = p.options._replace(sinks=as_sinks(where, sinks, tensors[0].device))
-        options = options._replace(**{name: value for name, value in changes.items() if value is not None})
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if changes:
+            options = bounded(where, options._replace(**changes), pos_encoding="pos_encoding_mode")
         return AttentionCall(
             where, p.op, tensors, p, options, output, scales, kv_layout or self._kv_layout, self._backend
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import output_dtype, own_backend, ranked, required
+from attn_ops.frontend.arguments import bounded, output_dtype, own_backend, ranked, required
 from attn_ops.frontend.one_shot import block_table, block_table_call, lengths, ragged_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
@@ -115,13 +115,14 @@ def cudnn_batch_decode_with_kv_cache(
         {"batch_offsets_q": (batch_offsets_q, per_row[0]), "batch_offsets_o": (batch_offsets_o, per_row[1])},
     )
     sinks = as_sinks(where, sinks, q.device)
+    options = AttentionOptions(sm_scale=scale, window_left=window_left, sinks=sinks, causal=True)
     return block_table_call(
         where,
         (q, k_cache, v_cache),
         tables,
         actual_seq_lens_kv,
         rows,
-        AttentionOptions(sm_scale=scale, window_left=window_left, sinks=sinks, causal=True),
+        bounded(where, options, sm_scale="scale"),
         OutputSpec(out, lse, return_lse, q.dtype),
         ScaleFactors(),
         kv_layout="HND",
@@ -224,7 +225,7 @@ def cudnn_batch_prefill_with_kv_cache(
     output = OutputSpec(out, lse, return_lse, dtype, lse_base, padded=padded)
     if output.padding is not None:
         _check_longest(where, actual_seq_lens_q, max_token_per_sequence)
-    options = AttentionOptions(sm_scale=scale, causal=causal)
+    options = bounded(where, AttentionOptions(sm_scale=scale, causal=causal), sm_scale="scale")
     scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
     tensors, backend = (q, k_cache, v_cache), own_backend(backend or "auto")
     if block_tables is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import own_backend, refuse, required
+from attn_ops.frontend.arguments import bounded, own_backend, refuse, required
 from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, uniform_indptr, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
@@ -231,7 +231,7 @@ def trtllm_ragged_attention_deepseek(
         (query, key, value),
         qo_indptr,
         kv_indptr,
-        AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal),
+        bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal)),
         OutputSpec(out, lse, return_lse),
         ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
         backend=own_backend(backend),

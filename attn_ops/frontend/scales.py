@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import OptionError, UnsupportedError, fail
+from attn_ops.frontend.arguments import finite
 from attn_ops.ops.options import BOUNDS
+from attn_ops.plan.page_table import seen
 
 Scale = float | Tensor | None
 
@@ -33,7 +35,11 @@ class FoldedScales(NamedTuple):
 def scalar(where: str, name: str, scale: Scale, device: torch.device) -> Scale:
     """A number, or a float32 0-d tensor; anything per head is refused."""
     if not isinstance(scale, Tensor):
-        return None if scale is None else float(scale)
+        if scale is None:
+            return None
+        number = float(scale)
+        finite(where, **{name: number})
+        return number
     if scale.numel() != 1:
         fail(
             UnsupportedError,
@@ -42,6 +48,8 @@ def scalar(where: str, name: str, scale: Scale, device: torch.device) -> Scale:
             "one for the whole tensor",
             "scales per head are not supported",
         )
+    if seen(scale):
+        finite(where, **{name: float(scale)})
     return scale.reshape(()).to(device, torch.float32)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import ShapeError, fail
-from attn_ops.frontend.arguments import DType, layout, output_dtype, own_backend, positive, refuse, required
+from attn_ops.frontend.arguments import DType, bounded, layout, output_dtype, own_backend, positive, refuse, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.frontend.masks import check_tree_mask
 from attn_ops.frontend.one_shot import block_table, block_table_call, uniform_rows
@@ -34,7 +34,7 @@ def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dt
 def _options(where: str, query: Tensor, window_left: int, sinks: Any, causal: bool = True) -> AttentionOptions:
     """``bmm1_scale``, a factor of the logits, takes the place of the softmax scale."""
     sinks = as_sinks(where, sinks, query.device)
-    return AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=causal)
+    return bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=causal))
 
 
 def _decode(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from attn_ops.call import as_sinks
-from attn_ops.errors import ShapeError, UnsupportedError, fail
+from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import layout, refuse, required
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import check_tree_mask
 from attn_ops.frontend.one_shot import block_table, block_table_call, latent_call, uniform_indptr, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import MAX_WINDOW, AttentionOptions
 from attn_ops.plan.page_table import cumulative, real
 from attn_ops.typed import typed
 
@@ -108,6 +108,8 @@ def xqa(
         check_tree_mask(where, mask, flat.shape[0], q_len)
     if sliding_win_size < 0:
         fail(ShapeError, where, f"sliding_win_size is {sliding_win_size}", "tokens, or 0 for no window", "change it")
+    if sliding_win_size > MAX_WINDOW + 1:
+        fail(OptionError, where, f"sliding_win_size is {sliding_win_size}", f"at most {MAX_WINDOW + 1}", "change it")
     window_left, sinks = sliding_win_size - 1, as_sinks(where, sinks, q.device)
     result = block_table_call(
         where,
