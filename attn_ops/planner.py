@@ -68,14 +68,6 @@ def _problem(
         capacities = {**capacities, "fixed_split_size": fixed_split_size}
     sizes["split"] = split_tokens(fixed_split_size, sizes["page_size"])
     problem = PlanProblem(**sizes)
-    if cache_pages is not None:
-        capacities = {**capacities, "cache_pages": cache_pages}
-    min_values = dict.fromkeys((*sizes, *capacities), 1) | MIN_VALUES
-    for name, value in {**capacities, **sizes}.items():
-        if value < min_values[name]:
-            fail(OptionError, "planner", f"{name} is {value}", f"at least {min_values[name]}", "make it larger")
-        if value > INT32_MAX:
-            fail(OptionError, "planner", f"{name} is {value}", f"at most {INT32_MAX}, an int32", "make it smaller")
     if problem.window > MAX_WINDOW + 1:
         fail(
             OptionError,
@@ -84,6 +76,14 @@ def _problem(
             f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window",
             "change it",
         )
+    if cache_pages is not None:
+        capacities = {**capacities, "cache_pages": cache_pages}
+    min_values = dict.fromkeys((*sizes, *capacities), 1) | MIN_VALUES
+    for name, value in {**capacities, **sizes}.items():
+        if value < min_values[name]:
+            fail(OptionError, "planner", f"{name} is {value}", f"at least {min_values[name]}", "make it larger")
+        if value > INT32_MAX:
+            fail(OptionError, "planner", f"{name} is {value}", f"at most {INT32_MAX}, an int32", "make it smaller")
     if problem.num_qo_heads % problem.num_kv_heads:
         fail(
             ShapeError,

@@ -9,6 +9,7 @@ from attn_ops.errors import DTypeError, OptionError
 from attn_ops.ops.backends import Problem
 from attn_ops.ops.checks.checker import OpChecker, caches, dtype_name, known
 from attn_ops.ops.options import FLOATS, FP8
+from attn_ops.plan.page_table import INT32_MAX
 
 
 def _places(
@@ -104,10 +105,6 @@ def append_mla_kv(
         head_dim_vo=int(ckv.shape[1]),
         page_size=int(ckv_cache.shape[1]),
     )
-
-
-INT32_MAX = torch.iinfo(torch.int32).max
-"""Lengths, positions and page numbers are int32."""
 
 
 def _size(op: OpChecker, name: str, value: int, least: int) -> None:
