@@ -190,12 +190,21 @@ class MultiLevelCascadeAttentionWrapper:
         states = [level.run(q, paged_kv_cache, return_lse=True) for level in self._levels]
         if len(states) == 1:
             return states[0][0]
-        return merge_states(torch.stack([v for v, _ in states], 1), torch.stack([s for _, s in states], 1))[0]
+        return merge_states(_stack([v for v, _ in states]), _stack([s for _, s in states]))[0]
 
     forward = run
 
     def end_forward(self) -> None:
         """Nothing to do: a plan needs no end."""
+
+
+def _stack(states: list[Tensor]) -> Tensor:
+    """``[rows, states, ...]``. Autocast, which refuses to stack float16 in a bfloat16 region, is off."""
+    device = states[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return torch.stack(states, 1)
+    with torch.autocast(device, enabled=False):
+        return torch.stack(states, 1)
 
 
 def _check_levels(where: str, num_levels: int, arrays: dict[str, list[Tensor]]) -> None:
