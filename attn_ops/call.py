@@ -93,18 +93,18 @@ class AttentionCall(NamedTuple):
         return self.output.finalize(out, lse, scales.output)
 
 
-def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:
+def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") -> Tensor | None:
     """float32 ``[num_qo_heads]`` on ``device``, from that shape, ``[num_kv_heads, group]``, or a list of one tensor."""
     if sinks is None:
         return None
     if isinstance(sinks, list | tuple):
         if len(sinks) != 1:
-            fail(ArgumentError, where, f"sinks has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
+            fail(ArgumentError, where, f"{name} has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
         sinks = sinks[0]
     if not isinstance(sinks, Tensor):
-        fail(ArgumentError, where, f"sinks is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
+        fail(ArgumentError, where, f"{name} is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
     if sinks.dim() == 2:
         sinks = sinks.flatten()
     if seen(sinks) and not bool((sinks < math.inf).all()):
-        fail(OptionError, where, "sinks has a NaN or an infinity", "logits, or -inf for no sink", "correct it")
+        fail(OptionError, where, f"{name} has a NaN or an infinity", "logits, or -inf for no sink", "correct it")
     return sinks.to(device, torch.float32).contiguous()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import PlanError, ShapeError, fail
-from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, refuse, required
+from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, positive, refuse, required
 from attn_ops.frontend.base import PreparedPlan, committing, graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
@@ -248,6 +248,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         is_causal: bool | None,
     ) -> tuple[PageTable, PlanSpec]:
         required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
+        positive(where, q_len_per_req=q_len_per_req)
         qo_indptr = None if q_len_per_req == 1 else torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
         spec = PlanSpec(
             decode=q_len_per_req == 1,

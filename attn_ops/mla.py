@@ -151,6 +151,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         positive(where, num_heads=num_heads, page_size=page_size)
         table = self._table(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
         ckv, kpe = head_dim_ckv or 512, 64 if head_dim_kpe is None else head_dim_kpe
+        positive(where, head_dim_ckv=ckv)
         spec = PlanSpec(
             decode=False,
             paged=True,
@@ -253,7 +254,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         scales = ScaleFactors(
             {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale}, {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale}
         )
-        finite(where, ckv_scale=ckv_scale, kpe_scale=kpe_scale)
+        finite(where, "ckv_scale", ckv_scale)
+        finite(where, "kpe_scale", kpe_scale)
         if (kpe_scale or 1.0) != (ckv_scale or 1.0):
             pe = pe * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
         base = "ln" if return_lse_base_on_e else self._lse_base or "log2"

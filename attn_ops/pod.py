@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.errors import ArgumentError, PlanError, UnsupportedError, fail
-from attn_ops.frontend.arguments import DType, layout, refuse
+from attn_ops.frontend.arguments import DType, attention_options, layout, refuse
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.masks import packed_mask_by_plan
 from attn_ops.frontend.outputs import OutputSpec
@@ -153,8 +153,18 @@ class PODWithPagedKVCacheWrapper:
                     "no mask of decode rows",
                     "use a prefill wrapper for them",
                 )
+        attention_options(
+            where,
+            suffix="_p",
+            pos_encoding_mode=pos_encoding_mode_p,
+            window_left=window_left_p,
+            sm_scale=sm_scale_p,
+            rope_scale=rope_scale_p,
+            rope_theta=rope_theta_p,
+        )
         changes = forward_changes(
             where,
+            suffix="_d",
             pos_encoding_mode=pos_encoding_mode_d,
             window_left=window_left_d,
             sm_scale=sm_scale_d,

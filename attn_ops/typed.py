@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, AttnOpsError, DeviceError, ShapeError, fail
+from attn_ops.errors import ArgumentError, AttnOpsError, DeviceError, OptionError, ShapeError, fail
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +33,8 @@ _RAW_ERRORS = (
     ValueError,
 )
 """What code raises for an argument that it did not expect. Other errors are left alone."""
+
+INT64_MAX = torch.iinfo(torch.int64).max
 
 _ADMITTED: dict[Any, tuple[type, ...]] = {
     float: (numbers.Real, torch.SymFloat, torch.SymInt),
@@ -55,6 +57,10 @@ _NAMES = {
 }
 
 
+_ABOUT_TYPES = (" of type ", " is None; expected ")
+"""Words of messages about the type of an argument."""
+
+
 class _Argument(NamedTuple):
     """An argument, or an element of one, with the annotation that it should satisfy."""
 
@@ -66,8 +72,9 @@ class _Argument(NamedTuple):
 def typed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: a call that fails because of an argument's type raises an error that names the argument.
 
-    The error is an :class:`~attn_ops.errors.ArgumentError`, a :class:`~attn_ops.errors.ShapeError` for a tensor
-    without dimensions, or a :class:`~attn_ops.errors.DeviceError` for one on ``meta`` among others. An error that no
+    The error is an :class:`~attn_ops.errors.ArgumentError`; an :class:`~attn_ops.errors.OptionError` for an integer
+    beyond 64 bits; a :class:`~attn_ops.errors.ShapeError` for a tensor without dimensions; or a
+    :class:`~attn_ops.errors.DeviceError` for one on ``meta`` among others. An error that no
     argument's type explains is raised as it is. Constructors, whose arguments may be used later, are checked before
     they run. Compiled and exported graphs do not contain the decorator.
     """
@@ -86,10 +93,10 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
                 if error is None:
                     raise
             except _RAW_ERRORS:
-                error = _type_error(function, args, kwargs) or _tensor_error(function, args, kwargs)
+                error = _type_error(function, args, kwargs) or _value_error(function, args, kwargs)
                 if error is None:
                     raise
-        raise error
+        raise error from None
 
     return call
 
@@ -97,10 +104,9 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 def _renamed(
     raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AttnOpsError | None:
-    """The error by the name of the caller's argument, if ``raised`` comes from another public function inside."""
-    if not isinstance(raised, ArgumentError) or str(raised).startswith(f"{_where(function, args)}:"):
-        return None
-    return _type_error(function, args, kwargs)
+    """The error by the name of the caller's argument, if ``raised`` is about a type and comes from further inside."""
+    about_type = isinstance(raised, ArgumentError) and any(words in str(raised) for words in _ABOUT_TYPES)
+    return _type_error(function, args, kwargs) if about_type else None
 
 
 def _where(function: Callable[..., Any], args: Sequence[Any]) -> str:
@@ -121,8 +127,12 @@ def _type_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     return None
 
 
-def _tensor_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
-    """The error of the first tensor without dimensions, or on ``meta``, in a call that failed."""
+def _value_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
+    """The error of the first integer beyond 64 bits, or tensor without dimensions or on ``meta``, of a failed call."""
+    for name, value, _ in _arguments(function, args, kwargs):
+        if isinstance(value, int) and not -INT64_MAX <= value <= INT64_MAX:
+            where = _where(function, args)
+            return OptionError(f"{where}: {name} is {value}; expected an integer of 64 bits; change it")
     tensors = [t for argument in _arguments(function, args, kwargs) for t in _tensors(argument)]
     return _caught(_refuse_tensors, _where(function, args), tensors)
 

@@ -225,7 +225,7 @@ def trtllm_ragged_attention_deepseek(
             ("cum_seq_lens_kv", cum_seq_lens_kv, "key", key),
         )
     )
-    sinks = as_sinks(where, attention_sinks, query.device)
+    sinks = as_sinks(where, attention_sinks, query.device, "attention_sinks")
     return ragged_call(
         where,
         (query, key, value),

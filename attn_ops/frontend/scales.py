@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError, UnsupportedError, fail
 from attn_ops.frontend.arguments import finite
-from attn_ops.ops.options import BOUNDS
+from attn_ops.ops.options import BOUNDS, MAX_SCALAR
 from attn_ops.plan.page_table import seen
 
 Scale = float | Tensor | None
@@ -38,7 +38,7 @@ def scalar(where: str, name: str, scale: Scale, device: torch.device) -> Scale:
         if scale is None:
             return None
         number = float(scale)
-        finite(where, **{name: number})
+        finite(where, name, number)
         return number
     if scale.numel() != 1:
         fail(
@@ -49,7 +49,7 @@ def scalar(where: str, name: str, scale: Scale, device: torch.device) -> Scale:
             "scales per head are not supported",
         )
     if seen(scale):
-        finite(where, **{name: float(scale)})
+        finite(where, name, float(scale))
     return scale.reshape(()).to(device, torch.float32)
 
 
@@ -71,17 +71,21 @@ def fold(
             fail(
                 OptionError,
                 where,
-                f"the scales multiply to {scale}",
+                f"the scales multiply to {scale} ({_names(logits)})",
                 "a positive number (2^-126 to 2^126)",
                 "change a scale",
             )
         sm_scale = scale
-    if not -math.inf < output < math.inf:
-        fail(OptionError, where, f"the scales of the output multiply to {output}", "a finite number", "change a scale")
+    if not -MAX_SCALAR <= output <= MAX_SCALAR:
+        finite(where, f"the product of the output's scales ({_names(values)})", output)
     if key is None and value is None:
         return FoldedScales(sm_scale, None, output)
     one = torch.ones((), dtype=torch.float32, device=device)
     return FoldedScales(sm_scale, torch.stack((one if key is None else key, one if value is None else value)), output)
+
+
+def _names(scales: Mapping[str, Scale]) -> str:
+    return ", ".join(name for name, scale in scales.items() if scale is not None)
 
 
 def _given(scales: Mapping[str, Scale]) -> bool:

@@ -186,7 +186,7 @@ def _wrong(annotation: Any, base: Any) -> Iterator[Any]:
             candidates = (*candidates, (base[0],), (base[0], None), (base[0].to("meta"), base[1].to("meta")))
     elif kinds & {int, float}:
         candidates = NUMBERS
-    elif str in kinds:
+    elif str in kinds and torch.device not in kinds:
         candidates = STRINGS
     elif bool in kinds:
         candidates = FLAGS
@@ -196,17 +196,43 @@ def _wrong(annotation: Any, base: Any) -> Iterator[Any]:
             yield value
 
 
-def wrong_arguments(surface: Surface) -> Iterator[WrongArgument]:
-    for stage, base in surface.stages.items():
+def parameters(surface: Surface) -> Iterator[tuple[str, str, Any]]:
+    """``(stage, name, annotation)`` of the arguments that have an effect."""
+    for stage in surface.stages:
         function: Callable[..., Any] = surface.function(stage)
         if inspect.isclass(function):
             function = function.__init__
         hints = typing.get_type_hints(function)
         for name in inspect.signature(function).parameters:
-            if name == "self" or name not in hints or name in NO_EFFECT or f"{surface.name}.{stage}.{name}" in NO_EFFECT_HERE:
-                continue
-            for value in _wrong(hints[name], base.get(name)):
+            listed = name in NO_EFFECT or f"{surface.name}.{stage}.{name}" in NO_EFFECT_HERE
+            if name in hints and not listed:
+                yield stage, name, hints[name]
+
+
+def wrong_arguments(surface: Surface) -> Iterator[WrongArgument]:
+    for stage, name, annotation in parameters(surface):
+        for value in _wrong(annotation, surface.stages[stage].get(name)):
+            yield WrongArgument(surface, stage, name, value)
+
+
+def scalar_arguments(surface: Surface, values: tuple[float, ...]) -> Iterator[WrongArgument]:
+    """Each argument that takes a float, replaced by each of ``values``."""
+    for stage, name, annotation in parameters(surface):
+        if float in _kinds(annotation):
+            for value in values:
                 yield WrongArgument(surface, stage, name, value)
 
 
-ALL = [*SURFACES, *OTHERS]
+def _unlike(surfaces: list[Surface]) -> list[Surface]:
+    """Without stages that an earlier surface has of the same class, but for what they are needed for."""
+    seen: set[tuple[Any, str]] = set()
+    kept = []
+    for surface in surfaces:
+        stages = {(surface.make, stage) for stage in surface.stages}
+        if not stages <= seen:
+            kept.append(surface)
+        seen |= stages
+    return kept
+
+
+ALL = _unlike([*SURFACES, *OTHERS])
