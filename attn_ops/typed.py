@@ -11,7 +11,7 @@ import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import ArgumentError, AttnOpsError, DeviceError, OptionError, ShapeError, fail
+from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,7 +85,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        error = _type_error(function, args, kwargs) if constructs else None
+        error = _type_error(function, args, kwargs, skip=UNSUPPORTED) if constructs else None
         if error is None:
             try:
                 return function(*args, **kwargs)
@@ -105,8 +106,12 @@ def _renamed(
     raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AttnOpsError | None:
     """The error by the name of the caller's argument, if ``raised`` is about a type and comes from further inside."""
-    about_type = isinstance(raised, ArgumentError) and any(words in str(raised) for words in _ABOUT_TYPES)
-    return _type_error(function, args, kwargs) if about_type else None
+    message = str(raised)
+    about_type = any(words in message for words in _ABOUT_TYPES)
+    own = message.startswith(f"{_where(function, args)}: ")
+    if not isinstance(raised, ArgumentError) or not (about_type or (" is missing; " in message and not own)):
+        return None
+    return _type_error(function, args, kwargs, unless_in=message if own else "")
 
 
 def _where(function: Callable[..., Any], args: Sequence[Any]) -> str:
@@ -118,10 +123,22 @@ def _where(function: Callable[..., Any], args: Sequence[Any]) -> str:
     return owner if name == "__init__" else f"{owner}.{name}"
 
 
-def _type_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
-    """The error of the first argument that its annotation does not admit; None if all are admitted."""
+def _type_error(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    skip: Container[str] = (),
+    unless_in: str = "",
+) -> AttnOpsError | None:
+    """The error of the first argument that its annotation does not admit; None if all are admitted.
+
+    Arguments in ``skip`` are left out. None too if the message ``unless_in`` names the argument already.
+    """
     for argument in _arguments(function, args, kwargs):
-        wrong = _mismatch(argument)
+        wrong = None if argument.name in skip else _mismatch(argument)
+        if wrong is not None and wrong.name in unless_in:
+            return None
         if wrong is not None:
             return _caught(_refuse_type, _where(function, args), wrong)
     return None
@@ -148,10 +165,8 @@ def _caught(refuse: Callable[..., None], *args: Any) -> AttnOpsError | None:
 def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[_Argument]:
     """The arguments that have an effect, those of ``*args`` and ``**kwargs`` apart.
 
-    None if they are too many, too few or unknown: Python's own message says it.
+    Nothing if they are too many, too few or unknown: Python's own message says it.
     """
-    from attn_ops.frontend.policy import NO_EFFECT
-
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError:

@@ -6,7 +6,6 @@ from typing import Any
 
 from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import positive, renamed, required
-from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.resizable import PlanSpec
 
 
@@ -40,6 +39,8 @@ def prefill_spec(
 def splitting(where: str, fixed_split_size: int | None, disable_split_kv: bool) -> dict[str, Any]:
     """``unsplit`` and ``fixed_split_size`` of a spec; -1 means None, and ``disable_split_kv`` takes precedence."""
     size = None if fixed_split_size == -1 else fixed_split_size
-    if size is not None and not 1 <= size <= INT32_MAX:
-        fail(OptionError, where, f"fixed_split_size is {size}", "1 page or more, an int32, or None", "change it")
+    if size is not None and size < 1:
+        fail(OptionError, where, f"fixed_split_size is {size}", "1 page or more, or None", "change it")
+    if size is not None:
+        positive(where, fixed_split_size=size)
     return {"unsplit": disable_split_kv, "fixed_split_size": None if disable_split_kv else size}

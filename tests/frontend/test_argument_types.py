@@ -60,7 +60,7 @@ def _check_message(wrong: WrongArgument, error: errors.AttnOpsError) -> None:
         assert ": " in what, f"{wrong}: {message}"
         assert len(rest) == 1, f"{wrong}: {message}"
         assert "; " in rest[0], f"{wrong}: {message}"
-    if type(error) is errors.ArgumentError and _is_type_mismatch(wrong):
+    if type(error) is errors.ArgumentError and _is_type_mismatch(wrong) and " is missing; " not in message:
         assert wrong.name in message, f"{wrong}: {message}"
 
 

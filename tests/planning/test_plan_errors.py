@@ -159,6 +159,11 @@ def test_page_numbers_beyond_int32_are_found_before_they_are_converted() -> None
             f"window_left is {2**63 - 1}",
             f"0 or more tokens, at most {2**30 - 1}, or -1",
         ),
+        ({"page_size": 2**62}, OptionError, f"page_size is {2**62}", "at most 2147483647"),
+        ({"max_batch": 2**31}, OptionError, f"max_batch is {2**31}", "at most 2147483647"),
+        ({"max_batch": 2**30}, OptionError, f"the plan's work would be [{2**30 + 1}, 8]", "at most 2147483647"),
+        ({"max_pages": 2**30}, OptionError, f"max_kv_len is {2**30 * 16}", "at most 2147483647"),
+        ({"cache_pages": 0}, OptionError, "cache_pages is 0", "at least 1"),
         ({"num_qo_heads": 1}, ShapeError, "1 query heads do not share 2 KV heads", "a query head count"),
         ({"num_qo_heads": 5}, ShapeError, "5 query heads do not share 2 KV heads", "a query head count"),
     ],
@@ -181,6 +186,28 @@ def test_ragged_planner_needs_lengths(changes: dict[str, int]) -> None:
 def test_decode_planner_needs_a_cta() -> None:
     with pytest.raises(OptionError, match=r"^planner: num_ctas is -3; expected at least 1; \w"):
         DecodePlanner(3, 7, num_ctas=-3, **PAGED)
+    with pytest.raises(OptionError, match=r"^planner: num_ctas is -2; expected 0 to 2147483647, or None"):
+        PrefillPlanner(3, 8, 7, num_ctas=-2, **PAGED)
+
+
+def test_the_sizes_of_a_prefill_plan_are_bounded() -> None:
+    with pytest.raises(OptionError, match=rf"^planner: tile_rows is {2**31}; expected at most 2147483647, an int32"):
+        PrefillPlanner(3, 8, 7, tile_rows=2**31, **PAGED)
+    with pytest.raises(OptionError, match=r"^planner: the workspace would have \d+ elements; expected at most"):
+        PrefillPlanner(3, 8, 7, tile_rows=2**30, num_ctas=64, **PAGED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@pytest.mark.parametrize("name", ["kv_indptr", "kv_indices", "kv_last_page_len"])
+@pytest.mark.parametrize("validate", [None, False])
+def test_a_page_table_of_no_integer_dtype_is_refused(name: str, dtype: torch.dtype, validate: bool | None) -> None:
+    planner = DecodePlanner(3, 3, **PAGED)
+    table = {key: t for key, t in GOOD.items() if key != "qo_indptr"}
+    planner.plan(**table)
+    before = [t.clone() for t in planner.state]
+    with pytest.raises(DTypeError, match=rf"^plan: {name} is {str(dtype)[6:]}; expected an integer dtype; convert it"):
+        planner.plan(**{**table, name: table[name].to(dtype)}, validate=validate)
+    assert all(map(torch.equal, before, planner.state))
 
 
 @pytest.mark.parametrize("given", [{"kv_indices"}, {"kv_last_page_len"}, set()], ids=["indices", "last", "neither"])
