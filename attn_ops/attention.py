@@ -18,6 +18,7 @@ from attn_ops.frontend.plan_spec import prefill_spec
 from attn_ops.frontend.scales import Scale
 from attn_ops.plan.page_table import PageTable, by_length, index
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper
+from attn_ops.typed import typed
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 
@@ -28,7 +29,8 @@ class BatchAttention(PagedWrapper):
     dtypes follow the tensors of run(). ``device`` is theirs.
     """
 
-    def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda") -> None:
+    @typed
+    def __init__(self, kv_layout: str = "NHD", device: str | torch.device | None = "cuda") -> None:
         super().__init__(None, kv_layout, device=device)
         self._by_token: PagedWrapper | None = None
 
@@ -79,6 +81,7 @@ class BatchAttention(PagedWrapper):
     begin_forward = plan = committing(prepare_plan)
 
     @prepared
+    @typed
     def run(
         self,
         q: Tensor,
@@ -109,6 +112,7 @@ class BatchAttention(PagedWrapper):
             logits_soft_cap=logits_soft_cap or None,
         ).execute()
 
+    @typed
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The output of :meth:`run` over the pair ``(k, v)``, paged or 3-D."""
         return self.run(q, (k, v))[0]
@@ -121,6 +125,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     float32 ``[num_qo_heads]``: a natural-log logit in each row's denominator.
     """
 
+    @typed
     def __init__(
         self,
         float_workspace_buffer: Tensor,

@@ -7,16 +7,18 @@ Nothing is written before every check has passed.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, fail
+from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Heads, ScaleFactors, fold
 from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions
+from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
@@ -114,16 +116,18 @@ class AttentionCall(NamedTuple):
         return (*queries, *self.tensors[parts:])
 
 
-def as_sinks(where: str, sinks: Any, device: torch.device) -> Tensor | None:
+def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") -> Tensor | None:
     """float32 ``[num_qo_heads]`` on ``device``, from that shape, ``[num_kv_heads, group]``, or a list of one tensor."""
     if sinks is None:
         return None
     if isinstance(sinks, list | tuple):
         if len(sinks) != 1:
-            fail(ArgumentError, where, f"sinks has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
+            fail(ArgumentError, where, f"{name} has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
         sinks = sinks[0]
     if not isinstance(sinks, Tensor):
-        fail(ArgumentError, where, f"sinks is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
+        fail(ArgumentError, where, f"{name} is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
     if sinks.dim() == 2:
         sinks = sinks.flatten()
+    if seen(sinks) and not bool((sinks < math.inf).all()):
+        fail(OptionError, where, f"{name} has a NaN or an infinity", "logits, or -inf for no sink", "correct it")
     return sinks.to(device, torch.float32).contiguous()

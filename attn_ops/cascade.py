@@ -14,6 +14,7 @@ from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import index
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from attn_ops.typed import typed
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 
+@typed
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """Of two sets of keys, the state over both: ``v [rows, heads, head_dim]``, ``s [rows, heads]``.
 
@@ -34,6 +36,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     return torch.ops.attn.merge_state(v_a, s_a.float(), v_b, s_b.float())
 
 
+@typed
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """:func:`merge_state` into ``v`` and float32 ``s``.
 
@@ -50,15 +53,21 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     torch.ops.attn.merge_state_in_place(v, s, v_other, s_other.float(), None if mask is None else mask.contiguous())
 
 
+@typed
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Over the second dimension: ``v [rows, states, heads, head_dim]``, ``s [rows, states, heads]``."""
     return torch.ops.attn.merge_states(v, s.float())
 
 
+@typed
 def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
     """Row r of the result merges states ``indptr[r]`` to ``indptr[r + 1]`` of ``v [states, heads, head_dim]``."""
     offsets = index("variable_length_merge_states", "indptr", indptr).to(v.device)
     return torch.ops.attn.merge_states_varlen(v, s.float(), offsets)
+
+
+MAX_LEVELS = 1024
+"""Page tables of a cascade; each has a plan of its own."""
 
 
 class MultiLevelCascadeAttentionWrapper:
@@ -70,6 +79,7 @@ class MultiLevelCascadeAttentionWrapper:
         use_cuda_graph: with it one buffer per level in each of the ``*_buf_arr`` lists.
     """
 
+    @typed
     def __init__(
         self,
         num_levels: int,
@@ -90,6 +100,8 @@ class MultiLevelCascadeAttentionWrapper:
         }
         if num_levels < 1:
             fail(ShapeError, type(self).__name__, f"num_levels is {num_levels}", "1 or more", "change it")
+        if num_levels > MAX_LEVELS:
+            fail(ShapeError, type(self).__name__, f"num_levels is {num_levels}", f"at most {MAX_LEVELS}", "change it")
         if use_cuda_graph:
             _check_levels(type(self).__name__, num_levels, {f"{name}_arr": arr or [] for name, arr in buffers.items()})
         self._levels = []
@@ -102,6 +114,7 @@ class MultiLevelCascadeAttentionWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._use_cuda_graph
 
+    @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: Any = None) -> None:
         for level in self._levels:
             level.reset_workspace_buffer(float_workspace_buffer)
@@ -109,6 +122,7 @@ class MultiLevelCascadeAttentionWrapper:
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Nothing to do: one kernel reads caches of any strides."""
 
+    @typed
     def plan(
         self,
         qo_indptr_arr: list[Tensor],
@@ -179,17 +193,27 @@ class MultiLevelCascadeAttentionWrapper:
 
     begin_forward = plan
 
+    @typed
     def run(self, q: Tensor, paged_kv_cache: PagedCache) -> Tensor:
         """``q [nnz_qo, num_qo_heads, head_dim]``, the cache as for the prefill wrapper; the output as q."""
         states = [level.run(q, paged_kv_cache, return_lse=True) for level in self._levels]
         if len(states) == 1:
             return states[0][0]
-        return merge_states(torch.stack([v for v, _ in states], 1), torch.stack([s for _, s in states], 1))[0]
+        return merge_states(_stack([v for v, _ in states]), _stack([s for _, s in states]))[0]
 
     forward = run
 
     def end_forward(self) -> None:
         """Nothing to do: a plan needs no end."""
+
+
+def _stack(states: list[Tensor]) -> Tensor:
+    """``[rows, states, ...]``. Autocast, which refuses to stack float16 in a bfloat16 region, is off."""
+    device = states[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return torch.stack(states, 1)
+    with torch.autocast(device, enabled=False):
+        return torch.stack(states, 1)
 
 
 def _check_levels(where: str, num_levels: int, arrays: dict[str, list[Tensor]]) -> None:
@@ -201,13 +225,16 @@ def _check_levels(where: str, num_levels: int, arrays: dict[str, list[Tensor]]) 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     """Decoding for requests that share a prefix, kept as plain tensors, and go on in pages of their own."""
 
+    @typed
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
 
+    @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
         self._unique.reset_workspace_buffer(float_workspace_buffer)
 
+    @typed
     def begin_forward(
         self,
         unique_kv_indptr: Tensor,
@@ -233,6 +260,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
 
     plan = begin_forward
 
+    @typed
     def forward(self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: PagedCache) -> Tensor:
         """``q [batch, num_qo_heads, head_dim]``; ``k_shared, v_shared [prefix, num_kv_heads, head_dim]`` by layout."""
         shared = single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True)
@@ -247,16 +275,19 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
     """Prefill or append for requests that share a prefix, kept as plain tensors. dtypes follow the query."""
 
+    @typed
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
 
+    @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
         self._unique.reset_workspace_buffer(float_workspace_buffer)
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Nothing to do: one kernel reads caches of any strides."""
 
+    @typed
     def begin_forward(
         self,
         qo_indptr: Tensor,
@@ -283,6 +314,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
     plan = begin_forward
 
+    @typed
     def forward(
         self,
         q: Tensor,

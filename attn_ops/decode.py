@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import PlanError, ShapeError, fail
-from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, refuse, required
+from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, positive, refuse, required
 from attn_ops.frontend.base import PreparedPlan, committing, graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
@@ -26,6 +26,7 @@ from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batc
 from attn_ops.page import get_seq_lens
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.typed import typed
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@typed
 def single_decode_with_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -106,6 +108,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     their sizes while batches fit, and grow by powers of two when one does not, which compiles once more.
     """
 
+    @typed
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -245,6 +248,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         is_causal: bool | None,
     ) -> tuple[PageTable, PlanSpec]:
         required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
+        positive(where, q_len_per_req=q_len_per_req)
         qo_indptr = None if q_len_per_req == 1 else torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
         spec = PlanSpec(
             decode=q_len_per_req == 1,
@@ -261,6 +265,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         )
         return PageTable.of(where, indptr, indices, last_page_len, qo_indptr), spec
 
+    @typed
     def workspace_size(
         self,
         indptr: Tensor,
@@ -307,6 +312,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         )
 
     @prepared
+    @typed
     def run(
         self,
         q: Tensor,
@@ -354,6 +360,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """:meth:`run` with ``return_lse``."""
         return self.run(q, paged_kv_cache, *args, **kwargs, return_lse=True)
 
+    @typed
     def forward(
         self,
         q: Tensor,
@@ -397,6 +404,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     device of ``workspace_buffer``. plan() writes them in place, and a captured run() replays with the new batch.
     """
 
+    @typed
     def __init__(
         self,
         workspace_buffer: Tensor,
@@ -417,6 +425,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         )
 
 
+@typed
 def fast_decode_plan(
     self: BatchDecodeWithPagedKVCacheWrapper,
     indptr: Tensor,

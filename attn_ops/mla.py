@@ -11,7 +11,17 @@ from torch import Tensor
 from attn_ops.call import as_sinks
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import DType, DTypes, as_dtype, computed_dtype, positive, refuse, required
+from attn_ops.frontend.arguments import (
+    DType,
+    DTypes,
+    as_dtype,
+    bounded,
+    computed_dtype,
+    finite,
+    positive,
+    refuse,
+    required,
+)
 from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
 from attn_ops.frontend.base import PreparedPlan, Wrapper, buffer, committing, graph_buffers
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
@@ -22,6 +32,7 @@ from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
 from attn_ops.plan.page_table import PageTable, by_length, index
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.typed import typed
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -115,6 +126,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
     _kv_indptr_buf, _kv_indices_buf, _kv_len_arr_buf = buffer("kv_indptr"), buffer("kv_indices"), buffer("kv_len")
 
+    @typed
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -205,6 +217,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         positive(where, num_heads=num_heads, page_size=page_size)
         table = self._table(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
         ckv, kpe = head_dim_ckv or 512, 64 if head_dim_kpe is None else head_dim_kpe
+        positive(where, head_dim_ckv=ckv)
         spec = PlanSpec(
             decode=False,
             paged=True,
@@ -223,7 +236,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 dtypes.o = torch.bfloat16
         elif kv_data_type is not None:
             as_dtype(where, "kv_data_type", kv_data_type)
-        options = AttentionOptions(sm_scale=scale, causal=bool(causal))
+        options = bounded(where, AttentionOptions(sm_scale=scale, causal=bool(causal)))
         table = table._replace(qo_indptr=index(where, "qo_indptr", rows))
         out = None if output_dtype is None else checked_output_dtype(where, "output_dtype", output_dtype)
         plan = self._prepare(where, "batch_mla", table, spec, options, dtypes)
@@ -254,6 +267,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         return PageTable.of(where, *torch.ops.attn.page_table(pages, tokens, page_size))
 
     @prepared
+    @typed
     def run(
         self,
         q_nope: Tensor | None = None,
@@ -307,6 +321,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         )
         nope, pe = self._query(where, q_nope, q_pe, query)
         ckv, kpe = self._cache(where, ckv_cache, kpe_cache, kv_cache, nope.shape[-1])
+        finite(where, "ckv_scale", ckv_scale)
+        finite(where, "kpe_scale", kpe_scale)
         if ckv.dtype in FP8 and page_table is None and bmm1_scale is None:
             _require_scales(where, ckv_scale if ckv_scale_arr is None else ckv_scale_arr, kpe_scale)
         groups = None

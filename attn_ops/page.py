@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, fail
+from attn_ops.errors import ArgumentError, PageTableError, fail
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
-from attn_ops.plan.page_table import index
+from attn_ops.plan.page_table import INT32_MAX, index, seen
+from attn_ops.typed import typed
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
 
+@typed
 def get_batch_indices_positions(
     append_indptr: Tensor,
     seq_lens: Tensor,
@@ -46,13 +48,25 @@ def get_batch_indices_positions(
     return first, second
 
 
+@typed
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """int32 ``[batch]``, tokens of each request: ``(pages - 1) * page_size + last``, 0 where there is no page."""
     indptr = index("get_seq_lens", "kv_indptr", kv_indptr)
     last = index("get_seq_lens", "kv_last_page_len", kv_last_page_len).to(indptr.device)
+    if seen(indptr) and indptr.numel() > 1:
+        pages = int(indptr.long().diff().max())
+        if pages * page_size > INT32_MAX:
+            fail(
+                PageTableError,
+                "get_seq_lens",
+                f"a request of {pages} pages of page_size {page_size} has up to {pages * page_size} tokens",
+                f"at most {INT32_MAX}, an int32",
+                "correct kv_indptr or page_size",
+            )
     return torch.ops.attn.seq_lens(indptr, last, page_size)
 
 
+@typed
 def append_paged_kv_cache(
     append_key: Tensor,
     append_value: Tensor,
@@ -79,6 +93,7 @@ def append_paged_kv_cache(
     torch.ops.attn.append_kv(append_key, append_value, k_cache, v_cache, *places, kv_layout=kv_layout)
 
 
+@typed
 def append_paged_mla_kv_cache(
     append_ckv: Tensor | None,
     append_kpe: Tensor | None,

@@ -24,7 +24,7 @@ from attn_ops.errors import (
 )
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import BOUNDS
-from attn_ops.plan.page_table import real, seen
+from attn_ops.plan.page_table import INTEGERS, real, seen
 from attn_ops.plan.page_table_checks import check_indptr, check_pages
 from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_SIZE, check_products
 from attn_ops.plan.sizing import (
@@ -48,6 +48,10 @@ from attn_ops.plan.state import (
     split_tokens,
     workspace_size,
 )
+from attn_ops.typed import typed
+
+MAX_WORKSPACE = 1 << 40
+"""float32 elements of the largest workspace, 4 TiB: more than any device has."""
 
 WORKSPACE = "workspace"
 """Key of the workspace in ``storage``, beside the plan's fields."""
@@ -146,6 +150,14 @@ class _Planner:
     def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None) -> None:
         """Hold the plan, and ``workspace`` or a new one."""
         needed = workspace_size(plan)
+        if needed > MAX_WORKSPACE:
+            fail(
+                OptionError,
+                "planner",
+                f"the workspace would have {needed} elements",
+                f"at most {MAX_WORKSPACE}",
+                "make num_ctas, tile_rows or the capacities smaller",
+            )
         if workspace is None:
             workspace = torch.zeros(needed, dtype=torch.float32, device=self.device)
         elif 0 < workspace.shape[0] < needed:
@@ -166,7 +178,16 @@ class _Planner:
         return self.state
 
     def _check(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
-        """Check the contents of a page table if ``validate`` is true, or if it is None and all is on the host."""
+        """Check the dtypes of a page table, and its contents if ``validate``, or if it is None and all on the host."""
+        for name, t in (*indptrs.items(), ("kv_indices", indices), ("kv_last_page_len", last)):
+            if t.dtype not in INTEGERS:
+                fail(
+                    DTypeError,
+                    "plan",
+                    f"{name} is {str(t.dtype).removeprefix('torch.')}",
+                    "an integer dtype",
+                    "convert it",
+                )
         if _validates(validate, *indptrs.values(), indices, last):
             for name, indptr in indptrs.items():
                 check_indptr(name, indptr)
@@ -218,6 +239,7 @@ class DecodePlanner(_Planner):
 
     state: DecodePlan
 
+    @typed
     def __init__(
         self,
         max_batch: int,
@@ -239,6 +261,7 @@ class DecodePlanner(_Planner):
         super().__init__()
         _in_range("max_batch", max_batch)
         _in_range("max_pages", max_pages, least=0)
+        _in_range("cache_pages", cache_pages)
         _in_range("num_ctas", num_ctas, most=MAX_CTAS_PER_HEAD)
         self.problem = _problem(
             fixed_split_size=fixed_split_size,
@@ -265,6 +288,7 @@ class DecodePlanner(_Planner):
             plan = allocate_decode(self.problem, *capacity, self.device, storage=fields)
             self._own(plan, (storage or {}).get(WORKSPACE))
 
+    @typed
     def plan(
         self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *, validate: bool | None = None
     ) -> DecodePlan:
@@ -287,6 +311,7 @@ class DecodePlanner(_Planner):
         self._fill(validate, kv_indptr, kv_indices, kv_last_page_len)
         return self.state
 
+    @typed
     def check(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
         """Raise what :meth:`plan` would raise for the contents of this page table, and write nothing."""
         self._check(None, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
@@ -321,6 +346,7 @@ class PrefillPlanner(_Planner):
 
     state: PrefillPlan
 
+    @typed
     def __init__(
         self,
         max_batch: int,
@@ -355,6 +381,7 @@ class PrefillPlanner(_Planner):
         _in_range("max_batch", max_batch)
         _in_range("max_tokens", max_tokens)
         _in_range("max_pages", max_pages, least=0)
+        _in_range("cache_pages", cache_pages)
         _in_range("num_ctas", num_ctas, least=0)
         if tile_rows is None:
             tile_rows = rows_per_tile(num_qo_heads, num_kv_heads, rows)
@@ -389,6 +416,7 @@ class PrefillPlanner(_Planner):
             )
             self._own(plan, (storage or {}).get(WORKSPACE))
 
+    @typed
     def plan(
         self,
         qo_indptr: Tensor,
@@ -408,6 +436,7 @@ class PrefillPlanner(_Planner):
         self._fill(validate, qo_indptr, kv_indptr, *table)
         return self.state
 
+    @typed
     def check(
         self,
         qo_indptr: Tensor,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.errors import ArgumentError, PlanError, UnsupportedError, fail
-from attn_ops.frontend.arguments import DType, refuse
+from attn_ops.frontend.arguments import DType, attention_options, layout, refuse
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.masks import packed_mask_by_plan
 from attn_ops.frontend.outputs import OutputSpec
@@ -16,6 +16,7 @@ from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.scales import Scale
 from attn_ops.plan.state import PrefillPlan
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from attn_ops.typed import typed
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -26,6 +27,7 @@ class PODWithPagedKVCacheWrapper:
     Arguments of the constructor and of plan() are those of the decode wrapper; plan() is for the decoding.
     """
 
+    @typed
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -50,9 +52,11 @@ class PODWithPagedKVCacheWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._decode.is_cuda_graph_enabled
 
+    @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
         self._decode.reset_workspace_buffer(float_workspace_buffer)
 
+    @typed
     def plan(
         self,
         indptr: Tensor,
@@ -93,6 +97,7 @@ class PODWithPagedKVCacheWrapper:
 
     begin_forward = plan
 
+    @typed
     def run(
         self,
         q_p: Tensor,
@@ -148,8 +153,18 @@ class PODWithPagedKVCacheWrapper:
                     "no mask of decode rows",
                     "use a prefill wrapper for them",
                 )
+        attention_options(
+            where,
+            suffix="_p",
+            pos_encoding_mode=pos_encoding_mode_p,
+            window_left=window_left_p,
+            sm_scale=sm_scale_p,
+            rope_scale=rope_scale_p,
+            rope_theta=rope_theta_p,
+        )
         changes = forward_changes(
             where,
+            suffix="_d",
             pos_encoding_mode=pos_encoding_mode_d,
             window_left=window_left_d,
             sm_scale=sm_scale_d,
@@ -172,7 +187,10 @@ class PODWithPagedKVCacheWrapper:
             rope_theta=rope_theta_p,
             return_lse=return_lse_p,
         )
-        output, kv_layout = OutputSpec(return_lse=return_lse_d), None if kv_layout_d == "NHD" else kv_layout_d
+        output, kv_layout = (
+            OutputSpec(return_lse=return_lse_d),
+            None if kv_layout_d == "NHD" else layout(where, kv_layout_d),
+        )
         decode = self._decode._paged_call(
             where, q_d, paged_kv_cache_d, output, **scales, kv_layout=kv_layout, **changes
         )
@@ -185,6 +203,7 @@ class PODWithPagedKVCacheWrapper:
 class BatchPODWithPagedKVCacheWrapper:
     """A batch of prefills beside a batch of decodes, both over paged caches."""
 
+    @typed
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         self._prefill, self._decode = (
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout) for _ in range(2)
@@ -194,6 +213,7 @@ class BatchPODWithPagedKVCacheWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return False
 
+    @typed
     def plan(
         self,
         qo_indptr_p: Tensor,
@@ -246,6 +266,7 @@ class BatchPODWithPagedKVCacheWrapper:
 
     begin_forward = plan
 
+    @typed
     def run(
         self,
         q_p: Tensor,

@@ -38,6 +38,7 @@ from attn_ops.frontend.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache
 from attn_ops.plan.page_table import PageTable
+from attn_ops.typed import typed
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 
+@typed
 def single_prefill_with_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -157,6 +159,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_prefill`` node.
     """
 
+    @typed
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -302,6 +305,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
     begin_forward = plan = committing(prepare_plan)
 
+    @typed
     def workspace_size(
         self,
         qo_indptr: Tensor,
@@ -335,6 +339,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return self._sizes(PageTable.of(where, *tables[1:], qo_indptr), spec)
 
     @prepared
+    @typed
     def run(
         self,
         q: Tensor,
@@ -387,6 +392,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         """:meth:`run` with ``return_lse``."""
         return self.run(q, paged_kv_cache, *args, **kwargs, return_lse=True)
 
+    @typed
     def forward(
         self,
         q: Tensor,

@@ -8,15 +8,18 @@ from torch import Tensor
 from attn_ops.errors import ShapeError, fail
 from attn_ops.plan.page_table import index
 from attn_ops.plan.page_table_checks import check_indptr
+from attn_ops.typed import typed
 
 __all__ = ["packbits", "segment_packbits"]
 
 
+@typed
 def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
     """uint8 ``[ceil(n / 8)]`` of bool ``x [n]``, the last byte filled with zeros; ``bitorder`` big or little."""
     return torch.ops.attn.packbits(x, bitorder=bitorder)
 
 
+@typed
 def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[Tensor, Tensor]:
     """Pack each segment ``x[indptr[i]:indptr[i + 1]]`` from a byte of its own.
 

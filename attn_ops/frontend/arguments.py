@@ -11,7 +11,8 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.policy import UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
-from attn_ops.ops.options import BOUNDS, DEFAULTS, FLOATS, FP8, LAYOUTS, AttentionOptions
+from attn_ops.ops.options import BOUNDS, DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions
+from attn_ops.plan.page_table import INT32_MAX
 
 DType = str | torch.dtype
 
@@ -99,6 +100,14 @@ def positive(where: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             fail(OptionError, where, f"{name} is {size}", "1 or more", "change it")
+        if type(size) is int and size > INT32_MAX:
+            fail(OptionError, where, f"{name} is {size}", f"at most {INT32_MAX}, an int32", "change it")
+
+
+def finite(where: str, name: str, value: float | None) -> None:
+    """A factor that is computed with in float32."""
+    if value is not None and not -MAX_SCALAR <= value <= MAX_SCALAR:
+        fail(OptionError, where, f"{name} is {value}", "a finite number (at most 2^126)", "change it")
 
 
 def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
@@ -150,8 +159,12 @@ def attention_options(
     sm_scale: float | None = None,
     rope_scale: float | None = None,
     rope_theta: float | None = None,
+    suffix: str = "",
 ) -> AttentionOptions:
-    """FlashInfer's options as those of the ops, checked; None means the default."""
+    """FlashInfer's options as those of the ops, checked; None means the default.
+
+    ``suffix`` ends the names that the caller calls them by.
+    """
     options = AttentionOptions(
         sm_scale=sm_scale,
         logits_soft_cap=float(logits_soft_cap or DEFAULTS.logits_soft_cap),
@@ -160,9 +173,13 @@ def attention_options(
         rope_scale=DEFAULTS.rope_scale if rope_scale is None else rope_scale,
         rope_theta=DEFAULTS.rope_theta if rope_theta is None else rope_theta,
     )
+    return bounded(where, options, suffix, pos_encoding="pos_encoding_mode")
+
+
+def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: str) -> AttentionOptions:
+    """``options``, each within its bound. ``names``: those by which the caller calls options, but for ``suffix``."""
     for name, bound in BOUNDS.items():
         value = getattr(options, name)
         if not bound.holds(value):
-            given = "pos_encoding_mode" if name == "pos_encoding" else name
-            fail(OptionError, where, f"{given} is {value!r}", bound.expected, "change it")
+            fail(OptionError, where, f"{names.get(name, name)}{suffix} is {value!r}", bound.expected, "change it")
     return options

@@ -16,7 +16,7 @@ from attn_ops.eager.prepared_call import PreparedMethods, same
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
-from attn_ops.frontend.arguments import DTypes, layout, own_backend, positional, positive, refuse
+from attn_ops.frontend.arguments import DTypes, bounded, layout, own_backend, positional, positive, refuse
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.one_shot import problem_of, without_window
@@ -29,6 +29,7 @@ from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
 from attn_ops.plan.sizing import count_splits
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
+from attn_ops.typed import typed
 
 P = ParamSpec("P")
 
@@ -181,7 +182,7 @@ def committing(prepare_plan: Callable[P, PreparedPlan]) -> Callable[P, None]:
     plan.__name__, plan.__qualname__ = "plan", prepare_plan.__qualname__.replace("prepare_plan", "plan")
     del plan.__annotations__["return"]
     plan.__annotations__["return"] = "None"
-    return plan  # type: ignore[return-value]
+    return typed(plan)  # type: ignore[return-value]
 
 
 def _planned_option(name: str) -> Any:
@@ -265,6 +266,7 @@ class Wrapper:
         """The backend named to the constructor, or ``"auto"``: a backend is chosen for each call."""
         return self._backend
 
+    @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
         """Use another workspace, on the same device. The plan stays; plans own their integers."""
         where = f"{self._name}.reset_workspace_buffer"
@@ -467,7 +469,9 @@ class Wrapper:
         if p.dtypes is not None and output.dtype is None:
             output = output._replace(dtype=p.dtypes.o)
         options = p.options._replace(sinks=as_sinks(where, sinks, tensors[0].device))
-        options = options._replace(**{name: value for name, value in changes.items() if value is not None})
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if changes:
+            options = bounded(where, options._replace(**changes), pos_encoding="pos_encoding_mode")
         return AttentionCall(
             where, p.op, tensors, p, options, output, scales, kv_layout or self._kv_layout, self._backend
         )

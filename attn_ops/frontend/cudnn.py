@@ -10,12 +10,13 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import output_dtype, own_backend, ranked, required
+from attn_ops.frontend.arguments import bounded, output_dtype, own_backend, ranked, required
 from attn_ops.frontend.one_shot import block_table, block_table_call, lengths, ragged_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import cumulative, seen
+from attn_ops.typed import typed
 
 OFFSET_UNITS = ("elements", "tokens")
 ROWS = "[rows, heads, head_dim]"
@@ -61,6 +62,7 @@ def _lengths(
     return cumulative(where, offsets_name, offsets.flatten(), offsets.numel() - 1, rows_name, rows).diff()
 
 
+@typed
 def cudnn_batch_decode_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -114,13 +116,14 @@ def cudnn_batch_decode_with_kv_cache(
     )
     sinks = as_sinks(where, sinks, q.device)
     dtype = out.dtype if out is not None and out.dtype in FP8 else q.dtype
+    options = AttentionOptions(sm_scale=scale, window_left=window_left, sinks=sinks, causal=True)
     return block_table_call(
         where,
         (q, k_cache, v_cache),
         tables,
         actual_seq_lens_kv,
         rows,
-        AttentionOptions(sm_scale=scale, window_left=window_left, sinks=sinks, causal=True),
+        bounded(where, options, sm_scale="scale"),
         OutputSpec(out, lse, return_lse, dtype),
         ScaleFactors(),
         kv_layout="HND",
@@ -152,6 +155,7 @@ def _check_longest(where: str, seq_lens: Tensor, most: int) -> None:
         )
 
 
+@typed
 def cudnn_batch_prefill_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -227,7 +231,7 @@ def cudnn_batch_prefill_with_kv_cache(
     output = OutputSpec(out, lse, return_lse, dtype, lse_base, padded=padded)
     if output.padding is not None:
         _check_longest(where, actual_seq_lens_q, max_token_per_sequence)
-    options = AttentionOptions(sm_scale=scale, causal=causal)
+    options = bounded(where, AttentionOptions(sm_scale=scale, causal=causal), sm_scale="scale")
     scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
     tensors, backend = (q, k_cache, v_cache), own_backend(backend or "auto")
     if block_tables is not None:

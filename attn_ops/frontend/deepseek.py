@@ -9,13 +9,14 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import own_backend, refuse, required
+from attn_ops.frontend.arguments import bounded, own_backend, refuse, required
 from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, uniform_indptr, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import cumulative
+from attn_ops.typed import typed
 
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
 
@@ -67,6 +68,7 @@ def _decode(
     ).execute()
 
 
+@typed
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
@@ -148,6 +150,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )
 
 
+@typed
 def xqa_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
@@ -169,6 +172,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     return _decode(where, query, kv_cache, dims, block_tables, seq_lens, out, (bmm1_scale, bmm2_scale), sinks)
 
 
+@typed
 def trtllm_ragged_attention_deepseek(
     query: Tensor,
     key: Tensor,
@@ -229,13 +233,13 @@ def trtllm_ragged_attention_deepseek(
             ("cum_seq_lens_kv", cum_seq_lens_kv, "key", key),
         )
     )
-    sinks = as_sinks(where, attention_sinks, query.device)
+    sinks = as_sinks(where, attention_sinks, query.device, "attention_sinks")
     return ragged_call(
         where,
         (query, key, value),
         qo_indptr,
         kv_indptr,
-        AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal),
+        bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal)),
         OutputSpec(out, lse, return_lse, _unnamed_dtype(query, out)),
         ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
         backend=own_backend(backend),

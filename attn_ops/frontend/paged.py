@@ -57,13 +57,13 @@ class PagedWrapper(Wrapper):
 
 
 def forward_changes(
-    where: str, *, causal: bool = False, logits_soft_cap: float | None = None, **given: Any
+    where: str, *, causal: bool = False, logits_soft_cap: float | None = None, suffix: str = "", **given: Any
 ) -> dict[str, Any]:
     """The options that ``forward`` changes for its call: those that are not at their defaults.
 
     A soft cap of 0 is a change, since it is not None.
     """
-    options = attention_options(where, logits_soft_cap=logits_soft_cap, **given)
+    options = attention_options(where, logits_soft_cap=logits_soft_cap, suffix=suffix, **given)
     defaults = attention_options(where)
     changes = {
         name: value

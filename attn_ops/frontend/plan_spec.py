@@ -41,4 +41,6 @@ def splitting(where: str, fixed_split_size: int | None, disable_split_kv: bool) 
     size = None if fixed_split_size == -1 else fixed_split_size
     if size is not None and size < 1:
         fail(OptionError, where, f"fixed_split_size is {size}", "1 page or more, or None", "change it")
+    if size is not None:
+        positive(where, fixed_split_size=size)
     return {"unsplit": disable_split_kv, "fixed_split_size": None if disable_split_kv else size}

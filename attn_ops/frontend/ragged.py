@@ -16,6 +16,7 @@ from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.plan.page_table import PageTable
+from attn_ops.typed import typed
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
@@ -36,6 +37,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
 
     _kv_indptr_buf = buffer("kv_indptr")
 
+    @typed
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -179,6 +181,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         return self._call(where, tensors, output, scales, **changes)
 
     @prepared
+    @typed
     def run(
         self,
         q: Tensor,
@@ -223,6 +226,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         """:meth:`run` with ``return_lse``."""
         return self.run(q, k, v, *args, **kwargs, return_lse=True)
 
+    @typed
     def forward(
         self,
         q: Tensor,

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.ops.options import BOUNDS
+from attn_ops.frontend.arguments import finite
+from attn_ops.ops.options import BOUNDS, MAX_SCALAR
+from attn_ops.plan.page_table import seen
 
 Scale = float | Tensor | None
 
@@ -57,7 +59,14 @@ def reciprocal(where: str, name: str, scale: Scale) -> Scale:
 def as_factor(where: str, name: str, scale: Scale, device: torch.device, heads: Heads | None) -> Scale:
     """A number, a float32 tensor of no dimensions, or with ``heads`` one of a value per query head."""
     if not isinstance(scale, Tensor):
-        return None if scale is None else float(scale)
+        if scale is None:
+            return None
+        number = float(scale)
+        finite(where, name, number)
+        return number
+    if seen(scale):
+        for number in scale.flatten().tolist():
+            finite(where, name, number)
     values = scale.numel()
     if values == 1:
         return scale.reshape(()).to(device, torch.float32)
@@ -101,13 +110,13 @@ def fold(
             fail(
                 OptionError,
                 where,
-                f"the scales multiply to {scale}",
+                f"the scales multiply to {scale} ({_names(logits)})",
                 "a positive number (2^-126 to 2^126)",
                 "change a scale",
             )
         sm_scale = scale
-    if not -math.inf < output < math.inf:
-        fail(OptionError, where, f"the scales of the output multiply to {output}", "a finite number", "change a scale")
+    if not -MAX_SCALAR <= output <= MAX_SCALAR:
+        finite(where, f"the product of the output's scales ({_names(values)})", output)
     query, result = None, output
     if key is not None and key.dim():  # the largest is one for the whole tensor, and the query has what is left
         largest = key.amax()
@@ -119,6 +128,10 @@ def fold(
     one = torch.ones((), dtype=torch.float32, device=device)
     kv_scale = torch.stack((one if key is None else key, one if value is None else value))
     return FoldedScales(sm_scale, kv_scale, result, query)
+
+
+def _names(scales: Mapping[str, Scale]) -> str:
+    return ", ".join(name for name, scale in scales.items() if scale is not None)
 
 
 def _given(scales: Mapping[str, Scale]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import ShapeError, fail
-from attn_ops.frontend.arguments import DType, layout, output_dtype, own_backend, positive, refuse, required
+from attn_ops.frontend.arguments import DType, bounded, layout, output_dtype, own_backend, positive, refuse, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.frontend.masks import check_tree_mask
 from attn_ops.frontend.one_shot import block_table, block_table_call, uniform_rows
@@ -22,6 +22,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative
+from attn_ops.typed import typed
 
 
 def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
@@ -33,7 +34,7 @@ def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dt
 def _options(where: str, query: Tensor, window_left: int, sinks: Any, causal: bool = True) -> AttentionOptions:
     """``bmm1_scale``, a factor of the logits, takes the place of the softmax scale."""
     sinks = as_sinks(where, sinks, query.device)
-    return AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=causal)
+    return bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=causal))
 
 
 def _decode(
@@ -78,6 +79,7 @@ def _decode(
     ).execute()
 
 
+@typed
 def trtllm_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
@@ -165,6 +167,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
 
 
+@typed
 def xqa_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
@@ -204,6 +207,7 @@ def xqa_batch_decode_with_kv_cache(
     )
 
 
+@typed
 def trtllm_batch_context_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,

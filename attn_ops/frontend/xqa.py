@@ -5,15 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from attn_ops.call import as_sinks
-from attn_ops.errors import ShapeError, UnsupportedError, fail
+from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import layout, refuse, required
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import check_tree_mask
 from attn_ops.frontend.one_shot import block_table, block_table_call, latent_call, uniform_indptr, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import MAX_WINDOW, AttentionOptions
 from attn_ops.plan.page_table import cumulative, real
+from attn_ops.typed import typed
 
 
 def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
@@ -44,6 +45,7 @@ def _agree(where: str, **pairs: tuple[int | None, int]) -> None:
             fail(ShapeError, where, f"{name} is {given}", f"{actual} as the tensors have", "correct one")
 
 
+@typed
 def xqa(
     q: Tensor,
     k_cache: Tensor,
@@ -106,6 +108,8 @@ def xqa(
         check_tree_mask(where, mask, flat.shape[0], q_len)
     if sliding_win_size < 0:
         fail(ShapeError, where, f"sliding_win_size is {sliding_win_size}", "tokens, or 0 for no window", "change it")
+    if sliding_win_size > MAX_WINDOW + 1:
+        fail(OptionError, where, f"sliding_win_size is {sliding_win_size}", f"at most {MAX_WINDOW + 1}", "change it")
     window_left, sinks = sliding_win_size - 1, as_sinks(where, sinks, q.device)
     result = block_table_call(
         where,
@@ -124,6 +128,7 @@ def xqa(
     return result if output is None else None
 
 
+@typed
 def xqa_mla(
     q: Tensor,
     k_cache: Tensor,

@@ -30,13 +30,22 @@ LAUNCH_CACHES: dict[str, LaunchCache] = {}
 """The launch cache of each op, for calls on CUDA."""
 
 
+def _run(function: Callable[..., Any], device: torch.device, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a backend's function. Autocast, which would change the dtypes inside it, does not reach into an op."""
+    if not torch.is_autocast_enabled(device.type):
+        return function(*args, **kwargs)
+    with torch.autocast(device.type, enabled=False):
+        return function(*args, **kwargs)
+
+
 def _implementation(op: str, *, lowerable: bool = False) -> Callable[..., Any]:
     """Check the call and run the chosen backend, of those that Inductor can inline if ``lowerable``."""
     check = CHECKS[op]
 
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         problem = check(*args, backend=backend, **kwargs)
-        return backends.choose(problem, backend, lowerable).implementation(op)(*args, **kwargs)
+        function = backends.choose(problem, backend, lowerable).implementation(op)
+        return _run(function, problem.device, args, kwargs)
 
     return implementation
 
@@ -48,10 +57,11 @@ def _launch_cache(op: str) -> LaunchCache:
     def first_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         options = dict(kwargs)
         name = options.pop("backend", "auto")
-        backend = backends.choose(check(*args, backend=name, **options), name)
+        problem = check(*args, backend=name, **options)
+        backend = backends.choose(problem, name)
         function, capture = backend.implementation(op), backend.capture_launches()
         if capture is None:
-            return function(*args, **options), None
+            return _run(function, problem.device, args, options), None
         return capture(function, args, options)
 
     return LaunchCache(first_call)

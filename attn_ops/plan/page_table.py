@@ -11,7 +11,12 @@ from torch._subclasses import FakeTensor
 from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, fail
 from attn_ops.plan.page_table_checks import check_entries, check_indptr
 
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+"""dtypes of page tables and lengths."""
+
+
+INT32_MAX = torch.iinfo(torch.int32).max
+"""The largest length, position or page number."""
 
 
 def real(t: Tensor) -> bool:
@@ -102,7 +107,7 @@ class PageTable(NamedTuple):
             if first:
                 tables = self._replace(kv_indptr=self.kv_indptr - first, kv_indices=self.kv_indices[first:])
                 kv_indptr = kv_indptr - first
-        steps, batch, rows = kv_indptr.diff(), kv_indptr.shape[0] - 1, kv_indptr.shape[0] - 1
+        steps, batch, rows = kv_indptr.long().diff(), kv_indptr.shape[0] - 1, kv_indptr.shape[0] - 1
         if self.qo_indptr is not None:
             qo_indptr = self.qo_indptr.cpu()
             check_indptr("qo_indptr", qo_indptr)
@@ -147,7 +152,7 @@ def index(where: str, name: str, t: Tensor) -> Tensor:
 
 def as_int32(where: str, name: str, t: Tensor) -> Tensor:
     """``t`` of any integer dtype as int32. Raises PageTableError for numbers, on the host, that do not fit."""
-    if t.dtype not in _INTEGERS:
+    if t.dtype not in INTEGERS:
         fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
     small = t.to(torch.int32)
     if t.dtype != torch.int32 and seen(t) and not torch.equal(small, t):
@@ -210,7 +215,7 @@ def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor,
     if seen(lengths) and batch and int(lengths.min()) < 0:
         b = int(lengths.argmin())
         fail(PageTableError, where, f"kv_len_arr[{b}] is {int(lengths[b])}", "0 or more tokens", "correct it")
-    lengths, indices = lengths.to(indptr.device), indices.to(indptr.device)
+    lengths, indices = lengths.to(indptr.device).long(), indices.to(indptr.device)
     held = indptr.diff()
     pages = torch.where(held > 0, (lengths + page_size - 1) // page_size, 0)
     if not indptr.is_cuda and bool((pages > held).any()):

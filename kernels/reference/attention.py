@@ -7,9 +7,7 @@ the tile of a work item. The work items of a tile that is split all compute the 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -83,21 +81,6 @@ def _logits(t: Tiles, keys: Tensor, opts: AttentionOptions) -> Tensor:
     return logits
 
 
-def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with autocast disabled, so that its matrix products stay in float32."""
-
-    @functools.wraps(function)
-    def wrapped(t: Tiles, *args: Any) -> Any:
-        device = t.q.device.type
-        if not torch.is_autocast_enabled(device):
-            return function(t, *args)
-        with torch.autocast(device, enabled=False):
-            return function(t, *args)
-
-    return wrapped
-
-
-@_in_float32
 def _attend(t: Tiles, keys: Tensor, values: Tensor, opts: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Attention of query tiles over ``keys [N, L, num_kv_heads, head_dim_qk]``, ``values [..., head_dim_vo]``.
 

@@ -391,7 +391,7 @@ CASES: dict[str, Case] = {
         "in layout NHD the KV cache has pages of 2 tokens and 16 heads; expected 16 tokens and 2 heads as planned; "
         "name kv_layout='HND'",
     ),
-    "no cache": (lambda: decode().run(R.q, None), errors.ArgumentError, "the KV cache is of type NoneType"),
+    "no cache": (lambda: decode().run(R.q, None), errors.ArgumentError, "paged_kv_cache is None; expected a tensor"),
     "a list as page table": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan([0, 1], *R.table[1:], *R.sizes),  # type: ignore[arg-type]
         errors.ArgumentError,

@@ -83,6 +83,11 @@ def but_last(plan: Any) -> list[Tensor]:
     return list(plan)[:-1]
 
 
+def shared(t: Tensor) -> Tensor:
+    """As many rows, all in the memory of the first."""
+    return t[:1].clone().expand(t.shape)
+
+
 def twice(t: Tensor) -> Tensor:
     return torch.cat((t, t))
 
@@ -340,6 +345,41 @@ def _others() -> list[Bad]:
         Bad("append_kv", {"v": dims(..., slice(8))}, ShapeError, "v has head_dim 8", "64 as in v_cache"),
         Bad("append_kv", {"v_cache": one}, ShapeError, "v_cache has pages 1", ""),
         Bad("append_kv", {"positions": one}, ShapeError, "positions has tokens 1", "3 as in the appended rows"),
+        Bad(
+            "append_kv",
+            {"k_cache": shared},
+            ShapeError,
+            "k_cache is written and its rows overlap, with stride 0",
+            "a stride of at least 64",
+        ),
+        Bad(
+            "append_kv",
+            {"v_cache": shared},
+            ShapeError,
+            "v_cache is written and its rows overlap, with stride 0",
+            "a stride of at least 64",
+        ),
+        Bad(
+            "append_mla_kv",
+            {"ckv_cache": shared},
+            ShapeError,
+            "ckv_cache is written and its rows overlap",
+            "a stride of at least 32",
+        ),
+        Bad(
+            "merge_state_in_place",
+            {"v": shared},
+            ShapeError,
+            "v is written and its rows overlap",
+            "a stride of at least 64",
+        ),
+        Bad(
+            "merge_state_in_place",
+            {"s": shared},
+            ShapeError,
+            "s is written and its rows overlap",
+            "a stride of at least 4",
+        ),
         Bad("append_kv", {"k": leaf}, GradientError, "k requires grad", "inference"),
         Bad("append_kv", {"v_cache": leaf}, GradientError, "v_cache requires grad", "inference"),
         Bad("append_mla_kv", {"kpe": one}, ShapeError, "kpe has tokens 1", "3 as in ckv"),
@@ -380,6 +420,10 @@ def _others() -> list[Bad]:
         Bad("seq_lens", {"page_size": 0}, OptionError, "page_size is 0", "at least 1"),
         Bad("seq_lens", {"kv_last_page_len": one}, ShapeError, "kv_last_page_len has length 1", "2 as in kv_indptr"),
         Bad("page_table", {"page_size": 0}, OptionError, "page_size is 0", "at least 1"),
+        Bad("page_table", {"page_size": 2**30}, OptionError, "a request of 2 pages of page_size 1073741824", "at most"),
+        Bad("page_table", {"page_size": 2**62}, OptionError, f"page_size is {2**62}", "at most 2147483647"),
+        Bad("seq_lens", {"page_size": 2**32 + 16}, OptionError, f"page_size is {2**32 + 16}", "at most 2147483647"),
+        Bad("batch_indices_positions", {"nnz": 2**40}, OptionError, f"nnz is {2**40}", "at most 2147483647"),
         Bad("page_table", {"seq_lens": one}, ShapeError, "seq_lens has length 1", "2 as in block_tables"),
         Bad("packbits", {"bitorder": "huge"}, OptionError, "bitorder is huge", "big or little"),
         Bad("segment_packbits", {"num_bytes": -1}, OptionError, "num_bytes is -1", "at least 0"),

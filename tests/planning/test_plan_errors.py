@@ -11,7 +11,15 @@ from helpers.page_tables import int32
 from torch import Tensor
 
 from attn_ops import DecodePlanner, PrefillPlanner
-from attn_ops.errors import ArgumentError, AttnOpsError, CapacityError, OptionError, PageTableError, ShapeError
+from attn_ops.errors import (
+    ArgumentError,
+    AttnOpsError,
+    CapacityError,
+    DTypeError,
+    OptionError,
+    PageTableError,
+    ShapeError,
+)
 
 SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 PAGED: dict[str, Any] = {**SIZES, "page_size": 16, "max_kv_len": 64, "cache_pages": 9}
@@ -165,6 +173,11 @@ def test_page_numbers_beyond_int32_are_found_before_they_are_converted() -> None
             f"window_left is {2**63 - 1}",
             f"0 or more tokens, at most {2**30 - 1}, or -1",
         ),
+        ({"page_size": 2**62}, OptionError, f"page_size is {2**62}", "at most 2147483647"),
+        ({"max_batch": 2**31}, OptionError, f"max_batch is {2**31}", "at most 2147483647"),
+        ({"max_batch": 2**30}, OptionError, f"the plan's work would be [{2**30 + 1}, 8]", "at most 2147483647"),
+        ({"max_pages": 2**30}, OptionError, f"max_kv_len is {2**30 * 16}", "at most 2147483647"),
+        ({"cache_pages": 0}, OptionError, "cache_pages is 0", "at least 1"),
         ({"num_qo_heads": 1}, ShapeError, "1 query heads do not share 2 KV heads", "a query head count"),
         ({"num_qo_heads": 5}, ShapeError, "5 query heads do not share 2 KV heads", "a query head count"),
     ],
@@ -268,6 +281,19 @@ def test_the_largest_plan_is_not_refused() -> None:
     with torch.device("meta"):
         planner = DecodePlanner(2**12, 2**20, **{**PAGED, "page_size": 2**10, "max_kv_len": None, "num_ctas": 65535})
     assert planner.problem.max_kv_len == 2**30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@pytest.mark.parametrize("name", ["kv_indptr", "kv_indices", "kv_last_page_len"])
+@pytest.mark.parametrize("validate", [None, False])
+def test_a_page_table_of_no_integer_dtype_is_refused(name: str, dtype: torch.dtype, validate: bool | None) -> None:
+    planner = DecodePlanner(3, 3, **PAGED)
+    table = {key: t for key, t in GOOD.items() if key != "qo_indptr"}
+    planner.plan(**table)
+    before = [t.clone() for t in planner.state]
+    with pytest.raises(DTypeError, match=rf"^plan: {name} is {str(dtype)[6:]}; expected an integer dtype; convert it"):
+        planner.plan(**{**table, name: table[name].to(dtype)}, validate=validate)
+    assert all(map(torch.equal, before, planner.state))
 
 
 @pytest.mark.parametrize("given", [{"kv_indices"}, {"kv_last_page_len"}, set()], ids=["indices", "last", "neither"])

@@ -78,6 +78,17 @@ class OpChecker:
             self.fail(CapacityError, *texts)
         size_guards.note_capacity(needed, capacity, f"{self.name}: {what}; expected {expected}; {fix}")
 
+    def no_overlap(self, name: str, t: Tensor) -> None:
+        """Rows of ``t``, which are written, have memory of their own; those of an expanded tensor share it."""
+        for dim, (size, stride) in enumerate(zip(t.shape[:-1], t.stride()[:-1], strict=True)):
+            if known(stride < t.shape[-1]) and known(size > 1):
+                self.fail(
+                    ShapeError,
+                    f"{name} is written and its rows overlap, with stride {stride} in dimension {dim}",
+                    f"a stride of at least {t.shape[-1]}, the size of the last dimension",
+                    f"use {name}.contiguous(), not an expanded tensor",
+                )
+
     def no_grad(self, **tensors: Tensor | None) -> None:
         if torch.is_grad_enabled():
             for name, t in tensors.items():

@@ -56,6 +56,8 @@ def merge_state_in_place(
     _states(op, v, s, "rows, heads", None)
     _states(op, v_other, s_other, "rows, heads", v, "_other")
     _alike(op, v, v_other, "v", "v_other")
+    op.no_overlap("v", v)
+    op.no_overlap("s", s)
     if mask is not None:
         op.tensor("mask", mask, "[rows]", (torch.bool, torch.uint8), v)
         op.size("mask", "rows", mask.shape[0], v.shape[0], "v")

@@ -9,6 +9,7 @@ from attn_ops.errors import DTypeError, OptionError
 from attn_ops.ops.backends import Problem
 from attn_ops.ops.checks.checker import OpChecker, caches, dtype_name, known
 from attn_ops.ops.options import FLOATS, FP8
+from attn_ops.plan.page_table import INT32_MAX
 
 
 def _places(
@@ -54,6 +55,7 @@ def append_kv(
         op.size(name, "KV heads", int(t.shape[1]), heads, "the cache")
         op.size(name, "head_dim", int(t.shape[2]), int(cache.shape[3]), f"{name}_cache")
         _same_dtype(op, name, t, cache)
+        op.no_overlap(f"{name}_cache", cache)
     _places(op, k, batch_indices, positions, kv_indices, kv_indptr)
     op.no_grad(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     return Problem(
@@ -89,6 +91,7 @@ def append_mla_kv(
         op.tensor(f"{name}_cache", cache, f"[pages, page_size, head_dim_{name}]", FLOATS + FP8, ckv)
         op.size(name, "head_dim", int(t.shape[1]), int(cache.shape[2]), f"{name}_cache")
         _same_dtype(op, name, t, cache)
+        op.no_overlap(f"{name}_cache", cache)
         for dim in (0, 1):
             op.size(f"{name}_cache", f"dimension {dim}", cache.shape[dim], ckv_cache.shape[dim], "ckv_cache")
     _places(op, ckv, batch_indices, positions, kv_indices, kv_indptr)
@@ -104,9 +107,12 @@ def append_mla_kv(
     )
 
 
-def _positive(op: OpChecker, name: str, value: int, least: int) -> None:
+def _size(op: OpChecker, name: str, value: int, least: int) -> None:
+    """At least ``least``, and an int32. A symbolic size is left to the run."""
     if known(value < least):
         op.fail(OptionError, f"{name} is {value}", f"at least {least}", "change it")
+    if type(value) is int and value > INT32_MAX:
+        op.fail(OptionError, f"{name} is {value}", f"at most {INT32_MAX}, an int32", "change it")
 
 
 def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, *, backend: str = "auto") -> Problem:
@@ -114,7 +120,7 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, *
     op.indptr("append_indptr", append_indptr, "[batch + 1]", None)
     op.tensor("seq_lens", seq_lens, "[batch]", (torch.int32,), append_indptr)
     op.size("seq_lens", "length", seq_lens.shape[0], append_indptr.shape[0] - 1, "append_indptr less 1")
-    _positive(op, "nnz", nnz, 0)
+    _size(op, "nnz", nnz, 0)
     return Problem(op.name, append_indptr.device)
 
 
@@ -123,7 +129,7 @@ def seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int, *, bac
     op.indptr("kv_indptr", kv_indptr, "[batch + 1]", None)
     op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), kv_indptr)
     op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
-    _positive(op, "page_size", page_size, 1)
+    _size(op, "page_size", page_size, 1)
     return Problem(op.name, kv_indptr.device)
 
 
@@ -132,5 +138,13 @@ def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int, *, backen
     op.tensor("block_tables", block_tables, "[batch, max_pages_per_request]", (torch.int32,), None)
     op.tensor("seq_lens", seq_lens, "[batch]", (torch.int32,), block_tables)
     op.size("seq_lens", "length", seq_lens.shape[0], block_tables.shape[0], "block_tables")
-    _positive(op, "page_size", page_size, 1)
+    _size(op, "page_size", page_size, 1)
+    width = block_tables.shape[1]
+    if type(width) is int and type(page_size) is int and width * page_size > INT32_MAX:
+        op.fail(
+            OptionError,
+            f"a request of {width} pages of page_size {page_size} has up to {width * page_size} tokens",
+            f"at most {INT32_MAX}, an int32",
+            "pass narrower block_tables, or the page_size of the cache",
+        )
     return Problem(op.name, block_tables.device)

@@ -1,0 +1,286 @@
+"""Typed errors for arguments of a wrong Python type, by the annotations of the signature.
+
+``@typed`` stands on every public function and method. It costs nothing in calls that succeed: the annotations are read
+when a call has already failed with an error of Python or of PyTorch, to name the argument that caused it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_ops.errors import ArgumentError, AttnOpsError, DeviceError, OptionError, ShapeError, fail
+from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RAW_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What code raises for an argument that it did not expect. Other errors are left alone."""
+
+INT64_MAX = torch.iinfo(torch.int64).max
+
+_ADMITTED: dict[Any, tuple[type, ...]] = {
+    float: (numbers.Real, torch.SymFloat, torch.SymInt),
+    int: (numbers.Integral, torch.SymInt),
+    bool: (numbers.Integral, np.bool_, torch.SymBool, type(None)),
+    list: (list, tuple),
+    torch.device: (torch.device, int),
+}
+"""Types that do for an annotation, NumPy's numbers and symbolic ones among them."""
+
+_NAMES = {
+    Tensor: "a tensor",
+    float: "a number",
+    int: "an integer",
+    bool: "True or False",
+    str: "a string",
+    type(None): "None",
+    torch.dtype: "a torch.dtype",
+    torch.device: "a torch.device",
+}
+
+
+_ABOUT_TYPES = (" of type ", " is None; expected ")
+"""Words of messages about the type of an argument."""
+
+
+class _Argument(NamedTuple):
+    """An argument, or an element of one, with the annotation that it should satisfy."""
+
+    name: str
+    value: Any
+    annotation: Any
+
+
+def typed(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: a call that fails because of an argument's type raises an error that names the argument.
+
+    The error is an :class:`~attn_ops.errors.ArgumentError`; an :class:`~attn_ops.errors.OptionError` for an integer
+    beyond 64 bits; a :class:`~attn_ops.errors.ShapeError` for a tensor without dimensions; or a
+    :class:`~attn_ops.errors.DeviceError` for one on ``meta`` among others. An error that no
+    argument's type explains is raised as it is. Constructors, whose arguments may be used later, are checked before
+    they run. Compiled and exported graphs do not contain the decorator.
+    """
+    constructs = function.__name__ == "__init__"
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        error = _type_error(function, args, kwargs, skip=UNSUPPORTED) if constructs else None
+        if error is None:
+            try:
+                return function(*args, **kwargs)
+            except AttnOpsError as raised:
+                error = _renamed(raised, function, args, kwargs)
+                if error is None:
+                    raise
+            except _RAW_ERRORS:
+                error = _type_error(function, args, kwargs) or _value_error(function, args, kwargs)
+                if error is None:
+                    raise
+        raise error from None
+
+    return call
+
+
+def _renamed(
+    raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> AttnOpsError | None:
+    """The error by the name of the caller's argument, if ``raised`` is about a type and comes from further inside."""
+    message = str(raised)
+    about_type = any(words in message for words in _ABOUT_TYPES)
+    own = message.startswith(f"{_where(function, args)}: ")
+    if not isinstance(raised, ArgumentError) or not (about_type or (" is missing; " in message and not own)):
+        return None
+    return _type_error(function, args, kwargs, unless_in=message if own else "")
+
+
+def _where(function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """The function, the class of a constructor, or the class and the method."""
+    name = function.__name__
+    if not args or function.__qualname__ == name:
+        return name
+    owner = type(args[0]).__name__
+    return owner if name == "__init__" else f"{owner}.{name}"
+
+
+def _type_error(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    skip: Container[str] = (),
+    unless_in: str = "",
+) -> AttnOpsError | None:
+    """The error of the first argument that its annotation does not admit; None if all are admitted.
+
+    Arguments in ``skip`` are left out. None too if the message ``unless_in`` names the argument already.
+    """
+    for argument in _arguments(function, args, kwargs):
+        wrong = None if argument.name in skip else _mismatch(argument)
+        if wrong is not None and wrong.name in unless_in:
+            return None
+        if wrong is not None:
+            return _caught(_refuse_type, _where(function, args), wrong)
+    return None
+
+
+def _value_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
+    """The error of the first integer beyond 64 bits, or tensor without dimensions or on ``meta``, of a failed call."""
+    for name, value, _ in _arguments(function, args, kwargs):
+        if isinstance(value, int) and not -INT64_MAX <= value <= INT64_MAX:
+            where = _where(function, args)
+            return OptionError(f"{where}: {name} is {value}; expected an integer of 64 bits; change it")
+    tensors = [t for argument in _arguments(function, args, kwargs) for t in _tensors(argument)]
+    return _caught(_refuse_tensors, _where(function, args), tensors)
+
+
+def _caught(refuse: Callable[..., None], *args: Any) -> AttnOpsError | None:
+    try:
+        refuse(*args)
+    except AttnOpsError as error:
+        return error.with_traceback(None)
+    return None
+
+
+def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[_Argument]:
+    """The arguments that have an effect, those of ``*args`` and ``**kwargs`` apart.
+
+    Nothing if they are too many, too few or unknown: Python's own message says it.
+    """
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return
+    hints = typing.get_type_hints(function)
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        named = kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if name in hints and named and name not in NO_EFFECT:
+            yield _Argument(name, value, hints[name])
+
+
+def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
+    for leaf in leaves:
+        if leaf.value.dim() == 0 and not _admits(1.0, leaf.annotation):
+            fail(
+                ShapeError,
+                where,
+                f"{leaf.name} is a tensor without dimensions",
+                "the dimensions that the documentation names",
+                f"reshape {leaf.name}",
+            )
+    real = next((leaf for leaf in leaves if not leaf.value.is_meta), None)
+    for leaf in leaves:
+        if leaf.value.is_meta:
+            expected = "a device with contents" if real is None else f"{real.value.device}, where {real.name} is"
+            fail(DeviceError, where, f"{leaf.name} is on meta, without contents", expected, f"move {leaf.name}")
+
+
+def _refuse_type(where: str, wrong: _Argument) -> None:
+    name, value, annotation = wrong
+    expected = _describe(annotation)
+    fix = f"pass {expected.partition(' or ')[0] if annotation is not bool else expected}"
+    if value is None:
+        shown, fix = "None", f"pass {name}"
+    elif isinstance(value, Tensor):
+        shown = f"a tensor {list(value.shape)}"
+        fix = f"pass {name}.item()" if value.numel() == 1 and _admits(1, annotation) else fix
+    elif isinstance(value, str | int | float | complex):
+        shown = f"{value!r}, of type {type(value).__name__}"
+    else:
+        kind = type(value)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        shown = f"of type {module}{kind.__name__}"
+        if expected.startswith("a tensor") and isinstance(value, list | tuple):
+            fix = f"make a tensor of it with torch.tensor({name})"
+        elif expected.startswith("a tensor") and hasattr(value, "__array__"):
+            fix = f"make a tensor of it with torch.from_numpy({name})"
+    fail(ArgumentError, where, f"{name} is {shown}", expected, fix)
+
+
+def _mismatch(argument: _Argument) -> _Argument | None:
+    """``argument``, or the element of it, that its annotation does not admit; None if it is admitted."""
+    name, value, annotation = argument
+    if _admits(value, annotation):
+        return None
+    for option in _options(annotation):
+        for i, element in enumerate(_elements(value, option) or ()):
+            if not _admits(*element):
+                return _Argument(f"{name}[{i}]", *element)
+    return argument
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _elements(value: Any, annotation: Any) -> list[tuple[Any, Any]] | None:
+    """The elements of a list or tuple with their annotations; None if ``value`` is not such a container."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin not in (list, tuple) or not isinstance(value, _ADMITTED.get(origin, origin)) or not args:
+        return None
+    if issubclass(origin, tuple) and args[-1] is not Ellipsis:
+        return list(zip(value, args, strict=False))
+    return [(element, args[0]) for element in value]
+
+
+def _admits(value: Any, annotation: Any) -> bool:
+    if annotation is Any or isinstance(annotation, TypeVar):
+        return True
+    options = _options(annotation)
+    if len(options) > 1:
+        return any(_admits(value, option) for option in options)
+    origin = typing.get_origin(annotation)
+    if isinstance(origin, type):
+        elements = _elements(value, annotation) or ()
+        return isinstance(value, _ADMITTED.get(origin, origin)) and all(_admits(*element) for element in elements)
+    kinds = _ADMITTED.get(annotation, annotation)
+    return isinstance(value, kinds) if isinstance(kinds, type | tuple) else True
+
+
+def _tensors(argument: _Argument) -> Iterator[_Argument]:
+    """The tensors of an argument that its annotation admits."""
+    name, value, _ = argument
+    if isinstance(value, Tensor):
+        yield argument
+    elif isinstance(value, tuple | list):
+        for i, element in enumerate(value):
+            if isinstance(element, Tensor):
+                yield _Argument(f"{name}[{i}]", element, Tensor)
+
+
+def _describe(annotation: Any) -> str:
+    """``annotation`` in words, such as ``"a tensor or None"``."""
+    options = _options(annotation)
+    if len(options) > 1:
+        return " or ".join(dict.fromkeys(map(_describe, options)))
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(origin, type):
+        if issubclass(origin, Mapping):
+            return "a mapping of names to tensors"
+        of = _describe(args[0]).removeprefix("a ") if args and args[0] is not Any else "value"
+        return f"a {origin.__name__.lower()} of {of}s"
+    return _NAMES.get(annotation, f"a {getattr(annotation, '__name__', annotation)}")

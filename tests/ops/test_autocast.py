@@ -1,0 +1,72 @@
+"""Autocast does not reach into an op or a public function: on the CPU the results are bit for bit those without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.calls import MAKERS, arguments, observed
+from helpers.surfaces import SURFACES
+from helpers.surfaces.base import Surface
+from helpers.wrapper_requests import DEVICE
+from torch.utils import _pytree as pytree
+
+LOWER = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _assert_same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> None:
+    assert [t.dtype for t in expected] == [t.dtype for t in actual]
+    for a, b in zip(expected, actual, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("region", LOWER, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *LOWER], ids=str)
+@pytest.mark.parametrize("op", MAKERS)
+def test_an_op_under_autocast(op: str, dtype: torch.dtype, region: torch.dtype) -> None:
+    call = getattr(torch.ops.attn, op)
+
+    def outputs() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        kwargs = arguments(op, dtype=dtype)
+        return observed(op, kwargs, call(**kwargs))
+
+    expected = outputs()
+    torch.manual_seed(0)
+    kwargs = arguments(op, dtype=dtype)
+    with torch.autocast("cpu", dtype=region):
+        result = call(**kwargs)
+    _assert_same(expected, observed(op, kwargs, result))
+
+
+@pytest.mark.parametrize("region", LOWER, ids=str)
+@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
+def test_a_public_function_under_autocast(surface: Surface, region: torch.dtype) -> None:
+    expected = _tensors(surface.outcome())
+    with torch.autocast(DEVICE, dtype=region):
+        actual = _tensors(surface.outcome())
+    _assert_same(expected, actual)
+
+
+@pytest.mark.slow
+def test_a_compiled_op_under_autocast() -> None:
+    inputs = arguments("merge_states", dtype=torch.float16)
+    expected = torch.ops.attn.merge_states(**inputs)
+    compiled = torch.compile(lambda v, s: torch.ops.attn.merge_states(v, s), fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = compiled(**inputs)
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out, expected[0])
+    torch.testing.assert_close(lse, expected[1])
