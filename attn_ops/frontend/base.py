@@ -182,7 +182,7 @@ def committing(prepare_plan: Callable[P, PreparedPlan]) -> Callable[P, None]:
     plan.__name__, plan.__qualname__ = "plan", prepare_plan.__qualname__.replace("prepare_plan", "plan")
     del plan.__annotations__["return"]
     plan.__annotations__["return"] = "None"
-    return typed(plan)  # type: ignore[return-value]
+    return typed(plan)  # type: ignore[arg-type]
 
 
 def _planned_option(name: str) -> Any:

@@ -165,7 +165,7 @@ TENSORS = (
     torch.zeros(5, dtype=torch.bool, device=DEVICE),
 )
 NUMBERS = (None, "text", [1], object(), np.zeros(2), torch.zeros(2, device=DEVICE), 1j, float)
-STRINGS = (None, 7, [], object(), torch.zeros(2, device=DEVICE))
+STRINGS: tuple[Any, ...] = (None, 7, [], object(), torch.zeros(2, device=DEVICE))
 FLAGS = (torch.zeros(2, device=DEVICE), np.zeros(2))
 
 
