@@ -117,12 +117,13 @@ def fold(
         sm_scale = scale
     if not -MAX_SCALAR <= output <= MAX_SCALAR:
         finite(where, f"the product of the output's scales ({_names(values)})", output)
-    query, result = None, output
+    query: Tensor | None = None
+    result: float | Tensor = output
     if key is not None and key.dim():  # the largest is one for the whole tensor, and the query has what is left
         largest = key.amax()
         key, query = largest, (key / largest)[:, None]
     if value is not None and (value.dim() or scale_in_float32):
-        value, result = None, (value[:, None] if value.dim() else value) * output
+        result, value = (value[:, None] if value.dim() else value) * output, None
     if key is None and value is None:
         return FoldedScales(sm_scale, None, result, query)
     one = torch.ones((), dtype=torch.float32, device=device)
