@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.fx.experimental._config
 from expecttest import assert_expected_inline
 from helpers import decoder as d
 from torch.export import Dim
