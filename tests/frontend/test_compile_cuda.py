@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -25,17 +26,6 @@ def _cold() -> Iterator[None]:
         yield
 
 
-def clone(tree: Any, device: str | None = None) -> Any:
-    """Copies of all tensors, with their strides."""
-
-    def copy(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device).copy_(t)
-
-    return pytree.tree_map(copy, tree)
-
-
 def cases() -> list[Any]:
     """Each surface as it is, and with each value of a parameter that has an effect."""
     return [
@@ -56,7 +46,7 @@ def cases() -> list[Any]:
 def last_call(surface: Surface, stage: str, name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function or method that gives the result, and its arguments. What precedes it has run."""
     changes = {name: surface.effects[stage][name]} if name else {}
-    stages = {key: clone({**base, **(changes if key == stage else {})}) for key, base in surface.stages.items()}
+    stages = {key: deepcopy({**base, **(changes if key == stage else {})}) for key, base in surface.stages.items()}
     *before, (last, kwargs) = stages.items()
     if last == "call":
         return surface.make, kwargs
@@ -117,7 +107,14 @@ def op_cases() -> list[Any]:
 def compare_op(op: str, changes: dict[str, Any], kernels: str, device: str, backend: str) -> None:
     function = getattr(torch.ops.attn, op)
     given = {**arguments(op, **changes), "backend": kernels}
-    eager, compiled = clone(given, device), clone(given, device)
+
+    def copy(t: Any) -> Any:
+        """A copy on the device, with the same strides."""
+        if not isinstance(t, Tensor):
+            return t
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+
+    eager, compiled = (pytree.tree_map(copy, given) for _ in range(2))
     expected = observed(op, eager, function(**eager))
     result = torch.compile(lambda **kwargs: function(**kwargs), fullgraph=True, backend=backend)(**compiled)
     for got, want in zip(observed(op, compiled, result), expected, strict=True):
