@@ -37,7 +37,7 @@ def cases() -> list[Any]:
                 (stage, name)
                 for stage, effects in surface.effects.items()
                 for name, value in effects.items()
-                if not isinstance(value, Raises)
+                if value is not None and not isinstance(value, Raises)
             ),
         ]
     ]
