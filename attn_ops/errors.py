@@ -1,7 +1,8 @@
 """Typed errors. Every message says what was wrong, what was expected and how to fix it.
 
 A check raises the same message in eager mode and, from the fake implementation, under ``torch.compile`` and
-``torch.export``, which wrap it in their own exceptions. Each class also derives from the builtin exception of its kind.
+``torch.export``, which wrap it in their own exceptions. An AOTInductor package throws the message of a
+:class:`CapacityError` as ``std::runtime_error``. Each class also derives from the builtin exception of its kind.
 """
 
 from __future__ import annotations

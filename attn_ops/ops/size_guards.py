@@ -52,7 +52,7 @@ def guards_of(graph: Any) -> Iterator[None]:
     root = graph
     while hasattr(root, "parent"):  # the graph of a branch or a loop
         root = root.parent
-    if not root.aot_mode or getattr(root, "fx_wrapper", False):
+    if not root.aot_mode or not _generates_handles(root):
         yield
         return
     if not hasattr(root, "attn_ops_capacities"):
@@ -66,6 +66,14 @@ def guards_of(graph: Any) -> Iterator[None]:
         yield
     finally:
         _noted.reset(token)
+
+
+def _generates_handles(graph: Any) -> bool:
+    """Whether inputs of the generated code are tensor handles, which have a rank, sizes and strides."""
+    from torch._inductor import config
+
+    array_refs = getattr(config.aot_inductor, "use_minimal_arrayref_interface", False)
+    return not array_refs and not getattr(graph, "fx_wrapper", False)
 
 
 def _install(graph: Any) -> None:
@@ -106,7 +114,7 @@ def _lines(graph: Any, wrapper: Any) -> list[str]:
     def cpp(size: Any) -> str:
         return f"static_cast<int64_t>({wrapper.codegen_cpp_sizevar(size, simplify=False)})"
 
-    capacities = {}
+    capacities: dict[str, None] = {}
     for needed, capacity, message in graph.attn_ops_capacities:
         sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in (needed, capacity)]
         if all(_free(size) <= bound for size in sizes):
@@ -149,7 +157,7 @@ def _input_lines(graph: Any, name: str, value: Any, cpp: Callable[[Any], str]) -
     yield f"const auto sizes = {name}.sizes(); const auto strides = {name}.strides();"
     for d, size in enumerate(value.get_size()):
         text = f'"size {d} of input {position}", sizes[{d}]'
-        upper = bound_sympy(size, graph.sizevars.shape_env.var_to_range).upper if _free(size) else None
+        upper: Any = bound_sympy(size, graph.sizevars.shape_env.var_to_range).upper if _free(size) else None
         if getattr(upper, "is_Integer", False) and int(upper) < _NO_BOUND:
             yield f'if (sizes[{d}] > {upper}LL) refuse({text}, "at most ", {upper}LL);'
         yield f'if (sizes[{d}] != {cpp(size)}) refuse({text}, "", {cpp(size)});'

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.fx.experimental._config
 from expecttest import assert_expected_inline
 from helpers import decoder as d
 from torch.export import Dim
@@ -45,6 +46,21 @@ def test_export_save_load(strict: bool, dynamic: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(x, *loaded_caches, plan, planner.workspace), expected)
         for eager, other in zip(eager_caches, loaded_caches, strict=True):
             torch.testing.assert_close(other, eager)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_an_example_of_one_request_exports_dynamically(strict: bool) -> None:
+    """By the recipe in docs/guide/export.md. Without it PyTorch specializes the batch to 1."""
+    model, planner = d.decoder(), d.planner()
+    plan = planner.plan(*d.page_table([5]))
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        args = (*d.inputs(batch=1), plan, planner.workspace)
+        program = torch.export.export(model, args, dynamic_shapes=DYNAMIC_BATCH, strict=strict)
+    for batch in (3, 1):
+        plan = planner.plan(*d.page_table([5, 3, 9][:batch]))
+        x, *caches = d.inputs(batch=batch)
+        expected = model(x, *d.clone(tuple(caches)), plan, planner.workspace)
+        torch.testing.assert_close(program.module()(x, *caches, plan, planner.workspace), expected)
 
 
 def test_functional_graph_lists_mutated_inputs() -> None:

@@ -21,18 +21,20 @@ TOO_MANY = (
 FIXED = attn_ops.DecodePlan(*({} for _ in attn_ops.DecodePlan._fields))
 
 
-def _refused(package: str, inputs: list[Tensor], folder: Path, message: str) -> None:
-    """In a C++ process and in Python; no input is written."""
+def _refused(package: str, inputs: list[Tensor], message: str, folder: Path | None = None) -> None:
+    """In Python and, in ``folder``, in a C++ process; no input is written."""
     copies = [t.clone() for t in inputs]
     with pytest.raises(RuntimeError) as raised:
         torch._inductor.aoti_load_package(package)(*inputs)
     if torch.__version__ >= "2.13":  # before, the loader prints the message and raises another
         assert message in str(raised.value)
-    text, left = cpp_runner.refusal(package, inputs, folder)
-    assert message in text
-    for name, before, python, cpp in zip(range(len(inputs)), copies, inputs, left, strict=True):
-        assert torch.equal(before, python), name
-        assert torch.equal(before, cpp), name
+    left = inputs
+    if folder is not None:
+        text, left = cpp_runner.refusal(package, inputs, folder)
+        assert message in text
+    for position, (before, python, cpp) in enumerate(zip(copies, inputs, left, strict=True)):
+        assert torch.equal(before, python), position
+        assert torch.equal(before, cpp), position
 
 
 def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(tmp_path: Path) -> None:
@@ -47,13 +49,13 @@ def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(tmp_path: 
         program.module()(x, *caches, plan, planner.workspace)
     with pytest.raises(RuntimeError, match="<= 6, but got 7"):
         program.module(check_guards=False)(x, *caches, plan, planner.workspace)
-    _refused(package, [x, *d.inputs(batch=7)[1:], *plan, planner.workspace], tmp_path, TOO_MANY)
+    _refused(package, [x, *d.inputs(batch=7)[1:], *plan, planner.workspace], TOO_MANY, tmp_path)
 
     short = [*plan[:4], plan.work[:-1], *plan[5:]]
     message = f"package: size 0 of input 7 is {plan.work.shape[0] - 1}; expected {plan.work.shape[0]}; pass tensors"
-    _refused(package, [*d.inputs(), *short, planner.workspace], tmp_path, message)
+    _refused(package, [*d.inputs(), *short, planner.workspace], message, tmp_path)
     strided = [t.expand(2, -1, -1, -1, -1, -1)[1].transpose(0, 1).contiguous().transpose(0, 1) for t in caches]
-    _refused(package, [d.inputs()[0], *strided, *plan, planner.workspace], tmp_path, "package: stride 0 of input 1 is ")
+    _refused(package, [d.inputs()[0], *strided, *plan, planner.workspace], "package: stride 0 of input 1 is ")
     _refused(
         package,
         [d.inputs()[0].double(), *caches, *plan, planner.workspace],
@@ -68,8 +70,9 @@ def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(tmp_path: 
         eager, python = d.clone(tuple(caches)), d.clone(tuple(caches))
         expected = model(x, *eager, plan, planner.workspace)
         torch.testing.assert_close(loaded(x, *python, plan, planner.workspace), expected)
-        (result,), _ = cpp_runner.run(package, [x, *caches, *plan, planner.workspace], tmp_path)
-        torch.testing.assert_close(result, expected)
+        if batch == MAX_BATCH:
+            (result,), _ = cpp_runner.run(package, [x, *caches, *plan, planner.workspace], tmp_path)
+            torch.testing.assert_close(result, expected)
 
 
 class PlanStep(torch.nn.Module):
@@ -89,13 +92,13 @@ def test_plan_step_refuses_a_page_table_beyond_the_capacity(tmp_path: Path) -> N
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "plan.pt2"))
 
     requests = "plan_decode: the batch has 7 requests and the plan capacity for 6; expected max_batch of at least 7"
-    _refused(package, [*d.page_table(LENGTHS), *planner.state], tmp_path, requests)
+    _refused(package, [*d.page_table(LENGTHS), *planner.state], requests, tmp_path)
     indptr, indices, last = table
     pages = "plan_decode: the batch has 129 pages and the plan capacity for 128; expected max_pages of at least 129"
     many = torch.zeros(d.PAGES + 1, dtype=torch.int32)
-    _refused(package, [indptr, many, last, *planner.state], tmp_path, pages)
+    _refused(package, [indptr, many, last, *planner.state], pages, tmp_path)
     message = "package: size 0 of input 2 is 3; expected 4"
-    _refused(package, [indptr, indices, last[:3], *planner.state], tmp_path, message)
+    _refused(package, [indptr, indices, last[:3], *planner.state], message)
 
     expected = attn_ops.DecodePlan(*d.clone(planner.plan(*d.page_table(LENGTHS[:6]))))
     blank = [torch.zeros_like(field) for field in expected]
