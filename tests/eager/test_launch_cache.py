@@ -313,6 +313,8 @@ def test_a_replay_reads_the_tensors_of_its_call(fake_driver: FakeDriver) -> None
 
 @pytest.mark.parametrize("context", ["capturing", "device"])
 def test_the_key_contains_capture_and_device(fake_driver: FakeDriver, context: str) -> None:
+    if context == "device" and torch.cuda.device_count() == 1:
+        pytest.skip("torch has streams of one GPU only")
     op, t, plan = Op(), torch.ones(4), [torch.zeros(1)]
     assert [op(t, plan), op(t, plan)] == [False, True]
     fake_driver.set(context, 1)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import attn_ops
+from attn_ops.call import AttentionCall
 from attn_ops.eager import launch_cache
-from attn_ops.frontend.base import Wrapper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -85,15 +85,15 @@ def _mla() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
 def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An entry for each run that was no replay."""
     assert launch_cache.native() is not None
-    made: list[str] = []
-    plainly = Wrapper._run
+    executed: list[str] = []
+    execute = AttentionCall.execute
 
-    def counted(self: Wrapper, where: str, *args: Any, **kwargs: Any) -> Any:
-        made.append(where)
-        return plainly(self, where, *args, **kwargs)
+    def counted(self: AttentionCall) -> Any:
+        executed.append(self.where)
+        return execute(self)
 
-    monkeypatch.setattr(Wrapper, "_run", counted)
-    return made
+    monkeypatch.setattr(AttentionCall, "execute", counted)
+    return executed
 
 
 @pytest.mark.parametrize("make", [_decode, _prefill, _ragged, _mla])
