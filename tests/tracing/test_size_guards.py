@@ -54,7 +54,12 @@ def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(tmp_path: 
     _refused(package, [*d.inputs(), *short, planner.workspace], tmp_path, message)
     strided = [t.expand(2, -1, -1, -1, -1, -1)[1].transpose(0, 1).contiguous().transpose(0, 1) for t in caches]
     _refused(package, [d.inputs()[0], *strided, *plan, planner.workspace], tmp_path, "package: stride 0 of input 1 is ")
-    _refused(package, [d.inputs()[0].double(), *caches, *plan, planner.workspace], tmp_path, "package: the dtype number of input 0")
+    _refused(
+        package,
+        [d.inputs()[0].double(), *caches, *plan, planner.workspace],
+        tmp_path,
+        "package: the dtype number of input 0",
+    )
 
     loaded = torch._inductor.aoti_load_package(package)
     for batch in (6, 2, 1):
