@@ -104,7 +104,7 @@ def test_missing_texts_of_ops_are_problems(monkeypatch: pytest.MonkeyPatch) -> N
     words["ops"]["seq_lens"]["outputs"] = []
     words["ops"]["gone"] = {"text": "an op of long ago"}
     monkeypatch.setattr(op_reference, "data", lambda _: words)
-    told = "\n".join(op_reference.ops().problems)
+    problems = "\n".join(op_reference.ops().problems)
     for problem in (
         "op batch_decode: argument window_left has no text",
         "op merge_state: FLOP formula",
@@ -112,7 +112,7 @@ def test_missing_texts_of_ops_are_problems(monkeypatch: pytest.MonkeyPatch) -> N
         "op seq_lens: returns 1 tensors and 0 are named",
         "there is no op gone",
     ):
-        assert problem in told
+        assert problem in problems
 
 
 def test_the_site_builds_without_a_warning_and_loads_no_other_host(tmp_path: Path) -> None:

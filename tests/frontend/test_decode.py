@@ -174,8 +174,8 @@ def test_private_attributes_that_engines_read() -> None:
         _ = wrapper._paged_kv_indices_buf
     assert wrapper._fixed_batch_size == 0
     wrapper.plan(*r.table, *r.sizes, "NONE", 9, 3.0, "float16", sm_scale=0.25)
-    told = wrapper._causal, wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap
-    assert told == (False, 0.25, 9, 3.0)
+    options = wrapper._causal, wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap
+    assert options == (False, 0.25, 9, 3.0)
     wrapper.plan(*r.table, *r.sizes, q_data_type=r.q.dtype)
     assert (wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap) == (None, -1, 0.0)
 

@@ -28,6 +28,7 @@ def _package(tmp_path: Path, dynamic: bool) -> str:
     return _compile(d.decoder(), args, tmp_path / "decoder.pt2", dynamic_shapes=shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed batch", "dynamic batch"])
 def test_decode_step_in_python_and_cpp(dynamic: bool, tmp_path: Path) -> None:
     package = _package(tmp_path, dynamic)
@@ -61,6 +62,7 @@ class PlanStep(torch.nn.Module):
         return plan.kv_len.sum() if self.returns else None
 
 
+@pytest.mark.slow
 def test_plan_step_in_cpp(tmp_path: Path) -> None:
     """The package of a plan op writes to the plan tensors that a C++ engine passes."""
     planner = d.planner()

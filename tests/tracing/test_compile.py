@@ -42,7 +42,9 @@ def test_compiled_equals_eager_and_copies_no_cache() -> None:
     assert max(math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in buffers) < half_a_cache
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed batch", "dynamic batch"])
+@pytest.mark.parametrize(
+    "dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fixed batch", "dynamic batch"]
+)
 def test_no_recompile_over_twenty_steps(dynamic: bool) -> None:
     model, planner = d.decoder(), d.planner()
     compiled = torch.compile(model, fullgraph=True)
@@ -93,6 +95,7 @@ def _cold_process(cache: Path, path: str) -> float:
     return float(result)
 
 
+@pytest.mark.slow
 def test_cold_process_and_stale_cache(tmp_path: Path) -> None:
     """After a change of a kernel, Inductor's disk cache does not give the code compiled from the old one."""
     root = Path(__file__).parents[2]

@@ -68,6 +68,7 @@ def test_a_compiled_graph_calls_the_op(dynamic: bool, special: list[str]) -> Non
     assert special
 
 
+@pytest.mark.slow
 def test_a_package_has_no_calls(special: list[str], tmp_path: Path) -> None:
     model, planner = d.decoder(), d.planner()
     plan, args = planner.plan(*d.page_table(LENGTHS)), d.inputs()

@@ -59,7 +59,7 @@ def test_a_mask_of_any_size_shares_a_graph() -> None:
 
 
 def test_unbacked_sizes_need_no_guard() -> None:
-    class Cut(nn.Module):
+    class FirstRows(nn.Module):
         def forward(self, n: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = n.item()
             torch._check(rows >= 1)
@@ -68,7 +68,7 @@ def test_unbacked_sizes_need_no_guard() -> None:
 
     q, k, v = _dense(9, 12)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(Cut(), fullgraph=True)
+        compiled = torch.compile(FirstRows(), fullgraph=True)
         for rows in (3, 8):
             Expected.of([(q[:rows], k, v)]).check(compiled(torch.tensor(rows), q, k, v))
 
@@ -133,7 +133,7 @@ def test_rows_of_a_wrapper_can_be_marked_dynamic(mark: str | None) -> None:
             Expected.of(requests).check(compiled(q, cache))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=BROKEN_GATHER)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[BROKEN_GATHER, pytest.mark.slow])])
 def test_wrappers_that_share_a_workspace_share_a_graph(backend: str) -> None:
     workspace, cache = torch.zeros(1 << 22, dtype=torch.uint8), torch.randn(120, 2, 16, KV_HEADS, DIM)
     decode = attn_ops.BatchDecodeWithPagedKVCacheWrapper(workspace)
@@ -208,9 +208,8 @@ def test_a_tree_mask_exports_with_a_dynamic_batch() -> None:
     batch = Dim("batch", min=2, max=64)
 
     def inputs(n: int) -> tuple[Tensor, ...]:
-        visible = torch.tensor([1, 3, 7], dtype=torch.int32).to(
-            torch.uint16
-        )  # each row sees the draft tokens up to its own
+        # Each row sees the draft tokens up to its own.
+        visible = torch.tensor([1, 3, 7], dtype=torch.int32).to(torch.uint16)
         tables = torch.arange(2 * n, dtype=torch.int32).view(n, 2)
         return (
             *(torch.randn(3 * n, HEADS, DIM), torch.randn(20, 2, PAGE, KV_HEADS, DIM), tables),
