@@ -82,9 +82,13 @@ def online_softmax_update(
     FTZ        use :func:`exp2`, not ``tl.exp2``
     SUM_LANES  sum p over the tile; otherwise row_sum is a partial sum for each column, to be summed after the mainloop
     """
-    new_max = next_row_max(row_max, logits, factor)
-    p = probabilities(logits, factor, new_max, MASKED, FTZ)
-    alpha = rescale_factor(row_max, new_max, MASKED, FTZ)
+    # Written out instead of calling the functions above: Triton's line info has a level for every inlined function, and
+    # ptxas allocates registers differently for each, in the prefill kernel of sm_100 a third of the stack.
+    new_max = tl.maximum(row_max, tl.max(logits, 1) * factor)
+    anchor = finite(new_max) if MASKED else new_max
+    difference = logits * factor - anchor[:, None]
+    p = exp2(difference) if FTZ else tl.exp2(difference)
+    alpha = exp2(row_max - anchor) if FTZ else tl.exp2(row_max - anchor)
     row_sum = row_sum * alpha + tl.sum(p, 1) if SUM_LANES else row_sum * alpha[:, None] + p
     return new_max, row_sum, p, alpha
 
