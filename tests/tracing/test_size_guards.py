@@ -59,7 +59,6 @@ def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(tmp_path: 
     _refused(
         package,
         [d.inputs()[0].double(), *caches, *plan, planner.workspace],
-        tmp_path,
         "package: the dtype number of input 0",
     )
 
