@@ -272,56 +272,28 @@ def store_empty_rows(
 
 @triton.jit
 def combine_last_arriver(
-    out, lse, partial, split_counters, work, merge_indptr, first_item, stop, program_of_cta, rows, max_batch, slots,
-    sink, heads, head_mask, d_vo,
+    out, lse, partial, counter, row, first_slot, end_slot, slots, sink, heads, head_mask, d_vo,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     SPLITS_FAST_PATH: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Count the stored splits of this program's items ``[first_item, stop)``, and combine the rows that are complete.
+    """Count a stored split of ``row`` in ``counter``; if it is the row's last one, combine all of them.
 
-    The program that stores the last split of a row reads all of them, in the order of the request, and resets the
-    counter. ``program_of_cta`` selects the counter of this program's heads at the first slot of the row.
+    The splits are those of the slots ``[first_slot, end_slot)``. They are combined in the order of the request, so the
+    result does not depend on which program stores the last one. The counter is 0 again then.
     """
-    none = tl.full((), NO_INDEX, tl.int32)
-    tl.debug_barrier()  # all threads of the program have stored their part of a split before it is counted
-    for i in range(first_item, stop, BLOCK_ITEMS):
-        items = i + tl.arange(0, BLOCK_ITEMS)
-        slot = tl.load(work + items * WORK_STRIDE + WORK_SLOT, mask=items < stop, other=-1)
-        split_row = tl.load(work + items * WORK_STRIDE + WORK_ROW, mask=items < stop, other=-1)
-        is_split = within(slot, slots) & within(split_row, tl.minimum(rows, max_batch))
-        first_slot = tl.maximum(tl.load(merge_indptr + split_row, mask=is_split, other=0), 0)
-        end_slot = tl.minimum(tl.load(merge_indptr + split_row + 1, mask=is_split, other=0), slots)
-        pending = tl.where(is_split, items, none)
-        item = tl.min(pending, 0)
-        while item < none:
-            here = items == item
-            row = tl.sum(tl.where(here, split_row, 0), 0)
-            begin, end = tl.sum(tl.where(here, first_slot, 0), 0), tl.sum(tl.where(here, end_slot, 0), 0)
-            counter = split_counters + begin.to(tl.int64) * NUM_HEADS + program_of_cta
-            last = False
-            if begin < end:
-                last = tl.atomic_add(counter, 1, sem="acq_rel") == end - begin - 1
-            if last:
-                row_max, row_sum, acc = combine_slots(
-                    partial,
-                    slots,
-                    begin,
-                    end,
-                    heads,
-                    head_mask,
-                    d_vo,
-                    NUM_HEADS,
-                    DIM,
-                    SPLITS_FAST_PATH,
-                    SPLITS_PER_STEP,
-                )
-                if SINKS:
-                    row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
-                at = row.to(tl.int64) * NUM_HEADS + heads
-                store_heads(out, lse, row_max, row_sum, acc, at, head_mask, d_vo, DIM, LSE)
-                tl.store(counter, 0)
-            pending = tl.where(here, none, pending)
-            item = tl.min(pending, 0)
+    is_last = False
+    if first_slot < end_slot:
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == end_slot - first_slot - 1
+    if is_last:
+        row_max, row_sum, acc = combine_slots(
+            partial, slots, first_slot, end_slot, heads, head_mask, d_vo, NUM_HEADS, DIM, SPLITS_FAST_PATH,
+            SPLITS_PER_STEP,
+        )  # fmt: skip
+        if SINKS:
+            row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
+        at = row.to(tl.int64) * NUM_HEADS + heads
+        store_heads(out, lse, row_max, row_sum, acc, at, head_mask, d_vo, DIM, LSE)
+        tl.store(counter, 0)
 
 
 @triton.jit(
@@ -507,11 +479,28 @@ def decode_kernel(
             out, lse, cta_rows, cta_kv_len, sink, heads, head_mask, d_vo,
             NUM_HEADS, DIM_VO, FEATURES.SINKS, FEATURES.LSE,
         )  # fmt: skip
-        combine_last_arriver(
-            out, lse, partial, split_counters, work, merge_indptr, first_item, stop,
-            program % (NUM_KV_HEADS * HEAD_BLOCKS), rows, max_batch, slots, sink, heads, head_mask, d_vo,
-            NUM_HEADS, DIM_VO, FEATURES.SINKS, FEATURES.LSE, SPLITS_FAST_PATH, SPLITS_PER_STEP,
-        )  # fmt: skip
+        none = tl.full((), NO_INDEX, tl.int32)
+        tl.debug_barrier()  # all threads of the program have stored their part of a split before it is counted
+        for i in range(first_item, stop, BLOCK_ITEMS):
+            items = i + tl.arange(0, BLOCK_ITEMS)
+            split_slot = tl.load(work + items * WORK_STRIDE + WORK_SLOT, mask=items < stop, other=-1)
+            split_row = tl.load(work + items * WORK_STRIDE + WORK_ROW, mask=items < stop, other=-1)
+            is_split = within(split_slot, slots) & within(split_row, tl.minimum(rows, max_batch))
+            first_slot = tl.maximum(tl.load(merge_indptr + split_row, mask=is_split, other=0), 0)
+            end_slot = tl.minimum(tl.load(merge_indptr + split_row + 1, mask=is_split, other=0), slots)
+            pending = tl.where(is_split, items, none)
+            item = tl.min(pending, 0)
+            while item < none:
+                here = items == item
+                row = tl.sum(tl.where(here, split_row, 0), 0)
+                begin, end = tl.sum(tl.where(here, first_slot, 0), 0), tl.sum(tl.where(here, end_slot, 0), 0)
+                counter = split_counters + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
+                combine_last_arriver(
+                    out, lse, partial, counter, row, begin, end, slots, sink, heads, head_mask, d_vo,
+                    NUM_HEADS, DIM_VO, FEATURES.SINKS, FEATURES.LSE, SPLITS_FAST_PATH, SPLITS_PER_STEP,
+                )  # fmt: skip
+                pending = tl.where(here, none, pending)
+                item = tl.min(pending, 0)
 
 
 def batch_decode(

@@ -168,6 +168,7 @@ def plan_decode_kernel(
     """Grid: SCHEDULER_CTAS, then one program for each COPY_PAGES page numbers.
     Owns: program 0 the first work item of each request; program 1 all other items, the indptrs and kv_len; the others
         COPY_PAGES page numbers each; all programs a part of split_counters.
+    Loop invariant: the work items before ``i`` are written.
     Barriers: ``griddepcontrol.wait`` at the start; every program publishes its stores with a release at its end.
     Bound by: latency of the scans and gathers of one program; there is no host copy and one launch.
     """

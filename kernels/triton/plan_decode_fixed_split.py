@@ -61,6 +61,7 @@ def plan_decode_fixed_split_kernel(
     """Grid: 1 + one program for each COPY_PAGES page numbers.
     Owns: program 0 all fields of the plan but kv_indices, program ``i > 0`` page numbers ``(i - 1) * COPY_PAGES`` on;
         all programs a part of split_counters.
+    Loop invariant: the work items before ``i`` are written.
     Barriers: ``griddepcontrol.wait`` at the start; every program publishes its stores with a release at its end.
     Bound by: latency of one program, which writes as many items as the capacity has.
     """
