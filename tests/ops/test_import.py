@@ -40,7 +40,7 @@ def _python(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def imports() -> list[dict[str, Any]]:
-    return [json.loads(_python(MEASURE)) for _ in range(5)]
+    return [json.loads(_python(MEASURE)) for _ in range(3)]
 
 
 def test_import_is_fast(imports: list[dict[str, Any]]) -> None:
