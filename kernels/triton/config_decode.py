@@ -55,7 +55,7 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
     return optin, properties.shared_memory_per_multiprocessor
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def min_shared_for_even_spread(device: torch.device, programs: int) -> int:
     """Bytes of shared memory per CTA with which no SM has room for more than an even share of a grid.
 

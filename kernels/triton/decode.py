@@ -450,7 +450,7 @@ def decode_kernel(
         if PREPARE:
             q_tile = (query, query_high, query_scale)
         else:
-            q_tile = (q, row, rows, query_mask)
+            q_tile = (q, row, rows, query_mask)  # type: ignore[assignment]
         row_max, row_sum, acc, acc_odd = attend_tile(
             (row_max, row_sum, acc, acc_odd), q_tile, k_cache, v_cache, pages, num_pages,
             tile_start, begin, end, n, d_qk, d_v, logit_scale, slope, cap,

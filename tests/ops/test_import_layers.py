@@ -42,7 +42,7 @@ LAZY = "kernels"
 """The package whose modules the backend table names. They are imported when they are first chosen."""
 
 PRIVATE: dict[str, set[str]] = {
-    "torch._inductor": {"ops.inductor", "demo.package"},
+    "torch._inductor": {"ops.inductor", "ops.size_guards", "demo.package"},
     "torch._dynamo": {"ops.inductor", "demo.compiling"},
     "torch._C": {"eager.prepared_call", "kernels.triton.launch"},
 }
