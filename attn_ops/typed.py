@@ -14,7 +14,6 @@ import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +39,7 @@ INT64_MAX = torch.iinfo(torch.int64).max
 _ADMITTED: dict[Any, tuple[type, ...]] = {
     float: (numbers.Real, torch.SymFloat, torch.SymInt),
     int: (numbers.Integral, torch.SymInt),
-    bool: (numbers.Integral, np.bool_, torch.SymBool, type(None)),
+    bool: (numbers.Integral, torch.SymBool, type(None)),
     list: (list, tuple),
     torch.device: (torch.device, int),
 }
@@ -257,6 +256,8 @@ def _admits(value: Any, annotation: Any) -> bool:
     if isinstance(origin, type):
         elements = _elements(value, annotation) or ()
         return isinstance(value, _ADMITTED.get(origin, origin)) and all(_admits(*element) for element in elements)
+    if annotation is bool and type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return True
     kinds = _ADMITTED.get(annotation, annotation)
     return isinstance(value, kinds) if isinstance(kinds, type | tuple) else True
 
