@@ -1,4 +1,4 @@
-"""Which keys a query row sees: packed custom masks, the causal bound and the sliding window (docs/guide/masks.md)."""
+"""Masks: which keys a query row sees by a packed custom mask, the causal bound and the window (docs/guide/masks.md)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def mask_offset(qo_indptr, kv_len, request, max_batch, BLOCK: tl.constexpr):
-    """Byte at which the bits of ``request`` begin: those of each request before it fill whole bytes."""
+    """The byte at which the mask of ``request`` begins. The mask of every request is padded to whole bytes."""
     total = tl.zeros((BLOCK,), tl.int64)
     stop = tl.minimum(request, max_batch)
     for first in range(0, stop, BLOCK):
@@ -21,7 +21,7 @@ def mask_offset(qo_indptr, kv_len, request, max_batch, BLOCK: tl.constexpr):
 
 @triton.jit
 def mask_bits(mask, offset, row, length, tokens, mask_bytes):
-    """bool ``[rows, tokens]`` of the bits at ``row * length + token`` after byte ``offset``; False out of range."""
+    """bool ``[rows, tokens]``: bit ``row * length + token`` from byte ``offset`` on, False outside of the mask."""
     bit = row.to(tl.int64)[:, None] * length + tokens[None, :]
     byte = offset + (bit >> 3)
     bits = tl.load(mask + byte, mask=(byte >= 0) & (byte < mask_bytes), other=0)
@@ -30,7 +30,7 @@ def mask_bits(mask, offset, row, length, tokens, mask_bytes):
 
 @triton.jit
 def causal_or_window(tokens, position, window_left, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """bool ``[rows, tokens]``, for rows at ``position`` in the KV sequence."""
+    """bool ``[rows, tokens]``: the tokens that rows at ``position [rows]`` of the KV sequence see."""
     distance = position[:, None] - tokens[None, :]
     visible = distance >= -(1 << 30)
     if CAUSAL:
@@ -45,7 +45,10 @@ def full_blocks(
     begin, end, first_position, last_position, window_left,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``(first, stop, blocks)``: of the blocks from ``begin`` on, every row sees those in ``[first, stop)`` whole."""
+    """``(first, stop, blocks)`` of the KV tiles of BLOCK tokens from ``begin`` on: ``[first, stop)`` need no mask.
+
+    ``blocks`` is their number. ``first_position`` and ``last_position`` are those of the first and the last row.
+    """
     blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
     seen_by_all = tl.minimum(end, first_position + 1) if CAUSAL else end
     stop = tl.maximum(seen_by_all - begin, 0) // BLOCK

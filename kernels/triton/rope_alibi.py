@@ -8,16 +8,16 @@ import triton.language as tl
 
 @triton.jit
 def rotation_partner(d, DIM: tl.constexpr):
-    """The dimension that ``d`` is rotated with: halves of the head are paired."""
+    """The dimension that ``d`` is rotated with: ``d`` plus or minus half the head."""
     return tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
 
 
 @triton.jit
 def sin_cos(turns):
-    """Sine and cosine of ``2 pi turns``, by Taylor's series at half the angle, which is at most a quarter turn.
+    """``(sin, cos)`` of ``2 pi turns``, by Taylor series at half the angle, which is at most a quarter turn.
 
-    About as exact as the library's in float32 and, unlike those, without code for huge angles, which
-    would take most of the compilation.
+    About as accurate as the library functions in float32. Those also handle huge angles, which takes most of the
+    compile time.
     """
     x = (turns - tl.floor(turns + 0.5)) * 3.141592653589793
     y = x * x
@@ -29,7 +29,7 @@ def sin_cos(turns):
 
 @triton.jit
 def angles(position, pair, log2_theta, inverse_scale, DIM: tl.constexpr):
-    """Sine and cosine ``[tokens, pairs]`` of what ROPE_LLAMA turns pair ``pair`` of a head by at ``position``."""
+    """``(sin, cos) [tokens, pairs]`` of the ROPE_LLAMA angles of dimension pairs ``pair`` at ``position [tokens]``."""
     exponent = pair.to(tl.float32) * (tl.cast(log2_theta, tl.float32) * (-2.0 / DIM))
     frequency = tl.exp2(exponent) * (tl.cast(inverse_scale, tl.float32) * 0.15915494309189535)
     return sin_cos(position.to(tl.float32)[:, None] * frequency[None, :])
@@ -37,7 +37,7 @@ def angles(position, pair, log2_theta, inverse_scale, DIM: tl.constexpr):
 
 @triton.jit
 def rotate(x, partner, position, d, log2_theta, inverse_scale, DIM: tl.constexpr):
-    """ROPE_LLAMA of ``x [tokens, d]`` with its partner dimensions at ``position [tokens]``, in float32."""
+    """ROPE_LLAMA of ``x [tokens, d]`` in float32; ``partner`` is x at :func:`rotation_partner`."""
     sin, cos = angles(position, d % (DIM // 2), log2_theta, inverse_scale, DIM)
     sign = tl.where(d < DIM // 2, -1.0, 1.0)
     return x.to(tl.float32) * cos + partner.to(tl.float32) * (sin * sign[None, :])
@@ -53,7 +53,10 @@ def rotate_halves(low, high, position, pair, log2_theta, inverse_scale, DIM: tl.
 
 @triton.jit
 def alibi_slopes(head, LOG2_HEADS: tl.constexpr):
-    """Powers of ``2^(-8 / n)``, n = 2^LOG2_HEADS the largest power of two in their number; then those between."""
+    """ALiBi slopes: powers of ``2^(-8 / n)`` for the first ``n = 2^LOG2_HEADS`` heads, then those halfway between.
+
+    n is the largest power of 2 that is at most the number of heads.
+    """
     n: tl.constexpr = 1 << LOG2_HEADS
     head = head.to(tl.float32)
     return tl.where(head < n, tl.exp2(-8.0 / n * (head + 1.0)), tl.exp2(-4.0 / n * (2.0 * (head - n) + 1.0)))
