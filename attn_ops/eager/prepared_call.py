@@ -56,7 +56,7 @@ class HasPreparedMethods(Protocol):
     """An object with methods that are decorated with :func:`prepared`."""
 
     _prepared_methods: PreparedMethods
-    """Cleared by the object when the result of a call depends on something new beside arguments and cache key."""
+    """The object clears it when a call depends on new state that is not in the arguments or the cache key."""
 
     def _cache_key(self) -> int | None:
         """The object's part of the cache key; None if its calls are not to be cached."""

@@ -129,7 +129,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """dtypes that attention computes in."""
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""dtypes of keys and values beside those of the query."""
+"""FP8 dtypes of keys and values."""
 
 LAYOUTS = {
     "NHD": "[pages, page_size, num_kv_heads, head_dim]",
