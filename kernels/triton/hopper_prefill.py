@@ -132,7 +132,7 @@ class Ring(NamedTuple):
 
     There are twice as many full barriers as stages, so that each full barrier is always waited for by the same consumer
     when two consumers take alternate KV tiles. A consumer that skipped every other phase of a barrier could take one
-    that is two phases behind for complete. The last full barrier is the staging barrier of :func:`zero_rows_from`.
+    that is two phases behind for complete. The last full barrier is the staging barrier of tiles with rows to zero.
     """
 
     parts: Any  # DIM and DIM_B columns of the head, each [STAGES, KV_TILE, columns]
@@ -153,6 +153,7 @@ class KvRange(NamedTuple):
 
     start: Any
     end: Any
+    hidden: Any  # tokens from start on that no row sees, less than a box
     page_start: Any  # of the request in kv_indices; its first token in ragged KV
     kv_indices: Any
     kv_rows: Any
@@ -252,15 +253,13 @@ def box_of(part, stage, column, row_box, BOX: gl.constexpr):
 
 
 @gluon.jit
-def zero_rows_from(part, stage, count, BOX: gl.constexpr):
-    """Set the tokens from ``count`` on of the KV tile in ``stage`` to 0, up to the end of the box that holds ``count``.
-
-    The boxes after it were loaded from outside of the tensor map, which reads as 0.
-    """
+def zero_rows(part, stage, begin, end):
+    """Set the tokens ``[begin, end)`` of the KV tile in ``stage`` to 0."""
     STEP: gl.constexpr = 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    for step in range(count // STEP, (count + BOX - 1) // BOX * (BOX // STEP)):
-        keep = step * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)) < count
+    for step in range(begin // STEP, (end + STEP - 1) // STEP):
+        token = step * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
+        keep = (token < begin) | (token >= end)
         for column in gl.static_range(part.shape[2] // BOX_COLUMNS):
             rows = box_of(part, stage, column, step, STEP)
             store_shared(rows, gl.where(keep[:, None], rows.load(LAYOUT), 0.0))
@@ -269,15 +268,16 @@ def zero_rows_from(part, stage, count, BOX: gl.constexpr):
 
 @gluon.jit
 def produce_kv_tiles(
-    kv, ring, tensor_map, kv_head, ZERO_TAIL: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr
+    kv, ring, tensor_map, kv_head, VALUES: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Steps 1 to 3, the role of a producer warp: load the KV tiles of ``kv`` into ``ring``, box by box.
 
     tensor_map  ``[pages, tokens, heads, dim]`` of keys or values in global memory
 
-    Boxes from ``kv.end`` on are loaded from outside of the tensor map and are 0. Tokens after ``kv.end`` within a box
-    are arbitrary memory, perhaps NaN. Logits of such keys are masked. Values are set to 0 (ZERO_TAIL), since a
-    probability of 0 times NaN is NaN.
+    Boxes from ``kv.end`` on are loaded from outside of the tensor map and are 0. Tokens of a box outside of
+    ``[kv.start + kv.hidden, kv.end)`` are arbitrary memory, perhaps NaN. Logits of such keys are masked. VALUES are set
+    to 0, since a probability of 0 times NaN is NaN.
     """
     KV_TILE: gl.constexpr = ring.parts[0].shape[1]
     BOX: gl.constexpr = tensor_map.block_type.shape[1]
@@ -285,6 +285,8 @@ def produce_kv_tiles(
     DIM: gl.constexpr = ring.parts[0].shape[2]
     COLUMNS: gl.constexpr = DIM if len(ring.parts) == 1 else DIM + ring.parts[1].shape[2]
     STAGING_BARRIER: gl.constexpr = ring.full.shape[0] - 1
+    ZERO_HEAD: gl.constexpr = VALUES and PAGED and WINDOW  # ragged KV starts with the window
+    hidden = kv.hidden  # -1 once they are zeroed, which was the first phase of the staging barrier
     stage, empty_phase, full_index = 0, 1, 0
     for first in range(kv.start, kv.end, KV_TILE):
         boxes = ()  # (page, token) of each
@@ -296,7 +298,9 @@ def produce_kv_tiles(
                 boxes += ((page, gl.where(token < kv.end, token % PAGE_SIZE, PAGE_SIZE)),)  # type: ignore[assignment]
             else:
                 boxes += ((0, gl.where(token < kv.end, kv.page_start + token, kv.kv_rows)),)  # type: ignore[assignment]
-        zeroes = (first + KV_TILE > kv.end) & ((kv.end - first) % BOX > 0) if ZERO_TAIL else False
+        zeroes = (first + KV_TILE > kv.end) & ((kv.end - first) % BOX > 0) if VALUES else False
+        if ZERO_HEAD:
+            zeroes = zeroes | (hidden > 0)
         loaded = ring.full.index(gl.where(zeroes, STAGING_BARRIER, full_index))
         mbarrier.wait(ring.empty.index(stage), empty_phase)
         mbarrier.expect(loaded, KV_TILE * COLUMNS * 2)
@@ -308,8 +312,14 @@ def produce_kv_tiles(
                     at = [boxes[i][0], boxes[i][1], kv_head, part * DIM + column * BOX_COLUMNS]
                     tma.async_copy_global_to_shared(tensor_map, at, loaded, box)
         if zeroes:
-            mbarrier.wait(loaded, 0)
-            zero_rows_from(ring.parts[0], stage, kv.end - first, BOX)
+            count = gl.minimum(kv.end - first, KV_TILE)
+            if ZERO_HEAD:
+                mbarrier.wait(loaded, (hidden < 0).to(gl.int32))
+                zero_rows(ring.parts[0], stage, hidden * 0, hidden)
+                hidden = gl.where(hidden > 0, -1, hidden)
+            else:
+                mbarrier.wait(loaded, 0)
+            zero_rows(ring.parts[0], stage, count, (count + BOX - 1) // BOX * BOX)
             mbarrier.arrive(ring.full.index(full_index))
         stage, empty_phase = advance(stage, empty_phase, ring.empty.shape[0], 1)
         full_index, _ = advance_full(ring, full_index, 0, 1)
@@ -603,7 +613,7 @@ def hopper_prefill_kernel(
         query, k_ring, v_ring, reduction, q, (stride_q_row, stride_q_head), sinks, (out, lse, partial),
         tile, rows, slots, (scale, cap, window_left),
     )  # fmt: skip
-    kv = KvRange(start, end, page_start, kv_indices, kv_rows, max_pages, num_pages)
+    kv = KvRange(start, end, gl.maximum(begin - start, 0), page_start, kv_indices, kv_rows, max_pages, num_pages)
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     gl.warp_specialize(
         [
@@ -615,8 +625,8 @@ def hopper_prefill_kernel(
                 consume_kv_tiles,
                 (1, consumer, NUM_HEADS, GROUP, TILE_ROWS, CAUSAL, WINDOW, CAP, SINKS, LSE, SPLIT_KV_OVER_WARPGROUPS),
             ),
-            (produce_kv_tiles, (kv, k_ring, k, kv_head, False, PAGED, PAGE_SIZE)),
-            (produce_kv_tiles, (kv, v_ring, v, kv_head, True, PAGED, PAGE_SIZE)),
+            (produce_kv_tiles, (kv, k_ring, k, kv_head, False, PAGED, PAGE_SIZE, WINDOW)),
+            (produce_kv_tiles, (kv, v_ring, v, kv_head, True, PAGED, PAGE_SIZE, WINDOW)),
         ],
         [WARPS, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

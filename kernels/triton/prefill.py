@@ -427,6 +427,9 @@ def prefill_kernel(
                 value = load_values(
                     v, v_strides, pages, page_start, first, tile_tokens, d_vo, phase != 1, SHAPE, FEATURES, TILE
                 ).to(query_a.dtype)
+            if phase != 1 and (MASK or FEATURES.WINDOW):  # a value that no row sees may be NaN, and 0 * NaN is NaN
+                seen = tl.max((visible & exists[:, None]).to(tl.int32), 0) > 0
+                value = tl.where(seen[:, None], value, 0.0)
             acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision="ieee")
             pages = load_pages(
                 kv_indices, page_start, first + BLOCK_N, max_pages, num_pages, SHAPE, FEATURES.PAGED, TILE
