@@ -312,9 +312,14 @@ class DecodePlanner(_Planner):
         return self.state
 
     @typed
-    def check(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
-        """Raise what :meth:`plan` would raise for the contents of this page table, and write nothing."""
-        self._check(None, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
+    def check(
+        self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *, validate: bool | None = True
+    ) -> None:
+        """Raise what :meth:`plan` with this ``validate`` would raise for the contents, and write nothing.
+
+        Reads them, also from the device; with ``validate=None`` only if everything is on the host.
+        """
+        self._check(validate, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
 
     @prepared
     def _fill(self, validate: bool | None, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
@@ -443,9 +448,11 @@ class PrefillPlanner(_Planner):
         kv_indptr: Tensor,
         kv_indices: Tensor | None = None,
         kv_last_page_len: Tensor | None = None,
+        *,
+        validate: bool | None = True,
     ) -> None:
-        """Raise what :meth:`plan` would raise for the contents of this page table, and write nothing."""
-        self._check_batch(None, qo_indptr, kv_indptr, *self._paged(kv_indptr, kv_indices, kv_last_page_len))
+        """Raise what :meth:`plan` with this ``validate`` would raise, as :meth:`DecodePlanner.check`."""
+        self._check_batch(validate, qo_indptr, kv_indptr, *self._paged(kv_indptr, kv_indices, kv_last_page_len))
 
     def _paged(
         self, kv_indptr: Tensor, kv_indices: Tensor | None, kv_last_page_len: Tensor | None

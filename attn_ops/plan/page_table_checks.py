@@ -38,7 +38,9 @@ def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool 
 
 
 def check_entries(kv_indptr: Tensor, kv_indices: Tensor, where: str = "plan") -> None:
-    """A valid ``kv_indptr`` ends within ``kv_indices``."""
+    """A valid ``kv_indptr`` ends within ``kv_indices``, a vector."""
+    if kv_indices.dim() != 1:
+        fail(ShapeError, where, f"kv_indices is {list(kv_indices.shape)}", "[pages]", "pass a vector of page numbers")
     used = int(kv_indptr[-1])
     if used > kv_indices.shape[0]:
         fail(

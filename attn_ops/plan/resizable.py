@@ -102,7 +102,7 @@ class ResizablePlan:
         Raises what :meth:`DecodePlanner.plan` or :meth:`PrefillPlanner.plan` would raise for the table's contents.
         """
         sized = self.fit(spec, needed, fixed)
-        sized.planner.check(*_plan_arguments(sized, table))
+        sized.planner.check(*_plan_arguments(sized, table), validate=None)
         return sized
 
     def commit(self, sized: SizedPlanner, table: PageTable) -> None:
