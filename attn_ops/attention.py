@@ -10,11 +10,12 @@ from torch import Tensor
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import ArgumentError, fail
 from attn_ops.frontend.arguments import DType, attention_options, refuse, required
-from attn_ops.frontend.base import SINK_BY_POSITION, PreparedPlan, committing
+from attn_ops.frontend.base import SINK_BY_POSITION
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper
 from attn_ops.frontend.plan_spec import prefill_spec
+from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale
 from attn_ops.plan.page_table import PageTable, by_length, index
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper

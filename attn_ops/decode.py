@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import PlanError, ShapeError, fail
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, positive, refuse, required
-from attn_ops.frontend.base import PreparedPlan, committing, graph_buffers
+from attn_ops.frontend.base import graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache
@@ -21,6 +21,7 @@ from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper, forward_changes
 from attn_ops.frontend.plan_spec import splitting
+from attn_ops.frontend.prepared_plan import PreparedPlan, committing, plan_batch
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from attn_ops.page import get_seq_lens
@@ -454,26 +455,20 @@ def fast_decode_plan(
 
     Engines bind it as a method: ``wrapper.plan = functools.partial(fast_decode_plan, wrapper)``.
     """
-    self.prepare_plan(
-        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
-        indices,
-        last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        pos_encoding_mode,
-        window_left,
-        logits_soft_cap,
-        q_data_type,
-        kv_data_type,
-        None,
-        data_type,
-        sm_scale,
-        rope_scale,
-        rope_theta,
-        non_blocking,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
-        q_len_per_req=q_len_per_req,
-    ).commit()
+    table = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu, indices, last_page_len
+    sizes = num_qo_heads, num_kv_heads, head_dim, page_size
+    options = {
+        "pos_encoding_mode": pos_encoding_mode,
+        "window_left": window_left,
+        "logits_soft_cap": logits_soft_cap,
+        "q_data_type": q_data_type,
+        "kv_data_type": kv_data_type,
+        "data_type": data_type,
+        "sm_scale": sm_scale,
+        "rope_scale": rope_scale,
+        "rope_theta": rope_theta,
+        "fixed_split_size": fixed_split_size,
+        "disable_split_kv": disable_split_kv,
+        "q_len_per_req": q_len_per_req,
+    }
+    plan_batch(self, type(self).prepare_plan, (*table, *sizes), options)

@@ -25,7 +25,7 @@ from attn_ops.frontend.arguments import (
     renamed,
     required,
 )
-from attn_ops.frontend.base import PreparedPlan, committing, graph_buffers
+from attn_ops.frontend.base import graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_prefill_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_ragged_attention_deepseek
 from attn_ops.frontend.kv_cache import PagedCache
@@ -34,6 +34,7 @@ from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper, forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting
+from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache

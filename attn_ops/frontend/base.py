@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,6 +20,7 @@ from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.one_shot import problem_of, without_window
 from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.prepared_plan import PreparedPlan, RepeatablePlan
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops import backends
 from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
@@ -31,8 +31,6 @@ from attn_ops.plan.sizing import count_splits
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
 from attn_ops.typed import typed
 
-P = ParamSpec("P")
-
 SCALES_BY_POSITION = ("k_scale", "v_scale")
 SINK_BY_POSITION = ("sinks", "sm_scale")
 FP8_SCALES_BY_POSITION = ("q_scale", "k_scale", "v_scale")
@@ -42,7 +40,7 @@ three of them in prefill with an FP8 query."""
 _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 """Entries 7, 9 and 11 of ``jit_args`` for that variant: names of its tensors, names of its scalars, its own name."""
 
-NOT_IN_KEY = frozenset({"_planned", "_prepared_methods", "_keyed_plan", "_keyed_state"})
+NOT_IN_KEY = frozenset({"_planned", "_repeatable", "_prepared_methods", "_keyed_plan", "_keyed_state"})
 """Attributes that belong to the cache key of prepared calls, or whose parts are compared one by one."""
 
 _workspaces: WeakValueDictionary[tuple[torch.device, int, int], Tensor] = WeakValueDictionary()
@@ -141,50 +139,6 @@ class PlannedBatch:
         return Planned(plan, self.workspace), options
 
 
-class PreparedPlan(NamedTuple):
-    """A batch that has passed every check of plan(); :meth:`commit` makes it the wrapper's plan.
-
-    ``rows`` are its query rows. ``state`` are attributes of the wrapper that belong to the plan, and ``others`` plans
-    that are committed with this one.
-    """
-
-    wrapper: Wrapper
-    op: str
-    table: PageTable
-    size: BatchSize
-    sized: SizedPlanner
-    workspace: Tensor
-    options: AttentionOptions
-    dtypes: DTypes | None
-    mask: Tensor | None
-    state: Mapping[str, Any] = {}
-    others: tuple[PreparedPlan, ...] = ()
-
-    @property
-    def rows(self) -> int:
-        return self.size.rows
-
-    def with_state(self, *others: PreparedPlan, **state: Any) -> PreparedPlan:
-        return self._replace(state=state, others=others)
-
-    def commit(self) -> None:
-        for prepared in (*self.others, self):
-            prepared.wrapper._commit(prepared)
-
-
-def committing(prepare_plan: Callable[P, PreparedPlan]) -> Callable[P, None]:
-    """``plan()``, with the arguments of ``prepare_plan()``: prepare and commit."""
-
-    @functools.wraps(prepare_plan)
-    def plan(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.prepare_plan(*args, **kwargs).commit()
-
-    plan.__name__, plan.__qualname__ = "plan", prepare_plan.__qualname__.replace("prepare_plan", "plan")
-    del plan.__annotations__["return"]
-    plan.__annotations__["return"] = "None"
-    return typed(plan)  # type: ignore[arg-type]
-
-
 def _planned_option(name: str) -> Any:
     """An option as planned, under the name of FlashInfer's wrappers, which engines read."""
 
@@ -242,6 +196,7 @@ class Wrapper:
         storage = None if self._graph is None else self._graph.storage
         self._resizable = ResizablePlan(self.device, own_workspace=self._workspace is None, storage=storage)
         self._planned: PlannedBatch | None = None
+        self._repeatable: RepeatablePlan | None = None
         self._mask: Tensor | None = None
         self._prepared_methods = PreparedMethods()
         self._keyed_plan: PlannedBatch | None = None
@@ -385,10 +340,8 @@ class Wrapper:
 
     def _commit(self, prepared: PreparedPlan) -> None:
         spec, size = prepared.sized.spec, prepared.size
-        self._resizable.commit(prepared.sized, prepared.table)
         mask = None if prepared.mask is None else self._hold_mask(prepared.mask)
-        if self._graph is not None:
-            self._graph.copy(prepared.table)
+        self._write(prepared.sized, prepared.table, prepared.state)
         self._planned = PlannedBatch(
             op=prepared.op,
             plan=prepared.sized.planner.state,
@@ -400,7 +353,13 @@ class Wrapper:
             exact=self._graph is None,
             keys=None if spec.paged else mark_dynamic_rows(torch.empty(size.keys, 0, device=self.device)),
         )
-        for name, value in prepared.state.items():
+
+    def _write(self, sized: SizedPlanner, table: PageTable, state: Mapping[str, Any]) -> None:
+        """Write the plan of a batch and the attributes that belong to it."""
+        self._resizable.commit(sized, table)
+        if self._graph is not None:
+            self._graph.copy(table)
+        for name, value in state.items():
             setattr(self, name, value)
 
     def _size(

@@ -9,11 +9,12 @@ from torch import Tensor
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, refuse, renamed, required
-from attn_ops.frontend.base import PreparedPlan, Wrapper, buffer, committing, graph_buffers
+from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
 from attn_ops.frontend.masks import multi_item_mask
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting
+from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.plan.page_table import PageTable
 from attn_ops.typed import typed

@@ -1,0 +1,140 @@
+"""plan() of every wrapper: a batch is prepared, which checks it and changes nothing, and then committed.
+
+A call like the last one, for tensors of the same shapes, only writes the plan, if its size depends on shapes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+
+import torch
+from torch import Tensor
+
+from attn_ops.frontend.arguments import DTypes
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.page_table import BatchSize, PageTable, seen
+from attn_ops.plan.resizable import SizedPlanner
+from attn_ops.typed import typed
+
+if TYPE_CHECKING:
+    from attn_ops.frontend.base import PlannedBatch, Wrapper
+
+P = ParamSpec("P")
+
+_SCALARS = (int, float, str, bool, type(None), torch.dtype)
+
+
+class PreparedPlan(NamedTuple):
+    """A batch that has passed every check of plan(); :meth:`commit` makes it the wrapper's plan.
+
+    ``rows`` are its query rows. ``state`` are attributes of the wrapper that belong to the plan, and ``others`` plans
+    that are committed with this one.
+    """
+
+    wrapper: Wrapper
+    op: str
+    table: PageTable
+    size: BatchSize
+    sized: SizedPlanner
+    workspace: Tensor
+    options: AttentionOptions
+    dtypes: DTypes | None
+    mask: Tensor | None
+    state: Mapping[str, Any] = {}
+    others: tuple[PreparedPlan, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return self.size.rows
+
+    def with_state(self, *others: PreparedPlan, **state: Any) -> PreparedPlan:
+        return self._replace(state=state, others=others)
+
+    def commit(self) -> None:
+        for prepared in (*self.others, self):
+            prepared.wrapper._commit(prepared)
+
+
+class RepeatablePlan(NamedTuple):
+    """A plan() whose checks, size and result depend on the shapes of its page table, not on its contents.
+
+    signature  its arguments, with tensors as their shapes, strides, dtypes and devices
+    places     where ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` are among the arguments
+    workspace  the wrapper's workspace at that time
+    """
+
+    signature: tuple[Any, ...]
+    places: tuple[int | str, ...]
+    sized: SizedPlanner
+    state: Mapping[str, Any]
+    planned: PlannedBatch
+    workspace: Tensor | None
+
+    @classmethod
+    def of(cls, signature: Any, prepared: PreparedPlan, args: Any, kwargs: Any) -> RepeatablePlan | None:
+        """None if another batch of the same shapes could need another plan."""
+        wrapper, planned = prepared.wrapper, prepared.wrapper._planned
+        size_was_read = prepared.size.kv_len is not None or prepared.mask is not None
+        if signature is None or planned is None or size_was_read or prepared.others:
+            return None
+        *tables, qo_indptr = prepared.table
+        named = [*enumerate(args), *kwargs.items()]
+        places = [next((place for place, value in named if value is t), None) for t in tables]
+        if None in places or qo_indptr is not None or any(map(seen, tables)):
+            return None
+        return cls(signature, tuple(places), prepared.sized, prepared.state, planned, wrapper._workspace)  # type: ignore[arg-type]
+
+    def repeat(self, wrapper: Wrapper, signature: Any, args: Any, kwargs: Any) -> bool:
+        """Plan the batch of these arguments if the wrapper is as this plan left it; whether it did."""
+        if wrapper._resizable.held is not self.sized or wrapper._workspace is not self.workspace:
+            return False
+        if signature != self.signature:
+            return False
+        table = PageTable(*(args[p] if isinstance(p, int) else kwargs[p] for p in self.places))
+        wrapper._write(self.sized, table, self.state)
+        wrapper._planned = self.planned
+        return True
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments of a call but for the contents of tensors; None with arguments of other kinds."""
+    parts: list[Any] = [*kwargs]
+    for x in (*args, *kwargs.values()):
+        if type(x) is Tensor:
+            parts.append((x.shape, x.stride(), x.dtype, x.device))
+        elif isinstance(x, _SCALARS):
+            parts.append(x)
+        else:
+            return None
+    return tuple(parts)
+
+
+def plan_batch(wrapper: Wrapper, prepare_plan: Callable[..., PreparedPlan], args: Any, kwargs: Any) -> None:
+    """``prepare_plan(wrapper, *args, **kwargs).commit()``, or a repetition of the last such call."""
+    signature, last = _signature(args, kwargs), wrapper._repeatable
+    if last is not None and signature is not None and last.repeat(wrapper, signature, args, kwargs):
+        return
+    prepared = prepare_plan(wrapper, *args, **kwargs)
+    prepared.commit()
+    wrapper._repeatable = RepeatablePlan.of(signature, prepared, args, kwargs)
+
+
+_plan_eagerly = torch.compiler.disable(
+    plan_batch, reason="plan() of a wrapper is eager: call it before the compiled function, or use a planner's plan()"
+)
+
+
+def committing(prepare_plan: Callable[P, PreparedPlan]) -> Callable[P, None]:
+    """``plan()``, with the arguments of ``prepare_plan()``: prepare and commit."""
+
+    @functools.wraps(prepare_plan)
+    def plan(self: Any, *args: Any, **kwargs: Any) -> None:
+        planned_by = _plan_eagerly if torch.compiler.is_compiling() else plan_batch
+        planned_by(self, prepare_plan, args, kwargs)
+
+    plan.__name__, plan.__qualname__ = "plan", prepare_plan.__qualname__.replace("prepare_plan", "plan")
+    del plan.__annotations__["return"]
+    plan.__annotations__["return"] = "None"
+    return typed(plan)  # type: ignore[arg-type]
