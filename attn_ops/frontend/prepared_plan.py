@@ -82,7 +82,7 @@ class RepeatablePlan(NamedTuple):
         *tables, qo_indptr = prepared.table
         named = [*enumerate(args), *kwargs.items()]
         places = [next((place for place, value in named if value is t), None) for t in tables]
-        if None in places or qo_indptr is not None or any(map(seen, tables)):
+        if None in places or qo_indptr is not None or any(seen(t) for t in tables if t is not None):
             return None
         return cls(signature, tuple(places), prepared.sized, prepared.state, planned, wrapper._workspace)  # type: ignore[arg-type]
 
