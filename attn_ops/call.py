@@ -97,6 +97,8 @@ class AttentionCall(NamedTuple):
             tensors = self._convert_query(scales.query)
         plan, options = self.plan.resolve(self.options)
         options = options._replace(sm_scale=scales.sm_scale, kv_scale=scales.kv_scale)
+        if dtype != tensors[0].dtype:  # rounded once: by the op, or after the scale
+            options = options._replace(out_dtype=torch.float32 if scales.scales_output else dtype)
         keywords: dict[str, Any] = {name: getattr(options, name) for name in OP_OPTIONS[self.op]}
         if self.op != "batch_mla":
             keywords["kv_layout"] = self.kv_layout

@@ -13,10 +13,18 @@ import torch
 from torch import Tensor
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> tuple[Tensor, Tensor]:
-    """``out [rows, num_qo_heads, head_dim_vo]`` in the dtype of q; float32 ``lse [rows, num_qo_heads]``, or ``[0]``."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: Any,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    **__: Any,
+) -> tuple[Tensor, Tensor]:
+    """``out [rows, num_qo_heads, head_dim_vo]`` in ``out_dtype``; float32 ``lse [rows, num_qo_heads]``, or ``[0]``."""
     rows, heads, _dim = q.shape
-    out = q.new_empty((rows, heads, v.shape[-1]))
+    out = q.new_empty((rows, heads, v.shape[-1]), dtype=q.dtype if out_dtype is None else out_dtype)
     lse = q.new_empty((rows, heads) if return_lse else (0,), dtype=torch.float32)
     return out, lse
 
@@ -38,9 +46,11 @@ def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, **_: Any) -> tuple
     return v.new_empty((rows, *v.shape[1:])), s.new_empty((rows, *s.shape[1:]))
 
 
-def batch_mla(q_nope: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> tuple[Tensor, Tensor]:
+def batch_mla(
+    q_nope: Tensor, *_: Any, return_lse: bool = False, out_dtype: torch.dtype | None = None, **__: Any
+) -> tuple[Tensor, Tensor]:
     """``out [rows, num_heads, head_dim_ckv]``, and ``lse`` as in :func:`attention`."""
-    return attention(q_nope, q_nope, q_nope, return_lse=return_lse)
+    return attention(q_nope, q_nope, q_nope, return_lse=return_lse, out_dtype=out_dtype)
 
 
 def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, **_: Any) -> tuple[Tensor, Tensor]:

@@ -372,6 +372,7 @@ class Wrapper:
                 device=table.kv_indptr.device,
                 dtype=dtypes.computed,
                 kv_dtype=dtypes.kv,
+                out_dtype=dtypes.o,
                 num_qo_heads=spec.num_qo_heads,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim_qk=spec.head_dim_qk,

@@ -46,6 +46,10 @@ class FoldedScales(NamedTuple):
     output: float | Tensor = 1.0
     query: Tensor | None = None
 
+    @property
+    def scales_output(self) -> bool:
+        return isinstance(self.output, Tensor) or self.output != 1.0
+
 
 def reciprocal(where: str, name: str, scale: Scale) -> Scale:
     """``1 / scale`` of a scale that the output is divided by."""

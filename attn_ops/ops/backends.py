@@ -51,6 +51,7 @@ class Problem:
     device: torch.device
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.float32
     num_qo_heads: int = 1
     num_kv_heads: int = 1
     head_dim_qk: int = 1

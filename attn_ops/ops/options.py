@@ -14,6 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""dtypes that attention computes in."""
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""FP8 dtypes of keys, values and outputs."""
+
 
 class AttentionOptions(NamedTuple):
     """Options under their names in the schemas.
@@ -27,6 +33,7 @@ class AttentionOptions(NamedTuple):
     rope_scale       divides positions; ``rope_theta`` is the base of RoPE's frequencies
     causal           a row sees the keys up to its own position, bottom-right aligned
     mask             uint8 ``[bytes]``: the packed custom mask of all requests, which takes the place of ``causal``
+    out_dtype        dtype of the output, None for the query's; an FP8 output is saturated
     """
 
     sm_scale: float | None = None
@@ -39,6 +46,7 @@ class AttentionOptions(NamedTuple):
     rope_theta: float = 10000.0
     causal: bool = False
     mask: Tensor | None = None
+    out_dtype: torch.dtype | None = None
 
     def given(self) -> tuple[str, ...]:
         """Names of the options that are not at their defaults."""
@@ -54,15 +62,15 @@ DEFAULTS = AttentionOptions()
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 
 _SOFTMAX = ("sm_scale", "logits_soft_cap", "window_left", "sinks", "kv_scale")
-_DECODE = (*_SOFTMAX, "pos_encoding", "rope_scale", "rope_theta")
-_PREFILL = (*_DECODE, "causal", "mask")
+_POSITIONS = ("pos_encoding", "rope_scale", "rope_theta")
+_PREFILL = (*_SOFTMAX, *_POSITIONS, "causal", "mask", "out_dtype")
 
 OP_OPTIONS: dict[str, tuple[str, ...]] = {
-    "batch_decode": _DECODE,
+    "batch_decode": (*_SOFTMAX, *_POSITIONS, "out_dtype"),
     "batch_prefill": _PREFILL,
     "ragged_prefill": _PREFILL,
     "single_prefill": _PREFILL,
-    "batch_mla": (*_SOFTMAX, "causal"),
+    "batch_mla": (*_SOFTMAX, "causal", "out_dtype"),
 }
 """The options of each attention op, in the order of its schema."""
 
@@ -100,11 +108,16 @@ BOUNDS: dict[str, Bound] = {
     "pos_encoding": Bound(lambda value: value in POS_ENCODINGS, ", ".join(POS_ENCODINGS)),
     "rope_scale": Bound(_positive, f"a positive number ({_RANGE})"),
     "rope_theta": Bound(_positive, f"a positive number ({_RANGE})"),
+    "out_dtype": Bound(
+        lambda value: value is None or value in (*FLOATS, *FP8),
+        f"{', '.join(str(dtype).removeprefix('torch.') for dtype in (*FLOATS, *FP8))}, or None for that of q",
+    ),
 }
 """The scalar options that not every value of their type is right for."""
 
 _SCHEMA_TYPES = {
     "float | None": "float?", "float": "float", "int": "int", "str": "str", "bool": "bool", "Tensor | None": "Tensor?",
+    "torch.dtype | None": "ScalarType?",
 }  # fmt: skip
 
 
@@ -124,12 +137,6 @@ def default_options(op: str) -> dict[str, Any]:
     """The options of ``op`` with their defaults."""
     return {name: getattr(DEFAULTS, name) for name in OP_OPTIONS[op]}
 
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-"""dtypes that attention computes in."""
-
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""FP8 dtypes of keys and values."""
 
 LAYOUTS = {
     "NHD": "[pages, page_size, num_kv_heads, head_dim]",

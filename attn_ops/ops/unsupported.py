@@ -56,7 +56,7 @@ HOPPER_PREFILL_PAGE, HOPPER_MLA_PAGE = 16, 64
 
 HOPPER_MLA_HEAD_DIMS = (576, 512)
 
-HOPPER_MLA_OPTIONS = frozenset({"sm_scale", "causal"})
+HOPPER_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 HOPPER_PREFILL_OPTIONS = HOPPER_MLA_OPTIONS | {"logits_soft_cap", "window_left", "sinks", "rope_scale", "rope_theta"}
 """Options that the Hopper kernels implement; those of RoPE have no effect without ``pos_encoding``."""
 
@@ -116,8 +116,8 @@ def triton(p: Problem) -> list[str]:
             ),
             (p.dtype in TRITON_DTYPES or p.op in TRITON_COPIES, f"it does not compute in {p.dtype}"),
             (
-                capability is None or capability >= (8, 9) or p.kv_dtype != torch.float8_e4m3fn,
-                f"it needs compute capability 8.9 or newer for {p.kv_dtype}, not {capability}",
+                capability is None or capability >= (8, 9) or torch.float8_e4m3fn not in (p.kv_dtype, p.out_dtype),
+                f"it needs compute capability 8.9 or newer for torch.float8_e4m3fn, not {capability}",
             ),
             (max(key_dim, p.head_dim_vo) <= 512, "it needs head_dim at most 512"),
             (min(key_dim, p.head_dim_vo) >= 1 or p.op in TRITON_COPIES, "it needs head_dim at least 1"),

@@ -18,7 +18,7 @@ from attn_ops.kernels.reference.sizes import any_zero
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 
 LOG2E = math.log2(math.e)
@@ -149,10 +149,10 @@ def batch_decode(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    p = DecodePlan(*plan)
+    p, opts = DecodePlan(*plan), AttentionOptions(**options)
     batch = q.shape[0]
     if k_cache.shape[0] == 0 or p.kv_indices.shape[0] == 0:
-        return _without_keys(q, k_cache, v_cache, return_lse, options.get("sinks"))
+        return _without_keys(q, k_cache, v_cache, return_lse, opts)
     request = torch.arange(batch, device=q.device)
     kv_len = p.kv_len[:batch]
     position, length = (kv_len - 1)[:, None], _max_kv_len(p)
@@ -160,17 +160,21 @@ def batch_decode(
         Tiles(q[:, None], torch.zeros_like(position), position, kv_len),
         _gather_pages(as_nhd(k_cache, kv_layout), p, request, length),
         _gather_pages(as_nhd(v_cache, kv_layout), p, request, length),
-        AttentionOptions(**options),
+        opts,
     )
-    return out[:, 0].to(q.dtype), lse[:, 0] if return_lse else lse.new_empty(0)
+    return saturate(out[:, 0], opts.out_dtype or q.dtype), lse[:, 0] if return_lse else lse.new_empty(0)
 
 
-def _without_keys(
-    q: Tensor, k: Tensor, v: Tensor, return_lse: bool, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _without_keys(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, opts: AttentionOptions) -> tuple[Tensor, Tensor]:
     """The result where no row sees a key: zeros, and an LSE of -inf or that of the sink."""
-    out, lse = allocate(q, k, v, return_lse=return_lse)
-    return out.zero_(), lse.fill_(-torch.inf) if sinks is None or not return_lse else lse.copy_(sinks * LOG2E)
+    out, lse = allocate(q, k, v, return_lse=return_lse, out_dtype=opts.out_dtype)
+    sinks = opts.sinks if return_lse else None
+    return out.zero_(), lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks * LOG2E)
+
+
+def saturate(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 ``out`` in ``dtype``. A number beyond the range of an FP8 dtype becomes its largest."""
+    return out.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype) if dtype in FP8 else out.to(dtype)
 
 
 def prefill(
@@ -180,7 +184,7 @@ def prefill(
 
     Rows that no work item covers get ``out`` 0, and an LSE of -inf or that of the sink.
     """
-    out, lse = _without_keys(q, k, v, True, opts.sinks)
+    out, lse = _without_keys(q, k, v, True, opts)
     if not any_zero(q.shape[0], k.shape[0]):
         problem, length = PlanProblem.of(plan.problem), _max_kv_len(plan)
         logits, key_elements = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
@@ -203,7 +207,7 @@ def prefill(
             tiles = Tiles(q[torch.where(inside, source, 0)], row, position[:, None] + offset, kv_len, custom_mask)
             tile_out, tile_lse = _attend(tiles, keys, _gather_pages(v, plan, request, length), opts)
             target = torch.where(inside, source, q.shape[0])
-            out = out.index_put((target,), tile_out.to(out.dtype))
+            out = out.index_put((target,), saturate(tile_out, out.dtype))
             lse = lse.index_put((target,), tile_lse)
         out, lse = out[:-1], lse[:-1]
     return out.contiguous(), lse.contiguous() if return_lse else lse.new_empty(0)
@@ -260,16 +264,16 @@ def single_prefill(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     keys, values = (t[None] if kv_layout == "NHD" else t.transpose(0, 1)[None] for t in (k, v))
-    rows, length = q.shape[0], keys.shape[1]
+    rows, length, opts = q.shape[0], keys.shape[1], AttentionOptions(**options)
     if any_zero(rows, length):
-        return _without_keys(q, k, v, return_lse, options.get("sinks"))
+        return _without_keys(q, k, v, return_lse, opts)
     kv_len = torch.full((1,), length, device=q.device)
     outs, lses = [], []
     for begin, end in _row_ranges(rows, length * q.shape[1]):
         row = torch.arange(begin, end, device=q.device)[None]
         custom_mask = None if mask is None else unpack(mask, kv_len * 0, row, kv_len, length)
         tiles = Tiles(q[None, begin:end], row, row + length - rows, kv_len, custom_mask)
-        out, lse = _attend(tiles, keys, values, AttentionOptions(**options))
-        outs.append(out[0].to(q.dtype))
+        out, lse = _attend(tiles, keys, values, opts)
+        outs.append(saturate(out[0], opts.out_dtype or q.dtype))
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses) if return_lse else lses[0].new_empty(0)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import acquire
-from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, combine, exp2, inverse, log_sum_exp
+from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, combine, exp2, inverse, log_sum_exp, saturate
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -42,7 +42,7 @@ MAX_REQUESTS_OF_ONE_WARP, MAX_REQUESTS_OF_FOUR_WARPS = 512, 4096
 @triton.jit
 def store_heads(out, lse, row_max, row_sum, acc, at, mask, d, DIM: tl.constexpr, LSE: tl.constexpr):
     """Normalize the states of heads, and store them at ``at [heads]`` of ``out [..., DIM]`` and lse."""
-    value = (acc * inverse(row_sum)[:, None]).to(out.dtype.element_ty)
+    value = saturate(acc * inverse(row_sum)[:, None], out.dtype.element_ty)
     tl.store(out + at[:, None] * DIM + d, value, mask=mask[:, None] & (d < DIM))
     if LSE:
         tl.store(lse + at, log_sum_exp(row_max, row_sum), mask=mask)

@@ -11,7 +11,7 @@ import triton.language as tl
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import acquire
-from attn_ops.kernels.triton.softmax import LOG2E, add_sink, combine_splits, inverse, log_sum_exp
+from attn_ops.kernels.triton.softmax import LOG2E, add_sink, combine_splits, inverse, log_sum_exp, saturate
 from attn_ops.kernels.triton.work_item import (
     SPLIT_TILE_ROW,
     SPLIT_TILE_ROWS,
@@ -70,7 +70,7 @@ def combine_row(
         row_max, row_sum, acc = add_sink(row_max, row_sum, acc, tl.load(sinks + head) * LOG2E)
     if (output_row < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + output_row // HEADS, rows):
         at = row.to(tl.int64) * HEADS + output_row + tl.zeros((1,), tl.int64)
-        value = (acc * inverse(row_sum)[:, None]).to(out.dtype.element_ty)
+        value = saturate(acc * inverse(row_sum)[:, None], out.dtype.element_ty)
         tl.store(out + at[:, None] * DIM + d[None, :], value, mask=(d < DIM)[None, :])
         if LSE:
             tl.store(lse + at, log_sum_exp(row_max, row_sum))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.combine_decode import combine_slots, combine_split_rows, store_heads
@@ -518,13 +519,14 @@ def batch_decode(
     pos_encoding: str = "NONE",
     rope_scale: float = 1.0,
     rope_theta: float = 10000.0,
+    out_dtype: torch.dtype | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(out [rows, num_qo_heads, head_dim_vo], lse [rows, num_qo_heads] or [0])``; the op's schema has the options."""
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
-    out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse)
+    out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse, out_dtype=out_dtype)
     rows, group = q.shape[0], problem.num_qo_heads // problem.num_kv_heads
     rope = pos_encoding == "ROPE_LLAMA"
     token_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)

@@ -71,7 +71,15 @@ from attn_ops.kernels.triton.hopper_common import (
 from attn_ops.kernels.triton.launch import Options, launch
 from attn_ops.kernels.triton.pdl import acquire, read_plan_early
 from attn_ops.kernels.triton.prefill_call import plan_arguments
-from attn_ops.kernels.triton.softmax import LOG2E, inverse, log_sum_exp, next_row_max, probabilities, rescale_factor
+from attn_ops.kernels.triton.softmax import (
+    LOG2E,
+    inverse,
+    log_sum_exp,
+    next_row_max,
+    probabilities,
+    rescale_factor,
+    saturate,
+)
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 from triton.experimental import gluon
@@ -385,7 +393,8 @@ def store_half(
             gl.store(slot_lse_at, log_sum_exp(row_max, row_sum), mask=exists & (tile.slot < slots))
     else:
         at = (tile.row + value_row).to(gl.int64) * HEADS + value_head
-        gl.store(out + at[:, None] * CKV + d[None, :], value.to(out.dtype.element_ty), mask=value_exists[:, None])
+        value = saturate(value, out.dtype.element_ty)
+        gl.store(out + at[:, None] * CKV + d[None, :], value, mask=value_exists[:, None])
         if LSE and own == 0:
             lse_at = lse + (tile.row + tile_row).to(gl.int64) * HEADS + head
             gl.store(lse_at, log_sum_exp(row_max, row_sum), mask=exists)
@@ -567,8 +576,8 @@ def batch_mla(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = allocate(q_nope, return_lse=return_lse)
     o, p = AttentionOptions(**options), PrefillPlan(*plan)
+    out, lse = allocate(q_nope, return_lse=return_lse, out_dtype=o.out_dtype)
     problem, partials = PlanProblem.of(p.problem), num_partials(p)
     (rows, heads), tile_rows, max_batch = q_nope.shape[:2], problem.tile_rows, p.kv_len.shape[0]
     num_items, pdl = triton.cdiv(rows, tile_rows) + max_batch + partials, read_plan_early(out, max_batch)

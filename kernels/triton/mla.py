@@ -25,8 +25,8 @@ def batch_mla(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = allocate(q_nope, return_lse=return_lse)
     o = AttentionOptions(MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
+    out, lse = allocate(q_nope, return_lse=return_lse, out_dtype=o.out_dtype)
     x = Operands(
         q=q_nope,
         q_b=q_pe,

@@ -32,6 +32,7 @@ from attn_ops.kernels.triton.softmax import (
     inverse,
     log_sum_exp,
     online_softmax_update,
+    saturate,
     soft_cap,
 )
 from attn_ops.kernels.triton.work_item import (
@@ -335,7 +336,7 @@ def prefill_kernel(
             no_keys = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             if sinks is not None:
                 no_keys = tl.load(sinks + head, mask=unused, other=0.0) * LOG2E
-            zeros = tl.zeros((BLOCK_M, BLOCK_VO), out.dtype.element_ty)
+            zeros = saturate(tl.zeros((BLOCK_M, BLOCK_VO), tl.float32), out.dtype.element_ty)
             store_packed_rows(out, lse, zeros, no_keys, at, unused, d_vo, SHAPE.DIM_VO, FEATURES.LSE)
             return
         page_start = tl.maximum(page_start, 0)
@@ -446,7 +447,7 @@ def prefill_kernel(
         sink = tl.load(sinks + head, mask=exists, other=0.0) * LOG2E
         row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
     at = q_row * NUM_HEADS + head
-    result = (acc * (inverse(row_sum) * value_scale)[:, None]).to(out.dtype.element_ty)
+    result = saturate(acc * (inverse(row_sum) * value_scale)[:, None], out.dtype.element_ty)
     store_packed_rows(out, lse, result, log_sum_exp(row_max, row_sum), at, exists, d_vo, SHAPE.DIM_VO, FEATURES.LSE)
 
 

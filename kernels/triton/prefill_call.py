@@ -117,10 +117,11 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         return_lse: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse)
+        o = AttentionOptions(**options)
+        out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse, out_dtype=o.out_dtype)
         token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
         x = _operands(q, k_cache, v_cache, k_cache.shape[head], (0, token, head), 0)
-        attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, AttentionOptions(**options))
+        attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, o)
         return out, lse
 
     def dense(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
@@ -138,16 +139,18 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         return_lse: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = allocate(q, k, v, return_lse=return_lse)
+        o = AttentionOptions(**options)
+        out, lse = allocate(q, k, v, return_lse=return_lse, out_dtype=o.out_dtype)
         x = dense(q, k, v, kv_layout)
-        attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, AttentionOptions(**options))
+        attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, o)
         return out, lse
 
     def single_prefill(
         q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        out, lse = allocate(q, k, v, return_lse=return_lse)
-        attend(launch_tiles, dense(q, k, v, kv_layout), out, lse, None, None, AttentionOptions(**options))
+        o = AttentionOptions(**options)
+        out, lse = allocate(q, k, v, return_lse=return_lse, out_dtype=o.out_dtype)
+        attend(launch_tiles, dense(q, k, v, kv_layout), out, lse, None, None, o)
         return out, lse
 
     return batch_prefill, ragged_prefill, single_prefill

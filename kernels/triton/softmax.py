@@ -153,3 +153,12 @@ def log_sum_exp(row_max, row_sum):
 def inverse(row_sum):
     """``1 / row_sum``, and 0 for an empty state."""
     return tl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
+
+
+@triton.jit
+def saturate(value, DTYPE: tl.constexpr):
+    """float32 ``value`` in DTYPE. A number beyond the range of an FP8 dtype becomes its largest, and NaN stays NaN."""
+    if DTYPE.is_fp8():
+        LARGEST: tl.constexpr = 57344.0 if DTYPE == tl.float8e5 else 448.0  # noqa: SIM300
+        value = tl.where(value > LARGEST, LARGEST, tl.where(value < -LARGEST, -LARGEST, value))
+    return value.to(DTYPE)

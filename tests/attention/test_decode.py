@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.backends import each_case, each_triton
-from helpers.cases import DECODE, DECODE_OPTIONS, DECODE_SPECIAL, Case
+from helpers.cases import DECODE, DECODE_OPTIONS, DECODE_SPECIAL, Case, rounds_in_the_interpreter
 from helpers.harness import Setup
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -23,6 +23,7 @@ def _interpreted() -> list[Case]:
     return [
         replace(case, dtype=torch.float16) if case.dtype == torch.bfloat16 and case.kv_dtype is None else case
         for case in chosen
+        if rounds_in_the_interpreter(case)
     ]
 
 

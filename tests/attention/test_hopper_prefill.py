@@ -33,6 +33,7 @@ HOPPER_BASE = Case(
 HOPPER_AXES: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
     "dtype": (torch.float16,),
+    "out_dtype": (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32),
     "heads": ((4, 4), (8, 1), (7, 1), (10, 2)),
     "kv_layout": ("HND",),
     "storage": ("fused", "padded"),

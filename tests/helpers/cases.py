@@ -42,6 +42,7 @@ class Case:
     pos_encoding: str = "NONE"
     rope: tuple[float, float] = (1.0, 1e4)  # scale, theta
     masked: float | None = None
+    out_dtype: torch.dtype | None = None
     planner: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -60,6 +61,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "logits_soft_cap": (5.0,),
     "sm_scale": (0.01, 0.3, 30.0),
     "sinks": (1.0, 100.0),
+    "out_dtype": (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16),
     "padding": (3,),
     "spare_batch": (5,),
 }
@@ -93,6 +95,11 @@ RAGGED_AXES = {axis: values for axis, values in PREFILL_AXES.items() if axis != 
 
 DECODE_BASE = Case("base")
 PREFILL_BASE = Case("base", qo_lens=(5, 2, 33, 1))
+
+
+def rounds_in_the_interpreter(case: Any) -> bool:
+    """Triton's interpreter rounds to FP8 without a carry into the exponent: 0.499 becomes 0.25."""
+    return case.out_dtype is None or case.out_dtype.itemsize > 1
 
 
 def one_at_a_time(base: Case, axes: dict[str, tuple[Any, ...]]) -> list[Case]:

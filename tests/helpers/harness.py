@@ -49,7 +49,7 @@ class Setup:
             k, v = (t[tokens] if self.case.kv_layout == "NHD" else t[:, tokens] for t in (self.k, self.v))
             mask = None if self.packed_mask is None else self.packed_mask[mask_bytes]
             out, lse = torch.ops.attn.single_prefill(self.q[rows], k, v, mask=mask, backend=backend, **options)
-            assert out.dtype == self.case.dtype
+            assert out.dtype == (self.case.out_dtype or self.case.dtype)
             self.expected.rows(rows).check(out, lse, **self.tolerance(backend))
 
     def tolerance(self, backend: str) -> dict[str, float]:
@@ -58,6 +58,8 @@ class Setup:
         They round rotated queries and keys to the dtype, and decode computes with FP8 keys and values in float16.
         """
         case, tolerance = self.case, dict[str, float]()
+        if case.out_dtype is not None and case.dtype != torch.float32:
+            tolerance["eps"] = torch.finfo(case.dtype).eps
         if backend in ("auto", "reference"):
             return tolerance
         if case.pos_encoding == "ROPE_LLAMA":
@@ -67,7 +69,7 @@ class Setup:
         return tolerance
 
     def check(self, out: Tensor, lse: Tensor | None = None, **tolerance: float) -> None:
-        assert out.dtype == self.case.dtype
+        assert out.dtype == (self.case.out_dtype or self.case.dtype)
         assert out.is_contiguous()
         self.expected.check(out, lse, **tolerance)
 
@@ -90,6 +92,7 @@ class Setup:
             "pos_encoding": self.case.pos_encoding,
             "rope_scale": self.case.rope[0],
             "rope_theta": self.case.rope[1],
+            "out_dtype": self.case.out_dtype,
             **more,
         }
 

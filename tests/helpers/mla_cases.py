@@ -33,6 +33,7 @@ class Mla:
     window_left: int = -1
     logits_soft_cap: float = 0.0
     sinks: bool = False
+    out_dtype: torch.dtype | None = None
     planner: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -44,6 +45,8 @@ _LATENT_512: dict[str, Any] = {"dtype": torch.bfloat16, "page_size": 64, "sm_sca
 CASES = (
     Mla("base"),
     Mla("causal", causal=True),
+    Mla("FP8 output", out_dtype=torch.float8_e4m3fn),
+    Mla("FP8 output of 512/64", out_dtype=torch.float8_e4m3fn, dims=(512, 64), **_LATENT_512),
     Mla("default scale", dims=(512, 64), sm_scale=None, causal=True),
     Mla("named scale", dims=(512, 64)),
     Mla("packed", packed=True, causal=True, page_size=3),
@@ -141,6 +144,7 @@ def check(case: Mla, device: str = "cpu", backend: str = "auto") -> None:
         planner.workspace,
         kv_scale=None if case.kv_scale is None else torch.tensor(case.kv_scale, device=device),
         return_lse=True,
+        out_dtype=case.out_dtype,
         backend=backend,
         **options,
     )
@@ -150,5 +154,6 @@ def check(case: Mla, device: str = "cpu", backend: str = "auto") -> None:
         (rows, t.double()[:, None] * k_scale, t.double()[:, None, :ckv_dim] * v_scale)
         for rows, t in zip(q.split(case.qo_lens), tokens, strict=True)
     ]
-    assert out.dtype == case.dtype
-    Expected.of(requests, **options).check(out, lse)
+    assert out.dtype == (case.out_dtype or case.dtype)
+    eps = 0.0 if case.dtype == torch.float32 else torch.finfo(case.dtype).eps
+    Expected.of(requests, **options).check(out, lse, eps=eps)

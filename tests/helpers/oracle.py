@@ -154,16 +154,23 @@ class Expected:
         return Expected(self.out[rows], self.lse[rows], self.spread[rows], self.reach[rows])
 
     def check(
-        self, out: Tensor, lse: Tensor | None = None, *, float32_eps: float = 2**-23, smallest: float = 0.0
+        self,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        float32_eps: float = 2**-23,
+        smallest: float = 0.0,
+        eps: float = 0.0,
     ) -> None:
         """Raise unless the result is within tolerance.
 
         ``float32_eps`` is larger for kernels that compute in a lower precision, and ``smallest`` for those that compute
-        in a dtype whose smallest normal number exceeds that of ``out``.
+        in a dtype whose smallest normal number exceeds that of ``out``. ``eps`` is that of the dtype of the query, if
+        ``out`` has another.
         """
         assert out.shape == self.out.shape, f"out is {list(out.shape)}, expected {list(self.out.shape)}"
         arithmetic = 8 * float32_eps * (1 + self.reach + self.lse.abs().nan_to_num(posinf=0))
-        rounding = 0 if out.dtype == torch.float32 else 2 * torch.finfo(out.dtype).eps
+        rounding = 2 * max(eps, 0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps)
         smallest = max(smallest, torch.finfo(out.dtype).smallest_normal)
         underflow = torch.where(self.spread > 0, 4 * smallest, 0.0)
         _compare("out", out, self.out, (arithmetic[..., None] + rounding) * self.spread + underflow)

@@ -36,23 +36,24 @@ attn::plan_prefill(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor
     plan, *, str backend="auto") -> ()
 attn::batch_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, *, float?
     sm_scale=None, float logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str
-    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., str kv_layout="NHD", bool return_lse=False,
-    str backend="auto") -> (Tensor, Tensor)
+    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., ScalarType? out_dtype=None, str
+    kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
 attn::batch_prefill(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, *, float?
     sm_scale=None, float logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str
-    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., bool causal=False, Tensor? mask=None, str
-    kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
+    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., bool causal=False, Tensor? mask=None,
+    ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
 attn::ragged_prefill(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, *, float? sm_scale=None,
     float logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str
-    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., bool causal=False, Tensor? mask=None, str
-    kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
+    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., bool causal=False, Tensor? mask=None,
+    ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
 attn::single_prefill(Tensor q, Tensor k, Tensor v, *, float? sm_scale=None, float logits_soft_cap=0., int
     window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str pos_encoding="NONE", float rope_scale=1., float
-    rope_theta=10000., bool causal=False, Tensor? mask=None, str kv_layout="NHD", bool return_lse=False, str
-    backend="auto") -> (Tensor, Tensor)
+    rope_theta=10000., bool causal=False, Tensor? mask=None, ScalarType? out_dtype=None, str kv_layout="NHD", bool
+    return_lse=False, str backend="auto") -> (Tensor, Tensor)
 attn::batch_mla(Tensor q_nope, Tensor q_pe, Tensor ckv_cache, Tensor kpe_cache, Tensor[] plan, Tensor(a!) workspace,
     *, float? sm_scale=None, float logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor?
-    kv_scale=None, bool causal=False, bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
+    kv_scale=None, bool causal=False, ScalarType? out_dtype=None, bool return_lse=False, str backend="auto") ->
+    (Tensor, Tensor)
 attn::append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor batch_indices, Tensor positions,
     Tensor kv_indices, Tensor kv_indptr, *, str kv_layout="NHD", str backend="auto") -> ()
 attn::append_mla_kv(Tensor ckv, Tensor kpe, Tensor(a!) ckv_cache, Tensor(b!) kpe_cache, Tensor batch_indices, Tensor

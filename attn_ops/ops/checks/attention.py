@@ -22,6 +22,7 @@ def _problem(
         device=q.device,
         dtype=q.dtype,
         kv_dtype=k.dtype,
+        out_dtype=options.out_dtype or q.dtype,
         num_qo_heads=int(q.shape[1]),
         options=options.given(),
         layout=layout,
