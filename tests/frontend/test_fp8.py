@@ -271,6 +271,23 @@ def test_fp8_query_of_the_decode_wrapper() -> None:
     check(out, scaled(r, (0.5, 2.0, 3.0)), dtype=BF16)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("form", ["numbers", "tensors", "per head"])
+def test_fp8_query_of_the_decode_wrapper_with_scales_by_position(form: str, rows: int) -> None:
+    r = Requests((70, 3, 130), (rows,) * 3, dtype=E4M3, kv_dtype=E4M3)
+    scales: tuple[Any, Any, Any] = (0.5, 1.5, 2.0)
+    if form == "tensors":
+        scales = tuple(torch.tensor(s, device=DEVICE) for s in scales)
+    if form == "per head":
+        scales = per_head(r)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), r.kv_layout)
+    options = {"q_len_per_req": rows, "is_causal": False}
+    wrapper.plan(*r.table, *r.sizes, q_data_type=E4M3, kv_data_type=E4M3, o_data_type=BF16, **options)
+    check(wrapper.run(r.q, r.cache(), *scales), scaled(r, scales), dtype=BF16, eps=2**-6)
+    with pytest.raises(errors.ArgumentError, match="4 arguments follow the KV cache by position"):
+        wrapper.run(r.q, r.cache(), *scales, 1.0)
+
+
 def test_a_wrong_number_of_scales() -> None:
     r = prefill_requests(dtype=E4M3)
     wrapper = planned_prefill(r, o_data_type=BF16)
