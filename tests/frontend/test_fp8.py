@@ -357,7 +357,7 @@ def test_scales_per_group_of_latents(planned: bool, q_dtype: torch.dtype) -> Non
         latents.append(torch.cat((latent[:, :256].double() * scale, latent[:, 256:].double() * 2.0), 1))
     parts = zip(m.q.cpu().split(m.rows), latents, strict=True)
     expected = Expected.of([(q, k[:, None], k[:, None, :256], None) for q, k in parts], sm_scale=0.1)
-    scales: dict[str, Any] = {"ckv_scale": 7.0, "ckv_scale_arr": groups.to(DEVICE), "kpe_scale": 2.0}
+    scales: dict[str, Any] = {"ckv_scale_arr": groups.to(DEVICE), "kpe_scale": 2.0}
     if planned:
         out = planned_mla(m, q_dtype).run(*m.split(m.q), *m.split(m.cache), **scales)
     else:
@@ -379,6 +379,15 @@ def test_wrong_scales_per_group() -> None:
     ):
         with pytest.raises(error, match=message):
             wrapper.run(*tensors, ckv_scale_arr=scales.to(DEVICE), kpe_scale=1.0)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_scales_of_latents_per_tensor_and_per_group_exclude_each_other(planned: bool) -> None:
+    m = Latents(dims=(256, 16), dtype=BF16, kv_dtype=E4M3)
+    wrapper, groups = planned_mla(m, BF16), torch.ones(*m.cache.shape[:2], 2, device=DEVICE)
+    tables = {} if planned else {"page_table": m.block_tables, "kv_len": m.table[2]}
+    with pytest.raises(errors.OptionError, match="ckv_scale and ckv_scale_arr are given; expected one of them"):
+        wrapper.run(*(*m.split(m.q), *m.split(m.cache)), ckv_scale=7.0, ckv_scale_arr=groups, kpe_scale=1.0, **tables)
 
 
 @pytest.mark.parametrize("scales", [{}, {"ckv_scale": 1.0}, {"kpe_scale": 1.0}])
