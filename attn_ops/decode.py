@@ -338,7 +338,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q: ``[batch, num_qo_heads, head_dim]``; ``[batch * q_len_per_req, ...]`` with more rows per request.
             paged_kv_cache: one tensor ``[pages, 2, page_size, num_kv_heads, head_dim]`` (HND: heads before places), or
                 a pair of caches; without the dimension of places the page size is 1.
-            args: ``k_scale, v_scale`` by position; ``sinks, sm_scale`` with the variant AttentionSink.
+            args: ``k_scale, v_scale`` by position, ``q_scale, k_scale, v_scale`` with an FP8 query; ``sinks, sm_scale``
+                with the variant AttentionSink.
             out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
 
         Returns:
@@ -350,11 +351,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             fail(
                 ShapeError, where, f"q_len_per_req is {q_len_per_req}", f"{self._q_len_per_req} as planned", "plan anew"
             )
-        given: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+        given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
-            given = self._positional(where, args, self._by_position, **given)
+            given = self._run_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse)
-        call = self._paged_call(where, q, paged_kv_cache, output, q_scale=q_scale, window_left=window_left, **given)
+        call = self._paged_call(where, q, paged_kv_cache, output, window_left=window_left, **given)
         return call.execute()
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:

@@ -306,7 +306,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             ckv_scale, kpe_scale: of an FP8 cache; the output is multiplied by ``ckv_scale`` too. Where the two differ,
                 ``q_pe`` takes up their ratio, rounded to its dtype. Both are required for an FP8 cache, unless
                 ``bmm1_scale`` or ``page_table`` is given.
-            ckv_scale_arr: float32 ``[pages, page_size, ckv / 128]``, in the place of ``ckv_scale``: a scale for every
+            ckv_scale_arr: float32 ``[pages, page_size, ckv / 128]``, in place of ``ckv_scale``: a scale for every
                 token and group of 128 columns. The batch's pages are converted to the dtype of the query in each call,
                 into memory of its own.
             bmm1_scale: takes the place of ``sm_scale``. ``bmm2_scale`` multiplies the output, ``o_scale`` divides it.
@@ -328,7 +328,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             _require_scales(where, ckv_scale if ckv_scale_arr is None else ckv_scale_arr, kpe_scale)
         groups = None
         if ckv_scale_arr is not None:
-            groups, ckv_scale = GroupScales.of(where, ckv_scale_arr, ckv, kpe_scale), None
+            if ckv_scale is not None:
+                fail(OptionError, where, "ckv_scale and ckv_scale_arr are given", "one of them", "leave out the other")
+            groups = GroupScales.of(where, ckv_scale_arr, ckv, kpe_scale)
         elif (kpe_scale or 1.0) != (ckv_scale or 1.0):
             pe = pe.to(computed_dtype(pe.dtype, ckv.dtype)) * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
         scales = ScaleFactors(

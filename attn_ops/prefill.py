@@ -385,7 +385,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
-            given = self._prefill_positional(where, args, q, **given)
+            given = self._run_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
         return self._paged_call(where, q, paged_kv_cache, output, window_left=window_left, **given).execute()
 

@@ -35,7 +35,7 @@ SCALES_BY_POSITION = ("k_scale", "v_scale")
 SINK_BY_POSITION = ("sinks", "sm_scale")
 FP8_SCALES_BY_POSITION = ("q_scale", "k_scale", "v_scale")
 """Arguments of run() that may follow the cache by position: in general, of FlashInfer's AttentionSink variant, and
-three of them in prefill with an FP8 query."""
+three of them with an FP8 query."""
 
 _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 """Entries 7, 9 and 11 of ``jit_args`` for that variant: names of its tensors, names of its scalars, its own name."""
@@ -403,8 +403,8 @@ class Wrapper:
         values = positional(where, names, args, [given[name] for name in names])
         return {**given, **dict(zip(names, values, strict=True))}
 
-    def _prefill_positional(self, where: str, args: tuple[Any, ...], q: Tensor, **given: Any) -> dict[str, Any]:
-        """:meth:`_positional` of a prefill."""
+    def _run_positional(self, where: str, args: tuple[Any, ...], q: Tensor, **given: Any) -> dict[str, Any]:
+        """:meth:`_positional` of run(): with an FP8 query three scales may follow."""
         three_scales = q.dtype in FP8 and len(args) == 3 and self._by_position == SCALES_BY_POSITION
         return self._positional(where, args, FP8_SCALES_BY_POSITION if three_scales else self._by_position, **given)
 

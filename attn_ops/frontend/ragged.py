@@ -218,7 +218,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         refuse(where, kv_cache_sf=kv_cache_sf)
         given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
-            given = self._prefill_positional(where, args, q, **given)
+            given = self._run_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
         call = self._ragged_call(where, (q, k, v), output, o_scale=o_scale, window_left=window_left, **given)
         return call.execute()

@@ -271,6 +271,23 @@ def test_fp8_query_of_the_decode_wrapper() -> None:
     check(out, scaled(r, (0.5, 2.0, 3.0)), dtype=BF16)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("form", ["numbers", "tensors", "per head"])
+def test_fp8_query_of_the_decode_wrapper_with_scales_by_position(form: str, rows: int) -> None:
+    r = Requests((70, 3, 130), (rows,) * 3, dtype=E4M3, kv_dtype=E4M3)
+    scales: tuple[Any, Any, Any] = (0.5, 1.5, 2.0)
+    if form == "tensors":
+        scales = tuple(torch.tensor(s, device=DEVICE) for s in scales)
+    if form == "per head":
+        scales = per_head(r)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), r.kv_layout)
+    options = {"q_len_per_req": rows, "is_causal": False}
+    wrapper.plan(*r.table, *r.sizes, q_data_type=E4M3, kv_data_type=E4M3, o_data_type=BF16, **options)
+    check(wrapper.run(r.q, r.cache(), *scales), scaled(r, scales), dtype=BF16, eps=2**-6)
+    with pytest.raises(errors.ArgumentError, match="4 arguments follow the KV cache by position"):
+        wrapper.run(r.q, r.cache(), *scales, 1.0)
+
+
 def test_a_wrong_number_of_scales() -> None:
     r = prefill_requests(dtype=E4M3)
     wrapper = planned_prefill(r, o_data_type=BF16)
@@ -340,7 +357,7 @@ def test_scales_per_group_of_latents(planned: bool, q_dtype: torch.dtype) -> Non
         latents.append(torch.cat((latent[:, :256].double() * scale, latent[:, 256:].double() * 2.0), 1))
     parts = zip(m.q.cpu().split(m.rows), latents, strict=True)
     expected = Expected.of([(q, k[:, None], k[:, None, :256], None) for q, k in parts], sm_scale=0.1)
-    scales: dict[str, Any] = {"ckv_scale": 7.0, "ckv_scale_arr": groups.to(DEVICE), "kpe_scale": 2.0}
+    scales: dict[str, Any] = {"ckv_scale_arr": groups.to(DEVICE), "kpe_scale": 2.0}
     if planned:
         out = planned_mla(m, q_dtype).run(*m.split(m.q), *m.split(m.cache), **scales)
     else:
@@ -362,6 +379,15 @@ def test_wrong_scales_per_group() -> None:
     ):
         with pytest.raises(error, match=message):
             wrapper.run(*tensors, ckv_scale_arr=scales.to(DEVICE), kpe_scale=1.0)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_scales_of_latents_per_tensor_and_per_group_exclude_each_other(planned: bool) -> None:
+    m = Latents(dims=(256, 16), dtype=BF16, kv_dtype=E4M3)
+    wrapper, groups = planned_mla(m, BF16), torch.ones(*m.cache.shape[:2], 2, device=DEVICE)
+    tables = {} if planned else {"page_table": m.block_tables, "kv_len": m.table[2]}
+    with pytest.raises(errors.OptionError, match="ckv_scale and ckv_scale_arr are given; expected one of them"):
+        wrapper.run(*(*m.split(m.q), *m.split(m.cache)), ckv_scale=7.0, ckv_scale_arr=groups, kpe_scale=1.0, **tables)
 
 
 @pytest.mark.parametrize("scales", [{}, {"ckv_scale": 1.0}, {"kpe_scale": 1.0}])
