@@ -192,6 +192,7 @@ def _options() -> list[Bad]:
             Bad(op, {"q": to(torch.float16)}, DTypeError, "the keys are float32 and q float16", "the dtype of q"),
             Bad(op, {value: to(torch.bfloat16)}, DTypeError, "the keys are float32 and the values bfl", "one dtype"),
             Bad(op, {value: dims(slice(1, None))}, ShapeError, f"{value} has ", ""),
+            Bad(op, {value: dims(slice(None), slice(1))}, ShapeError, f"{value} has dimension 1 1", ""),
             *(Bad(op, {name: leaf}, GradientError, f"{n} requires grad", "inf") for name, n in _names(key, value)),
         ]
         if op != "batch_decode":
