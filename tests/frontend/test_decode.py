@@ -53,6 +53,13 @@ def planned(r: Requests, **options: Any) -> Any:
     return wrapper
 
 
+def test_a_backend_that_is_named_never_falls_back() -> None:
+    k = torch.zeros(3, 2, 16)
+    with pytest.raises(errors.BackendError, match="triton: .*it runs on cuda, not cpu"):
+        flashinfer.single_prefill_with_kv_cache(torch.zeros(2, 2, 16), k, k, backend="triton")
+    assert flashinfer.single_prefill_with_kv_cache(torch.zeros(2, 2, 16), k, k, backend="reference").shape == (2, 2, 16)
+
+
 @pytest.mark.parametrize("changes", [{}, *GQA, *(c for c in CACHES if c is not UNLIKE)], ids=str)
 def test_batches(changes: dict[str, Any]) -> None:
     r = Requests(**changes)
