@@ -55,7 +55,7 @@ def planned(r: Requests, **options: Any) -> Any:
 
 def test_a_backend_that_is_named_never_falls_back() -> None:
     k = torch.zeros(3, 2, 16)
-    with pytest.raises(errors.BackendError, match="triton: .*it runs on cuda, not cpu"):
+    with pytest.raises(errors.BackendError, match=r"triton: .*it runs on cuda, not cpu"):
         flashinfer.single_prefill_with_kv_cache(torch.zeros(2, 2, 16), k, k, backend="triton")
     assert flashinfer.single_prefill_with_kv_cache(torch.zeros(2, 2, 16), k, k, backend="reference").shape == (2, 2, 16)
 
