@@ -171,6 +171,7 @@ def _options() -> list[Bad]:
         bad += [
             Bad(op, {"sm_scale": -1.0}, OptionError, "sm_scale is -1.0", "a positive number"),
             Bad(op, {"sm_scale": 0.0}, OptionError, "sm_scale is 0.0", "a positive number"),
+            Bad(op, {"sm_scale": 2.0**-127}, OptionError, "sm_scale is 5.877", "a positive number"),
             Bad(op, {"sm_scale": math.nan}, OptionError, "sm_scale is nan", "a positive number"),
             Bad(op, {"logits_soft_cap": -2.0}, OptionError, "logits_soft_cap is -2.0", "a positive number, or 0"),
             Bad(op, {"sm_scale": math.inf}, OptionError, "sm_scale is inf", "a positive number"),
@@ -330,6 +331,16 @@ def _plans() -> list[Bad]:
     return bad
 
 
+def _empty_offsets() -> list[Bad]:
+    """Cumulative lengths without their first 0."""
+    named = [
+        *(("plan_decode", "kv_indptr"), ("plan_prefill", "qo_indptr"), ("plan_prefill", "kv_indptr")),
+        *(("batch_indices_positions", "append_indptr"), ("seq_lens", "kv_indptr")),
+        *(("merge_states_varlen", "indptr"), ("segment_packbits", "indptr")),
+    ]
+    return [Bad(op, {name: dims(slice(0))}, ShapeError, f"{name} is [0]", "[") for op, name in named]
+
+
 def _others() -> list[Bad]:
     one = dims(slice(1))
     bad = [
@@ -460,4 +471,4 @@ def _others() -> list[Bad]:
     return bad
 
 
-BAD = [*_rows(), *_options(), *_plans(), *_fields(), *_others()]
+BAD = [*_rows(), *_options(), *_plans(), *_fields(), *_empty_offsets(), *_others()]

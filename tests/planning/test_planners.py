@@ -177,6 +177,8 @@ def test_plans_made_in_inference_mode_are_written_outside_of_it(kind: str) -> No
 def test_shapes_of_a_plan_are_those_it_is_checked_by(kind: str) -> None:
     planner = _planners()[kind]
     check_plan("op", planner.state)
+    with pytest.raises(PlanError, match=r"^op: plan\.kv_indptr is \[5\]; expected \[6\] for max_batch 5"):
+        check_plan("op", planner.state._replace(kv_indptr=planner.state.kv_indptr[:-1]))
     for more in ({"num_ctas": 7}, {"fixed_split_size": 3}, {"fixed_split_size": 3, "num_ctas": 9}):
         planner = DecodePlanner(5, 40, page_size=PAGE, **more, **SIZES)
         check_plan("op", planner.state)
