@@ -11,7 +11,7 @@ from helpers.oracle import Expected
 from helpers.wrapper_requests import DEVICE, Requests, sink_variant, workspace
 
 import attn_ops as flashinfer
-from attn_ops import errors
+from attn_ops import DecodePlan, errors
 from attn_ops.plan.page_table import PageTable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -200,6 +200,18 @@ def test_capacity_from_shapes_where_lengths_are_on_a_gpu(monkeypatch: pytest.Mon
     monkeypatch.setattr(PageTable, "measured", lambda tables, page_size: tables.bounded())
     for r in (Requests(), Requests(kv_lens=(1, 600, 2, 0, 77))):
         r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
+
+
+@pytest.mark.parametrize(("batch", "capacity"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16)])
+def test_plans_have_capacity_for_a_power_of_two(batch: int, capacity: int) -> None:
+    plan = planned(Requests(kv_lens=(1,) * batch))._plan_info
+    assert DecodePlan(*plan).kv_len.shape == (capacity,)
+
+
+@pytest.mark.parametrize("length", [256, 257, 512, 513])
+def test_lengths_about_the_capacity_of_a_plan(length: int) -> None:
+    r = Requests(kv_lens=(3, length))
+    r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])

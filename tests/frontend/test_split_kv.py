@@ -92,6 +92,8 @@ def test_workspace_size_counts_partial_results() -> None:
     with pytest.raises(CapacityError, match=f"the float workspace has 0 bytes; expected at least {size} bytes"):
         prefill.plan(r.qo_indptr, *r.table, *r.sizes, causal=True, fixed_split_size=4)
     assert prefill.workspace_size(r.qo_indptr, *r.table, *r.sizes, disable_split_kv=True)[0] == 0
+    short = batch("prefill", (64, 3, 9))
+    assert prefill.workspace_size(short.qo_indptr, *short.table, *short.sizes, fixed_split_size=4)[0] == 0
 
 
 def test_workspace_size_in_cuda_graph_mode_counts_the_capacity() -> None:
