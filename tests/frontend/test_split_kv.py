@@ -64,6 +64,15 @@ def test_split_points_are_multiples_of_the_size(kind: str, options: dict[str, An
         assert [begin for begin, _ in extents(wrapper, place)] == list(begins)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_request_is_split_where_a_device_has_many_ctas(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ctas_per_head", "splits_per_head"):
+        monkeypatch.setattr(f"attn_ops.planner.{name}", lambda *_: 8)
+    r = batch(kind, (700, 3))
+    assert len(extents(planned(kind, r), 0)) > 1
+    assert [begin for begin, _ in extents(planned(kind, r, disable_split_kv=True), 0)] == [0]
+
+
 @pytest.mark.parametrize("options", [options for options, _ in SPLITS], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_of_successive_plans(kind: str, options: dict[str, Any]) -> None:
