@@ -100,6 +100,14 @@ def test_fp8_cache(kv_dtype: torch.dtype, as_tensor: bool) -> None:
     torch.testing.assert_close(alone.run(r.q, r.cache(), k_scale, v_scale), out)
 
 
+@pytest.mark.parametrize("data_type", [torch.float8_e4m3fn, "float8_e5m2"])
+def test_an_fp8_data_type_leaves_the_query_at_float16(data_type: Any) -> None:
+    r = Requests(kv_dtype=getattr(torch, str(data_type).removeprefix("torch.")), dtype=torch.float16)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*r.table, *r.sizes, data_type=data_type)
+    r.expected().check(wrapper.run(r.q, r.cache()))
+
+
 def test_options_of_run() -> None:
     r = Requests()
     wrapper = planned(r, window_left=20)
