@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.backends import each_backend
 from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
 from helpers.harness import OPS, Setup
 
@@ -91,3 +92,26 @@ def test_parameters_are_accepted_without_grad(kind: str, mode: type) -> None:
     q = torch.nn.Parameter(setup.q)
     with mode():
         setup.check(*setup.run(q=q))
+
+
+@each_backend
+@pytest.mark.parametrize("planner", [{}, {"num_ctas": 4, "tile_rows": 16}], ids=["whole", "split"])
+def test_a_query_of_fewer_rows_than_planned(
+    planner: dict[str, int], device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that there are attend as planned, and no other row is written."""
+    case = replace(PREFILL_BASE, kv_lens=(37, 300), qo_lens=(5, 33), planner=planner)
+    setup, rows, memory = Setup("prefill", case, device), 20, list[torch.Tensor]()
+
+    def allocate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool) -> tuple[torch.Tensor, ...]:
+        """Results with memory of 100 rows behind them."""
+        assert return_lse
+        sizes = (rows + 100, q.shape[1], v.shape[-1]), (rows + 100, q.shape[1])
+        memory[:] = [torch.full(size, 7.0, device=q.device) for size in sizes]
+        return tuple(t[:rows] for t in memory)
+
+    if backend != "reference":  # which makes new tensors
+        monkeypatch.setattr("attn_ops.kernels.triton.prefill_call.allocate", allocate)
+    out, lse = setup.run(backend, q=setup.q[:rows])
+    setup.expected.rows(slice(rows)).check(out, lse)
+    assert all((t[rows:] == 7.0).all() for t in memory)

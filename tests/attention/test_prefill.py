@@ -24,6 +24,9 @@ SPLIT = [
     replace(PREFILL_BASE, name=f"split{i}", kv_lens=(300, 0, 700, 130), planner={"num_ctas": 12, "tile_rows": 16}, **o)
     for i, o in enumerate(({"causal": True, "sinks": 1.0}, {"window_left": 600, "page_size": 64}, {"masked": 0.5}))
 ]
+SPLIT.append(  # rows that see no key in any split of their tile
+    replace(PREFILL_BASE, name="split3", kv_lens=(300,), qo_lens=(9,), planner={"num_ctas": 4}, masked=0.004)
+)
 NO_KEYS = [
     replace(PREFILL_BASE, name=f"sinks of rows without keys {i}", kv_lens=lengths, padding=3, sinks=1.0, **o)
     for i, (lengths, o) in enumerate(

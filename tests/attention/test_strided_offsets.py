@@ -125,6 +125,20 @@ def test_append(dim: int, device: str, backend: str) -> None:
 
 
 @each_backend
+def test_append_of_tokens_far_apart(device: str, backend: str) -> None:
+    """The third new token lies 2^31 elements after the first."""
+    cache = torch.zeros(6, PAGE, HEADS, DIM, dtype=torch.float16, device=device)
+    kv_indptr, kv_indices, positions, zeros = _ints([*TABLE[:2], [0, PAGE + 15, LENGTH - 1], [0, 0, 0]], device)
+    new = _random(3, HEADS, DIM, seed=1)
+    far_new = _put(_far((3, HEADS, DIM), 0, device), new)
+    torch.ops.attn.append_kv(
+        far_new, far_new, cache, cache.clone(), zeros, positions, kv_indices, kv_indptr, backend=backend
+    )
+    for i, position in enumerate(positions.tolist()):
+        assert torch.equal(cache[TABLE[1][position // PAGE], position % PAGE].cpu(), new[i])
+
+
+@each_backend
 def test_merge_state(device: str, backend: str) -> None:
     rows = 3
     v_a, v_b = _random(2, rows, HEADS, DIM)

@@ -39,6 +39,16 @@ def test_only_held_pages_are_released(pages: list[int]) -> None:
     assert allocator.num_free == 2
 
 
+def test_a_page_is_released_once() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(2)
+    allocator.release(pages[:1])
+    with pytest.raises(ValueError, match="not all allocated"):
+        allocator.release(pages)
+    assert allocator.num_free == 3
+    assert allocator.allocate(3).count(pages[0]) == 1
+
+
 @settings(max_examples=200)
 @given(data=st.data(), page_size=st.integers(1, 5), lengths=st.lists(st.integers(0, 20), min_size=1, max_size=6))
 def test_a_page_table_lists_the_pages_in_use(data: st.DataObject, page_size: int, lengths: list[int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,14 @@ from attn_ops import errors, exports
 @pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hints_are_resolved_once() -> Iterator[None]:
+    """Thousands of calls fail here; resolving the annotations for each of them takes as long as everything else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typing, "get_type_hints", functools.cache(typing.get_type_hints))
         yield
 
 

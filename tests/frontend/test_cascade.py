@@ -10,7 +10,7 @@ from helpers.oracle import Expected, merge
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 import attn_ops as flashinfer
-from attn_ops import errors
+from attn_ops import errors, planner
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -27,6 +27,9 @@ def test_merge_functions() -> None:
     for got in (flashinfer.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), flashinfer.merge_states(v, s)):
         torch.testing.assert_close(got[0].double().cpu(), out, rtol=2e-3, atol=2e-3)
         torch.testing.assert_close(got[1].double().cpu(), lse, rtol=1e-5, atol=1e-5)
+    for parts in (s[:, 0].double(), s[:, 1]), (s[:, 0], s[:, 1].double()):
+        doubled = flashinfer.merge_state(v[:, 0], parts[0], v[:, 1], parts[1])
+        torch.testing.assert_close(doubled[1].double().cpu(), lse, rtol=1e-5, atol=1e-5)
     here, sums, mask = v[:, 0].clone(), s[:, 0].clone(), torch.arange(6, device=DEVICE) % 2 == 0
     flashinfer.merge_state_in_place(here, sums, v[:, 1], s[:, 1], mask)
     torch.testing.assert_close(here[mask].double().cpu(), out[mask.cpu()], rtol=2e-3, atol=2e-3)
@@ -103,6 +106,18 @@ def test_cascade(use_cuda_graph: bool) -> None:
     expected = whole(q, parts, [1] * 4)
     expected.spread *= 2
     expected.check(out)
+
+
+def test_every_level_of_a_cascade_uses_a_new_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "splits_per_head", lambda *_: 8)
+    r = Requests((700, 300), (2, 2))
+    arrays = [[t] * 2 for t in (r.qo_indptr, *r.table)]
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(16))
+    with pytest.raises(errors.CapacityError, match="the float workspace has 16 bytes"):
+        wrapper.plan(*arrays, *r.sizes)
+    wrapper.reset_workspace_buffer(workspace(1 << 24))
+    wrapper.plan(*arrays, *r.sizes)
+    r.expected().check(wrapper.run(r.q, r.cache()))
 
 
 FALLING, NEGATIVE, LONG = "falls from 9 to 0", r"kv_indices\[9\] is -5", r"kv_last_page_len\[3\] is 17"

@@ -208,7 +208,8 @@ def test_wrappers_of_one_workspace_compile_together(dynamic: bool | None) -> Non
 
 @pytest.mark.parametrize("masked", ["bools", "packed"])
 def test_batch_pod_with_a_mask(masked: str) -> None:
-    p, d = PREFILLS[0], DECODES[0]
+    # The masks of these requests have 3, 1, 5 and 9 bits, in 5 bytes.
+    p, d = Requests((3, 1, 5, 9), (1, 1, 1, 1)), DECODES[0]
     wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace())
     wrapper.plan(p.qo_indptr, *p.table, d.qo_indptr, *d.table, *d.sizes)
     bits = torch.tensor([0, *(a * b for a, b in zip(p.rows, p.kv_lens, strict=True))]).cumsum(0)

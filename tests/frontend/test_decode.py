@@ -11,7 +11,7 @@ from helpers.oracle import Expected
 from helpers.wrapper_requests import DEVICE, Requests, sink_variant, workspace
 
 import attn_ops as flashinfer
-from attn_ops import errors
+from attn_ops import DecodePlan, errors
 from attn_ops.plan.page_table import PageTable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -53,6 +53,13 @@ def planned(r: Requests, **options: Any) -> Any:
     return wrapper
 
 
+def test_a_backend_that_is_named_never_falls_back() -> None:
+    k = torch.zeros(3, 2, 16)
+    with pytest.raises(errors.BackendError, match=r"triton: .*it runs on cuda, not cpu"):
+        flashinfer.single_prefill_with_kv_cache(torch.zeros(2, 2, 16), k, k, backend="triton")
+    assert flashinfer.single_prefill_with_kv_cache(torch.zeros(2, 2, 16), k, k, backend="reference").shape == (2, 2, 16)
+
+
 @pytest.mark.parametrize("changes", [{}, *GQA, *(c for c in CACHES if c is not UNLIKE)], ids=str)
 def test_batches(changes: dict[str, Any]) -> None:
     r = Requests(**changes)
@@ -91,6 +98,14 @@ def test_fp8_cache(kv_dtype: torch.dtype, as_tensor: bool) -> None:
     # An FP8 data_type names the dtype of the cache only.
     alone = planned(r, kv_data_type=None, data_type=kv_dtype)
     torch.testing.assert_close(alone.run(r.q, r.cache(), k_scale, v_scale), out)
+
+
+@pytest.mark.parametrize("data_type", [torch.float8_e4m3fn, "float8_e5m2"])
+def test_an_fp8_data_type_leaves_the_query_at_float16(data_type: Any) -> None:
+    r = Requests(kv_dtype=getattr(torch, str(data_type).removeprefix("torch.")), dtype=torch.float16)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*r.table, *r.sizes, data_type=data_type)
+    r.expected().check(wrapper.run(r.q, r.cache()))
 
 
 def test_options_of_run() -> None:
@@ -193,6 +208,18 @@ def test_capacity_from_shapes_where_lengths_are_on_a_gpu(monkeypatch: pytest.Mon
     monkeypatch.setattr(PageTable, "measured", lambda tables, page_size: tables.bounded())
     for r in (Requests(), Requests(kv_lens=(1, 600, 2, 0, 77))):
         r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
+
+
+@pytest.mark.parametrize(("batch", "capacity"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16)])
+def test_plans_have_capacity_for_a_power_of_two(batch: int, capacity: int) -> None:
+    plan = planned(Requests(kv_lens=(1,) * batch))._plan_info
+    assert DecodePlan(*plan).kv_len.shape == (capacity,)
+
+
+@pytest.mark.parametrize("length", [256, 257, 512, 513])
+def test_lengths_about_the_capacity_of_a_plan(length: int) -> None:
+    r = Requests(kv_lens=(3, length))
+    r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])

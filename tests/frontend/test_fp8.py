@@ -242,6 +242,19 @@ def test_fp8_query_of_prefill(kind: str, form: str, out_dtype: torch.dtype) -> N
     torch.testing.assert_close(got[1].cpu().double(), expected.lse, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_scales_per_head_of_heads_before_tokens(kind: str) -> None:
+    r = prefill_requests(dtype=E4M3, kv_layout="HND")
+    scales = per_head(r)
+    if kind == "paged":
+        out = planned_prefill(r, o_data_type=BF16).run(r.q, r.cache(), *scales)
+    else:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "HND")
+        wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], q_data_type=E4M3, kv_data_type=E4M3, o_data_type=BF16)
+        out = wrapper.run(r.q, *r.ragged("HND"), *scales)
+    check(out, scaled(r, scales), dtype=BF16, eps=2**-6)
+
+
 def test_fp8_query_without_dtypes_of_the_output() -> None:
     r = decode_requests(dtype=E4M3)
     expected = r.expected(sm_scale=0.125)

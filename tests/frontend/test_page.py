@@ -29,13 +29,29 @@ def test_batch_indices_positions(dtype: torch.dtype) -> None:
     got = flashinfer.get_batch_indices_positions(indptr, seq_lens, 8, *buffers)
     assert got[0] is buffers[0]
     assert torch.equal(buffers[1], positions)
-    with pytest.raises(errors.ArgumentError, match=r"positions is int32 \[7\]; expected int32 \[8\]"):
-        page.get_batch_indices_positions(indptr, seq_lens, 8, positions=buffers[0][:7])
+    for length in (7, 9):
+        with pytest.raises(errors.ArgumentError, match=rf"positions is int32 \[{length}\]; expected int32 \[8\]"):
+            page.get_batch_indices_positions(indptr, seq_lens, 8, positions=batch.new_empty(length))
 
 
 def test_seq_lens() -> None:
     assert decode.get_seq_lens is page.get_seq_lens
     assert page.get_seq_lens(int32(0, 2, 2, 5), int32(3, 9, 16), 16).tolist() == [19, 0, 48]
+    assert page.get_seq_lens(int32(0), int32(), 16).tolist() == []
+
+
+def test_lengths_are_moved_to_the_device_of_the_offsets() -> None:
+    indptr, seq_lens = torch.zeros(3, dtype=torch.int32, device="meta"), torch.tensor([4, 10])
+    assert all(t.is_meta for t in page.get_batch_indices_positions(indptr, seq_lens, 8))
+
+
+def test_lengths_beyond_int32_are_refused() -> None:
+    indptr, last = torch.tensor([0, 3, 3 + (1 << 20)], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    with pytest.raises(
+        errors.PageTableError, match="a request of 1048576 pages of page_size 2048 has up to 2147483648"
+    ):
+        page.get_seq_lens(indptr, last, 2048)
+    assert page.get_seq_lens(indptr, last, 2047).tolist() == [4095, ((1 << 20) - 1) * 2047 + 1]
 
 
 @pytest.mark.parametrize("form", ["pair", "tensor", "list"])
@@ -86,3 +102,12 @@ def test_segment_packbits(bitorder: str) -> None:
     assert byte_indptr.tolist() == [0, 1, 1, 4, 6]
     parts = [np.packbits(x[a:b].cpu().numpy(), bitorder=bitorder) for a, b in itertools.pairwise(indptr)]
     assert packed.tolist() == np.concatenate(parts).tolist()
+
+
+def test_segments_lie_within_their_elements() -> None:
+    x = torch.ones(12, dtype=torch.bool, device=DEVICE)
+    packed, byte_indptr = flashinfer.segment_packbits(x, int32(2, 5, 12), "little")
+    assert packed.tolist() == [0b111, 0b1111111]
+    assert byte_indptr.tolist() == [0, 1, 2]
+    with pytest.raises(errors.ShapeError, match="indptr ends at 13 and x has 12; expected it within x; correct it"):
+        flashinfer.segment_packbits(x, int32(2, 5, 13))

@@ -64,6 +64,15 @@ def test_split_points_are_multiples_of_the_size(kind: str, options: dict[str, An
         assert [begin for begin, _ in extents(wrapper, place)] == list(begins)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_request_is_split_where_a_device_has_many_ctas(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ctas_per_head", "splits_per_head"):
+        monkeypatch.setattr(f"attn_ops.planner.{name}", lambda *_: 8)
+    r = batch(kind, (700, 3))
+    assert len(extents(planned(kind, r), 0)) > 1
+    assert [begin for begin, _ in extents(planned(kind, r, disable_split_kv=True), 0)] == [0]
+
+
 @pytest.mark.parametrize("options", [options for options, _ in SPLITS], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_of_successive_plans(kind: str, options: dict[str, Any]) -> None:
@@ -92,6 +101,8 @@ def test_workspace_size_counts_partial_results() -> None:
     with pytest.raises(CapacityError, match=f"the float workspace has 0 bytes; expected at least {size} bytes"):
         prefill.plan(r.qo_indptr, *r.table, *r.sizes, causal=True, fixed_split_size=4)
     assert prefill.workspace_size(r.qo_indptr, *r.table, *r.sizes, disable_split_kv=True)[0] == 0
+    short = batch("prefill", (64, 3, 9))
+    assert prefill.workspace_size(short.qo_indptr, *short.table, *short.sizes, fixed_split_size=4)[0] == 0
 
 
 def test_workspace_size_in_cuda_graph_mode_counts_the_capacity() -> None:

@@ -385,6 +385,16 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "qo_indptr_arr has 0 tensors; expected 2",
     ),
+    "too many levels": (
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(1025, workspace()),
+        errors.ShapeError,
+        "num_levels is 1025; expected at most 1024",
+    ),
+    "no levels": (
+        lambda: flashinfer.MultiLevelCascadeAttentionWrapper(0, workspace()),
+        errors.ShapeError,
+        "num_levels is 0; expected 1 or more",
+    ),
     "the other layout": (
         lambda: decode().run(R.q, tuple(t.transpose(1, 2) for t in R.cache())),
         errors.ShapeError,
@@ -450,6 +460,14 @@ def test_workspace_too_small_names_the_bytes(monkeypatch: pytest.MonkeyPatch) ->
         small.plan(*R.table, *R.sizes)
     with pytest.raises(errors.CapacityError, match=f"expected at least {needed}"):
         wrapper.reset_workspace_buffer(workspace(needed - 1), None)
+    R.expected().check(wrapper.run(R.q, R.cache()))
+
+
+def test_a_refused_workspace_is_not_used_by_the_next_plan() -> None:
+    wrapper = decode(fixed_split_size=4)
+    with pytest.raises(errors.CapacityError, match="the float workspace has 16 bytes; expected at least"):
+        wrapper.reset_workspace_buffer(workspace(16))
+    wrapper.plan(*R.table, *R.sizes, fixed_split_size=4)
     R.expected().check(wrapper.run(R.q, R.cache()))
 
 

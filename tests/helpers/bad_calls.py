@@ -88,6 +88,13 @@ def shared(t: Tensor) -> Tensor:
     return t[:1].clone().expand(t.shape)
 
 
+def overlapping(t: Tensor) -> Tensor:
+    """Rows that begin one element before the end of the row before them."""
+    strides = list(t.stride())
+    strides[-2] = t.shape[-1] - 1
+    return t.new_zeros(t.numel()).as_strided(t.shape, strides)
+
+
 def twice(t: Tensor) -> Tensor:
     return torch.cat((t, t))
 
@@ -164,6 +171,7 @@ def _options() -> list[Bad]:
         bad += [
             Bad(op, {"sm_scale": -1.0}, OptionError, "sm_scale is -1.0", "a positive number"),
             Bad(op, {"sm_scale": 0.0}, OptionError, "sm_scale is 0.0", "a positive number"),
+            Bad(op, {"sm_scale": 2.0**-127}, OptionError, "sm_scale is 5.877", "a positive number"),
             Bad(op, {"sm_scale": math.nan}, OptionError, "sm_scale is nan", "a positive number"),
             Bad(op, {"logits_soft_cap": -2.0}, OptionError, "logits_soft_cap is -2.0", "a positive number, or 0"),
             Bad(op, {"sm_scale": math.inf}, OptionError, "sm_scale is inf", "a positive number"),
@@ -192,8 +200,23 @@ def _options() -> list[Bad]:
             Bad(op, {"q": to(torch.float16)}, DTypeError, "the keys are float32 and q float16", "the dtype of q"),
             Bad(op, {value: to(torch.bfloat16)}, DTypeError, "the keys are float32 and the values bfl", "one dtype"),
             Bad(op, {value: dims(slice(1, None))}, ShapeError, f"{value} has ", ""),
+            Bad(op, {value: dims(slice(None), slice(1))}, ShapeError, f"{value} has dimension 1 1", ""),
+            Bad(
+                op, {key: to(torch.float16), value: to(torch.float16)}, DTypeError, "the keys are float16 and q", "the"
+            ),
+            Bad(op, {"sinks": leaf(torch.zeros(4))}, GradientError, "sinks requires grad", "inference"),
+            Bad(
+                op,
+                {"q": dims(..., slice(63)), key: dims(..., slice(63)), "pos_encoding": "ROPE_LLAMA"},
+                ShapeError,
+                "q has head_dim 63",
+                "an even one for ROPE_LLAMA",
+            ),
             *(Bad(op, {name: leaf}, GradientError, f"{n} requires grad", "inf") for name, n in _names(key, value)),
         ]
+        if op.startswith("batch"):
+            one_head = {value: dims(slice(None), slice(None), slice(1))}
+            bad.append(Bad(op, one_head, ShapeError, "v_cache has dimension 2 1", "2 as in k_cache"))
         if op != "batch_decode":
             mask = torch.zeros(1, dtype=torch.uint8)
             bad += [
@@ -303,8 +326,19 @@ def _plans() -> list[Bad]:
         Bad("batch_decode", small, CapacityError, "workspace has 2079 elements", "at least 2080 for this plan"),
         Bad("batch_decode", {"q": twice}, CapacityError, "q has 8 rows", "max_batch of at least 8"),
         Bad("ragged_prefill", {"plan": replan(max_pages=7, page_size=1)}, PlanError, "the plan is for a paged", "one"),
+        Bad("ragged_prefill", {"plan": replan(max_pages=1, page_size=1)}, PlanError, "the plan is for a paged", "one "),
     ]
     return bad
+
+
+def _empty_offsets() -> list[Bad]:
+    """Cumulative lengths without their first 0."""
+    named = [
+        *(("plan_decode", "kv_indptr"), ("plan_prefill", "qo_indptr"), ("plan_prefill", "kv_indptr")),
+        *(("batch_indices_positions", "append_indptr"), ("seq_lens", "kv_indptr")),
+        *(("merge_states_varlen", "indptr"), ("segment_packbits", "indptr")),
+    ]
+    return [Bad(op, {name: dims(slice(0))}, ShapeError, f"{name} is [0]", "[") for op, name in named]
 
 
 def _others() -> list[Bad]:
@@ -360,6 +394,9 @@ def _others() -> list[Bad]:
             "a stride of at least 64",
         ),
         Bad(
+            "append_kv", {"v_cache": overlapping}, ShapeError, "v_cache is written and its rows overlap, with stri", "a"
+        ),
+        Bad(
             "append_mla_kv",
             {"ckv_cache": shared},
             ShapeError,
@@ -389,12 +426,15 @@ def _others() -> list[Bad]:
         Bad("batch_mla", {"q_pe": to(torch.float16)}, DTypeError, "q_pe is float16", "float32"),
         Bad("batch_mla", {"q_pe": dims(..., slice(4))}, ShapeError, "kpe_cache has head_dim 8", "4 as in q_pe"),
         Bad("batch_mla", {"kpe_cache": one}, ShapeError, "kpe_cache has dimension 0 1", ""),
+        Bad("batch_mla", {"kpe_cache": dims(slice(None), slice(1))}, ShapeError, "kpe_cache has dimension 1 1", "16"),
+        Bad("batch_mla", {"ckv_cache": dims(..., slice(16))}, ShapeError, "ckv_cache has head_dim 16", "32 as in q_n"),
         Bad("batch_mla", {"sm_scale": None}, OptionError, "sm_scale is None with head_dim 32 + 8", "a number"),
         Bad("batch_mla", {"plan": arguments("batch_prefill")["plan"]}, PlanError, "the plan was made for num_qo", "a"),
         Bad("batch_mla", {"plan": arguments("batch_decode")["plan"]}, PlanError, "plan", ""),
         Bad("batch_mla", {"q_nope": leaf}, GradientError, "q_nope requires grad", "inference"),
         # merging
         Bad("merge_state", {"v_b": dims(..., slice(8))}, ShapeError, "v_b is [5, 4, 8] float32", "[5, 4, 64] float32"),
+        Bad("merge_state", {"v_b": to(torch.float16)}, ShapeError, "v_b is [5, 4, 64] float16", "[5, 4, 64] float32"),
         Bad("merge_state", {"s_a": one}, ShapeError, "s_a is [1, 4]", "[5, 4], the shape of v_a less head_dim"),
         Bad("merge_state", {"v_a": leaf}, GradientError, "v_a requires grad", "inference"),
         Bad("merge_state", {"s_b": leaf}, GradientError, "s_b requires grad", "inference"),
@@ -431,4 +471,4 @@ def _others() -> list[Bad]:
     return bad
 
 
-BAD = [*_rows(), *_options(), *_plans(), *_fields(), *_others()]
+BAD = [*_rows(), *_options(), *_plans(), *_fields(), *_empty_offsets(), *_others()]

@@ -141,12 +141,23 @@ def test_several_keys_at_one_address_have_no_tensor_map() -> None:
     assert _chosen(op, arguments | {"ckv_cache": spread}) == GENERAL
 
 
-def test_tokens_far_apart_run_the_general_mla_kernel() -> None:
+@pytest.mark.parametrize("name", ["ckv_cache", "kpe_cache"])
+def test_tokens_far_apart_run_the_general_mla_kernel(name: str) -> None:
     op, arguments = _mla()
-    shape = arguments["ckv_cache"].shape
+    shape = arguments[name].shape
     with FakeTensorMode():
         far = torch.empty_strided(shape, (shape[1] << 21, 1 << 21, 1), dtype=torch.bfloat16, device="cuda")
-    assert _chosen(op, arguments | {"ckv_cache": far}) == GENERAL
+    assert _chosen(op, arguments | {name: far}) == GENERAL
+
+
+@pytest.mark.parametrize(("elements", "kernel"), [(8, PREFILL), (4, GENERAL)])
+def test_strides_are_multiples_of_16_bytes(elements: int, kernel: str) -> None:
+    """Heads of 128 bfloat16 elements, with 8 or 4 more between them."""
+    op, arguments = _prefill()
+    shape, stride = arguments["q"].shape, 128 + elements
+    with FakeTensorMode():
+        q = torch.empty_strided(shape, (shape[1] * stride, stride, 1), dtype=torch.bfloat16, device="cuda")
+    assert _chosen(op, arguments | {"q": q}) == kernel
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])

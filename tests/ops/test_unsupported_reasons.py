@@ -55,6 +55,25 @@ def test_a_refusal_gives_the_reason(
     assert backends.choose.__wrapped__(Problem(device=GPU, **problem)).name == "reference"
 
 
+AT_THE_BOUNDS: list[tuple[dict[str, Any], tuple[int, int]]] = [
+    ({"op": "batch_decode", "head_dim_qk": 512, "head_dim_vo": 512} | BF16, (8, 0)),
+    ({"op": "batch_decode", "num_qo_heads": 256, "num_kv_heads": 2} | BF16, (8, 0)),
+    ({"op": "batch_prefill"} | BF16 | GROUP_160, (8, 0)),
+    ({"op": "batch_mla", "head_dim_qk": 1024, "head_dim_vo": 512} | BF16, (8, 0)),
+    ({"op": "append_kv", "head_dim_qk": 0, "head_dim_vo": 0}, (8, 0)),
+    ({"op": "batch_prefill", "dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn}, (8, 9)),
+    ({"op": "batch_prefill", "dtype": torch.bfloat16, "kv_dtype": torch.float8_e5m2}, (8, 0)),
+]
+
+
+@pytest.mark.parametrize(("problem", "capability"), AT_THE_BOUNDS)
+def test_problems_at_the_bounds_are_taken(
+    problem: dict[str, Any], capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported, "compute_capability", lambda device: capability)
+    assert unsupported.triton(Problem(device=GPU, **problem)) == []
+
+
 def test_the_device_of_the_tensors_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the current device."""
     capabilities = {GPU: (9, 0), torch.device("cuda", 1): (7, 5)}

@@ -155,6 +155,19 @@ def test_small_prefill_batches(seed: int, device: str, backend: str) -> None:
     assert_planned_as_by_the_reference("prefill", make, [_qo_indptr(rows), *table], device, backend)
 
 
+@each_triton
+@pytest.mark.parametrize("capacity", [20, 22, 24])
+def test_fixed_splits_about_the_capacity(capacity: int, device: str, backend: str) -> None:
+    """1000 and 384 tokens are 16 and 6 splits of 64. With capacity for fewer the tiles are not split."""
+
+    def make(device: str) -> Any:
+        options = {"page_size": 16, "tile_rows": 16, "fixed_split_size": 4, "num_ctas": capacity}
+        return attn_ops.PrefillPlanner(2, 32, 90, device=device, **HEADS, **options)
+
+    table = [torch.tensor(t).int() for t in ([0, 16, 32], [0, 63, 87], list(range(87)), [8, 16])]
+    assert_planned_as_by_the_reference("prefill", make, table, device, backend)
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("planned", ["decode", "decode, fixed split", "prefill", "ragged"])
 def test_numbers_that_overflow_int32(planned: str) -> None:

@@ -238,6 +238,7 @@ def test_planner_beyond_int32(changes: dict[str, Any], error: type[AttnOpsError]
         ({"tile_rows": 0}, OptionError, "tile_rows is 0", "at least 1"),
         ({"tile_rows": 2**31}, OptionError, f"tile_rows is {2**31}", f"at most {2**30}"),
         ({"tile_rows": 2**28}, OptionError, f"tile_rows is {2**28} with 4 heads of 16 elements", "a partial result of"),
+        ({"tile_rows": 31_600_000}, OptionError, "tile_rows is 31600000 with 4 heads of 16 elements", "a partial"),
         ({"num_ctas": -2}, OptionError, "num_ctas is -2", "at least 0"),
         ({"num_ctas": 2**40}, OptionError, f"num_ctas is {2**40}", f"at most {2**30}"),
         ({"num_ctas": 2**30}, CapacityError, "the plan has 10737", "at most 268435455"),
@@ -273,6 +274,32 @@ def test_decode_planner_bounds_its_ctas(num_ctas: int, expected: str) -> None:
         DecodePlanner(3, 7, num_ctas=num_ctas, **PAGED)
 
 
+def test_split_counters_beyond_int32() -> None:
+    sizes = {"page_size": 16, "head_dim": 1, "num_kv_heads": 1, "num_ctas": 65535, "device": "meta"}
+    DecodePlanner(3, 7, num_qo_heads=16384, **sizes)
+    with pytest.raises(
+        CapacityError, match=r"^planner: the plan has 131068 slots of 16385 heads; expected at most 21474"
+    ):
+        DecodePlanner(3, 7, num_qo_heads=16385, **sizes)
+
+
+def test_unused_entries_of_a_page_table_are_not_read() -> None:
+    planner = DecodePlanner(3, 7, cache_pages=3, page_size=16, num_qo_heads=1, num_kv_heads=1, head_dim=1)
+    plan = planner.plan(int32([0, 1]), int32([2, 99, -1]), int32([3]))
+    assert plan.kv_len.tolist() == [3, 0, 0]
+
+
+def test_the_largest_workspace() -> None:
+    """2^40 elements: slots x tile_rows x heads x (head_dim_vo + 1)."""
+    sizes = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 1, "tile_rows": 2**26, "device": "meta"}
+    PrefillPlanner(1, 1, 1, num_ctas=2**13, **sizes)
+    message = (
+        r"^planner: the workspace would have 1099780063232 elements; expected at most 1099511627776; make num_ctas"
+    )
+    with pytest.raises(OptionError, match=message):
+        PrefillPlanner(1, 1, 1, num_ctas=2**13 + 2, **sizes)
+
+
 def test_the_largest_plan_is_not_refused() -> None:
     with torch.device("meta"):
         planner = DecodePlanner(2**12, 2**20, **{**PAGED, "page_size": 2**10, "max_kv_len": None, "num_ctas": 65535})
@@ -290,6 +317,13 @@ def test_a_page_table_of_no_integer_dtype_is_refused(name: str, dtype: torch.dty
     with pytest.raises(DTypeError, match=rf"^plan: {name} is {str(dtype)[6:]}; expected an integer dtype; convert it"):
         planner.plan(**{**table, name: table[name].to(dtype)}, validate=validate)
     assert all(map(torch.equal, before, planner.state))
+
+
+@pytest.mark.parametrize("validate", [None, False])
+def test_row_offsets_of_no_integer_dtype_are_refused(validate: bool | None) -> None:
+    planner = PrefillPlanner(3, 8, 3, **PAGED)
+    with pytest.raises(DTypeError, match=r"^plan: qo_indptr is float32; expected an integer dtype; convert it"):
+        planner.plan(**{**GOOD, "qo_indptr": GOOD["qo_indptr"].float()}, validate=validate)
 
 
 @pytest.mark.parametrize("given", [{"kv_indices"}, {"kv_last_page_len"}, set()], ids=["indices", "last", "neither"])

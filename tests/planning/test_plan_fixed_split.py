@@ -160,6 +160,32 @@ def test_a_size_is_positive(value: int) -> None:
             make([5], fixed_split_size=value)
 
 
+def test_splits_are_counted_by_tokens_and_not_by_pages() -> None:
+    """Two pages of 100 would be two splits of 128 tokens; the request has 101, and is not split."""
+    plan = prefill_plan([(1, 101), (1, 300)], page_size=100, fixed_split_size=1, num_ctas=4)
+    assert [(i.kv_begin, i.kv_end) for i in items(plan) if i.request == 0 and i.rows] == [(0, 101)]
+    assert sum(i.rows > 0 for i in items(plan)) == 4
+
+
+def test_splits_that_fill_the_plan_are_made() -> None:
+    plan = prefill_plan([(16, 1000), (16, 384)], fixed_split_size=4, num_ctas=22)
+    assert sorted(i.slot for i in items(plan) if i.rows) == list(range(22))
+
+
+def test_tiles_of_a_fixed_split_size_do_not_depend_on_the_capacity() -> None:
+    """256 packed rows are 64 query rows of 4 query heads per KV head."""
+    sizes = {
+        "num_qo_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": DIM,
+        "page_size": 16,
+        "fixed_split_size": 4,
+        "device": "meta",
+    }
+    for capacity in ((1, 1, 1), (1, 3000, 70), (500, 600, 9000)):
+        assert PrefillPlanner(*capacity, **sizes).problem.tile_rows == 64
+
+
 def test_too_many_splits_are_refused_on_the_host_and_not_made_from_device_lengths() -> None:
     lengths = [(16, 1000), (16, 300), (16, 64)]
     with pytest.raises(

@@ -79,6 +79,14 @@ def test_the_workspace_may_be_larger_or_left_out(kind: str) -> None:
         assert _planner(kind, {"workspace": workspace}).workspace is workspace
 
 
+def test_an_odd_number_of_splits_is_rounded_down() -> None:
+    """A tile that is split has at least two splits."""
+    sizes = {**SIZES, "num_ctas": 5}
+    expected = PrefillPlanner(4, 8, 40, **SIZES)
+    planner = PrefillPlanner(4, 8, 40, storage=_storage(expected), **sizes)
+    assert [t.shape for t in planner.state] == [t.shape for t in expected.state]
+
+
 BAD: list[tuple[dict[str, Any], type[AttnOpsError], str]] = [
     ({"kv_length": int32([0] * 4)}, ArgumentError, r"\['kv_length'\]: there is no such field; expected .*kv_len.*; c"),
     ({"problem": int32([0] * 4)}, ArgumentError, r"\['problem'\]: there is no such field; expected .*kv_len.*; c"),

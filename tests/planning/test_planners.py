@@ -158,10 +158,27 @@ def test_tables_without_contents_are_not_read(fake: bool, kind: str) -> None:
         assert planner.plan(*tables) is planner.state
 
 
+def test_a_table_that_is_partly_on_the_host_is_not_read() -> None:
+    with torch.device("meta"):
+        planner = DecodePlanner(5, 40, page_size=PAGE, **SIZES)
+    kv_indptr, kv_indices, last = page_table((32, 48), PAGE)
+    assert planner.plan(kv_indptr, kv_indices.to("meta"), last.to("meta")) is planner.state
+
+
+@each_kind
+def test_plans_made_in_inference_mode_are_written_outside_of_it(kind: str) -> None:
+    with torch.inference_mode():
+        planner = _planners()[kind]
+    assert not any(t.is_inference() for t in [*planner.state, planner.workspace])
+    assert all(map(torch.equal, planner.plan(*_inputs(kind)), _planners()[kind].plan(*_inputs(kind))))
+
+
 @each_kind
 def test_shapes_of_a_plan_are_those_it_is_checked_by(kind: str) -> None:
     planner = _planners()[kind]
     check_plan("op", planner.state)
+    with pytest.raises(PlanError, match=r"^op: plan\.kv_indptr is \[5\]; expected \[6\] for max_batch 5"):
+        check_plan("op", planner.state._replace(kv_indptr=planner.state.kv_indptr[:-1]))
     for more in ({"num_ctas": 7}, {"fixed_split_size": 3}, {"fixed_split_size": 3, "num_ctas": 9}):
         planner = DecodePlanner(5, 40, page_size=PAGE, **more, **SIZES)
         check_plan("op", planner.state)

@@ -56,6 +56,8 @@ def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(tmp_path: 
     _refused(package, [*d.inputs(), *short, planner.workspace], message, tmp_path)
     strided = [t.expand(2, -1, -1, -1, -1, -1)[1].transpose(0, 1).contiguous().transpose(0, 1) for t in caches]
     _refused(package, [d.inputs()[0], *strided, *plan, planner.workspace], "package: stride 0 of input 1 is ")
+    shared = [t[:, :1].expand(t.shape) for t in caches]  # keys and values in one place, in a dimension of size 2
+    _refused(package, [d.inputs()[0], *shared, *plan, planner.workspace], "package: stride 1 of input 1 is 0; expected")
     _refused(
         package,
         [d.inputs()[0].double(), *caches, *plan, planner.workspace],
