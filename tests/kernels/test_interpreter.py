@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="starts the processes of the interpreter")
-@pytest.mark.parametrize("folder", ["attention", "paging", "planning"])
+@pytest.mark.parametrize("folder", ["attention", "paging", "planning", "fuzz"])
 def test_in_the_interpreter(folder: str) -> None:
     options = ["-q", "-m", "interpreter", "-p", "no:cacheprovider", "--durations=0", str(TESTS / folder)]
     done = subprocess.run(

@@ -1,0 +1,11 @@
+"""The table of all random calls, by name: ops, public functions and wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.ops import OPS
+from helpers.fuzz.public import PUBLIC
+
+CALLS: dict[str, Callable[[Draw], Call]] = {**OPS, **PUBLIC}
