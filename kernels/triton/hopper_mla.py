@@ -393,8 +393,8 @@ def store_half(
             gl.store(slot_lse_at, log_sum_exp(row_max, row_sum), mask=exists & (tile.slot < slots))
     else:
         at = (tile.row + value_row).to(gl.int64) * HEADS + value_head
-        value = saturate(value, out.dtype.element_ty)
-        gl.store(out + at[:, None] * CKV + d[None, :], value, mask=value_exists[:, None])
+        result = saturate(value, out.dtype.element_ty)
+        gl.store(out + at[:, None] * CKV + d[None, :], result, mask=value_exists[:, None])
         if LSE and own == 0:
             lse_at = lse + (tile.row + tile_row).to(gl.int64) * HEADS + head
             gl.store(lse_at, log_sum_exp(row_max, row_sum), mask=exists)

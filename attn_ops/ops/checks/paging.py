@@ -59,15 +59,15 @@ def append_kv(
     _places(op, k, batch_indices, positions, kv_indices, kv_indptr)
     op.no_grad(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     return Problem(
-        "append_kv",
-        k.device,
-        k.dtype,
-        k_cache.dtype,
-        heads,
-        heads,
-        int(k.shape[2]),
-        int(v.shape[2]),
-        page_size,
+        op=op.name,
+        device=k.device,
+        dtype=k.dtype,
+        kv_dtype=k_cache.dtype,
+        num_qo_heads=heads,
+        num_kv_heads=heads,
+        head_dim_qk=int(k.shape[2]),
+        head_dim_vo=int(v.shape[2]),
+        page_size=page_size,
     )
 
 
