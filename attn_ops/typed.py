@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, AttnOpsError, DeviceError, OptionError, ShapeError, fail
+from attn_ops.errors import ArgumentError, AttnOpsError, DeviceError, DTypeError, OptionError, ShapeError, fail
 from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
 
 P = ParamSpec("P")
@@ -144,8 +144,17 @@ def _type_error(
 
 
 def _value_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
-    """The error of the first integer beyond 64 bits, or tensor without dimensions or on ``meta``, of a failed call."""
-    for name, value, _ in _arguments(function, args, kwargs):
+    """The error of the first argument of a failed call that has a value of the right type which nothing takes.
+
+    An integer beyond 64 bits, None for a flag, a device that PyTorch does not know, or a tensor that is sparse or
+    complex, that has no dimensions or is on ``meta``.
+    """
+    for name, value, annotation in _arguments(function, args, kwargs):
+        if torch.device in _options(annotation) and isinstance(value, str) and not _is_device(value):
+            where = _where(function, args)
+            return DeviceError(f"{where}: {name} is {value!r}; expected a device of PyTorch; pass cuda or cpu")
+        if value is None and annotation is bool:
+            return _caught(_refuse_type, _where(function, args), _Argument(name, value, annotation))
         if isinstance(value, int) and not -INT64_MAX <= value <= INT64_MAX:
             where = _where(function, args)
             return OptionError(f"{where}: {name} is {value}; expected an integer of 64 bits; change it")
@@ -178,8 +187,22 @@ def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             yield _Argument(name, value, hints[name])
 
 
+def _is_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
     for leaf in leaves:
+        if leaf.value.layout is not torch.strided:
+            layout = str(leaf.value.layout).removeprefix("torch.")
+            fail(ArgumentError, where, f"{leaf.name} is {layout}", "a strided tensor", f"pass {leaf.name}.to_dense()")
+        if leaf.value.is_complex():
+            dtype = str(leaf.value.dtype).removeprefix("torch.")
+            fail(DTypeError, where, f"{leaf.name} is {dtype}", "a tensor of real numbers", f"convert {leaf.name}")
         if leaf.value.dim() == 0 and not _admits(1.0, leaf.annotation):
             fail(
                 ShapeError,

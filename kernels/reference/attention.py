@@ -197,7 +197,8 @@ def prefill(
             first, rows, _, _, position, _, _, request = work.unbind(1)
             offset = torch.arange(problem.tile_rows, device=q.device)
             source = first[:, None] + offset
-            inside = (offset < rows[:, None]) & (source < q.shape[0])
+            inside = (offset < rows[:, None]) & (source >= 0) & (source < q.shape[0])
+            request = request.clamp(0, plan.kv_len.shape[0] - 1)  # a plan may contain anything
             row = source - plan.qo_indptr[request][:, None]
             kv_len = plan.kv_len[request]
             keys = _gather_pages(k, plan, request, length)

@@ -142,7 +142,7 @@ def combine_decode_kernel(
         acquire()
     b = tl.arange(0, BLOCK_BATCH)
     planned = b < max_batch
-    begin = tl.maximum(tl.load(merge_indptr + b, mask=planned, other=0), 0)
+    begin = tl.minimum(tl.maximum(tl.load(merge_indptr + b, mask=planned, other=0), 0), slots)
     end = tl.minimum(tl.load(merge_indptr + b + 1, mask=planned, other=0), slots)
     empty = tl.load(kv_len + b, mask=planned, other=0) <= 0
     pending = ((b < rows) & (empty | (end > begin))).to(tl.int32)

@@ -78,7 +78,7 @@ def load_work_item(
         kv_end = gl.minimum(kv_end, kv_rows - page_start)
     if count <= 0:
         row = gl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
-        count, kv_end, slot = rows - row, kv_begin, slot * 0 - 1
+        count, kv_end, slot = rows - row, gl.minimum(kv_begin, 0), slot * 0 - 1
     return row, gl.minimum(count, TILE_ROWS), kv_begin, kv_end, position, page_start, slot
 
 

@@ -231,10 +231,13 @@ def plan_decode_kernel(
     start = tl.maximum(length - WINDOW, 0) if WINDOW else tl.zeros_like(length)
     offset = start // KV_BLOCK - request_begin
     slot = tl.gather(first_slot - item, request, 0) + boundary_item
+    # The sums of page tables that overlap may exceed int32; there is no item behind the last in any case.
+    max_items = max_batch + num_ctas
+    inside = inside & (boundary_item < max_items)
     store_items(work, boundary_item, inside, request, boundary, end, offset, start, length, page, slot, KV_BLOCK, False)
 
     CLEAR_ITEMS: tl.constexpr = max(B, C)
-    max_items, column = max_batch + num_ctas, tl.arange(0, WORK_STRIDE)
+    column = tl.arange(0, WORK_STRIDE)
     for i in range(tl.max(boundary_item, 0), max_items, CLEAR_ITEMS):
         unused = (i + tl.arange(0, CLEAR_ITEMS))[:, None]
         zeros = tl.zeros((CLEAR_ITEMS, WORK_STRIDE), tl.int32)

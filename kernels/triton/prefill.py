@@ -51,6 +51,9 @@ from torch import Tensor
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
+MIN_POSITION, MAX_POSITION = tl.constexpr(-(1 << 28)), tl.constexpr((1 << 31) - (1 << 20))
+"""Bounds of the position of a query row in the KV: that of a request's first row is the KV length minus the rows."""
+
 
 @constexpr_table
 class Shape(NamedTuple):
@@ -329,7 +332,14 @@ def prefill_kernel(
         request = tl.load(record + WORK_REQUEST, mask=listed, other=0)
         count, begin = tl.minimum(count, TILE_ROWS), tl.maximum(begin, 0)
         request = tl.minimum(tl.maximum(request, 0), max_batch - 1)
-        if count <= 0:  # write the query rows after the last request's, which such items divide among them
+        page_start = tl.maximum(page_start, 0)
+        if FEATURES.PAGED:
+            end = tl.minimum(end, tl.where(num_pages > 0, tl.maximum(max_pages - page_start, 0), 0) * SHAPE.PAGE_SIZE)
+        else:
+            end = tl.minimum(end, kv_rows - page_start)
+        # Only a plan that is not a planner's has another such range. Sums of its positions would exceed int32.
+        is_item = (count > 0) & (begin <= end) & (position >= MIN_POSITION) & (position < MAX_POSITION)
+        if not is_item:  # write the query rows after the last request's, which such items divide among them
             row = tl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
             unused = (packed_row < TILE_ROWS * SHAPE.GROUP) & within(row + tile_row, rows)
             at = (row + tile_row).to(tl.int64) * NUM_HEADS + head
@@ -339,11 +349,6 @@ def prefill_kernel(
             zeros = saturate(tl.zeros((BLOCK_M, BLOCK_VO), tl.float32), out.dtype.element_ty)
             store_packed_rows(out, lse, zeros, no_keys, at, unused, d_vo, SHAPE.DIM_VO, FEATURES.LSE)
             return
-        page_start = tl.maximum(page_start, 0)
-        if FEATURES.PAGED:
-            end = tl.minimum(end, tl.where(num_pages > 0, tl.maximum(max_pages - page_start, 0), 0) * SHAPE.PAGE_SIZE)
-        else:
-            end = tl.minimum(end, kv_rows - page_start)
         row_in_request = row - tl.load(qo_indptr + request) + tile_row
     else:
         row = (num_items - 1 - item) * TILE_ROWS

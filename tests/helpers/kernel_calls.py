@@ -21,6 +21,9 @@ OPTIONS: dict[str, Any] = {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     **{op: (op, {}) for op in SCHEMAS},
     "split decode": ("batch_decode", SPLIT | BF16 | {"planner": {"num_ctas": 33}}),
+    "decode, fixed split": ("batch_decode", SPLIT | BF16 | {"planner": {"num_ctas": 9, "fixed_split_size": 4}}),
+    "plan_decode, fixed split": ("plan_decode", SPLIT | {"planner": {"num_ctas": 9, "fixed_split_size": 4}}),
+    "plan_prefill, fixed split": ("plan_prefill", SPLIT | {"planner": {"fixed_split_size": 8}}),
     "split decode, groups of 16": (
         "batch_decode",
         SPLIT | BF16 | {"heads": (32, 2), "kv_layout": "HND", "page_size": 3},

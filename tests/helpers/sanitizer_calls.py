@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_ops.errors import AttnOpsError
+from helpers.hostile_plans import TABLES, cut_plans, foreign_plan, random_plan, random_tables, zero_plan
 from helpers.kernel_calls import ATTENTION, CALLS, astray, call, misplanned, run
 
 GARBAGE = (-(2**31), -1, 0, 1, 1000, 2**31 - 1)
@@ -38,6 +41,37 @@ def strays() -> int:
     return done
 
 
+def hostile_plans() -> int:
+    """Calls with plans of random extremes, of other batches, of zeros, and with plans that are cut."""
+    done = 0
+    for name in ATTENTION:
+        op, kwargs = call(name)
+        if "plan" not in kwargs or op.startswith("plan_"):
+            continue
+        for seed in range(3):
+            run(op, random_plan(call(name)[1], seed))
+        run(op, zero_plan(call(name)[1]))
+        others = [other for other in ATTENTION if CALLS[other][0] == op and other != name]
+        for other in others[:2]:
+            run(op, foreign_plan(call(name)[1], call(other)[1]))
+        for _, cut in cut_plans(kwargs):
+            with contextlib.suppress(AttnOpsError):  # most are refused before anything is launched
+                run(op, cut)
+        torch.cuda.synchronize()
+        done += 4 + len(others[:2])
+    return done
+
+
+def hostile_tables() -> int:
+    """Planning and other calls with page tables and lengths of random extremes."""
+    names = [name for name, (op, _) in CALLS.items() if op in TABLES]
+    for name in names:
+        for seed in range(6):
+            op, kwargs = call(name)
+            run(op, random_tables(op, kwargs, seed))
+    return 6 * len(names)
+
+
 @triton.jit
 def reads_too_far(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, SIZE)
@@ -50,7 +84,13 @@ def planted() -> int:
     return 1
 
 
-PARTS: dict[str, Callable[[], int]] = {"calls": calls, "strays": strays, "planted": planted}
+PARTS: dict[str, Callable[[], int]] = {
+    "calls": calls,
+    "strays": strays,
+    "hostile_plans": hostile_plans,
+    "hostile_tables": hostile_tables,
+    "planted": planted,
+}
 
 if __name__ == "__main__":
     count = PARTS[sys.argv[1]]()

@@ -38,7 +38,7 @@ def sanitize(tool: str, part: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("part", ["calls", "strays"])
+@pytest.mark.parametrize("part", ["calls", "strays", "hostile_plans", "hostile_tables"])
 def test_no_access_is_out_of_bounds(part: str) -> None:
     done = sanitize("memcheck", part)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

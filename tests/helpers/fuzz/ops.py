@@ -300,7 +300,7 @@ def append_call(d: Draw, op: str, call: Callable[..., Any] | None = None) -> Cal
 
     after = [fill(cache, new) for cache, new in zip(caches, tokens, strict=True)]
     columns = [torch.tensor([p[i] for p in places], dtype=torch.int32, device=d.device) for i in (0, 1)]
-    arguments = {
+    arguments: dict[str, Any] = {
         **dict(zip(names, (*given, *caches), strict=True)),
         "batch_indices": columns[0],
         "positions": columns[1],

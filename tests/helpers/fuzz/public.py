@@ -123,7 +123,7 @@ def decode_wrapper(d: Draw) -> Call:
     o = draw_options(d, shape, "causal", "k_scale", "v_scale")
     rows = d.pick(1, 1, 1, 2, 4)
     drawn: Arguments = {"rows": rows, "decode": False}
-    split = d.pick({}, {}, {"disable_split_kv": True}, {"fixed_split_size": 4})
+    split: Arguments = d.pick({}, {}, {"disable_split_kv": True}, {"fixed_split_size": 4})
     workspace = _workspace(d, fixed_split="fixed_split_size" in split)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         workspace, shape.kv_layout, use_tensor_cores=d.chance(0.5), backend=d.pick("auto", "fa2")
@@ -170,7 +170,7 @@ def _mask(d: Draw, batch: Batch) -> Arguments:
 def prefill_wrapper(d: Draw) -> Call:
     shape = Shape.draw(d)
     o = draw_options(d, shape, "k_scale", "v_scale")
-    split = d.pick({}, {}, {"disable_split_kv": True}, {"fixed_split_size": 64})
+    split: Arguments = d.pick({}, {}, {"disable_split_kv": True}, {"fixed_split_size": 64})
     if d.size == "large":
         split = {}  # it would take a large workspace
     workspace = _workspace(d, fixed_split="fixed_split_size" in split)
