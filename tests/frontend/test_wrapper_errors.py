@@ -53,6 +53,12 @@ def replanned_graph(first: int, then: int) -> None:
         wrapper.plan(*R.table, *R.sizes, q_len_per_req=rows)
 
 
+def planned_graph() -> Any:
+    wrapper = graph()
+    wrapper.plan(*R.table, *R.sizes)
+    return wrapper
+
+
 def graph_buffers_of_inference_mode() -> None:
     with torch.inference_mode():
         wrapper = graph()
@@ -384,6 +390,16 @@ CASES: dict[str, Case] = {
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan([], [], [], [], 4, 2, 64, 16),
         errors.ShapeError,
         "qo_indptr_arr has 0 tensors; expected 2",
+    ),
+    "pages beyond int32": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 4, 2, 64, 2**31),
+        errors.OptionError,
+        "plan: page_size is 2147483648; expected at most 2147483647, an int32",
+    ),
+    "fewer rows than planned in CUDA-graph mode": (
+        lambda: planned_graph().run(R.q[:3], R.cache()),
+        errors.ShapeError,
+        "q has 3 rows; expected 4 as planned, or more; call plan()",
     ),
     "too many levels": (
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(1025, workspace()),
