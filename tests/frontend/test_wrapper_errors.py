@@ -391,7 +391,7 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "qo_indptr_arr has 0 tensors; expected 2",
     ),
-    "pages beyond int32": (
+    "page size beyond int32": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 4, 2, 64, 2**31),
         errors.OptionError,
         "plan: page_size is 2147483648; expected at most 2147483647, an int32",
