@@ -141,3 +141,15 @@ def test_a_slot_beyond_the_workspace_is_not_written(device: str, backend: str) -
     plan.work[0, WORK_FIELDS.index("slot")] = slots
     setup.run(backend, workspace=memory[:needed])
     assert (memory[needed:] == 7.0).all()
+
+
+@each_backend
+def test_memory_behind_ragged_keys_is_not_read(device: str, backend: str) -> None:
+    """A plan may have more keys than a call passes, which ops do not know. NaN follows the keys that it passes."""
+    setup = Setup("ragged", replace(PREFILL_BASE, kv_lens=(20, 37), qo_lens=(5, 3)), device)
+    for t in (setup.k, setup.v):
+        t[50:] = math.nan
+    out, lse = setup.run(backend, k=setup.k[:50], v=setup.v[:50])
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    setup.expected.rows(slice(5)).check(out[:5], lse[:5])
