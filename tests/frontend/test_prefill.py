@@ -104,6 +104,16 @@ def test_every_request_of_a_packed_mask_begins_on_a_byte(kind: str) -> None:
     r.expected(masked=True).check(Call(kind, r, packed_custom_mask=packed).run())
 
 
+def test_a_packed_mask_of_one_request_ends_on_a_byte() -> None:
+    r = requests("single", kv_lens=(9,), qo_lens=(3,))
+    packed = flashinfer.packbits(r.mask, bitorder="little")
+    out = flashinfer.single_prefill_with_kv_cache(r.q, *r.ragged(), packed_custom_mask=packed)
+    assert packed.shape == (4,)
+    r.expected(masked=True).check(out)
+    with pytest.raises(errors.ShapeError, match=r"packed_custom_mask is \[3\]; expected \[4\]"):
+        flashinfer.single_prefill_with_kv_cache(r.q, *r.ragged(), packed_custom_mask=packed[:3])
+
+
 @pytest.mark.parametrize("window_left", [-1, 9])
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
 def test_multi_item_mask(kind: str, window_left: int) -> None:
