@@ -10,6 +10,9 @@ import torch
 from helpers.backends import each_backend
 from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
 from helpers.harness import OPS, Setup
+from helpers.oracle import GARBAGE
+
+from attn_ops.plan.state import WORK_FIELDS, num_slots, workspace_size
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 each_kind = pytest.mark.parametrize("kind", OPS)
@@ -115,3 +118,38 @@ def test_a_query_of_fewer_rows_than_planned(
     out, lse = setup.run(backend, q=setup.q[:rows])
     setup.expected.rows(slice(rows)).check(out, lse)
     assert all((t[rows:] == 7.0).all() for t in memory)
+
+
+@each_backend
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_page_numbers_outside_of_the_cache_reach_no_other_request(kind: str, device: str, backend: str) -> None:
+    base = DECODE_BASE if kind == "decode" else PREFILL_BASE
+    setup = Setup(kind, replace(base, kv_lens=(20, 37, 9), qo_lens=base.qo_lens[:3]), device)
+    others = slice(setup.qo_lens[0], None)
+    for page in (GARBAGE, -1):
+        setup.planner.state.kv_indices[0] = page
+        out, lse = setup.run(backend)
+        setup.expected.rows(others).check(out[others], lse[others])
+
+
+@each_backend
+def test_a_slot_beyond_the_workspace_is_not_written(device: str, backend: str) -> None:
+    setup = Setup("decode", replace(DECODE_BASE, kv_lens=(300,), planner={"num_ctas": 3}), device)
+    plan = setup.planner.state
+    needed, slots = workspace_size(plan), num_slots(plan)
+    memory = torch.full((needed + 1000,), 7.0, device=device)
+    plan.work[0, WORK_FIELDS.index("slot")] = slots
+    setup.run(backend, workspace=memory[:needed])
+    assert (memory[needed:] == 7.0).all()
+
+
+@each_backend
+def test_memory_behind_ragged_keys_is_not_read(device: str, backend: str) -> None:
+    """A plan may have more keys than a call passes, which ops do not know. NaN follows the keys that it passes."""
+    setup = Setup("ragged", replace(PREFILL_BASE, kv_lens=(20, 37), qo_lens=(5, 3)), device)
+    for t in (setup.k, setup.v):
+        t[50:] = math.nan
+    out, lse = setup.run(backend, k=setup.k[:50], v=setup.v[:50])
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    setup.expected.rows(slice(5)).check(out[:5], lse[:5])

@@ -76,6 +76,15 @@ def test_fp8_cache_with_a_bfloat16_query_of_any_magnitude(exponent: int, device:
     setup.check(*setup.run(backend))
 
 
+@each_triton
+def test_more_splits_than_are_combined_in_one_step(device: str, backend: str) -> None:
+    """68 splits of 64 tokens; a step combines 64."""
+    planner = {"fixed_split_size": 4, "num_ctas": 4}
+    case = Case("splits", kv_lens=(4300, 70), heads=(1, 1), head_dims=(16, 16), planner=planner)
+    setup = Setup("decode", case, device)
+    setup.check(*setup.run(backend), **setup.tolerance(backend))
+
+
 @pytest.mark.gpu
 def test_fp8_values_at_an_odd_address() -> None:
     """They cannot be read two at a time."""

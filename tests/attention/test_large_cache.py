@@ -94,6 +94,7 @@ def latent(request: pytest.FixtureRequest) -> Tensor:
         pytest.skip(f"no memory for a large cache: {error}")
 
 
+@pytest.mark.slow
 def test_append_and_attend_to_a_latent_cache(latent: Tensor) -> None:
     """Tokens of one request on pages from both ends of the cache."""
     device, table = latent.device, (len(latent) - 1, 0, len(latent) - 3)

@@ -29,6 +29,14 @@ from attn_ops.eager.launch_cache import LaunchCache
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("fake_driver", "loads")]
 
 
+def test_the_tensors_of_a_call_are_those_of_its_options_too() -> None:
+    """Sinks, scales and masks are options; plans are lists."""
+    q, sinks, plan = torch.zeros(1), torch.zeros(2), [torch.zeros(3), torch.zeros(4)]
+    found = launch_cache.runtime_tensors((q, plan, 0.5), {"sinks": sinks, "window_left": 3})
+    assert [t is wanted for t, wanted in zip(found, (q, sinks), strict=True)] == [True, True]
+    assert [id(t) for t in launch_cache.plan_tensors((q, plan, 0.5))] == [id(t) for t in plan]
+
+
 def _capture(*tensors: torch.Tensor | list[torch.Tensor], compute: bool = False) -> tuple[torch.Tensor, Any]:
     kernel = cubin.load_kernel(compiled())
     assert kernel is not None

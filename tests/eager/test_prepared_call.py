@@ -61,6 +61,12 @@ class Merger:
         return out.copy_(torch.ops.attn.merge_state(v[0], s[0], v[1], s[1])[0])
 
     @prepared
+    def merge_and_count(self, v: Tensor, s: Tensor) -> Any:
+        self.calls += 1
+        self.own += 1
+        return torch.ops.attn.merge_state(v[0], s[0], v[1], s[1])
+
+    @prepared
     def merge_own(self, states: Any) -> Any:
         self.calls += 1
         v, s = states
@@ -143,6 +149,13 @@ def test_the_key_of_the_owner_is_part_of_the_key(merger: Merger) -> None:
     assert merger.calls == 2
     merger.key = None
     assert not _replays(merger, *_states())
+
+
+def test_a_method_that_computes_beside_its_op_is_not_replayed(merger: Merger) -> None:
+    for calls in (1, 2):
+        merger.merge_and_count(*_states())
+        assert merger.calls == calls
+        assert (merger.own == calls).all()
 
 
 def test_a_method_that_computes_is_not_replayed(merger: Merger) -> None:
@@ -296,3 +309,21 @@ def test_a_batch_of_other_rows_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
         wrapper.run(q, cache)
     _plan(wrapper, table)
     assert wrapper.run(q, cache).numel() == 0
+
+
+def test_a_batch_of_more_ragged_keys_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(prepared_call.LAUNCH_CACHES, "ragged_prefill", OneEntry(4, 0, 2))
+    wrapper = attn_ops.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    q, k = torch.zeros(3, 4, 16), torch.zeros(8, 2, 16)
+
+    def plan(keys: int) -> None:
+        wrapper.device = CPU
+        indptrs = (torch.tensor([0, 1, last], dtype=torch.int32) for last in (3, keys))
+        wrapper.plan(*indptrs, 4, 2, 16, q_data_type=torch.float32)
+        wrapper.device = CUDA
+
+    plan(8)
+    assert [wrapper.run(q, k, k).numel() == 0 for _ in range(2)] == [False, True]
+    plan(9)
+    with pytest.raises(attn_ops.errors.ShapeError, match="k and v have 8 rows; expected 9"):
+        wrapper.run(q, k, k)

@@ -317,3 +317,20 @@ def test_a_workspace_at_any_address(offset: int) -> None:
     r.expected().check(wrapper.run(r.q, r.cache()))
     wrapper.reset_workspace_buffer(workspace()[offset + 1 :])
     r.expected().check(wrapper.run(r.q, r.cache()))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_a_workspace_at_any_address_is_large_enough(offset: int) -> None:
+    """Bytes before the first multiple of 4 do not count."""
+    r = Requests()
+    size, _ = planned(r).workspace_size(*r.table, *r.sizes, fixed_split_size=4)
+    assert size > 0
+    memory, skipped = workspace(size + 8)[offset:], -offset % 4
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory[: size + skipped])
+    wrapper.plan(*r.table, *r.sizes, fixed_split_size=4)
+    r.expected().check(wrapper.run(r.q, r.cache()))
+    small = flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory[: size + skipped - 1])
+    with pytest.raises(
+        errors.CapacityError, match=f"has {size + skipped - 1} bytes; expected at least {size + skipped}"
+    ):
+        small.plan(*r.table, *r.sizes, fixed_split_size=4)

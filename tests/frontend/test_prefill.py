@@ -95,6 +95,25 @@ def test_custom_mask_overrides_causal(kind: str, window_left: int) -> None:
     expected.check(*Call(kind, r, custom_mask=~r.mask, **options).run(return_lse=True))
 
 
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_every_request_of_a_packed_mask_begins_on_a_byte(kind: str) -> None:
+    """Masks of 3, 1, 5 and 9 bits take 5 bytes."""
+    r = requests(kind, kv_lens=(3, 1, 5, 9), qo_lens=(1, 1, 1, 1))
+    packed = torch.cat([flashinfer.packbits(m.flatten().to(DEVICE), bitorder="little") for m in r.masks])
+    assert packed.shape == (5,)
+    r.expected(masked=True).check(Call(kind, r, packed_custom_mask=packed).run())
+
+
+def test_a_packed_mask_of_one_request_ends_on_a_byte() -> None:
+    r = requests("single", kv_lens=(9,), qo_lens=(3,))
+    packed = flashinfer.packbits(r.mask, bitorder="little")
+    out = flashinfer.single_prefill_with_kv_cache(r.q, *r.ragged(), packed_custom_mask=packed)
+    assert packed.shape == (4,)
+    r.expected(masked=True).check(out)
+    with pytest.raises(errors.ShapeError, match=r"packed_custom_mask is \[3\]; expected \[4\]"):
+        flashinfer.single_prefill_with_kv_cache(r.q, *r.ragged(), packed_custom_mask=packed[:3])
+
+
 @pytest.mark.parametrize("window_left", [-1, 9])
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
 def test_multi_item_mask(kind: str, window_left: int) -> None:
@@ -158,6 +177,14 @@ def test_mask_does_not_outlive_its_plan(kind: str) -> None:
     call.wrapper.plan(*tables, causal=True)
     assert call.wrapper._causal
     r.expected(causal=True).check(call.run())
+
+
+def test_a_mask_may_be_larger_than_that_of_the_plan_before() -> None:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    for lengths in ((9,), (130, 70), (5,)):
+        r = Requests(lengths, (8,) * len(lengths))
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes, custom_mask=r.mask)
+        r.expected(masked=True).check(wrapper.run(r.q, r.cache()))
 
 
 def test_later_requests_of_a_batch() -> None:

@@ -53,6 +53,23 @@ def replanned_graph(first: int, then: int) -> None:
         wrapper.plan(*R.table, *R.sizes, q_len_per_req=rows)
 
 
+def int32(length: int) -> torch.Tensor:
+    return torch.zeros(length, dtype=torch.int32, device=DEVICE)
+
+
+def masked_graph(mask_bytes: int) -> None:
+    mask = torch.zeros(mask_bytes, dtype=torch.uint8, device=DEVICE)
+    buffers = int32(5), int32(5), int32(20), int32(4), mask
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", True, *buffers)
+    wrapper.plan(P.qo_indptr, *P.table, *P.sizes, custom_mask=P.mask)
+
+
+def planned_graph() -> Any:
+    wrapper = graph()
+    wrapper.plan(*R.table, *R.sizes)
+    return wrapper
+
+
 def graph_buffers_of_inference_mode() -> None:
     with torch.inference_mode():
         wrapper = graph()
@@ -384,6 +401,26 @@ CASES: dict[str, Case] = {
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan([], [], [], [], 4, 2, 64, 16),
         errors.ShapeError,
         "qo_indptr_arr has 0 tensors; expected 2",
+    ),
+    "page size beyond int32": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 4, 2, 64, 2**31),
+        errors.OptionError,
+        "plan: page_size is 2147483648; expected at most 2147483647, an int32",
+    ),
+    "fewer rows than planned in CUDA-graph mode": (
+        lambda: planned_graph().run(R.q[:3], R.cache()),
+        errors.ShapeError,
+        "q has 3 rows; expected 4 as planned, or more; call plan()",
+    ),
+    "a mask beyond its buffer": (
+        lambda: masked_graph(sum(-(-n * m // 8) for n, m in zip(P.rows, P.kv_lens, strict=True)) - 1),
+        errors.CapacityError,
+        "the packed mask has 661 bytes and custom_mask_buf 660; expected at least 661",
+    ),
+    "last page lengths of another batch": (
+        lambda: flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *(int32(n) for n in (5, 20, 5))),
+        errors.ShapeError,
+        "paged_kv_last_page_len_buffer has 5 elements and paged_kv_indptr_buffer 5; expected 4, for the 4 requests",
     ),
     "too many levels": (
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(1025, workspace()),

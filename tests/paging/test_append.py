@@ -113,6 +113,19 @@ def test_append(case: Case, rows: list[tuple[int, int]]) -> None:
 
 
 @on_each_backend
+@pytest.mark.parametrize("page", [9, 10, 1 << 30, -1, -(1 << 31)])
+def test_tokens_on_pages_that_the_cache_does_not_have_are_skipped(page: int) -> None:
+    caches = [torch.full((9, 4, 2, 8), 7.0) for _ in range(2)]
+    k, v = torch.zeros(2, 2, 8), torch.ones(2, 2, 8)
+    places = ([0, 0], [5, 1], [8, page], [0, 2])  # the second page of the request is not in the cache
+    torch.ops.attn.append_kv(k, v, *caches, *(torch.tensor(t, dtype=torch.int32) for t in places))
+    for cache, new in zip(caches, (k, v), strict=True):
+        expected = torch.full((9, 4, 2, 8), 7.0)
+        expected[8, 1] = new[1]
+        assert torch.equal(cache, expected)
+
+
+@on_each_backend
 @pytest.mark.parametrize("case", BASES, ids=str)
 def test_whole_cache_token_by_token(case: Case) -> None:
     """The tokens of all requests, appended in any order, make the cache that holds them."""

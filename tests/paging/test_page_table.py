@@ -42,6 +42,14 @@ def test_batch_indices_positions(requests: list[tuple[int, int]], spare: int) ->
     assert list(zip(request.tolist(), position.tolist(), strict=True)) == expected
 
 
+def test_a_negative_length_has_no_pages() -> None:
+    table = int32([3, 4, 5, 6, 7, 8]).view(3, 2)
+    kv_indptr, kv_indices, last = torch.ops.attn.page_table(table, int32([20, -40, 17]), 16)
+    assert kv_indptr.tolist() == [0, 2, 2, 4]
+    assert kv_indices.tolist() == [3, 4, 7, 8, 0, 0]
+    assert last.tolist() == [4, 0, 1]
+
+
 @given(lengths, PAGE_SIZES, st.integers(0, 4))
 @example(MANY, 16, 1)
 @example([0] * 511 + [5] + [0] * 600 + [3], 3, 0)

@@ -37,6 +37,7 @@ def _refused(package: str, inputs: list[Tensor], message: str, folder: Path | No
         assert torch.equal(before, cpp), position
 
 
+@pytest.mark.slow
 def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(tmp_path: Path) -> None:
     planner, model = d.planner(max_batch=MAX_BATCH), d.decoder()
     plan = planner.plan(*d.page_table(LENGTHS[:4]))
@@ -84,6 +85,7 @@ class PlanStep(torch.nn.Module):
         return plan.kv_len.sum()
 
 
+@pytest.mark.slow
 def test_plan_step_refuses_a_page_table_beyond_the_capacity(tmp_path: Path) -> None:
     planner = d.planner(max_batch=MAX_BATCH)
     batch, pages = Dim("batch", min=1, max=MAX_BATCH), Dim("pages", min=1, max=d.PAGES)
