@@ -33,6 +33,7 @@ from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
 from attn_ops.plan.page_table import PageTable, by_length, index
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.state import PrefillPlan
 from attn_ops.typed import typed
 
 __all__ = [
@@ -357,9 +358,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             assert p is not None
             p.check(call)
             tensors, entries = groups.dequantize(tensors, p.plan.kv_indices)
-            call = call._replace(
-                tensors=tensors, plan=replace(p, plan=p.plan._replace(kv_indices=entries), dtypes=None)
-            )
+            fields = {**p.plan._asdict(), "kv_indices": entries}  # Dynamo of torch 2.11 passes no _replace to an op
+            call = call._replace(tensors=tensors, plan=replace(p, plan=PrefillPlan(**fields), dtypes=None))
         return call.execute()
 
     def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Tensor:

@@ -379,15 +379,13 @@ def test_scales_per_group_of_latents(planned: bool, q_dtype: torch.dtype) -> Non
     parts = zip(m.q.cpu().split(m.rows), latents, strict=True)
     expected = Expected.of([(q, k[:, None], k[:, None, :256], None) for q, k in parts], sm_scale=0.1)
     scales: dict[str, Any] = {"ckv_scale_arr": groups.to(DEVICE), "kpe_scale": 2.0}
-    if planned:
-        out = planned_mla(m, q_dtype).run(*m.split(m.q), *m.split(m.cache), **scales)
-    else:
-        wrapper = planned_mla(m, q_dtype)
-        unplanned = {"page_table": m.block_tables, "kv_len": m.table[2]}
-        out = wrapper.run(*m.split(m.q), *m.split(m.cache), **unplanned, **scales)
-    assert out.dtype == BF16
-    # Latents are rounded to bfloat16, which moves logits.
-    assert (out.cpu().double() - expected.out).abs().max() < 0.06 * expected.spread.max()
+    wrapper = planned_mla(m, q_dtype)
+    tables = {} if planned else {"page_table": m.block_tables, "kv_len": m.table[2]}
+    for run in (wrapper.run, torch.compile(wrapper.run, fullgraph=True, backend="aot_eager")):
+        out = run(*m.split(m.q), *m.split(m.cache), **tables, **scales)
+        assert out.dtype == BF16
+        # Latents are rounded to bfloat16, which moves logits.
+        assert (out.cpu().double() - expected.out).abs().max() < 0.06 * expected.spread.max()
 
 
 def test_wrong_scales_per_group() -> None:
