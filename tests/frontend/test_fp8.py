@@ -199,7 +199,7 @@ def test_scales_that_exceed_float16() -> None:
 
 def test_scales_of_an_fp8_output_are_multiplied_in_float32() -> None:
     """The values times their scale exceed float16; the output does not."""
-    r = prefill_requests()
+    r = prefill_requests(dtype=F16)
     v_scale = torch.tensor(1e6, device=DEVICE)
     out = planned_ragged(r, o_data_type=E4M3).run(r.q, *r.ragged(), v_scale=v_scale, o_scale=1e6)
     check(out, r.expected())
