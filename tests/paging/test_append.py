@@ -117,11 +117,11 @@ def test_append(case: Case, rows: list[tuple[int, int]]) -> None:
 def test_tokens_on_pages_that_the_cache_does_not_have_are_skipped(page: int) -> None:
     caches = [torch.full((9, 4, 2, 8), 7.0) for _ in range(2)]
     k, v = torch.zeros(2, 2, 8), torch.ones(2, 2, 8)
-    places = ([0, 0], [5, 1], [8, page], [0, 2])  # the second page of the request is not in the cache
+    places = ([0, 0], [5, 2], [8, page], [0, 2])  # the second page of the request is not in the cache
     torch.ops.attn.append_kv(k, v, *caches, *(torch.tensor(t, dtype=torch.int32) for t in places))
     for cache, new in zip(caches, (k, v), strict=True):
         expected = torch.full((9, 4, 2, 8), 7.0)
-        expected[8, 1] = new[1]
+        expected[8, 2] = new[1]
         assert torch.equal(cache, expected)
 
 
