@@ -126,6 +126,16 @@ def test_tokens_on_pages_that_the_cache_does_not_have_are_skipped(page: int) -> 
 
 
 @on_each_backend
+def test_memory_behind_the_offsets_of_the_pages_is_not_read() -> None:
+    """Request 1 would have two pages if the table went on."""
+    caches = [torch.full((3, 4, 2, 8), 7.0) for _ in range(2)]
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    places = (torch.tensor(t, dtype=torch.int32) for t in ([1], [0], [2, 0, 1]))
+    torch.ops.attn.append_kv(*(torch.zeros(1, 2, 8) for _ in range(2)), *caches, *places, offsets[:2])
+    assert all((cache == 7.0).all() for cache in caches)
+
+
+@on_each_backend
 @pytest.mark.parametrize("case", BASES, ids=str)
 def test_whole_cache_token_by_token(case: Case) -> None:
     """The tokens of all requests, appended in any order, make the cache that holds them."""
