@@ -120,12 +120,13 @@ def test_a_replay_writes_to_the_output_buffer(merger: Merger, fake_driver: FakeD
     assert fake_driver.values()[:2] == [out.data_ptr(), v.data_ptr()]
 
 
-@pytest.mark.parametrize("kind", ["of another dtype", "transposed", "among the arguments"])
+@pytest.mark.parametrize("kind", ["of another dtype", "transposed", "not aligned", "among the arguments"])
 def test_an_unsuitable_buffer_is_copied_to(merger: Merger, kind: str) -> None:
     v, s = _states()
     out = {
         "of another dtype": torch.zeros(4, 2, 8).double(),
         "transposed": torch.zeros(2, 4, 8).transpose(0, 1),
+        "not aligned": torch.zeros(65)[1:].view(4, 2, 8),
         "among the arguments": v[0],
     }[kind]
     for calls in (1, 2):

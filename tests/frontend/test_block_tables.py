@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from helpers.wrapper_requests import DEVICE, Requests, ln, workspace
 
 import attn_ops as flashinfer
+from attn_ops import errors
 from attn_ops.plan import page_table
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -44,6 +46,15 @@ def test_trtllm_decode(kv_layout: str, as_tensor: bool) -> None:
     )
     assert got is out
     r.expected(sm_scale=0.2, v_scale=3.0, window_left=40, sinks=True).check(out, lse)
+
+
+def test_lengths_fill_their_rows_of_the_table_at_most() -> None:
+    r = Requests(kv_lens=(128, 3), kv_layout="HND")
+    tables, more = r.block_tables(spare=0), torch.tensor([129, 3])
+    call = functools.partial(flashinfer.trtllm_batch_decode_with_kv_cache, r.q, r.cache(), workspace(), tables)
+    r.expected(sm_scale=0.125).check(call(r.seq_lens.cpu(), 128, 0.125))
+    with pytest.raises(errors.PageTableError, match="a request has 129 tokens and its row of the page table holds 128"):
+        call(more, 129, 0.125)
 
 
 def test_trtllm_scale_in_base_2() -> None:

@@ -222,6 +222,12 @@ def test_lengths_about_the_capacity_of_a_plan(length: int) -> None:
     r.expected().check(*planned(r).run(r.q, r.cache(), return_lse=True))
 
 
+def test_a_wider_window_than_planned_sees_full_last_pages() -> None:
+    r = Requests(kv_lens=(48, 16, 37, 160))
+    out, lse = planned(r, window_left=20).run(r.q, r.cache(), window_left=100, return_lse=True)
+    r.expected(window_left=100).check(out, lse)
+
+
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
 def test_later_requests_of_a_batch(device: str) -> None:
     """Their page table is the end of a larger one: ``indptr`` does not start at 0."""

@@ -199,10 +199,19 @@ def test_scales_that_exceed_float16() -> None:
 
 def test_scales_of_an_fp8_output_are_multiplied_in_float32() -> None:
     """The values times their scale exceed float16; the output does not."""
-    r = prefill_requests()
+    r = prefill_requests(dtype=F16)
     v_scale = torch.tensor(1e6, device=DEVICE)
     out = planned_ragged(r, o_data_type=E4M3).run(r.q, *r.ragged(), v_scale=v_scale, o_scale=1e6)
     check(out, r.expected())
+
+
+def test_a_scaled_fp8_output_is_rounded_once() -> None:
+    """Over one key the output is its value. The product with the scale is exact in float32, and not in float16."""
+    values, scale = (1 + torch.arange(1024) / 1024).half().view(1, 16, 64).to(DEVICE), 1 + 2**-9
+    zeros = torch.zeros_like(values)
+    out = flashinfer.single_prefill_with_kv_cache(zeros, zeros, values, v_scale=scale, o_dtype=E4M3)
+    assert torch.equal(out.float(), (values.float() * scale).to(E4M3).float())
+    assert not torch.equal(out.float(), (values * scale).to(E4M3).float())
 
 
 def test_a_bad_o_scale() -> None:

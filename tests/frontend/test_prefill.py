@@ -153,6 +153,7 @@ def visible(i: int, j: int, prefix: int, lengths: tuple[int, ...]) -> bool:
     [
         ({"prefix_len_ptr": None}, errors.ArgumentError, "prefix_len_ptr is missing"),
         ({"prefix_len_ptr": torch.tensor([1])}, errors.ShapeError, "prefix_len_ptr has length 1; expected 2"),
+        ({"token_pos_in_items_len": 5}, errors.ShapeError, "has 5 tokens of request 0; expected 6, those after"),
         ({"token_pos_in_items_len": 4}, errors.ShapeError, "has 4 tokens of request 0; expected 6, those after"),
         ({"custom_mask": torch.ones(48, dtype=torch.bool)}, errors.ArgumentError, "items and a mask are both given"),
     ],

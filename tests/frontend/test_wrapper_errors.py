@@ -422,6 +422,11 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "paged_kv_last_page_len_buffer has 5 elements and paged_kv_indptr_buffer 5; expected 4, for the 4 requests",
     ),
+    "device of out": (
+        lambda: run_decode(out=empty(4, 4, 64).to("meta")),
+        errors.DeviceError,
+        f"out is on meta; expected {R.q.device}, where the query is",
+    ),
     "too many levels": (
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(1025, workspace()),
         errors.ShapeError,

@@ -117,12 +117,22 @@ def test_append(case: Case, rows: list[tuple[int, int]]) -> None:
 def test_tokens_on_pages_that_the_cache_does_not_have_are_skipped(page: int) -> None:
     caches = [torch.full((9, 4, 2, 8), 7.0) for _ in range(2)]
     k, v = torch.zeros(2, 2, 8), torch.ones(2, 2, 8)
-    places = ([0, 0], [5, 1], [8, page], [0, 2])  # the second page of the request is not in the cache
+    places = ([0, 0], [5, 2], [8, page], [0, 2])  # the second page of the request is not in the cache
     torch.ops.attn.append_kv(k, v, *caches, *(torch.tensor(t, dtype=torch.int32) for t in places))
     for cache, new in zip(caches, (k, v), strict=True):
         expected = torch.full((9, 4, 2, 8), 7.0)
-        expected[8, 1] = new[1]
+        expected[8, 2] = new[1]
         assert torch.equal(cache, expected)
+
+
+@on_each_backend
+def test_memory_behind_the_offsets_of_the_pages_is_not_read() -> None:
+    """Request 1 would have two pages if the table went on."""
+    caches = [torch.full((3, 4, 2, 8), 7.0) for _ in range(2)]
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    places = (torch.tensor(t, dtype=torch.int32) for t in ([1], [0], [2, 0, 1]))
+    torch.ops.attn.append_kv(*(torch.zeros(1, 2, 8) for _ in range(2)), *caches, *places, offsets[:2])
+    assert all((cache == 7.0).all() for cache in caches)
 
 
 @on_each_backend
