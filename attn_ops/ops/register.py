@@ -18,6 +18,7 @@ from torch.library import Library
 from attn_ops.eager.launch_cache import LaunchCache
 from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
+from attn_ops.native import images
 from attn_ops.ops import backends
 from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.inductor import Lowerings, concretize_symints
@@ -39,12 +40,16 @@ def _run(function: Callable[..., Any], device: torch.device, args: Sequence[Any]
 
 
 def _implementation(op: str, *, lowerable: bool = False) -> Callable[..., Any]:
-    """Check the call and run the chosen backend, of those that Inductor can inline if ``lowerable``."""
+    """Check the call and run the chosen backend.
+
+    If ``lowerable``, of those that Inductor can inline, unless the graph is a package that collects images.
+    """
     check = CHECKS[op]
 
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         problem = check(*args, backend=backend, **kwargs)
-        function = backends.choose(problem, backend, lowerable).implementation(op)
+        generated = lowerable and images.collecting() is None
+        function = backends.choose(problem, backend, generated).implementation(op)
         return _run(function, problem.device, args, kwargs)
 
     return implementation
