@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.runtime.jit import MockTensor
 
+from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.errors import BackendError
 from attn_ops.native.images import Image, ImageSet, MapSpec, Parameter, TensorSpec
 from attn_ops.native.op import launch_image
@@ -101,6 +102,7 @@ def launch(
 ) -> None:
     """Trace a launch of ``kernel`` with ``values`` in the order of its parameters, of which it writes ``writes``."""
     names = kernel.arg_names
+    wait_until_prepared()
     compiled = kernel.warmup(*map(_compile_value, values), grid=(1, 1, 1), **options.keywords())
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     layout, meta = parameter_layout(compiled), compiled.metadata

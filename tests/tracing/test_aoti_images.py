@@ -28,7 +28,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 MAX_BATCH, MAX_ROWS, MAX_PAGES, CACHE_PAGES = 4, 600, 160, 170
 
 LENGTHS = ((700, 40, 0, 260), (9, 1300, 2, 64), (300, 1, 90))
-"""Of the requests of each case. The first two differ in nothing else, and the last has one request less."""
+"""Of the KV of the requests of each case. The first two differ in nothing else, the last has one request less."""
+
+QUERY_LENGTHS = ((200, 40, 0, 61), (9, 200, 2, 90), (100, 1, 69))
+"""Of the query rows in prefill. The other ops have one row for each request."""
 
 
 class Kind(NamedTuple):
@@ -47,7 +50,7 @@ KINDS = {
     "prefill": Kind(
         "batch_prefill",
         ("hopper_prefill_kernel", "combine_prefill_kernel"),
-        (32, 8),
+        (8, 2),
         (128, 128),
         16,
         {"causal": True},
@@ -67,15 +70,6 @@ class Attend(nn.Module):
         return self.op(*inputs, return_lse=True, **self.options)
 
 
-class Built(NamedTuple):
-    """A package and what makes its inputs."""
-
-    kind: Kind
-    path: str
-    planner: Any
-    model: Attend
-
-
 class Call(NamedTuple):
     """The inputs of a case, its plan a copy, and its requests for the oracle."""
 
@@ -89,6 +83,16 @@ class Call(NamedTuple):
         return [*self.tensors, *self.plan, self.workspace]
 
 
+class Built(NamedTuple):
+    """A package and what makes its inputs."""
+
+    kind: Kind
+    path: str
+    planner: Any
+    calls: list[Call]
+    expected: list[tuple[Tensor, ...]]
+
+
 def _planner(kind: Kind) -> Any:
     sizes: dict[str, Any] = {"page_size": kind.page_size, "num_qo_heads": kind.heads[0], "num_kv_heads": kind.heads[1]}
     sizes |= {"head_dim": kind.dims[0], "head_dim_vo": kind.dims[1], "device": "cuda", "max_kv_len": 2048}
@@ -98,23 +102,15 @@ def _planner(kind: Kind) -> Any:
     return attn_ops.PrefillPlanner(MAX_BATCH, rows, MAX_PAGES, num_ctas=60, **sizes, **kind.options)
 
 
-def _query_lengths(kind: Kind, kv_lens: tuple[int, ...]) -> tuple[int, ...]:
-    """One row for each request; for prefill as many rows in the first two cases, of different lengths."""
-    if kind.op != "batch_prefill":
-        return (1,) * len(kv_lens)
-    total = 301 if len(kv_lens) == MAX_BATCH else 170
-    head = [min(n, total // len(kv_lens)) for n in kv_lens[:-1]]
-    return (*head[:-1], head[-1] + total - sum(head) - 40, 40) if kv_lens[-1] >= 40 else (*head, total - sum(head))
-
-
-def _call(built_planner: Any, kind: Kind, kv_lens: tuple[int, ...], seed: int) -> Call:
-    generator = torch.Generator().manual_seed(seed)
+def _call(built_planner: Any, kind: Kind, case: int) -> Call:
+    generator = torch.Generator().manual_seed(case)
+    kv_lens = LENGTHS[case]
+    qo_lens = QUERY_LENGTHS[case] if kind.op == "batch_prefill" else (1,) * len(kv_lens)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
 
     table = page_table(kv_lens, kind.page_size)
-    qo_lens = _query_lengths(kind, kv_lens)
     key_dim, value_dim = kind.dims
     latent = kind.op == "batch_mla"
     width = key_dim if latent else key_dim + value_dim
@@ -141,21 +137,6 @@ def _call(built_planner: Any, kind: Kind, kv_lens: tuple[int, ...], seed: int) -
     return Call(on_gpu, copied, torch.zeros_like(built_planner.workspace), requests)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    kind = KINDS[request.param]
-    planner, model = _planner(kind), Attend(kind)
-    x = _call(planner, kind, LENGTHS[0], 0)
-    rows = torch.export.Dim("rows", min=1, max=MAX_BATCH if kind.op != "batch_prefill" else MAX_ROWS)
-    queries = 2 if kind.op == "batch_mla" else 1
-    fixed: tuple[Any, ...] = tuple({} for _ in x.tensors[queries:])
-    shapes = (({0: rows},) * queries + (*fixed, type(x.plan)(*({} for _ in x.plan)), {}),)
-    program = torch.export.export(model, (*x.tensors, x.plan, x.workspace), dynamic_shapes=shapes)
-    path = tmp_path_factory.mktemp(request.param) / "attend.pt2"
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-    return Built(kind, package, planner, model)
-
-
 def _captured(model: Attend, x: Call) -> tuple[Tensor, ...]:
     """The result of the eager op in a CUDA graph."""
     inputs = (*x.tensors, x.plan, x.workspace)
@@ -169,25 +150,37 @@ def _captured(model: Attend, x: Call) -> tuple[Tensor, ...]:
     return tuple(t.cpu() for t in result)
 
 
-def _expected(built: Built, calls: list[Call]) -> list[tuple[Tensor, ...]]:
+def _expected(kind: Kind, model: Attend, calls: list[Call]) -> list[tuple[Tensor, ...]]:
     """Of the eager op, which the oracle agrees with."""
     results = []
     for x in calls:
-        options = dict(built.kind.options)
-        if built.kind.op == "batch_mla":
+        options = dict(kind.options)
+        if kind.op == "batch_mla":
             options["sm_scale"] = 1 / math.sqrt(128 + 64)
         expected = Expected.of(x.requests, **options)
-        eager = built.model(*x.tensors, x.plan, x.workspace)
+        eager = model(*x.tensors, x.plan, x.workspace)
         expected.check(*eager)
-        results.append(_captured(built.model, x))
+        results.append(_captured(model, x))
         expected.check(*results[-1])
-        if built.kind.op != "batch_decode":  # eager decode combines in its last CTA, in another order
+        if kind.op != "batch_decode":  # eager decode combines in its last CTA, in another order
             assert all(torch.equal(a, b.cpu()) for a, b in zip(results[-1], eager, strict=True))
     return results
 
 
-def _calls(built: Built) -> list[Call]:
-    return [_call(built.planner, built.kind, lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+@pytest.fixture(scope="module", params=KINDS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    kind = KINDS[request.param]
+    planner, model = _planner(kind), Attend(kind)
+    calls = [_call(planner, kind, case) for case in range(len(LENGTHS))]
+    x = calls[0]
+    rows = torch.export.Dim("rows", min=1, max=MAX_BATCH if kind.op != "batch_prefill" else MAX_ROWS)
+    queries = 2 if kind.op == "batch_mla" else 1
+    fixed: tuple[Any, ...] = tuple({} for _ in x.tensors[queries:])
+    shapes = (({0: rows},) * queries + (*fixed, type(x.plan)(*({} for _ in x.plan)), {}),)
+    program = torch.export.export(model, (*x.tensors, x.plan, x.workspace), dynamic_shapes=shapes)
+    path = tmp_path_factory.mktemp(request.param) / "attend.pt2"
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return Built(kind, package, planner, calls, _expected(kind, model, calls))
 
 
 def _assert_equal(expected: list[tuple[Tensor, ...]], actual: list[Tensor], what: str) -> None:
@@ -204,8 +197,7 @@ def test_the_package_contains_the_images(built: Built) -> None:
 
 
 def test_in_cpp_on_new_threads_and_in_a_graph(built: Built, tmp_path: Path) -> None:
-    calls = _calls(built)
-    expected = _expected(built, calls)
+    calls, expected = built.calls, built.expected
     _, results = cpp_runner.run_cases(built.path, [x.flat for x in calls], tmp_path)
     outputs = 2 * len(calls)
     assert len(results) == 2 * outputs + 2 * 2
@@ -230,8 +222,7 @@ torch.save(results, outputs)
 
 
 def test_in_python(built: Built, tmp_path: Path) -> None:
-    calls = _calls(built)
-    expected = _expected(built, calls)
+    calls, expected = built.calls, built.expected
     torch.save([x.flat for x in calls], tmp_path / "inputs.pt")
     arguments = [built.path, str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt")]
     done = subprocess.run(
@@ -263,7 +254,7 @@ def _replaced(inputs: list[Tensor], i: int, change: Callable[[Tensor], Tensor]) 
 
 def test_bad_inputs_are_refused(built: Built, tmp_path: Path) -> None:
     """With a message each, before anything is written; a good call after them works."""
-    x = _call(built.planner, built.kind, LENGTHS[0], 0)
+    x = built.calls[0]
     good = x.flat
     caches = range(len(x.tensors) - 2, len(x.tensors))
     work = len(x.tensors) + x.plan._fields.index("work")
