@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = ("launcher.h", "launcher.cpp", "package_shim.cpp")
+LAUNCHER = (FOLDER / "launcher.h", FOLDER / "launcher.cpp")
+PACKAGE_SHIM = FOLDER / "package_shim.cpp"
 
 LIBCUDA = "libcuda.so.1"
 """The library of the CUDA driver, which the launcher loads at its first call."""
@@ -97,9 +98,9 @@ class ImageSet:
         self.images[name] = image
         return name
 
-    def source(self, folder: Path) -> str:
-        """The launcher, the shim and the table as one unit of C++. Cubins are read from ``folder`` by their name."""
-        lines = [f"#include {json.dumps(str(FOLDER / name))}" for name in SOURCES[1:]]
+    def source(self, folder: Path, entry: Path = PACKAGE_SHIM) -> str:
+        """The launcher, ``entry`` and the table as one unit of C++. Cubins are read from ``folder`` by their name."""
+        lines = [f"#include {json.dumps(str(path))}" for path in (LAUNCHER[1], entry)]
         lines += ["namespace attn_ops {", "namespace {"]
         for i, (name, image) in enumerate(self.images.items()):
             lines += _declarations(i, image, folder / f"{name}.cubin")
@@ -107,16 +108,16 @@ class ImageSet:
         lines += ["}  // namespace", f"const Image package_images[] = {{{', '.join(rows)}}};"]
         return "\n".join([*lines, f"const size_t num_package_images = {len(rows)};", "}  // namespace attn_ops", ""])
 
-    def build(self, folder: Path, options: Sequence[str], compiler: str = "g++") -> Path:
-        """Compile the images and the launcher to an object file in ``folder``, unless it is there.
+    def build(self, folder: Path, options: Sequence[str], compiler: str = "g++", entry: Path = PACKAGE_SHIM) -> Path:
+        """Compile the images, the launcher and what calls it to an object file in ``folder``, unless it is there.
 
-        ``options`` are those of the compiler that a package needs: include folders, definitions.
+        ``options`` are those of the compiler that ``entry`` needs: include folders, definitions.
         """
         command = [compiler, "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", f'-DATTN_OPS_LIBCUDA="{LIBCUDA}"']
         command += [*options, *(f"-isystem{path}" for path in cuda_includes())]
         digest = hashlib.sha256(repr((command, sorted(self.images))).encode())
-        for name in SOURCES:
-            digest.update((FOLDER / name).read_bytes())
+        for path in (*LAUNCHER, entry):
+            digest.update(path.read_bytes())
         target = folder / f"attn_ops_images_{digest.hexdigest()[:24]}.o"
         if target.exists():
             return target
@@ -124,7 +125,7 @@ class ImageSet:
         for name, image in self.images.items():
             (folder / f"{name}.cubin").write_bytes(image.cubin)
         unit = target.with_suffix(".cpp")
-        unit.write_text(self.source(folder), encoding="utf-8")
+        unit.write_text(self.source(folder, entry), encoding="utf-8")
         partial = target.with_suffix(".partial.o")
         subprocess.run([*command, "-c", str(unit), "-o", str(partial)], check=True, capture_output=True, text=True)
         partial.replace(target)

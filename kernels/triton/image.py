@@ -82,13 +82,13 @@ class _Tensors:
         named = [(n, v.base if _is_descriptor(v) else v) for n, v in zip(names, values, strict=True)]
         mapped = {id(v.base) for v in values if _is_descriptor(v)}
         named = [(n, t) for n, t in named if isinstance(t, Tensor) and not statically_known_true(t.numel() == 0)]
+        named.sort(key=lambda item: item[0] not in writes)
         written = {id(t) for n, t in named if n in writes}
         self.all: list[tuple[str, Tensor]] = []
-        for outputs in (True, False):
-            for name, t in named:
-                if (id(t) in written) == outputs and all(t is not other for _, other in self.all):
-                    self.all.append((name, t))
-        self.num_outputs = len({id(t) for _, t in self.all} & written)
+        for name, t in named:
+            if all(t is not other for _, other in self.all):
+                self.all.append((name, t))
+        self.num_outputs = len(written)
         self.slots = {id(t): i for i, (_, t) in enumerate(self.all)}
         self.specs = tuple(
             TensorSpec(name, t.dtype, t.dim(), ALIGNMENT if _is_aligned(t) or id(t) in mapped else t.itemsize)
