@@ -44,27 +44,30 @@ def images_of(graph: Any, device_type: str) -> images.ImageSet | None:
 def unavailable_reason(graph: Any, device_type: str) -> str:
     """Why a package of ``graph`` cannot have images; empty if it can."""
     from torch._inductor import codecache, config
+    from torch._inductor.cpp_builder import get_cpp_compiler
 
     settings = config.aot_inductor
     checks = [
         (hasattr(settings, "custom_ops_to_c_shims"), f"torch {torch.__version__} has no custom_ops_to_c_shims"),
-        (hasattr(getattr(codecache, "CUDACodeCache", None), "aot_kernels_o"), "it has no CUDACodeCache.aot_kernels_o"),
-        (hasattr(graph, "codegen_with_cpp_wrapper"), "its graphs have no codegen_with_cpp_wrapper"),
-        (not getattr(graph, "fx_wrapper", False), "the wrapper is not C++"),
-        (not getattr(settings, "use_minimal_arrayref_interface", False), "inputs are array references"),
-        (not getattr(settings, "package_cpp_only", False), "package_cpp_only links it elsewhere"),
+        (hasattr(codecache.CUDACodeCache, "aot_kernels_o"), f"torch {torch.__version__} has no aot_kernels_o"),
+        (hasattr(graph, "codegen_with_cpp_wrapper"), "its graph has no codegen_with_cpp_wrapper"),
+        (not getattr(graph, "fx_wrapper", False), "its wrapper is not C++"),
+        (not getattr(settings, "use_minimal_arrayref_interface", False), "its inputs are array references"),
+        (not getattr(settings, "package_cpp_only", False), "package_cpp_only leaves the link to others"),
         (not getattr(settings, "emit_multi_arch_kernel", False), "emit_multi_arch_kernel asks for several GPUs"),
         (config.triton.autotune_at_compile_time or device_type != "cuda", "autotune_at_compile_time is off"),
-        (torch.version.hip is None, "images are for CUDA"),
-        (shutil.which(_compiler()) is not None, f"the compiler {_compiler()} is not on the PATH"),
     ]
-    return next((reason for holds, reason in checks if not holds), "")
+    reasons = (reason for holds, reason in checks if not holds)
+    return next(reasons, "") or machine_reason(str(get_cpp_compiler()))
 
 
-def _compiler() -> str:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    return str(get_cpp_compiler())
+def machine_reason(compiler: str = "g++") -> str:
+    """Why no package that is made here has images; empty if they can have them."""
+    if torch.version.hip is not None:
+        return "images are for CUDA, not HIP"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        return f"images are for compute capability 9.0 and newer, not {torch.cuda.get_device_capability()}"
+    return "" if shutil.which(compiler) else f"the compiler {compiler} is not on the PATH"
 
 
 def _install(graph: Any) -> images.ImageSet:
@@ -93,10 +96,11 @@ def _install(graph: Any) -> images.ImageSet:
 def build_object(collected: images.ImageSet) -> Path:
     """The object file with the shim and ``collected``, in Inductor's cache folder."""
     from torch._inductor.codecache import cache_dir
+    from torch._inductor.cpp_builder import get_cpp_compiler
 
     options = [f"-isystem{Path(torch.__file__).parent / 'include'}"]
     options += ["-DATTN_OPS_CPU"] if DEVICES == ("cpu",) else []
-    return collected.build(Path(cache_dir()) / "attn_ops", options, _compiler())
+    return collected.build(Path(cache_dir()) / "attn_ops", options, str(get_cpp_compiler()))
 
 
 def _link(target: Path) -> None:

@@ -42,14 +42,14 @@ def _run(function: Callable[..., Any], device: torch.device, args: Sequence[Any]
 def _implementation(op: str, *, lowerable: bool = False) -> Callable[..., Any]:
     """Check the call and run the chosen backend.
 
-    If ``lowerable``, of those that Inductor can inline, unless the graph is a package that collects images.
+    If ``lowerable``, of those that Inductor can inline or, where a package collects images, launch as images.
     """
     check = CHECKS[op]
 
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         problem = check(*args, backend=backend, **kwargs)
-        generated = lowerable and images.collecting() is None
-        function = backends.choose(problem, backend, generated).implementation(op)
+        has_images = images.collecting() is not None
+        function = backends.choose(problem, backend, lowerable, has_images).implementation(op)
         return _run(function, problem.device, args, kwargs)
 
     return implementation
@@ -118,8 +118,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     table that has the op::
 
         >>> print(attn_ops.explain("batch_prefill", q, k_cache, v_cache, plan, workspace))
-        triton.hopper_prefill: runs it in eager calls and compiled graphs, kernel hopper_prefill; ...
-        triton: runs it in packages, kernel prefill
+        triton.hopper_prefill: runs it, kernel hopper_prefill; packages launch its image
+        triton: can run it, kernel prefill
         reference: can run it
 
     Raises:

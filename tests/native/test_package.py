@@ -42,9 +42,11 @@ def images_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "DEVICES", ("cpu",))
     choose = backends.choose
 
-    def first_if_packaged(problem: Any, name: str = "auto", lowerable: bool = False) -> backends.Backend:
+    def first_if_packaged(
+        problem: Any, name: str = "auto", lowerable: bool = False, has_images: bool = False
+    ) -> backends.Backend:
         found = [entry for entry in backends.BACKENDS if entry.has(problem.op)]
-        return found[0] if images.collecting() is not None else choose(problem, name, lowerable)
+        return found[0] if has_images else choose(problem, name, lowerable)
 
     monkeypatch.setattr(backends, "choose", first_if_packaged)
 
