@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
     op: str
     options: dict[str, Any]
-    copies: list[tuple[Tensor, ...]]
+    copies: Sequence[tuple[Tensor, ...]]
     plan: Any
     workspace: Tensor
 
@@ -113,10 +113,10 @@ def _measure(name: str, p: Problem, runner: Path, folder: Path) -> report.Row:
     def replays() -> list[float]:
         return [replay_microseconds(graph) / launches for _ in range(ROUNDS + 1)][1:]
 
-    eager = replays()
+    before = replays()
     words = [str(runner), package, str(folder / "inputs.pt"), str(launches), str(ROUNDS)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    eager = statistics.median([*eager, *replays()])
+    eager = statistics.median([*before, *replays()])
     packaged, host = map(float, done.stdout.split())
     row = {
         "row": name,

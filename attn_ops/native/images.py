@@ -59,10 +59,10 @@ class MapSpec(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter of the kernel. ``kind`` is a ``Kind`` of launcher.h."""
+    """A parameter of the kernel. ``kind`` is a ``Kind`` of launcher.h, ``slot`` its ``index``."""
 
     kind: str
-    index: int = 0
+    slot: int = 0
     name: str = ""
 
 
@@ -159,7 +159,7 @@ def _declarations(i: int, image: Image, cubin: Path) -> Iterator[str]:
         for m in image.maps
     ]
     yield f"const MapSpec maps_{i}[] = {{{', '.join(maps) or '{}'}}};"
-    parameters = [f"{{Kind::{_CODES[p.kind]}, {p.index}, {json.dumps(p.name)}}}" for p in image.parameters]
+    parameters = [f"{{Kind::{_CODES[p.kind]}, {p.slot}, {json.dumps(p.name)}}}" for p in image.parameters]
     yield f"const Parameter parameters_{i}[] = {{{', '.join(parameters) or '{}'}}};"
 
 

@@ -35,7 +35,7 @@ class _Address(MockTensor):
         super().__init__(dtype)
         self.address = 0 if aligned else dtype.itemsize
 
-    def data_ptr(self) -> int:  # type: ignore[override]
+    def data_ptr(self) -> int:
         return self.address
 
 
@@ -121,11 +121,11 @@ def launch(
         if isinstance(kind, dict):
             rank = len(value.shape)
             box, bytes_per_element = tuple(kind["block_size"]), value.base.element_size()
-            slot = tensors.slots[id(value.base)]
             parameters.append(Parameter("map", len(maps), name))
             parameters += [Parameter("map_size", d, name) for d in range(rank)]
             parameters += [Parameter("map_stride", d, name) for d in range(rank)]
-            maps.append(MapSpec(slot, MAP_TYPES[value.base.dtype], kind["swizzle"], bytes_per_element, box))
+            slot_of_base = tensors.slots[id(value.base)]
+            maps.append(MapSpec(slot_of_base, MAP_TYPES[value.base.dtype], kind["swizzle"], bytes_per_element, box))
             integers += [*value.shape, *value.strides]
         elif kind[0] == "*":
             slot = tensors.slots.get(id(value))

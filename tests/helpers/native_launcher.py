@@ -101,7 +101,9 @@ class FakeLibcuda:
         """Have the next launch copy so many bytes of each parameter."""
         bytes_of = {"i32": 4, "fp32": 4, "map_size": 4}
         sizes = [bytes_of.get(p.kind, 8) for p in parameters]
-        (ctypes.c_int * 128).in_dll(self.library, "sizes")[:] = sizes + [0] * (128 - len(sizes))
+        array = (ctypes.c_int * 128).in_dll(self.library, "sizes")
+        for i in range(128):
+            array[i] = sizes[i] if i < len(sizes) else 0
         return sizes
 
     def parameters(self, sizes: Sequence[int]) -> list[bytes]:
