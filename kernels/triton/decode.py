@@ -539,7 +539,7 @@ def batch_decode(
     pdl, eager = read_plan_early(q, max_batch), is_eager(q)
     programs = num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads)
     min_shared = min_shared_for_even_spread(q.device, programs) if pdl and isinstance(programs, int) else 0
-    writes = ("out", "lse", "partial", "split_counters")
+    writes = ("out", "lse", "partial")  # and split_counters with COMBINE, which is not traced
     options = tile.options._replace(launch_pdl=pdl, min_shared=min_shared, writes=writes)
     strides = (
         *(q.stride(0), q.stride(1)),

@@ -179,7 +179,8 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     shapes = (({0: rows},) * queries + (*fixed, type(x.plan)(*({} for _ in x.plan)), {}),)
     program = torch.export.export(model, (*x.tensors, x.plan, x.workspace), dynamic_shapes=shapes)
     path = tmp_path_factory.mktemp(request.param) / "attend.pt2"
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=quickly)
     return Built(kind, package, planner, calls, _expected(kind, model, calls))
 
 
