@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from attn_ops.errors import BackendError, fail
 
 FOLDER = Path(__file__).parent
 LAUNCHER = (FOLDER / "launcher.h", FOLDER / "launcher.cpp")
@@ -123,13 +126,24 @@ class ImageSet:
             return target
         folder.mkdir(parents=True, exist_ok=True)
         for name, image in self.images.items():
-            (folder / f"{name}.cubin").write_bytes(image.cubin)
+            _write(folder / f"{name}.cubin", image.cubin)
         unit = target.with_suffix(".cpp")
-        unit.write_text(self.source(folder, entry), encoding="utf-8")
-        partial = target.with_suffix(".partial.o")
-        subprocess.run([*command, "-c", str(unit), "-o", str(partial)], check=True, capture_output=True, text=True)
+        _write(unit, self.source(folder, entry).encode())
+        partial = target.with_suffix(f".{os.getpid()}.o")
+        words = [*command, "-c", str(unit), "-o", str(partial)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            what = f"{compiler} could not compile the launcher of a package:\n{done.stderr[-2000:]}\n"
+            fail(BackendError, "launch_image", what, "a compiler for C++17", "set CXX to one that Inductor can use")
         partial.replace(target)
         return target
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file whole: another process may read it at the same time."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def cuda_includes() -> list[str]:

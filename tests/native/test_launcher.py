@@ -14,6 +14,7 @@ from helpers import native_launcher as n
 from helpers.native_launcher import FakeLibcuda, Launcher, Refusal, view
 from torch import Tensor
 
+from attn_ops.errors import BackendError
 from attn_ops.native.images import Image, ImageSet, MapSpec, Parameter, TensorSpec
 
 pytestmark = n.needs_a_compiler
@@ -228,6 +229,13 @@ def test_a_missing_driver_is_an_error(folder: Path) -> None:
     assert refusal.code == n.NO_DRIVER
     assert "/nowhere/libcuda.so.1" in refusal.text
     assert "install the driver" in refusal.text
+
+
+def test_a_failed_compilation_is_reported(tmp_path: Path) -> None:
+    images = ImageSet()
+    images.add(IMAGE)
+    with pytest.raises(BackendError, match=r"(?s)could not compile the launcher.*no-such-option.*for C\+\+17; set CXX"):
+        images.build(tmp_path, ["--no-such-option"])
 
 
 def _changed(field: str, value: Any) -> Callable[[Image], Image]:
