@@ -64,7 +64,7 @@ def _cases_program() -> Path:
 def run_cases(
     package: str, cases: list[list[Tensor]], folder: Path, mode: str = "run"
 ) -> tuple[list[str], tuple[Tensor, ...]]:
-    """The lines that ``run_package_cases`` prints, and its tensors, on the host. A tensor on the host stays there."""
+    """What ``run_package_cases`` writes of each case, and its tensors. A tensor on the host stays there."""
     saved = []
     for case in cases:
         stays = torch.tensor([int(not t.is_cuda) for t in case])
@@ -74,7 +74,7 @@ def run_cases(
     environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONPATH")}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), torch.load(folder / "results.pt")
+    return done.stderr.split("--- case\n")[:-1], torch.load(folder / "results.pt")
 
 
 def _on_the_host(t: Tensor) -> Tensor:

@@ -6,8 +6,8 @@
 // run     OUTPUTS.pt gets the outputs of each case, first from a thread of its own that has not used CUDA before, then
 //         from this thread, then of a CUDA graph that is captured with the first case and replayed with the contents of
 //         each.
-// refuse  prints a line for each case, "accepted" or the message of the exception; OUTPUTS.pt gets the inputs as the
-//         package left them.
+// refuse  writes to stderr, for each case, "accepted" or the message of the exception, and the line "--- case". Before
+//         torch 2.13 the package itself writes its message there. OUTPUTS.pt gets the inputs as the package left them.
 // Exit status 3: Python or this library is mapped.
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -109,8 +109,7 @@ static Tensors refuse_all(Loader& package, const std::vector<Tensors>& cases) {
       line = error.what();
     }
     c10::cuda::device_synchronize();
-    for (char& c : line) c = c == '\n' ? ' ' : c;
-    std::cout << line << '\n';
+    std::cerr << line << "\n--- case\n" << std::flush;
     inputs_after.insert(inputs_after.end(), inputs.begin(), inputs.end());
   }
   return inputs_after;

@@ -272,12 +272,12 @@ def test_bad_inputs_are_refused(built: Built, tmp_path: Path) -> None:
     if built.kind.op != "batch_mla":
         many = MAX_ROWS + 1 if built.kind.op == "batch_prefill" else MAX_BATCH + 1
         bad.append((_replaced(good, 0, lambda t: t.new_zeros(many, *t.shape[1:])), f"{many}"))
-    lines, after = cpp_runner.run_cases(built.path, [*(case for case, _ in bad), good], tmp_path, "refuse")
-    assert len(lines) == len(bad) + 1
-    for line, (_, message) in zip(lines, bad, strict=False):
-        assert message in line
-        assert "expected" in line
-    assert lines[-1] == "accepted"
+    texts, after = cpp_runner.run_cases(built.path, [*(case for case, _ in bad), good], tmp_path, "refuse")
+    assert len(texts) == len(bad) + 1
+    for text, (_, message) in zip(texts, bad, strict=False):
+        assert message in text
+        assert "expected" in text
+    assert texts[-1] == "accepted\n"
     for i, (case, message) in enumerate(bad):
         for before, left in zip(case, after[i * len(good) : (i + 1) * len(good)], strict=True):
             assert torch.equal(before.cpu().nan_to_num(), left.nan_to_num()), message
