@@ -37,7 +37,8 @@ static std::vector<Tensors> read_cases(const char* path) {
   std::ifstream file(path, std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
   std::vector<Tensors> cases;
-  for (const c10::IValue& one : torch::pickle_load(bytes).toListRef()) {
+  const c10::IValue loaded = torch::pickle_load(bytes);
+  for (const c10::IValue& one : loaded.toListRef()) {
     Tensors tensors;
     for (const c10::IValue& value : one.toListRef()) tensors.push_back(value.toTensor());
     const Tensor stays = tensors.back();
