@@ -41,7 +41,8 @@ int main(int argc, char** argv) {
   std::ifstream file(argv[2], std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
   std::vector<Tensors> copies;
-  for (const c10::IValue& copy : torch::pickle_load(bytes).toListRef()) {
+  const c10::IValue saved = torch::pickle_load(bytes);
+  for (const c10::IValue& copy : saved.toListRef()) {
     copies.emplace_back();
     for (const c10::IValue& value : copy.toListRef()) copies.back().push_back(value.toTensor().to(at::kCUDA));
   }
