@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import decode, mla, model, overheads, plot, prefill, tune, warm, workload
+from benchmarks import decode, mla, model, overheads, packages, plot, prefill, tune, warm, workload
 
 COMMANDS = {
     "decode": decode,
     "prefill": prefill,
     "mla": mla,
     "overheads": overheads,
+    "packages": packages,
     "workload": workload,
     "model": model,
     "plot": plot,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attn_ops.eager import launch_cache
+from attn_ops.native import package
 from attn_ops.ops import backends, register, tuning_table
 from attn_ops.ops.inductor import sources_tag
 from attn_ops.version import __version__
@@ -48,6 +49,7 @@ class Environment:
             latents of 512 and 64, one KV head, page size 64), on GPU 0 if there is one, else on the CPU.
         launch_caches: by op, the number of prepared calls. Ops without any are left out.
         launcher: state of the native launcher that replays prepared calls.
+        images: whether packages that are made here contain images of compiled kernels, and why not.
         tuning_table: the table that ``ATTN_OPS_TILES`` names, and its number of entries for these GPUs.
         variables: those of :data:`VARIABLES` that are set.
     """
@@ -57,6 +59,7 @@ class Environment:
     backends: dict[str, tuple[str, ...]]
     launch_caches: dict[str, int]
     launcher: str
+    images: str
     tuning_table: str
     variables: dict[str, str]
 
@@ -69,6 +72,7 @@ class Environment:
             "Backends": [f"{op}: {line}" for op, lines in self.backends.items() for line in lines],
             "Caches": [
                 f"native launcher: {self.launcher}",
+                f"images in packages: {self.images}",
                 f"prepared calls: {calls or 'none'}",
                 f"tuning table: {self.tuning_table}",
             ],
@@ -101,6 +105,7 @@ def collect_env() -> Environment:
         backends={op: _verdicts(op, torch.device("cuda", 0) if gpus else torch.device("cpu")) for op in OPS},
         launch_caches={op: count for op, cache in register.LAUNCH_CACHES.items() if (count := cache.num_entries)},
         launcher=launch_cache.state(),
+        images=f"none: {reason}" if (reason := package.machine_reason()) else "where the package allows them",
         tuning_table=_tuning_table([torch.cuda.get_device_name(i) for i in gpus]),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )

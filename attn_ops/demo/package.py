@@ -69,8 +69,8 @@ def _package(step: nn.Module, inputs: tuple[object, ...], path: Path) -> None:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
-def compile_runner(folder: Path, device: torch.device) -> Path:
-    """Compile ``runner.cpp`` with g++ and the headers of the installed torch.
+def compile_runner(folder: Path, device: torch.device, source: Path = RUNNER_SOURCE) -> Path:
+    """Compile ``source`` with g++ and the headers of the installed torch.
 
     Raises:
         DemoError: g++ is absent or fails.
@@ -80,16 +80,28 @@ def compile_runner(folder: Path, device: torch.device) -> Path:
         raise DemoError(
             "g++ is not on the PATH, so the C++ runner was not built and the package not checked; install g++"
         )
-    binary = folder / "runner"
-    libraries = ["torch", "torch_cpu", "c10"] + (["torch_cuda", "c10_cuda"] if device.type == "cuda" else [])
+    binary = folder / source.stem
     torch_folder = Path(torch.__file__).parent
     include, lib = torch_folder / "include", torch_folder / "lib"
-    command = [compiler, "-std=c++20", "-O1", str(RUNNER_SOURCE), "-o", str(binary)]
+    command = [compiler, "-std=c++20", "-O1", str(source), "-o", str(binary)]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-isystem{include}"]
     command += [f"-isystem{include / 'torch/csrc/api/include'}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
-    command += ["-Wl,--no-as-needed", *[f"-l{library}" for library in libraries]]
+    command += ["-Wl,--no-as-needed", *[f"-l{library}" for library in ("torch", "torch_cpu", "c10")]]
+    command += _cuda_options() if device.type == "cuda" else []
     _check(subprocess.run(command, capture_output=True, text=True, check=False), "g++ could not compile the C++ runner")
     return binary
+
+
+def _cuda_options() -> list[str]:
+    """Options for a program that uses torch's CUDA streams and graphs: torch's CUDA libraries, and the runtime's."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    site, home = Path(torch.__file__).parents[1], Path(CUDA_HOME or "/usr/local/cuda")
+    runtimes = [*site.glob("nvidia/cu*/lib/libcudart.so.*"), *site.glob("nvidia/cuda_runtime/lib/libcudart.so.*")]
+    runtimes += [path for path in (home / "lib64/libcudart.so",) if path.exists()]
+    includes = [path for path in (home / "include", *site.glob("nvidia/cu*/include")) if path.is_dir()]
+    options = ["-ltorch_cuda", "-lc10_cuda", *(f"-isystem{path}" for path in includes)]
+    return [*options, *(str(path) for path in runtimes[:1]), *(f"-Wl,-rpath,{path.parent}" for path in runtimes[:1])]
 
 
 def save_state(memory: Memory, start: Snapshot, path: Path) -> None:

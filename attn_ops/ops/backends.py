@@ -71,7 +71,9 @@ class Backend:
     kernels              op -> kernel, for an entry that has some ops only; None: every op, in plain PyTorch
     specialized          listed before the backend's general entry, under its kernel's name
     inductor_lowerable   Inductor can inline its functions: aten ops and Triton kernels. If not, a compiled graph calls
-                         the op, and a package, which has no Python, runs the next entry
+                         the op
+    has_images           its kernels are images in packages (:mod:`attn_ops.native`). A package that can have neither
+                         its code nor its images runs the next entry
     capacity_bound       its work is a plan's capacity, not the lengths that the plan holds
     capture              ``"module:function"`` that makes an eager call and captures its launches for the launch cache
     """
@@ -82,6 +84,7 @@ class Backend:
     kernels: Mapping[str, str] | None = None
     specialized: bool = False
     inductor_lowerable: bool = True
+    has_images: bool = False
     capacity_bound: bool = False
     capture: str | None = None
 
@@ -113,6 +116,7 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=dict.fromkeys(("batch_prefill", "ragged_prefill", "single_prefill"), "hopper_prefill"),
         specialized=True,
         inductor_lowerable=False,
+        has_images=True,
         capture=_CAPTURE,
     ),
     Backend(
@@ -122,6 +126,7 @@ BACKENDS: tuple[Backend, ...] = (
         kernels={"batch_mla": "hopper_mla"},
         specialized=True,
         inductor_lowerable=False,
+        has_images=True,
         capture=_CAPTURE,
     ),
     Backend(
@@ -141,8 +146,8 @@ def _entries(op: str) -> list[Backend]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(problem: Problem, name: str = "auto", lowerable: bool = False) -> Backend:
-    """The entry that runs ``problem``, of those that Inductor can inline if ``lowerable``.
+def choose(problem: Problem, name: str = "auto", lowerable: bool = False, images: bool = False) -> Backend:
+    """The entry that runs ``problem``, of those that Inductor can inline if ``lowerable``, or launch as ``images``.
 
     Raises:
         BackendError: no entry runs it, or none of the backend called ``name``; the message gives every reason.
@@ -156,7 +161,7 @@ def choose(problem: Problem, name: str = "auto", lowerable: bool = False) -> Bac
     refused: list[str] = []
     for backend in candidates:
         reasons = backend.unsupported_reasons(problem)
-        if lowerable and not backend.inductor_lowerable:
+        if lowerable and not backend.inductor_lowerable and not (images and backend.has_images):
             reasons = [*reasons, "Inductor does not generate it"]
         if not reasons:
             LOG.debug(
@@ -178,7 +183,8 @@ def _name(backend: Backend, op: str) -> str:
 def explain(problem: Problem, name: str = "auto") -> str:
     """One line per entry that has the op: where it runs ``problem``, or why it does not.
 
-    Eager calls and compiled graphs run the first entry that can; a package runs the first that Inductor can inline.
+    Eager calls and compiled graphs run the first entry that can; a package runs the first that Inductor can inline or
+    that has images.
     """
     lines, eager, packaged = [], False, False
     for backend in _entries(problem.op):
@@ -190,9 +196,11 @@ def explain(problem: Problem, name: str = "auto") -> str:
             verdict = ", ".join(reasons)
         elif not eager and backend.inductor_lowerable:
             verdict, eager, packaged = f"runs it{kernel}", True, True
+        elif not eager and backend.has_images:
+            verdict, eager, packaged = f"runs it{kernel}; packages launch its image", True, True
         elif not eager:
             verdict, eager = f"runs it in eager calls and compiled graphs{kernel}; Inductor does not generate it", True
-        elif not packaged and backend.inductor_lowerable:
+        elif not packaged and (backend.inductor_lowerable or backend.has_images):
             verdict, packaged = f"runs it in packages{kernel}", True
         else:
             verdict = f"can run it{kernel}"

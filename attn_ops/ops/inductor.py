@@ -23,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_ops import kernels, meta
+from attn_ops.native import images, package
 from attn_ops.ops import size_guards, tuning_table
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def sources_tag() -> str:
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for folder in (package, *map(Path, kernels.__path__), *map(Path, meta.__path__)):
-        for source in sorted(folder.rglob("*.py")):
+        for source in sorted(path for suffix in ("py", "h", "cpp") for path in folder.rglob(f"*.{suffix}")):
             digest.update(source.read_bytes())
     table = tuning_table.file()
     if table is not None and table.is_file():
@@ -97,6 +98,7 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
         leaves, spec = pytree.tree_flatten(fake_call)
         values = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: not isinstance(x, (list, tuple, dict)))
         inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TRACED)]
+        device_type = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "")
 
         def flat(*traced: Any) -> tuple[Any, ...]:
             filled = list(leaves)
@@ -106,7 +108,7 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
             out = body(*a, **k)
             return () if out is None else out if isinstance(out, tuple) else (out,)
 
-        with V.fake_mode, size_guards.guards_of(V.graph):
+        with V.fake_mode, size_guards.guards_of(V.graph), images.collect(package.images_of(V.graph, device_type)):
             graph = make_fx(
                 flat,
                 decomposition_table=select_decomp_table(),

@@ -18,6 +18,7 @@ from torch.library import Library
 from attn_ops.eager.launch_cache import LaunchCache
 from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
+from attn_ops.native import images
 from attn_ops.ops import backends
 from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.inductor import Lowerings, concretize_symints
@@ -39,12 +40,16 @@ def _run(function: Callable[..., Any], device: torch.device, args: Sequence[Any]
 
 
 def _implementation(op: str, *, lowerable: bool = False) -> Callable[..., Any]:
-    """Check the call and run the chosen backend, of those that Inductor can inline if ``lowerable``."""
+    """Check the call and run the chosen backend.
+
+    If ``lowerable``, of those that Inductor can inline or, where a package collects images, launch as images.
+    """
     check = CHECKS[op]
 
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         problem = check(*args, backend=backend, **kwargs)
-        function = backends.choose(problem, backend, lowerable).implementation(op)
+        has_images = images.collecting() is not None
+        function = backends.choose(problem, backend, lowerable, has_images).implementation(op)
         return _run(function, problem.device, args, kwargs)
 
     return implementation
@@ -113,8 +118,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     table that has the op::
 
         >>> print(attn_ops.explain("batch_prefill", q, k_cache, v_cache, plan, workspace))
-        triton.hopper_prefill: runs it in eager calls and compiled graphs, kernel hopper_prefill; ...
-        triton: runs it in packages, kernel prefill
+        triton.hopper_prefill: runs it, kernel hopper_prefill; packages launch its image
+        triton: can run it, kernel prefill
         reference: can run it
 
     Raises:

@@ -5,7 +5,7 @@ symbol from one input, and the ranges of symbols and all static sizes for grante
 therefore starts with
 
 * the capacity checks of the ops, with the messages of eager calls (:func:`note_capacity`);
-* a check of every input tensor's dtype, sizes and strides against the exported ones.
+* a check of every input tensor's dtype, device type, sizes and strides against the exported ones.
 
 They run on the host, before the first kernel, and throw ``std::runtime_error``. A lower bound is not checked: PyTorch
 takes the smallest size of a dynamic dimension as 2, and code for 2 or more rows also runs 0 or 1.
@@ -154,6 +154,11 @@ def _input_lines(graph: Any, name: str, value: Any, cpp: Callable[[Any], str]) -
     yield f"const int32_t expected_dtype = aoti_torch_dtype_{dtype}();"
     text = f'"the dtype number of input {position}", dtype, "that of {dtype}, "'
     yield f"if (dtype != expected_dtype) refuse({text}, expected_dtype);"
+    yield f"int32_t device; AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type({name}, &device));"
+    device = value.get_device().type
+    yield f"const int32_t expected_device = aoti_torch_device_type_{device}();"
+    text = f'"the device type of input {position}", device, "that of {device}, "'
+    yield f"if (device != expected_device) refuse({text}, expected_device);"
     yield f"const auto sizes = {name}.sizes(); const auto strides = {name}.strides();"
     for d, size in enumerate(value.get_size()):
         text = f'"size {d} of input {position}", sizes[{d}]'

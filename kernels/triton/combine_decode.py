@@ -176,7 +176,7 @@ def combine_split_rows(
 ) -> None:
     """Write the rows that the plan splits, and zeros to the rows of empty requests; ``run`` as in ``launch``."""
     rows, heads, dim = out.shape
-    max_batch, pdl = plan.kv_len.shape[0], supports_pdl(out)
+    max_batch, pdl = plan.kv_len.shape[0], supports_pdl(out, image=True)
     fixed, num_ctas = PlanProblem.of(plan.problem).split > 0, plan.cta_indptr.shape[0] - 1
     if max_batch <= MAX_REQUESTS_OF_ONE_WARP and not fixed:
         warps = 1
@@ -193,7 +193,7 @@ def combine_split_rows(
     launch(
         combine_decode_kernel,
         (min(max_batch * heads * triton.cdiv(dim, columns), MAX_PROGRAMS),),
-        Options(warps, launch_pdl=pdl),
+        Options(warps, launch_pdl=pdl, writes=("out", "lse")),
         run,
         out=out,
         lse=lse,

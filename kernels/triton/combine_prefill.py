@@ -155,7 +155,11 @@ def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tens
     sinks      float32 ``[heads]`` or None; each is added once to a row
     """
     rows, heads, dim = out.shape
-    problem, max_split_tiles, pdl = PlanProblem.of(plan.problem), plan.split_tiles.shape[0], supports_pdl(out)
+    problem, max_split_tiles, pdl = (
+        PlanProblem.of(plan.problem),
+        plan.split_tiles.shape[0],
+        supports_pdl(out, image=True),
+    )
     fixed = problem.split > 0
     block = triton.next_power_of_2(dim)
     slice_dim = min(SLICE_COLUMNS, block)
@@ -163,7 +167,7 @@ def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tens
     launch(
         combine_prefill_kernel,
         (min(max_split_tiles * problem.tile_rows * heads * triton.cdiv(dim, slice_dim), MAX_PROGRAMS),),
-        Options(1 if one_warp else 4, launch_pdl=pdl),
+        Options(1 if one_warp else 4, launch_pdl=pdl, writes=("out", "lse")),
         out=out,
         lse=lse,
         partial=workspace,

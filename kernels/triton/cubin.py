@@ -19,6 +19,9 @@ from attn_ops.eager.launch_cache import native
 SCALARS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 """C types of the parameters that are not pointers, by Triton's name of the type."""
 
+Layout = tuple[tuple[int, "str | dict[str, Any]"], ...]
+"""See :func:`parameter_layout`."""
+
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 """Element types of a tensor map: the values of ``CUtensorMapDataType``."""
 
@@ -63,8 +66,8 @@ class LoadedKernel(NamedTuple):
     """Dynamic shared memory of a CTA in bytes."""
     pdl: bool
     """Whether it is launched with the attribute for programmatic dependent launch."""
-    layout: tuple[tuple[int, str | dict[str, Any]], ...]
-    """``(index of the argument, Triton's type)`` of each parameter; for a tensor map, its metadata as the type."""
+    layout: Layout
+    """Its :func:`parameter_layout`."""
 
     def launch_tuple(self, grid: Sequence[int], arguments: Sequence[Any]) -> tuple[Any, ...]:
         """A launch as ``PreparedCall`` takes it.
@@ -81,24 +84,34 @@ class LoadedKernel(NamedTuple):
         return self.function, (*grid, 1, 1)[:3], self.threads, self.shared, self.pdl, (*parameters, *NO_SCRATCH)
 
 
-def load_kernel(compiled: Any, min_shared: int = 0) -> LoadedKernel | None:
-    """Load a kernel that Triton compiled, with at least ``min_shared`` bytes of shared memory in a CTA.
+def parameter_layout(compiled: Any) -> Layout | None:
+    """``(index of the argument, Triton's type)`` of each parameter; for a tensor map, its metadata as the type.
 
-    None if a launch needs more than parameters (clusters, a cooperative grid, scratch memory) or a parameter of a type
-    that is not known here, and without the C module (``native()``). Triton's launcher launches such kernels.
+    After these, a kernel takes :data:`NO_SCRATCH`. None if a launch needs more than parameters (clusters, a cooperative
+    grid, scratch memory) or a parameter of a type that is not known here.
     """
     meta = compiled.metadata
-    plain = meta.num_ctas == 1 and not meta.launch_cooperative_grid
     maps = iter(getattr(meta, "tensordesc_meta", None) or ())
     layout = tuple(
         (i, next(maps, "unknown") if str(kind).startswith("tensordesc") else str(kind))
         for i, kind in enumerate(compiled.src.signature.values())
         if kind != "constexpr"
     )
+    plain = meta.num_ctas == 1 and not meta.launch_cooperative_grid
     known = all(isinstance(kind, dict) or kind in SCALARS or kind[0] == "*" for _, kind in layout)
-    if not known or not plain or meta.global_scratch_size or meta.profile_scratch_size or native() is None:
+    return None if not known or not plain or meta.global_scratch_size or meta.profile_scratch_size else layout
+
+
+def load_kernel(compiled: Any, min_shared: int = 0) -> LoadedKernel | None:
+    """Load a kernel that Triton compiled, with at least ``min_shared`` bytes of shared memory in a CTA.
+
+    None without a :func:`parameter_layout`, and without the C module (``native()``). Triton's launcher launches such
+    kernels.
+    """
+    layout = parameter_layout(compiled)
+    if layout is None or native() is None:
         return None
-    driver = triton.runtime.driver.active
+    meta, driver = compiled.metadata, triton.runtime.driver.active
     shared = max(meta.shared, min_shared)
     _, function, *_ = driver.utils.load_binary(compiled.name, compiled.kernel, shared, driver.get_current_device())
     return LoadedKernel(function, 32 * meta.num_warps, shared, bool(meta.launch_pdl), layout)

@@ -540,8 +540,9 @@ def batch_decode(
     splits_per_step = max(1, step_elements // (tile.heads * tile.dim_vo))
     pdl, eager = read_plan_early(q, max_batch), is_eager(q)
     programs = num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads)
-    min_shared = min_shared_for_even_spread(q.device, programs) if pdl else 0
-    options = tile.options._replace(launch_pdl=pdl, min_shared=min_shared)
+    min_shared = min_shared_for_even_spread(q.device, programs) if pdl and isinstance(programs, int) else 0
+    writes = ("out", "lse", "partial")  # and split_counters with COMBINE, which is not traced
+    options = tile.options._replace(launch_pdl=pdl, min_shared=min_shared, writes=writes)
     strides = (
         *(q.stride(0), q.stride(1)),
         *(k_cache.stride(0), k_cache.stride(token_dim), k_cache.stride(head_dim)),

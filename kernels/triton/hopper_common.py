@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from attn_ops.kernels.triton.image import tensor_descriptor
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.work_item import (
     WORK_KV_BEGIN,
@@ -19,9 +20,12 @@ from attn_ops.kernels.triton.work_item import (
     WORK_SLOT,
     WORK_STRIDE,
 )
+from torch import Tensor
+from torch._subclasses import FakeTensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PACKED_ROWS = gl.constexpr(64)
 """Packed rows of a consumer warpgroup: M of one warpgroup matrix instruction (WGMMA)."""
@@ -118,3 +122,10 @@ def allocate_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
+
+
+def describe(t: Tensor, shape: list[Any], strides: list[Any], box: list[int], layout: Any) -> TensorDescriptor:
+    """The tensor map of ``t`` as ``shape`` and ``strides`` in elements, with boxes of ``box``."""
+    if isinstance(t, FakeTensor):
+        return tensor_descriptor(TensorDescriptor, t, shape, strides, box, layout)
+    return TensorDescriptor(t, shape, strides, box, layout)

@@ -62,6 +62,7 @@ from attn_ops.kernels.triton.hopper_common import (
     QueryTile,
     allocate_barriers,
     clamp_begin,
+    describe,
     load_page,
     load_shared,
     load_work_item,
@@ -562,7 +563,7 @@ def hopper_mla_kernel(
 def make_tensor_descriptor(cache: Tensor) -> TensorDescriptor:
     """The tensor map of ``cache [pages, page_size, columns]``; a box is a KV tile of at most 256 columns."""
     block = [1, KV_TILE.value, min(HALF.value, cache.shape[2])]
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, BOX_LAYOUT.value)
+    return describe(cache, list(cache.shape), list(cache.stride()), block, BOX_LAYOUT.value)
 
 
 def batch_mla(
@@ -584,7 +585,7 @@ def batch_mla(
     launch(
         hopper_mla_kernel,
         (num_items * triton.cdiv(tile_rows * heads, PACKED_ROWS.value),),
-        Options(WARPS.value, launch_pdl=pdl),
+        Options(WARPS.value, launch_pdl=pdl, writes=("out", "lse", "partial")),
         q_nope=q_nope,
         q_pe=q_pe,
         ckv=ckv_cache,

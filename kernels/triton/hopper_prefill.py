@@ -58,6 +58,7 @@ from attn_ops.kernels.triton.hopper_common import (
     QueryTile,
     allocate_barriers,
     clamp_begin,
+    describe,
     load_page,
     load_shared,
     load_work_item,
@@ -648,7 +649,7 @@ def make_tensor_descriptor(t: Tensor, strides: tuple[int, int, int], page_size: 
     """
     pages, tokens, stride = (t.shape[0], page_size, strides[0]) if page_size else (1, x.kv_rows, x.kv_rows * strides[1])
     shape, box = [pages, tokens, x.heads[1], t.shape[-1]], PAGED_BOX if page_size else RAGGED_BOX
-    return TensorDescriptor(t, shape, [stride, *strides[1:], 1], [1, box, 1, BOX_COLUMNS.value], BOX_LAYOUT.value)
+    return describe(t, shape, [stride, *strides[1:], 1], [1, box, 1, BOX_COLUMNS.value], BOX_LAYOUT.value)
 
 
 def launch_tiles(
@@ -664,7 +665,7 @@ def launch_tiles(
     """Launch the Hopper kernel (:data:`.prefill_call.LaunchTiles`)."""
     (num_heads, num_kv_heads), (dim, dim_b, _) = x.heads, x.dims
     group = num_heads // num_kv_heads
-    pdl = supports_pdl(out) if plan is None else read_plan_early(out, plan.kv_len.shape[0])
+    pdl = supports_pdl(out, image=True) if plan is None else read_plan_early(out, plan.kv_len.shape[0])
     paged = plan is not None and plan.kv_indices.shape[0] > 0
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     k, v = (make_tensor_descriptor(*t, page_size if paged else 0, x) for t in ((x.k, x.k_strides), (x.v, x.v_strides)))
@@ -676,7 +677,7 @@ def launch_tiles(
     launch(
         hopper_prefill_kernel,
         (num_items * num_kv_heads * triton.cdiv(tile_rows * group, 2 * PACKED_ROWS.value),),
-        Options(WARPS.value, launch_pdl=pdl),
+        Options(WARPS.value, launch_pdl=pdl, writes=("out", "lse", "partial")),
         q=x.q,
         k=k,
         v=v,

@@ -2,6 +2,7 @@
 
 Eager        the kernel that Triton compiled for this specialization, from a cache, launched by the CUDA driver
 Traced       ``torch.library.wrap_triton``, from which Inductor generates the launch
+Packaged     ``attn::launch_image``, for kernels that name what they write (:mod:`.image`)
 Interpreted  ``kernel[grid](...)``: Triton's interpreter, and Triton releases whose launcher is not supported here
 
 Triton's own ``kernel[grid](...)`` binds and specializes every argument in Python at every launch, which takes about as
@@ -40,6 +41,7 @@ from triton.runtime.jit import JITFunction
 
 from attn_ops.eager.launch_cache import ALIGNMENT_MASK, native, plan_tensors, runtime_tensors
 from attn_ops.eager.startup import wait_until_prepared
+from attn_ops.native.images import collecting
 
 DIRECT_LAUNCH = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Triton releases whose compiled kernels have ``run(grid, stream, function, metadata, hooks, *args)``."""
@@ -65,6 +67,8 @@ class Options(NamedTuple):
     launch_pdl: bool = False
     min_shared: int = 0
     """The least shared memory of a CTA in bytes. Launches through Triton or Inductor ignore it."""
+    writes: tuple[str, ...] = ()
+    """The parameters that the kernel writes. A kernel that names them is an image in packages (:mod:`.image`)."""
 
     def keywords(self) -> dict[str, Any]:
         """The options that Triton compiles for."""
@@ -102,12 +106,14 @@ def is_eager(t: Tensor) -> bool:
     )
 
 
-def supports_pdl(t: Tensor) -> bool:
+def supports_pdl(t: Tensor, image: bool = False) -> bool:
     """Whether a kernel on ``t`` uses programmatic dependent launch, and so has to execute ``griddepcontrol.wait``.
 
-    That saves about a microsecond per kernel. Inductor launches kernels without it.
+    That saves about a microsecond per kernel. Inductor launches kernels without it. ``image``: in packages the kernel
+    is an image, which is launched with it.
     """
-    return DIRECT_LAUNCH and not isinstance(t, FakeTensor) and _hopper(t.device)
+    launched_here = not isinstance(t, FakeTensor) or (image and collecting() is not None)
+    return DIRECT_LAUNCH and launched_here and _hopper(t.device)
 
 
 class Parameters(NamedTuple):
@@ -176,6 +182,12 @@ def launch(
     """
     values = _in_order(kernel, arguments)
     if isinstance(values[0], FakeTensor):
+        images = collecting()
+        if images is not None and options.writes:
+            from attn_ops.kernels.triton import image
+
+            image.launch(images, kernel, grid, values, options, options.writes)
+            return
         kernel = torch.library.wrap_triton(kernel)
     elif DIRECT_LAUNCH and isinstance(kernel, JITFunction):
         _launch_direct(kernel, grid, values, options, run)

@@ -39,6 +39,6 @@ def acquire():
 def read_plan_early(t: Tensor, max_batch: int) -> bool:
     """Whether a kernel on ``t`` may read a plan of capacity ``max_batch`` before the preceding kernel finishes.
 
-    The preceding kernel may be the one that writes the plan.
+    The preceding kernel may be the one that writes the plan. The kernel is an image in packages.
     """
-    return supports_pdl(t) and max_batch <= MAX_PUBLISHED_REQUESTS
+    return supports_pdl(t, image=True) and max_batch <= MAX_PUBLISHED_REQUESTS

@@ -173,6 +173,6 @@ def test_compiled_graphs_call_the_op(mode: str | None, hopper_runs: list[None]) 
 @pytest.mark.parametrize("case", HOPPER[:2], ids=str)
 @pytest.mark.usefixtures("general_kernels")
 def test_general_kernel_matches_oracle(case: Case) -> None:
-    """The kernel that packages run, also on Hopper."""
+    """The kernel that packages without images run, also on Hopper."""
     setup = Setup("prefill", case, "cuda")
     setup.check(*setup.run("triton"), **setup.tolerance("triton"))

@@ -32,7 +32,7 @@ def test_matches_oracle(case: Mla, device: str, backend: str) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.dims == (512, 64)], ids=str)
 @pytest.mark.usefixtures("general_kernels")
 def test_general_kernel_matches_oracle(case: Mla) -> None:
-    """The kernel that packages run, also on Hopper."""
+    """The kernel that packages without images run, also on Hopper."""
     check(case, "cuda", "triton")
 
 

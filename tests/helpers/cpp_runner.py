@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from attn_ops.demo.package import compile_runner
+
 SOURCE = Path(__file__).with_name("run_package.cpp")
+CASES_SOURCE = Path(__file__).with_name("run_package_cases.cpp")
 
 
 @functools.cache
@@ -50,3 +53,38 @@ def refusal(package: str, inputs: list[Tensor], folder: Path) -> tuple[str, tupl
     status, message, results = _run(package, inputs, folder)
     assert status == 4, "the package must throw"
     return message, results
+
+
+@functools.cache
+def _cases_program() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="packages-"))
+    return compile_runner(folder, torch.device("cuda"), CASES_SOURCE)
+
+
+def run_cases(
+    package: str, cases: list[list[Tensor]], folder: Path, mode: str = "run"
+) -> tuple[list[str], tuple[Tensor, ...]]:
+    """What ``run_package_cases`` writes of each case, and its tensors. A tensor on the host stays there."""
+    saved = []
+    for case in cases:
+        stays = torch.tensor([int(not t.is_cuda) for t in case])
+        saved.append([*(_on_the_host(t) for t in case), stays])
+    torch.save(saved, folder / "cases.pt")
+    words = [str(word) for word in (_cases_program(), package, folder / "cases.pt", folder / "results.pt", mode)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONPATH")}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.split("--- case\n")[:-1], torch.load(folder / "results.pt")
+
+
+def _on_the_host(t: Tensor) -> Tensor:
+    """A copy of ``t`` with its strides and its offset."""
+    stored = t.untyped_storage().nbytes() // t.element_size()
+    storage = t.as_strided((stored,), (1,), 0).cpu()
+    return storage.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def preload() -> dict[str, str]:
+    """The environment of a Python process that loads a package: some have a C++ library of their own."""
+    path = subprocess.run(["g++", "-print-file-name=libstdc++.so.6"], capture_output=True, text=True, check=True)
+    return dict(os.environ) | {"LD_PRELOAD": str(Path(path.stdout.strip()).resolve())}

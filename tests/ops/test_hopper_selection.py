@@ -88,12 +88,11 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     kernel = MLA if call[0] == "batch_mla" else PREFILL
     assert _chosen(*call) == kernel
     assert _chosen(*call, lowerable=True) == GENERAL
+    assert _chosen(*call, lowerable=True, images=True) == kernel
     lines = _lines(*call)
     assert list(lines) == [kernel, GENERAL, "reference"]
-    assert lines[kernel] == (
-        f"runs it in eager calls and compiled graphs, kernel {kernel.partition('.')[2]}; Inductor does not generate it"
-    )
-    assert lines[GENERAL] == "runs it in packages, kernel prefill"
+    assert lines[kernel] == f"runs it, kernel {kernel.partition('.')[2]}; packages launch its image"
+    assert lines[GENERAL] == "can run it, kernel prefill"
     assert lines["reference"] == "can run it"
 
 

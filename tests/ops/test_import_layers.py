@@ -19,7 +19,7 @@ FOLDERS = {"": "attn_ops", "kernels": "kernels", "meta": "meta"}
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "exports", "ops", "ops.tuning_table", "eager", "frontend.policy", "typed"),
-    ("plan.state", "ops.options", "eager.launch_cache"),
+    ("plan.state", "ops.options", "eager.launch_cache", "native"),
     ("plan", "meta", "eager.startup"),
     ("kernels",),
     ("ops.schemas", "ops.unsupported", "ops.backends", "ops.checks", "ops.inductor", "flops"),
@@ -42,7 +42,7 @@ LAZY = "kernels"
 """The package whose modules the backend table names. They are imported when they are first chosen."""
 
 PRIVATE: dict[str, set[str]] = {
-    "torch._inductor": {"ops.inductor", "ops.size_guards", "demo.package"},
+    "torch._inductor": {"ops.inductor", "ops.size_guards", "native.package", "demo.package"},
     "torch._dynamo": {"ops.inductor", "demo.compiling"},
     "torch._C": {"eager.prepared_call", "kernels.triton.launch"},
 }

@@ -1,0 +1,112 @@
+"""Images in AOTInductor packages: which packages have them, and their place in the generated code and its link.
+
+Inductor generates neither Gluon kernels nor launches with programmatic dependent launch. In a package for CUDA, an op
+is therefore lowered to calls of ``attn::launch_image`` (:mod:`attn_ops.native.op`). Their C shim, the launcher and the
+images are one object file that is linked into the package, which needs neither this library nor Python.
+
+This module holds the private PyTorch API of that. Where it is missing, a package has the general kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_ops.native import images, op
+
+log = logging.getLogger(__name__)
+
+DEVICES = ("cuda",)
+"""Device types of packages with images."""
+
+OBJECT_PREFIX = "attn_ops_images_"
+
+
+def images_of(graph: Any, device_type: str) -> images.ImageSet | None:
+    """Where the package of ``graph``, an Inductor graph, collects the images of an op; None if it has none."""
+    root = graph
+    while hasattr(root, "parent"):  # the graph of a branch or a loop
+        root = root.parent
+    if not root.aot_mode or device_type not in DEVICES:
+        return None
+    if not hasattr(root, "attn_ops_images"):
+        reason = unavailable_reason(root, device_type)
+        if reason:
+            log.info("the package has the general Triton kernels, and no images of compiled ones: %s", reason)
+        root.attn_ops_images = None if reason else _install(root)
+    return root.attn_ops_images
+
+
+def unavailable_reason(graph: Any, device_type: str) -> str:
+    """Why a package of ``graph`` cannot have images; empty if it can."""
+    from torch._inductor import codecache, config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    settings = config.aot_inductor
+    checks = [
+        (hasattr(settings, "custom_ops_to_c_shims"), f"torch {torch.__version__} has no custom_ops_to_c_shims"),
+        (hasattr(codecache.CUDACodeCache, "aot_kernels_o"), f"torch {torch.__version__} has no aot_kernels_o"),
+        (hasattr(graph, "codegen_with_cpp_wrapper"), "its graph has no codegen_with_cpp_wrapper"),
+        (not getattr(graph, "fx_wrapper", False), "its wrapper is not C++"),
+        (not getattr(settings, "use_minimal_arrayref_interface", False), "its inputs are array references"),
+        (not getattr(settings, "package_cpp_only", False), "package_cpp_only leaves the link to others"),
+        (not getattr(settings, "emit_multi_arch_kernel", False), "emit_multi_arch_kernel asks for several GPUs"),
+        (config.triton.autotune_at_compile_time or device_type != "cuda", "autotune_at_compile_time is off"),
+    ]
+    reasons = (reason for holds, reason in checks if not holds)
+    return next(reasons, "") or machine_reason(str(get_cpp_compiler()))
+
+
+def machine_reason(compiler: str = "g++") -> str:
+    """Why no package that is made here has images; empty if they can have them."""
+    if torch.version.hip is not None:
+        return "images are for CUDA, not HIP"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        return f"images are for compute capability 9.0 and newer, not {torch.cuda.get_device_capability()}"
+    return "" if shutil.which(compiler) else f"the compiler {compiler} is not on the PATH"
+
+
+def _install(graph: Any) -> images.ImageSet:
+    """Generate the calls with the declaration of the shim, and give the object to the link that follows."""
+    from torch._inductor import config
+
+    collected = images.ImageSet()
+    generate = graph.codegen_with_cpp_wrapper
+
+    def generate_with_images() -> Any:
+        if not collected.images:
+            return generate()
+        shims = {
+            **config.aot_inductor.custom_ops_to_c_shims,
+            op.launch_image: [op.declaration(device) for device in DEVICES],
+        }
+        with config.patch({"aot_inductor.custom_ops_to_c_shims": shims}):
+            generated = generate()
+        _link(build_object(collected))
+        return generated
+
+    graph.codegen_with_cpp_wrapper = generate_with_images
+    return collected
+
+
+def build_object(collected: images.ImageSet) -> Path:
+    """The object file with the shim and ``collected``, in Inductor's cache folder."""
+    from torch._inductor.codecache import cache_dir
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    options = [f"-isystem{Path(torch.__file__).parent / 'include'}"]
+    options += ["-DATTN_OPS_CPU"] if DEVICES == ("cpu",) else []
+    return collected.build(Path(cache_dir()) / "attn_ops", options, str(get_cpp_compiler()))
+
+
+def _link(target: Path) -> None:
+    """The next link of a package takes ``target``. One of a package that failed before its link is taken back."""
+    from torch._inductor.codecache import CUDACodeCache
+
+    objects = CUDACodeCache.aot_kernels_o
+    objects[:] = [path for path in objects if not Path(path).name.startswith(OBJECT_PREFIX)]
+    objects.append(str(target))

@@ -1,0 +1,158 @@
+"""Packages in a C++ process beside the eager ops: microseconds in CUDA graphs, and host time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attn_ops.demo.package import compile_runner
+from benchmarks import report
+from benchmarks.comparison import release_memory
+from benchmarks.decode_problem import DecodeProblem
+from benchmarks.decode_rows import DecodeRow
+from benchmarks.prefill_problem import MlaProblem, PrefillProblem
+from benchmarks.prefill_rows import MlaRow, PrefillRow
+from benchmarks.timing import GRAPH_MICROSECONDS, graph_of, host_microseconds, replay_microseconds
+
+RUNNER = Path(__file__).with_name("time_package.cpp")
+NOTE = (
+    "Microseconds per launch of an op alone, bf16. `eager` is the op in a CUDA graph, the median of replays before and "
+    "after the package's; `package` is an AOTInductor package in a CUDA graph of a C++ process, on the same inputs. "
+    "Launches rotate over copies of the KV cache. `host` times are of calls that only enqueue work."
+)
+GOAL = 1.03
+"""Time of a package, relative to the eager op."""
+
+ROUNDS = 15
+
+
+class Problem(NamedTuple):
+    """An op with its options, and its tensors: those of each copy, then the plan and the workspace."""
+
+    op: str
+    options: dict[str, Any]
+    copies: Sequence[tuple[Tensor, ...]]
+    plan: Any
+    workspace: Tensor
+
+
+def _decode(batch: int, length: int) -> Problem:
+    row = DecodeRow("", (length,) * batch, 32, 8, None)
+    p = DecodeProblem(row)
+    planner = p.planner()
+    planner.plan(*p.page_table)
+    return Problem("batch_decode", {}, [(p.q, *p.caches(i)) for i in range(p.copies)], planner.state, planner.workspace)
+
+
+def _prefill(length: int) -> Problem:
+    p = PrefillProblem(PrefillRow("", (length,), (length,), None))
+    planner = p.planner(paged=True)
+    copies = [(p.q, p.k_caches[i], p.v_caches[i]) for i in range(p.copies)]
+    return Problem("batch_prefill", {"causal": True}, copies, planner.state, planner.workspace)
+
+
+def _mla(batch: int, length: int) -> Problem:
+    p = MlaProblem(MlaRow("", (length,) * batch, 0.0))
+    planner = p.planner()
+    copies = [(p.q_nope.contiguous(), p.q_pe.contiguous(), p.ckv[i], p.kpe[i]) for i in range(p.copies)]
+    return Problem("batch_mla", {}, copies, planner.state, planner.workspace)
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "decode, 1 x 4k": lambda: _decode(1, 4096),
+    "decode, 32 x 4k": lambda: _decode(32, 4096),
+    "prefill, 1 x 8k": lambda: _prefill(8192),
+    "mla, 64 x 4k": lambda: _mla(64, 4096),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    parser.add_argument("--rows", nargs="*", choices=list(PROBLEMS), default=list(PROBLEMS), help="all by default")
+
+
+class Attend(nn.Module):
+    """One call of an op."""
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__()
+        self.op, self.options = getattr(torch.ops.attn, p.op), p.options
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.op(*inputs, **self.options)[0]
+
+
+@torch.no_grad()
+def _package(name: str, path: Path) -> float:
+    """Package a problem; seconds."""
+    p = PROBLEMS[name]()
+    begin = time.time()
+    program = torch.export.export(Attend(p), (*p.copies[0], p.plan, p.workspace))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return time.time() - begin
+
+
+def _measure(name: str, p: Problem, runner: Path, package: Path, packaging: float) -> report.Row:
+    model, inputs = Attend(p), package.with_name("inputs.pt")
+
+    def call(i: int) -> object:
+        return model(*p.copies[i], p.plan, p.workspace)
+
+    copies = len(p.copies)
+    estimate = replay_microseconds(graph_of(call, copies, copies)) / copies
+    launches = copies * max(1, round(GRAPH_MICROSECONDS / estimate / copies))
+    shared = [t.cpu() for t in (*p.plan, p.workspace)]
+    torch.save([[*(t.cpu() for t in copy), *shared] for copy in p.copies], inputs)
+    graph = graph_of(call, copies, launches)
+
+    def replays() -> list[float]:
+        return [replay_microseconds(graph) / launches for _ in range(ROUNDS + 1)][1:]
+
+    before = replays()
+    words = [str(runner), str(package), str(inputs), str(launches), str(ROUNDS)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    eager = statistics.median([*before, *replays()])
+    packaged, host = map(float, done.stdout.split())
+    row = {
+        "row": name,
+        "eager": eager,
+        "package": packaged,
+        "of eager": packaged / eager,
+        "goal": GOAL,
+        "eager host": host_microseconds({"eager": lambda: call(0)})["eager"].least,
+        "package host": host,
+        "packaging, s": packaging,
+        "size, KiB": package.stat().st_size >> 10,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> None:
+    """Measure and save the rows."""
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: Path(folder) / f"{i}.pt2" for i, name in enumerate(args.rows)}
+        with ProcessPoolExecutor(len(paths), multiprocessing.get_context("spawn")) as processes:
+            packaging = {name: processes.submit(_package, name, path) for name, path in paths.items()}
+            runner = compile_runner(Path(folder), torch.device("cuda"), RUNNER)
+        for name, path in paths.items():
+            results.append(_measure(name, PROBLEMS[name](), runner, path, packaging[name].result()))
+            release_memory()
+    ratios = [row["of eager"] for row in results]
+    headline = f"Packages take {min(ratios):.2f} to {max(ratios):.2f} of the time of the eager ops, in CUDA graphs."
+    report.save("packages", "Packages", NOTE, results, args.output, headline)

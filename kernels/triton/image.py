@@ -1,0 +1,152 @@
+"""Launches of compiled kernels in a package: the image of a kernel, and the call of ``attn::launch_image`` for it.
+
+A launch on fake tensors, as an op is lowered for a package, compiles the kernel for what the graph knows: dtypes,
+alignment, constants. Sizes that the graph leaves open become integers of the call, and parameters of 32 bits. The order
+of the parameters is that of eager launches (:mod:`.cubin`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attn_ops.kernels.triton.cubin import MAP_TYPES, NO_SCRATCH, parameter_layout
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from triton.runtime.jit import MockTensor
+
+from attn_ops.eager.startup import wait_until_prepared
+from attn_ops.errors import BackendError
+from attn_ops.native.images import Image, ImageSet, MapSpec, Parameter, TensorSpec
+from attn_ops.native.op import launch_image
+
+ALIGNMENT = 16
+"""Bytes of which addresses and, for integers, values are multiples if Triton compiles for it."""
+
+GENERAL_SIZE = 3
+"""In the place of an integer that only the run knows: no multiple of 16, and not 1. Kernels run any other, too."""
+
+
+class _Address(MockTensor):
+    """Stands for a tensor of ``dtype`` whose address is, or may not be, a multiple of 16 bytes."""
+
+    def __init__(self, dtype: torch.dtype, aligned: bool) -> None:
+        super().__init__(dtype)
+        self.address = 0 if aligned else dtype.itemsize
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _is_aligned(t: Tensor) -> bool:
+    return statically_known_true(t.storage_offset() * t.itemsize % ALIGNMENT == 0)
+
+
+def _is_descriptor(x: Any) -> bool:
+    return hasattr(x, "block_shape")
+
+
+def _compile_value(value: Any) -> Any:
+    """What the kernel is compiled for in the place of ``value``."""
+    if isinstance(value, Tensor):
+        return _Address(value.dtype, _is_aligned(value))
+    if _is_descriptor(value):
+        base = _Address(value.base.dtype, True)
+        rank = len(value.shape)
+        return _descriptor(type(value), base, [ALIGNMENT] * rank, [ALIGNMENT] * (rank - 1) + [1], value)
+    if isinstance(value, torch.SymInt):
+        return ALIGNMENT if statically_known_true(value % ALIGNMENT == 0) else GENERAL_SIZE
+    return value
+
+
+def _descriptor(cls: Any, base: Any, shape: Sequence[Any], strides: Sequence[Any], like: Any) -> Any:
+    return cls(base, list(shape), list(strides), like.block_shape, like.layout)
+
+
+def tensor_descriptor(cls: Any, base: Tensor, shape: list[Any], strides: list[Any], box: list[int], layout: Any) -> Any:
+    """A ``TensorDescriptor`` over a fake tensor, whose sizes and address are checked by the launch."""
+    made = cls.__new__(cls)
+    for field in cls.__dataclass_fields__.values():
+        if field.name in ("base", "shape", "strides", "block_shape", "layout"):
+            continue
+        setattr(made, field.name, field.default)
+    made.base, made.shape, made.strides, made.block_shape, made.layout = base, shape, strides, box, layout
+    return made
+
+
+class _Tensors:
+    """The tensors of a call, each once: outputs first, as the op takes them."""
+
+    def __init__(self, names: Sequence[str], values: Sequence[Any], writes: Sequence[str]) -> None:
+        named = [(n, v.base if _is_descriptor(v) else v) for n, v in zip(names, values, strict=True)]
+        mapped = {id(v.base) for v in values if _is_descriptor(v)}
+        named = [(n, t) for n, t in named if isinstance(t, Tensor) and not statically_known_true(t.numel() == 0)]
+        named.sort(key=lambda item: item[0] not in writes)
+        written = {id(t) for n, t in named if n in writes}
+        self.all: list[tuple[str, Tensor]] = []
+        for name, t in named:
+            if all(t is not other for _, other in self.all):
+                self.all.append((name, t))
+        self.num_outputs = len(written)
+        self.slots = {id(t): i for i, (_, t) in enumerate(self.all)}
+        self.specs = tuple(
+            TensorSpec(name, t.dtype, t.dim(), ALIGNMENT if _is_aligned(t) or id(t) in mapped else t.itemsize)
+            for name, t in self.all
+        )
+        self.integers = [n for _, t in self.all for n in (*t.shape, *t.stride())]
+
+
+def launch(
+    images: ImageSet, kernel: Any, grid: Sequence[Any], values: Sequence[Any], options: Any, writes: Sequence[str]
+) -> None:
+    """Trace a launch of ``kernel`` with ``values`` in the order of its parameters, of which it writes ``writes``."""
+    names = kernel.arg_names
+    wait_until_prepared()
+    compiled = kernel.warmup(*map(_compile_value, values), grid=(1, 1, 1), **options.keywords())
+    compiled = compiled.result() if hasattr(compiled, "result") else compiled
+    layout, meta = parameter_layout(compiled), compiled.metadata
+    if layout is None:
+        raise BackendError(
+            f"launch_image: {kernel.__name__} needs clusters, scratch memory or parameters that the launcher does not "
+            "have; expected a kernel that eager calls launch by the CUDA driver; launch it without `writes`"
+        )
+    tensors = _Tensors(names, values, writes)
+    parameters: list[Parameter] = []
+    maps: list[MapSpec] = []
+    integers = [*grid, 1, 1][:3] + tensors.integers
+    floats: list[float] = []
+    for i, kind in layout:
+        name, value = names[i], values[i]
+        if isinstance(kind, dict):
+            rank = len(value.shape)
+            box, bytes_per_element = tuple(kind["block_size"]), value.base.element_size()
+            parameters.append(Parameter("map", len(maps), name))
+            parameters += [Parameter("map_size", d, name) for d in range(rank)]
+            parameters += [Parameter("map_stride", d, name) for d in range(rank)]
+            slot_of_base = tensors.slots[id(value.base)]
+            maps.append(MapSpec(slot_of_base, MAP_TYPES[value.base.dtype], kind["swizzle"], bytes_per_element, box))
+            integers += [*value.shape, *value.strides]
+        elif kind[0] == "*":
+            slot = tensors.slots.get(id(value))
+            parameters.append(Parameter("null", 0, name) if slot is None else Parameter("pointer", slot, name))
+        elif kind == "fp32":
+            parameters.append(Parameter(kind, 0, name))
+            floats.append(float(value))
+        else:
+            parameters.append(Parameter(kind, 0, name))
+            integers.append(value)
+    image = Image(
+        function=compiled.name,
+        cubin=compiled.asm["cubin"],
+        compute_capability=int(meta.target.arch),
+        threads=32 * meta.num_warps,
+        shared_bytes=max(meta.shared, options.min_shared),
+        pdl=bool(meta.launch_pdl),
+        tensors=tensors.specs,
+        maps=tuple(maps),
+        parameters=(*parameters, *[Parameter("null")] * len(NO_SCRATCH)),
+    )
+    all_tensors = [t for _, t in tensors.all]
+    outputs, inputs = all_tensors[: tensors.num_outputs], all_tensors[tensors.num_outputs :]
+    launch_image(outputs, inputs, integers, floats, images.add(image))

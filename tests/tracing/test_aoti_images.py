@@ -1,0 +1,283 @@
+"""Packages with images: decode, Hopper prefill and MLA on a GPU, from Python and in a C++ process.
+
+Each package is compared with the eager op, bit for bit, and the eager op with the oracle: on threads that have not used
+CUDA before, in a CUDA graph with other lengths, and with inputs that it must refuse.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import cpp_runner
+from helpers.oracle import Expected
+from helpers.page_tables import indptr, page_table
+from torch import Tensor, nn
+
+import attn_ops
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+MAX_BATCH, MAX_ROWS, MAX_PAGES, CACHE_PAGES = 4, 600, 160, 170
+
+LENGTHS = ((700, 40, 0, 260), (9, 1300, 2, 64), (300, 1, 90))
+"""Of the KV of the requests of each case. The first two differ in nothing else, the last has one request less."""
+
+QUERY_LENGTHS = ((200, 40, 0, 61), (9, 200, 2, 90), (100, 1, 69))
+"""Of the query rows in prefill. The other ops have one row for each request."""
+
+
+class Kind(NamedTuple):
+    """An op, the kernels that its package must have, and its problem."""
+
+    op: str
+    kernels: tuple[str, ...]
+    heads: tuple[int, int]
+    dims: tuple[int, int]  # of keys and values
+    page_size: int
+    options: dict[str, Any]
+
+
+KINDS = {
+    "decode": Kind("batch_decode", ("decode_kernel", "combine_decode_kernel"), (32, 8), (128, 128), 16, {}),
+    "prefill": Kind(
+        "batch_prefill",
+        ("hopper_prefill_kernel", "combine_prefill_kernel"),
+        (8, 2),
+        (128, 128),
+        16,
+        {"causal": True},
+    ),
+    "mla": Kind("batch_mla", ("hopper_mla_kernel", "combine_prefill_kernel"), (128, 1), (576, 512), 64, {}),
+}
+
+
+class Attend(nn.Module):
+    """One call of an op, ``forward(*tensors, plan, workspace)``."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.op, self.options = getattr(torch.ops.attn, kind.op), kind.options
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        return self.op(*inputs, return_lse=True, **self.options)
+
+
+class Call(NamedTuple):
+    """The inputs of a case, its plan a copy, and its requests for the oracle."""
+
+    tensors: tuple[Tensor, ...]
+    plan: Any
+    workspace: Tensor
+    requests: list[tuple[Tensor, Tensor, Tensor]]
+
+    @property
+    def flat(self) -> list[Tensor]:
+        return [*self.tensors, *self.plan, self.workspace]
+
+
+class Built(NamedTuple):
+    """A package and what makes its inputs."""
+
+    kind: Kind
+    path: str
+    planner: Any
+    calls: list[Call]
+    expected: list[tuple[Tensor, ...]]
+
+
+def _planner(kind: Kind) -> Any:
+    sizes: dict[str, Any] = {"page_size": kind.page_size, "num_qo_heads": kind.heads[0], "num_kv_heads": kind.heads[1]}
+    sizes |= {"head_dim": kind.dims[0], "head_dim_vo": kind.dims[1], "device": "cuda", "max_kv_len": 2048}
+    if kind.op == "batch_decode":
+        return attn_ops.DecodePlanner(MAX_BATCH, MAX_PAGES, **sizes)
+    rows = MAX_BATCH if kind.op == "batch_mla" else MAX_ROWS
+    return attn_ops.PrefillPlanner(MAX_BATCH, rows, MAX_PAGES, num_ctas=60, **sizes, **kind.options)
+
+
+def _call(built_planner: Any, kind: Kind, case: int) -> Call:
+    generator = torch.Generator().manual_seed(case)
+    kv_lens = LENGTHS[case]
+    qo_lens = QUERY_LENGTHS[case] if kind.op == "batch_prefill" else (1,) * len(kv_lens)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    table = page_table(kv_lens, kind.page_size)
+    key_dim, value_dim = kind.dims
+    latent = kind.op == "batch_mla"
+    width = key_dim if latent else key_dim + value_dim
+    tokens = [random(n, kind.heads[1], width) for n in kv_lens]
+    cache = torch.full((CACHE_PAGES, kind.page_size, kind.heads[1], width), math.nan, dtype=torch.bfloat16)
+    for b, request in enumerate(tokens):
+        pages = table[1][table[0][b] : table[0][b + 1]].long()
+        padded = torch.full((len(pages) * kind.page_size, *request.shape[1:]), math.nan, dtype=torch.bfloat16)
+        padded[: len(request)] = request
+        cache[pages] = padded.view(len(pages), *cache.shape[1:])
+    q = random(sum(qo_lens), kind.heads[0], key_dim)
+    requests = [
+        (rows, t[..., :key_dim], t[..., :value_dim] if latent else t[..., key_dim:])
+        for rows, t in zip(q.split(qo_lens), tokens, strict=True)
+    ]
+    if latent:
+        tensors = (*q.split((512, 64), -1), *cache[:, :, 0].split((512, 64), -1))
+    else:
+        tensors = (q, *cache.split(kind.dims, -1))
+    on_gpu = tuple(t.contiguous().cuda() for t in tensors)
+    arguments = [t.cuda() for t in (table if kind.op == "batch_decode" else (indptr(qo_lens), *table))]
+    plan = built_planner.plan(*arguments)
+    copied = type(plan)(*(t.clone() for t in plan))
+    return Call(on_gpu, copied, torch.zeros_like(built_planner.workspace), requests)
+
+
+def _captured(model: Attend, x: Call) -> tuple[Tensor, ...]:
+    """The result of the eager op in a CUDA graph."""
+    inputs = (*x.tensors, x.plan, x.workspace)
+    model(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = model(*inputs)
+    graph.replay()
+    torch.cuda.synchronize()
+    return tuple(t.cpu() for t in result)
+
+
+def _expected(kind: Kind, model: Attend, calls: list[Call]) -> list[tuple[Tensor, ...]]:
+    """Of the eager op, which the oracle agrees with."""
+    results = []
+    for x in calls:
+        options = dict(kind.options)
+        if kind.op == "batch_mla":
+            options["sm_scale"] = 1 / math.sqrt(128 + 64)
+        expected = Expected.of(x.requests, **options)
+        eager = model(*x.tensors, x.plan, x.workspace)
+        expected.check(*eager)
+        results.append(_captured(model, x))
+        expected.check(*results[-1])
+        if kind.op != "batch_decode":  # eager decode combines in its last CTA, in another order
+            assert all(torch.equal(a, b.cpu()) for a, b in zip(results[-1], eager, strict=True))
+    return results
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    kind = KINDS[request.param]
+    planner, model = _planner(kind), Attend(kind)
+    calls = [_call(planner, kind, case) for case in range(len(LENGTHS))]
+    x = calls[0]
+    rows = torch.export.Dim("rows", min=1, max=MAX_BATCH if kind.op != "batch_prefill" else MAX_ROWS)
+    queries = 2 if kind.op == "batch_mla" else 1
+    fixed: tuple[Any, ...] = tuple({} for _ in x.tensors[queries:])
+    shapes = (({0: rows},) * queries + (*fixed, type(x.plan)(*({} for _ in x.plan)), {}),)
+    program = torch.export.export(model, (*x.tensors, x.plan, x.workspace), dynamic_shapes=shapes)
+    path = tmp_path_factory.mktemp(request.param) / "attend.pt2"
+    quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=quickly)
+    return Built(kind, package, planner, calls, _expected(kind, model, calls))
+
+
+def _assert_equal(expected: list[tuple[Tensor, ...]], actual: list[Tensor], what: str) -> None:
+    for i, results in enumerate(expected):
+        for name, want, got in zip(("out", "lse"), results, actual[2 * i : 2 * i + 2], strict=True):
+            assert torch.equal(want, got), f"{what}: {name} of case {i}"
+
+
+def test_the_package_contains_the_images(built: Built) -> None:
+    with zipfile.ZipFile(built.path) as archive:
+        libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    for kernel in built.kind.kernels:
+        assert any(f"{kernel}_".encode() in library for library in libraries), kernel
+
+
+def test_in_cpp_on_new_threads_and_in_a_graph(built: Built, tmp_path: Path) -> None:
+    calls, expected = built.calls, built.expected
+    _, results = cpp_runner.run_cases(built.path, [x.flat for x in calls], tmp_path)
+    outputs = 2 * len(calls)
+    assert len(results) == 2 * outputs + 2 * 2
+    _assert_equal(expected, list(results[:outputs]), "on a new thread")
+    _assert_equal(expected, list(results[outputs : 2 * outputs]), "on the main thread")
+    _assert_equal(expected[:2], list(results[2 * outputs :]), "replay")
+
+
+PYTHON = """
+import sys, threading, torch
+package, inputs, outputs = sys.argv[1:]
+loaded, results = torch._inductor.aoti_load_package(package), []
+calls = torch.load(inputs)
+def run_all():
+    for inputs in calls:
+        results.extend(t.cpu() for t in loaded.loader.run(inputs))
+thread = threading.Thread(target=run_all)
+thread.start(); thread.join()
+run_all()
+torch.save(results, outputs)
+"""
+
+
+def test_in_python(built: Built, tmp_path: Path) -> None:
+    calls, expected = built.calls, built.expected
+    torch.save([x.flat for x in calls], tmp_path / "inputs.pt")
+    arguments = [built.path, str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt")]
+    done = subprocess.run(
+        [sys.executable, "-c", PYTHON, *arguments],
+        env=cpp_runner.preload(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = torch.load(tmp_path / "outputs.pt")
+    _assert_equal([*expected, *expected], results, "in Python")
+
+
+def _misaligned(t: Tensor) -> Tensor:
+    """The same sizes, strides and contents one element further in memory."""
+    storage = torch.zeros(t.numel() + 8, dtype=t.dtype, device=t.device)
+    moved = storage[1 : 1 + t.numel()].view(t.shape)
+    return moved.copy_(t)
+
+
+def _other_strides(t: Tensor) -> Tensor:
+    return t.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _replaced(inputs: list[Tensor], i: int, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [*inputs[:i], change(inputs[i]), *inputs[i + 1 :]]
+
+
+def test_bad_inputs_are_refused(built: Built, tmp_path: Path) -> None:
+    """With a message each, before anything is written; a good call after them works."""
+    x = built.calls[0]
+    good = x.flat
+    caches = range(len(x.tensors) - 2, len(x.tensors))
+    work = len(x.tensors) + x.plan._fields.index("work")
+    bad: list[tuple[list[Tensor], str]] = [
+        (_replaced(good, 0, Tensor.half), "dtype number of input 0"),
+        (_replaced(good, 0, Tensor.cpu), "device type of input 0"),
+        (_replaced(good, work, Tensor.cpu), f"device type of input {work}"),
+        (_replaced(good, work, lambda t: t[:-1]), f"size 0 of input {work}"),
+        (_replaced(good, len(good) - 1, lambda t: t[:-1]), f"size 0 of input {len(good) - 1}"),
+        (_replaced(good, 0, _misaligned), "expected a multiple of 16 bytes"),
+        *((_replaced(good, i, _other_strides), f"of input {i}") for i in caches),
+        *((_replaced(good, i, _misaligned), "expected a multiple of 16 bytes") for i in caches),
+    ]
+    if built.kind.op != "batch_mla":
+        many = MAX_ROWS + 1 if built.kind.op == "batch_prefill" else MAX_BATCH + 1
+        bad.append((_replaced(good, 0, lambda t: t.new_zeros(many, *t.shape[1:])), f"{many}"))
+    texts, after = cpp_runner.run_cases(built.path, [*(case for case, _ in bad), good], tmp_path, "refuse")
+    assert len(texts) == len(bad) + 1
+    for text, (_, message) in zip(texts, bad, strict=False):
+        assert message in text
+        assert "expected" in text
+    assert texts[-1] == "accepted\n"
+    for i, (case, message) in enumerate(bad):
+        for before, left in zip(case, after[i * len(good) : (i + 1) * len(good)], strict=True):
+            assert torch.equal(before.cpu().nan_to_num(), left.nan_to_num()), message
