@@ -414,16 +414,17 @@ def store_result(
         partial_lse = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM)
         slot_lse_at = partial_lse + (slot_row + tile_row) * NUM_HEADS + tile.first_head + head
         gl.store(slot_lse_at, sums, mask=exists & (tile.slot < slots))
-    elif out.dtype.element_ty != staged.dtype:
-        value_row, value_head, value_exists = locate_packed_rows(tile, first_packed_row, rows, O_LAYOUT, GROUP)
-        value_at = (tile.row + value_row).to(gl.int64) * NUM_HEADS + tile.first_head + value_head
-        value_d = gl.arange(0, DIM, gl.SliceLayout(0, O_LAYOUT))
-        value = saturate(result, out.dtype.element_ty)
-        gl.store(out + value_at[:, None] * DIM + value_d[None, :], value, mask=value_exists[:, None])
     else:
-        staged.store(result.to(staged.dtype))
-        out_at, out_exists = packed_row_offsets(tile, first_packed_row, rows, NUM_HEADS * DIM, DIM, DIM, GROUP)
-        gl.store(out + out_at, staged.load(out_at.type.layout), mask=out_exists)
+        if out.dtype.element_ty == staged.dtype:
+            staged.store(result.to(staged.dtype))
+            out_at, out_exists = packed_row_offsets(tile, first_packed_row, rows, NUM_HEADS * DIM, DIM, DIM, GROUP)
+            gl.store(out + out_at, staged.load(out_at.type.layout), mask=out_exists)
+        else:
+            value_row, value_head, value_exists = locate_packed_rows(tile, first_packed_row, rows, O_LAYOUT, GROUP)
+            value_at = (tile.row + value_row).to(gl.int64) * NUM_HEADS + tile.first_head + value_head
+            value_d = gl.arange(0, DIM, gl.SliceLayout(0, O_LAYOUT))
+            value = saturate(result, out.dtype.element_ty)
+            gl.store(out + value_at[:, None] * DIM + value_d[None, :], value, mask=value_exists[:, None])
         if LSE:
             lse_at = (tile.row + tile_row).to(gl.int64) * NUM_HEADS + tile.first_head + head
             gl.store(lse + lse_at, sums, mask=exists)
