@@ -472,4 +472,4 @@ def fast_decode_plan(
         "disable_split_kv": disable_split_kv,
         "q_len_per_req": q_len_per_req,
     }
-    plan_batch(self, type(self).prepare_plan, (*table, *sizes), options)
+    plan_batch(self, (*table, *sizes), options)

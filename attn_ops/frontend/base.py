@@ -230,7 +230,7 @@ class Wrapper:
         if self._planned is not None:
             workspace = self._workspace_for(where, self._planned.plan, float_workspace_buffer)
             self._planned = replace(self._planned, workspace=workspace)
-        self._workspace = float_workspace_buffer
+        self._workspace, self._repeatable = float_workspace_buffer, None
 
     def dtypes_follow_query(self) -> None:
         """Let run() take any dtype that its op takes, whatever the dtypes of plan()."""

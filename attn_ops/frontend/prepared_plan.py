@@ -62,7 +62,6 @@ class RepeatablePlan(NamedTuple):
 
     signature  its arguments, with tensors as their shapes, strides, dtypes and devices
     places     where ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` are among the arguments
-    workspace  the wrapper's workspace at that time
     """
 
     signature: tuple[Any, ...]
@@ -70,27 +69,27 @@ class RepeatablePlan(NamedTuple):
     sized: SizedPlanner
     state: Mapping[str, Any]
     planned: PlannedBatch
-    workspace: Tensor | None
 
     @classmethod
     def of(cls, signature: Any, prepared: PreparedPlan, args: Any, kwargs: Any) -> RepeatablePlan | None:
         """None if another batch of the same shapes could need another plan."""
-        wrapper, planned = prepared.wrapper, prepared.wrapper._planned
+        planned = prepared.wrapper._planned
         size_was_read = prepared.size.kv_len is not None or prepared.mask is not None
         if signature is None or planned is None or size_was_read or prepared.others:
             return None
         *tables, qo_indptr = prepared.table
         named = [*enumerate(args), *kwargs.items()]
-        places = [next((place for place, value in named if value is t), None) for t in tables]
-        if None in places or qo_indptr is not None or any(seen(t) for t in tables if t is not None):
+        places = [[place for place, value in named if value is t] for t in tables]
+        # A tensor in two arguments does not tell which of them a table of another batch comes from.
+        if any(len(found) != 1 for found in places) or qo_indptr is not None:
             return None
-        return cls(signature, tuple(places), prepared.sized, prepared.state, planned, wrapper._workspace)  # type: ignore[arg-type]
+        if any(seen(t) for t in tables if t is not None):
+            return None
+        return cls(signature, tuple(found[0] for found in places), prepared.sized, prepared.state, planned)
 
     def repeat(self, wrapper: Wrapper, signature: Any, args: Any, kwargs: Any) -> bool:
         """Plan the batch of these arguments if the wrapper is as this plan left it; whether it did."""
-        if wrapper._resizable.held is not self.sized or wrapper._workspace is not self.workspace:
-            return False
-        if signature != self.signature:
+        if wrapper._resizable.held is not self.sized or signature != self.signature:
             return False
         table = PageTable(*(args[p] if isinstance(p, int) else kwargs[p] for p in self.places))
         wrapper._write(self.sized, table, self.state)
@@ -99,8 +98,8 @@ class RepeatablePlan(NamedTuple):
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The arguments of a call but for the contents of tensors; None with arguments of other kinds."""
-    parts: list[Any] = [*kwargs]
+    """Inference mode and the arguments, except the contents of tensors; None with arguments of other kinds."""
+    parts: list[Any] = [torch.is_inference_mode_enabled(), *kwargs]
     for x in (*args, *kwargs.values()):
         if type(x) is Tensor:
             parts.append((x.shape, x.stride(), x.dtype, x.device))
@@ -111,12 +110,12 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]
     return tuple(parts)
 
 
-def plan_batch(wrapper: Wrapper, prepare_plan: Callable[..., PreparedPlan], args: Any, kwargs: Any) -> None:
-    """``prepare_plan(wrapper, *args, **kwargs).commit()``, or a repetition of the last such call."""
+def plan_batch(wrapper: Any, args: Any, kwargs: Any) -> None:
+    """``wrapper.prepare_plan(*args, **kwargs).commit()``, or a repetition of the last such call."""
     signature, last = _signature(args, kwargs), wrapper._repeatable
     if last is not None and signature is not None and last.repeat(wrapper, signature, args, kwargs):
         return
-    prepared = prepare_plan(wrapper, *args, **kwargs)
+    prepared = wrapper.prepare_plan(*args, **kwargs)
     prepared.commit()
     wrapper._repeatable = RepeatablePlan.of(signature, prepared, args, kwargs)
 
@@ -132,7 +131,7 @@ def committing(prepare_plan: Callable[P, PreparedPlan]) -> Callable[P, None]:
     @functools.wraps(prepare_plan)
     def plan(self: Any, *args: Any, **kwargs: Any) -> None:
         planned_by = _plan_eagerly if torch.compiler.is_compiling() else plan_batch
-        planned_by(self, prepare_plan, args, kwargs)
+        planned_by(self, args, kwargs)
 
     plan.__name__, plan.__qualname__ = "plan", prepare_plan.__qualname__.replace("prepare_plan", "plan")
     del plan.__annotations__["return"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,11 @@ def _check(wrapper: Any, r: Requests, **options: Any) -> None:
     r.expected(**options).check(out, lse)
 
 
+def _sizes(r: Requests) -> dict[str, Any]:
+    names = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")
+    return {**dict(zip(names, r.sizes, strict=True)), "q_data_type": r.dtype}
+
+
 def _decode() -> Any:
     return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
 
@@ -79,9 +85,8 @@ def test_fast_decode_plan(prepared: list[str]) -> None:
 
 def test_tables_by_name(prepared: list[str]) -> None:
     wrapper, names = _decode(), ("last_page_len", "indices", "indptr")
-    sizes = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim", "page_size"), BATCHES[0].sizes, strict=True))
     for r in BATCHES:
-        wrapper.plan(**dict(zip(names, _table(r)[::-1], strict=True)), **sizes)
+        wrapper.plan(**dict(zip(names, _table(r)[::-1], strict=True)), **_sizes(r))
         _check(wrapper, r)
     assert len(prepared) == 1
 
@@ -146,8 +151,42 @@ def test_a_wrong_table_is_refused_as_before() -> None:
     _check(wrapper, BATCHES[0])
 
 
-def test_the_last_table_is_not_kept() -> None:
+def test_one_tensor_as_two_arguments() -> None:
+    """Which of the two arguments a table of the next batch comes from is not known by that tensor."""
+    wrapper, r = _decode(), Requests((16, 9, 1, 7), num_pages=70, seed=4)
+    indptr, indices, last_page_len = r.table
+    ones = torch.ones_like(last_page_len)
+    wrapper.plan(indptr, ones, last_page_len=ones, **_sizes(r))
+    wrapper.plan(indptr, indices[:4], last_page_len=last_page_len, **_sizes(r))
+    _check(wrapper, r)
+
+
+def test_subclasses_prepare_their_plans() -> None:
+    class Windowed(flashinfer.BatchDecodeWithPagedKVCacheWrapper):
+        def prepare_plan(self, *args: Any, **kwargs: Any) -> Any:
+            return super().prepare_plan(*args, **{**kwargs, "window_left": 5})
+
+    wrapper = Windowed(workspace())
+    for r in BATCHES:
+        _plan(wrapper, r)
+        _check(wrapper, r, window_left=5)
+
+
+def test_plans_in_and_outside_of_inference_mode(prepared: list[str]) -> None:
     wrapper = _decode()
+    with torch.inference_mode():
+        _plan(wrapper, BATCHES[0])
+    _plan(wrapper, BATCHES[1])
+    assert not wrapper._planned.rows.is_inference()
+    _check(wrapper, BATCHES[1])
+    assert len(prepared) == 2
+
+
+def test_neither_the_last_table_nor_an_old_workspace_is_kept() -> None:
+    old = workspace()
+    freed, wrapper = weakref.ref(old), flashinfer.BatchDecodeWithPagedKVCacheWrapper(old)
     _plan(wrapper, BATCHES[0])
-    held = [x for x in wrapper._repeatable if isinstance(x, torch.Tensor)]
-    assert held == [wrapper._workspace]
+    assert not [x for x in wrapper._repeatable if isinstance(x, torch.Tensor)]
+    wrapper.reset_workspace_buffer(workspace())
+    del old
+    assert freed() is None

@@ -78,3 +78,11 @@ def test_registers_suffice_and_products_overlap(name: str, tmp_path: Path) -> No
     steps = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", code, re.DOTALL)
     exponentials = 32 if "256" in name else 64  # per thread: a warpgroup has 64 packed rows and a KV tile
     assert [step.count("MUFU.EX2") >= exponentials for step in steps] == [True, True]
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float8_e4m3fn, torch.float32])
+def test_both_consumers_store_output_and_lse(out_dtype: torch.dtype | None) -> None:
+    """Of a whole tile and of a split, for every dtype of the output."""
+    with compiling_for(90) as compiled:
+        _call(out_dtype=out_dtype)
+    assert compiled[0][0].asm["ttgir"].count("tt.store ") == 2 * len(("output", "LSE", "partial output", "partial LSE"))
