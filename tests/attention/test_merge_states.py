@@ -55,6 +55,15 @@ def test_merge_state(dtype: torch.dtype, empty: float) -> None:
 
 
 @on_each_backend
+def test_merge_state_of_different_strides() -> None:
+    v, s = _states((6, 2, 4, 32), torch.float32, 3.0, 0.2)
+    (v_a, v_b), (s_a, s_b) = v.unbind(1), s.unbind(1)
+    wide = torch.cat((v_b, torch.full_like(v_b, math.nan)), -1)
+    _check(*torch.ops.attn.merge_state(v_a, s_a, wide[..., :32], s_b), v, s)
+    _check(*torch.ops.attn.merge_state(wide[..., :32], s_b, v_a, s_a), v.flip(1), s.flip(1))
+
+
+@on_each_backend
 @given(
     seed=st.integers(0, 2**32),
     keys=st.integers(0, 40),

@@ -121,6 +121,22 @@ def test_tree_masks(words: int, dtype: torch.dtype, window_left: int) -> None:
     expected.check(out.view(r.q.shape))
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((4, 4, 2), torch.uint16, r"mask is \[4, 4, 2\], of 32 bits per row; expected \[20, words\]"),
+        ((4, 5, 2), torch.float32, "mask is float32; expected uint16 or uint32"),
+    ],
+)
+def test_wrong_tree_masks(shape: tuple[int, ...], dtype: torch.dtype, message: str) -> None:
+    r = Requests((70, 5, 33, 130), (5, 5, 5, 5))
+    with pytest.raises(errors.AttnOpsError, match=message):
+        flashinfer.trtllm_batch_decode_with_kv_cache(
+            r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130,
+            q_len_per_req=5, mask=torch.zeros(shape, dtype=dtype, device=DEVICE), kv_layout=r.kv_layout,
+        )  # fmt: skip
+
+
 def test_tree_masks_of_ragged_rows() -> None:
     r = Requests(kv_lens=(37, 0, 130, 60, 9), qo_lens=(3, 0, 1, 40, 2), kv_layout="HND")
     mask = random_tree_mask(r, 4, torch.uint16)
