@@ -666,7 +666,7 @@ def launch_tiles(
     (num_heads, num_kv_heads), (dim, dim_b, _) = x.heads, x.dims
     group = num_heads // num_kv_heads
     pdl = supports_pdl(out, image=True) if plan is None else read_plan_early(out, plan.kv_len.shape[0])
-    paged = plan is not None and plan.kv_indices.shape[0] > 0
+    paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     k, v = (make_tensor_descriptor(*t, page_size if paged else 0, x) for t in ((x.k, x.k_strides), (x.v, x.v_strides)))
     tile = TILE_CONFIGS[x.dims]

@@ -326,10 +326,6 @@ def _plans() -> list[Bad]:
         Bad("batch_decode", small, CapacityError, "workspace has 2079 elements", "at least 2080 for this plan"),
         Bad("batch_decode", {"q": twice}, CapacityError, "q has 8 rows", "max_batch of at least 8"),
         Bad("ragged_prefill", {"plan": replan(max_pages=7, page_size=1)}, PlanError, "the plan is for a paged", "one"),
-        *(
-            Bad(op, {"plan": field("kv_indices", lambda t: t[:0].clone())}, PlanError, "the plan is for ragged", "one")
-            for op in ("batch_prefill", "batch_mla")
-        ),
         Bad("ragged_prefill", {"plan": replan(max_pages=1, page_size=1)}, PlanError, "the plan is for a paged", "one "),
     ]
     return bad

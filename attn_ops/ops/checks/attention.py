@@ -124,13 +124,8 @@ def batch_prefill(
     op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
     problem = _attention(op, q, k_cache, v_cache, kv_layout, page_size, heads, o)
-    _paged_plan(op, _planned(op, PrefillPlan, problem, q, plan, workspace, o))
+    _planned(op, PrefillPlan, problem, q, plan, workspace, o)
     return problem
-
-
-def _paged_plan(op: OpChecker, plan: PrefillPlan) -> None:
-    if plan.kv_indices.shape[0] == 0:
-        op.fail(PlanError, "the plan is for ragged KV", "one for a paged cache", "make the planner with max_pages")
 
 
 def _dense_kv(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> int:
@@ -224,5 +219,5 @@ def batch_mla(
         head_dim_vo=dims[0],
         page_size=int(ckv_cache.shape[1]),
     )
-    _paged_plan(op, _planned(op, PrefillPlan, problem, q_nope, plan, workspace, o))
+    _planned(op, PrefillPlan, problem, q_nope, plan, workspace, o)
     return problem
