@@ -181,10 +181,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 query and the KV, of the KV alone where it is FP8 or ``q_data_type`` says otherwise.
             q_len_per_req: query rows of each request, in CUDA-graph mode always those of the first plan. With more
                 than 1 they are the last tokens of the request, causal among themselves unless ``is_causal`` is False.
-            fixed_split_size: cut every request into pieces of this many pages, rounded up to whole units of 64
-                tokens; None or -1 cuts for balance. ``disable_split_kv`` cuts none. With either the result of a
-                request is the same, bit for bit, in every batch on the ``triton`` backend; on ``reference`` results
-                agree to rounding (docs/guide/plans.md).
+            fixed_split_size: split every request each this many pages, rounded up to whole KV blocks of 64 tokens;
+                None or -1 splits for load balance. ``disable_split_kv`` splits none. With either the result of a
+                request is batch-invariant, bit for bit, on the ``triton`` backend; on ``reference`` results agree to
+                rounding (docs/guide/plans.md).
 
         Raises:
             PageTableError: the table is inconsistent; CapacityError: it exceeds the buffers of CUDA-graph mode.
