@@ -62,7 +62,7 @@ class AttentionCall(NamedTuple):
     op       name in ``torch.ops.attn``
     tensors  the query and what it attends to, as the op takes them
     plan     where the plan comes from
-    options  of the op, but for ``kv_scale``, which follows from ``scales``
+    options  of the op, but for ``kv_scale`` and ``out_dtype``, which follow from ``scales`` and ``output``
     output   the form of the result
     scales   factors of the logits and of the output
     """

@@ -260,7 +260,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             head_dim_qk=head_dim,
             head_dim_vo=head_dim,
             window_left=window_left,
-            causal=q_len_per_req > 1 and is_causal is not False,
+            causal=q_len_per_req > 1 and (is_causal is None or bool(is_causal)),
             **splitting(where, fixed_split_size, disable_split_kv),
             rows=q_len_per_req,
         )

@@ -18,8 +18,8 @@ prologue
 mainloop, for each KV tile j
     1.  [producer K]   load the page numbers of tile j
     2.  [producer K]   wait for ``k_ring.empty[j]``; expect the bytes of the tile on ``k_ring.full[j]``; issue TMA loads
-    3.  [producer V]   the same with ``v_ring``. Where the KV ends inside a box: wait for the loads on the staging
-                       barrier, set the rows after the last token to 0, arrive on ``v_ring.full[j]``
+    3.  [producer V]   the same with ``v_ring``. Where the KV ends, or a window begins, inside a box: wait for the loads
+                       on the staging barrier, set the other rows of the box to 0, arrive on ``v_ring.full[j]``
     4.  [consumer]     issue S_j = Q K_j^T; tile 0: wait for ``k_ring.full[0]`` before it
     5.  [consumer]     wait for ``v_ring.full[j-1]``; issue O += P_{j-1} V_{j-1}
     6.  [consumer]     wait for S_j, while O is computed; arrive on ``k_ring.empty[j]``
