@@ -360,9 +360,12 @@ Status no_such_image(const char* name) {
 Status launch(const Image& image, const Call& call) {
   Status status = check_counts(image, call);
   if (status.code != Code::kOk) return status;
-  if (!call.num_tensors || call.tensors[0].device < 0 || call.tensors[0].device >= kMaxDevices)
-    return failure(Code::kBadDevice, "launch_image: image %s: expected tensors on one of the first %d GPUs", image.name,
-                   kMaxDevices);
+  const int device = call.num_tensors ? call.tensors[0].device : -1;
+  if (device < 0 || device >= kMaxDevices)
+    return failure(Code::kBadDevice,
+                   "launch_image: image %s: the first tensor is on device %d; expected one of the first %d GPUs; move "
+                   "the tensors there",
+                   image.name, device, kMaxDevices);
   const int64_t *grid = call.integers, *integers = grid + 3;
   for (uint32_t i = 0; i < image.num_tensors; ++i) {
     status = check_tensor(image, image.tensors[i], call.tensors[i], call.tensors[0], call.device_type, integers);
@@ -373,7 +376,6 @@ Status launch(const Image& image, const Call& call) {
   if (status.code != Code::kOk || !grid[0] || !grid[1] || !grid[2]) return status;
   if (driver().status.code != Code::kOk) return driver().status;
 
-  const int device = call.tensors[0].device;
   const CurrentContext context(image, device);
   if (context.status.code != Code::kOk) return context.status;
   CUfunction function = nullptr;

@@ -58,7 +58,16 @@ def unavailable_reason(graph: Any, device_type: str) -> str:
         (config.triton.autotune_at_compile_time or device_type != "cuda", "autotune_at_compile_time is off"),
     ]
     reasons = (reason for holds, reason in checks if not holds)
-    return next(reasons, "") or machine_reason(str(get_cpp_compiler()))
+    return next(reasons, "") or triton_reason() or machine_reason(str(get_cpp_compiler()))
+
+
+def triton_reason() -> str:
+    """Why the kernels of the installed Triton cannot be images; empty if they can."""
+    import triton
+
+    from attn_ops.kernels.triton.launch import DIRECT_LAUNCH
+
+    return "" if DIRECT_LAUNCH else f"the parameters of kernels of triton {triton.__version__} are not known"
 
 
 def machine_reason(compiler: str = "g++") -> str:

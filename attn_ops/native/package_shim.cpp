@@ -26,7 +26,9 @@ void require(const Status& status) {
 }
 
 void require(AOTITorchError error) {
-  if (error) throw std::runtime_error("launch_image: a tensor cannot be read; expected one of this process and of torch");
+  if (error)
+    throw std::runtime_error(
+        "launch_image: a tensor or its stream cannot be read; expected a tensor of torch; pass a tensor that torch made");
 }
 
 TensorView view_of(AtenTensorHandle handle) {

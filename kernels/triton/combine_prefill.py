@@ -155,11 +155,8 @@ def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tens
     sinks      float32 ``[heads]`` or None; each is added once to a row
     """
     rows, heads, dim = out.shape
-    problem, max_split_tiles, pdl = (
-        PlanProblem.of(plan.problem),
-        plan.split_tiles.shape[0],
-        supports_pdl(out, image=True),
-    )
+    problem, max_split_tiles = PlanProblem.of(plan.problem), plan.split_tiles.shape[0]
+    pdl = supports_pdl(out, image=True)
     fixed = problem.split > 0
     block = triton.next_power_of_2(dim)
     slice_dim = min(SLICE_COLUMNS, block)

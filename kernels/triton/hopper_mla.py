@@ -8,8 +8,8 @@ Both consumers have all 64 packed rows. Consumer c computes the logits and proba
 on, and multiplies the P of every tile by its half of the value columns: an accumulator of 64 x 512 does not fit in the
 registers of one warpgroup. Consumers pass P to each other in shared memory, in the place of the kpe of the same tile.
 
-Inductor and AOTInductor packages contain Triton only, so a compiled graph calls the op for this kernel. Work items and
-partial results are those of :mod:`.prefill`.
+Inductor generates Triton only: a compiled graph calls the op for this kernel, and a package contains its image. Work
+items and partial results are those of :mod:`.prefill`.
 
 Schedule
 --------

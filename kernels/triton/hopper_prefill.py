@@ -5,8 +5,8 @@ tiles by TMA into rings in shared memory, one ring for keys and one for values. 
 They have 64 packed rows each. A query tile of at most 64 packed rows is split the other way
 (SPLIT_KV_OVER_WARPGROUPS): both consumers have all rows, take alternate KV tiles and reduce their states at the end.
 
-Inductor and AOTInductor packages contain Triton only, so a compiled graph calls the op for this kernel. Work items and
-partial results are those of :mod:`.prefill`.
+Inductor generates Triton only: a compiled graph calls the op for this kernel, and a package contains its image. Work
+items and partial results are those of :mod:`.prefill`.
 
 Schedule
 --------

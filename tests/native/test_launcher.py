@@ -160,7 +160,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
         n.BAD_DEVICE,
         "cache is on device 1 of type 1; expected device 0",
     ),
-    "no such GPU": (_with_out(OUT, device=64), n.BAD_DEVICE, "one of the first 64 GPUs"),
+    "no such GPU": (_with_out(OUT, device=64), n.BAD_DEVICE, "on device 64; expected one of the first 64 GPUs; move"),
     "a tensor less": (
         {"tensors": [view(OUT)]},
         n.BAD_CALL,

@@ -133,6 +133,15 @@ def test_a_package_without_images_logs_the_reason(
     assert [reason in record.message for record in caplog.records if record.name == package.__name__] == [True]
 
 
+def test_another_release_of_triton_has_no_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher passes the parameters in the order of the releases that it is written for."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("attn_ops.kernels.triton.launch.DIRECT_LAUNCH", False)
+    with config.patch({"triton.autotune_at_compile_time": True}):
+        assert package.unavailable_reason(_graph(), "cuda").startswith("the parameters of kernels of triton 3.")
+        assert package.images_of(_graph(), "cuda") is None
+
+
 def test_the_op_refuses_calls_from_python() -> None:
     with pytest.raises(attn_ops.errors.BackendError, match="call the attention op itself"):
         torch.ops.attn.launch_image([torch.zeros(1)], [], [1, 1, 1], [], "kernel")
