@@ -100,18 +100,14 @@ class GroupScales(NamedTuple):
 
     def dequantize(
         self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], page_table: Tensor
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The op's tensors with caches of the pages in ``page_table [entries]`` alone, and the table of these caches.
-
-        The entries of the new table are made first: kernels may read a plan before the kernel ahead has finished.
-        """
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The op's tensors with caches of the pages in ``page_table [entries]`` alone, in that order."""
         q_nope, q_pe, ckv, kpe = tensors
-        entries = torch.arange(page_table.shape[0], dtype=torch.int32, device=page_table.device)
         pages = page_table.clamp(0, max(0, ckv.shape[0] - 1)).long() if ckv.shape[0] else page_table[:0].long()
         dtype = torch.bfloat16 if q_nope.dtype in FP8 else q_nope.dtype
         groups = ckv[pages].float().unflatten(-1, (-1, SCALE_GROUP)) * self.ckv[pages][..., None]
         latents, rotated = groups.flatten(-2).to(dtype), (kpe[pages].float() * self.kpe).to(dtype)
-        return (q_nope, q_pe, latents, rotated), entries
+        return q_nope, q_pe, latents, rotated
 
 
 class BatchMLAPagedAttentionWrapper(Wrapper):
@@ -153,6 +149,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 kv_len=("kv_len_arr", kv_len_arr),
             ),
         )
+        self._page_numbers: Tensor | None = None
         self._lse_base: str | None = None
         self._output_dtype: torch.dtype | None = None
 
@@ -346,8 +343,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             options = AttentionOptions(sm_scale=softmax_scale, sinks=as_sinks(where, sinks, nope.device), causal=True)
             tables, lens, rows = self._block_tables(where, nope, page_table, kv_len)
             if groups is not None:
-                tensors, entries = groups.dequantize(tensors, tables.flatten())
-                tables = entries.view(tables.shape)
+                tensors = groups.dequantize(tensors, tables.flatten())
+                tables = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device).view(tables.shape)
             return latent_call(where, tensors, tables, lens, rows, options, output, scales).execute()
         if kv_len is not None:
             required(where, page_table=page_table)
@@ -357,8 +354,11 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             p = self._planned
             assert p is not None
             p.check(call)
-            tensors, entries = groups.dequantize(tensors, p.plan.kv_indices)
-            fields = {**p.plan._asdict(), "kv_indices": entries}  # Dynamo of torch 2.11 passes no _replace to an op
+            tensors = groups.dequantize(tensors, p.plan.kv_indices)
+            fields = {
+                **p.plan._asdict(),
+                "kv_indices": self._page_numbers,
+            }  # Dynamo of torch 2.11 passes no _replace to an op
             call = call._replace(tensors=tensors, plan=replace(p, plan=PrefillPlan(**fields), dtypes=None))
         return call.execute()
 
@@ -373,6 +373,14 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""
         return self.run(*args, **{**kwargs, "return_lse": True})
+
+    def _commit(self, prepared: PreparedPlan) -> None:
+        """Also make the page table of dequantized pages: kernels may read a plan before the kernel ahead has ended."""
+        super()._commit(prepared)
+        pages = prepared.sized.planner.state.kv_indices
+        if self._page_numbers is None or self._page_numbers.shape != pages.shape:
+            with torch.inference_mode(False):
+                self._page_numbers = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
 
     def _dtype_of_output(self, q: Tensor, out: Tensor | None) -> torch.dtype:
         """As planned, or that of an FP8 buffer, or the query's: bfloat16 if that is FP8."""
