@@ -8,7 +8,8 @@ them::
     attn_ops.version          version of this library
     attn_ops.plan             DecodePlan or PrefillPlan
     attn_ops.problem          "page_size=16 num_qo_heads=32 ...", the fields of PlanProblem
-    attn_ops.capacity         "max_batch=8 max_pages=64 max_tokens=8 cache_pages=0", 0 where there is none
+    attn_ops.capacity         "max_batch=8 max_pages=64 max_tokens=8 cache_pages=0 max_splits=0", 0: there is none
+    attn_ops.kv_block         KV tokens in a KV block
     attn_ops.device           device type of the plan
     attn_ops.fields           names of the plan's fields, in order
     attn_ops.field.<name>     sizes of a field, as "0,16,32"; all fields are int32
@@ -35,7 +36,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from attn_ops.errors import ArgumentError, OptionError, UnsupportedError, fail
-from attn_ops.plan.state import DecodePlan, PrefillPlan
+from attn_ops.plan.state import KV_BLOCK, DecodePlan, PrefillPlan, num_partials
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 from attn_ops.typed import typed
 from attn_ops.version import __version__
@@ -200,6 +201,7 @@ def _plan_metadata(planner: DecodePlanner | PrefillPlanner) -> dict[str, str]:
         "max_pages": planner.max_pages,
         "max_tokens": planner.max_tokens if isinstance(planner, PrefillPlanner) else max_batch,
         "cache_pages": planner.cache_pages or 0,
+        "max_splits": num_partials(plan) if isinstance(plan, PrefillPlan) else 0,
     }
     entries = {
         "format": FORMAT,
@@ -207,6 +209,7 @@ def _plan_metadata(planner: DecodePlanner | PrefillPlanner) -> dict[str, str]:
         "plan": type(plan).__name__,
         "problem": _named(planner.problem._asdict()),
         "capacity": _named(capacity),
+        "kv_block": str(KV_BLOCK),
         "device": planner.device.type,
         "fields": " ".join(plan._fields),
         "workspace": str(planner.workspace.numel()),

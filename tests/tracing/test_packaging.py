@@ -41,7 +41,7 @@ def test_a_package_describes_itself(tmp_path: Path) -> None:
     own = {name.removeprefix("attn_ops."): text for name, text in found.items() if name.startswith("attn_ops.")}
     assert found["model"] == "decoder"
     assert own["version"] == attn_ops.__version__
-    assert own["capacity"] == "max_batch=4 max_pages=128 max_tokens=4 cache_pages=128"
+    assert own["capacity"] == "max_batch=4 max_pages=128 max_tokens=4 cache_pages=128 max_splits=0"
     assert own["problem"].startswith(
         "page_size=4 num_qo_heads=4 num_kv_heads=2 head_dim_qk=16 head_dim_vo=16 max_kv_len"
     )
@@ -88,7 +88,7 @@ def test_the_plan_of_a_package_is_that_of_the_planner(tmp_path: Path) -> None:
     found = _metadata(package, "model")
     assert found["attn_ops.input.1"] == "input caches[1] float32 cpu 16,4,2,16 128,32,16,1"
     assert found["attn_ops.input.3"].startswith("plan state.problem int32 cpu 0,4,4,2,16,16,")
-    assert "max_batch=3 max_pages=16 max_tokens=40 cache_pages=0" in found["attn_ops.capacity"]
+    assert "max_batch=3 max_pages=16 max_tokens=40 cache_pages=0 max_splits=4" in found["attn_ops.capacity"]
 
     step, fill = load_package(package, "model"), load_package(package, "plan")
     for lengths, rows in (([9, 30], [4, 7]), ([3], [3])):

@@ -40,6 +40,7 @@ class Metadata {
     device = text("device");
     problem = named(text("problem"));
     capacity = named(text("capacity"));
+    kv_block = number(text("kv_block"));
     workspace = number(text("workspace"));
     if (fields.size() < 2 || fields[0].first != "problem") refuse("its metadata has no plan");
     const int64_t inputs_of_step = entries_.count("attn_ops.inputs") ? number(text("inputs")) : 0;
@@ -57,6 +58,7 @@ class Metadata {
   std::string device;  // its device type
   std::vector<std::pair<std::string, Sizes>> fields;
   std::map<std::string, int64_t> problem, capacity;
+  int64_t kv_block = 0;   // KV tokens in a KV block
   int64_t workspace = 0;  // float32 elements
   std::vector<InputSpec> inputs;
 
