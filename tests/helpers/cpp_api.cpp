@@ -1,4 +1,4 @@
-// Calls of the C++ API, driven by a test: cpp_api PACKAGE.pt2 CASES.pt RESULTS.pt
+// Calls of the C++ API, driven by a test: cpp_api PACKAGE.pt2 CASES.pt RESULTS.pt [PLANNER.pt2]
 // CASES.pt is a list of [page table, inputs], lists of tensors. A page table of three tensors is for plan(batch), of four
 // for plan(qo_indptr, batch), of two for plan_ragged(); an empty one is not planned, and without inputs nothing runs.
 // An input of one NaN stands for an undefined tensor. RESULTS.pt has [plan and workspace, inputs, outputs] of each case
@@ -51,9 +51,9 @@ std::string name(const attn::Error& error) {
 }
 
 int main(int argc, char** argv) {
-  if (argc != 4) return 2;
+  if (argc != 4 && argc != 5) return 2;
   try {
-    attn::Planner planner(argv[1]);
+    attn::Planner planner(argv[argc - 1 == 4 ? 4 : 1]);
     attn::Package step(argv[1]);
     std::ifstream file(argv[2], std::ios::binary);
     const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};

@@ -37,11 +37,11 @@ class Result(NamedTuple):
 Case = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
-def _run(package: str, cases: Sequence[Case], folder: Path) -> list[Result]:
+def _run(package: str, cases: Sequence[Case], folder: Path, *planner: str) -> list[Result]:
     torch.save([[list(table), list(inputs)] for table, inputs in cases], folder / "cases.pt")
     program = cpp_runner.build(HELPERS / "cpp_api.cpp")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AOTI_")}
-    words = [str(program), package, str(folder / "cases.pt"), str(folder / "results.pt")]
+    words = [str(program), package, str(folder / "cases.pt"), str(folder / "results.pt"), *planner]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     messages = done.stdout.splitlines()
@@ -68,8 +68,12 @@ class Decode(nn.Module):
 
 
 class Prefill(nn.Module):
+    def __init__(self, window_left: int) -> None:
+        super().__init__()
+        self.window_left = window_left
+
     def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Any:
-        options = {"causal": True, "window_left": 100, "return_lse": True}
+        options = {"causal": True, "window_left": self.window_left, "return_lse": True}
         return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, **options)
 
 
@@ -161,7 +165,10 @@ def test_decode(tmp_path: Path) -> None:
         "rank": ([q[0], cache], "ShapeError: run: q is [4, 16]; expected [?, 4, 16]; pass tensors like the exported"),
         "size": ([q, cache[:-1]], "ShapeError: run: cache is [23, 2, 4, 2, 16]; expected [24, 2, 4, 2, 16]; pass"),
         "strides": ([q, strided], "ShapeError: run: cache has strides [128, 3072, 32, 16, 1]; expected [256, 128, 32,"),
-        "rows": ([_q(5), cache], "q has 5 rows and the plan capacity for 4 requests; expected max_batch of at least 5;"),
+        "rows": (
+            [_q(5), cache],
+            "q has 5 rows and the plan capacity for 4 requests; expected max_batch of at least 5;",
+        ),
     }
     results = _run(package, [(good, [q, cache]), *(([], inputs) for inputs, _ in bad.values())], tmp_path)
     for (name, (given, message)), result in zip(bad.items(), results[1:], strict=True):
@@ -176,6 +183,22 @@ def test_decode(tmp_path: Path) -> None:
             assert other is UNDEFINED or torch.equal(one, other), name
         assert not result.outputs
 
+    more = attn_ops.DecodePlanner(4, 17, **SIZES, max_kv_len=40, num_ctas=3)
+    others: dict[Any, str] = {
+        more: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
+        attn_ops.PrefillPlanner(
+            2, 4, 16, **SIZES
+        ): "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
+    }
+    for other, message in others.items():
+        step: nn.Module = Decode() if other is more else Prefill(window_left=-1)
+        other_package = attn_ops.export_package(
+            step, other, (_q(2), _cache(), other.state, other.workspace), tmp_path / "other.pt2"
+        )
+        (result,) = _run(package, [([], [q, cache])], tmp_path, other_package)
+        assert result.message.startswith(f"PlanError: run: {message}")
+        assert not any(t.any() for t in result.state)
+
 
 @pytest.mark.slow
 def test_prefill_with_a_fixed_split_size(tmp_path: Path) -> None:
@@ -184,7 +207,11 @@ def test_prefill_with_a_fixed_split_size(tmp_path: Path) -> None:
     )
     inputs = (_q(5), _cache(), planner.state, planner.workspace)
     package = attn_ops.export_package(
-        Prefill(), planner, inputs, tmp_path / "prefill.pt2", dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}}
+        Prefill(window_left=100),
+        planner,
+        inputs,
+        tmp_path / "prefill.pt2",
+        dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}},
     )
 
     def case(lengths: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
