@@ -20,6 +20,7 @@ from attn_ops.collect_env import collect_env
 from attn_ops.exports import EXPORTS, HOMES
 from attn_ops.ops import register
 from attn_ops.ops.register import explain
+from attn_ops.packaging import export_package
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 from attn_ops.version import __version__
@@ -35,6 +36,7 @@ __all__ = [
     "collect_env",
     "errors",
     "explain",
+    "export_package",
     *HOMES,
 ]
 

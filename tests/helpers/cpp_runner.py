@@ -12,21 +12,27 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from attn_ops import cpp
 from attn_ops.demo.package import compile_runner
 
 SOURCE = Path(__file__).with_name("run_package.cpp")
 CASES_SOURCE = Path(__file__).with_name("run_package_cases.cpp")
 
 
-@functools.cache
 def _program(device: str) -> Path:
-    program = Path(tempfile.mkdtemp(prefix="attn_ops-")) / "run_package"
-    flags = [f"-I{path}" for path in include_paths()]
+    return build(SOURCE, device)
+
+
+@functools.cache
+def build(source: Path, device: str = "cpu") -> Path:
+    """A program that links libtorch. It may include the C++ API."""
+    program = Path(tempfile.mkdtemp(prefix="attn_ops-")) / source.stem
+    flags = [f"-I{path}" for path in (cpp.include(), *include_paths())]
     flags += [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     libraries = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     libraries += ["-ltorch_cuda", "-lc10_cuda"] if device == "cuda" else []
-    subprocess.run(["g++", "-std=c++20", "-O1", abi, SOURCE, "-o", program, *flags, *libraries], check=True)
+    subprocess.run(["g++", "-std=c++20", "-O1", abi, source, "-o", program, *flags, *libraries], check=True)
     return program
 
 

@@ -18,7 +18,7 @@ FOLDERS = {"": "attn_ops", "kernels": "kernels", "meta": "meta"}
 """Where the modules of ``attn_ops`` and of its packages ``kernels`` and ``meta`` are."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "exports", "ops", "ops.tuning_table", "eager", "frontend.policy", "typed"),
+    ("errors", "version", "exports", "cpp", "ops", "ops.tuning_table", "eager", "frontend.policy", "typed"),
     ("plan.state", "ops.options", "eager.launch_cache", "native"),
     ("plan", "meta", "eager.startup"),
     ("kernels",),
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops.register",),
     ("eager.prepared_call",),
     ("planner",),
-    ("plan.resizable", "collect_env"),
+    ("plan.resizable", "collect_env", "packaging"),
     ("frontend",),
     ("call",),
     ("frontend.one_shot",),
@@ -42,7 +42,7 @@ LAZY = "kernels"
 """The package whose modules the backend table names. They are imported when they are first chosen."""
 
 PRIVATE: dict[str, set[str]] = {
-    "torch._inductor": {"ops.inductor", "ops.size_guards", "native.package", "demo.package"},
+    "torch._inductor": {"ops.inductor", "ops.size_guards", "native.package", "packaging", "demo.package"},
     "torch._dynamo": {"ops.inductor", "demo.compiling"},
     "torch._C": {"eager.prepared_call", "kernels.triton.launch"},
 }

@@ -1,0 +1,108 @@
+// Package: a step that attn_ops.export_package wrote.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "errors.h"
+#include "metadata.h"
+#include "planner.h"
+
+namespace attn {
+
+// Several threads may call run(), each with a planner of its own; `num_runners` of them run at the same time.
+class Package {
+ public:
+  explicit Package(const std::string& path, c10::Device device = at::kCPU, size_t num_runners = 1)
+      : loader_(detail::load(path, "model", device, num_runners)),
+        metadata_(path, loader_->get_metadata()),
+        device_(device) {
+    detail::check_device("Package", metadata_, device);
+  }
+
+  // The step on the batch that `planner` has planned. `inputs` are the tensors of forward() in order, without plan and
+  // workspace. On CUDA, work is on the current stream.
+  //
+  // Number, dtypes, devices, sizes and strides are checked before anything runs. The package itself checks what is
+  // dynamic: capacities, and that sizes agree. Both throw before anything is written.
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Planner& planner) {
+    check_plan(planner);
+    size_t expected = 0;
+    for (const InputSpec& spec : metadata_.inputs) expected += spec.role == "input";
+    if (inputs.size() != expected)
+      fail<ArgumentError>(
+          "run", "there are " + std::to_string(inputs.size()) + " inputs", std::to_string(expected) + ": " + names(),
+          "pass the tensors of forward in order, without plan and workspace");
+    std::vector<at::Tensor> all;
+    size_t next_input = 0, next_field = 0;
+    for (const InputSpec& spec : metadata_.inputs) {
+      if (spec.role == "plan") {
+        all.push_back(planner.state()[next_field++ % planner.state().size()]);
+      } else if (spec.role == "workspace") {
+        all.push_back(planner.workspace());
+      } else {
+        check(spec, inputs[next_input]);
+        all.push_back(inputs[next_input++]);
+      }
+    }
+    return detail::run(*loader_, std::move(all));
+  }
+
+  const Metadata& metadata() const { return metadata_; }
+
+ private:
+  std::string names() const {
+    std::string found;
+    for (const InputSpec& spec : metadata_.inputs)
+      if (spec.role == "input") found += (found.empty() ? "" : ", ") + spec.name;
+    return found;
+  }
+
+  void check_plan(const Planner& planner) const {
+    const Metadata& other = planner.metadata();
+    const char* fix = "pass the planner of this package";
+    if (other.plan != metadata_.plan)
+      fail<PlanError>("run", "the plan is a " + other.plan, "a " + metadata_.plan, fix);
+    for (size_t i = 0; i < metadata_.fields.size(); ++i) {
+      const auto& [name, sizes] = metadata_.fields[i];
+      if (i >= other.fields.size() || other.fields[i] != metadata_.fields[i])
+        fail<PlanError>(
+            "run", "plan." + name + " is " + (i < other.fields.size() ? detail::text(other.fields[i].second) : "missing"),
+            detail::text(sizes), fix);
+    }
+    if (other.fields.size() != metadata_.fields.size() || other.workspace != metadata_.workspace)
+      fail<PlanError>(
+          "run", "the workspace has " + std::to_string(other.workspace) + " elements", std::to_string(metadata_.workspace),
+          fix);
+    if (planner.device() != device_)
+      fail<DeviceError>("run", "the plan is on " + planner.device().str(), device_.str(), fix);
+  }
+
+  void check(const InputSpec& spec, const at::Tensor& t) const {
+    const char* fix = "pass tensors like the exported ones, or export the program for these sizes";
+    if (!t.defined()) fail<ArgumentError>("run", spec.name + " is undefined", "a tensor", "pass a tensor");
+    const std::string dtype = detail::dtype_name(t.scalar_type()), device = c10::DeviceTypeName(t.device().type(), true);
+    if (dtype != spec.dtype) fail<DTypeError>("run", spec.name + " is " + dtype, spec.dtype, "convert it");
+    const bool elsewhere = device_.has_index() && spec.device == metadata_.device && t.device() != device_;
+    if (device != spec.device || elsewhere)
+      fail<DeviceError>(
+          "run", spec.name + " is on " + t.device().str(), elsewhere ? device_.str() : spec.device, "move it there");
+    bool fits = t.dim() == static_cast<int64_t>(spec.sizes.size());
+    for (size_t d = 0; fits && d < spec.sizes.size(); ++d)
+      fits = spec.sizes[d] == kDynamic || spec.sizes[d] == t.sizes()[d];
+    if (!fits) fail<ShapeError>("run", spec.name + " is " + detail::text(t.sizes()), detail::text(spec.sizes), fix);
+    for (size_t d = 0; t.numel() > 0 && d < spec.strides.size(); ++d)
+      if (t.sizes()[d] > 1 && spec.strides[d] != kDynamic && spec.strides[d] != t.strides()[d])
+        fail<ShapeError>(
+            "run", spec.name + " has strides " + detail::text(t.strides()), detail::text(spec.strides), fix);
+  }
+
+  std::unique_ptr<Loader> loader_;
+  Metadata metadata_;
+  c10::Device device_;
+};
+
+}  // namespace attn

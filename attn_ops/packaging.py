@@ -1,0 +1,248 @@
+"""AOTInductor packages that describe themselves: :func:`export_package`.
+
+A package has the model ``model``, a step that takes a plan, and the model ``plan``, which fills the plan. The metadata
+of ``model`` says what a C++ process needs to allocate and to check, in strings, as ``attn_ops/include/attn_ops`` reads
+them::
+
+    attn_ops.format           FORMAT
+    attn_ops.version          version of this library
+    attn_ops.plan             DecodePlan or PrefillPlan
+    attn_ops.problem          "page_size=16 num_qo_heads=32 ...", the fields of PlanProblem
+    attn_ops.capacity         "max_batch=8 max_pages=64 max_tokens=8 cache_pages=0 max_splits=0", 0: there is none
+    attn_ops.kv_block         KV tokens in a KV block
+    attn_ops.device           device type of the plan
+    attn_ops.fields           names of the plan's fields, in order
+    attn_ops.field.<name>     sizes of a field, as "0,16,32"; all fields are int32
+    attn_ops.workspace        float32 elements of the workspace
+    attn_ops.inputs           number of tensors that the step takes
+    attn_ops.input.<i>        one of them, i from 0: "<role> <name> <dtype> <device type> <sizes> <strides>"
+
+A role is ``plan``, ``workspace`` or ``input``. Sizes and strides are numbers joined by commas, ``?`` for a dynamic one
+and ``-`` for a scalar.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from attn_ops.errors import ArgumentError, OptionError, UnsupportedError, fail
+from attn_ops.plan.state import KV_BLOCK, DecodePlan, PrefillPlan, num_partials
+from attn_ops.planner import DecodePlanner, PrefillPlanner
+from attn_ops.typed import typed
+from attn_ops.version import __version__
+
+__all__ = ["export_package"]
+
+WHERE = "export_package"
+
+FORMAT = "1"
+"""Of the metadata. A C++ process refuses packages of another format."""
+
+METADATA = "aot_inductor.metadata"
+"""Inductor's option for what is stored in a package: strings by name."""
+
+
+@typed
+def export_package(
+    module: nn.Module,
+    planner: DecodePlanner | PrefillPlanner,
+    inputs: Sequence[Any],
+    path: str | os.PathLike[str],
+    *,
+    dynamic_shapes: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    inductor_configs: Mapping[str, Any] | None = None,
+) -> str:
+    """Export ``module`` and the planning of ``planner``, compile both, and write them to one package.
+
+    The package is one for ``attn_ops/attn_ops.h`` in C++. In Python,
+    ``torch._inductor.package.load_package(path, "model")`` loads the step.
+
+    Args:
+        module: a step, which takes the plan and the workspace as arguments of ``forward``.
+        planner: the planner of that plan. Its capacities are those of the package.
+        inputs: example arguments of ``forward``, with ``planner.state`` and ``planner.workspace`` among them. The plan
+            may be empty. The example has 2 or more of what is dynamic.
+        path: the file to write, ``*.pt2``.
+        dynamic_shapes: by the name of an argument, as for ``torch.export.export``. Arguments that are left out have
+            fixed sizes; plan and workspace always have.
+        strict: as for ``torch.export.export``.
+        inductor_configs: further options of Inductor. Metadata among them is kept.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ArgumentError: ``inputs`` do not fit ``forward`` or do not contain the plan; ``dynamic_shapes`` names no
+            argument.
+        OptionError: ``path`` does not end with ``.pt2``; ``dynamic_shapes`` has an entry for the plan or the workspace.
+        UnsupportedError: an input is not a tensor, or metadata is no mapping of strings.
+    """
+    from torch._inductor.package import package_aoti
+
+    target = os.fspath(path)
+    if not target.endswith(".pt2"):
+        fail(OptionError, WHERE, f"path is {target!r}", "a name that ends with .pt2", "rename the file")
+    arguments = _arguments(module, planner, inputs)
+    shapes = _dynamic_shapes(planner, arguments, dynamic_shapes or {})
+    configs = dict(inductor_configs or {})
+    own = configs.pop(METADATA, {})
+    if not all(isinstance(word, str) for pair in dict(own).items() for word in pair):
+        fail(UnsupportedError, WHERE, f"{METADATA} is {own!r}", "strings by name", "convert keys and values to strings")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        step = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=shapes, strict=strict)
+        metadata = {**own, **_plan_metadata(planner), **_input_metadata(planner, arguments, step)}
+        plan = _export_plan(planner)
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        files = {"model": _compile(step, configs, metadata), "plan": _compile(plan, configs, _plan_metadata(planner))}
+        package_aoti(target, files)
+    return target
+
+
+def _compile(program: ExportedProgram, configs: Mapping[str, Any], metadata: dict[str, str]) -> Any:
+    args, kwargs = program.example_inputs
+    options = {**configs, "aot_inductor.package": True, METADATA: dict(metadata)}  # Inductor adds to its metadata
+    return torch._inductor.aot_compile(program.module(check_guards=False), args, kwargs, options=options)
+
+
+def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, inputs: Sequence[Any]) -> dict[str, Any]:
+    """``inputs`` by the names of the arguments of ``forward``, in its order."""
+    try:
+        bound = inspect.signature(module.forward).bind(*inputs)
+    except TypeError as error:
+        fail(
+            ArgumentError,
+            WHERE,
+            f"inputs do not fit forward of {type(module).__name__}: {error}",
+            "one example for each argument",
+            "pass them in the order of forward",
+        )
+    arguments = dict(bound.arguments)
+    if not any(value is planner.state for value in arguments.values()):
+        fail(
+            ArgumentError,
+            WHERE,
+            "no input is the plan of the planner",
+            "planner.state as an argument of forward",
+            "take the plan as an argument; one that is an attribute of the module would be a constant of the graph",
+        )
+    for name, value in arguments.items():
+        if value is planner.state or value is planner.workspace:
+            continue
+        if isinstance(value, DecodePlan | PrefillPlan):
+            fail(UnsupportedError, WHERE, f"{name} is a plan of another planner", "one plan", "export two packages")
+        for leaf in pytree.tree_leaves(value):
+            if not isinstance(leaf, Tensor):
+                kind = type(leaf).__name__
+                fail(UnsupportedError, WHERE, f"{name} has a value of type {kind}", "tensors", "make it an attribute")
+    return arguments
+
+
+def _dynamic_shapes(
+    planner: DecodePlanner | PrefillPlanner, arguments: dict[str, Any], given: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """One entry for each argument, in order; fields of the plan have fixed sizes."""
+    for name in given:
+        if name not in arguments:
+            names = ", ".join(arguments)
+            fail(ArgumentError, WHERE, f"dynamic_shapes has {name!r}", f"some of {names}", "correct the name")
+        if arguments[name] is planner.state or arguments[name] is planner.workspace:
+            expected = "no entry, since the capacity of a plan is fixed"
+            fail(OptionError, WHERE, f"dynamic_shapes has {name!r}, which is the planner's", expected, "leave it out")
+    return tuple(
+        given[name] if name in given else pytree.tree_map(lambda t: {}, value) for name, value in arguments.items()
+    )
+
+
+class _PlanDecode(nn.Module):
+    def forward(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: DecodePlan) -> None:
+        torch.ops.attn.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan)
+
+
+class _PlanPrefill(nn.Module):
+    def forward(
+        self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: PrefillPlan
+    ) -> None:
+        torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan)
+
+
+def _export_plan(planner: DecodePlanner | PrefillPlanner) -> ExportedProgram:
+    """A program that plans up to ``max_batch`` requests, from ``max_pages`` page numbers."""
+    max_batch = int(planner.state.kv_len.shape[0])
+    indptr = torch.zeros(max_batch + 1, dtype=torch.int32, device=planner.device)
+    table = indptr, indptr.new_zeros(planner.max_pages), indptr[1:].clone()
+    batch = Dim("batch", min=1, max=max_batch) if max_batch > 1 else None
+    many: tuple[dict[int, Any], dict[int, Any]] = ({0: batch + 1}, {0: batch}) if batch else ({}, {})
+    fixed = pytree.tree_map(lambda t: {}, planner.state)
+    if isinstance(planner, DecodePlanner):
+        args, shapes = (*table, planner.state), (many[0], {}, many[1], fixed)
+        return torch.export.export(_PlanDecode(), args, dynamic_shapes=shapes)
+    rows = torch.zeros_like(indptr)
+    args_of_rows, shapes_of_rows = (rows, *table, planner.state), (many[0], many[0], {}, many[1], fixed)
+    return torch.export.export(_PlanPrefill(), args_of_rows, dynamic_shapes=shapes_of_rows)
+
+
+def _plan_metadata(planner: DecodePlanner | PrefillPlanner) -> dict[str, str]:
+    plan = planner.state
+    max_batch = int(plan.kv_len.shape[0])
+    capacity = {
+        "max_batch": max_batch,
+        "max_pages": planner.max_pages,
+        "max_tokens": planner.max_tokens if isinstance(planner, PrefillPlanner) else max_batch,
+        "cache_pages": planner.cache_pages or 0,
+        "max_splits": num_partials(plan) if isinstance(plan, PrefillPlan) else 0,
+    }
+    entries = {
+        "format": FORMAT,
+        "version": __version__,
+        "plan": type(plan).__name__,
+        "problem": _named(planner.problem._asdict()),
+        "capacity": _named(capacity),
+        "kv_block": str(KV_BLOCK),
+        "device": planner.device.type,
+        "fields": " ".join(plan._fields),
+        "workspace": str(planner.workspace.numel()),
+        **{f"field.{name}": _joined(field.shape) for name, field in plan._asdict().items()},
+    }
+    return {f"attn_ops.{name}": value for name, value in entries.items()}
+
+
+def _input_metadata(
+    planner: DecodePlanner | PrefillPlanner, arguments: dict[str, Any], program: ExportedProgram
+) -> dict[str, str]:
+    """What each tensor of the arguments is in the program, in order."""
+    named: list[tuple[str, str]] = []
+    for name, value in arguments.items():
+        role = "plan" if value is planner.state else "workspace" if value is planner.workspace else "input"
+        fields = planner.state._fields if role == "plan" else None
+        leaves, _ = pytree.tree_flatten_with_path(value)
+        for i, (path, _) in enumerate(leaves):
+            named.append((role, f"{name}.{fields[i]}" if fields else f"{name}{pytree.keystr(path)}".replace(" ", "")))
+    user_inputs = set(program.graph_signature.user_inputs)
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs]
+    entries = {"inputs": str(len(named))}
+    for i, ((role, name), node) in enumerate(zip(named, nodes, strict=True)):
+        t = node.meta["val"]
+        dtype = str(t.dtype).removeprefix("torch.")
+        entries[f"input.{i}"] = " ".join((role, name, dtype, t.device.type, _joined(t.shape), _joined(t.stride())))
+    return {f"attn_ops.{name}": value for name, value in entries.items()}
+
+
+def _named(numbers: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in numbers.items())
+
+
+def _joined(sizes: Sequence[Any]) -> str:
+    """``sizes`` as text, with ``?`` for symbols."""
+    return ",".join("?" if isinstance(size, torch.SymInt) else str(size) for size in sizes) or "-"

@@ -1,0 +1,326 @@
+"""The C++ API on packages of ``export_package``: results, the words of Python's errors, and memory after a refusal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import cpp_runner, oracle
+from helpers.page_tables import indptr, int32, page_table
+from torch import Tensor, nn
+from torch.export import Dim
+
+import attn_ops
+from attn_ops import cpp
+
+HELPERS = Path(cpp_runner.__file__).parent
+PAGES, PAGE, QO_HEADS, KV_HEADS, DIM = 24, 4, 4, 2, 16
+UNDEFINED = torch.tensor(torch.nan)
+
+
+class Result(NamedTuple):
+    """A case in the C++ process: ``ok`` or class and message, then its tensors afterwards."""
+
+    message: str
+    state: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+Case = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+def _run(package: str, cases: Sequence[Case], folder: Path, *planner: str) -> list[Result]:
+    torch.save([[list(table), list(inputs)] for table, inputs in cases], folder / "cases.pt")
+    program = cpp_runner.build(HELPERS / "cpp_api.cpp")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AOTI_")}
+    words = [str(program), package, str(folder / "cases.pt"), str(folder / "results.pt"), *planner]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    messages = done.stdout.splitlines()
+    return [Result(m, *r) for m, r in zip(messages, torch.load(folder / "results.pt"), strict=True)]
+
+
+def _python(call: Callable[..., Any], *args: Any) -> str:
+    try:
+        call(*args)
+    except attn_ops.errors.AttnOpsError as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
+def _padded(table: Sequence[Tensor], pages: int) -> list[Tensor]:
+    """``table`` with as many page numbers as the plan has, as the C++ API passes it."""
+    *indptrs, indices, last = table
+    return [*indptrs, torch.cat([indices, indices.new_zeros(pages - len(indices))]), last]
+
+
+class Decode(nn.Module):
+    def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.DecodePlan, workspace: Tensor) -> Any:
+        return torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], plan, workspace, return_lse=True)
+
+
+class Prefill(nn.Module):
+    def __init__(self, window_left: int) -> None:
+        super().__init__()
+        self.window_left = window_left
+
+    def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Any:
+        options = {"causal": True, "window_left": self.window_left, "return_lse": True}
+        return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, **options)
+
+
+SIZES = {"page_size": PAGE, "num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+
+
+def _cache() -> Tensor:
+    return torch.randn(PAGES, 2, PAGE, KV_HEADS, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def _q(rows: int) -> Tensor:
+    return torch.randn(rows, QO_HEADS, DIM, generator=torch.Generator().manual_seed(rows))
+
+
+def _expected(
+    q: Tensor, cache: Tensor, table: Sequence[Tensor], rows: Sequence[int], causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The oracle's result of a batch."""
+    kv_indptr, kv_indices, last = table
+    results = []
+    for b, request in enumerate(q.split(list(rows))):
+        pages = cache[kv_indices[kv_indptr[b] : kv_indptr[b + 1]].long()]
+        length = max(len(pages) - 1, 0) * PAGE + (int(last[b]) if len(pages) else 0)
+        k, v = (pages[:, i].flatten(0, 1)[:length] for i in (0, 1))
+        results.append(oracle.attention(request, k, v, causal=causal))
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def _assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_decode(tmp_path: Path) -> None:
+    planner = attn_ops.DecodePlanner(4, 16, **SIZES, max_kv_len=40, num_ctas=3, cache_pages=PAGES)
+    inputs = (_q(3), _cache(), planner.state, planner.workspace)
+    package = attn_ops.export_package(
+        Decode(), planner, inputs, tmp_path / "decode.pt2", dynamic_shapes={"q": {0: Dim("batch", min=1, max=4)}}
+    )
+    good = page_table([7, 0, 20], PAGE)
+    kv_indptr, kv_indices, last = good
+    q, cache = _q(3), _cache()
+    tables = {
+        "another batch": page_table([1, 40, 3, 9], PAGE),
+        "one request": page_table([13], PAGE),
+        "int64": [t.long() for t in good],
+        "starts above 0": (kv_indptr + 1, kv_indices, last),
+        "falls": (int32([0, 3, 2, 7]), kv_indices, last),
+        "an indptr of 2 dimensions": (kv_indptr[None], kv_indices, last),
+        "no indptr": (int32([]), kv_indices, last),
+        "too few last lengths": (kv_indptr, kv_indices, last[:2]),
+        "last length 0": (kv_indptr, kv_indices, int32([0, 0, 4])),
+        "last length above the page": (kv_indptr, kv_indices, int32([3, 0, 5])),
+        "too few page numbers": (kv_indptr, kv_indices[:-1], last),
+        "negative page": (kv_indptr, kv_indices - 7, last),
+        "page beyond the cache": (kv_indptr, kv_indices + PAGES, last),
+        "too many requests": page_table([1, 2, 3, 4, 5], PAGE),
+        "too many pages": page_table([40, 30], PAGE),
+        "too long a request": page_table([41], PAGE),
+        "too many page numbers": (kv_indptr, torch.cat([kv_indices, int32([0] * 10)]), last),
+        "floats": (kv_indptr.float(), kv_indices, last),
+        "good": good,
+    }
+    cases: list[Case] = [(good, [q, cache]), *((table, []) for table in tables.values())]
+    results = _run(package, cases, tmp_path)
+    assert results[0].message == "ok"
+    _assert_equal(results[0].outputs, _expected(q, cache, good, [1] * 3, causal=False))
+    before = results[0]
+    for (name, table), result in zip(tables.items(), results[1:], strict=True):
+        said = _python(planner.plan, *table)
+        if name in ("an indptr of 2 dimensions",):  # C++ has one message for every tensor of a page table
+            assert result.message == "ShapeError: plan: kv_indptr is [1, 4]; expected one dimension; flatten it"
+        else:
+            assert result.message == said, name
+        assert (said == "ok") == (name in ("another batch", "one request", "int64", "good")), said
+        expected = before.state
+        if said == "ok":
+            expected = (*planner.plan(*_padded(table, 16)), before.state[-1])
+        for one, other in zip(result.state, expected, strict=True):
+            assert torch.equal(one, other), name
+        before = result
+
+    strided = cache.transpose(0, 1).contiguous().transpose(0, 1)
+    bad = {
+        "too few": ([q], "ArgumentError: run: there are 1 inputs; expected 2: q, cache; pass the tensors of forward"),
+        "undefined": ([q, UNDEFINED], "ArgumentError: run: cache is undefined; expected a tensor; pass a tensor"),
+        "dtype": ([q.half(), cache], "DTypeError: run: q is float16; expected float32; convert it"),
+        "rank": ([q[0], cache], "ShapeError: run: q is [4, 16]; expected [?, 4, 16]; pass tensors like the exported"),
+        "size": ([q, cache[:-1]], "ShapeError: run: cache is [23, 2, 4, 2, 16]; expected [24, 2, 4, 2, 16]; pass"),
+        "strides": ([q, strided], "ShapeError: run: cache has strides [128, 3072, 32, 16, 1]; expected [256, 128, 32,"),
+        "rows": (
+            [_q(5), cache],
+            "q has 5 rows and the plan capacity for 4 requests; expected max_batch of at least 5;",
+        ),
+    }
+    results = _run(package, [(good, [q, cache]), *(([], inputs) for inputs, _ in bad.values())], tmp_path)
+    for (name, (given, message)), result in zip(bad.items(), results[1:], strict=True):
+        if name == "rows":
+            assert message in result.message or torch.__version__ < "2.13"  # before, the loader prints the message
+            assert result.message.startswith("CapacityError: ") or torch.__version__ < "2.13"
+        else:
+            assert result.message.startswith(message)
+        for one, other in zip(result.state, results[0].state, strict=True):
+            assert torch.equal(one, other), name
+        for one, other in zip(result.inputs, given, strict=True):
+            assert other is UNDEFINED or torch.equal(one, other), name
+        assert not result.outputs
+
+    more = attn_ops.DecodePlanner(4, 17, **SIZES, max_kv_len=40, num_ctas=3)
+    others: dict[Any, str] = {
+        more: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
+        attn_ops.PrefillPlanner(
+            2, 4, 16, **SIZES
+        ): "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
+    }
+    for other, message in others.items():
+        step: nn.Module = Decode() if other is more else Prefill(window_left=-1)
+        other_package = attn_ops.export_package(
+            step, other, (_q(2), _cache(), other.state, other.workspace), tmp_path / "other.pt2"
+        )
+        (result,) = _run(package, [([], [q, cache])], tmp_path, other_package)
+        assert result.message.startswith(f"PlanError: run: {message}")
+        assert not any(t.any() for t in result.state)
+
+
+@pytest.mark.slow
+def test_prefill_with_a_fixed_split_size(tmp_path: Path) -> None:
+    planner = attn_ops.PrefillPlanner(
+        3, 40, 80, **SIZES, causal=True, window_left=100, fixed_split_size=16, num_ctas=6, tile_rows=8, max_kv_len=300
+    )
+    inputs = (_q(5), _cache(), planner.state, planner.workspace)
+    package = attn_ops.export_package(
+        Prefill(window_left=100),
+        planner,
+        inputs,
+        tmp_path / "prefill.pt2",
+        dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}},
+    )
+
+    def case(lengths: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
+        return [indptr(rows), *page_table(lengths, PAGE)]
+
+    q, cache, good = _q(11), _cache(), case([9, 30, 0], [4, 7, 0])
+    tables = {
+        "two splits": case([120], [8]),
+        "six splits": case([120, 100], [16, 8]),
+        "eight splits": case([120, 100], [16, 16]),
+        "narrowed by the window": case([300], [8]),
+        "more rows than keys": case([70], [40]),
+        "too many rows": case([9, 30], [21, 20]),
+        "rows of another batch": [indptr([4, 7]), *good[1:]],
+        "rows that fall": [int32([0, 4, 3, 11]), *good[1:]],
+        "rows that start above 0": [good[0] + 1, *good[1:]],
+        "no rows": good[1:],
+    }
+    cases: list[Case] = [(good, [q, cache]), *((table, []) for table in tables.values())]
+    results = _run(package, cases, tmp_path)
+    assert results[0].message == "ok"
+    _assert_equal(results[0].outputs, _expected(q, cache, good[1:], [4, 7, 0], causal=True))
+    said = {name: _python(planner.plan, *table) for name, table in tables.items() if name != "no rows"}
+    assert {text.split(":")[0] for text in said.values()} == {"ok", "CapacityError", "ShapeError", "PageTableError"}
+    assert "the batch makes 8 splits of 64 tokens and the plan capacity for 6" in said["eight splits"]
+    said["no rows"] = (
+        "ArgumentError: plan: qo_indptr is missing; expected qo_indptr, since this is a prefill plan; "
+        "pass it before the page table"
+    )
+    before = results[0]
+    for (name, table), result in zip(tables.items(), results[1:], strict=True):
+        assert result.message == said[name], name
+        expected = before.state
+        if said[name] == "ok":
+            expected = (*planner.plan(*_padded(table, 80)), before.state[-1])
+        for one, other in zip(result.state, expected, strict=True):
+            assert torch.equal(one, other), name
+        before = result
+
+
+PAGE_TABLE = """\
+batch 6 | 0 0 0 0 | | 0 0 0
+batch 3 | 0 2 2 3 | 0 1 2 | 3 0 4
+batch 2 | 0 2 2 4 | 0 1 2 3 | 4 0 1
+CapacityError: append: request 1 needs 3 more pages and the cache has 2 free; expected a free page for every 4 tokens; \
+release a request, or make the cache larger
+{same}
+CapacityError: append: request 1 needs 2305843009213693952 more pages and the cache has 2 free; \
+expected a free page for every 4 tokens; release a request, or make the cache larger
+{same}
+OptionError: append: tokens is -1; expected 0 or more; release the request to shrink it
+{same}
+ArgumentError: append: there is no request 7; expected a request that add() returned; \
+do not use a request after its release()
+{same}
+ArgumentError: release: there is no request 7; expected a request that add() returned; \
+do not use a request after its release()
+{same}
+ArgumentError: batch: there is no request 7; expected a request that add() returned; \
+do not use a request after its release()
+{same}
+OptionError: PageTable: cache_pages is 0; expected at least 1; make it larger
+{same}
+OptionError: PageTable: page_size is 2147483648; expected at most 2147483647; make it smaller
+{same}
+ArgumentError: length: there is no request 0; expected a request that add() returned; \
+do not use a request after its release()
+batch 4 | 0 2 2 | 2 3 | 1 0
+batch 0 | 0 2 6 | 2 3 0 1 4 5 | 1 1
+length 13 pages 4
+""".format(same="batch 2 | 0 2 2 4 | 0 1 2 3 | 4 0 1")
+
+
+def _find_package_works() -> bool:
+    return shutil.which("cmake") is not None and (torch.version.cuda is None or shutil.which("nvcc") is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _find_package_works(), reason="needs CMake, and CUDA's compiler if torch is for CUDA")
+def test_page_table_in_a_cmake_project(tmp_path: Path) -> None:
+    """Growth, release and refusals, in a program that finds the headers by ``python -m attn_ops.cpp``."""
+    command = [sys.executable, "-m", "attn_ops.cpp", "--cmake-prefix"]
+    prefix = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.18)\nproject(table CXX)\nfind_package(attn_ops 0.1 REQUIRED)\n"
+        f'add_executable(table "{HELPERS / "cpp_page_table.cpp"}")\n'
+        "target_link_libraries(table PRIVATE attn_ops::attn_ops)\n"
+    )
+    for step in (["-S", ".", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}"], ["--build", "build"]):
+        done = subprocess.run(["cmake", *step], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run([str(tmp_path / "build/table")], capture_output=True, text=True, check=True)
+    assert done.stdout == PAGE_TABLE
+
+
+@pytest.mark.slow
+def test_a_file_that_is_no_package_of_export_package(tmp_path: Path) -> None:
+    program = cpp_runner.build(HELPERS / "cpp_api.cpp")
+    (tmp_path / "text.pt2").write_text("no archive")
+    for name in ("absent.pt2", "text.pt2"):
+        words = [str(program), str(tmp_path / name), "cases.pt", "results.pt"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert f"PackageError: package: cannot load {tmp_path / name}: " in done.stderr
+
+
+def test_the_folders_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    cpp.main(["--include"])
+    assert (Path(capsys.readouterr().out.strip()) / "attn_ops/attn_ops.h").is_file()
+    ours, of_torch = cpp.cmake_prefix().split(";")
+    assert (Path(ours) / "share/cmake/attn_ops/attn_ops-config.cmake").is_file()
+    assert (Path(of_torch) / "share/cmake/Torch/TorchConfig.cmake").is_file()

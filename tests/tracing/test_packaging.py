@@ -1,0 +1,187 @@
+"""``export_package``: a step and its planning in one package, with metadata for C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import decoder as d
+from torch import Tensor, nn
+from torch.export import Dim
+
+import attn_ops
+from attn_ops import errors
+from attn_ops.plan.state import workspace_size
+
+BATCH = {"x": {0: Dim("batch", min=1, max=d.BATCH)}}
+
+
+def _metadata(package: str, model: str) -> dict[str, str]:
+    from torch._inductor.package import load_package
+
+    loaded: Any = load_package(package, model)
+    return loaded.get_metadata() if hasattr(loaded, "get_metadata") else loaded.loader.get_metadata()
+
+
+@pytest.mark.slow
+def test_a_package_describes_itself(tmp_path: Path) -> None:
+    planner, folder = d.planner(), tmp_path / "new"
+    configs = {"aot_inductor.metadata": {"model": "decoder"}}
+    inputs = (*d.inputs(), planner.state, planner.workspace)
+    package = attn_ops.export_package(
+        d.decoder(), planner, inputs, folder / "step.pt2", dynamic_shapes=BATCH, inductor_configs=configs
+    )
+    assert package == str(folder / "step.pt2")
+    assert configs == {"aot_inductor.metadata": {"model": "decoder"}}, "the caller's options are left alone"
+
+    found = _metadata(package, "model")
+    own = {name.removeprefix("attn_ops."): text for name, text in found.items() if name.startswith("attn_ops.")}
+    assert found["model"] == "decoder"
+    assert own["version"] == attn_ops.__version__
+    assert own["capacity"] == "max_batch=4 max_pages=128 max_tokens=4 cache_pages=128 max_splits=0"
+    assert own["problem"].startswith(
+        "page_size=4 num_qo_heads=4 num_kv_heads=2 head_dim_qk=16 head_dim_vo=16 max_kv_len"
+    )
+    assert own["plan"] == "DecodePlan"
+    assert own["device"] == "cpu"
+    assert tuple(own["fields"].split()) == attn_ops.DecodePlan._fields
+    for name, field in planner.state._asdict().items():
+        assert own[f"field.{name}"] == ",".join(map(str, field.shape))
+    assert own["workspace"] == str(workspace_size(planner.state))
+    assert own["inputs"] == "12"
+    assert own["input.0"] == "input x float32 cpu ?,64 64,1"
+    assert own["input.2"] == "input second float32 cpu 128,2,4,2,16 256,128,32,16,1"
+    assert own["input.7"] == "plan plan.work int32 cpu 7,8 8,1"
+    assert own["input.11"] == f"workspace workspace float32 cpu {workspace_size(planner.state)} 1"
+    assert {name: text for name, text in _metadata(package, "plan").items() if name in ("attn_ops.plan", "model")} == {
+        "attn_ops.plan": "DecodePlan"
+    }
+
+
+class Attend(nn.Module):
+    """Prefill over a paged cache, with the caches in a list and an LSE."""
+
+    def forward(self, caches: list[Tensor], q: Tensor, state: attn_ops.PrefillPlan, scratch: Tensor) -> Any:
+        return torch.ops.attn.batch_prefill(q, *caches, state, scratch, causal=True, return_lse=True)
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_package_is_that_of_the_planner(tmp_path: Path) -> None:
+    """Also for prefill, with nested inputs under other names."""
+    from torch._inductor.package import load_package
+
+    planner = attn_ops.PrefillPlanner(
+        3, 40, 16, page_size=4, num_qo_heads=4, num_kv_heads=2, head_dim=16, causal=True, num_ctas=4
+    )
+    caches = [torch.randn(16, 4, 2, 16) for _ in range(2)]
+    q = torch.randn(11, 4, 16)
+    package = attn_ops.export_package(
+        Attend(),
+        planner,
+        (caches, q, planner.state, planner.workspace),
+        tmp_path / "prefill.pt2",
+        dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}},
+    )
+    found = _metadata(package, "model")
+    assert found["attn_ops.input.1"] == "input caches[1] float32 cpu 16,4,2,16 128,32,16,1"
+    assert found["attn_ops.input.3"].startswith("plan state.problem int32 cpu 0,4,4,2,16,16,")
+    assert "max_batch=3 max_pages=16 max_tokens=40 cache_pages=0 max_splits=4" in found["attn_ops.capacity"]
+
+    step, fill = load_package(package, "model"), load_package(package, "plan")
+    for lengths, rows in (([9, 30], [4, 7]), ([3], [3])):
+        pages = [-(-n // 4) for n in lengths]
+        qo_indptr = torch.tensor([0, *rows]).cumsum(0).int()
+        kv_indptr = torch.tensor([0, *pages]).cumsum(0).int()
+        indices = torch.randperm(16).int()
+        last = torch.tensor([(n - 1) % 4 + 1 for n in lengths]).int()
+        plan = attn_ops.PrefillPlan(*(torch.zeros_like(field) for field in planner.state))
+        fill(qo_indptr, kv_indptr, indices, last, plan)
+        expected = planner.plan(qo_indptr, kv_indptr, indices, last)
+        for name, one, other in zip(plan._fields, plan, expected, strict=True):
+            assert torch.equal(one, other), name
+        q = torch.randn(sum(rows), 4, 16)
+        for one, other in zip(
+            step(caches, q, plan, planner.workspace), Attend()(caches, q, expected, planner.workspace), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+
+
+class Scaled(nn.Module):
+    def forward(self, q: Tensor, cache: Tensor, scale: float, plan: attn_ops.DecodePlan, workspace: Tensor) -> Tensor:
+        return torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], plan, workspace, sm_scale=scale)[0]
+
+
+def _changed(**changes: Any) -> Callable[[attn_ops.DecodePlanner], dict[str, Any]]:
+    """Arguments of a valid call with these changes, each a function of the planner."""
+
+    def arguments(planner: attn_ops.DecodePlanner) -> dict[str, Any]:
+        valid = {
+            "module": d.decoder(),
+            "inputs": (*d.inputs(), planner.state, planner.workspace),
+            "path": "step.pt2",
+        }
+        return valid | {name: change(planner) for name, change in changes.items()}
+
+    return arguments
+
+
+REFUSALS = {
+    "path": (
+        _changed(path=lambda p: "step.so"),
+        errors.OptionError,
+        "export_package: path is 'step.so'; expected a name that ends with .pt2; rename the file",
+    ),
+    "too few inputs": (
+        _changed(inputs=lambda p: (*d.inputs(), p.state)),
+        errors.ArgumentError,
+        "inputs do not fit forward of Decoder: missing a required argument: 'workspace'",
+    ),
+    "no plan": (
+        _changed(inputs=lambda p: (*d.inputs(), attn_ops.DecodePlan(*map(torch.clone, p.state)), p.workspace)),
+        errors.ArgumentError,
+        "no input is the plan of the planner; expected planner.state as an argument of forward",
+    ),
+    "another plan": (
+        _changed(inputs=lambda p: (*d.inputs()[:2], d.planner().state, p.state, p.workspace)),
+        errors.UnsupportedError,
+        "second is a plan of another planner; expected one plan; export two packages",
+    ),
+    "a number": (
+        _changed(
+            module=lambda p: Scaled(),
+            inputs=lambda p: (torch.zeros(2, 4, 16), d.inputs()[1], 0.5, p.state, p.workspace),
+        ),
+        errors.UnsupportedError,
+        "scale has a value of type float; expected tensors; make it an attribute",
+    ),
+    "an unknown name": (
+        _changed(dynamic_shapes=lambda p: {"y": {}}),
+        errors.ArgumentError,
+        "dynamic_shapes has 'y'; expected some of x, first, second, plan, workspace; correct the name",
+    ),
+    "a dynamic plan": (
+        _changed(dynamic_shapes=lambda p: {"plan": p.state}),
+        errors.OptionError,
+        "dynamic_shapes has 'plan', which is the planner's; expected no entry",
+    ),
+    "metadata": (
+        _changed(inductor_configs=lambda p: {"aot_inductor.metadata": {"layers": 2}}),
+        errors.UnsupportedError,
+        "aot_inductor.metadata is {'layers': 2}; expected strings by name; convert keys and values to strings",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_before_anything_is_compiled(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changed, error, message = REFUSALS[case]
+    planner = d.planner()
+    arguments = changed(planner)
+    with pytest.raises(error) as raised:
+        attn_ops.export_package(planner=planner, **arguments)
+    assert message in str(raised.value)
+    assert not list(tmp_path.iterdir())
