@@ -184,13 +184,11 @@ def _export_plan(planner: DecodePlanner | PrefillPlanner) -> ExportedProgram:
     table = indptr, indptr.new_zeros(planner.max_pages), indptr[1:].clone()
     batch = Dim("batch", min=1, max=max_batch) if max_batch > 1 else None
     many: tuple[dict[int, Any], dict[int, Any]] = ({0: batch + 1}, {0: batch}) if batch else ({}, {})
-    fixed = pytree.tree_map(lambda t: {}, planner.state)
+    table_shapes: tuple[Any, ...] = (many[0], {}, many[1], pytree.tree_map(lambda t: {}, planner.state))
     if isinstance(planner, DecodePlanner):
-        args, shapes = (*table, planner.state), (many[0], {}, many[1], fixed)
-        return torch.export.export(_PlanDecode(), args, dynamic_shapes=shapes)
-    rows = torch.zeros_like(indptr)
-    args_of_rows, shapes_of_rows = (rows, *table, planner.state), (many[0], many[0], {}, many[1], fixed)
-    return torch.export.export(_PlanPrefill(), args_of_rows, dynamic_shapes=shapes_of_rows)
+        return torch.export.export(_PlanDecode(), (*table, planner.state), dynamic_shapes=table_shapes)
+    inputs = (torch.zeros_like(indptr), *table, planner.state)
+    return torch.export.export(_PlanPrefill(), inputs, dynamic_shapes=(many[0], *table_shapes))
 
 
 def _plan_metadata(planner: DecodePlanner | PrefillPlanner) -> dict[str, str]:

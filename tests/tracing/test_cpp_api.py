@@ -252,6 +252,50 @@ def test_prefill_with_a_fixed_split_size(tmp_path: Path) -> None:
         before = result
 
 
+class Ragged(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Tensor:
+        return torch.ops.attn.ragged_prefill(q, k, v, plan, workspace, causal=True)[0]
+
+
+@pytest.mark.slow
+def test_ragged_prefill_of_one_request(tmp_path: Path) -> None:
+    """A capacity for one request is a fixed size of the package."""
+    planner = attn_ops.PrefillPlanner(
+        1, 16, 0, num_qo_heads=QO_HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, causal=True, max_kv_len=50
+    )
+    tokens, rows = Dim("tokens", min=1, max=50), Dim("rows", min=1, max=16)
+    k, v = (torch.randn(30, KV_HEADS, DIM, generator=torch.Generator().manual_seed(i)) for i in (2, 3))
+    package = attn_ops.export_package(
+        Ragged(),
+        planner,
+        (_q(4), k, v, planner.state, planner.workspace),
+        tmp_path / "ragged.pt2",
+        dynamic_shapes={"q": {0: rows}, "k": {0: tokens}, "v": {0: tokens}},
+    )
+    tables = {
+        "good": [indptr([7]), indptr([21])],
+        "too long": [indptr([7]), indptr([51])],
+        "two requests": [indptr([3, 4]), indptr([20, 1])],
+        "another length": [indptr([16]), indptr([50])],
+    }
+    cases: list[Case] = [(table, []) for table in tables.values()]
+    results = _run(package, [*cases, (tables["good"], [_q(7), k[:21], v[:21]])], tmp_path)
+    before = [torch.zeros_like(t) for t in (*planner.state, planner.workspace)]
+    for (name, table), result in zip(tables.items(), results, strict=False):
+        assert result.message == _python(planner.plan, *table), name
+        assert (result.message == "ok") == (name in ("good", "another length"))
+        if result.message == "ok":
+            before = [*planner.plan(*table), planner.workspace]
+        for one, other in zip(result.state, before, strict=True):
+            assert torch.equal(one, other), name
+        before = list(result.state)
+    expected, _ = oracle.attention(_q(7), k[:21], v[:21], causal=True)
+    torch.testing.assert_close(results[-1].outputs[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+    (result,) = _run(package, [(page_table([4], 1)[:1] * 2 + page_table([4], 1)[1:], [])], tmp_path)
+    assert result.message.startswith("CapacityError: plan_prefill: the batch has 4 pages and the plan capacity for 0")
+
+
 PAGE_TABLE = """\
 batch 6 | 0 0 0 0 | | 0 0 0
 batch 3 | 0 2 2 3 | 0 1 2 | 3 0 4
