@@ -106,9 +106,12 @@ def test_a_query_of_fewer_rows_than_planned(
     case = replace(PREFILL_BASE, kv_lens=(37, 300), qo_lens=(5, 33), planner=planner)
     setup, rows, memory = Setup("prefill", case, device), 20, list[torch.Tensor]()
 
-    def allocate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool) -> tuple[torch.Tensor, ...]:
+    def allocate(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, out_dtype: torch.dtype | None
+    ) -> tuple[torch.Tensor, ...]:
         """Results with memory of 100 rows behind them."""
         assert return_lse
+        assert out_dtype is None
         sizes = (rows + 100, q.shape[1], v.shape[-1]), (rows + 100, q.shape[1])
         memory[:] = [torch.full(size, 7.0, device=q.device) for size in sizes]
         return tuple(t[:rows] for t in memory)
