@@ -355,10 +355,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             assert p is not None
             p.check(call)
             tensors = groups.dequantize(tensors, p.plan.kv_indices)
-            fields = {
-                **p.plan._asdict(),
-                "kv_indices": self._page_numbers,
-            }  # Dynamo of torch 2.11 passes no _replace to an op
+            # Dynamo of torch 2.11 passes no result of _replace() to an op.
+            fields = {**p.plan._asdict(), "kv_indices": self._page_numbers}
             call = call._replace(tensors=tensors, plan=replace(p, plan=PrefillPlan(**fields), dtypes=None))
         return call.execute()
 

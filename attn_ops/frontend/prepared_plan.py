@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-_SCALARS = (int, float, str, bool, type(None), torch.dtype)
+_SCALARS = (int, float, str, type(None), torch.dtype)
+"""Arguments of plan() that are compared by value. bool is an int."""
 
 
 class PreparedPlan(NamedTuple):

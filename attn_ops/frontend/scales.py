@@ -48,6 +48,7 @@ class FoldedScales(NamedTuple):
 
     @property
     def scales_output(self) -> bool:
+        """Whether the output is multiplied by anything but 1. Reads no tensor."""
         return isinstance(self.output, Tensor) or self.output != 1.0
 
 
