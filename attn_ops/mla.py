@@ -345,7 +345,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             if groups is not None:
                 tensors = groups.dequantize(tensors, tables.flatten())
                 tables = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device).view(tables.shape)
-            return latent_call(where, tensors, tables, lens, rows, options, output, scales).execute()
+            return latent_call(where, tensors, tables, lens, rows, options, output, scales)
         if kv_len is not None:
             required(where, page_table=page_table)
         sm_scale = None if bmm1_scale is None else 1.0
@@ -358,7 +358,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             # Dynamo of torch 2.11 passes no result of _replace() to an op.
             fields = {**p.plan._asdict(), "kv_indices": self._page_numbers}
             call = call._replace(tensors=tensors, plan=replace(p, plan=PrefillPlan(**fields), dtypes=None))
-        return call.execute()
+        return call
 
     def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Tensor:
         """Decode without a plan: ``q [batch, num_heads, ckv + kpe]`` or a pair, by ``page_table`` and ``seq_lens``.

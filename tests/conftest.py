@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 from helpers.backends import INTERPRETED, cpu_calls_on_each_backend, install_interpreter  # noqa: F401  a fixture
-from helpers.fake_driver import fake_driver, fake_driver_library, loads  # noqa: F401  fixtures
+from helpers.fake_driver import fake_driver, fake_driver_library  # noqa: F401  fixtures
 
 import attn_ops  # noqa: F401  registers the ops
 from attn_ops.ops import backends

@@ -14,6 +14,7 @@ void *stream, *function;
 unsigned char values[128][8];
 int sizes[128];  // bytes of each parameter, set by a test
 long long map[24];
+int device, answer_device, capturing;
 static __thread CUcontext stack[4] = {0};
 static __thread int depth;
 
@@ -29,6 +30,8 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) {
   return answer_retain;
 }
 CUresult cuCtxGetCurrent(CUcontext *c) { *c = depth ? stack[depth - 1] : 0; return CUDA_SUCCESS; }
+CUresult cuCtxGetDevice(CUdevice *d) { *d = device; return answer_device; }
+CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = capturing; return CUDA_SUCCESS; }
 CUresult cuCtxPushCurrent_v2(CUcontext c) { stack[depth++] = c; __sync_fetch_and_add(&pushes, 1); return CUDA_SUCCESS; }
 CUresult cuCtxPopCurrent_v2(CUcontext *c) { *c = stack[--depth]; __sync_fetch_and_add(&pops, 1); return CUDA_SUCCESS; }
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *m) {

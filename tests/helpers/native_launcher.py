@@ -75,7 +75,9 @@ class FakeLibcuda:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "libcuda.so"
-        includes = [f"-I{path}" for path in images.cuda_includes()]
+        from triton.backends.nvidia.driver import include_dirs
+
+        includes = [f"-I{path}" for path in include_dirs]
         source = HERE / "fake_libcuda.c"
         subprocess.run(["gcc", "-shared", "-fPIC", *includes, str(source), "-o", str(self.path)], check=True)
         self.library = ctypes.CDLL(str(self.path))
@@ -92,8 +94,8 @@ class FakeLibcuda:
 
     def reset(self) -> None:
         counters = ("loads", "launches", "maps", "pushes", "pops")
-        answers = ("retain", "load", "function", "encode", "launch")
-        self.set(**dict.fromkeys(counters, 0), **{f"answer_{name}": 0 for name in answers})
+        answers = ("retain", "load", "function", "encode", "launch", "device")
+        self.set(device=0, capturing=0, **dict.fromkeys(counters, 0), **{f"answer_{name}": 0 for name in answers})
         self.set(answer_version=13000, answer_major=9, answer_minor=0)
         self.sizes_of(())
 

@@ -19,12 +19,12 @@ FOLDERS = {"": "attn_ops", "kernels": "kernels", "meta": "meta"}
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "exports", "cpp", "ops", "ops.tuning_table", "eager", "frontend.policy", "typed"),
-    ("plan.state", "ops.options", "eager.launch_cache", "native"),
+    ("plan.state", "ops.options", "native"),
+    ("eager.prepared_call",),
     ("plan", "meta", "eager.startup"),
     ("kernels",),
     ("ops.schemas", "ops.unsupported", "ops.backends", "ops.checks", "ops.inductor", "flops"),
     ("ops.register",),
-    ("eager.prepared_call",),
     ("planner",),
     ("plan.resizable", "collect_env", "packaging"),
     ("frontend",),
