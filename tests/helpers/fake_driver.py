@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.native_launcher import STREAM, FakeLibcuda
 from torch import Tensor
 
 from attn_ops.eager import prepared_call
 from attn_ops.eager.prepared_call import Launch
 from attn_ops.native import images
+from helpers.native_launcher import STREAM, FakeLibcuda
 
 needs_the_module = pytest.mark.skipif(not prepared_call.is_available(), reason=prepared_call.NATIVE_REASON)
 

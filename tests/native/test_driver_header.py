@@ -17,12 +17,21 @@ from triton.backends.nvidia.driver import include_dirs
 
 pytestmark = needs_a_compiler
 
-LAYOUTS = """
-sizeof(CUtensorMap) alignof(CUtensorMap) sizeof(CUlaunchAttribute) offsetof(CUlaunchAttribute,value)
-sizeof(CUlaunchConfig) offsetof(CUlaunchConfig,sharedMemBytes) offsetof(CUlaunchConfig,hStream)
-offsetof(CUlaunchConfig,attrs) offsetof(CUlaunchConfig,numAttrs) sizeof(CUresult) sizeof(CUdevice)
-sizeof(CUstreamCaptureMode) sizeof(CUtensorMapSwizzle)
-""".split()
+LAYOUTS = [
+    "sizeof(CUtensorMap)",
+    "alignof(CUtensorMap)",
+    "sizeof(CUlaunchAttribute)",
+    "offsetof(CUlaunchAttribute,value)",
+    "sizeof(CUlaunchConfig)",
+    "offsetof(CUlaunchConfig,sharedMemBytes)",
+    "offsetof(CUlaunchConfig,hStream)",
+    "offsetof(CUlaunchConfig,attrs)",
+    "offsetof(CUlaunchConfig,numAttrs)",
+    "sizeof(CUresult)",
+    "sizeof(CUdevice)",
+    "sizeof(CUstreamCaptureMode)",
+    "sizeof(CUtensorMapSwizzle)",
+]
 
 NAMED = {"CUstreamCaptureMode": "int", "CUtensorMapSwizzle": "int"}
 """Types of cuda.h that driver.h has no name for."""
