@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import OpCall, PreparedCalls, prepared
+from attn_ops.eager.prepared_call import OpCall, PreparedCalls, new_caches, prepared
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import (
     ArgumentError,
@@ -145,7 +145,7 @@ class _Planner:
     workspace: Tensor
 
     def __init__(self) -> None:
-        self._prepared = PreparedCalls()
+        self._prepared: tuple[PreparedCalls, int] | None = None
 
     def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None) -> None:
         """Hold the plan, and ``workspace`` or a new one."""
@@ -169,10 +169,11 @@ class _Planner:
                 "allocate that many",
             )
         self.state, self.workspace = plan, workspace
+        self._prepared = new_caches(self.device)
         mark_static(*plan, workspace)
 
     def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
-        return (self._prepared, 0) if self.device.type == "cuda" else None
+        return self._prepared
 
     def _constants(self) -> Sequence[Tensor]:
         return self.state

@@ -50,6 +50,11 @@ def is_available() -> bool:
     return _C is not None
 
 
+def new_caches(device: torch.device, number: int = 0) -> tuple[PreparedCalls, int] | None:
+    """For a plan on ``device``; ``number`` belongs to the key. None where calls are not prepared."""
+    return (PreparedCalls(), number) if is_available() and device.type == "cuda" else None
+
+
 class Launch(NamedTuple):
     """A launch of a loaded kernel: an ``Image`` of the extension module, and what its parameters come from."""
 
@@ -291,7 +296,7 @@ def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: HasPreparedCalls, *args: Any, **kwargs: Any) -> Any:
-        caches = None if _C is None or torch.compiler.is_compiling() else self._prepared_calls()
+        caches = None if torch.compiler.is_compiling() else self._prepared_calls()
         if caches is None:
             return method(self, *args, **kwargs).execute()
         calls, number = caches

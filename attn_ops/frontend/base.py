@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall, Planned, as_sinks
-from attn_ops.eager.prepared_call import PreparedCalls
+from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
@@ -76,12 +76,19 @@ class PlannedBatch:
     exact: bool
     keys: Tensor | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
-    prepared: PreparedCalls = field(default_factory=PreparedCalls, init=False)
+    prepared: tuple[PreparedCalls, int] | None = field(default=None, init=False)
+    """The prepared calls of run(), with the planned numbers of rows and ragged keys in one integer; None on the CPU."""
+
+    def __post_init__(self) -> None:
+        rows, keys = self.rows.shape[0], self.keys
+        self.prepared = new_caches(self.workspace.device, rows if keys is None else rows << 32 | keys.shape[0])
 
     def keep_prepared(self, earlier: PlannedBatch | None) -> None:
         """Take the prepared calls of an earlier batch whose calls differ in the number of rows and keys alone."""
-        if earlier is not None and self._identity() == earlier._identity():
-            self.prepared = earlier.prepared
+        if earlier is None or earlier.prepared is None or self.prepared is None:
+            return
+        if self._identity() == earlier._identity():
+            self.prepared = earlier.prepared[0], self.prepared[1]
 
     def _identity(self) -> tuple[Any, ...]:
         """What run() depends on, apart from these numbers; tensors by identity."""
@@ -251,12 +258,7 @@ class Wrapper:
     # ------------------------------------------------------------------------------------------- prepared eager calls
 
     def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
-        """Those of the plan, with the planned numbers of rows and ragged keys in one integer."""
-        planned = self._planned
-        if planned is None or self.device.type != "cuda":
-            return None
-        rows, keys = planned.rows.shape[0], planned.keys
-        return planned.prepared, rows if keys is None else rows << 32 | keys.shape[0]
+        return None if self._planned is None else self._planned.prepared
 
     def _constants(self) -> list[Tensor]:
         p = self._planned

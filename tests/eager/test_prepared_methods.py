@@ -16,6 +16,7 @@ from torch import Tensor
 import attn_ops
 from attn_ops.eager import prepared_call
 from attn_ops.eager.prepared_call import CapturedCall, OpCall, PreparedCalls, outputs_of, prepared
+from attn_ops.frontend import base
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
 
@@ -244,18 +245,13 @@ def test_a_copy_of_the_owner_has_its_own_prepared_calls(merger: Merger, duplicat
     assert (merger.calls, other.calls) == (1, 2)
 
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
 def _wrapper() -> tuple[Any, list[Tensor]]:
     wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     return wrapper, [torch.tensor(t, dtype=torch.int32) for t in ([0, 2, 3], [4, 1, 2], [3, 16])]
 
 
 def _plan(wrapper: Any, table: list[Tensor], **options: Any) -> None:
-    wrapper.device = CPU
     wrapper.plan(*table, 4, 2, 16, 16, q_data_type=torch.float32, **options)
-    wrapper.device = CUDA
 
 
 @pytest.fixture
@@ -263,6 +259,7 @@ def launches(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``launches()`` of the fake driver, one for each replay."""
     for op in ("batch_decode", "ragged_prefill"):
         monkeypatch.setitem(prepared_call.OP_CACHES, op, FakeCache(op, 0, 2))
+    monkeypatch.setattr(base, "new_caches", lambda device, number: (PreparedCalls(), number))
     return lambda: fake_driver.get("launches")
 
 
@@ -279,9 +276,7 @@ def test_a_wrapper_replays_until_its_plan_options_change(launches: Any) -> None:
     assert [repeated(), repeated()] == [False, True]
     _plan(wrapper, [table[0], table[1].flip(0), table[2] - 1])
     assert repeated()
-    wrapper.device = CPU
     wrapper.reset_workspace_buffer(torch.empty(1 << 20, dtype=torch.uint8))
-    wrapper.device = CUDA
     assert [repeated(), repeated()] == [False, True]
     for options in ({"sm_scale": 0.5}, {"window_left": 3}, {"logits_soft_cap": 2.0}, {}):
         _plan(wrapper, table, **options)
@@ -308,10 +303,8 @@ def test_a_batch_of_more_ragged_keys_is_checked(launches: Any) -> None:
     q, k = torch.zeros(3, 4, 16), torch.zeros(8, 2, 16)
 
     def plan(keys: int) -> None:
-        wrapper.device = CPU
         indptrs = (torch.tensor([0, 1, last], dtype=torch.int32) for last in (3, keys))
         wrapper.plan(*indptrs, 4, 2, 16, q_data_type=torch.float32)
-        wrapper.device = CUDA
 
     plan(8)
     v = torch.zeros(8, 2, 16)
