@@ -35,11 +35,13 @@ struct Driver {
   decltype(&cuGetErrorString) describe;
   decltype(&cuDeviceGetAttribute) attribute;
   decltype(&cuDevicePrimaryCtxRetain) retain;
+  decltype(&cuDevicePrimaryCtxRelease) release;
   decltype(&cuCtxGetCurrent) current;
   decltype(&cuCtxPushCurrent) push;
   decltype(&cuCtxPopCurrent) pop;
   decltype(&cuThreadExchangeStreamCaptureMode) capture_mode;
   decltype(&cuModuleLoadData) load;
+  decltype(&cuModuleUnload) unload;
   decltype(&cuModuleGetFunction) function;
   decltype(&cuFuncSetAttribute) set_attribute;
   decltype(&cuFuncSetCacheConfig) set_cache;
@@ -65,11 +67,13 @@ Driver::Driver() {
       {"cuGetErrorString", &describe},
       {"cuDeviceGetAttribute", &attribute},
       {"cuDevicePrimaryCtxRetain", &retain},
+      {"cuDevicePrimaryCtxRelease_v2", &release},
       {"cuCtxGetCurrent", &current},
       {"cuCtxPushCurrent_v2", &push},
       {"cuCtxPopCurrent_v2", &pop},
       {"cuThreadExchangeStreamCaptureMode", &capture_mode},
       {"cuModuleLoadData", &load},
+      {"cuModuleUnload", &unload},
       {"cuModuleGetFunction", &function},
       {"cuFuncSetAttribute", &set_attribute},
       {"cuFuncSetCacheConfig", &set_cache},
@@ -104,23 +108,31 @@ Status driver_failure(const Image& image, const char* what, CUresult code) {
                  reason ? reason : "unknown", static_cast<int>(code));
 }
 
+// The primary contexts that this library has retained. Defined before the images, so released after they are unloaded.
+struct PrimaryContexts {
+  std::atomic<CUcontext> of[kMaxDevices];
+  ~PrimaryContexts() {
+    for (int device = 0; device < kMaxDevices; ++device)
+      if (of[device]) driver().release(device);  // at the end of the process the driver may be gone: it answers an error
+  }
+} primary;
+
 // The primary context of the device, current in this object's life: a thread may have none or another one.
 class CurrentContext {
  public:
   CurrentContext(const Image& image, int device) {
     static std::mutex mutex;
-    static std::atomic<CUcontext> primary[kMaxDevices];
-    CUcontext context = primary[device].load(std::memory_order_acquire);
+    CUcontext context = primary.of[device].load(std::memory_order_acquire);
     if (!context) {
       const std::lock_guard<std::mutex> lock(mutex);
-      context = primary[device].load(std::memory_order_relaxed);
+      context = primary.of[device].load(std::memory_order_relaxed);
       if (!context) {
         const CUresult code = driver().retain(&context, device);
         if (code != CUDA_SUCCESS) {
           status = driver_failure(image, "the device has no context", code);
           return;
         }
-        primary[device].store(context, std::memory_order_release);
+        primary.of[device].store(context, std::memory_order_release);
       }
     }
     CUcontext current = nullptr;
@@ -191,7 +203,11 @@ Status load_function(const Image& image, int device, CUfunction* function) {
       code = driver().set_attribute(found, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                     static_cast<int>(image.shared_bytes));
   }
-  if (code != CUDA_SUCCESS) return driver_failure(image, "its function cannot be loaded", code);
+  if (code != CUDA_SUCCESS) {
+    driver().unload(module);
+    return driver_failure(image, "its function cannot be loaded", code);
+  }
+  image.loaded->modules[device] = module;
   loaded.store(found, std::memory_order_release);
   *function = found;
   return {};
@@ -344,6 +360,17 @@ Status fill_parameters(const Image& image, const Call& call, const int64_t* inte
 }
 
 }  // namespace
+
+// The driver may be gone, or the context destroyed: then it has no modules any more.
+LoadedFunctions::~LoadedFunctions() {
+  for (int device = 0; device < kMaxDevices; ++device) {
+    CUcontext popped;
+    if (!modules[device] || driver().push(primary.of[device]) != CUDA_SUCCESS) continue;
+    const RelaxedCapture relaxed;
+    driver().unload(static_cast<CUmodule>(modules[device]));
+    driver().pop(&popped);
+  }
+}
 
 const Image* find_image(const Image* images, size_t count, const char* name) {
   for (size_t i = 0; i < count; ++i)

@@ -58,9 +58,12 @@ struct MapSpec {
   uint32_t box[kMaxRank];                              // outermost first
 };
 
-// The kernel on each device, loaded by its first call there.
+// The kernel on each device, loaded by its first call there. Its modules are unloaded with the shared library: CUDA
+// graphs that launch the kernel must not be replayed after that.
 struct LoadedFunctions {
   std::atomic<void*> of[kMaxDevices];
+  void* modules[kMaxDevices];
+  ~LoadedFunctions();
 };
 
 struct Image {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +186,61 @@ def test_bad_calls_are_refused(
     assert refusal.text.startswith("launch_image: ")
     assert libcuda.get("launches") == 0
     assert _call(launcher).code == n.OK
+
+
+def _close_and_count(launcher: Launcher, libcuda: FakeLibcuda) -> dict[str, int]:
+    launcher.close()
+    return {name: libcuda.get(name) for name in ("loads", "unloads", "wrong_unloads", "retained")}
+
+
+def test_closing_the_library_unloads_each_kernel_once(launcher: Launcher, libcuda: FakeLibcuda) -> None:
+    """Of each GPU, in its context, and then releases the contexts."""
+    for device in (0, 1, 0):
+        assert _call(launcher, tensors=[view(OUT, device=device), view(CACHE, device=device)]).code == n.OK
+    assert _call(launcher, PLAIN).code == n.OK
+    assert (libcuda.get("unloads"), libcuda.get("retained")) == (0, 2)
+    assert _close_and_count(launcher, libcuda) == {"loads": 3, "unloads": 3, "wrong_unloads": 0, "retained": 0}
+    assert libcuda.get("pushes") == libcuda.get("pops")
+
+
+def test_closing_a_library_that_launched_nothing_asks_nothing(launcher: Launcher, libcuda: FakeLibcuda) -> None:
+    assert set(_close_and_count(launcher, libcuda).values()) == {0}
+
+
+@pytest.mark.parametrize("answers", [{"answer_push": 4}, {"answer_unload": 4}], ids=["no context", "no module"])
+def test_closing_after_the_driver_is_harmless(
+    launcher: Launcher, libcuda: FakeLibcuda, answers: dict[str, int]
+) -> None:
+    """It answers CUDA_ERROR_DEINITIALIZED at the end of a process. Where there is no context, nothing is unloaded."""
+    assert _call(launcher).code == n.OK
+    libcuda.set(**answers)
+    counted = _close_and_count(launcher, libcuda)
+    assert counted == {"loads": 1, "unloads": int("answer_unload" in answers), "wrong_unloads": 0, "retained": 0}
+
+
+AT_EXIT = """
+import ctypes, sys
+from native import test_launcher as t
+launcher = t.Launcher.__new__(t.Launcher)
+launcher.call_launcher = ctypes.CDLL(sys.argv[1]).call_launcher
+assert t._call(launcher).code == t.n.OK
+"""
+
+
+def test_the_end_of_a_process_unloads_too(launcher: Launcher, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    environment = os.environ | {"FAKE_LIBCUDA_LOG": str(log), "PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", AT_EXIT, str(launcher.path)], env=environment, check=True)
+    assert [line.partition(" ")[0] for line in log.read_text().splitlines()] == ["7", "unload"]
+
+
+def test_a_kernel_that_cannot_be_loaded_leaves_no_module(launcher: Launcher, libcuda: FakeLibcuda) -> None:
+    libcuda.set(answer_function=500)
+    for _ in range(2):
+        assert _call(launcher).code == n.DRIVER_ERROR
+    libcuda.set(answer_function=0)
+    assert _call(launcher).code == n.OK
+    assert _close_and_count(launcher, libcuda) == {"loads": 3, "unloads": 3, "wrong_unloads": 0, "retained": 0}
 
 
 DRIVERS: dict[str, tuple[dict[str, int], int, str]] = {

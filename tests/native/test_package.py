@@ -80,7 +80,9 @@ def test_a_package_launches_images(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for batch in (ROWS, 7):
         log.unlink(missing_ok=True)
         cpp_runner.run(path, [*_inputs(batch), *plan, planner.workspace], tmp_path)
-        launches = [list(map(int, line.split())) for line in log.read_text().splitlines()]
+        *lines, last, end = log.read_text().splitlines()
+        assert (last, end) == ("unload", "unload")  # at the end of the process
+        launches = [list(map(int, line.split())) for line in lines]
         decode, combine = launches[0], launches[1]
         assert launches == [decode, combine] * 2
         assert decode[:4] == [33 * 2, 1, 1, 128]
