@@ -179,6 +179,23 @@ Status check_gpu(const Image& image, int device) {
                  image.name, device, major, minor, image.compute_capability / 10, image.compute_capability % 10);
 }
 
+// The driver that the cubin needs: compilers of CUDA 13 write version 8 of the ELF ABI, those of CUDA 12 version 7.
+// Within a major version, an older driver loads the cubins of a newer compiler.
+int needed_driver(const Image& image) {
+  return !std::memcmp(image.cubin, "\177ELF", 4) && image.cubin[8] >= 8 ? 13000 : kOldestDriver;
+}
+
+Status check_driver(const Image& image) {
+  const int needed = needed_driver(image);
+  int number = 0;
+  driver().version(&number);
+  if (number >= needed) return {};
+  return failure(Code::kNoDriver,
+                 "launch_image: image %s: it was compiled for CUDA %d, and the CUDA driver is for CUDA %d.%d; expected a "
+                 "driver for CUDA %d.%d or newer; update the driver, or package the program with an older Triton",
+                 image.name, needed / 1000, number / 1000, number % 1000 / 10, needed / 1000, needed % 1000 / 10);
+}
+
 // The kernel on the current device, loaded by its first call.
 Status load_function(const Image& image, int device, CUfunction* function) {
   static std::mutex mutex;
@@ -189,6 +206,7 @@ Status load_function(const Image& image, int device, CUfunction* function) {
   *function = static_cast<CUfunction>(loaded.load(std::memory_order_relaxed));
   if (*function) return {};
   Status status = check_gpu(image, device);
+  if (status.code == Code::kOk) status = check_driver(image);
   if (status.code != Code::kOk) return status;
   const RelaxedCapture relaxed;
   CUmodule module = nullptr;

@@ -17,7 +17,7 @@ enum class Code : int32_t {
   kBadTensor,    // dtype, sizes, strides, alignment
   kBadDevice,    // a tensor on another device, or an image for another GPU
   kNoImage,      // no image of that name
-  kNoDriver,     // libcuda is absent or too old
+  kNoDriver,     // libcuda is absent or too old for the launcher or the image
   kDriverError,  // a call of the driver failed
 };
 

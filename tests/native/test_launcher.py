@@ -188,6 +188,11 @@ def test_bad_calls_are_refused(
     assert _call(launcher).code == n.OK
 
 
+def _elf(abi: int) -> bytes:
+    """The first bytes of a cubin of a compiler of CUDA 12 (7) or 13 (8)."""
+    return b"\x7fELF\x02\x01\x01\x33" + bytes([abi])
+
+
 def _close_and_count(launcher: Launcher, libcuda: FakeLibcuda) -> dict[str, int]:
     launcher.close()
     return {name: libcuda.get(name) for name in ("loads", "unloads", "wrong_unloads", "retained")}
@@ -287,6 +292,37 @@ def test_a_missing_driver_is_an_error(folder: Path) -> None:
     assert refusal.code == n.NO_DRIVER
     assert "/nowhere/libcuda.so.1" in refusal.text
     assert "install the driver" in refusal.text
+
+
+@pytest.mark.parametrize("absent", ["cuLaunchKernelEx", "cuTensorMapEncodeTiled"])
+def test_a_driver_without_a_function_is_named(folder: Path, absent: str) -> None:
+    """Before anything is launched, whatever version the driver says it has."""
+    images, libcuda = ImageSet(), FakeLibcuda(folder, absent)
+    images.add(IMAGE)
+    assert _call(Launcher(images, folder, str(libcuda.path))) == (
+        n.NO_DRIVER,
+        f"launch_image: the CUDA driver is for CUDA 13.0 and has no {absent}; expected one for CUDA 12.0 or newer; "
+        "update the driver",
+    )
+    assert (libcuda.get("loads"), libcuda.get("launches")) == (0, 0)
+
+
+@pytest.mark.parametrize(("abi", "version", "code"), [(7, 12000, n.OK), (8, 13000, n.OK), (8, 12090, n.NO_DRIVER)])
+def test_an_image_of_a_newer_compiler_needs_its_driver(
+    libcuda: FakeLibcuda, tmp_path: Path, abi: int, version: int, code: int
+) -> None:
+    images, image = ImageSet(), PLAIN._replace(cubin=_elf(abi))
+    images.add(image)
+    launcher = Launcher(images, tmp_path, str(libcuda.path))
+    libcuda.set(answer_version=version)
+    refusal = launcher(image.name, [view(OUT), view(CACHE)], [*GRID, *SIZES])
+    assert refusal.code == code
+    assert (libcuda.get("loads"), libcuda.get("launches")) == ((1, 1) if code == n.OK else (0, 0))
+    if code != n.OK:
+        assert refusal.text == (
+            f"launch_image: image {image.name}: it was compiled for CUDA 13, and the CUDA driver is for CUDA 12.9; "
+            "expected a driver for CUDA 13.0 or newer; update the driver, or package the program with an older Triton"
+        )
 
 
 def test_a_failed_compilation_is_reported(tmp_path: Path) -> None:
