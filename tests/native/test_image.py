@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attn_ops
-from attn_ops.native.images import Image, ImageSet, collect
+from attn_ops.native.images import Image, ImageSet, NoImageError, collect
 
 pytest.importorskip("triton")
 from attn_ops.kernels.triton import decode, hopper_mla, hopper_prefill, image, launch
@@ -149,3 +151,36 @@ def test_packages_launch_as_eager_calls_do(name: str, tmp_path: Path, monkeypatc
             assert recorded[13 : 13 + rank] == list(memoryview(arrays[2]).cast("i"))
         outputs = {spec.name for spec in compiled.tensors[: len(other.outs)]}
         assert outputs == {"out", "lse"} | ({"partial"} if "combine" not in compiled.function else set())
+
+
+def test_kernels_compile_for_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles for the current GPU, which may be another one."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def device(gpu: torch.device) -> Iterator[None]:
+        current.append(gpu)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    compiled_on: list[torch.device] = []
+
+    def warmup(*args: Any, **options: Any) -> None:
+        compiled_on.append(current[-1])
+        raise InterruptedError
+
+    kernel = types.SimpleNamespace(arg_names=["out"], warmup=warmup)
+    with FakeTensorMode():
+        out = torch.empty(4, device="cuda:1")
+    with pytest.raises(InterruptedError):
+        image.launch(ImageSet(), kernel, (1,), (out,), launch.Options(), ("out",))
+    assert compiled_on == [torch.device("cuda", 1)]
+
+
+def test_a_kernel_of_unknown_parameters_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "parameter_layout", lambda compiled: None)
+    with pytest.raises(
+        NoImageError, match=r"as triton 3\.\S+ compiles decode_kernel, it needs clusters, scratch memory"
+    ):
+        _packaged(_decode(), ImageSet(), monkeypatch)
