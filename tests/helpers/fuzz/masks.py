@@ -139,7 +139,11 @@ def multi_item_mask(d: Draw) -> Call:
     assert batch.pages is not None
     items = draw_items(d, batch)
     workspace = torch.zeros(1 << (27 if d.device == "cuda" else 20), dtype=torch.uint8, device=d.device)
-    options: dict[str, Any] = {"pos_encoding_mode": o.pos_encoding, "window_left": o.window_left, "sm_scale": o.sm_scale}
+    options: dict[str, Any] = {
+        "pos_encoding_mode": o.pos_encoding,
+        "window_left": o.window_left,
+        "sm_scale": o.sm_scale,
+    }
     options |= {"rope_scale": o.rope_scale, "rope_theta": o.rope_theta} if o.pos_encoding == "ROPE_LLAMA" else {}
     options |= {"logits_soft_cap": o.soft_cap or None, "q_data_type": shape.dtype, "kv_data_type": shape.kv_dtype}
     wrapper: Any
