@@ -26,7 +26,7 @@ from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.page_table import INTEGERS, real, seen
 from attn_ops.plan.page_table_checks import check_indptr, check_pages
-from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_SIZE, check_products
+from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_QUERY_ROWS, MAX_SIZE, check_products
 from attn_ops.plan.sizing import (
     MAX_PACKED_ROWS,
     count_splits,
@@ -387,7 +387,7 @@ class PrefillPlanner(_Planner):
         rows = MAX_PACKED_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         super().__init__()
         _in_range("max_batch", max_batch)
-        _in_range("max_tokens", max_tokens)
+        _in_range("max_tokens", max_tokens, most=MAX_QUERY_ROWS)
         _in_range("max_pages", max_pages, least=0)
         _in_range("cache_pages", cache_pages)
         _in_range("num_ctas", num_ctas, least=0)

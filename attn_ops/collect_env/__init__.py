@@ -106,7 +106,7 @@ def collect_env() -> Environment:
         backends={op: _verdicts(op, torch.device("cuda", 0) if gpus else torch.device("cpu")) for op in OPS},
         prepared_calls={op: count for op, cache in OP_CACHES.items() if (count := cache.num_entries)},
         launcher=NATIVE_REASON or "prepared calls",
-        images=f"none: {reason}" if (reason := package.machine_reason()) else "where the package allows them",
+        images=_images([torch.device("cuda", i) for i in gpus]),
         tuning_table=_tuning_table([torch.cuda.get_device_name(i) for i in gpus]),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
@@ -151,6 +151,17 @@ def _verdicts(op: str, device: torch.device) -> tuple[str, ...]:
         page_size=64 if mla else 16,
     )
     return tuple(backends.explain(problem).splitlines())
+
+
+def _images(gpus: list[torch.device]) -> str:
+    devices = gpus or [torch.device("cuda")]
+    reasons = {device: package.triton_reason() or package.machine_reason(device) for device in devices}
+    verdicts = {
+        device: f"none: {reason}" if reason else "where the package allows them" for device, reason in reasons.items()
+    }
+    if len(set(verdicts.values())) == 1:
+        return next(iter(verdicts.values()))
+    return "; ".join(f"{device.index}: {verdict}" for device, verdict in verdicts.items())
 
 
 def _tuning_table(gpus: list[str]) -> str:

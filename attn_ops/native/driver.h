@@ -19,7 +19,7 @@ constexpr int CU_STREAM_CAPTURE_MODE_RELAXED = 2, CU_STREAM_CAPTURE_STATUS_NONE 
 constexpr int CU_TENSOR_MAP_INTERLEAVE_NONE = 0, CU_TENSOR_MAP_L2_PROMOTION_L2_128B = 2;
 constexpr int CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0;
 
-struct alignas(64) CUtensorMap {
+struct alignas(128) CUtensorMap {
   uint64_t opaque[16];
 };
 
@@ -49,6 +49,7 @@ CUresult cuDriverGetVersion(int* version);
 CUresult cuGetErrorString(CUresult code, const char** text);
 CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device);
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device);
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device);
 CUresult cuCtxGetCurrent(CUcontext* context);
 CUresult cuCtxGetDevice(CUdevice* device);
 CUresult cuCtxPushCurrent_v2(CUcontext context);
@@ -56,6 +57,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context);
 CUresult cuThreadExchangeStreamCaptureMode(int* mode);
 CUresult cuStreamIsCapturing(CUstream stream, int* status);
 CUresult cuModuleLoadData(CUmodule* module, const void* image);
+CUresult cuModuleUnload(CUmodule module);
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name);
 CUresult cuFuncSetAttribute(CUfunction function, int attribute, int value);
 CUresult cuFuncSetCacheConfig(CUfunction function, int config);

@@ -41,6 +41,10 @@ SCALAR_TYPES = {
 """The number of a dtype in PyTorch's C ABI."""
 
 
+class NoImageError(Exception):
+    """A kernel that cannot be an image, and why. The package has the general kernels of its op then."""
+
+
 class TensorSpec(NamedTuple):
     """A tensor of a call. The call tells its sizes and strides."""
 

@@ -36,6 +36,7 @@ struct Driver {
   decltype(&cuGetErrorString) describe;
   decltype(&cuDeviceGetAttribute) attribute;
   decltype(&cuDevicePrimaryCtxRetain) retain;
+  decltype(&cuDevicePrimaryCtxRelease_v2) release;
   decltype(&cuCtxGetCurrent) current;
   decltype(&cuCtxGetDevice) device;
   decltype(&cuCtxPushCurrent_v2) push;
@@ -43,14 +44,13 @@ struct Driver {
   decltype(&cuThreadExchangeStreamCaptureMode) capture_mode;
   decltype(&cuStreamIsCapturing) is_capturing;
   decltype(&cuModuleLoadData) load;
+  decltype(&cuModuleUnload) unload;
   decltype(&cuModuleGetFunction) function;
   decltype(&cuFuncSetAttribute) set_attribute;
   decltype(&cuFuncSetCacheConfig) set_cache;
   decltype(&cuTensorMapEncodeTiled) encode;
   decltype(&cuLaunchKernelEx) launch;
   Status status;
-  mutable std::atomic<CUcontext> primary[kMaxDevices] = {};
-  mutable std::mutex retaining;
 
   explicit Driver(const char* path);
 };
@@ -70,6 +70,7 @@ Driver::Driver(const char* path) {
       {"cuGetErrorString", &describe},
       {"cuDeviceGetAttribute", &attribute},
       {"cuDevicePrimaryCtxRetain", &retain},
+      {"cuDevicePrimaryCtxRelease_v2", &release},
       {"cuCtxGetCurrent", &current},
       {"cuCtxGetDevice", &device},
       {"cuCtxPushCurrent_v2", &push},
@@ -77,6 +78,7 @@ Driver::Driver(const char* path) {
       {"cuThreadExchangeStreamCaptureMode", &capture_mode},
       {"cuStreamIsCapturing", &is_capturing},
       {"cuModuleLoadData", &load},
+      {"cuModuleUnload", &unload},
       {"cuModuleGetFunction", &function},
       {"cuFuncSetAttribute", &set_attribute},
       {"cuFuncSetCacheConfig", &set_cache},
@@ -117,22 +119,31 @@ Status driver_failure(const Image& image, const char* what, CUresult code) {
                  reason ? reason : "unknown", static_cast<int>(code));
 }
 
+// The primary contexts that this library has retained. Defined before the images, so released after they are unloaded.
+struct PrimaryContexts {
+  std::atomic<CUcontext> of[kMaxDevices];
+  ~PrimaryContexts() {
+    for (int device = 0; device < kMaxDevices; ++device)
+      if (of[device]) driver().release(device);  // at the end of the process the driver may be gone: it answers an error
+  }
+} primary;
+
 // The primary context of the device, current in this object's life: a thread may have none or another one.
 class CurrentContext {
  public:
   CurrentContext(const Image& image, int device) {
-    std::atomic<CUcontext>& primary = driver().primary[device];
-    CUcontext context = primary.load(std::memory_order_acquire);
+    static std::mutex mutex;
+    CUcontext context = primary.of[device].load(std::memory_order_acquire);
     if (!context) {
-      const std::lock_guard<std::mutex> lock(driver().retaining);
-      context = primary.load(std::memory_order_relaxed);
+      const std::lock_guard<std::mutex> lock(mutex);
+      context = primary.of[device].load(std::memory_order_relaxed);
       if (!context) {
         const CUresult code = driver().retain(&context, device);
         if (code != CUDA_SUCCESS) {
           status = driver_failure(image, "the device has no context", code);
           return;
         }
-        primary.store(context, std::memory_order_release);
+        primary.of[device].store(context, std::memory_order_release);
       }
     }
     CUcontext current = nullptr;
@@ -187,6 +198,23 @@ Status check_gpu(const Image& image, int device) {
                  image.name, device, major, minor, image.compute_capability / 10, image.compute_capability % 10);
 }
 
+// The driver that the cubin needs: compilers of CUDA 13 write version 8 of the ELF ABI, those of CUDA 12 version 7.
+// Within a major version, an older driver loads the cubins of a newer compiler.
+int needed_driver(const Image& image) {
+  return !std::memcmp(image.cubin, "\177ELF", 4) && image.cubin[8] >= 8 ? 13000 : kOldestDriver;
+}
+
+Status check_driver(const Image& image) {
+  const int needed = needed_driver(image);
+  int number = 0;
+  driver().version(&number);
+  if (number >= needed) return {};
+  return failure(Code::kNoDriver,
+                 "launch_image: image %s: it was compiled for CUDA %d, and the CUDA driver is for CUDA %d.%d; expected a "
+                 "driver for CUDA %d.%d or newer; update the driver, or package the program with an older Triton",
+                 image.name, needed / 1000, number / 1000, number % 1000 / 10, needed / 1000, needed % 1000 / 10);
+}
+
 // The kernel on the current device, loaded by its first call.
 Status load_function(const Image& image, int device, CUfunction* function) {
   static std::mutex mutex;
@@ -197,6 +225,7 @@ Status load_function(const Image& image, int device, CUfunction* function) {
   *function = static_cast<CUfunction>(loaded.load(std::memory_order_relaxed));
   if (*function) return {};
   Status status = check_gpu(image, device);
+  if (status.code == Code::kOk) status = check_driver(image);
   if (status.code != Code::kOk) return status;
   const RelaxedCapture relaxed;
   CUmodule module = nullptr;
@@ -211,7 +240,11 @@ Status load_function(const Image& image, int device, CUfunction* function) {
       code = driver().set_attribute(found, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                     static_cast<int>(image.shared_bytes));
   }
-  if (code != CUDA_SUCCESS) return driver_failure(image, "its function cannot be loaded", code);
+  if (code != CUDA_SUCCESS) {
+    driver().unload(module);
+    return driver_failure(image, "its function cannot be loaded", code);
+  }
+  image.loaded->modules[device] = module;
   loaded.store(found, std::memory_order_release);
   *function = found;
   return {};
@@ -299,7 +332,7 @@ union Value {
 };
 
 struct Parameters {
-  alignas(64) CUtensorMap maps[kMaxMaps];
+  CUtensorMap maps[kMaxMaps];
   Value values[kMaxParameters];
   void* pointers[kMaxParameters];
 };
@@ -402,6 +435,17 @@ Status launch_checked(const Image& image, const Call& call, int device, const in
 
 }  // namespace
 
+// The driver may be gone, or the context destroyed: then it has no modules any more.
+LoadedFunctions::~LoadedFunctions() {
+  for (int device = 0; device < kMaxDevices; ++device) {
+    CUcontext popped;
+    if (!modules[device] || driver().push(primary.of[device]) != CUDA_SUCCESS) continue;
+    const RelaxedCapture relaxed;
+    driver().unload(static_cast<CUmodule>(modules[device]));
+    driver().pop(&popped);
+  }
+}
+
 const Image* find_image(const Image* images, size_t count, const char* name) {
   for (size_t i = 0; i < count; ++i)
     if (!std::strcmp(images[i].name, name)) return &images[i];
@@ -443,7 +487,10 @@ Status load(const Image& image, int device) {
   return context.status.code != Code::kOk ? context.status : load_function(image, device, &function);
 }
 
-void use_driver(const char* path) { used_driver.store(new Driver(path), std::memory_order_release); }
+void use_driver(const char* path) {
+  for (std::atomic<CUcontext>& context : primary.of) context = nullptr;
+  used_driver.store(new Driver(path), std::memory_order_release);
+}
 
 int current_device() {
   CUdevice device = -1;

@@ -17,7 +17,7 @@ enum class Code : int32_t {
   kBadTensor,    // dtype, sizes, strides, alignment
   kBadDevice,    // a tensor on another device, or an image for another GPU
   kNoImage,      // no image of that name
-  kNoDriver,     // libcuda is absent or too old
+  kNoDriver,     // libcuda is absent or too old for the launcher or the image
   kDriverError,  // a call of the driver failed
 };
 
@@ -58,9 +58,12 @@ struct MapSpec {
   uint32_t box[kMaxRank];                              // outermost first
 };
 
-// The kernel on each device, loaded by its first call there.
+// The kernel on each device, loaded by its first call there. Its modules are unloaded with the shared library: CUDA
+// graphs that launch the kernel must not be replayed after that.
 struct LoadedFunctions {
   std::atomic<void*> of[kMaxDevices];
+  void* modules[kMaxDevices];
+  ~LoadedFunctions();
 };
 
 struct Image {

@@ -99,7 +99,7 @@ struct OwnedImage {
   Ref arguments;  // own the text and the cubin
   std::vector<MapSpec> maps;
   std::vector<Parameter> parameters;
-  LoadedFunctions loaded{};
+  LoadedFunctions* loaded = new LoadedFunctions{};  // never deleted: CUDA graphs may launch what is loaded
   Image image{};
 };
 
@@ -137,7 +137,7 @@ PyObject* new_image(PyTypeObject* type, PyObject* args, PyObject*) {
     for_each(parameters, [&](PyObject* row) { made->parameters.push_back(parameter_of(row)); });
     if (made->maps.size() > kMaxMaps || made->parameters.size() > kMaxParameters)
       raise(PyExc_ValueError, "a kernel has more than 8 tensor maps or 128 parameters");
-    image.cubin = reinterpret_cast<const unsigned char*>(cubin), image.pdl = pdl, image.loaded = &made->loaded;
+    image.cubin = reinterpret_cast<const unsigned char*>(cubin), image.pdl = pdl, image.loaded = made->loaded;
     image.maps = made->maps.data(), image.num_maps = static_cast<uint32_t>(made->maps.size());
     image.parameters = made->parameters.data();
     image.num_parameters = static_cast<uint32_t>(made->parameters.size());

@@ -8,17 +8,18 @@ of the parameters is that of eager launches (:mod:`.cubin`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import triton
 from attn_ops.kernels.triton.cubin import MAP_TYPES, SCRATCH_PARAMETERS, Layout, parameter_layout
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
-from attn_ops.errors import BackendError
-from attn_ops.native.images import Image, ImageSet, MapSpec, Parameter, TensorSpec
+from attn_ops.native.images import Image, ImageSet, MapSpec, NoImageError, Parameter, TensorSpec
 from attn_ops.native.op import launch_image
 
 ALIGNMENT = 16
@@ -169,13 +170,15 @@ def launch(
     """Trace a launch of ``kernel`` with ``values`` in the order of its parameters, of which it writes ``writes``."""
     names = kernel.arg_names
     wait_until_prepared()
-    compiled = kernel.warmup(*map(_compile_value, values), grid=(1, 1, 1), **options.keywords())
-    compiled = compiled.result() if hasattr(compiled, "result") else compiled
+    device = values[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton compiles for the current GPU
+        compiled = kernel.warmup(*map(_compile_value, values), grid=(1, 1, 1), **options.keywords())
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
     layout = parameter_layout(compiled)
     if layout is None:
-        raise BackendError(
-            f"launch_image: {kernel.__name__} needs clusters, scratch memory or parameters that the launcher does not "
-            "have; expected a kernel that eager calls launch by the CUDA driver; launch it without `writes`"
+        raise NoImageError(
+            f"as triton {triton.__version__} compiles {kernel.__name__}, it needs clusters, scratch memory or "
+            "parameters that the launcher does not have"
         )
     tensors = _Tensors(names, values, writes)
     parameters, maps = parameters_of(layout, names, values, lambda t: tensors.slots.get(id(t)))

@@ -52,7 +52,7 @@ def test_the_driver_is_declared_as_in_cuda_h(tmp_path: Path) -> None:
     constants = re.findall(r"\b(CU[A-Z]*_[A-Z0-9_]+) =", text)
     assert len(constants) >= 12
     theirs = _values(tmp_path, "<cuda.h>", [*constants, *LAYOUTS], include_dirs)
-    ours = [x for name in LAYOUTS for x in [name]]
+    ours = list(LAYOUTS)
     for name, type_name in NAMED.items():
         ours = [x.replace(name, type_name) for x in ours]
     assert _values(tmp_path, '"driver.h"', [*constants, *ours], [str(images.FOLDER)]) == theirs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 import attn_ops
 from attn_ops.eager import prepared_call
-from attn_ops.native.images import LIBCUDA, Image, ImageSet, collect, load
+from attn_ops.native.images import LIBCUDA, Image, ImageSet, NoImageError, collect, load
 
 pytest.importorskip("triton")
 from attn_ops.kernels.triton import decode, hopper_mla, hopper_prefill, image, launch
@@ -109,9 +111,9 @@ def _eager(op: Op, monkeypatch: pytest.MonkeyPatch) -> list[EagerLaunch]:
         compiled = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
         launches.append(EagerLaunch(compiled, kernel.arg_names, values, (*grid, 1, 1)[:3], options))
 
-    monkeypatch.setattr(launch, "is_available", lambda: True)
-    with offline_compile.compiling_for(90):
-        monkeypatch.setattr(launch, "_launch_direct", capture)
+    with offline_compile.compiling_for(90), monkeypatch.context() as patch:
+        patch.setattr(launch, "is_available", lambda: True)
+        patch.setattr(launch, "_launch_direct", capture)
         op.function(*op.tensors, list(op.planner.state), op.planner.workspace, return_lse=True)
     return launches
 
@@ -191,3 +193,36 @@ def test_eager_calls_launch_as_the_kernel_asks(name: str, tmp_path: Path, monkey
             _assert_launched(libcuda, one, sizes)
     finally:
         prepared_call._C.connect(LIBCUDA)
+
+
+def test_kernels_compile_for_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles for the current GPU, which may be another one."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def device(gpu: torch.device) -> Iterator[None]:
+        current.append(gpu)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    compiled_on: list[torch.device] = []
+
+    def warmup(*args: Any, **options: Any) -> None:
+        compiled_on.append(current[-1])
+        raise InterruptedError
+
+    kernel = types.SimpleNamespace(arg_names=["out"], warmup=warmup)
+    with FakeTensorMode():
+        out = torch.empty(4, device="cuda:1")
+    with pytest.raises(InterruptedError):
+        image.launch(ImageSet(), kernel, (1,), (out,), launch.Options(), ("out",))
+    assert compiled_on == [torch.device("cuda", 1)]
+
+
+def test_a_kernel_of_unknown_parameters_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "parameter_layout", lambda compiled: None)
+    with pytest.raises(
+        NoImageError, match=r"as triton 3\.\S+ compiles decode_kernel, it needs clusters, scratch memory"
+    ):
+        _packaged(_decode(), ImageSet(), monkeypatch)

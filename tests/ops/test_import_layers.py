@@ -18,12 +18,23 @@ FOLDERS = {"": "attn_ops", "kernels": "kernels", "meta": "meta"}
 """Where the modules of ``attn_ops`` and of its packages ``kernels`` and ``meta`` are."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "exports", "cpp", "ops", "ops.tuning_table", "eager", "frontend.policy", "typed"),
+    (
+        "errors",
+        "version",
+        "exports",
+        "cpp",
+        "ops",
+        "ops.tuning_table",
+        "ops.unsupported",
+        "eager",
+        "frontend.policy",
+        "typed",
+    ),
     ("plan.state", "ops.options", "native"),
     ("eager.prepared_call",),
     ("plan", "meta", "eager.startup"),
     ("kernels",),
-    ("ops.schemas", "ops.unsupported", "ops.backends", "ops.checks", "ops.inductor", "flops"),
+    ("ops.schemas", "ops.backends", "ops.checks", "ops.inductor", "flops"),
     ("ops.register",),
     ("planner",),
     ("plan.resizable", "collect_env", "packaging"),

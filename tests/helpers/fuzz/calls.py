@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.fp8 import FP8_CALLS
+from helpers.fuzz.masks import MASK_CALLS
 from helpers.fuzz.ops import OPS
 from helpers.fuzz.public import PUBLIC
 
-CALLS: dict[str, Callable[[Draw], Call]] = {**OPS, **PUBLIC}
+CALLS: dict[str, Callable[[Draw], Call]] = {**OPS, **PUBLIC, **FP8_CALLS, **MASK_CALLS}
