@@ -15,19 +15,20 @@ Methods  :func:`prepared`, for ``run`` of wrappers and ``plan`` of planners, bef
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+_C: Any = None
+NATIVE_REASON = ""
 try:
-    from attn_ops.native import _C
-
-    NATIVE_REASON = ""
+    _C = importlib.import_module("attn_ops.native._C")
 except ImportError as error:
-    _C, NATIVE_REASON = None, f"not prepared, they take more host time: {error}; install with a C++ compiler"
+    NATIVE_REASON = f"not prepared, they take more host time: {error}; install with a C++ compiler"
 
 ALIGNMENT_MASK = 15
 """Kernels are compiled for pointers that are multiples of 16 bytes: ``not pointer & ALIGNMENT_MASK``."""
@@ -96,7 +97,9 @@ class CapturedCall(NamedTuple):
         tensors: dict[int, Tensor] = {id(t): t for x in self.launches for t in x.tensors}
         for t in self.outputs:
             tensors.pop(id(t), None)
-        inputs, addresses, places = [], [], {}
+        inputs: list[tuple[int, int]] = []
+        addresses: list[int] = []
+        places: dict[int, int] = {}
         for t in tensors.values():
             source = _source(t, arguments, constants)
             if source is not None:
@@ -164,7 +167,7 @@ def outputs_of(result: Any) -> tuple[Tensor, ...]:
     return () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-FirstCall = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, CapturedCall | None]]
+FirstCall = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, CapturedCall | None]]
 """``first_call(args, kwargs)`` makes a call of an op and captures it; None for one that cannot be prepared."""
 
 

@@ -7,6 +7,7 @@ The table is what ``launcher.h`` reads. :mod:`attn_ops.kernels.triton.image` mak
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -99,12 +100,11 @@ class Image(NamedTuple):
 
 def load(image: Image, device: int) -> Any:
     """The image of an eager kernel in the extension module, loaded on a GPU."""
-    from attn_ops.native import _C
-
+    native = importlib.import_module("attn_ops.native._C")
     maps = tuple(tuple(m) for m in image.maps)
     parameters = tuple((KINDS.index(p.kind), p.slot, p.name) for p in image.parameters)
     settings = image.compute_capability, image.threads, image.shared_bytes, image.pdl, image.cluster
-    loaded = _C.Image(image.function, image.function, image.cubin, *settings, maps, parameters)
+    loaded = native.Image(image.function, image.function, image.cubin, *settings, maps, parameters)
     loaded.load(device)
     return loaded
 

@@ -1,6 +1,6 @@
 // attn_ops.native._C: the launcher for eager calls. An Image is a loaded kernel, a PreparedCall the launches of a call,
 // ready for other tensors, and a CallCache finds the prepared call of a call by its key, without the interpreter.
-// attn_ops/eager inserts and evicts. Python's limited API: one build serves every version from 3.10.
+// _C.pyi documents them; attn_ops/eager inserts and evicts. Python's limited API: one build serves every version from 3.10.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -464,12 +464,8 @@ PyObject* new_call_cache(PyTypeObject* type, PyObject* args, PyObject*) {
 
 // ---- The module ---------------------------------------------------------------------------------------------------
 
-PyMethodDef image_methods[] = {{"load", load_image, METH_O, "load(device): as its first launch there does"}, {}};
+PyMethodDef image_methods[] = {{"load", load_image, METH_O, nullptr}, {}};
 PyType_Slot image_slots[] = {
-    {Py_tp_doc, const_cast<char*>(
-         "Image(name, function, cubin, compute_capability, threads, shared_bytes, pdl, cluster, maps, parameters)\n\n"
-         "The fields are those of launcher.h; maps are rows (tensor, type, swizzle, element_bytes, box), parameters\n"
-         "rows (kind, index, name).")},
     {Py_tp_new, reinterpret_cast<void*>(new_image)},
     {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<OwnedImage>)},
     {Py_tp_methods, image_methods},
@@ -477,17 +473,8 @@ PyType_Slot image_slots[] = {
 };
 
 PyMethodDef prepared_call_methods[] = {
-    {"launch", launch_now, METH_VARARGS, "launch(device, stream): a call without arguments; returns its outputs"}, {}};
+    {"launch", launch_now, METH_VARARGS, nullptr}, {}};
 PyType_Slot prepared_call_slots[] = {
-    {Py_tp_doc, const_cast<char*>(
-         "PreparedCall(launches, inputs, constants, outputs, unpack)\n\n"
-         "launches   rows (image, tensors, integers, floats); tensors index the inputs, then the outputs, then the\n"
-         "           constants; integers are the grid and those of the parameters\n"
-         "inputs     rows (index of a tensor argument, bytes from its start)\n"
-         "constants  addresses of tensors that are the same in every call\n"
-         "outputs    of each, the index of the argument that it is written to, a function that allocates it, or a\n"
-         "           tensor without elements that every call returns\n"
-         "unpack     return the first output, or None without one, instead of a tuple of all")},
     {Py_tp_new, reinterpret_cast<void*>(new_prepared_call)},
     {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<PreparedCall>)},
     {Py_tp_methods, prepared_call_methods},
@@ -495,14 +482,6 @@ PyType_Slot prepared_call_slots[] = {
 };
 
 PyType_Slot call_cache_slots[] = {
-    {Py_tp_doc, const_cast<char*>(
-         "CallCache(entries, grad_mode, on_miss, interposition_checks, of_method)(*args, **kwargs)\n\n"
-         "entries    {key: PreparedCall, or a function to call with the arguments}; the caller inserts and evicts\n"
-         "grad_mode  grad_mode(): part of every key\n"
-         "on_miss    on_miss(key, args, kwargs) makes a call without an entry; key is None if it cannot be cached\n"
-         "interposition_checks\n"
-         "           functions. If any returns true, a mode, transform or profiler must observe the op: a miss\n"
-         "of_method  the first argument is the owner, and no part of the key; calls with lists miss")},
     {Py_tp_new, reinterpret_cast<void*>(new_call_cache)},
     {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<CallCache>)},
     {Py_tp_call, reinterpret_cast<void*>(call_cached)},
@@ -516,7 +495,7 @@ PyObject* connect(PyObject*, PyObject* path) {
   return Py_NewRef(Py_None);
 }
 PyMethodDef functions[] = {
-    {"connect", connect, METH_O, "connect(path): use this library in the place of that of the CUDA driver"},
+    {"connect", connect, METH_O, nullptr},
     {},
 };
 

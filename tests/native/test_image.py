@@ -112,7 +112,6 @@ def _eager(op: Op, monkeypatch: pytest.MonkeyPatch) -> list[EagerLaunch]:
         launches.append(EagerLaunch(compiled, kernel.arg_names, values, (*grid, 1, 1)[:3], options))
 
     with offline_compile.compiling_for(90), monkeypatch.context() as patch:
-        patch.setattr(launch, "is_available", lambda: True)
         patch.setattr(launch, "_launch_direct", capture)
         op.function(*op.tensors, list(op.planner.state), op.planner.workspace, return_lse=True)
     return launches
