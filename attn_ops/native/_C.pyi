@@ -1,4 +1,4 @@
-"""The extension module (``module.cpp``): the launcher for eager calls."""
+"""The extension module (``module.cpp``): the launcher for eager calls."""  # noqa: N999
 
 from collections.abc import Callable
 from typing import Any
