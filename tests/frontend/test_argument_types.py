@@ -187,12 +187,12 @@ def test_a_flag_that_is_none_is_not_blamed_for_other_errors() -> None:
     assert not isinstance(raised.value, errors.AttnOpsError)
     with pytest.raises(errors.OptionError, match=f"^_typed_call: size is {2**70}; expected an integer of 64 bits"):
         _typed_call("size", flag=None, size=2**70)  # type: ignore[arg-type]
-    with pytest.raises(errors.ArgumentError, match="^_typed_call: x is sparse_coo; expected a strided tensor"):
+    with pytest.raises(errors.ArgumentError, match=r"^_typed_call: x is sparse_coo; expected a strided tensor"):
         _typed_call("tensor", flag=None, x=torch.eye(3).to_sparse())  # type: ignore[arg-type]
 
 
 def test_a_flag_that_is_none_is_named_where_nothing_takes_it() -> None:
-    with pytest.raises(errors.ArgumentError, match="^_typed_call: flag is None; expected True or False; pass flag"):
+    with pytest.raises(errors.ArgumentError, match=r"^_typed_call: flag is None; expected True or False; pass flag"):
         _typed_call("flag", flag=None)  # type: ignore[arg-type]
 
 
