@@ -75,7 +75,7 @@ def tree_mask(d: Draw) -> Call:
         leading = (len(batch.kv_lens), 1, rows) if rows is not None and d.chance(0.5) else (batch.rows,)
         o = replace(o, sm_scale=None)
         q = batch.q.reshape(*leading, *batch.q.shape[1:])
-        given = {"q_seq_len": rows} if uniform else {"q_cu_seq_lens": batch.qo_indptr()}
+        given: dict[str, Any] = {"q_seq_len": rows} if uniform else {"q_cu_seq_lens": batch.qo_indptr()}
         given |= {"mask": mask, "sliding_win_size": o.window_left + 1, "sinks": o.sinks, "kv_layout": shape.kv_layout}
         return _call(
             d, name, batch, o, lambda: flashinfer.xqa(q, *caches, table, lens, **given), (q, caches, table, lens, given)
@@ -148,6 +148,7 @@ def multi_item_mask(d: Draw) -> Call:
     options |= {"logits_soft_cap": o.soft_cap or None, "q_data_type": shape.dtype, "kv_data_type": shape.kv_dtype}
     wrapper: Any
     tables: tuple[Tensor, ...]
+    kv: tuple[Any, ...]
     if paged:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, shape.kv_layout)
         tables, kv = (batch.qo_indptr(), *batch.page_table(wide=False)), (batch.caches(),)
