@@ -33,6 +33,7 @@ VARIABLES = (
     "TRITON_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
     "CUDA_VISIBLE_DEVICES",
+    "CXX",
 )
 """Environment variables that affect this library or its compilers."""
 
@@ -154,8 +155,9 @@ def _verdicts(op: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _images(gpus: list[torch.device]) -> str:
-    devices = gpus or [torch.device("cuda")]
-    reasons = {device: package.triton_reason() or package.machine_reason(device) for device in devices}
+    """Whether packages for each GPU that are made here have images; one verdict if all have the same."""
+    devices, compiler = gpus or [torch.device("cuda")], os.environ.get("CXX", "g++")
+    reasons = {device: package.triton_reason() or package.machine_reason(device, compiler) for device in devices}
     verdicts = {
         device: f"none: {reason}" if reason else "where the package allows them" for device, reason in reasons.items()
     }

@@ -119,6 +119,7 @@ def _install(graph: Any) -> images.ImageSet:
         }
         with config.patch({"aot_inductor.custom_ops_to_c_shims": shims}):
             generated = generate()
+        log.info("the package has images: %s", ", ".join(collected.images))
         _link(build_object(collected))
         return generated
 

@@ -9,6 +9,7 @@ The ops are plain ``torch.library.Library`` registrations: about 3 us a call, wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from attn_ops.ops import backends
 from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.inductor import Lowerings, concretize_symints
 from attn_ops.ops.schemas import NAMESPACE, SCHEMAS
+
+LOG = logging.getLogger(__name__)
 
 LIBRARY = Library(NAMESPACE, "FRAGMENT")
 LOWERINGS = Lowerings()
@@ -46,8 +49,10 @@ def _implementation(op: str, *, lowerable: bool = False) -> Callable[..., Any]:
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         problem = check(*args, backend=backend, **kwargs)
         has_images = images.collecting() is not None
-        function = backends.choose(problem, backend, lowerable, has_images).implementation(op)
-        return _run(function, problem.device, args, kwargs)
+        chosen = backends.choose(problem, backend, lowerable, has_images)
+        if lowerable:
+            LOG.debug("%s: a graph contains the kernels of %s", op, chosen.label(op))
+        return _run(chosen.implementation(op), problem.device, args, kwargs)
 
     return implementation
 
@@ -80,7 +85,7 @@ def _fake(op: str) -> Callable[..., Any]:
             numbers, named = concretize_symints((args, kwargs))
             check(*numbers, backend=backend, **named)  # the message of an eager call, with numbers for symbols
             raise
-        backends.choose(problem, backend)
+        LOG.debug("%s: %s runs the traced call", op, backends.choose(problem, backend).label(op))
         return outputs(*args, **kwargs)
 
     return implementation
@@ -91,7 +96,10 @@ def _is_lowerable(op: str) -> Callable[..., bool]:
     check = CHECKS[op]
 
     def is_lowerable(*args: Any, backend: str = "auto", **kwargs: Any) -> bool:
-        return backends.choose(check(*args, backend=backend, **kwargs), backend).inductor_lowerable
+        chosen = backends.choose(check(*args, backend=backend, **kwargs), backend)
+        if not chosen.inductor_lowerable:
+            LOG.debug("%s: a graph calls the op, as Inductor does not generate the kernel %s", op, chosen.label(op))
+        return chosen.inductor_lowerable
 
     return is_lowerable
 

@@ -85,7 +85,7 @@ def _with_run(change: Callable[[Call, Any], Any]) -> Change:
 
 
 def _off_by(factor: float) -> Change:
-    return _with_run(lambda _, result: (result[0] * factor, result[1]))
+    return _with_run(lambda _, result: ((result[0].float() * factor).to(result[0].dtype), result[1]))
 
 
 def _writes_an_input(call: Call) -> Call:

@@ -68,8 +68,11 @@ def images_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @n.needs_a_compiler
 @pytest.mark.usefixtures("images_on_the_cpu")
-def test_a_package_launches_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_launches_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("triton")
+    caplog.set_level(logging.INFO, package.__name__)
     planner = attn_ops.DecodePlanner(
         MAX_BATCH, 64, page_size=16, num_qo_heads=8, num_kv_heads=2, head_dim=128, num_ctas=33
     )
@@ -80,6 +83,9 @@ def test_a_package_launches_images(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with offline_compile.compiling_for(90):
         program = torch.export.export(Attend(), (*_inputs(), plan, planner.workspace), dynamic_shapes=shapes)
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
+    (named,) = [record.message for record in caplog.records if record.name == package.__name__]
+    assert named.startswith("the package has images: decode_kernel_")
+    assert ", combine_decode_kernel_" in named
     assert objects == CUDACodeCache.aot_kernels_o
     assert not config.aot_inductor.custom_ops_to_c_shims
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import attn_ops
-from attn_ops.collect_env import OPS, Environment, _driver_version
+from attn_ops.collect_env import OPS, Environment, _driver_version, _images
 from attn_ops.eager import prepared_call
+from attn_ops.native import package
 from attn_ops.ops import backends, tuning_table
 
 collect_env_module = importlib.import_module("attn_ops.collect_env")
@@ -57,6 +58,33 @@ def test_on_the_cpu_the_reasons_are_given() -> None:
 
 def test_gpus_are_described(one_gpu: None) -> None:
     assert attn_ops.collect_env().gpus == ("0: Some GPU, compute capability 9.0, 132 SMs, 141.0 GiB",)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "compiler", "expected"),
+    [
+        ([], "g++", "none: images are for compute capability 9.0 and newer, and no GPU is visible"),
+        ([(9, 0)], "g++", "where the package allows them"),
+        ([(9, 0), (9, 0)], "/nowhere/c++", "none: the compiler /nowhere/c++ is not on the PATH"),
+        (
+            [(9, 0), (8, 6)],
+            "g++",
+            "0: where the package allows them; 1: none: images are for compute capability 9.0 and newer, and cuda:1 "
+            "has 8.6",
+        ),
+    ],
+    ids=["no GPU", "one", "no compiler", "two"],
+)
+def test_images_in_packages(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], compiler: str, expected: str
+) -> None:
+    """Of each GPU, whichever is current."""
+    pytest.importorskip("triton")
+    gpus = {torch.device("cuda", i): found for i, found in enumerate(capabilities)}
+    monkeypatch.setattr(package, "compute_capability", gpus.get)
+    monkeypatch.setattr(package.shutil, "which", lambda name: None if "nowhere" in name else name)
+    monkeypatch.setenv("CXX", compiler)
+    assert _images(list(gpus)) == expected
 
 
 def test_prepared_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ class Query:
         dtype = d.pick(*FP8)
         shape = replace(shape, dtype=dtype, kv_dtype=d.pick(dtype, *FP8, shape.kv_dtype))
         o = draw_options(d, shape, "k_scale", "v_scale", *without)
-        batch = Batch(d, shape, decode=False, rows=rows)
+        batch = Batch(d, shape, decode=False, rows=rows, max_rows=20, longest=d.by_size(40, 150, 1500))
         assert batch.pages is not None
         return cls(d, shape, batch, o, d.pick(None, *OUT_DTYPES), d.chance(0.6))
 

@@ -66,7 +66,7 @@ def tree_mask(d: Draw) -> Call:
     shape = Shape.draw(d, same_dims=True)
     o = draw_options(d, shape, "pos_encoding", "rope_scale", "rope_theta", "soft_cap", "causal", "k_scale", "v_scale")
     rows = d.pick(1, 2, 4, 7, 17, 33, None)
-    batch = Batch(d, shape, decode=False, rows=rows, max_rows=40)
+    batch = Batch(d, shape, decode=False, rows=rows, max_rows=40, longest=d.by_size(40, 150, 1500))
     mask, table, lens, caches = draw_trees(d, batch), batch.block_tables(), batch.seq_lens, batch.caches()
     if rows is not None and d.chance(0.5):
         mask = mask.view(len(batch.kv_lens), rows, -1)
@@ -135,7 +135,7 @@ def draw_items(d: Draw, batch: Batch) -> dict[str, Tensor | int]:
 def multi_item_mask(d: Draw) -> Call:
     shape, paged = Shape.draw(d), d.chance(0.5)
     o = replace(draw_options(d, shape, "k_scale", "v_scale"), causal=True)
-    batch = Batch(d, shape, decode=False)
+    batch = Batch(d, shape, decode=False, longest=d.by_size(40, 150, 1500))
     assert batch.pages is not None
     items = draw_items(d, batch)
     workspace = torch.zeros(1 << (27 if d.device == "cuda" else 20), dtype=torch.uint8, device=d.device)
@@ -148,6 +148,7 @@ def multi_item_mask(d: Draw) -> Call:
     options |= {"logits_soft_cap": o.soft_cap or None, "q_data_type": shape.dtype, "kv_data_type": shape.kv_dtype}
     wrapper: Any
     tables: tuple[Tensor, ...]
+    kv: tuple[Any, ...]
     if paged:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, shape.kv_layout)
         tables = (batch.qo_indptr(), *batch.page_table(wide=False))

@@ -48,7 +48,9 @@ def _attention(
     d: Draw, op: str, arguments: dict[str, Any], expected: Expected, shape: Shape, o: Options, text: str, **more: Any
 ) -> Call:
     arguments = {**arguments, "backend": d.backend, "return_lse": d.chance(0.8)}
-    out_dtype = arguments["out_dtype"] = d.pick(None, None, None, *FLOATS, *FP8)
+    # Triton's interpreter rounds to FP8 without a carry into the exponent: 0.49 becomes 0.25.
+    fp8 = () if d.backend == "interpreter" else FP8
+    out_dtype = arguments["out_dtype"] = d.pick(None, None, None, *FLOATS, *fp8)
     text, tolerated = f"{text}, out_dtype={out_dtype}", tolerance(d, shape, o)
 
     def run() -> Any:
