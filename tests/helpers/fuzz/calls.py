@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.functions import FUNCTIONS
 from helpers.fuzz.ops import OPS
-from helpers.fuzz.public import PUBLIC
+from helpers.fuzz.wrappers import WRAPPERS
 
-CALLS: dict[str, Callable[[Draw], Call]] = {**OPS, **PUBLIC}
+CALLS: dict[str, Callable[[Draw], Call]] = {**OPS, **WRAPPERS, **FUNCTIONS}
