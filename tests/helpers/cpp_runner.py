@@ -32,7 +32,7 @@ def build(source: Path, device: str = "cpu") -> Path:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     libraries = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     libraries += ["-ltorch_cuda", "-lc10_cuda"] if device == "cuda" else []
-    subprocess.run(["g++", "-std=c++20", "-O1", abi, source, "-o", program, *flags, *libraries], check=True)
+    subprocess.run(["g++", "-std=c++20", "-O0", abi, source, "-o", program, *flags, *libraries], check=True)
     return program
 
 
