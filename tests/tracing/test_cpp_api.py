@@ -333,6 +333,7 @@ PAGE_TABLE = """\
 batch 6 | 0 0 0 0 | | 0 0 0
 batch 3 | 0 2 2 3 | 0 1 2 | 3 0 4
 batch 2 | 0 2 2 4 | 0 1 2 3 | 4 0 1
+needs 0 0 1 0 1 1 2 1 3 2
 CapacityError: append: request 1 needs 3 more pages and the cache has 2 free; expected a free page for every 4 tokens; \
 release a request, or make the cache larger
 {same}
@@ -340,6 +341,8 @@ CapacityError: append: request 1 needs 2305843009213693952 more pages and the ca
 expected a free page for every 4 tokens; release a request, or make the cache larger
 {same}
 OptionError: append: tokens is -1; expected 0 or more; release the request to shrink it
+{same}
+OptionError: needed: tokens is -1; expected 0 or more; release the request to shrink it
 {same}
 ArgumentError: append: there is no request 7; expected a request that add() returned; \
 do not use a request after its release()
@@ -370,12 +373,15 @@ def test_page_table_in_a_cmake_project(tmp_path: Path) -> None:
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.18)\nproject(table CXX)\nfind_package(attn_ops 0.1 REQUIRED)\n"
         f'add_executable(table "{HELPERS / "cpp_page_table.cpp"}")\n'
-        "target_link_libraries(table PRIVATE attn_ops::attn_ops)\n"
+        f"target_link_libraries(table PRIVATE attn_ops::attn_ops {' '.join(cpp_runner.sanitizer())})\n"
+        f"target_compile_options(table PRIVATE {' '.join(cpp_runner.sanitizer())})\n"
     )
     for step in (["-S", ".", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}"], ["--build", "build"]):
         done = subprocess.run(["cmake", *step], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run([str(tmp_path / "build/table")], capture_output=True, text=True, check=True)
+    table = [str(tmp_path / "build/table")]
+    done = subprocess.run(table, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == PAGE_TABLE
 
 
