@@ -178,13 +178,14 @@ class _PlanPrefill(nn.Module):
 
 
 def _export_plan(planner: DecodePlanner | PrefillPlanner) -> ExportedProgram:
-    """A program that plans up to ``max_batch`` requests, from ``max_pages`` page numbers."""
-    max_batch = int(planner.state.kv_len.shape[0])
+    """A program that plans up to ``max_batch`` requests, from up to ``max_pages`` page numbers."""
+    max_batch, max_pages = int(planner.state.kv_len.shape[0]), planner.max_pages
     indptr = torch.zeros(max_batch + 1, dtype=torch.int32, device=planner.device)
-    table = indptr, indptr.new_zeros(planner.max_pages), indptr[1:].clone()
+    table = indptr, indptr.new_zeros(max_pages), indptr[1:].clone()
     batch = Dim("batch", min=1, max=max_batch) if max_batch > 1 else None
     many: tuple[dict[int, Any], dict[int, Any]] = ({0: batch + 1}, {0: batch}) if batch else ({}, {})
-    table_shapes: tuple[Any, ...] = (many[0], {}, many[1], pytree.tree_map(lambda t: {}, planner.state))
+    pages = {0: Dim("pages", min=0, max=max_pages)} if max_pages > 1 else {}
+    table_shapes: tuple[Any, ...] = (many[0], pages, many[1], pytree.tree_map(lambda t: {}, planner.state))
     if isinstance(planner, DecodePlanner):
         return torch.export.export(_PlanDecode(), (*table, planner.state), dynamic_shapes=table_shapes)
     inputs = (torch.zeros_like(indptr), *table, planner.state)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attn_ops.demo.package import compile_runner
+from attn_ops import cpp
 from benchmarks import report
 from benchmarks.comparison import release_memory
 from benchmarks.decode_problem import DecodeProblem
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> None:
         paths = {name: Path(folder) / f"{i}.pt2" for i, name in enumerate(args.rows)}
         with ProcessPoolExecutor(len(paths), multiprocessing.get_context("spawn")) as processes:
             packaging = {name: processes.submit(_package, name, path) for name, path in paths.items()}
-            runner = compile_runner(Path(folder), torch.device("cuda"), RUNNER)
+            runner = cpp.build(RUNNER, Path(folder) / RUNNER.stem, cpp.cuda_flags())
         for name, path in paths.items():
             results.append(_measure(name, PROBLEMS[name](), runner, path, packaging[name].result()))
             release_memory()

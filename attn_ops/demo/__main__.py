@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--batch", type=int, default=8, metavar="N", help="requests that run at once; default: %(default)s")
     add("--max-new-tokens", type=int, default=32, metavar="N", help="per request; default: %(default)s")
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and prompts; default: %(default)s")
-    add("--output", type=Path, metavar="DIR", help="keep the packages, their inputs and the C++ runner in this folder")
+    add("--output", type=Path, metavar="DIR", help="keep the packages, the requests and the C++ server in this folder")
     args = parser.parse_args(arguments)
     if not 1 <= args.batch <= MAX_BATCH:
         parser.error(f"--batch is the number of requests that run at once, 1 to {MAX_BATCH}")

@@ -57,28 +57,15 @@ class Request:
         return Request(self.prompt, self.max_new_tokens, self.arrival)
 
 
-class Snapshot(NamedTuple):
-    """A prefilled batch, one entry per slot. An empty slot has no pages and length 0.
+class Rates(NamedTuple):
+    """Output tokens per second: of decode steps, and of serving as a whole."""
 
-    Attributes:
-        prompts: prompt tokens.
-        tokens: last token, not yet in the KV cache.
-        pages: allocated pages, enough for all output.
-        lengths: tokens in the KV cache.
-    """
+    decode: float
+    serving: float
 
-    prompts: list[Sequence[int]]
-    tokens: list[int]
-    pages: list[list[int]]
-    lengths: list[int]
-
-    def sequences(self, tokens: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], list[int]]]:
-        """``(prompt, output)`` of every request after decoding ``tokens [steps][max_batch]`` from this snapshot."""
-        return [
-            (prompt, [self.tokens[slot], *(row[slot] for row in tokens)])
-            for slot, prompt in enumerate(self.prompts)
-            if self.lengths[slot]
-        ]
+    @staticmethod
+    def of(decoded: float, decode_seconds: float, total: float, seconds: float) -> Rates:
+        return Rates(decoded / max(decode_seconds, 1e-9), total / max(seconds, 1e-9))
 
 
 class Engine:
@@ -109,14 +96,20 @@ class Engine:
                 )
         self.waiting.extend(sorted(requests, key=lambda r: r.arrival))
 
-    def run(self, on_tokens: Callable[[int], object] = lambda count: None) -> float:
-        """Serve all requests. Returns seconds. ``on_tokens`` is called with each iteration's number of new tokens."""
-        start = time.perf_counter()
+    def run(self, on_tokens: Callable[[int], object] = lambda count: None) -> Rates:
+        """Serve all requests. ``on_tokens`` is called with each iteration's number of new tokens."""
+        start, decode_seconds, decoded, total = time.perf_counter(), 0.0, 0, 0
         while self.waiting or any(self.slots):
             self.admit()
-            on_tokens(self.prefill() + self.decode())
+            prefilled = self.prefill()
+            before = time.perf_counter()
+            chosen = self.decode()
+            decode_seconds += time.perf_counter() - before
+            decoded += chosen
+            total += prefilled + chosen
+            on_tokens(prefilled + chosen)
             self.iteration += 1
-        return time.perf_counter() - start
+        return Rates.of(decoded, decode_seconds, total, time.perf_counter() - start)
 
     def admit(self) -> None:
         """Assign free slots and pages to arrived requests, in order of arrival, until one does not fit."""
@@ -163,19 +156,6 @@ class Engine:
         self.memory.plan_decode(self._pages(), lengths)
         next_tokens = run_decode(self._decode, self.memory, torch.tensor(tokens)).tolist()
         return self._append_output(next_tokens, active)
-
-    def snapshot(self, requests: Sequence[Request]) -> Snapshot:
-        """Admit as many of ``requests`` as fit, prefill them, and return the batch before its first decode step."""
-        self.submit(requests)
-        self.admit()
-        while any(request is not None and request.prefilling for request in self.slots):
-            self.prefill()
-        return Snapshot(
-            prompts=[r.prompt if r else [] for r in self.slots],
-            tokens=[r.output[-1] if r else 0 for r in self.slots],
-            pages=[r.pages if r else [] for r in self.slots],
-            lengths=[r.cached if r else 0 for r in self.slots],
-        )
 
     def _pages(self) -> list[list[int]]:
         return [request.pages if request is not None else [] for request in self.slots]

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 
 from attn_ops.demo.compiling import Counts
 from attn_ops.demo.dense import Comparison
+from attn_ops.demo.engine import Rates
 
 STEPS = ("prefill", "decode")
 
 
 @dataclass
 class Row:
-    """One way to run the model: rates in tokens/s, and its greedy tokens compared with the dense reference."""
+    """One way to run the model: its rates, and its greedy tokens compared with the dense reference."""
 
     name: str
-    decode_rate: float | None = None
-    serving_rate: float | None = None
+    rates: Rates | None = None
     equal: Comparison = field(default_factory=Comparison)
 
     def cells(self) -> tuple[str, str, str, str]:
-        decode, serving = ("-" if rate is None else f"{rate:,.0f}" for rate in (self.decode_rate, self.serving_rate))
+        decode, serving = ("-", "-") if self.rates is None else (f"{rate:,.0f}" for rate in self.rates)
         return self.name, decode, serving, str(self.equal)
 
 

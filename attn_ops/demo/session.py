@@ -1,4 +1,4 @@
-"""A run of the demo: serve eager and compiled, check both, package the decode step and run it in C++."""
+"""A run of the demo: serve with eager steps, with compiled ones, and with packages in C++, and check each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-from attn_ops.demo import checkpoint, compiling, decoding, dense, describe, package, requests
+from attn_ops.demo import checkpoint, compiling, dense, describe, package, requests
 from attn_ops.demo.compiling import Counts
-from attn_ops.demo.decoding import Decoded
-from attn_ops.demo.engine import Engine, Request, Snapshot
+from attn_ops.demo.engine import Engine, Rates, Request
 from attn_ops.demo.errors import DemoError
 from attn_ops.demo.memory import Capacity, Memory, Step
 from attn_ops.demo.model import ModelConfig, seeded
@@ -39,15 +38,14 @@ Steps = tuple[Step, Step]
 PAGE_SIZE = 16
 PREFILL_TOKENS = 128
 REQUESTS_PER_SLOT = 2
-TIMED_REPEATS = 3
-STAGES = 15
+STAGES = 11
 MIN_MULTITHREADED_PARAMETERS = 1 << 27
 """Smaller models run on one CPU thread: their ops are too short to be divided."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line. Packages and runner are kept in ``output``; they are temporary if it is None."""
+    """Options of the command line. Packages and server are kept in ``output``; they are temporary if it is None."""
 
     device: torch.device
     dtype: torch.dtype
@@ -87,10 +85,9 @@ class Session:
         self._serve(row, eager)
         if shutil.which("g++") is None:
             self.report.skipped.append(
-                "compiled steps and the C++ runner, which need g++, and it is not on the PATH; install g++"
+                "compiled steps and the C++ server, which need g++, and it is not on the PATH; install g++"
             )
             return self.report
-        self._decode(row, eager)
 
         before = Counts.now()
         with self.progress.stage("compiling the prefill and decode steps"):
@@ -98,13 +95,12 @@ class Session:
         warm = Counts.now()
         row = self._row("compiled")
         self._serve(row, compiled)
-        self._decode(row, compiled)
         self.report.compiled, self.report.after = warm.since(before), Counts.now().since(warm)
 
         row = self._row("AOTInductor, C++")
         with self._folder() as folder:
             try:
-                self._decode_in_cpp(row, compiled, folder)
+                self._serve_in_cpp(row, folder)
             except DemoError as error:
                 self.report.skipped.append(str(error))
         return self.report
@@ -127,47 +123,29 @@ class Session:
         engine.submit(self.served)
         total = sum(request.max_new_tokens for request in self.served)
         with self.progress.tokens(f"serving, {row.name}", total) as on_tokens:
-            seconds = engine.run(on_tokens)
-        row.serving_rate = sum(len(request.output) for request in self.served) / seconds
+            row.rates = engine.run(on_tokens)
         self.report.pages.append((engine.allocator.num_free, engine.allocator.num_pages))
-        self._compare(row, [(request.prompt, request.output) for request in self.served])
+        self._compare(row, [request.output for request in self.served])
 
-    def _decode(self, row: Row, steps: Steps) -> None:
-        """Decode the first batch of requests for a fixed number of steps, as the C++ runner does."""
-        with self.progress.stage(f"decoding, {row.name}"):
-            start = self._snapshot(steps)
-            decoded = decoding.decode(steps[1], self.memory, start, self._decode_steps, TIMED_REPEATS)
-        self._record(row, start, decoded)
-
-    def _decode_in_cpp(self, row: Row, steps: Steps, folder: Path) -> None:
-        with self.progress.stage("exporting and packaging the decode step"):
-            artifact = package.build(self.model, self.memory, folder)
-        with self.progress.stage("compiling the C++ runner"):
-            runner = package.compile_runner(folder, self.options.device)
-        with self.progress.stage(f"decoding, {row.name}"):
-            start = self._snapshot(steps)
-            result = package.run(runner, artifact, self.memory, start, self._decode_steps, TIMED_REPEATS)
+    def _serve_in_cpp(self, row: Row, folder: Path) -> None:
+        with self.progress.stage("exporting and packaging the prefill and decode steps"):
+            packages = package.export(self.model, self.memory, folder)
+        with self.progress.stage("compiling the C++ server"):
+            server = package.build_server(folder)
+        with self.progress.stage(f"serving, {row.name}"):
+            requests = package.write_requests(self.requests, folder / "requests.txt")
+            result = package.serve(server, packages, requests, self.stop_tokens)
+        numbers, outputs = result.numbers, result.outputs
+        total = sum(map(len, outputs))
+        row.rates = Rates.of(numbers["decoded"], numbers["decode_seconds"], total, numbers["seconds"])
+        self.report.pages.append((int(numbers["free_pages"]), self.memory.capacity.num_pages))
         self.report.python_mapped = result.python_mapped
-        self._record(row, start, Decoded(result.tokens, result.seconds))
+        self._compare(row, outputs)
 
-    def _snapshot(self, steps: Steps) -> Snapshot:
-        """Prefill the first batch of requests in an empty KV cache."""
-        self.memory.poison_caches()
-        return Engine(self.memory, *steps).snapshot([Request(r.prompt, r.max_new_tokens) for r in self.requests])
-
-    def _record(self, row: Row, start: Snapshot, decoded: Decoded) -> None:
-        sequences = start.sequences(decoded.tokens)
-        row.decode_rate = len(sequences) * self._decode_steps / decoded.seconds
-        self._compare(row, sequences)
-
-    def _compare(self, row: Row, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    def _compare(self, row: Row, outputs: Sequence[Sequence[int]]) -> None:
         with self.progress.stage("comparing with the dense reference"):
-            row.equal = row.equal + dense.compare(self.model, sequences)
-
-    @property
-    def _decode_steps(self) -> int:
-        """Decode steps of a request. Prefill gives its first output token."""
-        return self.options.max_new_tokens - 1
+            prompts = [request.prompt for request in self.requests]
+            row.equal = dense.compare(self.model, zip(prompts, outputs, strict=True))
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:

@@ -1,7 +1,8 @@
 """Steps of paged inference as modules, to be compiled, exported and packaged.
 
-A batch has ``max_batch`` slots, so that every step has the same shapes. An empty slot has no pages in the plan: its
-rows write nothing, and their results are not read.
+The engine's batches have ``max_batch`` slots and ``prefill_tokens`` tokens, so that every step has the same shapes. An
+empty slot has no pages in the plan: its rows write nothing, and their results are not read. In a package both sizes are
+dynamic.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ class DecodeStep(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, caches: list[Tensor], plan: DecodePlan, workspace: Tensor) -> Tensor:
-        """Returns the next tokens, ``[max_batch]`` int64.
+        """Returns the next tokens, ``[n]`` int64.
 
         Args:
-            tokens: ``[max_batch]`` int64, the last token of each request.
+            tokens: ``[n]`` int64, the last token of each request; ``n`` is at most ``max_batch``.
             caches: per layer ``[pages, 2, page_size, Hkv, D]``; mutated.
             plan: its lengths include the new token, whose position is ``kv_len - 1``.
             workspace: the workspace of the planner.
         """
         slot = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
-        slot = torch.where(plan.kv_len > 0, slot, -1)
-        positions = (plan.kv_len - 1).clamp(min=0)
+        kv_len = plan.kv_len[: tokens.shape[0]]
+        slot = torch.where(kv_len > 0, slot, -1)
+        positions = (kv_len - 1).clamp(min=0)
         windows = self.model.config.windows
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ class PrefillStep(nn.Module):
         """Returns the next tokens, ``[max_batch]`` int64, valid for slots whose prompt ends in this chunk.
 
         Args:
-            tokens: ``[max_tokens]`` int64, the chunks of all slots concatenated, then padding.
+            tokens: ``[n]`` int64, the chunks of all slots concatenated, then padding; ``n`` is at most ``max_tokens``.
             caches: per layer ``[pages, 2, page_size, Hkv, D]``; mutated.
             plan: its query rows are those of the chunks, and its lengths include the chunks.
             workspace: the workspace of the planner.
@@ -74,10 +76,3 @@ class PrefillStep(nn.Module):
 
         hidden = self.model(tokens, positions, attend)
         return self.model.logits(hidden[(ends - 1).clamp(min=0)]).argmax(-1)
-
-
-class PlanStep(nn.Module):
-    """Plan a decode batch. A package of this module plans in a process without Python."""
-
-    def forward(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: DecodePlan) -> None:
-        torch.ops.attn.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan)

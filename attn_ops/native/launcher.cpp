@@ -1,12 +1,13 @@
 #include "launcher.h"
 
-#include <cuda.h>
 #include <dlfcn.h>
 
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+
+#include "driver.h"
 
 #ifndef ATTN_OPS_LIBCUDA
 #define ATTN_OPS_LIBCUDA "libcuda.so.1"
@@ -35,11 +36,13 @@ struct Driver {
   decltype(&cuGetErrorString) describe;
   decltype(&cuDeviceGetAttribute) attribute;
   decltype(&cuDevicePrimaryCtxRetain) retain;
-  decltype(&cuDevicePrimaryCtxRelease) release;
+  decltype(&cuDevicePrimaryCtxRelease_v2) release;
   decltype(&cuCtxGetCurrent) current;
-  decltype(&cuCtxPushCurrent) push;
-  decltype(&cuCtxPopCurrent) pop;
+  decltype(&cuCtxGetDevice) device;
+  decltype(&cuCtxPushCurrent_v2) push;
+  decltype(&cuCtxPopCurrent_v2) pop;
   decltype(&cuThreadExchangeStreamCaptureMode) capture_mode;
+  decltype(&cuStreamIsCapturing) is_capturing;
   decltype(&cuModuleLoadData) load;
   decltype(&cuModuleUnload) unload;
   decltype(&cuModuleGetFunction) function;
@@ -49,11 +52,11 @@ struct Driver {
   decltype(&cuLaunchKernelEx) launch;
   Status status;
 
-  Driver();
+  explicit Driver(const char* path);
 };
 
-Driver::Driver() {
-  void* library = dlopen(ATTN_OPS_LIBCUDA, RTLD_NOW | RTLD_LOCAL);
+Driver::Driver(const char* path) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
     status = failure(Code::kNoDriver, "launch_image: %s; expected the library of the CUDA driver; install the driver",
                      dlerror());
@@ -69,9 +72,11 @@ Driver::Driver() {
       {"cuDevicePrimaryCtxRetain", &retain},
       {"cuDevicePrimaryCtxRelease_v2", &release},
       {"cuCtxGetCurrent", &current},
+      {"cuCtxGetDevice", &device},
       {"cuCtxPushCurrent_v2", &push},
       {"cuCtxPopCurrent_v2", &pop},
       {"cuThreadExchangeStreamCaptureMode", &capture_mode},
+      {"cuStreamIsCapturing", &is_capturing},
       {"cuModuleLoadData", &load},
       {"cuModuleUnload", &unload},
       {"cuModuleGetFunction", &function},
@@ -96,9 +101,15 @@ Driver::Driver() {
                      kOldestDriver / 1000, kOldestDriver % 1000 / 10);
 }
 
+std::atomic<const Driver*> used_driver;
+
 const Driver& driver() {
-  static const Driver loaded;
-  return loaded;
+  const Driver* used = used_driver.load(std::memory_order_acquire);
+  if (used) return *used;
+  static const Driver loaded(ATTN_OPS_LIBCUDA);
+  const Driver* none = nullptr;
+  used_driver.compare_exchange_strong(none, &loaded);
+  return *used_driver.load(std::memory_order_acquire);
 }
 
 Status driver_failure(const Image& image, const char* what, CUresult code) {
@@ -163,8 +174,16 @@ class RelaxedCapture {
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
-  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+  int mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
+
+Status check_device(const Image& image, int device) {
+  if (device >= 0 && device < kMaxDevices) return {};
+  return failure(Code::kBadDevice,
+                 "launch_image: image %s: the first tensor is on device %d; expected one of the first %d GPUs; move the "
+                 "tensors there",
+                 image.name, device, kMaxDevices);
+}
 
 Status check_gpu(const Image& image, int device) {
   int major = 0, minor = 0;
@@ -313,7 +332,7 @@ union Value {
 };
 
 struct Parameters {
-  alignas(64) CUtensorMap maps[kMaxMaps];
+  CUtensorMap maps[kMaxMaps];
   Value values[kMaxParameters];
   void* pointers[kMaxParameters];
 };
@@ -325,21 +344,20 @@ bool narrow(int64_t value, Value& to) {
 
 // `integers` are the map's sizes and strides. A map over no elements is left zero: a kernel loads nothing through it.
 CUresult encode_map(const MapSpec& spec, void* address, const int64_t* integers, CUtensorMap* map) {
-  cuuint64_t sizes[kMaxRank], strides[kMaxRank];
-  cuuint32_t box[kMaxRank], steps[kMaxRank];
+  uint64_t sizes[kMaxRank], strides[kMaxRank];
+  uint32_t box[kMaxRank], steps[kMaxRank];
   std::memset(map, 0, sizeof *map);
   const int rank = spec.rank;
   for (int d = 0; d < rank; ++d) {  // outermost first here, innermost first in the driver
     const int at = rank - 1 - d;
     if (integers[d] == 0) return CUDA_SUCCESS;
-    sizes[at] = static_cast<cuuint64_t>(integers[d]);
+    sizes[at] = static_cast<uint64_t>(integers[d]);
     box[at] = spec.box[d];
     steps[at] = 1;
-    if (at) strides[at - 1] = static_cast<cuuint64_t>(integers[rank + d]) * spec.element_bytes;
+    if (at) strides[at - 1] = static_cast<uint64_t>(integers[rank + d]) * spec.element_bytes;
   }
-  return driver().encode(map, static_cast<CUtensorMapDataType>(spec.type), static_cast<cuuint32_t>(rank), address, sizes,
-                         strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                         static_cast<CUtensorMapSwizzle>(spec.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+  return driver().encode(map, spec.type, static_cast<uint32_t>(rank), address, sizes, strides, box, steps,
+                         CU_TENSOR_MAP_INTERLEAVE_NONE, spec.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
@@ -377,47 +395,10 @@ Status fill_parameters(const Image& image, const Call& call, const int64_t* inte
   return {};
 }
 
-}  // namespace
-
-// The driver may be gone, or the context destroyed: then it has no modules any more.
-LoadedFunctions::~LoadedFunctions() {
-  for (int device = 0; device < kMaxDevices; ++device) {
-    CUcontext popped;
-    if (!modules[device] || driver().push(primary.of[device]) != CUDA_SUCCESS) continue;
-    const RelaxedCapture relaxed;
-    driver().unload(static_cast<CUmodule>(modules[device]));
-    driver().pop(&popped);
-  }
-}
-
-const Image* find_image(const Image* images, size_t count, const char* name) {
-  for (size_t i = 0; i < count; ++i)
-    if (!std::strcmp(images[i].name, name)) return &images[i];
-  return nullptr;
-}
-
-Status no_such_image(const char* name) {
-  return failure(Code::kNoImage,
-                 "launch_image: there is no image %s; expected one that was packaged with the graph; package the program "
-                 "again", name);
-}
-
-Status launch(const Image& image, const Call& call) {
-  Status status = check_counts(image, call);
-  if (status.code != Code::kOk) return status;
-  const int device = call.num_tensors ? call.tensors[0].device : -1;
-  if (device < 0 || device >= kMaxDevices)
-    return failure(Code::kBadDevice,
-                   "launch_image: image %s: the first tensor is on device %d; expected one of the first %d GPUs; move "
-                   "the tensors there",
-                   image.name, device, kMaxDevices);
-  const int64_t *grid = call.integers, *integers = grid + 3;
-  for (uint32_t i = 0; i < image.num_tensors; ++i) {
-    status = check_tensor(image, image.tensors[i], call.tensors[i], call.tensors[0], call.device_type, integers);
-    if (status.code != Code::kOk) return status;
-    integers += 2 * image.tensors[i].rank;
-  }
-  status = check_grid(image, grid);
+// `integers` are those of the parameters. The tensors are as the image expects them.
+Status launch_checked(const Image& image, const Call& call, int device, const int64_t* integers) {
+  const int64_t* grid = call.integers;
+  Status status = check_grid(image, grid);
   if (status.code != Code::kOk || !grid[0] || !grid[1] || !grid[2]) return status;
   if (driver().status.code != Code::kOk) return driver().status;
 
@@ -450,6 +431,78 @@ Status launch(const Image& image, const Call& call) {
   config.attrs = attributes;
   const CUresult code = driver().launch(&config, function, parameters.pointers, nullptr);
   return code == CUDA_SUCCESS ? Status() : driver_failure(image, "cannot be launched", code);
+}
+
+}  // namespace
+
+// The driver may be gone, or the context destroyed: then it has no modules any more.
+LoadedFunctions::~LoadedFunctions() {
+  for (int device = 0; device < kMaxDevices; ++device) {
+    CUcontext popped;
+    if (!modules[device] || driver().push(primary.of[device]) != CUDA_SUCCESS) continue;
+    const RelaxedCapture relaxed;
+    driver().unload(static_cast<CUmodule>(modules[device]));
+    driver().pop(&popped);
+  }
+}
+
+const Image* find_image(const Image* images, size_t count, const char* name) {
+  for (size_t i = 0; i < count; ++i)
+    if (!std::strcmp(images[i].name, name)) return &images[i];
+  return nullptr;
+}
+
+Status no_such_image(const char* name) {
+  return failure(Code::kNoImage,
+                 "launch_image: there is no image %s; expected one that was packaged with the graph; package the program "
+                 "again", name);
+}
+
+Status launch(const Image& image, const Call& call) {
+  Status status = check_counts(image, call);
+  if (status.code != Code::kOk) return status;
+  const int device = call.num_tensors ? call.tensors[0].device : -1;
+  status = check_device(image, device);
+  if (status.code != Code::kOk) return status;
+  const int64_t* integers = call.integers + 3;
+  for (uint32_t i = 0; i < image.num_tensors; ++i) {
+    status = check_tensor(image, image.tensors[i], call.tensors[i], call.tensors[0], call.device_type, integers);
+    if (status.code != Code::kOk) return status;
+    integers += 2 * image.tensors[i].rank;
+  }
+  return launch_checked(image, call, device, integers);
+}
+
+Status launch_prepared(const Image& image, const Call& call, int device) {
+  const Status status = check_device(image, device);
+  return status.code == Code::kOk ? launch_checked(image, call, device, call.integers + 3) : status;
+}
+
+Status load(const Image& image, int device) {
+  Status status = check_device(image, device);
+  if (status.code != Code::kOk) return status;
+  if (driver().status.code != Code::kOk) return driver().status;
+  const CurrentContext context(image, device);
+  CUfunction function = nullptr;
+  return context.status.code != Code::kOk ? context.status : load_function(image, device, &function);
+}
+
+void use_driver(const char* path) {
+  for (std::atomic<CUcontext>& context : primary.of) context = nullptr;
+  used_driver.store(new Driver(path), std::memory_order_release);
+}
+
+int current_device() {
+  CUdevice device = -1;
+  const Driver& d = driver();
+  return d.status.code == Code::kOk && d.device(&device) == CUDA_SUCCESS ? device : -1;
+}
+
+bool is_capturing(void* stream) {
+  int status = CU_STREAM_CAPTURE_STATUS_NONE;
+  const Driver& d = driver();
+  if (d.status.code == Code::kOk) d.is_capturing(static_cast<CUstream>(stream), &status);
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
 }  // namespace attn_ops

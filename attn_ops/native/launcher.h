@@ -104,6 +104,19 @@ const Image* find_image(const Image* images, size_t count, const char* name);
 
 Status launch(const Image& image, const Call& call);
 
+// Launches without a look at the tensors, of which `call` has the addresses alone: for a caller whose cache key says
+// what they are. `call.integers` are the grid and those of the parameters.
+Status launch_prepared(const Image& image, const Call& call, int device);
+
+// Loads the kernel on the device, which its first launch there does otherwise.
+Status load(const Image& image, int device);
+
+void use_driver(const char* path);  // in the place of libcuda.so.1
+
+int current_device();  // of this thread, -1 if it has not used CUDA
+
+bool is_capturing(void* stream);
+
 Status no_such_image(const char* name);
 
 }  // namespace attn_ops

@@ -1,6 +1,6 @@
 """Registration of every op: schema, implementations, fake implementation, Inductor lowering.
 
-Eager     check -> choose a backend -> its function; on CUDA with a launch cache (:mod:`attn_ops.eager.launch_cache`)
+Eager     check -> choose a backend -> its function; on CUDA by prepared calls (:mod:`attn_ops.eager.prepared_call`)
 Traced    check -> output allocation (:mod:`attn_ops.meta`)
 Inductor  check -> choose a backend -> its function, inlined (:mod:`attn_ops.ops.inductor`)
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from attn_ops.eager.launch_cache import LaunchCache
+from attn_ops.eager.prepared_call import OP_CACHES, OpCache
 from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
 from attn_ops.native import images
@@ -29,9 +29,6 @@ LOG = logging.getLogger(__name__)
 
 LIBRARY = Library(NAMESPACE, "FRAGMENT")
 LOWERINGS = Lowerings()
-
-LAUNCH_CACHES: dict[str, LaunchCache] = {}
-"""The launch cache of each op, for calls on CUDA."""
 
 
 def _run(function: Callable[..., Any], device: torch.device, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +57,7 @@ def _implementation(op: str, *, lowerable: bool = False) -> Callable[..., Any]:
     return implementation
 
 
-def _launch_cache(op: str) -> LaunchCache:
+def _op_cache(op: str) -> OpCache:
     """As :func:`_implementation`, with the launches of each call captured where its backend can."""
     check = CHECKS[op]
 
@@ -74,7 +71,7 @@ def _launch_cache(op: str) -> LaunchCache:
             return _run(function, problem.device, args, options), None
         return capture(function, args, options)
 
-    return LaunchCache(first_call)
+    return OpCache(first_call)
 
 
 def _fake(op: str) -> Callable[..., Any]:
@@ -112,8 +109,8 @@ def register() -> None:
     for op, schema in SCHEMAS.items():
         LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         LIBRARY.impl(op, _implementation(op), "CPU")
-        LAUNCH_CACHES[op] = _launch_cache(op)
-        LIBRARY.impl(op, LAUNCH_CACHES[op].op, "CUDA")
+        OP_CACHES[op] = _op_cache(op)
+        LIBRARY.impl(op, OP_CACHES[op].op, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op), lib=LIBRARY)
         overload = getattr(getattr(torch.ops, NAMESPACE), op).default
         LOWERINGS.add(overload, _implementation(op, lowerable=True), _is_lowerable(op))

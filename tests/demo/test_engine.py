@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from helpers import demo_tiny
@@ -9,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_ops.demo import dense
-from attn_ops.demo.decoding import decode
 from attn_ops.demo.engine import Request
 from attn_ops.demo.errors import DemoError
 from attn_ops.demo.memory import Capacity
-from attn_ops.demo.steps import DecodeStep
 
 CAPACITY = Capacity(max_batch=3, page_size=4, num_pages=12, max_tokens=24, prefill_tokens=16)
 
@@ -97,28 +97,29 @@ def test_a_request_beyond_capacity_raises(length: int, new: int, message: str) -
         engine.submit(demo_tiny.requests([length], new))
 
 
-def test_decoding_from_a_snapshot_gives_the_tokens_of_serving() -> None:
-    m = demo_tiny.model()
-    start_engine = demo_tiny.engine(m, CAPACITY)
-    start = start_engine.snapshot(demo_tiny.requests([5, 16], max_new_tokens=6))
-    assert start.lengths == [5, 16, 0]
-    decoded = decode(DecodeStep(m), start_engine.memory, start, steps=5, repeats=2)
-
-    served = demo_tiny.requests([5, 16], max_new_tokens=6)
-    engine = demo_tiny.engine(m, CAPACITY)
-    engine.submit(served)
-    engine.run()
-    assert start.sequences(decoded.tokens) == [(request.prompt, request.output) for request in served]
-
-
 def test_the_comparison_detects_a_wrong_page() -> None:
     m = demo_tiny.model()
+    served = demo_tiny.requests([8, 12], max_new_tokens=6)
     engine = demo_tiny.engine(m, CAPACITY)
-    start = engine.snapshot(demo_tiny.requests([8, 12], max_new_tokens=6))
-    start.pages[0][0], start.pages[1][0] = start.pages[1][0], start.pages[0][0]
-    decoded = decode(DecodeStep(m), engine.memory, start, steps=5, repeats=1)
-    found = dense.compare(m, start.sequences(decoded.tokens))
-    assert found.different > 5
+    engine.submit(served)
+    engine.admit()
+    while any(request.prefilling for request in served):
+        engine.prefill()
+    a, b = (request.pages for request in served)
+    a[0], b[0] = b[0], a[0]
+    engine.run()
+    assert check(m, served).different > 5
+
+
+def test_rates_are_of_decode_steps_and_of_the_whole_run() -> None:
+    m = demo_tiny.model()
+    engine = demo_tiny.engine(m, CAPACITY)
+    engine.submit(demo_tiny.requests([5, 9], max_new_tokens=4))
+    start = time.perf_counter()
+    rates = engine.run()
+    seconds = time.perf_counter() - start
+    assert rates.serving >= 8 / seconds
+    assert rates.decode > 6 / 8 * rates.serving
 
 
 def test_a_near_tie_is_counted_apart() -> None:

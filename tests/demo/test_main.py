@@ -17,14 +17,15 @@ from safetensors.torch import save_file
 from attn_ops.demo.__main__ import main
 from attn_ops.demo.compiling import Counts
 from attn_ops.demo.dense import Comparison
+from attn_ops.demo.engine import Rates
 from attn_ops.demo.report import Report, Row
 
 CASE = json.loads(demo_golden.FILE.read_text(encoding="utf-8"))["qwen3-window"]
 CLEAN = Report(
     ["header"],
     rows=[
-        Row("eager", 10.0, 5.0, Comparison(8)),
-        Row("compiled", 1234.0, None, Comparison(8, near_ties=1, widest=0.51)),
+        Row("eager", Rates(10.0, 5.0), Comparison(8)),
+        Row("compiled", Rates(1234.0, 99.0), Comparison(8, near_ties=1, widest=0.51)),
     ],
     compiled=Counts(2, 0, 0),
     after=Counts(0, 0, 0),
@@ -63,27 +64,23 @@ def demo(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
-@pytest.fixture(scope="module")
-def kept(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A whole run, and the folder of what it built."""
-    output = tmp_path_factory.mktemp("output") / "kept"
+@pytest.mark.slow
+def test_every_check_of_a_whole_run_passes(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output" / "kept"
     prompts = [f"--prompt={' '.join(f'w{i}' for i in range(1, n))}" for n in (3, 9, 20)]
     sizes = ["--batch", "3", "--max-new-tokens", "5", "--output", str(output)]
-    return output, demo("--model", str(checkpoint), *prompts, *sizes)
-
-
-@pytest.mark.slow
-def test_every_check_of_a_whole_run_passes(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    _, done = kept
+    done = demo("--model", str(checkpoint), *prompts, *sizes)
     assert done.returncode == 0, done.stderr
+    assert {path.name for path in output.iterdir()} == {"prefill.pt2", "decode.pt2", "requests.txt", "server"}
     lines = {line.split("  ")[0]: " ".join(line.split()) for line in done.stdout.splitlines()}
-    assert lines["eager"].endswith("yes, 45 of 45")
-    assert lines["compiled"].endswith("yes, 45 of 45")
-    assert lines["AOTInductor, C++"].endswith("yes, 15 of 15")
+    for row in ("eager", "compiled", "AOTInductor, C++"):
+        assert lines[row].endswith("yes, 30 of 30")
     assert lines["compiled graphs"] == "compiled graphs 2"
     assert lines["graph breaks"] == "graph breaks 0"
     assert lines["recompiles after warm-up"] == "recompiles after warm-up 0"
     assert lines["libpython in C++ process"] == "libpython in C++ process absent"
+    (free,) = [line for line in lines.values() if line.startswith("pages freed")]
+    assert free.count(" of ") == 3
     assert "serving, compiled" in done.stderr
     assert "\nw1 w2 " in done.stdout
 
@@ -97,26 +94,11 @@ def test_every_check_passes_on_a_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_the_runner_reports_its_errors(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    output, _ = kept
-    runner, files = output / "runner", [str(output / name) for name in ("plan.pt2", "decode.pt2", "state.pt")]
-
-    def refused(*arguments: str) -> str:
-        done = subprocess.run([str(runner), *arguments], capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        return done.stderr
-
-    assert "pages and has" in refused(*files, "1000", "1", "cpu")
-    assert "cannot read absent.pt" in refused(*files[:2], "absent.pt", "1", "1", "cpu")
-    assert "usage: runner" in refused()
-
-
-@pytest.mark.slow
 def test_without_a_compiler_the_rest_runs_and_the_exit_status_says_so(checkpoint: Path, tmp_path: Path) -> None:
     done = demo("--model", str(checkpoint), "--batch", "2", "--max-new-tokens", "3", env={"PATH": str(tmp_path)})
     assert done.returncode == 1
     assert "eager" in done.stdout
-    assert "FAILED: not checked: compiled steps and the C++ runner, which need g++" in done.stderr
+    assert "FAILED: not checked: compiled steps and the C++ server, which need g++" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -186,7 +168,7 @@ def test_graph_breaks_are_counted() -> None:
 def test_a_clean_report_has_no_failures() -> None:
     assert CLEAN.failures() == []
     text = CLEAN.render()
-    assert "compiled            1,234                 -  yes, 8 of 8, 1 near ties within 0.5 eps" in text
+    assert "compiled            1,234                99  yes, 8 of 8, 1 near ties within 0.5 eps" in text
     assert "recompiles after warm-up  0" in text
 
 
@@ -194,7 +176,7 @@ def test_a_clean_report_has_no_failures() -> None:
     ("changes", "message"),
     [
         (
-            {"rows": [Row("eager", 1.0, 1.0, Comparison(8, different=1))]},
+            {"rows": [Row("eager", Rates(1.0, 1.0), Comparison(8, different=1))]},
             "eager: tokens differ from the dense reference",
         ),
         ({"compiled": Counts(2, 1, 0)}, "1 graph breaks in warm-up"),
@@ -203,7 +185,7 @@ def test_a_clean_report_has_no_failures() -> None:
         ({"after": Counts(0, 0, 2)}, "2 graphs ran without a CUDA graph after warm-up"),
         ({"pages": [(3, 4)]}, "did not free all its pages"),
         ({"python_mapped": True}, "libpython is mapped"),
-        ({"skipped": ["the runner"]}, "not checked: the runner"),
+        ({"skipped": ["the server"]}, "not checked: the server"),
     ],
 )
 def test_every_failed_check_is_reported(changes: dict[str, object], message: str) -> None:

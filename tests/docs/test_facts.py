@@ -14,7 +14,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),
 ]
-PATH = re.compile(r"`((?:attn_ops|kernels|meta|tests|docs|benchmarks|\.github)/[\w./*-]*|\.ci/run)`")
+PATH = re.compile(r"`((?:attn_ops|kernels|meta|examples|tests|docs|benchmarks|\.github)/[\w./*-]*|\.ci/run)`")
 ARCHITECTURE = ROOT / "docs" / "contributing" / "architecture.md"
 
 

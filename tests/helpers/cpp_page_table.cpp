@@ -45,9 +45,13 @@ int main() {
   table.append(a);
   table.append(c);
   print();
+  std::cout << "needs";
+  for (const int64_t tokens : {0, 1, 4, 5, 9}) std::cout << ' ' << table.needed(a, tokens) << ' ' << table.needed(c, tokens);
+  std::cout << '\n';
   refused([&] { table.append(b, 9); });
   refused([&] { table.append(b, INT64_MAX); });
   refused([&] { table.append(b, -1); });
+  refused([&] { table.needed(b, -1); });
   refused([&] { table.append(7, 1); });
   refused([&] { table.release(7); });
   refused([&] { table.batch({a, 7}); });

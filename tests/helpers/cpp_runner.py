@@ -4,45 +4,58 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from attn_ops import cpp
-from attn_ops.demo.package import compile_runner
 
 SOURCE = Path(__file__).with_name("run_package.cpp")
 CASES_SOURCE = Path(__file__).with_name("run_package_cases.cpp")
 
 
-def _program(device: str) -> Path:
-    return build(SOURCE, device)
+@functools.cache
+def build(source: Path, *options: str) -> Path:
+    """A program that links libtorch and includes the C++ API."""
+    return cpp.build(source, Path(tempfile.mkdtemp(prefix="attn_ops-")) / source.stem, ("-O0", *options))
+
+
+def find_package_works() -> bool:
+    """CMake is there, and torch is no build for CUDA, whose CMake package looks for the CUDA toolkit."""
+    return shutil.which("cmake") is not None and torch.version.cuda is None
 
 
 @functools.cache
-def build(source: Path, device: str = "cpu") -> Path:
-    """A program that links libtorch. It may include the C++ API."""
-    program = Path(tempfile.mkdtemp(prefix="attn_ops-")) / source.stem
-    flags = [f"-I{path}" for path in (cpp.include(), *include_paths())]
-    flags += [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    libraries = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-    libraries += ["-ltorch_cuda", "-lc10_cuda"] if device == "cuda" else []
-    subprocess.run(["g++", "-std=c++20", "-O1", abi, source, "-o", program, *flags, *libraries], check=True)
-    return program
+def sanitizer() -> tuple[str, ...]:
+    """Options that find memory errors of a program's own code, if the compiler has the library for it."""
+    options = ("-fsanitize=address",)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "main.cpp"
+        source.write_text("int main() {}")
+        try:
+            program = cpp.build(source, Path(folder) / "main", options)
+        except cpp.BuildError:
+            return ()
+        return () if subprocess.run([program], env=environment(), capture_output=True).returncode else options
+
+
+def environment() -> dict[str, str]:
+    """Of a C++ process. The sanitizer reports neither leaks of libtorch nor vectors that libtorch resizes."""
+    options = "detect_leaks=0:detect_container_overflow=0:malloc_context_size=4"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AOTI_")}
+    return kept | {"ASAN_OPTIONS": options}
 
 
 def _run(package: str, inputs: list[Tensor], folder: Path) -> tuple[int, str, tuple[Tensor, ...]]:
     device = inputs[0].device.type
     torch.save([t.cpu() for t in inputs], folder / "inputs.pt")
-    command = [_program(device), package, folder / "inputs.pt", folder / "outputs.pt", device]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("AOTI_")}
+    command = [build(SOURCE), package, folder / "inputs.pt", folder / "outputs.pt", device]
     words = [str(word) for word in command]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode in (0, 4), done.stderr
     return done.returncode, done.stderr, torch.load(folder / "outputs.pt")
 
@@ -61,12 +74,6 @@ def refusal(package: str, inputs: list[Tensor], folder: Path) -> tuple[str, tupl
     return message, results
 
 
-@functools.cache
-def _cases_program() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="packages-"))
-    return compile_runner(folder, torch.device("cuda"), CASES_SOURCE)
-
-
 def run_cases(
     package: str, cases: list[list[Tensor]], folder: Path, mode: str = "run"
 ) -> tuple[list[str], tuple[Tensor, ...]]:
@@ -76,7 +83,8 @@ def run_cases(
         stays = torch.tensor([int(not t.is_cuda) for t in case])
         saved.append([*(_on_the_host(t) for t in case), stays])
     torch.save(saved, folder / "cases.pt")
-    words = [str(word) for word in (_cases_program(), package, folder / "cases.pt", folder / "results.pt", mode)]
+    program = build(CASES_SOURCE, *cpp.cuda_flags())
+    words = [str(word) for word in (program, package, folder / "cases.pt", folder / "results.pt", mode)]
     environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONPATH")}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ void *stream, *function;
 unsigned char values[128][8];
 int sizes[128];  // bytes of each parameter, set by a test
 long long map[24];
+int device, answer_device, capturing;
 static __thread CUcontext stack[4] = {0};
 static __thread int depth;
 
@@ -40,6 +41,8 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) {
 }
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice d) { retained--; return CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext *c) { *c = depth ? stack[depth - 1] : 0; return CUDA_SUCCESS; }
+CUresult cuCtxGetDevice(CUdevice *d) { *d = device; return answer_device; }
+CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = capturing; return CUDA_SUCCESS; }
 CUresult cuCtxPushCurrent_v2(CUcontext c) {
   if (answer_push) return answer_push;
   stack[depth++] = c;

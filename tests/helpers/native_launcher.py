@@ -75,8 +75,10 @@ class FakeLibcuda:
     """``fake_libcuda.c``, without the function ``absent``: what it was asked, and the answers that it gives."""
 
     def __init__(self, folder: Path, absent: str = "") -> None:
+        from triton.backends.nvidia.driver import include_dirs
+
         self.path = folder / f"libcuda{absent}.so"
-        options = [f"-I{path}" for path in images.cuda_includes()] + ([f"-D{absent}=absent"] if absent else [])
+        options = [f"-I{path}" for path in include_dirs] + ([f"-D{absent}=absent"] if absent else [])
         source = HERE / "fake_libcuda.c"
         subprocess.run(["gcc", "-shared", "-fPIC", *options, str(source), "-o", str(self.path)], check=True)
         self.library = ctypes.CDLL(str(self.path))
@@ -93,8 +95,8 @@ class FakeLibcuda:
 
     def reset(self) -> None:
         counters = ("loads", "unloads", "wrong_unloads", "launches", "maps", "pushes", "pops", "retained")
-        answers = ("retain", "push", "load", "unload", "function", "encode", "launch")
-        self.set(**dict.fromkeys(counters, 0), **{f"answer_{name}": 0 for name in answers})
+        answers = ("retain", "push", "load", "unload", "function", "encode", "launch", "device")
+        self.set(device=0, capturing=0, **dict.fromkeys(counters, 0), **{f"answer_{name}": 0 for name in answers})
         self.set(answer_version=13000, answer_major=9, answer_minor=0)
         self.sizes_of(())
 

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-FOLDERS = {"": "attn_ops", "kernels": "kernels", "meta": "meta"}
-"""Where the modules of ``attn_ops`` and of its packages ``kernels`` and ``meta`` are."""
+FOLDERS = {"": "attn_ops", "kernels": "kernels", "meta": "meta", "cpp_serving": "examples/cpp_serving"}
+"""Where the modules of ``attn_ops`` and of its packages from other folders are."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
@@ -30,12 +30,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "frontend.policy",
         "typed",
     ),
-    ("plan.state", "ops.options", "eager.launch_cache", "native"),
+    ("plan.state", "ops.options", "native"),
+    ("eager.prepared_call",),
     ("plan", "meta", "eager.startup"),
     ("kernels",),
     ("ops.schemas", "ops.backends", "ops.checks", "ops.inductor", "flops"),
     ("ops.register",),
-    ("eager.prepared_call",),
     ("planner",),
     ("plan.resizable", "collect_env", "packaging"),
     ("frontend",),
@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontend.paged",),
     ("frontend.ragged",),
     ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "xqa"),
-    ("", "demo"),
+    ("", "demo", "cpp_serving"),
 )
 """Lowest first. A module is in the layer of its longest prefix here: ``plan.sizing`` in that of ``plan``."""
 
@@ -53,7 +53,7 @@ LAZY = "kernels"
 """The package whose modules the backend table names. They are imported when they are first chosen."""
 
 PRIVATE: dict[str, set[str]] = {
-    "torch._inductor": {"ops.inductor", "ops.size_guards", "native.package", "packaging", "demo.package"},
+    "torch._inductor": {"ops.inductor", "ops.size_guards", "native.package", "packaging"},
     "torch._dynamo": {"ops.inductor", "demo.compiling"},
     "torch._C": {"eager.prepared_call", "kernels.triton.launch"},
 }

@@ -257,7 +257,7 @@ def test_misaligned_inputs_are_copied(built: Built, tmp_path: Path) -> None:
     """By the code that Inductor generates, before the image sees them."""
     x = built.calls[0]
     inputs = [_replaced(x.flat, i, _misaligned) for i in range(len(x.tensors))]
-    text, results = cpp_runner.run_cases(built.path, inputs, tmp_path)
+    _, results = cpp_runner.run_cases(built.path, inputs, tmp_path)
     _assert_equal([built.expected[0]] * len(inputs), list(results[: 2 * len(inputs)]), "misaligned")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -39,10 +37,9 @@ Case = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 def _run(package: str, cases: Sequence[Case], folder: Path, *planner: str) -> list[Result]:
     torch.save([[list(table), list(inputs)] for table, inputs in cases], folder / "cases.pt")
-    program = cpp_runner.build(HELPERS / "cpp_api.cpp")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("AOTI_")}
+    program = cpp_runner.build(HELPERS / "cpp_api.cpp", *cpp_runner.sanitizer())
     words = [str(program), package, str(folder / "cases.pt"), str(folder / "results.pt"), *planner]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     messages = done.stdout.splitlines()
     return [Result(m, *r) for m, r in zip(messages, torch.load(folder / "results.pt"), strict=True)]
@@ -56,25 +53,22 @@ def _python(call: Callable[..., Any], *args: Any) -> str:
     return "ok"
 
 
-def _padded(table: Sequence[Tensor], pages: int) -> list[Tensor]:
-    """``table`` with as many page numbers as the plan has, as the C++ API passes it."""
-    *indptrs, indices, last = table
-    return [*indptrs, torch.cat([indices, indices.new_zeros(pages - len(indices))]), last]
-
-
 class Decode(nn.Module):
     def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.DecodePlan, workspace: Tensor) -> Any:
         return torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], plan, workspace, return_lse=True)
 
 
 class Prefill(nn.Module):
-    def __init__(self, window_left: int) -> None:
-        super().__init__()
-        self.window_left = window_left
-
     def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Any:
-        options = {"causal": True, "window_left": self.window_left, "return_lse": True}
+        options = {"causal": True, "window_left": 100, "return_lse": True}
         return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, **options)
+
+
+class PlanOnly(nn.Module):
+    """The step of a package that is used for its planner."""
+
+    def forward(self, plan: attn_ops.DecodePlan, workspace: Tensor) -> Tensor:
+        return plan.kv_len + 1
 
 
 SIZES = {"page_size": PAGE, "num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -107,8 +101,20 @@ def _assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.PrefillPlanner]:
+    """A package and its planner."""
+    planner = attn_ops.PrefillPlanner(
+        3, 40, 80, **SIZES, causal=True, window_left=100, fixed_split_size=16, num_ctas=6, tile_rows=8, max_kv_len=300
+    )
+    inputs = (_q(5), _cache(), planner.state, planner.workspace)
+    path = tmp_path_factory.mktemp("prefill") / "prefill.pt2"
+    shapes = {"q": {0: Dim("rows", min=1, max=40)}}
+    return attn_ops.export_package(Prefill(), planner, inputs, path, dynamic_shapes=shapes), planner
+
+
 @pytest.mark.slow
-def test_decode(tmp_path: Path) -> None:
+def test_decode(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) -> None:
     planner = attn_ops.DecodePlanner(4, 16, **SIZES, max_kv_len=40, num_ctas=3, cache_pages=PAGES)
     inputs = (_q(3), _cache(), planner.state, planner.workspace)
     package = attn_ops.export_package(
@@ -143,6 +149,7 @@ def test_decode(tmp_path: Path) -> None:
     assert results[0].message == "ok"
     _assert_equal(results[0].outputs, _expected(q, cache, good, [1] * 3, causal=False))
     before = results[0]
+    planner.plan(*good)
     for (name, table), result in zip(tables.items(), results[1:], strict=True):
         said = _python(planner.plan, *table)
         if name in ("an indptr of 2 dimensions",):  # C++ has one message for every tensor of a page table
@@ -152,7 +159,7 @@ def test_decode(tmp_path: Path) -> None:
         assert (said == "ok") == (name in ("another batch", "one request", "int64", "good")), said
         expected = before.state
         if said == "ok":
-            expected = (*planner.plan(*_padded(table, 16)), before.state[-1])
+            expected = (*planner.plan(*table), before.state[-1])
         for one, other in zip(result.state, expected, strict=True):
             assert torch.equal(one, other), name
         before = result
@@ -184,35 +191,20 @@ def test_decode(tmp_path: Path) -> None:
         assert not result.outputs
 
     more = attn_ops.DecodePlanner(4, 17, **SIZES, max_kv_len=40, num_ctas=3)
-    others: dict[Any, str] = {
-        more: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
-        attn_ops.PrefillPlanner(
-            2, 4, 16, **SIZES
-        ): "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
+    more_package = attn_ops.export_package(PlanOnly(), more, (more.state, more.workspace), tmp_path / "more.pt2")
+    others = {
+        more_package: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
+        prefill[0]: "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
     }
-    for other, message in others.items():
-        step: nn.Module = Decode() if other is more else Prefill(window_left=-1)
-        other_package = attn_ops.export_package(
-            step, other, (_q(2), _cache(), other.state, other.workspace), tmp_path / "other.pt2"
-        )
+    for other_package, message in others.items():
         (result,) = _run(package, [([], [q, cache])], tmp_path, other_package)
         assert result.message.startswith(f"PlanError: run: {message}")
         assert not any(t.any() for t in result.state)
 
 
 @pytest.mark.slow
-def test_prefill_with_a_fixed_split_size(tmp_path: Path) -> None:
-    planner = attn_ops.PrefillPlanner(
-        3, 40, 80, **SIZES, causal=True, window_left=100, fixed_split_size=16, num_ctas=6, tile_rows=8, max_kv_len=300
-    )
-    inputs = (_q(5), _cache(), planner.state, planner.workspace)
-    package = attn_ops.export_package(
-        Prefill(window_left=100),
-        planner,
-        inputs,
-        tmp_path / "prefill.pt2",
-        dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}},
-    )
+def test_prefill_with_a_fixed_split_size(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) -> None:
+    package, planner = prefill
 
     def case(lengths: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
         return [indptr(rows), *page_table(lengths, PAGE)]
@@ -235,6 +227,8 @@ def test_prefill_with_a_fixed_split_size(tmp_path: Path) -> None:
     assert results[0].message == "ok"
     _assert_equal(results[0].outputs, _expected(q, cache, good[1:], [4, 7, 0], causal=True))
     said = {name: _python(planner.plan, *table) for name, table in tables.items() if name != "no rows"}
+    planner.state.kv_indices.zero_()
+    planner.plan(*good)
     assert {text.split(":")[0] for text in said.values()} == {"ok", "CapacityError", "ShapeError", "PageTableError"}
     assert "the batch makes 8 splits of 64 tokens and the plan capacity for 6" in said["eight splits"]
     said["no rows"] = (
@@ -246,7 +240,7 @@ def test_prefill_with_a_fixed_split_size(tmp_path: Path) -> None:
         assert result.message == said[name], name
         expected = before.state
         if said[name] == "ok":
-            expected = (*planner.plan(*_padded(table, 80)), before.state[-1])
+            expected = (*planner.plan(*table), before.state[-1])
         for one, other in zip(result.state, expected, strict=True):
             assert torch.equal(one, other), name
         before = result
@@ -296,10 +290,50 @@ def test_ragged_prefill_of_one_request(tmp_path: Path) -> None:
     assert result.message.startswith("CapacityError: plan_prefill: the batch has 4 pages and the plan capacity for 0")
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
+def test_planning_on_a_gpu_does_not_wait_for_it(prefill: bool, tmp_path: Path) -> None:
+    """Page tables on the host and on the GPU, and in a CUDA graph."""
+    planner: Any
+    if prefill:
+        planner = attn_ops.PrefillPlanner(4, 40, 16, **SIZES, max_kv_len=40, cache_pages=PAGES, device="cuda")
+        batches = (([4, 0, 7], [7, 0, 20]), ([1, 9, 2], [8, 12, 7]))
+        tables = [[indptr(rows), *page_table(lengths, PAGE)] for rows, lengths in batches]
+    else:
+        planner = attn_ops.DecodePlanner(4, 16, **SIZES, max_kv_len=40, cache_pages=PAGES, device="cuda")
+        tables = [page_table(lengths, PAGE) for lengths in ([7, 0, 20], [8, 12, 7], [40])]
+    inputs = (_q(3).cuda(), _cache().cuda(), planner.state, planner.workspace)
+    step = Prefill(window_left=-1) if prefill else Decode()
+    shapes = {"q": {0: Dim("rows", min=1, max=40 if prefill else 4)}}
+    package = attn_ops.export_package(step, planner, inputs, tmp_path / "step.pt2", dynamic_shapes=shapes)
+
+    torch.save([list(table) for table in tables], tmp_path / "tables.pt")
+    program = cpp_runner.build(HELPERS / "cpp_device_plan.cpp", *cpp.cuda_flags())
+    words = [str(program), package, str(tmp_path / "tables.pt"), str(tmp_path / "plans.pt")]
+    done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    plans = torch.load(tmp_path / "plans.pt")
+
+    def expected(table: Sequence[Tensor]) -> list[Tensor]:
+        for field in planner.state:
+            field.zero_()
+        return [t.cpu().clone() for t in planner.plan(*(t.cuda() for t in table))]
+
+    sizes = [t.shape for t in tables[0]]
+    replayed = [table for table in tables if [t.shape for t in table] == sizes]
+    assert len(replayed) > 1
+    wanted = [*(table for table in tables for _ in range(2)), *replayed]
+    for table, plan in zip(wanted, plans, strict=True):
+        for name, one, other in zip(planner.state._fields, plan, expected(table), strict=True):
+            assert torch.equal(one.flatten(), other.flatten()), name
+
+
 PAGE_TABLE = """\
 batch 6 | 0 0 0 0 | | 0 0 0
 batch 3 | 0 2 2 3 | 0 1 2 | 3 0 4
 batch 2 | 0 2 2 4 | 0 1 2 3 | 4 0 1
+needs 0 0 1 0 1 1 2 1 3 2
 CapacityError: append: request 1 needs 3 more pages and the cache has 2 free; expected a free page for every 4 tokens; \
 release a request, or make the cache larger
 {same}
@@ -307,6 +341,8 @@ CapacityError: append: request 1 needs 2305843009213693952 more pages and the ca
 expected a free page for every 4 tokens; release a request, or make the cache larger
 {same}
 OptionError: append: tokens is -1; expected 0 or more; release the request to shrink it
+{same}
+OptionError: needed: tokens is -1; expected 0 or more; release the request to shrink it
 {same}
 ArgumentError: append: there is no request 7; expected a request that add() returned; \
 do not use a request after its release()
@@ -329,12 +365,7 @@ length 13 pages 4
 """.format(same="batch 2 | 0 2 2 4 | 0 1 2 3 | 4 0 1")
 
 
-def _find_package_works() -> bool:
-    """CMake is there, and torch is no build for CUDA, whose CMake package looks for the CUDA toolkit."""
-    return shutil.which("cmake") is not None and torch.version.cuda is None
-
-
-@pytest.mark.skipif(not _find_package_works(), reason="needs CMake and a torch without CUDA")
+@pytest.mark.skipif(not cpp_runner.find_package_works(), reason="needs CMake and a torch without CUDA")
 def test_page_table_in_a_cmake_project(tmp_path: Path) -> None:
     """Growth, release and refusals, in a program that finds the headers by ``python -m attn_ops.cpp``."""
     command = [sys.executable, "-m", "attn_ops.cpp", "--cmake-prefix"]
@@ -342,22 +373,25 @@ def test_page_table_in_a_cmake_project(tmp_path: Path) -> None:
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.18)\nproject(table CXX)\nfind_package(attn_ops 0.1 REQUIRED)\n"
         f'add_executable(table "{HELPERS / "cpp_page_table.cpp"}")\n'
-        "target_link_libraries(table PRIVATE attn_ops::attn_ops)\n"
+        f"target_link_libraries(table PRIVATE attn_ops::attn_ops {' '.join(cpp_runner.sanitizer())})\n"
+        f"target_compile_options(table PRIVATE {' '.join(cpp_runner.sanitizer())})\n"
     )
     for step in (["-S", ".", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}"], ["--build", "build"]):
         done = subprocess.run(["cmake", *step], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run([str(tmp_path / "build/table")], capture_output=True, text=True, check=True)
+    table = [str(tmp_path / "build/table")]
+    done = subprocess.run(table, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == PAGE_TABLE
 
 
 @pytest.mark.slow
 def test_a_file_that_is_no_package_of_export_package(tmp_path: Path) -> None:
-    program = cpp_runner.build(HELPERS / "cpp_api.cpp")
+    program = cpp_runner.build(HELPERS / "cpp_api.cpp", *cpp_runner.sanitizer())
     (tmp_path / "text.pt2").write_text("no archive")
     for name in ("absent.pt2", "text.pt2"):
         words = [str(program), str(tmp_path / name), "cases.pt", "results.pt"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert f"PackageError: package: cannot load {tmp_path / name}: " in done.stderr
 

@@ -3,7 +3,10 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,15 +16,16 @@
 
 namespace attn {
 
-// Several threads may call run(), each with a planner of its own; `num_runners` of them run at the same time.
+// Several threads may call run(), each with a planner of its own; `num_runners` of them run at the same time. With one
+// runner, on CUDA, run() does not wait for the work of earlier calls.
 class Package {
  public:
-  explicit Package(const std::string& path, c10::Device device = at::kCPU, size_t num_runners = 1)
+  // On the device that the package was compiled for. On CUDA that is the current one, or `device`.
+  explicit Package(const std::string& path, std::optional<c10::Device> device = std::nullopt, size_t num_runners = 1)
       : loader_(detail::load(path, "model", device, num_runners)),
         metadata_(path, loader_->get_metadata()),
-        device_(device) {
-    detail::check_device("Package", metadata_, device);
-  }
+        device_(detail::device_of("Package", metadata_, device)),
+        one_runner_(num_runners == 1) {}
 
   // The step on the batch that `planner` has planned. `inputs` are the tensors of forward() in order, without plan and
   // workspace. On CUDA, work is on the current stream.
@@ -48,10 +52,30 @@ class Package {
         all.push_back(inputs[next_input++]);
       }
     }
-    return detail::run(*loader_, std::move(all));
+    std::unique_lock<std::mutex> lock(running_, std::defer_lock);
+    if (one_runner_) lock.lock();
+    return detail::run(*loader_, device_, all);
+  }
+
+  // Tensors of zeros for the inputs that the argument `name` of forward() has, such as the KV caches. Their sizes are
+  // fixed in the package.
+  std::vector<at::Tensor> zeros(const std::string& name) const {
+    std::vector<at::Tensor> found;
+    for (const InputSpec& spec : metadata_.inputs) {
+      if (spec.role != "input" || spec.name.substr(0, spec.name.find('[')) != name) continue;
+      for (const Sizes* sizes : {&spec.sizes, &spec.strides})
+        if (std::find(sizes->begin(), sizes->end(), kDynamic) != sizes->end())
+          fail<ShapeError>("zeros", spec.name + " is " + detail::text(spec.sizes), "fixed sizes", "allocate it for each batch");
+      const c10::Device device = spec.device == metadata_.device ? device_ : c10::Device(spec.device);
+      const auto options = at::TensorOptions(detail::dtype_of(spec.dtype)).device(device);
+      found.push_back(at::empty_strided(spec.sizes, spec.strides, options).zero_());
+    }
+    if (found.empty()) fail<ArgumentError>("zeros", "no input is " + name, names(), "correct the name");
+    return found;
   }
 
   const Metadata& metadata() const { return metadata_; }
+  c10::Device device() const { return device_; }
 
  private:
   std::string names() const {
@@ -103,6 +127,8 @@ class Package {
   std::unique_ptr<Loader> loader_;
   Metadata metadata_;
   c10::Device device_;
+  bool one_runner_;
+  std::mutex running_;  // the one runner is for one thread at a time
 };
 
 }  // namespace attn

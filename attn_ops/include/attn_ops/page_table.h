@@ -44,14 +44,13 @@ class PageTable {
     return next_++;
   }
 
+  // The number of pages that append() would allocate.
+  int64_t needed(Request request, int64_t tokens = 1) const { return needed("needed", find("needed", request), tokens); }
+
   // Grow a request by `tokens`, with new pages where they are needed.
   void append(Request request, int64_t tokens = 1) {
     Entry& entry = find("append", request);
-    if (tokens < 0)
-      fail<OptionError>("append", "tokens is " + std::to_string(tokens), "0 or more", "release the request to shrink it");
-    // In pages, so that no number of tokens overflows.
-    const int64_t room = static_cast<int64_t>(entry.pages.size()) * page_size_ - entry.length;
-    const int64_t more = tokens <= room ? 0 : (tokens - room - 1) / page_size_ + 1;
+    const int64_t more = needed("append", entry, tokens);
     if (more > free_pages())
       fail<CapacityError>(
           "append",
@@ -103,6 +102,14 @@ class PageTable {
     int64_t length = 0;
     std::vector<int32_t> pages;
   };
+
+  int64_t needed(const char* where, const Entry& entry, int64_t tokens) const {
+    if (tokens < 0)
+      fail<OptionError>(where, "tokens is " + std::to_string(tokens), "0 or more", "release the request to shrink it");
+    // In pages, so that no number of tokens overflows.
+    const int64_t room = static_cast<int64_t>(entry.pages.size()) * page_size_ - entry.length;
+    return tokens <= room ? 0 : (tokens - room - 1) / page_size_ + 1;
+  }
 
   const Entry& find(const char* where, Request request) const {
     const auto found = requests_.find(request);

@@ -9,7 +9,9 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "errors.h"
@@ -32,6 +34,7 @@ inline std::string text(c10::IntArrayRef sizes) {
 inline std::string text(int64_t number) { return std::to_string(number); }
 
 inline std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
+inline at::ScalarType dtype_of(const std::string& name) { return c10::getStringToDtypeMap().at(name); }
 
 // The message of a C++ exception without the backtrace.
 inline std::string message(const std::exception& error) {
@@ -39,9 +42,11 @@ inline std::string message(const std::exception& error) {
   return of_torch ? of_torch->what_without_backtrace() : error.what();
 }
 
-inline std::unique_ptr<Loader> load(const std::string& path, const char* model, c10::Device device, size_t runners) {
+// One runner is single-threaded: otherwise the loader waits on the host for a runner whose work on the GPU has ended.
+inline std::unique_ptr<Loader> load(
+    const std::string& path, const char* model, std::optional<c10::Device> device, size_t runners) {
   try {
-    return std::make_unique<Loader>(path, model, false, runners, device.index());
+    return std::make_unique<Loader>(path, model, runners == 1, runners, device ? device->index() : -1);
   } catch (const std::exception& error) {
     fail<PackageError>(
         "package", "cannot load " + path + ": " + message(error),
@@ -49,8 +54,9 @@ inline std::unique_ptr<Loader> load(const std::string& path, const char* model, 
   }
 }
 
-inline std::vector<at::Tensor> run(Loader& loader, std::vector<at::Tensor> inputs) {
+inline std::vector<at::Tensor> run(Loader& loader, c10::Device device, const std::vector<at::Tensor>& inputs) {
   const c10::InferenceMode inference_mode;
+  const c10::DeviceGuard on_device(device);
   try {
     return loader.run(inputs);
   } catch (const std::exception& error) {
@@ -60,23 +66,37 @@ inline std::vector<at::Tensor> run(Loader& loader, std::vector<at::Tensor> input
   }
 }
 
-inline void check_device(const char* where, const Metadata& metadata, c10::Device device) {
+// The device of a package: `given`, or the current one of the type that the package was compiled for.
+inline c10::Device device_of(const char* where, const Metadata& metadata, std::optional<c10::Device> given) {
+  const c10::Device device = given.value_or(c10::Device(metadata.device));
   const std::string name = c10::DeviceTypeName(device.type(), true);
   if (name != metadata.device)
     fail<DeviceError>(
         where, "the device is " + name, metadata.device + ", which the package was compiled for",
         "use that device, or export the package on the other");
+  return device.is_cpu() || device.has_index() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
+// A tensor that planning reads.
+struct Table {
+  std::string name;
+  at::Tensor tensor;
+};
+
+inline void check_table(const Table& table, c10::Device device) {
+  const auto& [name, t] = table;
+  if (!t.defined()) fail<ArgumentError>("plan", name + " is undefined", "a tensor", "pass a tensor");
+  if (!at::isIntegralType(t.scalar_type(), false))
+    fail<DTypeError>("plan", name + " is " + dtype_name(t.scalar_type()), "an integer dtype", "convert it");
+  if (t.device() != device)
+    fail<DeviceError>(
+        "plan", name + " is on " + t.device().str(),
+        device.is_cpu() ? "the host" : device.str() + ", where the rest of the page table is", "move it there");
+  if (t.dim() != 1) fail<ShapeError>("plan", name + " is " + text(t.sizes()), "one dimension", "flatten it");
 }
 
 // The contents of an integer tensor on the host.
-inline std::vector<int64_t> contents(const char* name, const at::Tensor& t) {
-  const std::string what(name);
-  if (!t.defined()) fail<ArgumentError>("plan", what + " is undefined", "a tensor", "pass a tensor");
-  if (!at::isIntegralType(t.scalar_type(), false))
-    fail<DTypeError>("plan", what + " is " + dtype_name(t.scalar_type()), "an integer dtype", "convert it");
-  if (!t.device().is_cpu())
-    fail<DeviceError>("plan", what + " is on " + t.device().str(), "the host", "plan from tensors on the host");
-  if (t.dim() != 1) fail<ShapeError>("plan", what + " is " + text(t.sizes()), "one dimension", "flatten it");
+inline std::vector<int64_t> contents(const at::Tensor& t) {
   const at::Tensor values = t.to(at::kLong).contiguous();
   return {values.data_ptr<int64_t>(), values.data_ptr<int64_t>() + values.numel()};
 }
@@ -101,22 +121,40 @@ inline void check_capacity(
         name + " of at least " + text(needed), "make the planner with that " + name);
 }
 
-inline at::Tensor int32(const std::vector<int64_t>& values, int64_t size) {
-  at::Tensor t = at::zeros({size}, at::kInt);
-  std::transform(values.begin(), values.end(), t.data_ptr<int32_t>(), [](int64_t v) { return static_cast<int32_t>(v); });
-  return t;
+// Copies of these vectors on the device, int32. To a GPU it is one copy from pinned memory, on the current stream, for
+// which the host does not wait.
+inline std::vector<at::Tensor> upload(const std::vector<std::vector<int64_t>>& vectors, c10::Device device) {
+  constexpr size_t kAligned = 64;  // elements, since kernels read vectors from 16 bytes on
+  std::vector<int64_t> begins{0};
+  for (const auto& values : vectors)
+    begins.push_back(begins.back() + static_cast<int64_t>((values.size() + kAligned - 1) / kAligned * kAligned));
+  const at::Tensor staged = at::empty({begins.back()}, at::TensorOptions(at::kInt).pinned_memory(!device.is_cpu()));
+  auto* out = staged.data_ptr<int32_t>();
+  for (size_t i = 0; i < vectors.size(); ++i)
+    std::transform(
+        vectors[i].begin(), vectors[i].end(), out + begins[i], [](int64_t v) { return static_cast<int32_t>(v); });
+  const at::Tensor copied = staged.to(device, /*non_blocking=*/true);
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < vectors.size(); ++i)
+    tensors.push_back(copied.narrow(0, begins[i], static_cast<int64_t>(vectors[i].size())));
+  return tensors;
 }
 
 }  // namespace detail
 
 // Owns a plan and its workspace. A plan() that throws leaves both as they were. One thread at a time may call plan().
-// On CUDA, work is on the current stream.
+//
+// A page table on the host, such as that of a PageTable, is checked, and to a GPU it is copied from pinned memory. One
+// whose tensors are all on the plan's GPU is planned without its contents being read on the host: entries out of range
+// are clamped, as in Python. On CUDA, work is on the current stream, and plan() does not wait for it.
 class Planner {
  public:
-  explicit Planner(const std::string& path, c10::Device device = at::kCPU)
-      : loader_(detail::load(path, "plan", device, 1)), metadata_(path, loader_->get_metadata()), device_(device) {
-    detail::check_device("Planner", metadata_, device);
-    const auto options = at::TensorOptions().device(device);
+  // On the device that the package was compiled for. On CUDA that is the current one, or `device`.
+  explicit Planner(const std::string& path, std::optional<c10::Device> device = std::nullopt)
+      : loader_(detail::load(path, "plan", device, 1)),
+        metadata_(path, loader_->get_metadata()),
+        device_(detail::device_of("Planner", metadata_, device)) {
+    const auto options = at::TensorOptions().device(device_);
     for (const auto& [name, sizes] : metadata_.fields) {
       // Only `problem` has no elements and large sizes: contiguous strides would overflow.
       const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
@@ -128,19 +166,20 @@ class Planner {
   }
 
   // Fill the plan of batch_decode or batch_mla for one query row of each request.
-  void plan(const Batch& batch) { fill(nullptr, batch); }
+  void plan(const Batch& batch) { fill({}, batch); }
 
   // Fill the plan of batch_prefill, or of batch_mla: request b has the query rows qo_indptr[b] to qo_indptr[b + 1].
-  void plan(const at::Tensor& qo_indptr, const Batch& batch) { fill(&qo_indptr, batch); }
+  void plan(const at::Tensor& qo_indptr, const Batch& batch) { fill({{"qo_indptr", qo_indptr}}, batch); }
 
   // Fill the plan of ragged_prefill: request b has the KV tokens kv_indptr[b] to kv_indptr[b + 1].
   void plan_ragged(const at::Tensor& qo_indptr, const at::Tensor& kv_indptr) {
-    if (metadata_.of_capacity("max_pages") != 0)
+    if (max_pages() != 0)
       fail<ArgumentError>(
           "plan", "kv_indices and kv_last_page_len are missing", "both, since the planner was made for paged KV",
           "pass the two, or make the planner with max_pages=0");
     const auto requests = std::max<int64_t>(kv_indptr.defined() ? kv_indptr.numel() - 1 : 0, 0);
-    fill(&qo_indptr, {kv_indptr, at::zeros({0}, at::kInt), at::ones({requests}, at::kInt)});
+    const auto options = at::TensorOptions(at::kInt).device(kv_indptr.defined() ? kv_indptr.device() : at::kCPU);
+    plan(qo_indptr, {kv_indptr, at::empty({0}, options), at::ones({requests}, options)});
   }
 
   const std::vector<at::Tensor>& state() const { return state_; }
@@ -150,56 +189,86 @@ class Planner {
 
   int64_t page_size() const { return metadata_.of_problem("page_size"); }
   int64_t max_batch() const { return metadata_.of_capacity("max_batch"); }
+  int64_t max_tokens() const { return metadata_.of_capacity("max_tokens"); }  // query rows of a batch
   int64_t max_pages() const { return metadata_.of_capacity("max_pages"); }
+  int64_t max_kv_len() const { return metadata_.of_problem("max_kv_len"); }  // KV tokens of a request
 
  private:
-  void fill(const at::Tensor* rows, const Batch& batch) {
+  // `tables` is [qo_indptr] or empty.
+  void fill(std::vector<detail::Table> tables, const Batch& batch) {
     const bool prefill = metadata_.plan == "PrefillPlan";
-    if (prefill != (rows != nullptr))
+    if (prefill == tables.empty())
       fail<ArgumentError>(
           "plan", prefill ? "qo_indptr is missing" : "qo_indptr is given",
           prefill ? "qo_indptr, since this is a prefill plan" : "none, since this is a decode plan",
           prefill ? "pass it before the page table" : "leave it out");
-    const std::vector<int64_t> qo_indptr = rows ? detail::contents("qo_indptr", *rows) : std::vector<int64_t>{};
-    const std::vector<int64_t> kv_indptr = detail::contents("kv_indptr", batch.kv_indptr);
-    const std::vector<int64_t> kv_indices = detail::contents("kv_indices", batch.kv_indices);
-    const std::vector<int64_t> last = detail::contents("kv_last_page_len", batch.kv_last_page_len);
-    if (rows) {
-      detail::check_indptr("qo_indptr", qo_indptr);
-      detail::check_capacity(
-          "plan", qo_indptr.back(), metadata_.of_capacity("max_tokens"), "the batch has", "query rows", "max_tokens");
-    }
-    detail::check_indptr("kv_indptr", kv_indptr);
-    const std::vector<int64_t> lengths = check_pages(kv_indptr, kv_indices, last);
-    const std::string op = prefill ? "plan_prefill" : "plan_decode";
-    const auto requests = static_cast<int64_t>(last.size());
-    detail::check_capacity(op, requests, max_batch(), "the batch has", "requests", "max_batch");
-    detail::check_capacity(
-        op, static_cast<int64_t>(kv_indices.size()), max_pages(), "the batch has", "pages", "max_pages");
-    if (rows && qo_indptr.size() != kv_indptr.size())
-      fail<ShapeError>(
-          op, "qo_indptr has length " + detail::text(static_cast<int64_t>(qo_indptr.size())),
-          detail::text(requests + 1) + " as in kv_indptr", "make the two agree");
-    if (rows && metadata_.of_problem("split") > 0) check_splits(qo_indptr, lengths);
-
-    std::vector<at::Tensor> inputs;
-    if (rows) inputs.push_back(detail::int32(qo_indptr, requests + 1));
-    inputs.push_back(detail::int32(kv_indptr, requests + 1));
-    inputs.push_back(detail::int32(kv_indices, max_pages()));
-    inputs.push_back(detail::int32(last, requests));
-    for (at::Tensor& t : inputs) t = t.to(device_);
+    tables.push_back({"kv_indptr", batch.kv_indptr});
+    tables.push_back({"kv_indices", batch.kv_indices});
+    tables.push_back({"kv_last_page_len", batch.kv_last_page_len});
+    const bool on_device = std::any_of(tables.begin(), tables.end(), [this](const detail::Table& table) {
+      return table.tensor.defined() && table.tensor.device() == device_;
+    });
+    const c10::Device device = on_device ? device_ : c10::Device(at::kCPU);
+    for (const detail::Table& table : tables) detail::check_table(table, device);
+    std::vector<at::Tensor> inputs = device.is_cpu() ? from_host(tables) : from_device(tables);
     inputs.insert(inputs.end(), state_.begin(), state_.end());
-    detail::run(*loader_, inputs);
+    detail::run(*loader_, device_, inputs);
+  }
+
+  // A page table on the GPU, of which the host knows the sizes.
+  std::vector<at::Tensor> from_device(const std::vector<detail::Table>& tables) const {
+    std::vector<at::Tensor> inputs;
+    for (const detail::Table& table : tables) inputs.push_back(table.tensor.to(at::kInt).contiguous());
+    const size_t kv = inputs.size() - 3;
+    for (size_t i = 0; i <= kv; ++i)
+      if (inputs[i].numel() == 0) fail<ShapeError>("plan", tables[i].name + " is [0]", "[batch + 1]", "pass cumulative lengths");
+    const int64_t requests = inputs[kv].numel() - 1;
+    check_last_lengths(inputs[kv + 2].numel(), requests);
+    check_sizes(tables.size() == 4 ? std::optional(inputs[0].numel()) : std::nullopt, requests, inputs[kv + 1].numel());
+    return inputs;
+  }
+
+  // A page table on the host, of which all contents are checked.
+  std::vector<at::Tensor> from_host(const std::vector<detail::Table>& tables) const {
+    std::vector<std::vector<int64_t>> values;
+    for (const detail::Table& table : tables) values.push_back(detail::contents(table.tensor));
+    const bool prefill = values.size() == 4;
+    const std::vector<int64_t>&indptr = values[values.size() - 3], &indices = values[values.size() - 2], &last = values.back();
+    if (prefill) {
+      detail::check_indptr("qo_indptr", values[0]);
+      detail::check_capacity("plan", values[0].back(), max_tokens(), "the batch has", "query rows", "max_tokens");
+    }
+    detail::check_indptr("kv_indptr", indptr);
+    const std::vector<int64_t> lengths = check_pages(indptr, indices, last);
+    check_sizes(
+        prefill ? std::optional(static_cast<int64_t>(values[0].size())) : std::nullopt, static_cast<int64_t>(last.size()),
+        static_cast<int64_t>(indices.size()));
+    if (prefill && metadata_.of_problem("split") > 0) check_splits(values[0], lengths);
+    return detail::upload(values, device_);
+  }
+
+  void check_sizes(std::optional<int64_t> qo_indptr, int64_t requests, int64_t pages) const {
+    const std::string op = qo_indptr ? "plan_prefill" : "plan_decode";
+    detail::check_capacity(op, requests, max_batch(), "the batch has", "requests", "max_batch");
+    detail::check_capacity(op, pages, max_pages(), "the batch has", "pages", "max_pages");
+    if (qo_indptr && *qo_indptr != requests + 1)
+      fail<ShapeError>(
+          op, "qo_indptr has length " + detail::text(*qo_indptr), detail::text(requests + 1) + " as in kv_indptr",
+          "make the two agree");
+  }
+
+  void check_last_lengths(int64_t given, int64_t requests) const {
+    if (given != requests)
+      fail<ShapeError>(
+          "plan", "kv_last_page_len is [" + detail::text(given) + "]",
+          "[" + detail::text(requests) + "], one per request as in kv_indptr", "make the two agree");
   }
 
   // The KV tokens of each request. Raises what attn_ops/plan/page_table_checks.py raises.
   std::vector<int64_t> check_pages(
       const std::vector<int64_t>& indptr, const std::vector<int64_t>& indices, const std::vector<int64_t>& last) const {
     const size_t requests = indptr.size() - 1;
-    if (last.size() != requests)
-      fail<ShapeError>(
-          "plan", "kv_last_page_len is [" + std::to_string(last.size()) + "]",
-          "[" + std::to_string(requests) + "], one per request as in kv_indptr", "make the two agree");
+    check_last_lengths(static_cast<int64_t>(last.size()), static_cast<int64_t>(requests));
     for (size_t b = 0; b < requests; ++b)
       if (indptr[b + 1] > indptr[b] && (last[b] < 1 || last[b] > page_size()))
         fail<PageTableError>(
@@ -215,13 +284,12 @@ class Planner {
       detail::check_capacity("plan", used, max_pages(), "the batch has", "pages", "max_pages");
     }
     std::vector<int64_t> lengths(requests, 0);
-    const int64_t longest = metadata_.of_problem("max_kv_len");
     for (size_t b = 0; b < requests; ++b) {
       const int64_t pages = indptr[b + 1] - indptr[b];
       if (pages > 0) lengths[b] = (pages - 1) * page_size() + last[b];
     }
     const int64_t most = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
-    detail::check_capacity("plan", most, longest, "a request has", "tokens", "max_kv_len");
+    detail::check_capacity("plan", most, max_kv_len(), "a request has", "tokens", "max_kv_len");
     if (max_pages() > 0) {
       const int64_t pages = metadata_.of_capacity("cache_pages");
       const int64_t bound = pages ? pages : std::numeric_limits<int32_t>::max();

@@ -151,7 +151,8 @@ def multi_item_mask(d: Draw) -> Call:
     kv: tuple[Any, ...]
     if paged:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, shape.kv_layout)
-        tables, kv = (batch.qo_indptr(), *batch.page_table(wide=False)), (batch.caches(),)
+        tables = (batch.qo_indptr(), *batch.page_table(wide=False))
+        kv: tuple[Any, ...] = (batch.caches(),)
         sizes: tuple[int, ...] = (*shape.heads, shape.dims[0], shape.page_size, shape.dims[1])
     else:
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, shape.kv_layout)

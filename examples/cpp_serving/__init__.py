@@ -1,0 +1,1 @@
+"""The C++ serving example. The demo runs its server."""

@@ -1,0 +1,90 @@
+"""The C++ serving example: built as its README says, its tokens are those of Python."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attn_ops.cpp_serving import export
+from helpers import cpp_runner
+
+from attn_ops.demo import package
+from attn_ops.demo.pages import pages_for
+from attn_ops.demo.requests import from_seed
+
+EXAMPLE = Path(export.__file__).parent
+FAST = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+REFUSED = "; expected 1 or more of both, and 96 or less in the cache; change the request"
+
+
+def _run(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
+
+
+def _build(folder: Path) -> Path:
+    """By CMake where it finds torch, else by the printed options of g++."""
+    if cpp_runner.find_package_works():
+        prefix = _run(sys.executable, "-m", "attn_ops.cpp", "--cmake-prefix").stdout.strip()
+        options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Debug")
+        commands = (("cmake", "-S", EXAMPLE, "-B", folder, *options), ("cmake", "--build", folder))
+    else:
+        flags = shlex.split(_run(sys.executable, "-m", "attn_ops.cpp", "--flags").stdout)
+        commands = (("g++", "-O0", EXAMPLE / "server.cpp", "-o", folder / "server", *flags),)
+    for words in commands:
+        done = _run(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "server"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tokens_equal_those_of_python(device: str, tmp_path: Path) -> None:
+    """Requests join while others decode, run out of pages, start again and finish; two requests cannot run."""
+    requests = from_seed(12, export.CONFIG.vocab_size, 24, seed=0)
+    packages = export.export(tmp_path, device, requests, FAST)
+    server = _build(tmp_path)
+    file = tmp_path / "requests.txt"
+    with file.open("a", encoding="utf-8") as more:
+        more.write("1 200 5 6 7\n1 3\n")
+    served = package.serve(server, packages, file)
+
+    *lines, too_long, empty = served.lines
+    assert lines == (tmp_path / "expected.txt").read_text(encoding="utf-8").splitlines()
+    assert too_long == f"refused: submit: a prompt of 3 and 200 new tokens{REFUSED}"
+    assert empty == f"refused: submit: a prompt of 0 and 3 new tokens{REFUSED}"
+
+    capacity = export.CAPACITY
+    assert sum(pages_for(r.max_tokens, capacity.page_size) for r in requests) > 2 * capacity.num_pages
+    assert len({r.arrival for r in requests}) > 5
+    assert served.numbers["preemptions"] > 0
+    assert served.numbers["free_pages"] == capacity.num_pages
+    assert served.numbers["decoded"] >= sum(len(r.output) - 1 for r in requests) - served.numbers["preemptions"]
+    assert not served.python_mapped
+
+    stop = int(lines[0].split()[3])
+    stopped = package.serve(server, packages, file, [stop]).lines[: len(lines)]
+    assert stopped == [_until(line, stop) for line in lines]
+
+    for words, message in (
+        ((), "usage: server PREFILL.pt2 DECODE.pt2 REQUESTS"),
+        ((*packages, tmp_path / "absent.txt"), f"server: cannot read {tmp_path / 'absent.txt'}"),
+        ((file, packages.decode, file), f"package: cannot load {file}: "),
+        (
+            (packages.decode, packages.decode, file),
+            "plan: qo_indptr is given; expected none, since this is a decode",
+        ),
+    ):
+        done = _run(server, *words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert message in done.stderr
+
+
+def _until(line: str, stop: int) -> str:
+    """``line`` up to its first ``stop``."""
+    words = line.split()
+    return " ".join(words[: words.index(str(stop)) + 1] if str(stop) in words else words)
