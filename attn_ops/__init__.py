@@ -20,12 +20,14 @@ from attn_ops.collect_env import collect_env
 from attn_ops.exports import EXPORTS, HOMES
 from attn_ops.ops import register
 from attn_ops.ops.register import explain
-from attn_ops.packaging import export_package
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 from attn_ops.version import __version__
 
 register.register()
+
+_LAZY = {**HOMES, "export_package": "packaging"}
+"""Names by the module that has them, which is imported when one is first used."""
 
 __all__ = [
     "DecodePlan",
@@ -42,9 +44,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """FlashInfer's modules and names, imported when first used."""
-    if name in HOMES:
-        value = getattr(importlib.import_module(f".{HOMES[name]}", __name__), name)
+    """FlashInfer's modules and names, and ``export_package``, imported when first used."""
+    if name in _LAZY:
+        value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     elif name in EXPORTS:
         value = importlib.import_module(f".{name}", __name__)
     else:
@@ -54,4 +56,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *HOMES, *EXPORTS})
+    return sorted({*globals(), *_LAZY, *EXPORTS})
