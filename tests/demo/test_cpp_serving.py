@@ -17,7 +17,8 @@ from attn_ops.demo.pages import pages_for
 from attn_ops.demo.requests import from_seed
 
 EXAMPLE = Path(export.__file__).parent
-FAST = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+FAST = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp.simdlen": 1}
+"""Options of Inductor that compile in less time."""
 REFUSED = "; expected 1 or more of both, and 96 or less in the cache; change the request"
 
 
