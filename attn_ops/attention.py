@@ -94,7 +94,7 @@ class BatchAttention(PagedWrapper):
         logits_soft_cap: float = 0.0,
         profiler_buffer: Tensor | None = None,
         kv_cache_sf: Any = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Any:
         """``(out, lse)`` of ``q [nnz_qo, num_qo_heads, head_dim_qk]``; the cache as for the prefill wrapper.
 
         ``logits_soft_cap`` 0 leaves the planned cap; another value replaces it for this call.
@@ -111,7 +111,7 @@ class BatchAttention(PagedWrapper):
             k_scale=k_scale,
             v_scale=v_scale,
             logits_soft_cap=logits_soft_cap or None,
-        ).execute()
+        )
 
     @typed
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

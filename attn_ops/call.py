@@ -7,12 +7,14 @@ Nothing is written before every check has passed.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
@@ -79,6 +81,22 @@ class AttentionCall(NamedTuple):
 
     def execute(self) -> Any:
         """Check, plan and run the op; the result has the form that ``output`` says."""
+        args, keywords, dtype, scale = self._resolve()
+        out, lse = getattr(torch.ops.attn, self.op)(*args, **keywords)
+        return self.output.finalize(out, lse, dtype, scale)
+
+    def op_call(self) -> OpCall:
+        """The call of the op, checked and planned, for :func:`~attn_ops.eager.prepared_call.prepared`."""
+        args, keywords, dtype, scale = self._resolve()
+        finalize = functools.partial(self.output.finalize, dtype=dtype, scale=scale)
+        same_dtype = dtype == (keywords["out_dtype"] or args[0].dtype)
+        destinations = (
+            self.output.destinations() if same_dtype and not isinstance(scale, Tensor) and scale == 1 else None
+        )
+        return OpCall(self.op, args, keywords, finalize, destinations, not self.output.return_lse)
+
+    def _resolve(self) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype, float | Tensor]:
+        """Check and plan: the op's arguments, and the dtype and factor of the output."""
         q, tensors = self.tensors[0], self.tensors
         self.plan.check(self)
         dim_qk, dim_vo = self.plan.head_dims
@@ -102,9 +120,8 @@ class AttentionCall(NamedTuple):
         keywords: dict[str, Any] = {name: getattr(options, name) for name in OP_OPTIONS[self.op]}
         if self.op != "batch_mla":
             keywords["kv_layout"] = self.kv_layout
-        op = getattr(torch.ops.attn, self.op)
-        out, lse = op(*tensors, *plan, **keywords, return_lse=self.output.needs_lse, backend=self.backend)
-        return self.output.finalize(out, lse, dtype, scales.output)
+        keywords |= {"return_lse": self.output.needs_lse, "backend": self.backend}
+        return (*tensors, *plan), keywords, dtype, scales.output
 
     def _heads(self) -> Heads:
         q, k = self.tensors[:2]

@@ -356,7 +356,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             given = self._run_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse)
         call = self._paged_call(where, q, paged_kv_cache, output, window_left=window_left, **given)
-        return call.execute()
+        return call
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""

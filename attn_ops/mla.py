@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
-from attn_ops.plan.page_table import PageTable, by_length, index
+from attn_ops.plan.page_table import PageTable, by_length, index, real
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import PrefillPlan
 from attn_ops.typed import typed
@@ -345,7 +346,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             if groups is not None:
                 tensors = groups.dequantize(tensors, tables.flatten())
                 tables = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device).view(tables.shape)
-            return latent_call(where, tensors, tables, lens, rows, options, output, scales).execute()
+            return latent_call(where, tensors, tables, lens, rows, options, output, scales)
         if kv_len is not None:
             required(where, page_table=page_table)
         sm_scale = None if bmm1_scale is None else 1.0
@@ -354,11 +355,14 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             p = self._planned
             assert p is not None
             p.check(call)
-            tensors = groups.dequantize(tensors, p.plan.kv_indices)
+            pages = p.plan.kv_indices
+            # Made first: kernels may read a plan before the preceding kernel, one of dequantize's, has ended.
+            dequantized = self._dequantized_pages(pages)
+            tensors = groups.dequantize(tensors, pages)
             # Dynamo of torch 2.11 passes no result of _replace() to an op.
-            fields = {**p.plan._asdict(), "kv_indices": self._page_numbers}
+            fields = {**p.plan._asdict(), "kv_indices": dequantized}
             call = call._replace(tensors=tensors, plan=replace(p, plan=PrefillPlan(**fields), dtypes=None))
-        return call.execute()
+        return call
 
     def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Tensor:
         """Decode without a plan: ``q [batch, num_heads, ckv + kpe]`` or a pair, by ``page_table`` and ``seq_lens``.
@@ -372,13 +376,16 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """:meth:`run` with ``return_lse``."""
         return self.run(*args, **{**kwargs, "return_lse": True})
 
-    def _commit(self, prepared: PreparedPlan) -> None:
-        """Also make the page table of dequantized pages: kernels may read a plan before the kernel ahead has ended."""
-        super()._commit(prepared)
-        pages = prepared.sized.planner.state.kv_indices
-        if self._page_numbers is None or self._page_numbers.shape != pages.shape:
-            with torch.inference_mode(False):
-                self._page_numbers = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
+    def _dequantized_pages(self, pages: Tensor) -> Tensor:
+        """The page table of dequantized pages. Eager calls keep it, since their prepared calls end with their plan."""
+        numbers = self._page_numbers
+        if numbers is None or numbers.shape != pages.shape:
+            with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+                numbers = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
+            # In a capture its values are written by the replay.
+            if real(numbers) and not (pages.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._page_numbers = numbers
+        return numbers
 
     def _dtype_of_output(self, q: Tensor, out: Tensor | None) -> torch.dtype:
         """As planned, or that of an FP8 buffer, or the query's: bfloat16 if that is FP8."""

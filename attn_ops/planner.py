@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import PreparedMethods, prepared
+from attn_ops.eager.prepared_call import OpCall, PreparedCalls, new_caches, prepared
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import (
     ArgumentError,
@@ -26,7 +26,7 @@ from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.page_table import INTEGERS, real, seen
 from attn_ops.plan.page_table_checks import check_indptr, check_pages
-from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_SIZE, check_products
+from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_QUERY_ROWS, MAX_SIZE, check_products
 from attn_ops.plan.sizing import (
     MAX_PACKED_ROWS,
     count_splits,
@@ -145,7 +145,7 @@ class _Planner:
     workspace: Tensor
 
     def __init__(self) -> None:
-        self._prepared_methods = PreparedMethods()
+        self._prepared: tuple[PreparedCalls, int] | None = None
 
     def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None) -> None:
         """Hold the plan, and ``workspace`` or a new one."""
@@ -169,13 +169,19 @@ class _Planner:
                 "allocate that many",
             )
         self.state, self.workspace = plan, workspace
+        self._prepared = new_caches(self.device)
         mark_static(*plan, workspace)
 
-    def _cache_key(self) -> int | None:
-        return 0 if self.device.type == "cuda" else None
+    def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
+        return self._prepared
 
-    def _owned_tensors(self) -> Sequence[Tensor]:
+    def _constants(self) -> Sequence[Tensor]:
         return self.state
+
+    def _planning(self, op: str, validate: bool | None, *table: Tensor) -> OpCall:
+        """The call that writes the plan. Contents that are read are read again in every call."""
+        inputs = [t.to(self.device, torch.int32, non_blocking=True) for t in table]
+        return OpCall(op, (*inputs, self.state), {}, destinations=None if validate else ())
 
     def _check(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
         """Check the dtypes of a page table, and its contents if ``validate``, or if it is None and all on the host."""
@@ -192,9 +198,6 @@ class _Planner:
             for name, indptr in indptrs.items():
                 check_indptr(name, indptr)
             check_pages(self.problem, indptrs["kv_indptr"], indices, last, self.max_pages, self.cache_pages)
-
-    def _to_device(self, *tensors: Tensor) -> list[Tensor]:
-        return [t.to(self.device, torch.int32, non_blocking=True) for t in tensors]
 
 
 class DecodePlanner(_Planner):
@@ -322,9 +325,9 @@ class DecodePlanner(_Planner):
         self._check(validate, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
 
     @prepared
-    def _fill(self, validate: bool | None, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
+    def _fill(self, validate: bool | None, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> OpCall:
         self._check(validate, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
-        torch.ops.attn.plan_decode(*self._to_device(kv_indptr, kv_indices, kv_last_page_len), self.state)
+        return self._planning("plan_decode", validate, kv_indptr, kv_indices, kv_last_page_len)
 
 
 class PrefillPlanner(_Planner):
@@ -384,7 +387,7 @@ class PrefillPlanner(_Planner):
         rows = MAX_PACKED_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         super().__init__()
         _in_range("max_batch", max_batch)
-        _in_range("max_tokens", max_tokens)
+        _in_range("max_tokens", max_tokens, most=MAX_QUERY_ROWS)
         _in_range("max_pages", max_pages, least=0)
         _in_range("cache_pages", cache_pages)
         _in_range("num_ctas", num_ctas, least=0)
@@ -484,10 +487,9 @@ class PrefillPlanner(_Planner):
     @prepared
     def _fill(
         self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
-    ) -> None:
+    ) -> OpCall:
         self._check_batch(validate, qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
-        inputs = self._to_device(qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
-        torch.ops.attn.plan_prefill(*inputs, self.state)
+        return self._planning("plan_prefill", validate, qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
 
     def _check_batch(
         self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor

@@ -387,7 +387,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         if args:
             given = self._run_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
-        return self._paged_call(where, q, paged_kv_cache, output, window_left=window_left, **given).execute()
+        return self._paged_call(where, q, paged_kv_cache, output, window_left=window_left, **given)
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""

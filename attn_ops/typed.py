@@ -92,8 +92,12 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
                 error = _renamed(raised, function, args, kwargs)
                 if error is None:
                     raise
-            except _RAW_ERRORS:
-                error = _type_error(function, args, kwargs) or _value_error(function, args, kwargs)
+            except _RAW_ERRORS as raised:
+                error = (
+                    _type_error(function, args, kwargs)
+                    or _value_error(function, args, kwargs)
+                    or _flag_error(raised, function, args, kwargs)
+                )
                 if error is None:
                     raise
         raise error from None
@@ -146,20 +150,30 @@ def _type_error(
 def _value_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
     """The error of the first argument of a failed call that has a value of the right type which nothing takes.
 
-    An integer beyond 64 bits, None for a flag, a device that PyTorch does not know, or a tensor that is sparse or
-    complex, that has no dimensions or is on ``meta``.
+    An integer beyond 64 bits, a device that PyTorch does not know, or a tensor that is sparse or complex, that has no
+    dimensions or is on ``meta``.
     """
     for name, value, annotation in _arguments(function, args, kwargs):
         if torch.device in _options(annotation) and isinstance(value, str) and not _is_device(value):
             where = _where(function, args)
             return DeviceError(f"{where}: {name} is {value!r}; expected a device of PyTorch; pass cuda or cpu")
-        if value is None and annotation is bool:
-            return _caught(_refuse_type, _where(function, args), _Argument(name, value, annotation))
         if isinstance(value, int) and not -INT64_MAX <= value <= INT64_MAX:
             where = _where(function, args)
             return OptionError(f"{where}: {name} is {value}; expected an integer of 64 bits; change it")
     tensors = [t for argument in _arguments(function, args, kwargs) for t in _tensors(argument)]
     return _caught(_refuse_tensors, _where(function, args), tensors)
+
+
+def _flag_error(
+    raised: Exception, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> AttnOpsError | None:
+    """The error of the first flag that is None, if ``raised`` is about a None: most code takes it for False."""
+    if "None" not in str(raised):
+        return None
+    for argument in _arguments(function, args, kwargs):
+        if argument.value is None and argument.annotation is bool:
+            return _caught(_refuse_type, _where(function, args), argument)
+    return None
 
 
 def _caught(refuse: Callable[..., None], *args: Any) -> AttnOpsError | None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+# The wrappers of packages are compiled once and run a few times. Inductor's default is O1 with line tables.
+os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
+os.environ["AOT_INDUCTOR_ENABLE_LINE_TABLES"] = "0"
+
 import hypothesis
 import pytest
 import torch
 from helpers.backends import INTERPRETED, cpu_calls_on_each_backend, install_interpreter  # noqa: F401  a fixture
-from helpers.fake_driver import fake_driver, fake_driver_library, loads  # noqa: F401  fixtures
+from helpers.fake_driver import fake_driver, fake_driver_library  # noqa: F401  fixtures
 
 import attn_ops  # noqa: F401  registers the ops
 from attn_ops.ops import backends

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from attn_ops.eager import launch_cache
+from attn_ops.eager.prepared_call import NATIVE_REASON, OP_CACHES
 from attn_ops.native import package
-from attn_ops.ops import backends, register, tuning_table
+from attn_ops.native.images import LIBCUDA
+from attn_ops.ops import backends, tuning_table
 from attn_ops.ops.inductor import sources_tag
 from attn_ops.version import __version__
 
@@ -32,6 +33,7 @@ VARIABLES = (
     "TRITON_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
     "CUDA_VISIBLE_DEVICES",
+    "CXX",
 )
 """Environment variables that affect this library or its compilers."""
 
@@ -47,8 +49,8 @@ class Environment:
         backends: by op, the lines of :func:`attn_ops.explain`: which backend and kernel runs the op, and why each other
             does not. They hold for bfloat16, 32 query heads, 8 KV heads, head_dim 128 and page size 16 (``batch_mla``:
             latents of 512 and 64, one KV head, page size 64), on GPU 0 if there is one, else on the CPU.
-        launch_caches: by op, the number of prepared calls. Ops without any are left out.
-        launcher: state of the native launcher that replays prepared calls.
+        prepared_calls: by op, the number of prepared calls. Ops without any are left out.
+        launcher: whether eager calls on CUDA are prepared, and why not.
         images: whether packages that are made here contain images of compiled kernels, and why not.
         tuning_table: the table that ``ATTN_OPS_TILES`` names, and its number of entries for these GPUs.
         variables: those of :data:`VARIABLES` that are set.
@@ -57,7 +59,7 @@ class Environment:
     versions: dict[str, str]
     gpus: tuple[str, ...]
     backends: dict[str, tuple[str, ...]]
-    launch_caches: dict[str, int]
+    prepared_calls: dict[str, int]
     launcher: str
     images: str
     tuning_table: str
@@ -65,13 +67,13 @@ class Environment:
 
     def __str__(self) -> str:
         width = max(map(len, self.versions))
-        calls = ", ".join(f"{op} {count}" for op, count in self.launch_caches.items())
+        calls = ", ".join(f"{op} {count}" for op, count in self.prepared_calls.items())
         sections = {
             "Versions": [f"{name:{width}}  {version}" for name, version in self.versions.items()],
             "GPUs": list(self.gpus) or ["none: torch sees no CUDA device"],
             "Backends": [f"{op}: {line}" for op, lines in self.backends.items() for line in lines],
             "Caches": [
-                f"native launcher: {self.launcher}",
+                f"eager calls: {self.launcher}",
                 f"images in packages: {self.images}",
                 f"prepared calls: {calls or 'none'}",
                 f"tuning table: {self.tuning_table}",
@@ -103,9 +105,9 @@ def collect_env() -> Environment:
         },
         gpus=tuple(f"{i}: {_describe(torch.cuda.get_device_properties(i))}" for i in gpus),
         backends={op: _verdicts(op, torch.device("cuda", 0) if gpus else torch.device("cpu")) for op in OPS},
-        launch_caches={op: count for op, cache in register.LAUNCH_CACHES.items() if (count := cache.num_entries)},
-        launcher=launch_cache.state(),
-        images=f"none: {reason}" if (reason := package.machine_reason()) else "where the package allows them",
+        prepared_calls={op: count for op, cache in OP_CACHES.items() if (count := cache.num_entries)},
+        launcher=NATIVE_REASON or "prepared calls",
+        images=_images([torch.device("cuda", i) for i in gpus]),
         tuning_table=_tuning_table([torch.cuda.get_device_name(i) for i in gpus]),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
@@ -121,9 +123,9 @@ def _installed_version(package: str) -> str:
 def _driver_version() -> str:
     """The newest version of CUDA that the installed driver supports."""
     try:
-        driver = ctypes.CDLL(launch_cache.DRIVER)
+        driver = ctypes.CDLL(LIBCUDA)
     except OSError:
-        return f"none: {launch_cache.DRIVER} is not found"
+        return f"none: {LIBCUDA} is not found"
     version = ctypes.c_int()
     status = driver.cuDriverGetVersion(ctypes.byref(version))
     return f"unknown: status {status}" if status else f"{version.value // 1000}.{version.value % 1000 // 10}"
@@ -150,6 +152,18 @@ def _verdicts(op: str, device: torch.device) -> tuple[str, ...]:
         page_size=64 if mla else 16,
     )
     return tuple(backends.explain(problem).splitlines())
+
+
+def _images(gpus: list[torch.device]) -> str:
+    """Whether packages for each GPU that are made here have images; one verdict if all have the same."""
+    devices, compiler = gpus or [torch.device("cuda")], os.environ.get("CXX", "g++")
+    reasons = {device: package.triton_reason() or package.machine_reason(device, compiler) for device in devices}
+    verdicts = {
+        device: f"none: {reason}" if reason else "where the package allows them" for device, reason in reasons.items()
+    }
+    if len(set(verdicts.values())) == 1:
+        return next(iter(verdicts.values()))
+    return "; ".join(f"{device.index}: {verdict}" for device, verdict in verdicts.items())
 
 
 def _tuning_table(gpus: list[str]) -> str:

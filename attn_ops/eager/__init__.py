@@ -1,1 +1,1 @@
-"""Eager calls on CUDA: a launch cache in each op, and prepared methods that bypass Python and the dispatcher."""
+"""Eager calls on CUDA by prepared calls, and what is started ahead of the first."""

@@ -1,28 +1,40 @@
-"""Prepared methods: a method around one op replays the kernel launches of an earlier call with the same cache key.
+"""Eager calls on CUDA: the first of its key is captured, and the others launch its kernels again.
 
-A wrapper's ``run`` checks its arguments, makes views of them, calls an op and returns what the op returns. In Python
-and in PyTorch's dispatcher that takes several times as long as the launch. A :class:`PreparedMethod` runs the method
-once, locates the op's tensors among the method's arguments, and binds the op's prepared call
-(:mod:`attn_ops.eager.launch_cache`) to these arguments. The next call with the same key replays the launches and
-bypasses Python and the dispatcher.
+A decode step makes the same calls for every layer and token. To check one, choose its kernel and lay out its parameters
+takes the host longer than to launch it. A :class:`CapturedCall` is what a call launched; :meth:`~CapturedCall.bind`
+makes it a prepared call, which launches the same for other tensors. A cache finds it by its key without the
+interpreter (``attn_ops/native/module.cpp``). Two calls have the same key if they have equal options, the same plan, the
+same device and grad mode, both or neither in a CUDA graph capture, and tensors of equal sizes, strides, dtype, device,
+alignment and, in grad mode, ``requires_grad``.
 
-While a mode, transform, tracer or profiler must observe the op (``INTERPOSITION_CHECKS``), the method runs as written.
+Ops      :class:`OpCache`, behind the dispatcher
+Methods  :func:`prepared`, for ``run`` of wrappers and ``plan`` of planners, before it. While a mode, transform, tracer
+         or profiler must observe the op (``INTERPOSITION_CHECKS``), a method runs as written
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_ops.eager import launch_cache
-from attn_ops.ops.register import LAUNCH_CACHES
-from attn_ops.ops.schemas import NAMESPACE
+_C: Any = None
+NATIVE_REASON = ""
+try:
+    _C = importlib.import_module("attn_ops.native._C")
+except ImportError as error:
+    NATIVE_REASON = f"not prepared, they take more host time: {error}; install with a C++ compiler"
+
+ALIGNMENT_MASK = 15
+"""Kernels are compiled for pointers that are multiples of 16 bytes: ``not pointer & ALIGNMENT_MASK``."""
+
+MAX_ENTRIES = 4096
+"""Entries of a cache. An insertion beyond it first evicts all of them."""
 
 INTERPOSITION_CHECKS = (
     torch._C._len_torch_dispatch_stack,
@@ -34,8 +46,109 @@ INTERPOSITION_CHECKS = (
 """Functions without arguments. If any returns true, a mode, transform, tracer or profiler must observe the op."""
 
 
+def is_available() -> bool:
+    """Whether calls are prepared. Otherwise each is checked in Python and launched by Triton."""
+    return _C is not None
+
+
+def new_caches(device: torch.device, number: int = 0) -> tuple[PreparedCalls, int] | None:
+    """For a plan on ``device``; ``number`` belongs to the key. None where calls are not prepared."""
+    return (PreparedCalls(), number) if is_available() and device.type == "cuda" else None
+
+
+class Launch(NamedTuple):
+    """A launch of a loaded kernel: an ``Image`` of the extension module, and what its parameters come from."""
+
+    image: Any
+    tensors: tuple[Tensor, ...]
+    integers: tuple[int, ...]
+    """The grid, then those of the parameters."""
+    floats: tuple[float, ...]
+
+    def run(self, device: int, stream: int) -> None:
+        row = (self.image, tuple(range(len(self.tensors))), self.integers, self.floats)
+        _C.PreparedCall((row,), (), tuple(t.data_ptr() for t in self.tensors), (), True).launch(device, stream)
+
+
+class CapturedCall(NamedTuple):
+    """What a call of an op launched, and the tensors that it returned."""
+
+    launches: Sequence[Launch]
+    outputs: tuple[Tensor, ...]
+
+    def bind(
+        self,
+        arguments: Sequence[Tensor],
+        constants: Sequence[Tensor],
+        destinations: Sequence[Tensor | None] = (),
+        unpack: bool = False,
+    ) -> Any:
+        """A prepared call for other tensors in the place of ``arguments``; None if it cannot be one.
+
+        ``constants`` keep their addresses. An output with a destination, one of the arguments, is written there.
+        """
+        device = torch.cuda.current_device()
+        if any(t.get_device() != device for t in (*arguments, *self.outputs)):
+            return None
+        targets = [None if t is None else _index(arguments, t) for t in destinations or [None] * len(self.outputs)]
+        fits = zip(destinations, targets, self.outputs, strict=False)
+        if not all(t is None or (i is not None and _is_output_like(t, output)) for t, i, output in fits):
+            return None
+        tensors: dict[int, Tensor] = {id(t): t for x in self.launches for t in x.tensors}
+        for t in self.outputs:
+            tensors.pop(id(t), None)
+        inputs: list[tuple[int, int]] = []
+        addresses: list[int] = []
+        places: dict[int, int] = {}
+        for t in tensors.values():
+            source = _source(t, arguments, constants)
+            if source is not None:
+                places[id(t)] = len(inputs)
+                inputs.append(source)
+            elif _index(constants, t) is None:
+                return None
+        places |= {id(t): len(inputs) + i for i, t in enumerate(self.outputs)}
+        for key, t in tensors.items():
+            if key not in places:
+                places[key] = len(inputs) + len(self.outputs) + len(addresses)
+                addresses.append(t.data_ptr())
+        rows = tuple((x.image, tuple(places[id(t)] for t in x.tensors), x.integers, x.floats) for x in self.launches)
+        makes = (_allocator(t) if i is None else i for t, i in zip(self.outputs, targets, strict=True))
+        return _C.PreparedCall(rows, tuple(inputs), tuple(addresses), tuple(makes), unpack)
+
+
+def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
+    """The position of the object ``t`` among ``tensors``, unless it is there twice: then the next call may pass two."""
+    found = [i for i, x in enumerate(tensors) if x is t]
+    return found[0] if len(found) == 1 else None
+
+
+def _source(t: Tensor, arguments: Sequence[Tensor], constants: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The argument that ``t`` is, or is a view of, with its offset in bytes; None without exactly one."""
+    i = _index(arguments, t)
+    if i is None and _index(constants, t) is None:
+        storage = t.untyped_storage().data_ptr()
+        found = [i for i, x in enumerate(arguments) if x.untyped_storage().data_ptr() == storage]
+        i = found[0] if len(found) == 1 and t.numel() else None
+    return None if i is None else (i, t.data_ptr() - arguments[i].data_ptr())
+
+
+def _is_output_like(target: Tensor, output: Tensor) -> bool:
+    """Whether a kernel can write to ``target`` what it writes to ``output``."""
+    same_form = (target.shape, target.dtype, target.device) == (output.shape, output.dtype, output.device)
+    return same_form and target.is_contiguous() and not target.data_ptr() & ALIGNMENT_MASK
+
+
+def _allocator(t: Tensor) -> Any:
+    """Allocates a tensor like ``t`` on the current device; an empty tensor itself, which every call returns."""
+    if t.numel() == 0:
+        return t
+    empty_strided = getattr(torch._C._dynamo.guards, f"_empty_strided_{t.device.type}")
+    return functools.partial(empty_strided, tuple(t.shape), t.stride(), t.dtype)
+
+
 def flatten_tensors(args: Sequence[Any]) -> list[Tensor]:
-    """The tensors among ``args`` and in tuples among them, in the order of ``add_argument`` in ``launch_cache.c``."""
+    """The tensors among ``args`` and in tuples among them, in the order of a cache. Lists are plans."""
     tensors: list[Tensor] = []
     for x in args:
         if isinstance(x, Tensor):
@@ -45,156 +158,154 @@ def flatten_tensors(args: Sequence[Any]) -> list[Tensor]:
     return tensors
 
 
-class PreparedMethods(dict[Callable[..., Any], "PreparedMethod"]):
-    """The prepared methods of one object, by function: one for each decorated method. A copy of the object has none."""
+def plan_tensors(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors of the plans of a call. A plan keeps its tensors, and their addresses, for life."""
+    return [t for x in args if isinstance(x, list) for t in x]
+
+
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
+    return () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+FirstCall = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, CapturedCall | None]]
+"""``first_call(args, kwargs)`` makes a call of an op and captures it; None for one that cannot be prepared."""
+
+
+class OpCache:
+    """The prepared calls of one op. An entry is evicted when a tensor of its plan is freed, and all at the limit."""
+
+    def __init__(self, first_call: FirstCall) -> None:
+        self.first_call = first_call
+        self._entries: dict[Hashable, Any] = {}
+        self._plans: dict[Hashable, list[weakref.ref[Tensor]]] = {}
+        """For each entry, the tensors of its plans, with callbacks that evict the entry."""
+        self.op: Callable[..., Any] = self._uncached
+        if _C is not None:
+            self.op = _C.CallCache(self._entries, torch.is_grad_enabled, self._on_miss, (), False)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._entries)
+
+    def _uncached(self, *args: Any, **kwargs: Any) -> Any:
+        return self.first_call(args, kwargs)[0]
+
+    def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result, captured = self.first_call(args, kwargs)
+        if key is None or captured is None:
+            return result
+        plans = plan_tensors(args)
+        arguments = flatten_tensors((*args, *kwargs.values()))
+        prepared_call = captured.bind(arguments, plans, unpack=not isinstance(result, tuple))
+        if prepared_call is None:
+            return result
+        if len(self._entries) >= MAX_ENTRIES:
+            self._entries.clear()
+            self._plans.clear()
+        self._entries[key] = prepared_call
+        self._plans[key] = [weakref.ref(t, lambda _: self._evict(key)) for t in plans]
+        return result
+
+    def _evict(self, key: Hashable) -> None:
+        self._entries.pop(key, None)
+        self._plans.pop(key, None)
+
+
+OP_CACHES: dict[str, OpCache] = {}
+"""Of each op, for calls on CUDA (:mod:`attn_ops.ops.register`)."""
+
+
+class OpCall(NamedTuple):
+    """A call of an op, and what becomes of its outputs.
+
+    finalize      makes the result from the op's outputs; None: the op's result is the result
+    destinations  if the result is the outputs, the caller's buffer for each, or None; None: finalize computes
+    unpack        the result is the first output
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    finalize: Callable[..., Any] | None = None
+    destinations: tuple[Tensor | None, ...] | None = ()
+    unpack: bool = True
+
+    def execute(self) -> Any:
+        result = getattr(torch.ops.attn, self.op)(*self.args, **self.kwargs)
+        return result if self.finalize is None else self.finalize(*result)
+
+    def op_call(self) -> OpCall:
+        return self
+
+
+class Executable(Protocol):
+    """A call that a method returns."""
+
+    def execute(self) -> Any: ...
+
+    def op_call(self) -> OpCall: ...
+
+
+class PreparedCalls(dict[Callable[..., Any], Any]):
+    """The caches of the methods around one plan. A copy of the plan's owner has none."""
 
     def __reduce__(self) -> Any:
-        return PreparedMethods, ()
+        return PreparedCalls, ()
 
 
-class HasPreparedMethods(Protocol):
+class HasPreparedCalls(Protocol):
     """An object with methods that are decorated with :func:`prepared`."""
 
-    _prepared_methods: PreparedMethods
-    """The object clears it when a call depends on new state that is not in the arguments or the cache key."""
+    def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
+        """The caches of its plan, and a number that belongs to the key; None if its calls are not prepared."""
 
-    def _cache_key(self) -> int | None:
-        """The object's part of the cache key; None if its calls are not to be cached."""
-
-    def _owned_tensors(self) -> Sequence[Tensor]:
-        """Tensors that the op takes and that are not arguments of the method. They keep their addresses."""
+    def _constants(self) -> Sequence[Tensor]:
+        """Tensors that the op takes and that are not arguments of the method. They live as long as the caches."""
 
 
-class _ObserveOps(TorchDispatchMode):
-    """Records calls of this library's ops, copies, and whether another op computes anything."""
+def _method_cache(method: Callable[..., Executable]) -> Any:
+    entries: dict[Hashable, Any] = {}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
-        self.copies: list[tuple[Tensor, Tensor]] = []
-        self.computed = False
+    def uncached(owner: Any, _: int, *args: Any, **kwargs: Any) -> Any:
+        return method(owner, *args, **kwargs).execute()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func.namespace == NAMESPACE:
-            self.calls.append((func.overloadpacket.__name__, args, kwargs, result))
-        elif func is torch.ops.aten.copy_.default:
-            self.copies.append(args)
-        else:
-            self.computed |= not func.is_view
-        return result
-
-
-def _source(t: Tensor, arguments: Sequence[Tensor], owned: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Where ``t`` lies: ``(index of an argument, offset in bytes)``, ``(-1, address)`` if owned, None if unknown.
-
-    A view is located by its storage, if exactly one argument has that storage.
-    """
-    i = _index(arguments, t)
-    if i is not None:
-        return i, 0
-    if _index(owned, t) is not None:
-        return -1, t.data_ptr()
-    storage = t.untyped_storage().data_ptr()
-    same_storage = [i for i, x in enumerate(arguments) if x.untyped_storage().data_ptr() == storage]
-    if len(same_storage) != 1:
-        return None
-    return same_storage[0], t.data_ptr() - arguments[same_storage[0]].data_ptr()
-
-
-class PreparedMethod:
-    """Caches calls of ``method(owner, *args)``, which calls one op and returns its result, or copies it to a buffer.
-
-    In a replay the kernels write directly to such a buffer, unless it overlaps another argument.
-    """
-
-    def __init__(self, owner: HasPreparedMethods, method: Callable[..., Any]) -> None:
-        self.owner, self._method = weakref.ref(owner), method
-        self._entries: dict[Hashable, Any] = {}
-        """At most ``MAX_ENTRIES``, after which all are evicted; freed with the owner's ``PreparedMethods``."""
-        self.call = self._start
-        """``call(key, *args, **kwargs)``, with the owner's part of the cache key. :meth:`_start` replaces it."""
-
-    def _start(self, *args: Any, **kwargs: Any) -> Any:
-        """Make calls without the cache until the C module is built, then use it from now on."""
-        if not launch_cache.is_built():
-            return self._uncached(*args, **kwargs)
-        module = launch_cache.native()
-        if module is None:
-            self.call = self._uncached
-        else:
-            self.call = module.CallCache(self._entries, torch.is_grad_enabled, self._insert, INTERPOSITION_CHECKS)
-        return self.call(*args, **kwargs)
-
-    def _uncached(self, _key: int, *args: Any, **kwargs: Any) -> Any:
-        return self._method(self.owner(), *args, **kwargs)
-
-    def _insert(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Make a call and insert it under ``key``, as a prepared call if it can be replayed."""
+    def on_miss(key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if key is None:
-            return self._uncached(*args, **kwargs)
-        with _ObserveOps() as observed:
-            result = self._uncached(*args, **kwargs)
-        if len(self._entries) >= launch_cache.MAX_ENTRIES:
-            self._entries.clear()
-        arguments = flatten_tensors((*args, *kwargs.values()))
-        self._entries[key] = self._prepare(observed, arguments, result) or self._uncached
-        return result
+            return uncached(*args, **kwargs)
+        owner, _, *given = args
+        call = method(owner, *given, **kwargs).op_call()
+        if len(entries) >= MAX_ENTRIES:
+            entries.clear()
+        if call.destinations is None:
+            entries[key] = uncached
+            return call.execute()
+        result, captured = OP_CACHES[call.op].first_call(call.args, call.kwargs)
+        prepared_call = None
+        if captured is not None:
+            arguments = flatten_tensors((*given, *kwargs.values()))
+            prepared_call = captured.bind(arguments, owner._constants(), call.destinations, call.unpack)
+        entries[key] = prepared_call or uncached
+        return result if call.finalize is None else call.finalize(*result)
 
-    def _prepare(self, observed: _ObserveOps, arguments: Sequence[Tensor], result: Any) -> Any:
-        """The op's prepared call, bound to the method's arguments; None if the method does more than that call."""
-        owner = self.owner()
-        if observed.computed or len(observed.calls) != 1 or owner is None:
-            return None
-        op, args, kwargs, returned = observed.calls[0]
-        owned, outputs = owner._owned_tensors(), list(returned) if isinstance(returned, tuple) else [returned]
-        destinations: list[int | None] = [None] * len(outputs)
-        for target, source in observed.copies:
-            i, j = _index(outputs, source), _index(arguments, target)
-            if i is None or j is None or not _is_output_like(target, source):
-                return None
-            outputs[i], destinations[i] = target, j
-        sources = [_source(t, arguments, owned) for t in launch_cache.runtime_tensors(args, kwargs)]
-        owns_plans = all(_index(owned, t) is not None for t in launch_cache.plan_tensors(args))
-        is_tuple = isinstance(result, tuple)
-        returns_outputs = same(result, tuple(outputs)) if is_tuple else result is outputs[0]
-        prepared_call = LAUNCH_CACHES[op].lookup(args, kwargs)
-        if prepared_call is None or None in sources or not owns_plans or not returns_outputs:
-            return None
-        bound = tuple(destinations) if returned is not None else ()
-        return prepared_call.rebind(len(arguments), tuple(sources), bound, not is_tuple)
+    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, True)
 
 
-def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
-    """The position of the object ``t`` among ``tensors``."""
-    return next((i for i, x in enumerate(tensors) if x is t), None)
+def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
+    """Decorator of a method that returns a call without executing it: execute the call, or its prepared one.
 
-
-def _is_output_like(target: Tensor, output: Tensor) -> bool:
-    """Whether a kernel can write to ``target`` what it writes to ``output``."""
-    same_form = (target.shape, target.dtype, target.device) == (output.shape, output.dtype, output.device)
-    return same_form and target.is_contiguous() and not target.data_ptr() & launch_cache.ALIGNMENT_MASK
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether ``a`` and ``b`` are one object, equal numbers or strings of one type, or tuples of such values."""
-    if isinstance(a, tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b)
-
-
-def prepared(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: cache the eager calls of a method of a :class:`HasPreparedMethods`."""
+    The call depends on the arguments, the plan and the number of :class:`HasPreparedCalls` alone, and the method does
+    nothing that a repetition must do again.
+    """
 
     @functools.wraps(method)
-    def call(self: HasPreparedMethods, *args: Any, **kwargs: Any) -> Any:
-        key = None if torch.compiler.is_compiling() else self._cache_key()
-        if key is None:
-            return method(self, *args, **kwargs)
-        entry = self._prepared_methods.get(method)
-        if entry is None or entry.owner() is not self:
-            entry = self._prepared_methods[method] = PreparedMethod(self, method)
-        return entry.call(key, *args, **kwargs)
+    def call(self: HasPreparedCalls, *args: Any, **kwargs: Any) -> Any:
+        caches = None if torch.compiler.is_compiling() else self._prepared_calls()
+        if caches is None:
+            return method(self, *args, **kwargs).execute()
+        calls, number = caches
+        cache = calls.get(method)
+        if cache is None:
+            cache = calls[method] = _method_cache(method)
+        return cache(self, number, *args, **kwargs)
 
     return call

@@ -1,7 +1,7 @@
 """Starts in the background what the first call on a GPU waits for besides kernels, when a planner or wrapper is made.
 
-That is building two C modules, ``launch_cache.c`` and the one of Triton's driver, and hashing Triton's installation,
-hundreds of megabytes, which is part of the keys of Triton's kernel cache. Each takes a third of a second or more.
+That is building the C module of Triton's driver, and hashing Triton's installation, hundreds of megabytes, which is
+part of the keys of Triton's kernel cache. Each takes a third of a second or more.
 
 The threads import nothing: two threads that import one package at the same time can see half of it.
 """
@@ -15,8 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-
-from attn_ops.eager import launch_cache
 
 
 @functools.cache  # one entry for the life of the process
@@ -35,7 +33,6 @@ def _preparing() -> Sequence[Future[Any]]:
 def prepare(device: torch.device) -> None:
     """Start what the first call on ``device`` waits for, once. Returns immediately."""
     if device.type == "cuda":
-        launch_cache.is_built()
         _preparing()
 
 

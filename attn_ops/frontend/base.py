@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall, Planned, as_sinks
-from attn_ops.eager.prepared_call import PreparedMethods, same
+from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
@@ -40,9 +40,6 @@ three of them with an FP8 query."""
 _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 """Entries 7, 9 and 11 of ``jit_args`` for that variant: names of its tensors, names of its scalars, its own name."""
 
-NOT_IN_KEY = frozenset({"_planned", "_repeatable", "_prepared_methods", "_keyed_plan", "_keyed_state"})
-"""Attributes that belong to the cache key of prepared calls, or whose parts are compared one by one."""
-
 _workspaces: WeakValueDictionary[tuple[torch.device, int, int], Tensor] = WeakValueDictionary()
 """Workspaces in use, by device, address and elements. An entry lives as long as a plan that uses it.
 
@@ -66,6 +63,7 @@ class PlannedBatch:
     exact   the query has that many rows; otherwise more rows may follow, as padding
     dtypes  of query, KV and output; None means those of the tensors
     keys    ``[n, 0]``, likewise with the planned number of ragged keys; more may follow
+    state   attributes of the wrapper that belong to the plan
     """
 
     op: str
@@ -77,6 +75,26 @@ class PlannedBatch:
     rows: Tensor
     exact: bool
     keys: Tensor | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    prepared: tuple[PreparedCalls, int] | None = field(default=None, init=False)
+    """The prepared calls of run(), with the planned numbers of rows and ragged keys in one integer; None on the CPU."""
+
+    def __post_init__(self) -> None:
+        rows, keys = self.rows.shape[0], self.keys
+        self.prepared = new_caches(self.workspace.device, rows if keys is None else rows << 32 | keys.shape[0])
+
+    def keep_prepared(self, earlier: PlannedBatch | None) -> None:
+        """Take the prepared calls of an earlier batch whose calls differ in the number of rows and keys alone."""
+        if earlier is None or earlier.prepared is None or self.prepared is None:
+            return
+        if self._identity() == earlier._identity():
+            self.prepared = earlier.prepared[0], self.prepared[1]
+
+    def _identity(self) -> tuple[Any, ...]:
+        """What run() depends on, apart from these numbers; tensors by identity."""
+        dtypes = None if self.dtypes is None else (self.dtypes.q, self.dtypes.kv, self.dtypes.o)
+        options = (id(x) if isinstance(x, Tensor) else x for x in self.options)
+        return self.op, id(self.plan), id(self.workspace), self.spec, dtypes, self.exact, dict(self.state), *options
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -198,9 +216,6 @@ class Wrapper:
         self._planned: PlannedBatch | None = None
         self._repeatable: RepeatablePlan | None = None
         self._mask: Tensor | None = None
-        self._prepared_methods = PreparedMethods()
-        self._keyed_plan: PlannedBatch | None = None
-        self._keyed_state: dict[str, Any] = {}
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -242,35 +257,10 @@ class Wrapper:
 
     # ------------------------------------------------------------------------------------------- prepared eager calls
 
-    def _cache_key(self) -> int | None:
-        """The planned numbers of rows and ragged keys, in one integer; None if calls are not prepared.
+    def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
+        return None if self._planned is None else self._planned.prepared
 
-        Prepared calls are dropped when anything else that a call depends on has changed.
-        """
-        planned = self._planned
-        if planned is None or self.device.type != "cuda":
-            return None
-        if planned is not self._keyed_plan:
-            state = self._call_state()
-            if state.keys() != self._keyed_state.keys() or not all(
-                same(value, self._keyed_state[name]) for name, value in state.items()
-            ):
-                self._prepared_methods.clear()
-            self._keyed_plan, self._keyed_state = planned, state
-        rows, keys = planned.rows.shape[0], planned.keys
-        return rows if keys is None else rows << 32 | keys.shape[0]
-
-    def _call_state(self) -> dict[str, Any]:
-        """What a call depends on, apart from its arguments and the number of rows."""
-        own = {name: value for name, value in vars(self).items() if name not in NOT_IN_KEY}
-        p = self._planned
-        if p is None:
-            return own
-        workspace = (p.workspace.data_ptr(), p.workspace.shape[0])
-        dtypes = None if p.dtypes is None else (p.dtypes.q, p.dtypes.kv, p.dtypes.o)
-        return {**own, "planned": (p.op, *p.plan, workspace, p.spec, *p.options, dtypes, p.exact)}
-
-    def _owned_tensors(self) -> list[Tensor]:
+    def _constants(self) -> list[Tensor]:
         p = self._planned
         return [] if p is None else [*p.plan, p.workspace, *(x for x in p.options if isinstance(x, Tensor))]
 
@@ -342,6 +332,7 @@ class Wrapper:
         spec, size = prepared.sized.spec, prepared.size
         mask = None if prepared.mask is None else self._hold_mask(prepared.mask)
         self._write(prepared.sized, prepared.table, prepared.state)
+        earlier = self._planned
         self._planned = PlannedBatch(
             op=prepared.op,
             plan=prepared.sized.planner.state,
@@ -352,7 +343,9 @@ class Wrapper:
             rows=mark_dynamic_rows(torch.empty(size.rows, 0, device=self.device)),
             exact=self._graph is None,
             keys=None if spec.paged else mark_dynamic_rows(torch.empty(size.keys, 0, device=self.device)),
+            state=prepared.state,
         )
+        self._planned.keep_prepared(earlier)
 
     def _write(self, sized: SizedPlanner, table: PageTable, state: Mapping[str, Any]) -> None:
         """Write the plan of a batch and the attributes that belong to it."""

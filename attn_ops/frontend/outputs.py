@@ -83,6 +83,13 @@ class OutputSpec(NamedTuple):
             return self.dtype
         return q_dtype if self.out is None else self.out.dtype
 
+    def destinations(self) -> tuple[Tensor | None, ...] | None:
+        """The buffers that the op's ``out`` and ``lse`` are copied to, each may be None; None if they are converted."""
+        plain_lse = self.lse_base == "log2" and self.lse_layout == "NH" and self.padding is None
+        if self.rows_shape is not None or (self.needs_lse and not plain_lse):
+            return None
+        return self.out, self.lse
+
     def finalize(
         self, out: Tensor, lse: Tensor, dtype: torch.dtype, scale: float | Tensor = 1.0
     ) -> Tensor | tuple[Tensor, Tensor]:

@@ -221,7 +221,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             given = self._run_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
         call = self._ragged_call(where, (q, k, v), output, o_scale=o_scale, window_left=window_left, **given)
-        return call.execute()
+        return call
 
     def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""

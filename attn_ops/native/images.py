@@ -7,6 +7,7 @@ The table is what ``launcher.h`` reads. :mod:`attn_ops.kernels.triton.image` mak
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -14,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from attn_ops.errors import BackendError, fail
 
 FOLDER = Path(__file__).parent
-LAUNCHER = (FOLDER / "launcher.h", FOLDER / "launcher.cpp")
+LAUNCHER = (FOLDER / "launcher.h", FOLDER / "launcher.cpp", FOLDER / "driver.h")
 PACKAGE_SHIM = FOLDER / "package_shim.cpp"
 
 LIBCUDA = "libcuda.so.1"
@@ -39,6 +40,10 @@ SCALAR_TYPES = {
     torch.float8_e4m3fn: 24,
 }
 """The number of a dtype in PyTorch's C ABI."""
+
+
+class NoImageError(Exception):
+    """A kernel that cannot be an image, and why. The package has the general kernels of its op then."""
 
 
 class TensorSpec(NamedTuple):
@@ -69,6 +74,10 @@ class Parameter(NamedTuple):
     name: str = ""
 
 
+KINDS = ("pointer", "i32", "i64", "fp32", "map", "map_size", "map_stride", "null")
+"""``Kind`` of launcher.h, in its order."""
+
+
 class Image(NamedTuple):
     """A compiled kernel. The fields are those of ``Image`` in launcher.h."""
 
@@ -87,6 +96,17 @@ class Image(NamedTuple):
     def name(self) -> str:
         """The kernel's name and a hash of everything else."""
         return f"{self.function}_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
+
+
+def load(image: Image, device: int) -> Any:
+    """The image of an eager kernel in the extension module, loaded on a GPU."""
+    native = importlib.import_module("attn_ops.native._C")
+    maps = tuple(tuple(m) for m in image.maps)
+    parameters = tuple((KINDS.index(p.kind), p.slot, p.name) for p in image.parameters)
+    settings = image.compute_capability, image.threads, image.shared_bytes, image.pdl, image.cluster
+    loaded = native.Image(image.function, image.function, image.cubin, *settings, maps, parameters)
+    loaded.load(device)
+    return loaded
 
 
 class ImageSet:
@@ -117,7 +137,7 @@ class ImageSet:
         ``options`` are those of the compiler that ``entry`` needs: include folders, definitions.
         """
         command = [compiler, "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", f'-DATTN_OPS_LIBCUDA="{LIBCUDA}"']
-        command += [*options, *(f"-isystem{path}" for path in cuda_includes())]
+        command += options
         digest = hashlib.sha256(repr((command, sorted(self.images))).encode())
         for path in (*LAUNCHER, entry):
             digest.update(path.read_bytes())
@@ -146,17 +166,6 @@ def _write(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def cuda_includes() -> list[str]:
-    """The folders with ``cuda.h``: Triton has it, whether or not the toolkit is installed."""
-    from triton.backends.nvidia.driver import include_dirs
-
-    return [str(path) for path in include_dirs]
-
-
-_CODES = {"pointer": "kPointer", "i32": "kInt32", "i64": "kInt64", "fp32": "kFloat32", "map": "kTensorMap"}
-_CODES |= {"map_size": "kMapSize", "map_stride": "kMapStride", "null": "kNull"}
-
-
 def _declarations(i: int, image: Image, cubin: Path) -> Iterator[str]:
     label = f"attn_ops_image_{i}"
     yield f'extern "C" const unsigned char {label}[] __attribute__((visibility("hidden")));'
@@ -173,7 +182,7 @@ def _declarations(i: int, image: Image, cubin: Path) -> Iterator[str]:
         for m in image.maps
     ]
     yield f"const MapSpec maps_{i}[] = {{{', '.join(maps) or '{}'}}};"
-    parameters = [f"{{Kind::{_CODES[p.kind]}, {p.slot}, {json.dumps(p.name)}}}" for p in image.parameters]
+    parameters = [f"{{Kind({KINDS.index(p.kind)}), {p.slot}, {json.dumps(p.name)}}}" for p in image.parameters]
     yield f"const Parameter parameters_{i}[] = {{{', '.join(parameters) or '{}'}}};"
 
 

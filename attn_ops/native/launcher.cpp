@@ -1,12 +1,13 @@
 #include "launcher.h"
 
-#include <cuda.h>
 #include <dlfcn.h>
 
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+
+#include "driver.h"
 
 #ifndef ATTN_OPS_LIBCUDA
 #define ATTN_OPS_LIBCUDA "libcuda.so.1"
@@ -35,11 +36,15 @@ struct Driver {
   decltype(&cuGetErrorString) describe;
   decltype(&cuDeviceGetAttribute) attribute;
   decltype(&cuDevicePrimaryCtxRetain) retain;
+  decltype(&cuDevicePrimaryCtxRelease_v2) release;
   decltype(&cuCtxGetCurrent) current;
-  decltype(&cuCtxPushCurrent) push;
-  decltype(&cuCtxPopCurrent) pop;
+  decltype(&cuCtxGetDevice) device;
+  decltype(&cuCtxPushCurrent_v2) push;
+  decltype(&cuCtxPopCurrent_v2) pop;
   decltype(&cuThreadExchangeStreamCaptureMode) capture_mode;
+  decltype(&cuStreamIsCapturing) is_capturing;
   decltype(&cuModuleLoadData) load;
+  decltype(&cuModuleUnload) unload;
   decltype(&cuModuleGetFunction) function;
   decltype(&cuFuncSetAttribute) set_attribute;
   decltype(&cuFuncSetCacheConfig) set_cache;
@@ -47,11 +52,11 @@ struct Driver {
   decltype(&cuLaunchKernelEx) launch;
   Status status;
 
-  Driver();
+  explicit Driver(const char* path);
 };
 
-Driver::Driver() {
-  void* library = dlopen(ATTN_OPS_LIBCUDA, RTLD_NOW | RTLD_LOCAL);
+Driver::Driver(const char* path) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
     status = failure(Code::kNoDriver, "launch_image: %s; expected the library of the CUDA driver; install the driver",
                      dlerror());
@@ -65,11 +70,15 @@ Driver::Driver() {
       {"cuGetErrorString", &describe},
       {"cuDeviceGetAttribute", &attribute},
       {"cuDevicePrimaryCtxRetain", &retain},
+      {"cuDevicePrimaryCtxRelease_v2", &release},
       {"cuCtxGetCurrent", &current},
+      {"cuCtxGetDevice", &device},
       {"cuCtxPushCurrent_v2", &push},
       {"cuCtxPopCurrent_v2", &pop},
       {"cuThreadExchangeStreamCaptureMode", &capture_mode},
+      {"cuStreamIsCapturing", &is_capturing},
       {"cuModuleLoadData", &load},
+      {"cuModuleUnload", &unload},
       {"cuModuleGetFunction", &function},
       {"cuFuncSetAttribute", &set_attribute},
       {"cuFuncSetCacheConfig", &set_cache},
@@ -92,9 +101,15 @@ Driver::Driver() {
                      kOldestDriver / 1000, kOldestDriver % 1000 / 10);
 }
 
+std::atomic<const Driver*> used_driver;
+
 const Driver& driver() {
-  static const Driver loaded;
-  return loaded;
+  const Driver* used = used_driver.load(std::memory_order_acquire);
+  if (used) return *used;
+  static const Driver loaded(ATTN_OPS_LIBCUDA);
+  const Driver* none = nullptr;
+  used_driver.compare_exchange_strong(none, &loaded);
+  return *used_driver.load(std::memory_order_acquire);
 }
 
 Status driver_failure(const Image& image, const char* what, CUresult code) {
@@ -104,23 +119,31 @@ Status driver_failure(const Image& image, const char* what, CUresult code) {
                  reason ? reason : "unknown", static_cast<int>(code));
 }
 
+// The primary contexts that this library has retained. Defined before the images, so released after they are unloaded.
+struct PrimaryContexts {
+  std::atomic<CUcontext> of[kMaxDevices];
+  ~PrimaryContexts() {
+    for (int device = 0; device < kMaxDevices; ++device)
+      if (of[device]) driver().release(device);  // at the end of the process the driver may be gone: it answers an error
+  }
+} primary;
+
 // The primary context of the device, current in this object's life: a thread may have none or another one.
 class CurrentContext {
  public:
   CurrentContext(const Image& image, int device) {
     static std::mutex mutex;
-    static std::atomic<CUcontext> primary[kMaxDevices];
-    CUcontext context = primary[device].load(std::memory_order_acquire);
+    CUcontext context = primary.of[device].load(std::memory_order_acquire);
     if (!context) {
       const std::lock_guard<std::mutex> lock(mutex);
-      context = primary[device].load(std::memory_order_relaxed);
+      context = primary.of[device].load(std::memory_order_relaxed);
       if (!context) {
         const CUresult code = driver().retain(&context, device);
         if (code != CUDA_SUCCESS) {
           status = driver_failure(image, "the device has no context", code);
           return;
         }
-        primary[device].store(context, std::memory_order_release);
+        primary.of[device].store(context, std::memory_order_release);
       }
     }
     CUcontext current = nullptr;
@@ -151,8 +174,16 @@ class RelaxedCapture {
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
-  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+  int mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
+
+Status check_device(const Image& image, int device) {
+  if (device >= 0 && device < kMaxDevices) return {};
+  return failure(Code::kBadDevice,
+                 "launch_image: image %s: the first tensor is on device %d; expected one of the first %d GPUs; move the "
+                 "tensors there",
+                 image.name, device, kMaxDevices);
+}
 
 Status check_gpu(const Image& image, int device) {
   int major = 0, minor = 0;
@@ -167,6 +198,23 @@ Status check_gpu(const Image& image, int device) {
                  image.name, device, major, minor, image.compute_capability / 10, image.compute_capability % 10);
 }
 
+// The driver that the cubin needs: compilers of CUDA 13 write version 8 of the ELF ABI, those of CUDA 12 version 7.
+// Within a major version, an older driver loads the cubins of a newer compiler.
+int needed_driver(const Image& image) {
+  return !std::memcmp(image.cubin, "\177ELF", 4) && image.cubin[8] >= 8 ? 13000 : kOldestDriver;
+}
+
+Status check_driver(const Image& image) {
+  const int needed = needed_driver(image);
+  int number = 0;
+  driver().version(&number);
+  if (number >= needed) return {};
+  return failure(Code::kNoDriver,
+                 "launch_image: image %s: it was compiled for CUDA %d, and the CUDA driver is for CUDA %d.%d; expected a "
+                 "driver for CUDA %d.%d or newer; update the driver, or package the program with an older Triton",
+                 image.name, needed / 1000, number / 1000, number % 1000 / 10, needed / 1000, needed % 1000 / 10);
+}
+
 // The kernel on the current device, loaded by its first call.
 Status load_function(const Image& image, int device, CUfunction* function) {
   static std::mutex mutex;
@@ -177,6 +225,7 @@ Status load_function(const Image& image, int device, CUfunction* function) {
   *function = static_cast<CUfunction>(loaded.load(std::memory_order_relaxed));
   if (*function) return {};
   Status status = check_gpu(image, device);
+  if (status.code == Code::kOk) status = check_driver(image);
   if (status.code != Code::kOk) return status;
   const RelaxedCapture relaxed;
   CUmodule module = nullptr;
@@ -191,7 +240,11 @@ Status load_function(const Image& image, int device, CUfunction* function) {
       code = driver().set_attribute(found, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                     static_cast<int>(image.shared_bytes));
   }
-  if (code != CUDA_SUCCESS) return driver_failure(image, "its function cannot be loaded", code);
+  if (code != CUDA_SUCCESS) {
+    driver().unload(module);
+    return driver_failure(image, "its function cannot be loaded", code);
+  }
+  image.loaded->modules[device] = module;
   loaded.store(found, std::memory_order_release);
   *function = found;
   return {};
@@ -279,7 +332,7 @@ union Value {
 };
 
 struct Parameters {
-  alignas(64) CUtensorMap maps[kMaxMaps];
+  CUtensorMap maps[kMaxMaps];
   Value values[kMaxParameters];
   void* pointers[kMaxParameters];
 };
@@ -291,21 +344,20 @@ bool narrow(int64_t value, Value& to) {
 
 // `integers` are the map's sizes and strides. A map over no elements is left zero: a kernel loads nothing through it.
 CUresult encode_map(const MapSpec& spec, void* address, const int64_t* integers, CUtensorMap* map) {
-  cuuint64_t sizes[kMaxRank], strides[kMaxRank];
-  cuuint32_t box[kMaxRank], steps[kMaxRank];
+  uint64_t sizes[kMaxRank], strides[kMaxRank];
+  uint32_t box[kMaxRank], steps[kMaxRank];
   std::memset(map, 0, sizeof *map);
   const int rank = spec.rank;
   for (int d = 0; d < rank; ++d) {  // outermost first here, innermost first in the driver
     const int at = rank - 1 - d;
     if (integers[d] == 0) return CUDA_SUCCESS;
-    sizes[at] = static_cast<cuuint64_t>(integers[d]);
+    sizes[at] = static_cast<uint64_t>(integers[d]);
     box[at] = spec.box[d];
     steps[at] = 1;
-    if (at) strides[at - 1] = static_cast<cuuint64_t>(integers[rank + d]) * spec.element_bytes;
+    if (at) strides[at - 1] = static_cast<uint64_t>(integers[rank + d]) * spec.element_bytes;
   }
-  return driver().encode(map, static_cast<CUtensorMapDataType>(spec.type), static_cast<cuuint32_t>(rank), address, sizes,
-                         strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                         static_cast<CUtensorMapSwizzle>(spec.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+  return driver().encode(map, spec.type, static_cast<uint32_t>(rank), address, sizes, strides, box, steps,
+                         CU_TENSOR_MAP_INTERLEAVE_NONE, spec.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
@@ -343,36 +395,10 @@ Status fill_parameters(const Image& image, const Call& call, const int64_t* inte
   return {};
 }
 
-}  // namespace
-
-const Image* find_image(const Image* images, size_t count, const char* name) {
-  for (size_t i = 0; i < count; ++i)
-    if (!std::strcmp(images[i].name, name)) return &images[i];
-  return nullptr;
-}
-
-Status no_such_image(const char* name) {
-  return failure(Code::kNoImage,
-                 "launch_image: there is no image %s; expected one that was packaged with the graph; package the program "
-                 "again", name);
-}
-
-Status launch(const Image& image, const Call& call) {
-  Status status = check_counts(image, call);
-  if (status.code != Code::kOk) return status;
-  const int device = call.num_tensors ? call.tensors[0].device : -1;
-  if (device < 0 || device >= kMaxDevices)
-    return failure(Code::kBadDevice,
-                   "launch_image: image %s: the first tensor is on device %d; expected one of the first %d GPUs; move "
-                   "the tensors there",
-                   image.name, device, kMaxDevices);
-  const int64_t *grid = call.integers, *integers = grid + 3;
-  for (uint32_t i = 0; i < image.num_tensors; ++i) {
-    status = check_tensor(image, image.tensors[i], call.tensors[i], call.tensors[0], call.device_type, integers);
-    if (status.code != Code::kOk) return status;
-    integers += 2 * image.tensors[i].rank;
-  }
-  status = check_grid(image, grid);
+// `integers` are those of the parameters. The tensors are as the image expects them.
+Status launch_checked(const Image& image, const Call& call, int device, const int64_t* integers) {
+  const int64_t* grid = call.integers;
+  Status status = check_grid(image, grid);
   if (status.code != Code::kOk || !grid[0] || !grid[1] || !grid[2]) return status;
   if (driver().status.code != Code::kOk) return driver().status;
 
@@ -405,6 +431,78 @@ Status launch(const Image& image, const Call& call) {
   config.attrs = attributes;
   const CUresult code = driver().launch(&config, function, parameters.pointers, nullptr);
   return code == CUDA_SUCCESS ? Status() : driver_failure(image, "cannot be launched", code);
+}
+
+}  // namespace
+
+// The driver may be gone, or the context destroyed: then it has no modules any more.
+LoadedFunctions::~LoadedFunctions() {
+  for (int device = 0; device < kMaxDevices; ++device) {
+    CUcontext popped;
+    if (!modules[device] || driver().push(primary.of[device]) != CUDA_SUCCESS) continue;
+    const RelaxedCapture relaxed;
+    driver().unload(static_cast<CUmodule>(modules[device]));
+    driver().pop(&popped);
+  }
+}
+
+const Image* find_image(const Image* images, size_t count, const char* name) {
+  for (size_t i = 0; i < count; ++i)
+    if (!std::strcmp(images[i].name, name)) return &images[i];
+  return nullptr;
+}
+
+Status no_such_image(const char* name) {
+  return failure(Code::kNoImage,
+                 "launch_image: there is no image %s; expected one that was packaged with the graph; package the program "
+                 "again", name);
+}
+
+Status launch(const Image& image, const Call& call) {
+  Status status = check_counts(image, call);
+  if (status.code != Code::kOk) return status;
+  const int device = call.num_tensors ? call.tensors[0].device : -1;
+  status = check_device(image, device);
+  if (status.code != Code::kOk) return status;
+  const int64_t* integers = call.integers + 3;
+  for (uint32_t i = 0; i < image.num_tensors; ++i) {
+    status = check_tensor(image, image.tensors[i], call.tensors[i], call.tensors[0], call.device_type, integers);
+    if (status.code != Code::kOk) return status;
+    integers += 2 * image.tensors[i].rank;
+  }
+  return launch_checked(image, call, device, integers);
+}
+
+Status launch_prepared(const Image& image, const Call& call, int device) {
+  const Status status = check_device(image, device);
+  return status.code == Code::kOk ? launch_checked(image, call, device, call.integers + 3) : status;
+}
+
+Status load(const Image& image, int device) {
+  Status status = check_device(image, device);
+  if (status.code != Code::kOk) return status;
+  if (driver().status.code != Code::kOk) return driver().status;
+  const CurrentContext context(image, device);
+  CUfunction function = nullptr;
+  return context.status.code != Code::kOk ? context.status : load_function(image, device, &function);
+}
+
+void use_driver(const char* path) {
+  for (std::atomic<CUcontext>& context : primary.of) context = nullptr;
+  used_driver.store(new Driver(path), std::memory_order_release);
+}
+
+int current_device() {
+  CUdevice device = -1;
+  const Driver& d = driver();
+  return d.status.code == Code::kOk && d.device(&device) == CUDA_SUCCESS ? device : -1;
+}
+
+bool is_capturing(void* stream) {
+  int status = CU_STREAM_CAPTURE_STATUS_NONE;
+  const Driver& d = driver();
+  if (d.status.code == Code::kOk) d.is_capturing(static_cast<CUstream>(stream), &status);
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
 }  // namespace attn_ops

@@ -17,7 +17,7 @@ enum class Code : int32_t {
   kBadTensor,    // dtype, sizes, strides, alignment
   kBadDevice,    // a tensor on another device, or an image for another GPU
   kNoImage,      // no image of that name
-  kNoDriver,     // libcuda is absent or too old
+  kNoDriver,     // libcuda is absent or too old for the launcher or the image
   kDriverError,  // a call of the driver failed
 };
 
@@ -58,9 +58,12 @@ struct MapSpec {
   uint32_t box[kMaxRank];                              // outermost first
 };
 
-// The kernel on each device, loaded by its first call there.
+// The kernel on each device, loaded by its first call there. Its modules are unloaded with the shared library: CUDA
+// graphs that launch the kernel must not be replayed after that.
 struct LoadedFunctions {
   std::atomic<void*> of[kMaxDevices];
+  void* modules[kMaxDevices];
+  ~LoadedFunctions();
 };
 
 struct Image {
@@ -100,6 +103,19 @@ struct Call {
 const Image* find_image(const Image* images, size_t count, const char* name);
 
 Status launch(const Image& image, const Call& call);
+
+// Launches without a look at the tensors, of which `call` has the addresses alone: for a caller whose cache key says
+// what they are. `call.integers` are the grid and those of the parameters.
+Status launch_prepared(const Image& image, const Call& call, int device);
+
+// Loads the kernel on the device, which its first launch there does otherwise.
+Status load(const Image& image, int device);
+
+void use_driver(const char* path);  // in the place of libcuda.so.1
+
+int current_device();  // of this thread, -1 if it has not used CUDA
+
+bool is_capturing(void* stream);
 
 Status no_such_image(const char* name);
 

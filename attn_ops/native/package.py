@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from attn_ops.native import images, op
+from attn_ops.ops.unsupported import compute_capability, triton_installed
 
 log = logging.getLogger(__name__)
+
+Traced = TypeVar("Traced")
 
 DEVICES = ("cuda",)
 """Device types of packages with images."""
@@ -26,23 +30,39 @@ DEVICES = ("cuda",)
 OBJECT_PREFIX = "attn_ops_images_"
 
 
-def images_of(graph: Any, device_type: str) -> images.ImageSet | None:
-    """Where the package of ``graph``, an Inductor graph, collects the images of an op; None if it has none."""
+def traced(graph: Any, device: torch.device | None, trace: Callable[[], Traced]) -> Traced:
+    """``trace()`` of an op of ``graph`` on ``device``, with images in a package that can have those of its kernels."""
+    collected = images_of(graph, device)
+    if collected is None:
+        return trace()
+    earlier = dict(collected.images)
+    try:
+        with images.collect(collected):
+            return trace()
+    except images.NoImageError as error:
+        log.info("the package has the general Triton kernels of an op, and no image of its kernel: %s", error)
+        collected.images = earlier
+        return trace()
+
+
+def images_of(graph: Any, device: torch.device | None) -> images.ImageSet | None:
+    """Where the package of ``graph``, an Inductor graph, collects the images of an op on ``device``; None: nowhere."""
     root = graph
     while hasattr(root, "parent"):  # the graph of a branch or a loop
         root = root.parent
-    if not root.aot_mode or device_type not in DEVICES:
+    if not root.aot_mode or device is None or device.type not in DEVICES:
         return None
-    if not hasattr(root, "attn_ops_images"):
-        reason = unavailable_reason(root, device_type)
+    sets: dict[torch.device, images.ImageSet | None] = vars(root).setdefault("attn_ops_images", {})
+    if device not in sets:
+        reason = unavailable_reason(root, device)
         if reason:
             log.info("the package has the general Triton kernels, and no images of compiled ones: %s", reason)
-        root.attn_ops_images = None if reason else _install(root)
-    return root.attn_ops_images
+        sets[device] = None if reason else next(filter(None, sets.values()), None) or _install(root)
+    return sets[device]
 
 
-def unavailable_reason(graph: Any, device_type: str) -> str:
-    """Why a package of ``graph`` cannot have images; empty if it can."""
+def unavailable_reason(graph: Any, device: torch.device) -> str:
+    """Why a package of ``graph`` cannot have images for ``device``; empty if it can."""
     from torch._inductor import codecache, config
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -55,14 +75,16 @@ def unavailable_reason(graph: Any, device_type: str) -> str:
         (not getattr(settings, "use_minimal_arrayref_interface", False), "its inputs are array references"),
         (not getattr(settings, "package_cpp_only", False), "package_cpp_only leaves the link to others"),
         (not getattr(settings, "emit_multi_arch_kernel", False), "emit_multi_arch_kernel asks for several GPUs"),
-        (config.triton.autotune_at_compile_time or device_type != "cuda", "autotune_at_compile_time is off"),
+        (config.triton.autotune_at_compile_time or device.type != "cuda", "autotune_at_compile_time is off"),
     ]
     reasons = (reason for holds, reason in checks if not holds)
-    return next(reasons, "") or triton_reason() or machine_reason(str(get_cpp_compiler()))
+    return next(reasons, "") or triton_reason() or machine_reason(device, str(get_cpp_compiler()))
 
 
 def triton_reason() -> str:
     """Why the kernels of the installed Triton cannot be images; empty if they can."""
+    if not triton_installed():
+        return "triton is not installed"
     import triton
 
     from attn_ops.kernels.triton.launch import DIRECT_LAUNCH
@@ -70,12 +92,14 @@ def triton_reason() -> str:
     return "" if DIRECT_LAUNCH else f"the parameters of kernels of triton {triton.__version__} are not known"
 
 
-def machine_reason(compiler: str = "g++") -> str:
-    """Why no package that is made here has images; empty if they can have them."""
+def machine_reason(device: torch.device, compiler: str = "g++") -> str:
+    """Why no package for ``device`` that is made here has images; empty if they can have them."""
     if torch.version.hip is not None:
         return "images are for CUDA, not HIP"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        return f"images are for compute capability 9.0 and newer, not {torch.cuda.get_device_capability()}"
+    capability = compute_capability(device)
+    if device.type == "cuda" and (capability is None or capability < (9, 0)):
+        found = "no GPU is visible" if capability is None else f"{device} has {capability[0]}.{capability[1]}"
+        return f"images are for compute capability 9.0 and newer, and {found}"
     return "" if shutil.which(compiler) else f"the compiler {compiler} is not on the PATH"
 
 
@@ -95,6 +119,7 @@ def _install(graph: Any) -> images.ImageSet:
         }
         with config.patch({"aot_inductor.custom_ops_to_c_shims": shims}):
             generated = generate()
+        log.info("the package has images: %s", ", ".join(collected.images))
         _link(build_object(collected))
         return generated
 

@@ -75,7 +75,7 @@ class Backend:
     has_images           its kernels are images in packages (:mod:`attn_ops.native`). A package that can have neither
                          its code nor its images runs the next entry
     capacity_bound       its work is a plan's capacity, not the lengths that the plan holds
-    capture              ``"module:function"`` that makes an eager call and captures its launches for the launch cache
+    capture              ``"module:function"`` that makes an eager call and captures its launches for prepared calls
     """
 
     name: str

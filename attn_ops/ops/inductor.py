@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_ops import kernels, meta
-from attn_ops.native import images, package
+from attn_ops.native import package
 from attn_ops.ops import size_guards, tuning_table
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
         leaves, spec = pytree.tree_flatten(fake_call)
         values = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: not isinstance(x, (list, tuple, dict)))
         inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TRACED)]
-        device_type = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "")
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
 
         def flat(*traced: Any) -> tuple[Any, ...]:
             filled = list(leaves)
@@ -108,13 +108,16 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
             out = body(*a, **k)
             return () if out is None else out if isinstance(out, tuple) else (out,)
 
-        with V.fake_mode, size_guards.guards_of(V.graph), images.collect(package.images_of(V.graph, device_type)):
-            graph = make_fx(
+        def trace() -> torch.fx.GraphModule:
+            return make_fx(
                 flat,
                 decomposition_table=select_decomp_table(),
                 tracing_mode="real",
                 _allow_non_fake_inputs=True,
             )(*[leaves[i] for i in inputs])
+
+        with V.fake_mode, size_guards.guards_of(V.graph):
+            graph = package.traced(V.graph, device, trace)
         out = process_subgraph_nodes(graph, [values[i] for i in inputs])
         return None if num_returns == 0 else out[0] if num_returns == 1 else tuple(out)
 

@@ -1,6 +1,6 @@
 """Registration of every op: schema, implementations, fake implementation, Inductor lowering.
 
-Eager     check -> choose a backend -> its function; on CUDA with a launch cache (:mod:`attn_ops.eager.launch_cache`)
+Eager     check -> choose a backend -> its function; on CUDA by prepared calls (:mod:`attn_ops.eager.prepared_call`)
 Traced    check -> output allocation (:mod:`attn_ops.meta`)
 Inductor  check -> choose a backend -> its function, inlined (:mod:`attn_ops.ops.inductor`)
 
@@ -9,13 +9,14 @@ The ops are plain ``torch.library.Library`` registrations: about 3 us a call, wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.library import Library
 
-from attn_ops.eager.launch_cache import LaunchCache
+from attn_ops.eager.prepared_call import OP_CACHES, OpCache
 from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
 from attn_ops.native import images
@@ -24,11 +25,10 @@ from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.inductor import Lowerings, concretize_symints
 from attn_ops.ops.schemas import NAMESPACE, SCHEMAS
 
+LOG = logging.getLogger(__name__)
+
 LIBRARY = Library(NAMESPACE, "FRAGMENT")
 LOWERINGS = Lowerings()
-
-LAUNCH_CACHES: dict[str, LaunchCache] = {}
-"""The launch cache of each op, for calls on CUDA."""
 
 
 def _run(function: Callable[..., Any], device: torch.device, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -49,13 +49,15 @@ def _implementation(op: str, *, lowerable: bool = False) -> Callable[..., Any]:
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         problem = check(*args, backend=backend, **kwargs)
         has_images = images.collecting() is not None
-        function = backends.choose(problem, backend, lowerable, has_images).implementation(op)
-        return _run(function, problem.device, args, kwargs)
+        chosen = backends.choose(problem, backend, lowerable, has_images)
+        if lowerable:
+            LOG.debug("%s: a graph contains the kernels of %s", op, chosen.label(op))
+        return _run(chosen.implementation(op), problem.device, args, kwargs)
 
     return implementation
 
 
-def _launch_cache(op: str) -> LaunchCache:
+def _op_cache(op: str) -> OpCache:
     """As :func:`_implementation`, with the launches of each call captured where its backend can."""
     check = CHECKS[op]
 
@@ -69,7 +71,7 @@ def _launch_cache(op: str) -> LaunchCache:
             return _run(function, problem.device, args, options), None
         return capture(function, args, options)
 
-    return LaunchCache(first_call)
+    return OpCache(first_call)
 
 
 def _fake(op: str) -> Callable[..., Any]:
@@ -83,7 +85,7 @@ def _fake(op: str) -> Callable[..., Any]:
             numbers, named = concretize_symints((args, kwargs))
             check(*numbers, backend=backend, **named)  # the message of an eager call, with numbers for symbols
             raise
-        backends.choose(problem, backend)
+        LOG.debug("%s: %s runs the traced call", op, backends.choose(problem, backend).label(op))
         return outputs(*args, **kwargs)
 
     return implementation
@@ -94,7 +96,10 @@ def _is_lowerable(op: str) -> Callable[..., bool]:
     check = CHECKS[op]
 
     def is_lowerable(*args: Any, backend: str = "auto", **kwargs: Any) -> bool:
-        return backends.choose(check(*args, backend=backend, **kwargs), backend).inductor_lowerable
+        chosen = backends.choose(check(*args, backend=backend, **kwargs), backend)
+        if not chosen.inductor_lowerable:
+            LOG.debug("%s: a graph calls the op, as Inductor does not generate the kernel %s", op, chosen.label(op))
+        return chosen.inductor_lowerable
 
     return is_lowerable
 
@@ -104,8 +109,8 @@ def register() -> None:
     for op, schema in SCHEMAS.items():
         LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         LIBRARY.impl(op, _implementation(op), "CPU")
-        LAUNCH_CACHES[op] = _launch_cache(op)
-        LIBRARY.impl(op, LAUNCH_CACHES[op].op, "CUDA")
+        OP_CACHES[op] = _op_cache(op)
+        LIBRARY.impl(op, OP_CACHES[op].op, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op), lib=LIBRARY)
         overload = getattr(getattr(torch.ops, NAMESPACE), op).default
         LOWERINGS.add(overload, _implementation(op, lowerable=True), _is_lowerable(op))

@@ -27,8 +27,11 @@ MAX_INT32 = (1 << 31) - 1
 MAX_SIZE = 1 << 30
 """Largest capacity, size and option of a plan: the sum of any two fits int32."""
 
-MAX_KV_TOKENS = (1 << 31) - KV_BLOCK
-"""Tokens in all pages of a plan and in one split, together: kernels round positions up to KV blocks in int32."""
+MAX_KV_TOKENS = (1 << 31) - (1 << 20)
+"""Tokens of ragged KV, or in all pages of a plan and one split: kernels add tiles to positions in int32."""
+
+MAX_QUERY_ROWS = 1 << 28
+"""Query rows of a call. The position of a row is negative in a request with more rows than keys, and is int32 too."""
 
 MAX_CTAS_PER_HEAD = (1 << 16) - 1
 """Largest ``num_ctas`` of a decode plan. One CTA of the planning kernel holds an entry for each."""

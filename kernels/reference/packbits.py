@@ -25,11 +25,12 @@ def segment_packbits(x: Tensor, indptr: Tensor, num_bytes: int, *, bitorder: str
     """
     length = indptr.diff()
     byte_indptr = torch.nn.functional.pad(((length + 7) // 8).cumsum(0), (1, 0))
-    if 0 in (num_bytes, x.shape[0]) or length.shape[0] == 0:
+    if 0 in (x.shape[0], length.shape[0]):
         return x.new_zeros(num_bytes, dtype=torch.uint8), byte_indptr.int()
     byte = torch.arange(num_bytes, device=x.device)
     segment = (torch.searchsorted(byte_indptr, byte, right=True) - 1).clamp(max=length.shape[0] - 1)
+    # Of a byte past the last segment: behind the bits of that segment.
     bit = (byte - byte_indptr[segment])[:, None] * 8 + torch.arange(8, device=x.device)
-    inside = (bit < length[segment][:, None]) & (byte < byte_indptr[-1])[:, None]
+    inside = bit < length[segment][:, None]
     source = (indptr[segment][:, None] + bit).clamp(0, x.shape[0] - 1)
     return _pack(x[source].bool() & inside, bitorder), byte_indptr.int()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton
 from attn_ops.kernels.triton.image import tensor_descriptor
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.work_item import (
@@ -97,6 +98,26 @@ def locate_packed_rows(tile, first_packed_row, rows, LAYOUT: gl.constexpr, GROUP
     return tile_row, packed_row % GROUP, (tile_row < tile.count) & within(tile.row + tile_row, rows)
 
 
+@triton.constexpr_function
+def coalesced_rows(dim: int) -> gl.BlockedLayout:
+    """The layout of ``[PACKED_ROWS, dim]`` with 16 bytes per thread and step, of 16-bit elements."""
+    threads = dim // 8  # of a row
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+
+@gluon.jit
+def packed_row_offsets(
+    tile, first_row, first_packed_row, rows, strides, DIM: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """``(offsets [PACKED_ROWS, DIM], exists [PACKED_ROWS, 1])`` in memory with ``strides`` of ``(row, head)``.
+
+    The rows of the tile begin there at ``first_row``.
+    """
+    tile_row, head, exists = locate_packed_rows(tile, first_packed_row, rows, LAYOUT, GROUP)
+    at = (first_row + tile_row).to(gl.int64) * strides[0] + (tile.first_head + head).to(gl.int64) * strides[1]
+    return at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :], exists[:, None]
+
+
 @gluon.jit
 def clamp_begin(begin, end):
     """``begin`` in ``[0, end]``, whatever the plan contains: an empty range otherwise starts at its end."""
@@ -122,6 +143,13 @@ def allocate_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
+
+
+@gluon.jit
+def advance(index, phase, LENGTH: gl.constexpr, STEP: gl.constexpr):
+    """``(index, phase)`` of the barrier ``STEP`` after this one in a circle of ``LENGTH``."""
+    wraps = index >= LENGTH - STEP
+    return gl.where(wraps, index + STEP - LENGTH, index + STEP), gl.where(wraps, phase ^ 1, phase)
 
 
 def describe(t: Tensor, shape: list[Any], strides: list[Any], box: list[int], layout: Any) -> TensorDescriptor:

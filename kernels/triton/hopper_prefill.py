@@ -56,13 +56,16 @@ from attn_ops.kernels.triton.hopper_common import (
     PACKED_ROWS,
     WARPS,
     QueryTile,
+    advance,
     allocate_barriers,
     clamp_begin,
+    coalesced_rows,
     describe,
     load_page,
     load_shared,
     load_work_item,
     locate_packed_rows,
+    packed_row_offsets,
     store_shared,
 )
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
@@ -213,13 +216,6 @@ def allocate_reduction(SPLIT_KV_OVER_WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def advance(index, phase, LENGTH: gl.constexpr, STEP: gl.constexpr):
-    """``(index, phase)`` of the barrier ``STEP`` after this one in a circle of ``LENGTH``."""
-    wraps = index >= LENGTH - STEP
-    return gl.where(wraps, index + STEP - LENGTH, index + STEP), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
 def advance_full(ring, index, phase, STEP: gl.constexpr):
     """``(index, phase)`` of the full barrier of the KV tile ``STEP`` after this one."""
     return advance(index, phase, 2 * ring.empty.shape[0], STEP)
@@ -328,18 +324,6 @@ def produce_kv_tiles(
 
 
 @gluon.jit
-def packed_row_offsets(
-    tile, first_packed_row, rows, stride_row, stride_head, DIM: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
-    """``(offsets [PACKED_ROWS, DIM], exists [PACKED_ROWS, 1])`` in q or out, 16 bytes per thread and step."""
-    THREADS: gl.constexpr = DIM // 8  # of a row
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [WARPS, 1], [1, 0])
-    tile_row, head, exists = locate_packed_rows(tile, first_packed_row, rows, LAYOUT, GROUP)
-    at = (tile.row + tile_row).to(gl.int64) * stride_row + (tile.first_head + head).to(gl.int64) * stride_head
-    return at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :], exists[:, None]
-
-
-@gluon.jit
 def mask_logits(logits, tokens, row_position, end, window_left, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     """``logits [packed rows, tokens]``, -inf where a row does not see a token."""
     bound = gl.minimum(end, row_position + 1) if CAUSAL else end + 0 * row_position
@@ -405,27 +389,23 @@ def store_result(
         norm = inverse(row_sum) * alpha
     result = acc * gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))[:, None]
     sums = log_sum_exp(row_max, row_sum)
+    strides = NUM_HEADS * DIM, DIM
     if tile.slot >= 0:
-        slot_row = tile.slot.to(gl.int64) * TILE_ROWS
-        value_row, value_head, value_exists = locate_packed_rows(tile, first_packed_row, rows, O_LAYOUT, GROUP)
-        value_at = (slot_row + value_row) * NUM_HEADS + tile.first_head + value_head
-        value_d = gl.arange(0, DIM, gl.SliceLayout(0, O_LAYOUT))
-        stored = (value_exists & (tile.slot < slots))[:, None]
-        gl.store(partial + value_at[:, None] * DIM + value_d[None, :], result, mask=stored)
-        partial_lse = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM)
-        slot_lse_at = partial_lse + (slot_row + tile_row) * NUM_HEADS + tile.first_head + head
-        gl.store(slot_lse_at, sums, mask=exists & (tile.slot < slots))
+        slot_row, in_workspace = tile.slot.to(gl.int64) * TILE_ROWS, tile.slot < slots
+        slot_at, slot_mask = packed_row_offsets(tile, slot_row, first_packed_row, rows, strides, DIM, GROUP, O_LAYOUT)
+        gl.store(partial + slot_at, result, mask=slot_mask & in_workspace)
+        slot_lse = partial + slots.to(gl.int64) * (TILE_ROWS * NUM_HEADS * DIM)
+        slot_lse_at = slot_lse + (slot_row + tile_row) * NUM_HEADS + tile.first_head + head
+        gl.store(slot_lse_at, sums, mask=exists & in_workspace)
     else:
-        if out.dtype.element_ty == staged.dtype:
+        STAGED: gl.constexpr = out.dtype.element_ty == staged.dtype
+        LAYOUT: gl.constexpr = coalesced_rows(DIM) if STAGED else O_LAYOUT
+        out_at, mask = packed_row_offsets(tile, tile.row, first_packed_row, rows, strides, DIM, GROUP, LAYOUT)
+        if STAGED:
             staged.store(result.to(staged.dtype))
-            out_at, out_exists = packed_row_offsets(tile, first_packed_row, rows, NUM_HEADS * DIM, DIM, DIM, GROUP)
-            gl.store(out + out_at, staged.load(out_at.type.layout), mask=out_exists)
+            gl.store(out + out_at, staged.load(LAYOUT), mask=mask)
         else:
-            value_row, value_head, value_exists = locate_packed_rows(tile, first_packed_row, rows, O_LAYOUT, GROUP)
-            value_at = (tile.row + value_row).to(gl.int64) * NUM_HEADS + tile.first_head + value_head
-            value_d = gl.arange(0, DIM, gl.SliceLayout(0, O_LAYOUT))
-            value = saturate(result, out.dtype.element_ty)
-            gl.store(out + value_at[:, None] * DIM + value_d[None, :], value, mask=value_exists[:, None])
+            gl.store(out + out_at, saturate(result, out.dtype.element_ty), mask=mask)
         if LSE:
             lse_at = (tile.row + tile_row).to(gl.int64) * NUM_HEADS + tile.first_head + head
             gl.store(lse + lse_at, sums, mask=exists)
@@ -466,8 +446,9 @@ def consume_kv_tiles(
 
     for part in gl.static_range(len(query)):
         q_at, exists = packed_row_offsets(
-            tile, first_packed_row, rows, *arguments.q_strides, query[part].shape[2], GROUP
-        )
+            tile, tile.row, first_packed_row, rows, arguments.q_strides, query[part].shape[2], GROUP,
+            coalesced_rows(query[part].shape[2]),
+        )  # fmt: skip
         query[part].index(warpgroup).store(gl.load(arguments.q + part * DIM + q_at, mask=exists, other=0.0))
     fence_async_shared()
 

@@ -1,4 +1,4 @@
-"""Launches of compiled kernels in a package: the image of a kernel, and the call of ``attn::launch_image`` for it.
+"""Images of compiled kernels, and the call of ``attn::launch_image`` for one in a package.
 
 A launch on fake tensors, as an op is lowered for a package, compiles the kernel for what the graph knows: dtypes,
 alignment, constants. Sizes that the graph leaves open become integers of the call, and parameters of 32 bits. The order
@@ -7,18 +7,19 @@ of the parameters is that of eager launches (:mod:`.cubin`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from attn_ops.kernels.triton.cubin import MAP_TYPES, NO_SCRATCH, parameter_layout
+import triton
+from attn_ops.kernels.triton.cubin import MAP_TYPES, SCRATCH_PARAMETERS, Layout, parameter_layout
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
-from attn_ops.errors import BackendError
-from attn_ops.native.images import Image, ImageSet, MapSpec, Parameter, TensorSpec
+from attn_ops.native.images import Image, ImageSet, MapSpec, NoImageError, Parameter, TensorSpec
 from attn_ops.native.op import launch_image
 
 ALIGNMENT = 16
@@ -37,6 +38,72 @@ class _Address(MockTensor):
 
     def data_ptr(self) -> int:
         return self.address
+
+
+def parameters_of(
+    layout: Layout, names: Sequence[str], values: Sequence[Any], slot_of: Callable[[Tensor], int | None]
+) -> tuple[tuple[Parameter, ...], tuple[MapSpec, ...]]:
+    """The table of a kernel's parameters and tensor maps. ``slot_of`` says which tensor of a call one is, if any."""
+    parameters: list[Parameter] = []
+    maps: list[MapSpec] = []
+    for i, kind in layout:
+        name, value = names[i], values[i]
+        if isinstance(kind, dict):
+            base, box, rank = value.base, tuple(kind["block_size"]), len(value.shape)
+            slot = slot_of(base)
+            assert slot is not None
+            parameters.append(Parameter("map", len(maps), name))
+            parameters += [Parameter("map_size", d, name) for d in range(rank)]
+            parameters += [Parameter("map_stride", d, name) for d in range(rank)]
+            maps.append(MapSpec(slot, MAP_TYPES[base.dtype], kind["swizzle"], base.element_size(), box))
+        elif kind[0] == "*":
+            pointed = slot_of(value)
+            parameters.append(Parameter("null", 0, name) if pointed is None else Parameter("pointer", pointed, name))
+        else:
+            parameters.append(Parameter(kind, 0, name))
+    return (*parameters, *[Parameter("null")] * SCRATCH_PARAMETERS), tuple(maps)
+
+
+def scalars_of(layout: Layout, values: Sequence[Any]) -> tuple[list[Any], list[float]]:
+    """The integers and floats that a launch gives its parameters, in their order."""
+    integers: list[Any] = []
+    floats: list[float] = []
+    for i, kind in layout:
+        if isinstance(kind, dict):
+            integers += [*values[i].shape, *values[i].strides]
+        elif kind == "fp32":
+            floats.append(float(values[i]))
+        elif kind[0] != "*":
+            integers.append(values[i])
+    return integers, floats
+
+
+def tensors_of(layout: Layout, values: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The tensors of an eager launch: one for each pointer and tensor map, in the order of the parameters."""
+    pointed = (values[i] for i, kind in layout if isinstance(kind, dict) or kind[0] == "*")
+    return tuple(x.base if _is_descriptor(x) else x for x in pointed)
+
+
+def image_of(compiled: Any, options: Any, parameters: tuple[Parameter, ...], maps: tuple[MapSpec, ...]) -> Image:
+    """The image of a compiled kernel, without the tensors that a package checks."""
+    meta = compiled.metadata
+    return Image(
+        function=compiled.name,
+        cubin=compiled.asm["cubin"],
+        compute_capability=int(meta.target.arch),
+        threads=32 * meta.num_warps,
+        shared_bytes=max(meta.shared, options.min_shared),
+        pdl=bool(meta.launch_pdl),
+        tensors=(),
+        maps=maps,
+        parameters=parameters,
+    )
+
+
+def eager_image(compiled: Any, layout: Layout, names: Sequence[str], values: Sequence[Any], options: Any) -> Image:
+    """The image that eager calls launch, for the tensors of :func:`tensors_of`."""
+    slots = iter(range(len(values)))
+    return image_of(compiled, options, *parameters_of(layout, names, values, lambda _: next(slots)))
 
 
 def _is_aligned(t: Tensor) -> bool:
@@ -103,50 +170,21 @@ def launch(
     """Trace a launch of ``kernel`` with ``values`` in the order of its parameters, of which it writes ``writes``."""
     names = kernel.arg_names
     wait_until_prepared()
-    compiled = kernel.warmup(*map(_compile_value, values), grid=(1, 1, 1), **options.keywords())
-    compiled = compiled.result() if hasattr(compiled, "result") else compiled
-    layout, meta = parameter_layout(compiled), compiled.metadata
+    device = values[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton compiles for the current GPU
+        compiled = kernel.warmup(*map(_compile_value, values), grid=(1, 1, 1), **options.keywords())
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+    layout = parameter_layout(compiled)
     if layout is None:
-        raise BackendError(
-            f"launch_image: {kernel.__name__} needs clusters, scratch memory or parameters that the launcher does not "
-            "have; expected a kernel that eager calls launch by the CUDA driver; launch it without `writes`"
+        raise NoImageError(
+            f"as triton {triton.__version__} compiles {kernel.__name__}, it needs clusters, scratch memory or "
+            "parameters that the launcher does not have"
         )
     tensors = _Tensors(names, values, writes)
-    parameters: list[Parameter] = []
-    maps: list[MapSpec] = []
-    integers = [*grid, 1, 1][:3] + tensors.integers
-    floats: list[float] = []
-    for i, kind in layout:
-        name, value = names[i], values[i]
-        if isinstance(kind, dict):
-            rank = len(value.shape)
-            box, bytes_per_element = tuple(kind["block_size"]), value.base.element_size()
-            parameters.append(Parameter("map", len(maps), name))
-            parameters += [Parameter("map_size", d, name) for d in range(rank)]
-            parameters += [Parameter("map_stride", d, name) for d in range(rank)]
-            slot_of_base = tensors.slots[id(value.base)]
-            maps.append(MapSpec(slot_of_base, MAP_TYPES[value.base.dtype], kind["swizzle"], bytes_per_element, box))
-            integers += [*value.shape, *value.strides]
-        elif kind[0] == "*":
-            slot = tensors.slots.get(id(value))
-            parameters.append(Parameter("null", 0, name) if slot is None else Parameter("pointer", slot, name))
-        elif kind == "fp32":
-            parameters.append(Parameter(kind, 0, name))
-            floats.append(float(value))
-        else:
-            parameters.append(Parameter(kind, 0, name))
-            integers.append(value)
-    image = Image(
-        function=compiled.name,
-        cubin=compiled.asm["cubin"],
-        compute_capability=int(meta.target.arch),
-        threads=32 * meta.num_warps,
-        shared_bytes=max(meta.shared, options.min_shared),
-        pdl=bool(meta.launch_pdl),
-        tensors=tensors.specs,
-        maps=tuple(maps),
-        parameters=(*parameters, *[Parameter("null")] * len(NO_SCRATCH)),
-    )
+    parameters, maps = parameters_of(layout, names, values, lambda t: tensors.slots.get(id(t)))
+    scalars, floats = scalars_of(layout, values)
+    integers = [*grid, 1, 1][:3] + tensors.integers + scalars
+    image = image_of(compiled, options, parameters, maps)._replace(tensors=tensors.specs)
     all_tensors = [t for _, t in tensors.all]
     outputs, inputs = all_tensors[: tensors.num_outputs], all_tensors[tensors.num_outputs :]
     launch_image(outputs, inputs, integers, floats, images.add(image))

@@ -1,13 +1,14 @@
 """Kernel launches: one function, :func:`launch`, wherever an op runs.
 
-Eager        the kernel that Triton compiled for this specialization, from a cache, launched by the CUDA driver
+Eager        the kernel that Triton compiled for this specialization, from a cache, launched by ``attn_ops/native``
 Traced       ``torch.library.wrap_triton``, from which Inductor generates the launch
 Packaged     ``attn::launch_image``, for kernels that name what they write (:mod:`.image`)
-Interpreted  ``kernel[grid](...)``: Triton's interpreter, and Triton releases whose launcher is not supported here
+Otherwise    ``kernel[grid](...)``: Triton's interpreter, Triton releases whose kernels' parameters are not known here,
+             and an installation without the extension module
 
 Triton's own ``kernel[grid](...)`` binds and specializes every argument in Python at every launch, which takes about as
-long on the host as a small kernel runs on the GPU. Here a launch is one lookup, and :func:`capture_launches` turns the
-launches of a whole op into a prepared call (:mod:`attn_ops.eager.launch_cache`), which replays them in C.
+long on the host as a small kernel runs on the GPU. Here a launch is one lookup, and :func:`capture_launches` tells what
+a whole op launches, of which a prepared call is made (:mod:`attn_ops.eager.prepared_call`).
 
 What a kernel's parameters may be, since Inductor must be able to generate the launch:
 
@@ -33,18 +34,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
-from attn_ops.kernels.triton.cubin import LoadedKernel, load_kernel, pack_pointer
+from attn_ops.kernels.triton import image
+from attn_ops.kernels.triton.cubin import Layout, parameter_layout
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from attn_ops.eager.launch_cache import ALIGNMENT_MASK, native, plan_tensors, runtime_tensors
+from attn_ops.eager.prepared_call import ALIGNMENT_MASK, CapturedCall, Launch, is_available, outputs_of
 from attn_ops.eager.startup import wait_until_prepared
-from attn_ops.native.images import collecting
+from attn_ops.native.images import collecting, load
 
 DIRECT_LAUNCH = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
-"""Triton releases whose compiled kernels have ``run(grid, stream, function, metadata, hooks, *args)``."""
+"""Triton releases in which the parameters of a compiled kernel are known (:mod:`.cubin`)."""
 
 CONCURRENT_COMPILATION = not (3, 11) <= sys.version_info < (3, 11, 8)
 """Python releases in which several threads may compile kernels.
@@ -137,16 +138,8 @@ def _parameters(kernel: Any) -> Parameters:
     return Parameters(tuple(specialized), tuple(scalars), operator.itemgetter(*constants or [slice(0)]))
 
 
-class CapturedLaunch(NamedTuple):
-    """A launch of ``kernel`` with all its arguments, in the order of its parameters."""
-
-    kernel: LoadedKernel
-    grid: tuple[int, ...]
-    arguments: Sequence[Any]
-
-
-_kernel_cache: dict[tuple[Any, ...], tuple[Any, LoadedKernel | None]] = {}
-"""``(compiled, loaded)`` kernels by kernel, device, specialization, constants and options.
+_kernel_cache: dict[tuple[Any, ...], tuple[Any, Layout] | None] = {}
+"""Images and their layout by kernel, device, specialization, constants and options; None: Triton launches the kernel.
 
 An insertion beyond ``MAX_KERNELS`` first drops all entries. Their GPU code stays loaded, since CUDA graphs may refer to
 it. Triton keeps the compiled kernels, so a launch after that looks its kernel up there and loads it once more.
@@ -156,7 +149,7 @@ it. Triton keeps the compiled kernels, so a launch after that looks its kernel u
 class _Capture(threading.local):
     """The launches that :func:`capture_launches` observes in this thread, and the kernels that are being compiled."""
 
-    launches: list[CapturedLaunch | None] | None = None
+    launches: list[Launch | None] | None = None
     """None for a launch that cannot be replayed."""
 
     def __init__(self) -> None:
@@ -184,19 +177,14 @@ def launch(
     if isinstance(values[0], FakeTensor):
         images = collecting()
         if images is not None and options.writes:
-            from attn_ops.kernels.triton import image
-
             image.launch(images, kernel, grid, values, options, options.writes)
             return
         kernel = torch.library.wrap_triton(kernel)
-    elif DIRECT_LAUNCH and isinstance(kernel, JITFunction):
+    elif DIRECT_LAUNCH and is_available() and isinstance(kernel, JITFunction):
         _launch_direct(kernel, grid, values, options, run)
         return
-    if not run:
-        return
-    if _capture.launches is not None:
-        _capture.launches.append(None)
-    kernel[tuple(grid)](*values, **options.keywords())
+    if run:
+        _launch_by_triton(kernel, grid, values, options)
 
 
 def _in_order(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
@@ -214,16 +202,17 @@ def _needs_64_bits(x: Any) -> bool:
     return type(x) is int and not -(1 << 31) <= x < 1 << 31
 
 
-def _insert(key: tuple[Any, ...], compiled: Any) -> None:
+def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
     """Load a compiled kernel and add it to the kernel cache."""
     if hasattr(compiled, "result"):
         compiled = compiled.result()
-    loaded = load_kernel(compiled, key[-1].min_shared)
-    if loaded is None:
-        _ = compiled.run  # loads it
+    kernel, device, options = key[0], key[1], key[-1]
+    layout, entry = parameter_layout(compiled), None
+    if layout is not None:
+        entry = load(image.eager_image(compiled, layout, kernel.arg_names, values, options), device), layout
     if len(_kernel_cache) >= MAX_KERNELS:
         _kernel_cache.clear()
-    _kernel_cache[key] = compiled, loaded
+    _kernel_cache[key] = entry
 
 
 @contextmanager
@@ -236,9 +225,9 @@ def _concurrent_compilation() -> Iterator[None]:
             triton.AsyncCompileMode(executor) if CONCURRENT_COMPILATION else nullcontext(),
         ):
             yield
-        for key, compiled in _capture.pending.items():
+        for key, (values, compiled) in _capture.pending.items():
             with torch.cuda.device(key[1]):
-                _insert(key, compiled)
+                _insert(key, values, compiled)
     finally:
         _capture.pending = outer
 
@@ -247,120 +236,67 @@ def _launch_direct(
     kernel: JITFunction[Any], grid: Sequence[int], values: tuple[Any, ...], options: Options, run: bool
 ) -> None:
     """Launch with ``values`` in the order of the kernel's parameters."""
-    device = values[0].device.index
+    device = values[0].get_device()
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             _launch_direct(kernel, grid, values, options, run)
             return
     parameters = _parameters(kernel)
-    arguments = list(values)
     specialization: list[Any] = []
     for i in parameters.specialized:
         value = values[i]
         if isinstance(value, Tensor):
-            address = value.data_ptr()
-            arguments[i] = pack_pointer(address)
-            specialization.append((value.dtype, not address & ALIGNMENT_MASK))
+            specialization.append((value.dtype, not value.data_ptr() & ALIGNMENT_MASK))
         elif value is None or isinstance(value, (int, float)):
             specialization.append(value)
         else:  # a TensorDescriptor
-            address = value.base.data_ptr()
-            arguments[i] = pack_pointer(address), value
-            specialization.append((value.base.dtype, not address & ALIGNMENT_MASK, *value.block_shape, value.layout))
+            aligned = not value.base.data_ptr() & ALIGNMENT_MASK
+            specialization.append((value.base.dtype, aligned, *value.block_shape, value.layout))
     wide = tuple([_needs_64_bits(values[i]) for i in parameters.scalars])
     key = (kernel, device, tuple(specialization), wide, parameters.constants(values), options)
     if key not in _kernel_cache:
         wait_until_prepared()
         compiled = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
         if not run and hasattr(compiled, "result"):
-            _capture.pending[key] = compiled
+            _capture.pending[key] = values, compiled
         else:
-            _insert(key, compiled)
+            _insert(key, values, compiled)
     if not run:
         return
-    compiled, loaded = _kernel_cache[key]
-    if _capture.launches is not None:
-        _capture.launches.append(CapturedLaunch(loaded, tuple(grid), values) if loaded else None)
-    if not all(grid):
+    entry = _kernel_cache[key]
+    if entry is None:
+        _launch_by_triton(kernel, grid, values, options)
         return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if loaded:
-        native().PreparedCall((loaded.launch_tuple(grid, arguments),), 0, (), True)(stream)
-    else:
-        x, y, z = (*grid, 1, 1)[:3]
-        settings = (compiled.function, compiled.packed_metadata, None, None, None)
-        compiled.run(x, y, z, stream, *settings, *(v.data_ptr() if isinstance(v, Tensor) else v for v in values))
+    loaded, layout = entry
+    integers, floats = image.scalars_of(layout, values)
+    shape = (*grid, 1, 1)[:3]
+    made = Launch(loaded, image.tensors_of(layout, values), (*shape, *integers), tuple(floats))
+    if _capture.launches is not None:
+        _capture.launches.append(made)
+    if all(grid):
+        made.run(device, torch._C._cuda_getCurrentRawStream(device))
 
 
-def _base(x: Any) -> Tensor | None:
-    """A tensor itself, the tensor that a TensorDescriptor describes, or None for another argument."""
-    return x if isinstance(x, Tensor) else x.base if hasattr(x, "block_shape") else None
+def _launch_by_triton(kernel: Any, grid: Sequence[Any], values: Sequence[Any], options: Options) -> None:
+    if _capture.launches is not None:
+        _capture.launches.append(None)
+    if all(grid):
+        kernel[tuple(grid)](*values, **options.keywords())
 
 
-def _tensors_of(result: Any) -> list[Tensor]:
-    return [] if result is None else [result] if isinstance(result, Tensor) else list(result)
+def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, CapturedCall | None]:
+    """Call ``function``, which launches kernels and computes nothing else: its result, and what it launched.
 
-
-def _allocator(t: Tensor) -> Callable[[], Tensor]:
-    """Allocates a tensor like ``t`` on the current device, as the code that Inductor generates does."""
-    empty_strided = getattr(torch._C._dynamo.guards, f"_empty_strided_{t.device.type}")
-    return functools.partial(empty_strided, tuple(t.shape), t.stride(), t.dtype)
-
-
-def _prepare_call(tensors: Sequence[Tensor], result: Any, launches: Sequence[CapturedLaunch]) -> Any:
-    """A ``PreparedCall`` (:mod:`attn_ops.eager.launch_cache`) that replays ``launches`` for other runtime tensors."""
-    outputs = _tensors_of(result)
-    index = {id(t): i for i, t in enumerate((*tensors, *outputs))}
-
-    def argument(x: Any) -> Any:
-        base = _base(x)
-        if base is None:
-            return x
-        pointer = index[id(base)] if id(base) in index else pack_pointer(base.data_ptr())
-        return pointer if base is x else (pointer, x)
-
-    described = [x.kernel.launch_tuple(x.grid, tuple(map(argument, x.arguments))) for x in launches if all(x.grid)]
-    allocators = tuple(t if t.numel() == 0 else _allocator(t) for t in outputs)
-    return native().PreparedCall(tuple(described), len(tensors), allocators, not isinstance(result, tuple))
-
-
-class _DetectCompute(TorchDispatchMode):
-    """Detects ATen ops other than allocations."""
-
-    ALLOCATIONS = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.computed = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.computed |= func.overloadpacket.__name__ not in self.ALLOCATIONS
-        return func(*args, **(kwargs or {}))
-
-
-def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Call ``function`` and capture its kernel launches: ``(result, prepared call or None)``.
-
-    There is a prepared call if the function did nothing but launch kernels, on tensors that are arguments or results.
+    None for a call that launched nothing, or a kernel that Triton launched.
     """
-    captured: list[CapturedLaunch | None] = []
+    captured: list[Launch | None] = []
     outer, _capture.launches = _capture.launches, captured
     try:
-        with _DetectCompute() as detector, _concurrent_compilation():
+        with _concurrent_compilation():
             result = function(*args, **kwargs)
     finally:
         _capture.launches = outer
     launches = [x for x in captured if x is not None]
-    tensors, outputs = runtime_tensors(args, kwargs), _tensors_of(result)
-    replaced, device = [*tensors, *outputs], torch.cuda.current_device()
-    known = [*replaced, *plan_tensors(args)]
-    ids = {id(t) for t in known}
-    replayable = (
-        len(launches) == len(captured) > 0
-        and len(ids) == len(known)  # where one tensor is passed twice, the next call may pass two
-        and not detector.computed
-        and all(t.get_device() == device and not t.data_ptr() & ALIGNMENT_MASK for t in replaced)
-        and all(t.is_contiguous() for t in outputs)
-        and all(id(base) in ids for x in launches for base in map(_base, x.arguments) if base is not None)
-    )
-    return result, _prepare_call(tensors, result, launches) if replayable else None
+    if not launches or len(launches) != len(captured):
+        return result, None
+    return result, CapturedCall([x for x in launches if all(x.integers[:3])], outputs_of(result))

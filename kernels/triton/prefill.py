@@ -49,9 +49,10 @@ from attn_ops.kernels.triton.work_item import (
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
-MIN_POSITION, MAX_POSITION = tl.constexpr(-(1 << 28)), tl.constexpr((1 << 31) - (1 << 20))
+MIN_POSITION, MAX_POSITION = tl.constexpr(-MAX_QUERY_ROWS), tl.constexpr(MAX_KV_TOKENS)
 """Bounds of the position of a query row in the KV: that of a request's first row is the KV length minus the rows."""
 
 

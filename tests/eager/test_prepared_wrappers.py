@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops.call import AttentionCall
-from attn_ops.eager import launch_cache
+from attn_ops.eager import prepared_call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -84,15 +84,15 @@ def _mla() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An entry for each run that was no replay."""
-    assert launch_cache.native() is not None
+    assert prepared_call.is_available(), prepared_call.NATIVE_REASON
     executed: list[str] = []
-    execute = AttentionCall.execute
+    resolve = AttentionCall._resolve
 
     def counted(self: AttentionCall) -> Any:
         executed.append(self.where)
-        return execute(self)
+        return resolve(self)
 
-    monkeypatch.setattr(AttentionCall, "execute", counted)
+    monkeypatch.setattr(AttentionCall, "_resolve", counted)
     return executed
 
 

@@ -19,13 +19,13 @@ from attn_ops.kernels.triton import launch
 
 import attn_ops
 from attn_ops import planner
-from attn_ops.eager import launch_cache, startup
+from attn_ops.eager import startup
 from attn_ops.frontend import base
 
 IMPORTED_BY_THREADS = """
 import sys, threading
 import torch, attn_ops
-from attn_ops.eager import launch_cache, startup
+from attn_ops.eager import startup
 
 class Watch:
     def find_spec(self, name, path=None, target=None):
@@ -37,7 +37,6 @@ if torch.cuda.is_available():
 sys.meta_path.insert(0, Watch())
 startup.prepare(torch.device("cuda"))
 startup.wait_until_prepared()
-launch_cache.native()
 driver, key = startup._preparing()
 assert driver.done() and key.result()
 """
@@ -89,7 +88,7 @@ def test_a_planner_on_the_cpu_imports_no_triton() -> None:
 
 @pytest.mark.gpu
 def test_each_module_is_built_once(tmp_path: Path) -> None:
-    assert _python(FIRST_PLAN, TRITON_CACHE_DIR=str(tmp_path)) == ["cuda_utils.c", "launch_cache.c"]
+    assert _python(FIRST_PLAN, TRITON_CACHE_DIR=str(tmp_path)) == ["cuda_utils.c"]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +109,9 @@ def test_planners_and_wrappers_prepare_their_device(make: Any, monkeypatch: pyte
     assert devices == [torch.device("cpu")]
 
 
-@pytest.mark.parametrize(("device", "prepared"), [("cpu", []), ("cuda", ["launch_cache.c", "triton"])])
+@pytest.mark.parametrize(("device", "prepared"), [("cpu", []), ("cuda", ["triton"])])
 def test_what_is_prepared_for_each_device(device: str, prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    monkeypatch.setattr(launch_cache, "_building", lambda: names.append("launch_cache.c") or Future())  # type: ignore[func-returns-value]
     monkeypatch.setattr(startup, "_preparing", lambda: names.append("triton"))
     startup.prepare(torch.device(device))
     assert names == prepared
@@ -126,9 +124,9 @@ def test_a_kernel_is_compiled_when_preparation_has_ended(monkeypatch: pytest.Mon
             return compiled()
 
     order: list[str] = []
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(launch, "wait_until_prepared", lambda: order.append("waited"))
-    monkeypatch.setattr(launch, "_insert", lambda key, kernel: None)
+    monkeypatch.setattr(launch, "_insert", lambda key, values, kernel: None)
     kernel: Any = Kernel()
     launch._launch_direct(kernel, (1,), (torch.zeros(4), None, torch.zeros(4), 7, 0.5, 16), launch.Options(), False)
     assert order == ["waited", "compiled"]

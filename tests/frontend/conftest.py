@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops.eager.prepared_call import PreparedMethod
+from attn_ops.eager import prepared_call
 
 
 def _same(first: Any, second: Any) -> None:
@@ -22,16 +22,19 @@ def _same(first: Any, second: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _calls_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    insert = PreparedMethod._insert
+    make = prepared_call._method_cache
 
-    def twice(self: PreparedMethod, key: Any, args: Any, kwargs: Any) -> Any:
-        first = insert(self, key, args, kwargs)
-        if key is None:
-            return first
-        second = self.call(*args, **kwargs)
-        if not torch.cuda.is_current_stream_capturing():
-            _same(first, second)
-        return second
+    def twice(method: Any) -> Any:
+        cache = make(method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first = cache(*args, **kwargs)
+            second = cache(*args, **kwargs)
+            if not torch.cuda.is_current_stream_capturing():
+                _same(first, second)
+            return second
+
+        return call
 
     if torch.cuda.is_available():
-        monkeypatch.setattr(PreparedMethod, "_insert", twice)
+        monkeypatch.setattr(prepared_call, "_method_cache", twice)

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 import attn_ops as flashinfer
 from attn_ops import errors, exports
+from attn_ops.typed import typed
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +167,33 @@ def test_other_errors_are_left_alone() -> None:
     assert not isinstance(raised.value, errors.AttnOpsError)
     with pytest.raises(TypeError, match="positional argument"):
         flashinfer.packbits()
+
+
+@typed
+def _typed_call(fault: str, flag: bool = False, size: int = 1, x: Tensor | None = None) -> Any:
+    """Fails for a reason of its own, at an integer beyond 64 bits, at a sparse tensor, or at a flag that is None."""
+    if fault == "own":
+        raise RuntimeError("something else")
+    if fault == "size":
+        return torch.empty(size, device="meta")
+    if fault == "tensor":
+        return x.as_strided((1,), (1,))  # type: ignore[union-attr]
+    return int(flag)
+
+
+def test_a_flag_that_is_none_is_not_blamed_for_other_errors() -> None:
+    with pytest.raises(RuntimeError, match="something else") as raised:
+        _typed_call("own", flag=None)  # type: ignore[arg-type]
+    assert not isinstance(raised.value, errors.AttnOpsError)
+    with pytest.raises(errors.OptionError, match=f"^_typed_call: size is {2**70}; expected an integer of 64 bits"):
+        _typed_call("size", flag=None, size=2**70)  # type: ignore[arg-type]
+    with pytest.raises(errors.ArgumentError, match=r"^_typed_call: x is sparse_coo; expected a strided tensor"):
+        _typed_call("tensor", flag=None, x=torch.eye(3).to_sparse())  # type: ignore[arg-type]
+
+
+def test_a_flag_that_is_none_is_named_where_nothing_takes_it() -> None:
+    with pytest.raises(errors.ArgumentError, match=r"^_typed_call: flag is None; expected True or False; pass flag"):
+        _typed_call("flag", flag=None)  # type: ignore[arg-type]
 
 
 def test_a_nested_call_is_named_by_the_callers_argument() -> None:

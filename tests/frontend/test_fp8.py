@@ -397,6 +397,29 @@ def test_scales_per_group_of_latents(planned: bool, q_dtype: torch.dtype) -> Non
         assert (out.cpu().double() - expected.out).abs().max() < 0.06 * expected.spread.max()
 
 
+def test_scales_per_group_alone_make_a_page_table() -> None:
+    """Of the dequantized pages: kept by eager calls, so that they repeat, also if the first call was compiled."""
+    m = Latents(((1, 40), (1, 20)), dims=(256, 16), dtype=BF16, kv_dtype=E4M3)
+    groups: dict[str, Any] = {"ckv_scale_arr": torch.ones(*m.cache.shape[:2], 2, device=DEVICE)}
+    wrapper, tensors = planned_mla(m, BF16), (*m.split(m.q), *m.split(m.cache))
+    expected = wrapper.run(*tensors, ckv_scale=1.0, kpe_scale=1.0)
+    assert wrapper._page_numbers is None
+    compiled = torch.compile(wrapper.run, fullgraph=True, backend="aot_eager")(*tensors, **groups, kpe_scale=1.0)
+    assert wrapper._page_numbers is None
+    torch.testing.assert_close(compiled, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(wrapper.run(*tensors, **groups, kpe_scale=1.0), compiled)
+    kept = wrapper._page_numbers
+    wrapper.run(*tensors, **groups, kpe_scale=1.0)
+    assert wrapper._page_numbers is kept is not None
+    more = Latents(((1, 400), (1, 200)), dims=(256, 16), dtype=BF16, kv_dtype=E4M3)
+    sizes = 3, *more.dims, more.page_size, False, 0.1, BF16, E4M3
+    wrapper.plan(more.qo_indptr, *more.table, *sizes)
+    groups["ckv_scale_arr"] = torch.ones(*more.cache.shape[:2], 2, device=DEVICE)
+    tensors = *more.split(more.q), *more.split(more.cache)
+    expected = wrapper.run(*tensors, ckv_scale=1.0, kpe_scale=1.0)
+    torch.testing.assert_close(wrapper.run(*tensors, **groups, kpe_scale=1.0), expected, rtol=0.02, atol=0.02)
+
+
 def test_wrong_scales_per_group() -> None:
     m = Latents(dims=(256, 16), dtype=BF16, kv_dtype=E4M3)
     wrapper, tensors = planned_mla(m, BF16), (*m.split(m.q), *m.split(m.cache))

@@ -218,12 +218,24 @@ def _options() -> list[Bad]:
             one_head = {value: dims(slice(None), slice(None), slice(1))}
             bad.append(Bad(op, one_head, ShapeError, "v_cache has dimension 2 1", "2 as in k_cache"))
         if op != "batch_decode":
+            bad.append(Bad(op, {"q": longer(0, ROWS)}, CapacityError, f"q has {ROWS} query rows", "at most 268435456"))
             mask = torch.zeros(1, dtype=torch.uint8)
+            if not op.startswith("batch"):
+                long = {key: longer(0, TOKENS), value: longer(0, TOKENS)}
+                bad.append(Bad(op, long, CapacityError, f"k has {TOKENS} tokens", "at most 2146435072"))
             bad += [
                 Bad(op, {"mask": mask.bool()}, DTypeError, "mask is bool", "uint8"),
                 Bad(op, {"mask": mask[None]}, ShapeError, "mask has rank 2", "1, [bytes]"),
             ]
     return bad
+
+
+ROWS, TOKENS = (1 << 28) + 1, (1 << 31) - (1 << 20) + 1
+
+
+def longer(dim: int, size: int) -> Callable[[Tensor], Tensor]:
+    """A tensor without memory for so many rows: the first of ``dim``, expanded."""
+    return lambda t: t.narrow(dim, 0, 1).expand(*(size if i == dim else n for i, n in enumerate(t.shape)))
 
 
 def _names(key: str, value: str) -> list[tuple[str, str]]:
@@ -255,7 +267,7 @@ def _fields() -> list[Bad]:
             {"plan": field("problem", sized(1, 1 << 29))},
             CapacityError,
             "max_pages is 18 with page_size 536870912",
-            "at most 2147483584 tokens",
+            "at most 2146435072 tokens",
         ),
         Bad("plan_decode", {"plan": empty_batch}, PlanError, "plan.kv_indptr is [1]", "[2] for max_batch 1"),
     ]
@@ -431,6 +443,13 @@ def _others() -> list[Bad]:
         Bad("batch_mla", {"sm_scale": None}, OptionError, "sm_scale is None with head_dim 32 + 8", "a number"),
         Bad("batch_mla", {"plan": arguments("batch_prefill")["plan"]}, PlanError, "the plan was made for num_qo", "a"),
         Bad("batch_mla", {"plan": arguments("batch_decode")["plan"]}, PlanError, "plan", ""),
+        Bad(
+            "batch_mla",
+            {"q_nope": longer(0, ROWS), "q_pe": longer(0, ROWS)},
+            CapacityError,
+            f"q_nope has {ROWS} query rows",
+            "at most 268435456",
+        ),
         Bad("batch_mla", {"q_nope": leaf}, GradientError, "q_nope requires grad", "inference"),
         # merging
         Bad("merge_state", {"v_b": dims(..., slice(8))}, ShapeError, "v_b is [5, 4, 8] float32", "[5, 4, 64] float32"),

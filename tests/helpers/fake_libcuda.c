@@ -1,5 +1,6 @@
 // A fake libcuda for the native launcher: it records what it is asked, in variables and, if FAKE_LIBCUDA_LOG names a
-// file, in that file, one line per launch. The variables that start with answer_ are what it answers.
+// file, in that file, one line per launch and one per unloaded module. The variables that start with answer_ are what it
+// answers. Compiled with -DcuName=absent, it has no such function.
 #include <cuda.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -7,15 +8,25 @@
 #include <string.h>
 
 int answer_version = 13000, answer_major = 9, answer_minor = 0;
-int answer_retain, answer_load, answer_function, answer_encode, answer_launch;
-int loads, launches, maps, pushes, pops, retained_device, max_shared, relaxed;
+int answer_retain, answer_push, answer_load, answer_unload, answer_function, answer_encode, answer_launch;
+int loads, unloads, wrong_unloads, launches, maps, pushes, pops, retained, retained_device, max_shared, relaxed;
+static char loaded[1024];  // by number of the module: whether it is
 unsigned grid[3], threads, shared, num_attributes, cluster[3], pdl;
 void *stream, *function;
 unsigned char values[128][8];
 int sizes[128];  // bytes of each parameter, set by a test
 long long map[24];
+int device, answer_device, capturing;
 static __thread CUcontext stack[4] = {0};
 static __thread int depth;
+
+static void write_log(const char *line) {
+  const char *log = getenv("FAKE_LIBCUDA_LOG");
+  if (!log) return;
+  FILE *file = fopen(log, "a");
+  fputs(line, file);
+  fclose(file);
+}
 
 CUresult cuDriverGetVersion(int *v) { *v = answer_version; return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult code, const char **text) { *text = "as set by the test"; return CUDA_SUCCESS; }
@@ -25,11 +36,19 @@ CUresult cuDeviceGetAttribute(int *v, CUdevice_attribute a, CUdevice d) {
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) {
   *c = (CUcontext)(uintptr_t)(100 + d);
-  retained_device = d;
+  retained_device = d, retained += !answer_retain;
   return answer_retain;
 }
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice d) { retained--; return CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext *c) { *c = depth ? stack[depth - 1] : 0; return CUDA_SUCCESS; }
-CUresult cuCtxPushCurrent_v2(CUcontext c) { stack[depth++] = c; __sync_fetch_and_add(&pushes, 1); return CUDA_SUCCESS; }
+CUresult cuCtxGetDevice(CUdevice *d) { *d = device; return answer_device; }
+CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { *status = capturing; return CUDA_SUCCESS; }
+CUresult cuCtxPushCurrent_v2(CUcontext c) {
+  if (answer_push) return answer_push;
+  stack[depth++] = c;
+  __sync_fetch_and_add(&pushes, 1);
+  return CUDA_SUCCESS;
+}
 CUresult cuCtxPopCurrent_v2(CUcontext *c) { *c = stack[--depth]; __sync_fetch_and_add(&pops, 1); return CUDA_SUCCESS; }
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *m) {
   static __thread CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
@@ -38,9 +57,17 @@ CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *m) {
   return CUDA_SUCCESS;
 }
 CUresult cuModuleLoadData(CUmodule *m, const void *image) {
-  loads++;
-  *m = (CUmodule)image;
-  return !depth || !relaxed ? CUDA_ERROR_INVALID_CONTEXT : answer_load;
+  if (!depth || !relaxed) return CUDA_ERROR_INVALID_CONTEXT;
+  *m = (CUmodule)(uintptr_t)++loads;
+  loaded[loads] = !answer_load;
+  return answer_load;
+}
+CUresult cuModuleUnload(CUmodule m) {
+  const uintptr_t number = (uintptr_t)m;
+  wrong_unloads += !depth || !relaxed || number >= sizeof loaded || !loaded[number];
+  unloads++, loaded[number % sizeof loaded] = 0;
+  write_log("unload\n");
+  return answer_unload;
 }
 CUresult cuModuleGetFunction(CUfunction *f, CUmodule m, const char *name) {
   *f = (CUfunction)m;
@@ -74,11 +101,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void 
   for (int i = 0; i < 128; i++)
     if (sizes[i]) memcpy(values[i], p[i], sizes[i]);
   __sync_fetch_and_add(&launches, 1);
-  const char *log = getenv("FAKE_LIBCUDA_LOG");
-  if (log) {
-    FILE *file = fopen(log, "a");
-    fprintf(file, "%u %u %u %u %u %u %d\n", grid[0], grid[1], grid[2], threads, shared, pdl, maps);
-    fclose(file);
-  }
+  char line[128];
+  snprintf(line, sizeof line, "%u %u %u %u %u %u %d\n", grid[0], grid[1], grid[2], threads, shared, pdl, maps);
+  write_log(line);
   return answer_launch;
 }

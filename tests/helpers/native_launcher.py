@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import itertools
 import shutil
@@ -71,13 +72,15 @@ def view(t: Tensor, **changes: int) -> TensorView:
 
 
 class FakeLibcuda:
-    """``fake_libcuda.c``: what it was asked, and the answers that it gives."""
+    """``fake_libcuda.c``, without the function ``absent``: what it was asked, and the answers that it gives."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "libcuda.so"
-        includes = [f"-I{path}" for path in images.cuda_includes()]
+    def __init__(self, folder: Path, absent: str = "") -> None:
+        from triton.backends.nvidia.driver import include_dirs
+
+        self.path = folder / f"libcuda{absent}.so"
+        options = [f"-I{path}" for path in include_dirs] + ([f"-D{absent}=absent"] if absent else [])
         source = HERE / "fake_libcuda.c"
-        subprocess.run(["gcc", "-shared", "-fPIC", *includes, str(source), "-o", str(self.path)], check=True)
+        subprocess.run(["gcc", "-shared", "-fPIC", *options, str(source), "-o", str(self.path)], check=True)
         self.library = ctypes.CDLL(str(self.path))
 
     def get(self, name: str, kind: Any = ctypes.c_int) -> Any:
@@ -91,9 +94,9 @@ class FakeLibcuda:
             ctypes.c_int.in_dll(self.library, name).value = value
 
     def reset(self) -> None:
-        counters = ("loads", "launches", "maps", "pushes", "pops")
-        answers = ("retain", "load", "function", "encode", "launch")
-        self.set(**dict.fromkeys(counters, 0), **{f"answer_{name}": 0 for name in answers})
+        counters = ("loads", "unloads", "wrong_unloads", "launches", "maps", "pushes", "pops", "retained")
+        answers = ("retain", "push", "load", "unload", "function", "encode", "launch", "device")
+        self.set(device=0, capturing=0, **dict.fromkeys(counters, 0), **{f"answer_{name}": 0 for name in answers})
         self.set(answer_version=13000, answer_major=9, answer_minor=0)
         self.sizes_of(())
 
@@ -122,7 +125,12 @@ class Launcher:
             built = collected.build(folder, [f"-I{images.FOLDER}"], entry=ENTRY)
         path = folder / f"launcher_{next(self._copies)}.so"
         subprocess.run(["g++", "-shared", str(built), "-o", str(path)], check=True)
-        self.call_launcher = ctypes.CDLL(str(path)).call_launcher
+        self.path, self.library = path, ctypes.CDLL(str(path))
+        self.call_launcher = self.library.call_launcher
+
+    def close(self) -> None:
+        """Close the library, as the end of a package does. The launcher cannot be called any more."""
+        _ctypes.dlclose(self.library._handle)
 
     def __call__(
         self, image: str, tensors: Sequence[TensorView], integers: Sequence[int], floats: Sequence[float] = ()

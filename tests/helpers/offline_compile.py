@@ -69,6 +69,7 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
     clear_tile_caches()
     try:
         with (
+            patch.object(launch, "is_available", lambda: True),
             patch.object(launch, "_launch_direct", compile_only),
             patch.object(config_decode, "shared_memory", shared_memory),
             patch.object(config_prefill, "shared_memory", shared_memory),

@@ -65,7 +65,8 @@ static Tensors run_on_new_thread(Loader& package, const Tensors& inputs) {
   return outputs;
 }
 
-static void append_graph_replays(Loader& package, const std::vector<Tensors>& cases, Tensors& results) {
+static void append_graph_replays(const char* path, const std::vector<Tensors>& cases, Tensors& results) {
+  Loader package(path, "model", /*run_single_threaded=*/true);
   Tensors fixed;
   for (const Tensor& t : cases[0]) fixed.push_back(t.numel() ? t.clone() : t);
   at::cuda::CUDAGraph graph;
@@ -91,16 +92,18 @@ static void append_graph_replays(Loader& package, const std::vector<Tensors>& ca
   }
 }
 
-static Tensors run_all(Loader& package, const std::vector<Tensors>& cases) {
+static Tensors run_all(const char* path, const std::vector<Tensors>& cases) {
+  Loader package(path);
   Tensors results;
   const auto append = [&](const Tensors& tensors) { results.insert(results.end(), tensors.begin(), tensors.end()); };
   for (const Tensors& inputs : cases) append(run_on_new_thread(package, inputs));
   for (const Tensors& inputs : cases) append(package.run(inputs));
-  append_graph_replays(package, cases, results);
+  append_graph_replays(path, cases, results);
   return results;
 }
 
-static Tensors refuse_all(Loader& package, const std::vector<Tensors>& cases) {
+static Tensors refuse_all(const char* path, const std::vector<Tensors>& cases) {
+  Loader package(path);
   Tensors inputs_after;
   for (const Tensors& inputs : cases) {
     std::string line = "accepted";
@@ -120,8 +123,7 @@ int main(int argc, char** argv) {
   if (argc != 5) return 2;
   const c10::InferenceMode inference;
   const std::vector<Tensors> cases = read_cases(argv[2]);
-  Loader package(argv[1]);
-  const Tensors results = argv[4] == std::string("run") ? run_all(package, cases) : refuse_all(package, cases);
+  const Tensors results = argv[4] == std::string("run") ? run_all(argv[1], cases) : refuse_all(argv[1], cases);
   std::vector<c10::IValue> values;
   for (const Tensor& t : results) values.emplace_back(t.cpu());
   const std::vector<char> out = torch::pickle_save(c10::ivalue::Tuple::create(values));

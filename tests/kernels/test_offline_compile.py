@@ -42,8 +42,10 @@ DECODES: list[tuple[torch.dtype, int, tuple[int, int], dict[str, Any]]] = [
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("how", ["recorded", "eager"])
 def test_decode_fits_the_predicted_shared_memory(capability: int, how: str) -> None:
+    """Each problem for both GPUs, and in both ways: recorded for one GPU and eager for the other."""
+    first = (capability == 90) ^ (how == "eager")
     with compiling_for(capability) as compiled:
-        for dtype, dim, heads, options in DECODES:
+        for dtype, dim, heads, options in DECODES[first::2]:
             if how == "eager":
                 eager(decode, dtype, (dim, dim), heads, **options)
             else:

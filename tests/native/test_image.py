@@ -1,8 +1,11 @@
-"""Images of kernels: the native launcher passes what an eager launch passes, compiled here for a GPU that is absent."""
+"""Images of kernels, compiled here for a GPU that is absent: what eager calls and packages pass to the driver."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +18,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attn_ops
-from attn_ops.native.images import Image, ImageSet, collect
+from attn_ops.eager import prepared_call
+from attn_ops.native.images import LIBCUDA, Image, ImageSet, NoImageError, collect, load
 
 pytest.importorskip("triton")
 from attn_ops.kernels.triton import decode, hopper_mla, hopper_prefill, image, launch
-from attn_ops.kernels.triton.cubin import LoadedKernel, pack_pointer, parameter_layout
+from attn_ops.kernels.triton.cubin import MAP_TYPES, parameter_layout
 
 pytestmark = [n.needs_a_compiler, pytest.mark.slow]
 
@@ -60,10 +64,44 @@ OPS = {"decode": _decode, "prefill": _prefill, "mla": _mla}
 
 
 class EagerLaunch(NamedTuple):
-    """A launch as the eager launcher gets it, and the kernel's arguments by name."""
+    """A launch as the kernel's module asks for it."""
 
-    tuple: tuple[Any, ...]
-    arguments: dict[str, Any]
+    compiled: Any
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    grid: tuple[int, ...]
+    options: Any
+
+    @property
+    def layout(self) -> Any:
+        return parameter_layout(self.compiled)
+
+    @property
+    def parameters(self) -> list[bytes]:
+        """The bytes of the kernel's parameters; of a tensor map, its address."""
+        made: list[bytes] = []
+        for i, kind in self.layout:
+            value = self.values[i]
+            if isinstance(kind, dict):
+                made.append(struct.pack("q", value.base.data_ptr()))
+                made += [struct.pack("i", size) for size in value.shape]
+                made += [struct.pack("q", stride) for stride in value.strides]
+            elif kind[0] == "*":
+                made.append(struct.pack("q", value.data_ptr()))
+            else:
+                made.append(struct.pack({"i32": "i", "i64": "q", "fp32": "f"}[kind], value))
+        return [*made, bytes(8), bytes(8)]  # Triton's scratch memory
+
+    @property
+    def last_map(self) -> list[int] | None:
+        """Type, swizzle, rank; then sizes, strides in bytes and box, innermost first."""
+        described = [(self.values[i], kind) for i, kind in self.layout if isinstance(kind, dict)]
+        if not described:
+            return None
+        t, kind = described[-1]
+        strides = [0, *(stride * t.base.element_size() for stride in t.strides[-2::-1])]
+        rows = (list(t.shape)[::-1], strides, list(kind["block_size"])[::-1])
+        return [MAP_TYPES[t.base.dtype], kind["swizzle"], len(t.shape), *(x for row in rows for x in row)]
 
 
 def _eager(op: Op, monkeypatch: pytest.MonkeyPatch) -> list[EagerLaunch]:
@@ -71,27 +109,12 @@ def _eager(op: Op, monkeypatch: pytest.MonkeyPatch) -> list[EagerLaunch]:
 
     def capture(kernel: Any, grid: Any, values: Any, options: Any, run: bool) -> None:
         compiled = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
-        meta, layout = compiled.metadata, parameter_layout(compiled)
-        assert layout is not None
-        shared = max(meta.shared, options.min_shared)
-        loaded = LoadedKernel(1, 32 * meta.num_warps, shared, bool(meta.launch_pdl), layout)
-        launches.append(
-            EagerLaunch(
-                loaded.launch_tuple(grid, [_argument(value) for value in values]),
-                dict(zip(kernel.arg_names, values, strict=True)),
-            )
-        )
+        launches.append(EagerLaunch(compiled, kernel.arg_names, values, (*grid, 1, 1)[:3], options))
 
-    with offline_compile.compiling_for(90):
-        monkeypatch.setattr(launch, "_launch_direct", capture)
+    with offline_compile.compiling_for(90), monkeypatch.context() as patch:
+        patch.setattr(launch, "_launch_direct", capture)
         op.function(*op.tensors, list(op.planner.state), op.planner.workspace, return_lse=True)
     return launches
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return pack_pointer(value.data_ptr())
-    return (pack_pointer(value.base.data_ptr()), value) if hasattr(value, "block_shape") else value
 
 
 class PackagedLaunch(NamedTuple):
@@ -113,14 +136,27 @@ def _packaged(op: Op, images: ImageSet, monkeypatch: pytest.MonkeyPatch) -> list
     return launches
 
 
-def _tensors(images: Image, arguments: dict[str, Any]) -> list[Tensor]:
+def _tensors(images: Image, one: EagerLaunch) -> list[Tensor]:
     """The eager launch's tensors in the order of the image's."""
+    arguments = dict(zip(one.names, one.values, strict=True))
     values = (arguments[spec.name] for spec in images.tensors)
     return [value.base if hasattr(value, "block_shape") else value for value in values]
 
 
+def _assert_launched(libcuda: FakeLibcuda, one: EagerLaunch, sizes: list[int]) -> None:
+    meta = one.compiled.metadata
+    assert libcuda.array("grid", 3) == list(one.grid)
+    settings = 32 * meta.num_warps, max(meta.shared, one.options.min_shared), int(one.options.launch_pdl)
+    assert tuple(libcuda.get(name) for name in ("threads", "shared", "pdl")) == settings
+    assert libcuda.parameters(sizes) == one.parameters
+    if one.last_map is not None:
+        recorded = libcuda.array("map", 18, n.ctypes.c_longlong)
+        rank = recorded[2]
+        assert recorded[:3] + [x for row in (3, 8, 13) for x in recorded[row : row + rank]] == one.last_map
+
+
 @pytest.mark.parametrize("name", OPS)
-def test_packages_launch_as_eager_calls_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_launch_as_the_kernel_asks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same grid, threads, shared memory, attribute and parameters, byte for byte."""
     op, images = OPS[name](), ImageSet()
     eager, packaged = _eager(op, monkeypatch), _packaged(op, images, monkeypatch)
@@ -132,20 +168,60 @@ def test_packages_launch_as_eager_calls_do(name: str, tmp_path: Path, monkeypatc
     for one, other in zip(eager, packaged, strict=True):
         compiled = images.images[other.name]
         sizes = libcuda.sizes_of(compiled.parameters)
-        tensors = _tensors(compiled, one.arguments)
+        tensors = _tensors(compiled, one)
         assert launcher(other.name, list(map(view, tensors)), other.integers, other.floats) == (n.OK, "")
-        _, grid, threads, shared, pdl, parameters = one.tuple
-        assert libcuda.array("grid", 3) == list(grid)
-        assert (libcuda.get("threads"), libcuda.get("shared"), libcuda.get("pdl")) == (threads, shared, pdl)
-        maps = [p for p in parameters if isinstance(p, tuple)]
-        assert libcuda.parameters(sizes) == [p[0] if isinstance(p, tuple) else p for p in parameters]
-        if maps:
-            _, kind, swizzle, *arrays = maps[-1]
-            recorded = libcuda.array("map", 18, n.ctypes.c_longlong)
-            rank = len(arrays[0]) // 8
-            assert recorded[:3] == [kind, swizzle, rank]
-            assert recorded[3 : 3 + rank] == list(memoryview(arrays[0]).cast("q"))
-            assert recorded[9 : 8 + rank] == list(memoryview(arrays[1]).cast("q"))
-            assert recorded[13 : 13 + rank] == list(memoryview(arrays[2]).cast("i"))
+        _assert_launched(libcuda, one, sizes)
         outputs = {spec.name for spec in compiled.tensors[: len(other.outs)]}
         assert outputs == {"out", "lse"} | ({"partial"} if "combine" not in compiled.function else set())
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.skipif(not prepared_call.is_available(), reason=prepared_call.NATIVE_REASON)
+def test_eager_calls_launch_as_the_kernel_asks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, libcuda = _eager(OPS[name](), monkeypatch), FakeLibcuda(tmp_path)
+    libcuda.reset()
+    prepared_call._C.connect(str(libcuda.path))
+    try:
+        for one in eager:
+            made = image.eager_image(one.compiled, one.layout, one.names, one.values, one.options)
+            sizes = libcuda.sizes_of(made.parameters)
+            integers, floats = image.scalars_of(one.layout, one.values)
+            tensors = image.tensors_of(one.layout, one.values)
+            call = prepared_call.Launch(load(made, 0), tensors, (*one.grid, *integers), tuple(floats))
+            call.run(0, n.STREAM)
+            _assert_launched(libcuda, one, sizes)
+    finally:
+        prepared_call._C.connect(LIBCUDA)
+
+
+def test_kernels_compile_for_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles for the current GPU, which may be another one."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def device(gpu: torch.device) -> Iterator[None]:
+        current.append(gpu)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    compiled_on: list[torch.device] = []
+
+    def warmup(*args: Any, **options: Any) -> None:
+        compiled_on.append(current[-1])
+        raise InterruptedError
+
+    kernel = types.SimpleNamespace(arg_names=["out"], warmup=warmup)
+    with FakeTensorMode():
+        out = torch.empty(4, device="cuda:1")
+    with pytest.raises(InterruptedError):
+        image.launch(ImageSet(), kernel, (1,), (out,), launch.Options(), ("out",))
+    assert compiled_on == [torch.device("cuda", 1)]
+
+
+def test_a_kernel_of_unknown_parameters_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "parameter_layout", lambda compiled: None)
+    with pytest.raises(
+        NoImageError, match=r"as triton 3\.\S+ compiles decode_kernel, it needs clusters, scratch memory"
+    ):
+        _packaged(_decode(), ImageSet(), monkeypatch)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +188,66 @@ def test_bad_calls_are_refused(
     assert _call(launcher).code == n.OK
 
 
+def _elf(abi: int) -> bytes:
+    """The first bytes of a cubin of a compiler of CUDA 12 (7) or 13 (8)."""
+    return b"\x7fELF\x02\x01\x01\x33" + bytes([abi])
+
+
+def _close_and_count(launcher: Launcher, libcuda: FakeLibcuda) -> dict[str, int]:
+    launcher.close()
+    return {name: libcuda.get(name) for name in ("loads", "unloads", "wrong_unloads", "retained")}
+
+
+def test_closing_the_library_unloads_each_kernel_once(launcher: Launcher, libcuda: FakeLibcuda) -> None:
+    """Of each GPU, in its context, and then releases the contexts."""
+    for device in (0, 1, 0):
+        assert _call(launcher, tensors=[view(OUT, device=device), view(CACHE, device=device)]).code == n.OK
+    assert _call(launcher, PLAIN).code == n.OK
+    assert (libcuda.get("unloads"), libcuda.get("retained")) == (0, 2)
+    assert _close_and_count(launcher, libcuda) == {"loads": 3, "unloads": 3, "wrong_unloads": 0, "retained": 0}
+    assert libcuda.get("pushes") == libcuda.get("pops")
+
+
+def test_closing_a_library_that_launched_nothing_asks_nothing(launcher: Launcher, libcuda: FakeLibcuda) -> None:
+    assert set(_close_and_count(launcher, libcuda).values()) == {0}
+
+
+@pytest.mark.parametrize("answers", [{"answer_push": 4}, {"answer_unload": 4}], ids=["no context", "no module"])
+def test_closing_after_the_driver_is_harmless(
+    launcher: Launcher, libcuda: FakeLibcuda, answers: dict[str, int]
+) -> None:
+    """It answers CUDA_ERROR_DEINITIALIZED at the end of a process. Where there is no context, nothing is unloaded."""
+    assert _call(launcher).code == n.OK
+    libcuda.set(**answers)
+    counted = _close_and_count(launcher, libcuda)
+    assert counted == {"loads": 1, "unloads": int("answer_unload" in answers), "wrong_unloads": 0, "retained": 0}
+
+
+AT_EXIT = """
+import ctypes, sys
+from native import test_launcher as t
+launcher = t.Launcher.__new__(t.Launcher)
+launcher.call_launcher = ctypes.CDLL(sys.argv[1]).call_launcher
+assert t._call(launcher).code == t.n.OK
+"""
+
+
+def test_the_end_of_a_process_unloads_too(launcher: Launcher, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    environment = os.environ | {"FAKE_LIBCUDA_LOG": str(log), "PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", AT_EXIT, str(launcher.path)], env=environment, check=True)
+    assert [line.partition(" ")[0] for line in log.read_text().splitlines()] == ["7", "unload"]
+
+
+def test_a_kernel_that_cannot_be_loaded_leaves_no_module(launcher: Launcher, libcuda: FakeLibcuda) -> None:
+    libcuda.set(answer_function=500)
+    for _ in range(2):
+        assert _call(launcher).code == n.DRIVER_ERROR
+    libcuda.set(answer_function=0)
+    assert _call(launcher).code == n.OK
+    assert _close_and_count(launcher, libcuda) == {"loads": 3, "unloads": 3, "wrong_unloads": 0, "retained": 0}
+
+
 DRIVERS: dict[str, tuple[dict[str, int], int, str]] = {
     "another GPU": ({"answer_major": 8}, n.BAD_DEVICE, "has compute capability 8.0; expected 9.0; run the package on"),
     "old driver": ({"answer_version": 11080}, n.NO_DRIVER, "is for CUDA 11.8; expected one for CUDA 12.0 or newer"),
@@ -229,6 +292,37 @@ def test_a_missing_driver_is_an_error(folder: Path) -> None:
     assert refusal.code == n.NO_DRIVER
     assert "/nowhere/libcuda.so.1" in refusal.text
     assert "install the driver" in refusal.text
+
+
+@pytest.mark.parametrize("absent", ["cuLaunchKernelEx", "cuTensorMapEncodeTiled"])
+def test_a_driver_without_a_function_is_named(folder: Path, absent: str) -> None:
+    """Before anything is launched, whatever version the driver says it has."""
+    images, libcuda = ImageSet(), FakeLibcuda(folder, absent)
+    images.add(IMAGE)
+    assert _call(Launcher(images, folder, str(libcuda.path))) == (
+        n.NO_DRIVER,
+        f"launch_image: the CUDA driver is for CUDA 13.0 and has no {absent}; expected one for CUDA 12.0 or newer; "
+        "update the driver",
+    )
+    assert (libcuda.get("loads"), libcuda.get("launches")) == (0, 0)
+
+
+@pytest.mark.parametrize(("abi", "version", "code"), [(7, 12000, n.OK), (8, 13000, n.OK), (8, 12090, n.NO_DRIVER)])
+def test_an_image_of_a_newer_compiler_needs_its_driver(
+    libcuda: FakeLibcuda, tmp_path: Path, abi: int, version: int, code: int
+) -> None:
+    images, image = ImageSet(), PLAIN._replace(cubin=_elf(abi))
+    images.add(image)
+    launcher = Launcher(images, tmp_path, str(libcuda.path))
+    libcuda.set(answer_version=version)
+    refusal = launcher(image.name, [view(OUT), view(CACHE)], [*GRID, *SIZES])
+    assert refusal.code == code
+    assert (libcuda.get("loads"), libcuda.get("launches")) == ((1, 1) if code == n.OK else (0, 0))
+    if code != n.OK:
+        assert refusal.text == (
+            f"launch_image: image {image.name}: it was compiled for CUDA 13, and the CUDA driver is for CUDA 12.9; "
+            "expected a driver for CUDA 13.0 or newer; update the driver, or package the program with an older Triton"
+        )
 
 
 def test_a_failed_compilation_is_reported(tmp_path: Path) -> None:

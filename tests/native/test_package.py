@@ -21,6 +21,7 @@ from attn_ops.native import images, package
 from attn_ops.ops import backends
 
 BF16 = torch.bfloat16
+GPU, SECOND, OLD_GPU = (torch.device("cuda", i) for i in range(3))
 MAX_BATCH, ROWS = 8, 4
 
 
@@ -35,6 +36,13 @@ class Attend(nn.Module):
             torch.ops.attn.append_kv(new, new, k, v, rows, plan.kv_len[: q.shape[0]], plan.kv_indices, plan.kv_indptr)
             q, _ = torch.ops.attn.batch_decode(q * 2, k, v, plan, workspace)
         return q
+
+
+class Decode(nn.Module):
+    """One layer."""
+
+    def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.DecodePlan, workspace: Tensor) -> Tensor:
+        return torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], plan, workspace)[0]
 
 
 def _inputs(rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -60,8 +68,11 @@ def images_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @n.needs_a_compiler
 @pytest.mark.usefixtures("images_on_the_cpu")
-def test_a_package_launches_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_launches_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("triton")
+    caplog.set_level(logging.INFO, package.__name__)
     planner = attn_ops.DecodePlanner(
         MAX_BATCH, 64, page_size=16, num_qo_heads=8, num_kv_heads=2, head_dim=128, num_ctas=33
     )
@@ -72,6 +83,9 @@ def test_a_package_launches_images(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with offline_compile.compiling_for(90):
         program = torch.export.export(Attend(), (*_inputs(), plan, planner.workspace), dynamic_shapes=shapes)
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
+    (named,) = [record.message for record in caplog.records if record.name == package.__name__]
+    assert named.startswith("the package has images: decode_kernel_")
+    assert ", combine_decode_kernel_" in named
     assert objects == CUDACodeCache.aot_kernels_o
     assert not config.aot_inductor.custom_ops_to_c_shims
 
@@ -80,7 +94,9 @@ def test_a_package_launches_images(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for batch in (ROWS, 7):
         log.unlink(missing_ok=True)
         cpp_runner.run(path, [*_inputs(batch), *plan, planner.workspace], tmp_path)
-        launches = [list(map(int, line.split())) for line in log.read_text().splitlines()]
+        *lines, last, end = log.read_text().splitlines()
+        assert (last, end) == ("unload", "unload")  # at the end of the process
+        launches = [list(map(int, line.split())) for line in lines]
         decode, combine = launches[0], launches[1]
         assert launches == [decode, combine] * 2
         assert decode[:4] == [33 * 2, 1, 1, 128]
@@ -100,15 +116,92 @@ def _graph(**changes: Any) -> Any:
     return types.SimpleNamespace(**(defaults | changes))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("images_on_the_cpu")
+def test_kernels_of_unknown_parameters_are_general_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a Triton that passes them otherwise: the package computes what the eager call does, without a driver."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("attn_ops.kernels.triton.image.parameter_layout", lambda compiled: None)
+    monkeypatch.setattr(images, "LIBCUDA", "/nowhere/libcuda.so.1")
+    planner = attn_ops.DecodePlanner(4, 8, page_size=16, num_qo_heads=8, num_kv_heads=2, head_dim=128, max_kv_len=64)
+    table = torch.tensor([0, 1, 3]), torch.tensor([2, 5, 6]), torch.tensor([7, 3])
+    planner.plan(*(t.int() for t in table))
+    q, cache = torch.randn(2, 8, 128).to(BF16), torch.randn(8, 2, 16, 2, 128).to(BF16)
+    inputs = (q, cache, planner.state, planner.workspace)
+    with offline_compile.compiling_for(90), caplog.at_level(logging.INFO, package.__name__):
+        program = torch.export.export(Decode(), inputs)
+        path = torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(tmp_path / "attend.pt2"),
+            inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
+        )
+    outputs, _ = cpp_runner.run(path, [q, cache, *planner.state, planner.workspace], tmp_path)
+    torch.testing.assert_close(outputs[0], Decode()(*inputs))
+    messages = [record.message for record in caplog.records if record.name == package.__name__]
+    assert [" compiles decode_kernel, it needs clusters" in message for message in messages] == [True]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of compute capability 9.0, and one of 8.6, the current one."""
+    monkeypatch.setattr(package, "compute_capability", {GPU: (9, 0), SECOND: (9, 0), OLD_GPU: (8, 6)}.get)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=OLD_GPU: (9 if device != OLD_GPU else 8, 0))
+
+
+@pytest.mark.usefixtures("gpus")
 def test_a_package_for_cuda_has_images() -> None:
     with config.patch({"triton.autotune_at_compile_time": True}):
         graph = _graph()
-        collected = package.images_of(graph, "cuda")
+        collected = package.images_of(graph, GPU)
         assert isinstance(collected, images.ImageSet)
-        assert package.images_of(graph, "cuda") is collected
-        assert package.images_of(_graph(parent=graph), "cuda") is collected
-    assert package.images_of(_graph(), "cpu") is None
-    assert package.images_of(_graph(aot_mode=False), "cuda") is None
+        for device in (GPU, SECOND):
+            assert package.images_of(graph, device) is collected
+            assert package.images_of(_graph(parent=graph), device) is collected
+    assert package.images_of(_graph(), torch.device("cpu")) is None
+    assert package.images_of(_graph(), None) is None
+    assert package.images_of(_graph(aot_mode=False), GPU) is None
+
+
+@pytest.mark.usefixtures("gpus")
+def test_images_are_for_the_device_of_the_graph(caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever GPU is current."""
+    with config.patch({"triton.autotune_at_compile_time": True}), caplog.at_level(logging.INFO):
+        graph = _graph()
+        assert package.images_of(graph, OLD_GPU) is None
+        assert package.images_of(graph, GPU) is not None
+        assert package.images_of(graph, torch.device("cuda", 3)) is None
+    reasons = [record.message.rpartition(": ")[2] for record in caplog.records if record.name == package.__name__]
+    needed = "images are for compute capability 9.0 and newer, and "
+    assert reasons == [f"{needed}cuda:2 has 8.6", f"{needed}no GPU is visible"]
+
+
+@pytest.mark.usefixtures("gpus")
+def test_an_op_without_an_image_has_the_general_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    """The images of other ops stay."""
+    kept, dropped = (types.SimpleNamespace(name=name) for name in ("kept", "dropped"))
+    graph, collecting = _graph(), []
+
+    def trace(image: Any, fails: bool) -> str:
+        collected = images.collecting()
+        collecting.append(collected is not None)
+        if collected is None:
+            return "general"
+        collected.add(image)
+        if fails:
+            raise images.NoImageError("as triton 9.9 compiles some_kernel, it needs clusters")
+        return "images"
+
+    with config.patch({"triton.autotune_at_compile_time": True}), caplog.at_level(logging.INFO):
+        results = [
+            package.traced(graph, GPU, lambda x=x, f=f: trace(x, f)) for x, f in ((kept, False), (dropped, True))
+        ]
+        assert list(package.images_of(graph, GPU).images) == ["kept"]
+    assert results == ["images", "general"]
+    assert collecting == [True, True, False]
+    assert "general Triton kernels of an op, and no image of its kernel: as triton 9.9 compiles some" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -121,6 +214,7 @@ def test_a_package_for_cuda_has_images() -> None:
     ],
     ids=["sources", "several GPUs", "no autotuning", "missing private API"],
 )
+@pytest.mark.usefixtures("gpus")
 def test_a_package_without_images_logs_the_reason(
     settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,8 +222,8 @@ def test_a_package_without_images_logs_the_reason(
         monkeypatch.setattr(codecache, "CUDACodeCache", object)
     with config.patch({"triton.autotune_at_compile_time": True} | settings), caplog.at_level(logging.INFO):
         graph = _graph()
-        assert package.images_of(graph, "cuda") is None
-        assert package.images_of(graph, "cuda") is None
+        assert package.images_of(graph, GPU) is None
+        assert package.images_of(graph, GPU) is None
     assert [reason in record.message for record in caplog.records if record.name == package.__name__] == [True]
 
 
@@ -138,8 +232,8 @@ def test_another_release_of_triton_has_no_images(monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("triton")
     monkeypatch.setattr("attn_ops.kernels.triton.launch.DIRECT_LAUNCH", False)
     with config.patch({"triton.autotune_at_compile_time": True}):
-        assert package.unavailable_reason(_graph(), "cuda").startswith("the parameters of kernels of triton 3.")
-        assert package.images_of(_graph(), "cuda") is None
+        assert package.unavailable_reason(_graph(), GPU).startswith("the parameters of kernels of triton 3.")
+        assert package.images_of(_graph(), GPU) is None
 
 
 def test_the_op_refuses_calls_from_python() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,12 @@ import pytest
 import torch
 
 import attn_ops
-from attn_ops.collect_env import OPS, Environment, _driver_version
-from attn_ops.eager import launch_cache
-from attn_ops.ops import register, tuning_table
+from attn_ops.collect_env import OPS, Environment, _driver_version, _images
+from attn_ops.eager import prepared_call
+from attn_ops.native import package
+from attn_ops.ops import backends, tuning_table
+
+collect_env_module = importlib.import_module("attn_ops.collect_env")
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 
@@ -41,7 +43,7 @@ def test_versions_and_backends_are_those_in_use() -> None:
     assert found.versions["torch"] == torch.__version__
     assert set(found.backends) == set(OPS)
     for op, lines in found.backends.items():
-        labels = [backend.label(op) for backend in register.backends.BACKENDS if backend.has(op)]
+        labels = [backend.label(op) for backend in backends.BACKENDS if backend.has(op)]
         assert [line.split(":")[0] for line in lines] == labels
         assert sum(": runs it" in line and "in packages" not in line for line in lines) == 1
 
@@ -58,33 +60,46 @@ def test_gpus_are_described(one_gpu: None) -> None:
     assert attn_ops.collect_env().gpus == ("0: Some GPU, compute capability 9.0, 132 SMs, 141.0 GiB",)
 
 
-def test_prepared_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(register.LAUNCH_CACHES["batch_decode"]._entries, "key", object())
-    found = attn_ops.collect_env()
-    assert found.launch_caches["batch_decode"] >= 1
-    assert f"prepared calls: {', '.join(f'{op} {n}' for op, n in found.launch_caches.items())}" in str(found)
-
-
 @pytest.mark.parametrize(
-    ("module", "expected"),
-    [(object(), "built"), (None, "not available: eager calls take more host time; see the log")],
+    ("capabilities", "compiler", "expected"),
+    [
+        ([], "g++", "none: images are for compute capability 9.0 and newer, and no GPU is visible"),
+        ([(9, 0)], "g++", "where the package allows them"),
+        ([(9, 0), (9, 0)], "/nowhere/c++", "none: the compiler /nowhere/c++ is not on the PATH"),
+        (
+            [(9, 0), (8, 6)],
+            "g++",
+            "0: where the package allows them; 1: none: images are for compute capability 9.0 and newer, and cuda:1 "
+            "has 8.6",
+        ),
+    ],
+    ids=["no GPU", "one", "no compiler", "two"],
 )
-def test_the_state_of_the_native_launcher(monkeypatch: pytest.MonkeyPatch, module: object, expected: str) -> None:
-    finished: Future[object] = Future()
-    launcher = SimpleNamespace(cache_info=lambda: SimpleNamespace(currsize=0))
-    monkeypatch.setattr(launch_cache, "_building", launcher)
-    assert launch_cache.state().startswith("not built yet")  # and nothing was called that builds it
+def test_images_in_packages(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], compiler: str, expected: str
+) -> None:
+    """Of each GPU, whichever is current."""
+    pytest.importorskip("triton")
+    gpus = {torch.device("cuda", i): found for i, found in enumerate(capabilities)}
+    monkeypatch.setattr(package, "compute_capability", gpus.get)
+    monkeypatch.setattr(package.shutil, "which", lambda name: None if "nowhere" in name else name)
+    monkeypatch.setenv("CXX", compiler)
+    assert _images(list(gpus)) == expected
 
-    class Started:
-        cache_info = staticmethod(lambda: SimpleNamespace(currsize=1))
 
-        def __call__(self) -> Future[object]:
-            return finished
+def test_prepared_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(prepared_call.OP_CACHES["batch_decode"]._entries, "key", object())
+    found = attn_ops.collect_env()
+    assert found.prepared_calls["batch_decode"] >= 1
+    assert f"prepared calls: {', '.join(f'{op} {n}' for op, n in found.prepared_calls.items())}" in str(found)
 
-    monkeypatch.setattr(launch_cache, "_building", Started())
-    assert launch_cache.state() == "being built"
-    finished.set_result(module)
-    assert attn_ops.collect_env().launcher == expected
+
+@pytest.mark.parametrize("reason", ["", "not prepared, they take more host time: no module"])
+def test_whether_eager_calls_are_prepared(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect_env_module, "NATIVE_REASON", reason)
+    found = attn_ops.collect_env()
+    assert found.launcher == (reason or "prepared calls")
+    assert f"eager calls: {found.launcher}" in str(found)
 
 
 def test_the_tuning_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_gpu: None) -> None:
@@ -105,7 +120,7 @@ def test_the_tuning_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_driver_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_cache, "DRIVER", "libabsent.so.1")
+    monkeypatch.setattr(collect_env_module, "LIBCUDA", "libabsent.so.1")
     assert _driver_version() == "none: libabsent.so.1 is not found"
 
 

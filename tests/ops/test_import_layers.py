@@ -18,13 +18,24 @@ FOLDERS = {"": "attn_ops", "kernels": "kernels", "meta": "meta", "cpp_serving": 
 """Where the modules of ``attn_ops`` and of its packages from other folders are."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "exports", "cpp", "ops", "ops.tuning_table", "eager", "frontend.policy", "typed"),
-    ("plan.state", "ops.options", "eager.launch_cache", "native"),
+    (
+        "errors",
+        "version",
+        "exports",
+        "cpp",
+        "ops",
+        "ops.tuning_table",
+        "ops.unsupported",
+        "eager",
+        "frontend.policy",
+        "typed",
+    ),
+    ("plan.state", "ops.options", "native"),
+    ("eager.prepared_call",),
     ("plan", "meta", "eager.startup"),
     ("kernels",),
-    ("ops.schemas", "ops.unsupported", "ops.backends", "ops.checks", "ops.inductor", "flops"),
+    ("ops.schemas", "ops.backends", "ops.checks", "ops.inductor", "flops"),
     ("ops.register",),
-    ("eager.prepared_call",),
     ("planner",),
     ("plan.resizable", "collect_env", "packaging"),
     ("frontend",),

@@ -34,6 +34,53 @@ def test_torch_logs_sets_the_level(setting: str | None, shown: list[str]) -> Non
     assert messages == shown
 
 
+CALLS = """
+import dataclasses
+import torch
+import attn_ops
+from attn_ops.ops import backends
+
+q, k, v = torch.zeros(3, 2, 2, 16).unbind()
+
+def attend(q, k, v):
+    return torch.ops.attn.single_prefill(q, k, v)[0]
+
+attend(q, k, v)
+attend(q, k, v)
+torch._inductor.config.force_disable_caches = True
+torch.compile(attend, fullgraph=True)(q, k, v)
+backends.BACKENDS = (*backends.BACKENDS[:-1], dataclasses.replace(backends.BACKENDS[-1], inductor_lowerable=False))
+backends.choose.cache_clear()
+torch._dynamo.reset()
+torch.compile(attend, fullgraph=True)(q, k, v)
+"""
+
+REASONS = (
+    "triton.hopper_prefill: it runs on cuda, not cpu, head dimensions 16 and 16 have no tile",
+    "triton: it runs on cuda, not cpu",
+)
+
+
+@pytest.mark.slow
+def test_the_log_says_which_kernel_runs_and_why() -> None:
+    """Eager calls, and ops of compiled graphs, which are inlined or called."""
+    env = dict(os.environ) | {"TORCH_LOGS": "+attn_ops"}
+    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    messages = [line.rpartition("] ")[2] for line in done.stderr.splitlines() if "/attn_ops/" in line]
+    hopper, triton = REASONS
+    traced = messages.index("single_prefill: reference runs the traced call")
+    eager = f"single_prefill: reference runs it; {hopper}; {triton}"
+    assert messages[0] == eager
+    assert set(messages[1:traced]) <= {eager}  # of the fake tensors
+    inlined = messages.index("single_prefill: a graph contains the kernels of reference")
+    assert (
+        messages[inlined - 1] == f"single_prefill: reference runs it; {hopper}, Inductor does not generate it; {triton}"
+    )
+    called = "single_prefill: a graph calls the op, as Inductor does not generate the kernel reference"
+    assert called in messages[inlined:]
+
+
 def test_loggers_are_named_as_their_modules() -> None:
     """Or the setting would not reach them."""
     calls = [

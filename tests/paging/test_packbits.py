@@ -50,6 +50,28 @@ def test_segment_packbits(segments: list[list[bool]], order: str, spare: int) ->
     assert byte_indptr.tolist() == indptr([len(each) for each in packed]).tolist()
 
 
+@pytest.mark.parametrize(
+    ("offsets", "packed", "byte_offsets"),
+    [
+        ([0], [0, 0, 0, 0], [0]),
+        ([0, 0, 0], [0, 0, 0, 0], [0, 0, 0]),
+        ([0, 3], [7, 0, 0, 0], [0, 1]),
+        ([0, 8], [255, 0, 0, 0], [0, 1]),
+        ([0, 9, 9], [255, 1, 0, 0], [0, 2, 2]),
+        ([5, 7, 16, 16], [3, 255, 1, 0], [0, 1, 3, 3]),
+    ],
+    ids=str,
+)
+def test_bits_outside_of_all_segments_are_in_no_byte(
+    offsets: list[int], packed: list[int], byte_offsets: list[int]
+) -> None:
+    """The bytes past the last segment are 0, although ``x`` has more bits, all of them set."""
+    x = torch.ones(40, dtype=torch.bool)
+    out, byte_indptr = torch.ops.attn.segment_packbits(x, torch.tensor(offsets).int(), 4, bitorder="little")
+    assert out.tolist() == packed
+    assert byte_indptr.tolist() == byte_offsets
+
+
 @pytest.mark.parametrize("shape", [(0,), (1,), (8,), (9,)])
 def test_output_sizes(shape: tuple[int]) -> None:
     assert torch.ops.attn.packbits(torch.ones(shape, dtype=torch.bool)).shape == (-(-shape[0] // 8),)

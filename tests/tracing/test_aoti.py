@@ -10,32 +10,19 @@ import torch
 from helpers import cpp_runner
 from helpers import decoder as d
 from torch import Tensor
-from tracing.test_export import DYNAMIC_BATCH
+from tracing.conftest import DecoderPackage
 
 import attn_ops
 
 
-def _compile(module: torch.nn.Module, args: tuple[Any, ...], path: Path, **options: Any) -> str:
-    program = torch.export.export(module, args, **options)
+def _compile(module: torch.nn.Module, args: tuple[Any, ...], path: Path) -> str:
+    program = torch.export.export(module, args)
     return torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
-def _package(tmp_path: Path, dynamic: bool) -> str:
-    planner = d.planner()
-    plan = planner.plan(*d.page_table([5, 3, 9, 1]))
-    shapes = DYNAMIC_BATCH if dynamic else None
-    args = (*d.inputs(), plan, planner.workspace)
-    return _compile(d.decoder(), args, tmp_path / "decoder.pt2", dynamic_shapes=shapes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed batch", "dynamic batch"])
-def test_decode_step_in_python_and_cpp(dynamic: bool, tmp_path: Path) -> None:
-    package = _package(tmp_path, dynamic)
-    loaded = torch._inductor.aoti_load_package(package)
-    model, planner = d.decoder(), d.planner()
+def _check_decode_steps(package: str, planner: attn_ops.DecodePlanner, batch: int, tmp_path: Path) -> None:
+    loaded, model = torch._inductor.aoti_load_package(package), d.decoder()
     for lengths in ([7, 0, 20, 2], [1, 48, 3, 9], [0, 0, 0, 0]):
-        batch = 3 if dynamic else d.BATCH
         plan = planner.plan(*d.page_table(lengths[:batch]))
         x, *caches = d.inputs(batch=batch)
         eager, python, cpp = (d.clone(tuple(caches)) for _ in range(3))
@@ -46,6 +33,18 @@ def test_decode_step_in_python_and_cpp(dynamic: bool, tmp_path: Path) -> None:
         for want, in_python, in_cpp in zip(eager, python, mutated[1:3], strict=True):
             torch.testing.assert_close(in_python, want)
             torch.testing.assert_close(in_cpp, want)
+
+
+@pytest.mark.slow
+def test_decode_step_of_a_fixed_batch(tmp_path: Path) -> None:
+    planner = d.planner()
+    args = (*d.inputs(), planner.plan(*d.page_table([5, 3, 9, 1])), planner.workspace)
+    _check_decode_steps(_compile(d.decoder(), args, tmp_path / "decoder.pt2"), d.planner(), d.BATCH, tmp_path)
+
+
+@pytest.mark.slow
+def test_decode_step_of_a_dynamic_batch(decoder_package: DecoderPackage, tmp_path: Path) -> None:
+    _check_decode_steps(decoder_package.path, decoder_package.planner, 3, tmp_path)
 
 
 class PlanStep(torch.nn.Module):

@@ -253,6 +253,14 @@ def _replaced(inputs: list[Tensor], i: int, change: Callable[[Tensor], Tensor]) 
     return [*inputs[:i], change(inputs[i]), *inputs[i + 1 :]]
 
 
+def test_misaligned_inputs_are_copied(built: Built, tmp_path: Path) -> None:
+    """By the code that Inductor generates, before the image sees them."""
+    x = built.calls[0]
+    inputs = [_replaced(x.flat, i, _misaligned) for i in range(len(x.tensors))]
+    _, results = cpp_runner.run_cases(built.path, inputs, tmp_path)
+    _assert_equal([built.expected[0]] * len(inputs), list(results[: 2 * len(inputs)]), "misaligned")
+
+
 def test_bad_inputs_are_refused(built: Built, tmp_path: Path) -> None:
     """With a message each, before anything is written; a good call after them works."""
     x = built.calls[0]
@@ -265,9 +273,7 @@ def test_bad_inputs_are_refused(built: Built, tmp_path: Path) -> None:
         (_replaced(good, work, Tensor.cpu), f"device type of input {work}"),
         (_replaced(good, work, lambda t: t[:-1]), f"size 0 of input {work}"),
         (_replaced(good, len(good) - 1, lambda t: t[:-1]), f"size 0 of input {len(good) - 1}"),
-        (_replaced(good, 0, _misaligned), "expected a multiple of 16 bytes"),
         *((_replaced(good, i, _other_strides), f"of input {i}") for i in caches),
-        *((_replaced(good, i, _misaligned), "expected a multiple of 16 bytes") for i in caches),
     ]
     if built.kind.op != "batch_mla":
         many = MAX_ROWS + 1 if built.kind.op == "batch_prefill" else MAX_BATCH + 1

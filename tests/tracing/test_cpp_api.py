@@ -59,13 +59,16 @@ class Decode(nn.Module):
 
 
 class Prefill(nn.Module):
-    def __init__(self, window_left: int) -> None:
-        super().__init__()
-        self.window_left = window_left
-
     def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Any:
-        options = {"causal": True, "window_left": self.window_left, "return_lse": True}
+        options = {"causal": True, "window_left": 100, "return_lse": True}
         return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, **options)
+
+
+class PlanOnly(nn.Module):
+    """The step of a package that is used for its planner."""
+
+    def forward(self, plan: attn_ops.DecodePlan, workspace: Tensor) -> Tensor:
+        return plan.kv_len + 1
 
 
 SIZES = {"page_size": PAGE, "num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -98,8 +101,20 @@ def _assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.PrefillPlanner]:
+    """A package and its planner."""
+    planner = attn_ops.PrefillPlanner(
+        3, 40, 80, **SIZES, causal=True, window_left=100, fixed_split_size=16, num_ctas=6, tile_rows=8, max_kv_len=300
+    )
+    inputs = (_q(5), _cache(), planner.state, planner.workspace)
+    path = tmp_path_factory.mktemp("prefill") / "prefill.pt2"
+    shapes = {"q": {0: Dim("rows", min=1, max=40)}}
+    return attn_ops.export_package(Prefill(), planner, inputs, path, dynamic_shapes=shapes), planner
+
+
 @pytest.mark.slow
-def test_decode(tmp_path: Path) -> None:
+def test_decode(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) -> None:
     planner = attn_ops.DecodePlanner(4, 16, **SIZES, max_kv_len=40, num_ctas=3, cache_pages=PAGES)
     inputs = (_q(3), _cache(), planner.state, planner.workspace)
     package = attn_ops.export_package(
@@ -176,35 +191,20 @@ def test_decode(tmp_path: Path) -> None:
         assert not result.outputs
 
     more = attn_ops.DecodePlanner(4, 17, **SIZES, max_kv_len=40, num_ctas=3)
-    others: dict[Any, str] = {
-        more: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
-        attn_ops.PrefillPlanner(
-            2, 4, 16, **SIZES
-        ): "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
+    more_package = attn_ops.export_package(PlanOnly(), more, (more.state, more.workspace), tmp_path / "more.pt2")
+    others = {
+        more_package: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
+        prefill[0]: "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
     }
-    for other, message in others.items():
-        step: nn.Module = Decode() if other is more else Prefill(window_left=-1)
-        other_package = attn_ops.export_package(
-            step, other, (_q(2), _cache(), other.state, other.workspace), tmp_path / "other.pt2"
-        )
+    for other_package, message in others.items():
         (result,) = _run(package, [([], [q, cache])], tmp_path, other_package)
         assert result.message.startswith(f"PlanError: run: {message}")
         assert not any(t.any() for t in result.state)
 
 
 @pytest.mark.slow
-def test_prefill_with_a_fixed_split_size(tmp_path: Path) -> None:
-    planner = attn_ops.PrefillPlanner(
-        3, 40, 80, **SIZES, causal=True, window_left=100, fixed_split_size=16, num_ctas=6, tile_rows=8, max_kv_len=300
-    )
-    inputs = (_q(5), _cache(), planner.state, planner.workspace)
-    package = attn_ops.export_package(
-        Prefill(window_left=100),
-        planner,
-        inputs,
-        tmp_path / "prefill.pt2",
-        dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}},
-    )
+def test_prefill_with_a_fixed_split_size(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) -> None:
+    package, planner = prefill
 
     def case(lengths: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
         return [indptr(rows), *page_table(lengths, PAGE)]

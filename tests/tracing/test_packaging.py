@@ -11,12 +11,11 @@ import torch
 from helpers import decoder as d
 from torch import Tensor, nn
 from torch.export import Dim
+from tracing.conftest import DecoderPackage
 
 import attn_ops
 from attn_ops import errors
 from attn_ops.plan.state import workspace_size
-
-BATCH = {"x": {0: Dim("batch", min=1, max=d.BATCH)}}
 
 
 def _metadata(package: str, model: str) -> dict[str, str]:
@@ -27,21 +26,16 @@ def _metadata(package: str, model: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_package_describes_itself(tmp_path: Path) -> None:
-    planner, folder = d.planner(), tmp_path / "new"
-    configs = {"aot_inductor.metadata": {"model": "decoder"}}
-    inputs = (*d.inputs(), planner.state, planner.workspace)
-    package = attn_ops.export_package(
-        d.decoder(), planner, inputs, folder / "step.pt2", dynamic_shapes=BATCH, inductor_configs=configs
-    )
-    assert package == str(folder / "step.pt2")
+def test_a_package_describes_itself(decoder_package: DecoderPackage) -> None:
+    package, planner, (path, configs) = decoder_package
+    assert package == str(path)
     assert configs == {"aot_inductor.metadata": {"model": "decoder"}}, "the caller's options are left alone"
 
     found = _metadata(package, "model")
     own = {name.removeprefix("attn_ops."): text for name, text in found.items() if name.startswith("attn_ops.")}
     assert found["model"] == "decoder"
     assert own["version"] == attn_ops.__version__
-    assert own["capacity"] == "max_batch=4 max_pages=128 max_tokens=4 cache_pages=128 max_splits=0"
+    assert own["capacity"] == "max_batch=6 max_pages=128 max_tokens=6 cache_pages=128 max_splits=0"
     assert own["problem"].startswith(
         "page_size=4 num_qo_heads=4 num_kv_heads=2 head_dim_qk=16 head_dim_vo=16 max_kv_len"
     )
@@ -54,7 +48,7 @@ def test_a_package_describes_itself(tmp_path: Path) -> None:
     assert own["inputs"] == "12"
     assert own["input.0"] == "input x float32 cpu ?,64 64,1"
     assert own["input.2"] == "input second float32 cpu 128,2,4,2,16 256,128,32,16,1"
-    assert own["input.7"] == "plan plan.work int32 cpu 7,8 8,1"
+    assert own["input.7"] == "plan plan.work int32 cpu 9,8 8,1"
     assert own["input.11"] == f"workspace workspace float32 cpu {workspace_size(planner.state)} 1"
     assert {name: text for name, text in _metadata(package, "plan").items() if name in ("attn_ops.plan", "model")} == {
         "attn_ops.plan": "DecodePlan"

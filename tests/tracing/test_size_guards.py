@@ -10,6 +10,7 @@ from helpers import cpp_runner
 from helpers import decoder as d
 from torch import Tensor
 from torch.export import Dim
+from tracing.conftest import DecoderPackage
 
 import attn_ops
 
@@ -38,12 +39,13 @@ def _refused(package: str, inputs: list[Tensor], message: str, folder: Path | No
 
 
 @pytest.mark.slow
-def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(tmp_path: Path) -> None:
-    planner, model = d.planner(max_batch=MAX_BATCH), d.decoder()
+def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(
+    decoder_package: DecoderPackage, tmp_path: Path
+) -> None:
+    package, planner, model = decoder_package.path, decoder_package.planner, d.decoder()
     plan = planner.plan(*d.page_table(LENGTHS[:4]))
     shapes = {"x": {0: Dim("batch", min=1, max=MAX_BATCH)}, "first": {}, "second": {}, "plan": FIXED, "workspace": {}}
     program = torch.export.export(model, (*d.inputs(), plan, planner.workspace), dynamic_shapes=shapes)
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "decoder.pt2"))
 
     x, *caches = d.inputs(batch=7)
     with pytest.raises(AssertionError, match="<= 6"):

@@ -11,6 +11,7 @@ from attn_ops.errors import OptionError, PlanError, ShapeError
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.checks.checker import OpChecker, caches, memory_layout
 from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, AttentionOptions
+from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
 
 
@@ -72,6 +73,8 @@ def _planned(
 ) -> Any:
     """The plan, which must be one for this problem, and its workspace large enough."""
     typed = op.plan(plan, kind, q)
+    if kind is PrefillPlan:
+        op.limit("q_nope" if op.name == "batch_mla" else "q", "query rows", q.shape[0], MAX_QUERY_ROWS)
     sizes = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
     op.planned_for(typed, page_size=problem.page_size or 1, **{size: getattr(problem, size) for size in sizes})
     op.covered(typed, options.window_left, options.causal, options.mask is not None)
@@ -137,6 +140,7 @@ def _dense_kv(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) ->
     op.tensor("v", v, dims, FLOATS + FP8, q)
     for dim in (0, 1):
         op.size("v", f"dimension {dim}", v.shape[dim], k.shape[dim], "k")
+    op.limit("k", "tokens", k.shape[0 if kv_layout == "NHD" else 1], MAX_KV_TOKENS)
     return int(k.shape[1 if kv_layout == "NHD" else 0])
 
 
@@ -174,6 +178,7 @@ def single_prefill(
     op = OpChecker("single_prefill")
     o = AttentionOptions(**options)
     problem = _attention(op, q, k, v, kv_layout, 0, _dense_kv(op, q, k, v, kv_layout), o)
+    op.limit("q", "query rows", q.shape[0], MAX_QUERY_ROWS)
     if o.mask is not None:
         bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
         op.size("mask", "bytes", o.mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")

@@ -78,6 +78,15 @@ class OpChecker:
             self.fail(CapacityError, *texts)
         size_guards.note_capacity(needed, capacity, f"{self.name}: {what}; expected {expected}; {fix}")
 
+    def limit(self, name: str, dim: str, size: Any, most: int) -> None:
+        """``size`` is at most ``most``. Export does not narrow the range of a dynamic size; its packages check it."""
+        guarded = type(size) is int or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
+        seen = size if guarded else size.node.hint
+        what, expected, fix = f"{name} has {{needed}} {dim}", "at most {capacity}", "pass fewer at a time"
+        if seen is not None and seen > most:
+            self.fail(CapacityError, what.format(needed=size), expected.format(capacity=most), fix)
+        size_guards.note_capacity(size, most, f"{self.name}: {what}; expected {expected}; {fix}")
+
     def no_overlap(self, name: str, t: Tensor) -> None:
         """Rows of ``t``, which are written, have memory of their own; those of an expanded tensor share it."""
         for dim, (size, stride) in enumerate(zip(t.shape[:-1], t.stride()[:-1], strict=True)):

@@ -1,0 +1,78 @@
+"""The extension module (``module.cpp``): the launcher for eager calls."""  # noqa: N999
+
+from collections.abc import Callable
+from typing import Any
+
+class Image:
+    """A compiled kernel. The fields are those of ``launcher.h``."""
+
+    def __init__(
+        self,
+        name: str,
+        function: str,
+        cubin: bytes,
+        compute_capability: int,
+        threads: int,
+        shared_bytes: int,
+        pdl: bool,
+        cluster: tuple[int, int, int],
+        maps: tuple[tuple[int, int, int, int, tuple[int, ...]], ...],
+        parameters: tuple[tuple[int, int, str], ...],
+    ) -> None:
+        """``maps`` are rows (tensor, type, swizzle, element_bytes, box), ``parameters`` rows (kind, index, name)."""
+
+    def load(self, device: int) -> None:
+        """Load the kernel on a GPU, as its first launch there does."""
+
+class PreparedCall:
+    """The launches of a call, ready for other tensors."""
+
+    def __init__(
+        self,
+        launches: tuple[tuple[Image, tuple[int, ...], tuple[int, ...], tuple[float, ...]], ...],
+        inputs: tuple[tuple[int, int], ...],
+        constants: tuple[int, ...],
+        outputs: tuple[Any, ...],
+        unpack: bool,
+    ) -> None:
+        """Make a prepared call.
+
+        Args:
+            launches: rows (image, tensors, integers, floats). ``tensors`` index the inputs, then the outputs, then the
+                constants; ``integers`` are the grid and those of the parameters.
+            inputs: rows (index of a tensor argument, bytes from its start).
+            constants: addresses of tensors that are the same in every call.
+            outputs: of each, the index of the argument that it is written to, a function that allocates it, or a tensor
+                without elements that every call returns.
+            unpack: return the first output, or None without one, instead of a tuple of all.
+        """
+
+    def launch(self, device: int, stream: int) -> Any:
+        """Make a call that has no arguments, and return its outputs."""
+
+class CallCache:
+    """Makes a call by its entry. The caller inserts entries and evicts them."""
+
+    def __init__(
+        self,
+        entries: dict[Any, Any],
+        grad_mode: Callable[[], bool],
+        on_miss: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        interposition_checks: tuple[Callable[[], Any], ...],
+        of_method: bool,
+    ) -> None:
+        """Make a cache.
+
+        Args:
+            entries: ``{key: entry}``, a :class:`PreparedCall` or a function to call with the arguments.
+            grad_mode: part of every key.
+            on_miss: ``on_miss(key, args, kwargs)`` makes a call without an entry; ``key`` is None if the call cannot be
+                cached.
+            interposition_checks: if any returns true, a mode, transform or profiler must observe the op: a miss.
+            of_method: the first argument is the owner, and no part of the key; calls with lists miss.
+        """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+def connect(path: str) -> None:
+    """Use this library in the place of that of the CUDA driver."""

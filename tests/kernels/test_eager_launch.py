@@ -1,0 +1,190 @@
+"""Eager launches of Triton kernels: specializations, images, what a call captures; over a fake driver."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_driver import SCALARS_AND_CONSTANTS, FakeDriver, UncompiledKernel, compiled, needs_the_module
+from helpers.native_launcher import STREAM
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from attn_ops.kernels.triton import cubin, image, launch
+
+from attn_ops.native import images
+
+pytestmark = [needs_the_module, pytest.mark.usefixtures("fake_driver")]
+
+OPTIONS = launch.Options()
+
+
+def _launch(kernel: Any, a: Tensor, out: Tensor, n: int = 7, *, grid: tuple[int, ...] = (3,), run: bool = True) -> None:
+    launch._launch_direct(kernel, grid, (a, None, out, n, *SCALARS_AND_CONSTANTS[1:]), OPTIONS, run)
+
+
+def test_a_launch_has_the_parameters_of_its_arguments(fake_driver: FakeDriver) -> None:
+    a, out = torch.zeros(4), torch.zeros(4)
+    _launch(UncompiledKernel(), a, out, grid=(3, 2))
+    assert fake_driver.array("grid", 3) == [3, 2, 1]
+    counts = [fake_driver.get(name) for name in ("threads", "shared", "pdl", "launches")]
+    assert counts == [128, 512, 1, 1]
+    assert fake_driver.get("stream", ctypes.c_void_p) == STREAM
+    _launch(UncompiledKernel(), a, out)
+    assert fake_driver.values() == [a.data_ptr(), out.data_ptr(), 7, 0.5, 0, 0]
+
+
+def test_without_run_a_kernel_is_loaded_and_not_launched(fake_driver: FakeDriver) -> None:
+    kernel, a, out = UncompiledKernel(), torch.zeros(4), torch.zeros(4)
+    for run in (False, True, True):
+        before = fake_driver.get("launches")
+        _launch(kernel, a, out, run=run)
+        assert fake_driver.get("loads") == 1
+        assert fake_driver.get("launches") == before + run
+
+
+def test_an_empty_grid_launches_nothing(fake_driver: FakeDriver) -> None:
+    _launch(UncompiledKernel(), torch.zeros(4), torch.zeros(4), grid=(0,))
+    assert (fake_driver.get("loads"), fake_driver.get("launches")) == (1, 0)
+
+
+def test_a_64_bit_scalar_has_its_own_kernel(fake_driver: FakeDriver) -> None:
+    kernel, t = UncompiledKernel(), torch.zeros(4)
+    for size in (7, -1, 2**31, 2**40):
+        _launch(kernel, t, t, size, run=False)
+    assert fake_driver.get("loads") == 2
+
+
+def test_an_unaligned_tensor_has_its_own_kernel(fake_driver: FakeDriver) -> None:
+    kernel, t = UncompiledKernel(), torch.zeros(9)
+    for a in (t, t[4:], t[1:], t[5:]):
+        _launch(kernel, a, t, run=False)
+    assert fake_driver.get("loads") == 2
+
+
+def test_kernels_without_run_compile_concurrently(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling: Future[Any] = Future()
+    kernel, t = UncompiledKernel(), torch.zeros(4)
+    monkeypatch.setattr(kernel, "warmup", lambda *args, **options: compiling, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    with launch._concurrent_compilation():
+        _launch(kernel, t, t, run=False)
+        compiling.set_result(compiled())
+        assert not fake_driver.get("loads")
+    assert fake_driver.get("loads") == 1
+    _launch(kernel, t, t)
+    assert fake_driver.get("loads") == 1
+
+
+def test_a_kernel_that_does_not_compile_is_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    compiling: Future[Any] = Future()
+    compiling.set_exception(ValueError("does not compile"))
+    with pytest.raises(ValueError, match="does not compile"), launch._concurrent_compilation():
+        launch._capture.pending[(None, 0)] = (), compiling
+    with launch._concurrent_compilation():
+        pass
+    assert not launch._capture.pending
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_threads_compile_where_python_parses_in_several(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(launch, "CONCURRENT_COMPILATION", together)
+    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda executor: nullcontext(modes.append(executor)))
+    with launch._concurrent_compilation():
+        pass
+    assert len(modes) == together
+
+
+@pytest.mark.parametrize("metadata", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}])
+def test_triton_launches_a_kernel_that_needs_more_than_parameters(
+    fake_driver: FakeDriver, metadata: dict[str, Any]
+) -> None:
+    class Kernel(UncompiledKernel):
+        launched: list[Any] = []  # noqa: RUF012
+
+        def warmup(self, *args: Any, **options: Any) -> Any:
+            return compiled(**metadata)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *values, **options: self.launched.append((grid, values[3:], options))
+
+    kernel, t = Kernel(), torch.zeros(4)
+
+    def function(t: Tensor) -> Tensor:
+        _launch(kernel, t, t, run=False)
+        _launch(kernel, t, t)
+        return t
+
+    assert launch.capture_launches(function, (t,), {})[1] is None
+    assert kernel.launched == [((3,), SCALARS_AND_CONSTANTS, {"num_warps": 4, "num_stages": 1})]
+    assert not fake_driver.get("loads")
+
+
+MAPPED = {"t": "tensordesc<fp16[16, 64],Layout>", "BLOCK": "constexpr"}
+MAP = {"swizzle": 3, "block_size": [16, 64]}
+
+
+def _descriptor(t: Tensor) -> Any:
+    hopper = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
+    return hopper.TensorDescriptor(t, list(t.shape), list(t.stride()), [16, 64], layout)
+
+
+def test_a_tensor_map_describes_its_tensor(fake_driver: FakeDriver) -> None:
+    t = torch.zeros(32, 128, dtype=torch.float16)
+    kernel, values = compiled(MAPPED, tensordesc_meta=[MAP]), (_descriptor(t), 16)
+    layout = cubin.parameter_layout(kernel)
+    assert layout is not None
+    made = image.eager_image(kernel, layout, tuple(MAPPED), values, OPTIONS)
+    integers, _ = image.scalars_of(layout, values)
+    fake_driver.sizes_of(made.parameters)
+    tensors = image.tensors_of(layout, values)
+    launch.Launch(images.load(made, 0), tensors, (1, 1, 1, *integers), ()).run(0, STREAM)
+    kind, swizzle, rank, *rest = fake_driver.array("map", 18, ctypes.c_longlong)
+    assert (kind, swizzle, rank) == (6, 3, 2)
+    assert (rest[:2], rest[6:7], rest[10:12]) == ([128, 32], [256], [64, 16])  # innermost first, strides in bytes
+    sizes, strides = fake_driver.parameters([8, 4, 4, 8, 8, 8, 8])[1:3], [128, 1]
+    assert [int.from_bytes(x, "little") for x in sizes] == [32, 128]
+    assert [int.from_bytes(x, "little") for x in fake_driver.parameters([8, 4, 4, 8, 8])[3:]] == strides
+
+
+def test_a_tensor_descriptor_without_metadata_has_no_layout() -> None:
+    assert cubin.parameter_layout(compiled(MAPPED)) is None
+
+
+def _capturing(kernel: Any, *tensors: Tensor) -> Any:
+    def function(*args: Tensor) -> Tensor:
+        out = torch.empty(2, 4)
+        _launch(kernel, args[0], out)
+        return out
+
+    return launch.capture_launches(function, tensors, {})
+
+
+def test_a_call_captures_its_launches() -> None:
+    a = torch.zeros(4)
+    out, captured = _capturing(UncompiledKernel(), a)
+    (made,) = captured.launches
+    assert [t is x for t, x in zip(made.tensors, (a, out), strict=True)] == [True, True]
+    assert (made.integers, made.floats) == ((3, 1, 1, 7), (0.5,))
+    assert captured.outputs[0] is out
+
+
+def test_launches_of_another_thread_are_not_captured(fake_driver: FakeDriver) -> None:
+    def function(t: Tensor) -> Tensor:
+        other = threading.Thread(target=_capturing, args=(UncompiledKernel(), torch.zeros(4)))
+        other.start()
+        other.join()
+        assert launch._capture.launches == []
+        return torch.empty(0)
+
+    assert launch.capture_launches(function, (torch.zeros(4),), {})[1] is None
+    assert fake_driver.get("launches") == 1
