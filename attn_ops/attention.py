@@ -81,8 +81,8 @@ class BatchAttention(PagedWrapper):
 
     begin_forward = plan = committing(prepare_plan)
 
-    @prepared
     @typed
+    @prepared
     def run(
         self,
         q: Tensor,

@@ -312,8 +312,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             )
         )
 
-    @prepared
     @typed
+    @prepared
     def run(
         self,
         q: Tensor,

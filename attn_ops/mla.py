@@ -266,8 +266,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         tokens = lengths(where, "seq_lens", seq_lens, pages.shape[0], pages.device, capacity)
         return PageTable.of(where, *torch.ops.attn.page_table(pages, tokens, page_size))
 
-    @prepared
     @typed
+    @prepared
     def run(
         self,
         q_nope: Tensor | None = None,

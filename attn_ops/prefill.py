@@ -339,8 +339,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         return self._sizes(PageTable.of(where, *tables[1:], qo_indptr), spec)
 
-    @prepared
     @typed
+    @prepared
     def run(
         self,
         q: Tensor,

@@ -181,8 +181,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, per_output)
         return self._call(where, tensors, output, scales, **changes)
 
-    @prepared
     @typed
+    @prepared
     def run(
         self,
         q: Tensor,
