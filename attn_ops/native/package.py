@@ -85,10 +85,12 @@ def triton_reason() -> str:
     """Why the kernels of the installed Triton cannot be images; empty if they can."""
     if not triton_installed():
         return "triton is not installed"
-    import triton
+    try:
+        import triton
 
-    from attn_ops.kernels.triton.launch import DIRECT_LAUNCH
-
+        from attn_ops.kernels.triton.launch import DIRECT_LAUNCH
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
     return "" if DIRECT_LAUNCH else f"the parameters of kernels of triton {triton.__version__} are not known"
 
 

@@ -64,3 +64,10 @@ def test_works_where_triton_is_broken(tmp_path: Path) -> None:
     (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1 is missing')")
     lines = _python(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + MERGE).splitlines()
     assert lines[1] == "reference: runs it"
+
+
+def test_collect_env_works_where_triton_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1 is missing')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport attn_ops; print(attn_ops.collect_env().images)"
+    assert _python(code).strip() == "none: triton cannot be imported (libcuda.so.1 is missing)"

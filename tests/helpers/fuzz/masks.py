@@ -148,7 +148,6 @@ def multi_item_mask(d: Draw) -> Call:
     options |= {"logits_soft_cap": o.soft_cap or None, "q_data_type": shape.dtype, "kv_data_type": shape.kv_dtype}
     wrapper: Any
     tables: tuple[Tensor, ...]
-    kv: tuple[Any, ...]
     if paged:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, shape.kv_layout)
         tables = (batch.qo_indptr(), *batch.page_table(wide=False))
