@@ -13,7 +13,7 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 struct Request {
   int64_t arrival = 0, max_new_tokens = 0;
-  std::vector<int64_t> tokens;  // prompt, then output
+  std::vector<int64_t> tokens;     // prompt, then output
   int64_t prompt = 0, cached = 0;  // tokens of the prompt, tokens in the cache
   attn::PageTable::Request pages = 0;
   std::string refused = {};
@@ -36,9 +36,8 @@ class Server {
   // Queue a request. Throws if it can never run.
   void submit(Request& r) {
     r.prompt = static_cast<int64_t>(r.tokens.size());
-    const int64_t longest = r.prompt + r.max_new_tokens - 1;  // the last token is not cached
     const int64_t capacity = std::min(decode_.planner.max_kv_len(), caches_[0].size(0) * pages_.page_size());
-    if (r.prompt < 1 || r.max_new_tokens < 1 || longest > capacity)
+    if (r.prompt < 1 || r.max_new_tokens < 1 || r.max_new_tokens - 1 > capacity - r.prompt)  // the last is not cached
       attn::fail<attn::CapacityError>(
           "submit", "a prompt of " + std::to_string(r.prompt) + " and " + std::to_string(r.max_new_tokens) + " new tokens",
           "1 or more of both, and " + std::to_string(capacity) + " or less in the cache", "change the request");
@@ -141,6 +140,8 @@ int main(int argc, char** argv) try {
       Request& r = requests.emplace_back();
       words >> r.arrival >> r.max_new_tokens;
       std::copy(std::istream_iterator<int64_t>(words), {}, std::back_inserter(r.tokens));
+      if (!words.eof())
+        attn::fail<attn::ArgumentError>("server", "'" + line + "'", "ARRIVAL MAX_NEW_TOKENS TOKEN ...", "correct the line");
       server.submit(r);
     } catch (const attn::Error& error) {
       requests.back().refused = error.what();
@@ -148,9 +149,10 @@ int main(int argc, char** argv) try {
   server.run();
 
   for (const Request& r : requests) {
-    std::cout << (r.refused.empty() ? "" : "refused: ") << r.refused;
+    if (!r.refused.empty()) std::cout << "refused: " << r.refused;
     const char* separator = "";
-    for (size_t i = r.prompt; i < r.tokens.size(); ++i) std::cout << std::exchange(separator, " ") << r.tokens[i];
+    for (size_t i = r.prompt; r.refused.empty() && i < r.tokens.size(); ++i)
+      std::cout << std::exchange(separator, " ") << r.tokens[i];
     std::cout << '\n';
   }
   std::cerr << "iterations " << server.iterations << "\npreemptions " << server.preemptions << "\nfree_pages "

@@ -17,7 +17,8 @@ from attn_ops.demo.pages import pages_for
 from attn_ops.demo.requests import from_seed
 
 EXAMPLE = Path(export.__file__).parent
-FAST = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+FAST = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp.simdlen": 1}
+"""Options of Inductor that compile in less time."""
 REFUSED = "; expected 1 or more of both, and 96 or less in the cache; change the request"
 
 
@@ -44,18 +45,19 @@ def _build(folder: Path) -> Path:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_tokens_equal_those_of_python(device: str, tmp_path: Path) -> None:
-    """Requests join while others decode, run out of pages, start again and finish; two requests cannot run."""
+    """Requests join while others decode, run out of pages, start again and finish; three requests cannot run."""
     requests = from_seed(12, export.CONFIG.vocab_size, 24, seed=0)
     packages = export.export(tmp_path, device, requests, FAST)
     server = _build(tmp_path)
     file = tmp_path / "requests.txt"
     with file.open("a", encoding="utf-8") as more:
-        more.write("1 200 5 6 7\n1 3\n")
+        more.write(f"1 {2**63 - 1} 5 6 7\n1 3\n1 3 5 x\n")
     served = package.serve(server, packages, file)
 
-    *lines, too_long, empty = served.lines
+    *lines, too_long, empty, text = served.lines
     assert lines == (tmp_path / "expected.txt").read_text(encoding="utf-8").splitlines()
-    assert too_long == f"refused: submit: a prompt of 3 and 200 new tokens{REFUSED}"
+    assert too_long == f"refused: submit: a prompt of 3 and {2**63 - 1} new tokens{REFUSED}"
+    assert text == "refused: server: '1 3 5 x'; expected ARRIVAL MAX_NEW_TOKENS TOKEN ...; correct the line"
     assert empty == f"refused: submit: a prompt of 0 and 3 new tokens{REFUSED}"
 
     capacity = export.CAPACITY
