@@ -215,6 +215,16 @@ OP_CACHES: dict[str, OpCache] = {}
 """Of each op, for calls on CUDA (:mod:`attn_ops.ops.register`)."""
 
 
+_SCHEMA_TYPES = {"float": float, "int": int, "bool": bool, "str": str, "ScalarType": torch.dtype}
+
+
+@functools.cache  # one entry for each op
+def _argument_types(op: str) -> dict[str, type | None]:
+    arguments = getattr(torch.ops.attn, op).default._schema.arguments
+    names = {a.name: str(a.real_type).removeprefix("Optional[").removesuffix("]") for a in arguments}
+    return {name: _SCHEMA_TYPES.get(of) for name, of in names.items()}
+
+
 class OpCall(NamedTuple):
     """A call of an op, and what becomes of its outputs.
 
@@ -236,6 +246,18 @@ class OpCall(NamedTuple):
 
     def op_call(self) -> OpCall:
         return self
+
+    def as_dispatched(self) -> dict[str, Any] | None:
+        """``kwargs`` as the dispatcher passes them on; None if it may convert more than ints to floats, or refuse."""
+        types, converted = _argument_types(self.op), dict(self.kwargs)
+        for name, x in self.kwargs.items():
+            expected = types[name]
+            if x is None or expected is None or type(x) is expected:
+                continue
+            if expected is not float or type(x) is not int or abs(x) >= 1 << 1023:
+                return None
+            converted[name] = float(x)
+        return converted
 
 
 class Executable(Protocol):
@@ -276,10 +298,11 @@ def _method_cache(method: Callable[..., Executable]) -> Any:
         call = method(owner, *given, **kwargs).op_call()
         if len(entries) >= MAX_ENTRIES:
             entries.clear()
-        if call.destinations is None:
+        dispatched = None if call.destinations is None else call.as_dispatched()
+        if dispatched is None:
             entries[key] = uncached
             return call.execute()
-        result, captured = OP_CACHES[call.op].first_call(call.args, call.kwargs)
+        result, captured = OP_CACHES[call.op].first_call(call.args, dispatched)
         prepared_call = None
         if captured is not None:
             arguments = flatten_tensors((*given, *kwargs.values()))

@@ -283,6 +283,28 @@ def test_a_wrapper_replays_until_its_plan_options_change(launches: Any) -> None:
         assert [repeated(), repeated()] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"sm_scale": 2, "logits_soft_cap": 3}, {"sm_scale": 2.0, "logits_soft_cap": 3.0, "window_left": -1}),
+        ({"sm_scale": None, "window_left": 4}, {"sm_scale": None, "window_left": 4}),
+        ({"out_dtype": torch.float32, "sinks": None}, {"out_dtype": torch.float32, "sinks": None}),
+        ({"out_dtype": "float32"}, None),
+        ({"window_left": True}, None),
+        ({"window_left": 4.0}, None),
+        ({"sm_scale": torch.zeros(())}, None),
+        ({"sm_scale": 1 << 1024}, None),
+    ],
+)
+def test_options_are_those_that_the_dispatcher_passes_on(options: Any, expected: Any) -> None:
+    """A prepared method makes its first call without the dispatcher."""
+    call = OpCall("batch_decode", (), {"window_left": -1, **options})
+    found = call.as_dispatched()
+    assert (found is None) == (expected is None)
+    for name, value in (expected or {}).items():
+        assert (type(found[name]), found[name]) == (type(value), value)
+
+
 def test_a_batch_of_other_rows_is_checked(launches: Any) -> None:
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)

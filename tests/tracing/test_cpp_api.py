@@ -59,8 +59,12 @@ class Decode(nn.Module):
 
 
 class Prefill(nn.Module):
+    def __init__(self, window_left: int = 100) -> None:
+        super().__init__()
+        self.window_left = window_left
+
     def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Any:
-        options = {"causal": True, "window_left": 100, "return_lse": True}
+        options = {"causal": True, "window_left": self.window_left, "return_lse": True}
         return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, **options)
 
 
