@@ -298,15 +298,15 @@ def _method_cache(method: Callable[..., Executable]) -> Any:
         call = method(owner, *given, **kwargs).op_call()
         if len(entries) >= MAX_ENTRIES:
             entries.clear()
-        dispatched = None if call.destinations is None else call.as_dispatched()
-        if dispatched is None:
+        dispatched, destinations = call.as_dispatched(), call.destinations
+        if dispatched is None or destinations is None:
             entries[key] = uncached
             return call.execute()
         result, captured = OP_CACHES[call.op].first_call(call.args, dispatched)
         prepared_call = None
         if captured is not None:
             arguments = flatten_tensors((*given, *kwargs.values()))
-            prepared_call = captured.bind(arguments, owner._constants(), call.destinations, call.unpack)
+            prepared_call = captured.bind(arguments, owner._constants(), destinations, call.unpack)
         entries[key] = prepared_call or uncached
         return result if call.finalize is None else call.finalize(*result)
 
