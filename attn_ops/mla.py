@@ -377,7 +377,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         return self.run(*args, **{**kwargs, "return_lse": True})
 
     def _dequantized_pages(self, pages: Tensor) -> Tensor:
-        """The page table of dequantized pages. Eager calls keep it, since their prepared calls end with their plan."""
+        """The page table of dequantized pages. Eager calls keep it: prepared calls are evicted with it."""
         numbers = self._page_numbers
         if numbers is None or numbers.shape != pages.shape:
             with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):

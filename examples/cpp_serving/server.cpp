@@ -1,4 +1,4 @@
-// Continuous batching over packages of attn_ops.export_package, without Python: README.md beside this file describes it.
+// Continuous batching over packages of attn_ops.export_package, without Python. See README.md.
 #include <attn_ops/attn_ops.h>
 
 #include <chrono>

@@ -63,22 +63,24 @@ def test_a_replay_launches_on_other_tensors(fake_driver: FakeDriver) -> None:
 
 
 def test_threads_share_no_parameters(fake_driver: FakeDriver) -> None:
-    """Of many calls on four threads, each gets the output that its own launch wrote to."""
+    """Of many calls on four threads, each launch reads its own input and writes its own output."""
     op, plan, barrier = Op(), [torch.zeros(3)], threading.Barrier(4)
     op(torch.zeros(4), plan)
+    fake_driver.set(echo=1)
     made: list[list[int]] = [[] for _ in range(4)]
     inputs = [torch.zeros(4) for _ in range(4)]
 
     def calls(i: int) -> None:
         barrier.wait()
-        made[i] = [op.cache.op(torch.zeros(2), inputs[i], plan)[0].numel() for _ in range(500)]
+        outputs = (op.cache.op(torch.zeros(2), inputs[i], plan)[0] for _ in range(500))
+        made[i] = [int(out.view(torch.int64)[0, 0]) for out in outputs]
 
     threads = [threading.Thread(target=calls, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert made == [[8] * 500] * 4
+    assert made == [[t.data_ptr()] * 500 for t in inputs]
     assert fake_driver.get("launches") == 2000
     assert op.misses == 1
 

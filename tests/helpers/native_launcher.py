@@ -96,7 +96,9 @@ class FakeLibcuda:
     def reset(self) -> None:
         counters = ("loads", "unloads", "wrong_unloads", "launches", "maps", "pushes", "pops", "retained")
         answers = ("retain", "push", "load", "unload", "function", "encode", "launch", "device")
-        self.set(device=0, capturing=0, **dict.fromkeys(counters, 0), **{f"answer_{name}": 0 for name in answers})
+        self.set(
+            device=0, capturing=0, echo=0, **dict.fromkeys(counters, 0), **{f"answer_{name}": 0 for name in answers}
+        )
         self.set(answer_version=13000, answer_major=9, answer_minor=0)
         self.sizes_of(())
 
