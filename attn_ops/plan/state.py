@@ -91,7 +91,7 @@ class PlanProblem(NamedTuple):
 
 def keys_ahead(causal: bool, window_right: int) -> int:
     """``PlanProblem.ahead``: the keys that a row sees from its own position on, 0 for all."""
-    return 1 if causal else window_right + 1
+    return int(causal) or window_right + 1
 
 
 def split_tokens(fixed_split_size: int | None, page_size: int) -> int:
