@@ -272,10 +272,10 @@ def prefill_kernel(
     scale,  # of the logits
     cap,
     window_left,
-    window_right,
     log2_theta,
     inverse_rope_scale,
     rows,  # of q
+    window_right,
     num_pages,  # of the cache, or tokens of ragged KV
     max_pages,
     max_items,
