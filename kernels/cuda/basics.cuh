@@ -47,6 +47,30 @@ __device__ __forceinline__ void store(void* address, const Vector& x) {
                : "memory");
 }
 
+// Copies 16 bytes, or 4, to shared memory without registers: the assembler would move loads to their uses to save
+// these, and fewer would be in flight. Zeros unless `exists`. The thread reads them after wait_for_copies.
+__device__ __forceinline__ void copy_async(Vector* shared, const void* global, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(static_cast<uint32>(__cvta_generic_to_shared(shared))), "l"(global), "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async(float* shared, const float* global, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               :
+               : "r"(static_cast<uint32>(__cvta_generic_to_shared(shared))), "l"(global), "r"(exists ? 4 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but this thread's last `kPending` groups of copies have arrived.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // ---- Mathematics --------------------------------------------------------------------------------------------------
 
 // 2^x in one instruction. Denormal results are 0.
@@ -59,6 +83,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -14,7 +14,8 @@ using Element = Type::Element;
 
 constexpr int kThreads = 128;
 constexpr int kElements = Type::kElements;
-constexpr int kBatch = 8;  // states that a thread loads before it uses the first
+constexpr int kBatch = 4;    // states that are added to the softmax at once
+constexpr int kBatches = 2;  // that are copied at the same time
 
 // The online softmax of a packed row. row_max is the largest s so far, row_sum the sum of 2^(s - row_max), acc the sum
 // of 2^(s - row_max) * v over this thread's elements.
@@ -44,7 +45,7 @@ struct Softmax {
   }
 
   __device__ __forceinline__ Vector output() const {
-    const float inverse = row_sum > 0.0f ? 1.0f / row_sum : 0.0f;
+    const float inverse = row_sum > 0.0f ? reciprocal_approx(row_sum) : 0.0f;
     float value[kElements];
 #pragma unroll
     for (int e = 0; e < kElements; ++e) value[e] = acc[e] * inverse;
@@ -76,7 +77,8 @@ struct Place {
 
 // Grid: blocks of kThreads / vectors packed rows.
 // Owns: a CTA owns that many packed rows, and merges all states of each.
-// Loop invariant: `softmax` is that of the states before `state`.
+// Loop invariant: `softmax` is that of the states before `state`. The copies of those from `state` to
+// `state + kBatches * kBatch` are under way. A thread reads what it has copied itself: there are no barriers.
 // Bound by: memory bandwidth; with few rows by latency, since batches of states are loaded one after the other.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_states_kernel(const Element* v,   // [rows, states, heads, vectors * kElements]
@@ -92,33 +94,33 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (!at.exists) return;
   v += at.row * stride_v_row + at.head * stride_v_head + at.column;
   s += at.row * stride_s_row + at.head;
+  __shared__ Vector copied_v[kBatches][kBatch][kThreads];
+  __shared__ float copied_s[kBatches][kBatch][kThreads];
+  const auto copy = [&](int batch, int first) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const bool exists = first + i < states;
+      copy_async(&copied_v[batch][i][threadIdx.x], exists ? v + (first + i) * stride_v_state : v, exists);
+      copy_async(&copied_s[batch][i][threadIdx.x], exists ? s + (first + i) * stride_s_state : s, exists);
+    }
+    commit_copies();
+  };
+#pragma unroll
+  for (int batch = 0; batch < kBatches; ++batch) copy(batch, batch * kBatch);
   Softmax softmax;
-  int state = 0;
-  for (; state + kBatch <= states; state += kBatch) {
+  int batch = 0;
+  for (int state = 0; state < states; state += kBatch) {
+    wait_for_copies<kBatches - 1>();
     float lses[kBatch];
     Vector values[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      lses[i] = s[i * stride_s_state];
-      values[i] = load_streaming(v + i * stride_v_state);
+      lses[i] = state + i < states ? copied_s[batch][i][threadIdx.x] : -kInfinity;
+      values[i] = copied_v[batch][i][threadIdx.x];
     }
     softmax.add(lses, values);
-    v += kBatch * stride_v_state;
-    s += kBatch * stride_s_state;
-  }
-  if (state < states) {
-    float lses[kBatch];
-    Vector values[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      lses[i] = -kInfinity;
-      values[i] = Vector{};
-      if (state + i < states) {
-        lses[i] = s[i * stride_s_state];
-        values[i] = load_streaming(v + i * stride_v_state);
-      }
-    }
-    softmax.add(lses, values);
+    copy(batch, state + kBatches * kBatch);
+    batch = (batch + 1) % kBatches;
   }
   store(out + at.packed_row * (vectors * kElements) + at.column, softmax.output());
   if (at.column == 0) lse[at.packed_row] = softmax.lse();
