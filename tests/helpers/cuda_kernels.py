@@ -1,16 +1,23 @@
-"""CUDA kernels as the compiler sees them, without a GPU: their parameters, and what they take of one."""
+"""CUDA kernels as the compiler sees them, without a GPU: their parameters, and what they take of one.
+
+``python -m helpers.cuda_kernels`` in ``tests/`` prints the latter. With ``--write`` it stores it in
+``resources_cuda.json`` for the version of nvrtc that compiled them.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import subprocess
 import tempfile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from attn_ops.kernels.cuda import nvrtc
 from attn_ops.kernels.cuda.build import specializations
-from attn_ops.kernels.cuda.compile import ARCHITECTURE, cubin_of, options, sources
+from attn_ops.kernels.cuda.compile import ARCHITECTURE, compiler, cubin_of, options, sources
 from attn_ops.kernels.cuda.kernel import Specialization
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.find()[0] is None, reason=f"there is no nvrtc: {nvrtc.find()[1]}")
@@ -29,11 +36,11 @@ C_TYPES = {
 
 def compiled_parameters(one: Specialization) -> list[str]:
     """The types of the kernel's parameters in the compiler's output, of :data:`PTX_TYPES`."""
-    compiler, _ = nvrtc.find()
-    assert compiler is not None
+    found_compiler, _ = nvrtc.find()
+    assert found_compiler is not None
     source, headers = sources(one)
     words = [word.replace(ARCHITECTURE, ARCHITECTURE.replace("sm", "compute")) for word in options(one)]
-    ptx = compiler.compile(one.kernel.source, source, headers, words, "PTX").decode()
+    ptx = found_compiler.compile(one.kernel.source, source, headers, words, "PTX").decode()
     found = re.search(rf"\.entry {one.kernel.function}\((.*?)\)", ptx, re.DOTALL)
     assert found is not None, f"{one.kernel.source} has no function {one.kernel.function}"
     types = re.findall(r"\.param(?: \.align \d+)? \.(\w+)[^,\[]*(\[\d+\])?", found[1])
@@ -89,3 +96,30 @@ def usage_of(one: Specialization) -> Usage:
 def measure() -> dict[str, Usage]:
     """By name of the specialization."""
     return {one.name: usage_of(one) for one in specializations()}
+
+
+TABLE = Path(__file__).parents[1] / "resources_cuda.json"
+
+
+def compiler_version() -> str:
+    return compiler()[0]
+
+
+def read() -> dict[str, dict[str, list[int]]]:
+    """By compiler and kernel: the fields of :class:`Usage`."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def write(found: dict[str, Usage]) -> None:
+    text = json.dumps(read() | {compiler_version(): found}, indent=1)
+    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3, \4]", text) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    measured = measure()
+    for name, row in measured.items():
+        print(f"{name:45}", *(f"{field} {value:6}" for field, value in row._asdict().items()))
+    if parser.parse_args().write:
+        write(measured)
