@@ -56,8 +56,8 @@ class Environment:
         launcher: whether eager calls on CUDA are prepared, and why not.
         images: whether packages that are made here contain images of compiled kernels, and why not.
         cuda_compiler: the compiler of CUDA kernels, or why there is none.
-        cuda_kernels: where compiled CUDA kernels come from: the number that the installation carries for this version of
-            CUDA, and the cache on disk.
+        cuda_kernels: where compiled CUDA kernels come from: the number that the installation carries for this CUDA, and
+            the cache on disk.
         tuning_table: the table that ``ATTN_OPS_TILES`` names, and its number of entries for these GPUs.
         variables: those of :data:`VARIABLES` that are set.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attn_ops.kernels import cuda
+from attn_ops.kernels.cuda import compile as compile_module
 from attn_ops.kernels.cuda import kernel as kernel_module
 from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
@@ -259,6 +262,21 @@ def test_the_declared_parameters_are_those_of_the_source(one: Specialization) ->
     assert compiled_parameters(one) == [PTX_TYPES[kind] for kind in one.kernel.parameters.values()]
     pointers = {name for name, kind in one.kernel.parameters.items() if kind == "pointer"}
     assert {*one.kernel.writes, *one.kernel.aligned} <= pointers
+
+
+@needs_nvrtc
+def test_the_kernel_of_the_documentation_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "contributing" / "backend.md"
+    fences = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    texts = {language: text for language, text in fences if "kernels/cuda/scale" in text.splitlines()[0]}
+    shutil.copy(compile_module.FOLDER / "basics.cuh", tmp_path)
+    (tmp_path / "scale.cu").write_text(texts["cuda"])
+    monkeypatch.setattr(compile_module, "FOLDER", tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(texts["python"], namespace)
+    one = namespace["SPECIALIZATIONS"][2]
+    assert list(declared_parameters(one).items()) == list(one.kernel.parameters.items())
+    assert compiled_parameters(one) == [PTX_TYPES[kind] for kind in one.kernel.parameters.values()]
 
 
 @needs_nvrtc
