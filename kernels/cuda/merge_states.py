@@ -70,19 +70,19 @@ SPECIALIZATIONS = {
 """By op and dtype."""
 
 
-def _sizes(rows: Any, heads: Any, dim: int, dtype: torch.dtype) -> tuple[tuple[Any], dict[str, Any]]:
-    """The grid, and the arguments of :data:`SIZES`."""
-    vectors = int(dim) * dtype.itemsize // VECTOR_BYTES
+def _sizes(v: Tensor) -> tuple[tuple[Any], dict[str, Any]]:
+    """The grid, and the arguments of :data:`SIZES`, for ``v [rows, ..., heads, head_dim]``."""
+    heads, dim = v.shape[-2:]
+    vectors = int(dim) * v.itemsize // VECTOR_BYTES
     rows_of_cta = THREADS // vectors
-    packed_rows = rows * heads
+    packed_rows = v.shape[0] * heads
     grid = ((packed_rows + rows_of_cta - 1) // rows_of_cta,)
     return grid, {"packed_rows": packed_rows, "heads": heads, "vectors": vectors}
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = allocate_merge_states(v, s)
-    rows, states, heads, dim = v.shape
-    grid, sizes = _sizes(rows, heads, dim, v.dtype)
+    grid, sizes = _sizes(v)
     launch(
         SPECIALIZATIONS["merge_states", v.dtype],
         grid,
@@ -90,7 +90,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         s=s,
         out=out,
         lse=lse,
-        states=states,
+        states=v.shape[1],
         stride_v_row=v.stride(0),
         stride_v_state=v.stride(1),
         stride_v_head=v.stride(2),
@@ -103,7 +103,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = allocate_merge_state(v_a, s_a)
-    grid, sizes = _sizes(*v_a.shape, v_a.dtype)
+    grid, sizes = _sizes(v_a)
     launch(
         SPECIALIZATIONS["merge_state", v_a.dtype],
         grid,
@@ -125,7 +125,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    grid, sizes = _sizes(*v.shape, v.dtype)
+    grid, sizes = _sizes(v)
     launch(
         SPECIALIZATIONS["merge_state_in_place", v.dtype],
         grid,
