@@ -18,7 +18,7 @@ from attn_ops.kernels.cuda import kernel as kernel_module
 from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
-from attn_ops.kernels.cuda.merge_states import DTYPES
+from attn_ops.kernels.cuda.merge_states import DTYPES, KERNELS
 from helpers import native_launcher as n
 from helpers.cuda_kernels import (
     PTX_TYPES,
@@ -31,6 +31,7 @@ from helpers.fake_driver import FakeDriver, needs_the_module
 from helpers.native_launcher import FakeLibcuda, Launcher, view
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attn_ops.eager.launches import capture_launches
 from attn_ops.native import packaged_launch
@@ -293,3 +294,37 @@ def test_merges_launch_their_rows(fake_driver: FakeDriver, dtype: torch.dtype) -
     cuda.merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1], torch.ones(5, dtype=torch.bool))
     cuda.merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
     assert fake_driver.get("launches") == 4
+
+
+@needs_nvrtc
+@needs_the_module
+@pytest.mark.parametrize("op", KERNELS)
+def test_a_package_of_merges_takes_any_number_of_rows(
+    op: str, fake_driver: FakeDriver, packaged: list[Packaged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
+    eager: list[tuple[int, ...]] = []
+    monkeypatch.setattr(launch_module.launches, "run", lambda one, device: eager.append(one.integers))
+    symbols: list[Any] = []
+
+    def call(v: Tensor, s: Tensor) -> Tensor:
+        symbols.extend(n.node for n in v.shape if isinstance(n, torch.SymInt))
+        pair = v[:, 0], s[:, 0], v[:, 1], s[:, 1]
+        getattr(cuda, op)(*((v, s) if op == "merge_states" else pair))
+        return v
+
+    def states(rows: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(rows, 6, 4, 128, dtype=BF16), torch.zeros(rows, 6, 4)
+
+    images = ImageSet()
+    with collect(images):
+        make_fx(call, tracing_mode="symbolic")(*states(50))
+    ((outs, ins, integers, _, name),) = packaged
+    hints = {node.expr: node.hint for node in symbols}
+    sizes = 2 * sum(t.dim() for t in (*outs, *ins))
+    assert images.images[name].function == f"{op}_kernel"
+    for count in (50, 7, 1000):
+        call(*states(count))
+        hints[symbols[0].expr] = count  # of dimension 0
+        values = [int(i.node.expr.subs(hints)) if isinstance(i, torch.SymInt) else i for i in integers]
+        assert (*values[:3], *values[3 + sizes :]) == eager[-1]
