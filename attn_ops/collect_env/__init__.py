@@ -1,11 +1,13 @@
 """What a bug report needs: versions, GPUs, backends and caches, as this process sees them.
 
-``python -m attn_ops.collect_env`` prints it. Nothing is compiled.
+``python -m attn_ops.collect_env`` prints it. On a GPU that CUDA kernels run on, those of the ops that are listed are
+compiled, unless they are cached: whether they compile is part of the report.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.metadata
 import json
 import os
@@ -30,6 +32,7 @@ OPS = ("plan_decode", "plan_prefill", "append_kv", "batch_decode", "batch_prefil
 VARIABLES = (
     tuning_table.VARIABLE,
     "TORCH_LOGS",
+    "ATTN_OPS_CACHE_DIR",
     "TRITON_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
     "CUDA_VISIBLE_DEVICES",
@@ -52,6 +55,9 @@ class Environment:
         prepared_calls: by op, the number of prepared calls. Ops without any are left out.
         launcher: whether eager calls on CUDA are prepared, and why not.
         images: whether packages that are made here contain images of compiled kernels, and why not.
+        cuda_compiler: the compiler of CUDA kernels, or why there is none.
+        cuda_kernels: where compiled CUDA kernels come from: the number that the installation carries for this CUDA, and
+            the cache on disk.
         tuning_table: the table that ``ATTN_OPS_TILES`` names, and its number of entries for these GPUs.
         variables: those of :data:`VARIABLES` that are set.
     """
@@ -62,6 +68,8 @@ class Environment:
     prepared_calls: dict[str, int]
     launcher: str
     images: str
+    cuda_compiler: str
+    cuda_kernels: str
     tuning_table: str
     variables: dict[str, str]
 
@@ -75,6 +83,8 @@ class Environment:
             "Caches": [
                 f"eager calls: {self.launcher}",
                 f"images in packages: {self.images}",
+                f"compiler of CUDA kernels: {self.cuda_compiler}",
+                f"CUDA kernels: {self.cuda_kernels}",
                 f"prepared calls: {calls or 'none'}",
                 f"tuning table: {self.tuning_table}",
             ],
@@ -108,6 +118,8 @@ def collect_env() -> Environment:
         prepared_calls={op: count for op, cache in OP_CACHES.items() if (count := cache.num_entries)},
         launcher=NATIVE_REASON or "prepared calls",
         images=_images([torch.device("cuda", i) for i in gpus]),
+        cuda_compiler=_cuda_compiler(),
+        cuda_kernels=_cuda_kernels(),
         tuning_table=_tuning_table([torch.cuda.get_device_name(i) for i in gpus]),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
@@ -164,6 +176,22 @@ def _images(gpus: list[torch.device]) -> str:
     if len(set(verdicts.values())) == 1:
         return next(iter(verdicts.values()))
     return "; ".join(f"{device.index}: {verdict}" for device, verdict in verdicts.items())
+
+
+def _cuda_compiler() -> str:
+    name, compile_source = importlib.import_module("attn_ops.kernels.cuda.compile").compiler()
+    found, _ = importlib.import_module("attn_ops.kernels.cuda.nvrtc").find()
+    if compile_source is None:
+        return f"none: {name}"
+    return f"{name}, {found.path}" if found is not None else name
+
+
+def _cuda_kernels() -> str:
+    prebuilt, cache = (importlib.import_module(f"attn_ops.kernels.cuda.{name}") for name in ("prebuilt", "disk_cache"))
+    number = len(prebuilt.manifest(prebuilt.FOLDER).get("images", ()))
+    reason = cache.unusable_reason()
+    kept = f"none are kept on disk: {reason}" if reason else f"kept in {cache.folder()}"
+    return f"{number or 'none'} prebuilt; {kept}"
 
 
 def _tuning_table(gpus: list[str]) -> str:

@@ -18,8 +18,9 @@ NO_EFFECT: dict[str, str] = {
     "allow_fp16_qk_reduction": _ACCURACY,
     "use_fp16_qk_reduction": _ACCURACY,
     "use_fp16_softmax": _ACCURACY,
-    "backend": "names another library's kernels; `reference` and `triton` choose this library's where it has such a "
-    "choice, and `auto` the first that can; `cudnn` also means the layout of its caches for the paged prefill wrapper",
+    "backend": "names another library's kernels; `reference`, `triton` and `cuda` choose this library's where it "
+    "has such a choice, and `auto` the first that can; `cudnn` also means the layout of its caches for the paged "
+    "prefill wrapper",
     "use_tensor_cores": "the backend decides",
     "cute_dsl_impl": "names another library's kernels",
     "bf16q_fp8kv_transform_mode": "FP8 keys and values are converted as they are read",

@@ -1,7 +1,7 @@
 """Images: compiled kernels with the table of their parameters, and the object file that holds them for the linker.
 
 The table is what ``launcher.h`` reads. :mod:`attn_ops.kernels.triton.image` makes images of Triton and Gluon kernels,
-:mod:`attn_ops.native.package` links them into packages.
+:mod:`attn_ops.kernels.cuda.launch` of CUDA kernels, :mod:`attn_ops.native.package` links them into packages.
 """
 
 from __future__ import annotations
@@ -41,6 +41,22 @@ SCALAR_TYPES = {
 }
 """The number of a dtype in PyTorch's C ABI."""
 
+MAP_TYPES = {
+    torch.uint8: 0,
+    torch.float8_e4m3fn: 0,
+    torch.float8_e5m2: 0,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
+"""Element types of a tensor map: the values of ``CUtensorMapDataType``, which has none for FP8."""
+
+ALIGNMENT = 16
+"""Bytes of which addresses are multiples where kernels are compiled for that: the widest loads, and tensor maps."""
+
+MAX_LOADED = 4096
+"""Kernels that a backend keeps ready for eager launches. An insertion beyond it first drops all of them."""
+
 
 class NoImageError(Exception):
     """A kernel that cannot be an image, and why. The package has the general kernels of its op then."""
@@ -53,7 +69,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     rank: int
     alignment: int
-    """Bytes that the address is a multiple of: Triton compiles for it."""
+    """Bytes that the address is a multiple of: kernels are compiled for it."""
 
 
 class MapSpec(NamedTuple):

@@ -69,7 +69,7 @@ class Backend:
     module               has one function per op, of the op's name and signature less ``backend``
     unsupported_reasons  why it does not run a problem; none if it does
     kernels              op -> kernel, for an entry that has some ops only; None: every op, in plain PyTorch
-    specialized          listed before the backend's general entry, under its kernel's name
+    specialized          listed under its kernel's name for its ops alone, before the general entry of its backend
     inductor_lowerable   Inductor can inline its functions: aten ops and Triton kernels. If not, a compiled graph calls
                          the op
     has_images           its kernels are images in packages (:mod:`attn_ops.native`). A package that can have neither
@@ -109,6 +109,16 @@ class Backend:
 _CAPTURE = "attn_ops.kernels.triton.launch:capture_launches"
 
 BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        "cuda",
+        "attn_ops.kernels.cuda",
+        unsupported.cuda_merge_states,
+        kernels=dict.fromkeys(unsupported.CUDA_MERGES, "merge_states"),
+        specialized=True,
+        inductor_lowerable=False,
+        has_images=True,
+        capture="attn_ops.eager.launches:capture_launches",
+    ),
     Backend(
         "triton",
         "attn_ops.kernels.triton.hopper_prefill",
@@ -152,13 +162,13 @@ def choose(problem: Problem, name: str = "auto", lowerable: bool = False, images
     Raises:
         BackendError: no entry runs it, or none of the backend called ``name``; the message gives every reason.
     """
-    candidates = [b for b in _entries(problem.op) if name in ("auto", b.name)]
-    if not candidates:
-        names = dict.fromkeys(backend.name for backend in BACKENDS)
+    names = dict.fromkeys(backend.name for backend in BACKENDS)
+    if name != "auto" and name not in names:
         raise OptionError(
             f"{problem.op}: backend is {name}; expected auto or one of {', '.join(names)}; pass one of these names"
         )
-    refused: list[str] = []
+    candidates = [b for b in _entries(problem.op) if name in ("auto", b.name)]
+    refused: list[str] = [] if candidates else [f"{name}: it has no kernel for {problem.op}"]
     for backend in candidates:
         reasons = backend.unsupported_reasons(problem)
         if lowerable and not backend.inductor_lowerable and not (images and backend.has_images):

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 Body = Callable[..., Any]
 
+SOURCES = ("py", "h", "cpp", "cu", "cuh")
+"""Suffixes of the files that a lowering depends on."""
+
 
 @functools.cache
 def sources_tag() -> str:
@@ -37,7 +40,7 @@ def sources_tag() -> str:
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for folder in (package, *map(Path, kernels.__path__), *map(Path, meta.__path__)):
-        for source in sorted(path for suffix in ("py", "h", "cpp") for path in folder.rglob(f"*.{suffix}")):
+        for source in sorted(path for suffix in SOURCES for path in folder.rglob(f"*.{suffix}")):
             digest.update(source.read_bytes())
     table = tuning_table.file()
     if table is not None and table.is_file():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +45,15 @@ TRITON_COPIES = frozenset({"append_kv", "append_mla_kv"})
 """Ops that move elements of any dtype."""
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+CUDA_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
+"""Ops of ``kernels/cuda/merge_states.py``."""
+
+CUDA_VECTOR = 16
+"""Bytes that CUDA kernels load at once."""
+
+CUDA_MERGE_VECTORS = 128
+"""Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
 
 GLUON_TRITON_VERSIONS = (3, 6), (3, 9)
 """The oldest and the newest release of Triton whose Gluon the Hopper kernels are written in."""
@@ -96,6 +106,14 @@ def _options(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
     return [(False, f"it does not implement {name}") for name in p.options if name not in implemented]
 
 
+def _machine_of_hopper(p: Problem) -> list[str]:
+    """What every kernel for Hopper alone needs of the machine: the first that it lacks."""
+    if p.device.type != "cuda":
+        return [f"it runs on cuda, not {p.device.type}"]
+    capability = compute_capability(p.device)
+    return [] if capability == (9, 0) else [f"it needs compute capability 9.0, not {capability}"]
+
+
 def reference(p: Problem) -> list[str]:
     return []
 
@@ -131,11 +149,9 @@ def triton(p: Problem) -> list[str]:
 
 def _hopper(p: Problem, module: str) -> list[str]:
     """What every Gluon kernel for Hopper needs of the machine and of the memory."""
-    if p.device.type != "cuda":
-        return [f"it runs on cuda, not {p.device.type}"]
-    capability = compute_capability(p.device)
-    if capability != (9, 0):
-        return [f"it needs compute capability 9.0, not {capability}"]
+    machine = _machine_of_hopper(p)
+    if machine:
+        return machine
     if not triton_installed():
         return ["triton is not installed"]
     return _failed(
@@ -175,4 +191,36 @@ def hopper_mla(p: Problem) -> list[str]:
             (p.layout.short_token_stride, "tokens of the cache are too far apart"),
             *_options(p, HOPPER_MLA_OPTIONS),
         ]
+    )
+
+
+def _cuda(p: Problem, module: str, key: Hashable, checks: list[tuple[bool, str]]) -> list[str]:
+    """The reasons of a CUDA kernel, which takes the problem if ``checks`` hold.
+
+    If they do, the kernel is compiled: ``SPECIALIZATIONS[key]`` of ``kernels/cuda/{module}.py``.
+    """
+    reasons = _machine_of_hopper(p) or _failed(checks)
+    if reasons:
+        return reasons
+    native = importlib.import_module("attn_ops.eager.prepared_call")
+    if not native.is_available():
+        return [f"the launcher is missing ({native.NATIVE_REASON})"]
+    kernels, compiler = (importlib.import_module(f"attn_ops.kernels.cuda.{name}") for name in (module, "compile"))
+    reason = compiler.unavailable_reason(kernels.SPECIALIZATIONS[key])
+    return [reason] if reason else []
+
+
+def cuda_merge_states(p: Problem) -> list[str]:
+    row_bytes = p.head_dim_vo * p.dtype.itemsize
+    most = CUDA_MERGE_VECTORS * CUDA_VECTOR
+    return _cuda(
+        p,
+        "merge_states",
+        (p.op, p.dtype),
+        [
+            (p.dtype in TRITON_DTYPES, f"it does not compute in {p.dtype}"),
+            (0 < row_bytes <= most, f"rows of {row_bytes} bytes are not of 1 to {most}"),
+            (row_bytes % CUDA_VECTOR == 0, f"rows of {row_bytes} bytes are not whole vectors of {CUDA_VECTOR}"),
+            (p.layout.aligned, f"rows are not aligned to {CUDA_VECTOR} bytes"),
+        ],
     )

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 SCALARS = ("i32", "i64", "fp32")
 """Parameters that are not pointers, by Triton's name of the type."""
 
 Layout = tuple[tuple[int, "str | dict[str, Any]"], ...]
 """See :func:`parameter_layout`."""
-
-MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
-"""Element types of a tensor map: the values of ``CUtensorMapDataType``."""
 
 SCRATCH_PARAMETERS = 2
 """Triton's last parameters, the global scratch and the profile scratch, which kernels here do not use."""

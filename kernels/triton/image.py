@@ -13,17 +13,14 @@ from typing import Any
 
 import torch
 import triton
-from attn_ops.kernels.triton.cubin import MAP_TYPES, SCRATCH_PARAMETERS, Layout, parameter_layout
+from attn_ops.kernels.triton.cubin import SCRATCH_PARAMETERS, Layout, parameter_layout
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
-from attn_ops.native.images import Image, ImageSet, MapSpec, NoImageError, Parameter, TensorSpec
-from attn_ops.native.op import launch_image
-
-ALIGNMENT = 16
-"""Bytes of which addresses and, for integers, values are multiples if Triton compiles for it."""
+from attn_ops.native.images import ALIGNMENT, MAP_TYPES, Image, ImageSet, MapSpec, NoImageError, Parameter
+from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
 
 GENERAL_SIZE = 3
 """In the place of an integer that only the run knows: no multiple of 16, and not 1. Kernels run any other, too."""
@@ -106,10 +103,6 @@ def eager_image(compiled: Any, layout: Layout, names: Sequence[str], values: Seq
     return image_of(compiled, options, *parameters_of(layout, names, values, lambda _: next(slots)))
 
 
-def _is_aligned(t: Tensor) -> bool:
-    return statically_known_true(t.storage_offset() * t.itemsize % ALIGNMENT == 0)
-
-
 def _is_descriptor(x: Any) -> bool:
     return hasattr(x, "block_shape")
 
@@ -117,7 +110,7 @@ def _is_descriptor(x: Any) -> bool:
 def _compile_value(value: Any) -> Any:
     """What the kernel is compiled for in the place of ``value``."""
     if isinstance(value, Tensor):
-        return _Address(value.dtype, _is_aligned(value))
+        return _Address(value.dtype, is_aligned(value))
     if _is_descriptor(value):
         base = _Address(value.base.dtype, True)
         rank = len(value.shape)
@@ -142,28 +135,6 @@ def tensor_descriptor(cls: Any, base: Tensor, shape: list[Any], strides: list[An
     return made
 
 
-class _Tensors:
-    """The tensors of a call, each once: outputs first, as the op takes them."""
-
-    def __init__(self, names: Sequence[str], values: Sequence[Any], writes: Sequence[str]) -> None:
-        named = [(n, v.base if _is_descriptor(v) else v) for n, v in zip(names, values, strict=True)]
-        mapped = {id(v.base) for v in values if _is_descriptor(v)}
-        named = [(n, t) for n, t in named if isinstance(t, Tensor) and not statically_known_true(t.numel() == 0)]
-        named.sort(key=lambda item: item[0] not in writes)
-        written = {id(t) for n, t in named if n in writes}
-        self.all: list[tuple[str, Tensor]] = []
-        for name, t in named:
-            if all(t is not other for _, other in self.all):
-                self.all.append((name, t))
-        self.num_outputs = len(written)
-        self.slots = {id(t): i for i, (_, t) in enumerate(self.all)}
-        self.specs = tuple(
-            TensorSpec(name, t.dtype, t.dim(), ALIGNMENT if _is_aligned(t) or id(t) in mapped else t.itemsize)
-            for name, t in self.all
-        )
-        self.integers = [n for _, t in self.all for n in (*t.shape, *t.stride())]
-
-
 def launch(
     images: ImageSet, kernel: Any, grid: Sequence[Any], values: Sequence[Any], options: Any, writes: Sequence[str]
 ) -> None:
@@ -180,11 +151,8 @@ def launch(
             f"as triton {triton.__version__} compiles {kernel.__name__}, it needs clusters, scratch memory or "
             "parameters that the launcher does not have"
         )
-    tensors = _Tensors(names, values, writes)
-    parameters, maps = parameters_of(layout, names, values, lambda t: tensors.slots.get(id(t)))
-    scalars, floats = scalars_of(layout, values)
-    integers = [*grid, 1, 1][:3] + tensors.integers + scalars
-    image = image_of(compiled, options, parameters, maps)._replace(tensors=tensors.specs)
-    all_tensors = [t for _, t in tensors.all]
-    outputs, inputs = all_tensors[: tensors.num_outputs], all_tensors[tensors.num_outputs :]
-    launch_image(outputs, inputs, integers, floats, images.add(image))
+    named = [(n, v.base if _is_descriptor(v) else v) for n, v in zip(names, values, strict=True)]
+    mapped = {id(v.base) for v in values if _is_descriptor(v)}
+    tensors = PackagedTensors(named, writes, lambda _, t: ALIGNMENT if is_aligned(t) or id(t) in mapped else t.itemsize)
+    parameters, maps = parameters_of(layout, names, values, tensors.slot_of)
+    tensors.launch(images, image_of(compiled, options, parameters, maps), grid, *scalars_of(layout, values))

@@ -40,9 +40,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from triton.runtime.jit import JITFunction
 
-from attn_ops.eager.prepared_call import ALIGNMENT_MASK, CapturedCall, Launch, is_available, outputs_of
+from attn_ops.eager import launches
+from attn_ops.eager.prepared_call import ALIGNMENT_MASK, CapturedCall, Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
-from attn_ops.native.images import collecting, load
+from attn_ops.native.images import MAX_LOADED, collecting, load
 
 DIRECT_LAUNCH = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Triton releases in which the parameters of a compiled kernel are known (:mod:`.cubin`)."""
@@ -53,9 +54,6 @@ CONCURRENT_COMPILATION = not (3, 11) <= sys.version_info < (3, 11, 8)
 In the others, parsing fails if another thread parses during a garbage collection, with ``SystemError: AST constructor
 recursion depth mismatch``: https://github.com/python/cpython/issues/106905.
 """
-
-MAX_KERNELS = 4096
-"""Entries of the kernel cache."""
 
 Table = TypeVar("Table", bound=type)
 
@@ -141,23 +139,20 @@ def _parameters(kernel: Any) -> Parameters:
 _kernel_cache: dict[tuple[Any, ...], tuple[Any, Layout] | None] = {}
 """Images and their layout by kernel, device, specialization, constants and options; None: Triton launches the kernel.
 
-An insertion beyond ``MAX_KERNELS`` first drops all entries. Their GPU code stays loaded, since CUDA graphs may refer to
+An insertion beyond ``MAX_LOADED`` first drops all entries. Their GPU code stays loaded, since CUDA graphs may refer to
 it. Triton keeps the compiled kernels, so a launch after that looks its kernel up there and loads it once more.
 """
 
 
-class _Capture(threading.local):
-    """The launches that :func:`capture_launches` observes in this thread, and the kernels that are being compiled."""
-
-    launches: list[Launch | None] | None = None
-    """None for a launch that cannot be replayed."""
+class _Compiling(threading.local):
+    """The kernels that this thread's call compiles."""
 
     def __init__(self) -> None:
         self.pending: dict[tuple[Any, ...], Any] = {}
         """Futures of compiled kernels, by key of the kernel cache. Emptied at the end of the captured op."""
 
 
-_capture = _Capture()
+_compiling = _Compiling()
 
 
 def launch(
@@ -210,7 +205,7 @@ def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
     layout, entry = parameter_layout(compiled), None
     if layout is not None:
         entry = load(image.eager_image(compiled, layout, kernel.arg_names, values, options), device), layout
-    if len(_kernel_cache) >= MAX_KERNELS:
+    if len(_kernel_cache) >= MAX_LOADED:
         _kernel_cache.clear()
     _kernel_cache[key] = entry
 
@@ -218,18 +213,18 @@ def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
 @contextmanager
 def _concurrent_compilation() -> Iterator[None]:
     """In this block, kernels that are launched with ``run=False`` compile concurrently. They are loaded at its end."""
-    outer, _capture.pending = _capture.pending, {}
+    outer, _compiling.pending = _compiling.pending, {}
     try:
         with (
             ThreadPoolExecutor() as executor,
             triton.AsyncCompileMode(executor) if CONCURRENT_COMPILATION else nullcontext(),
         ):
             yield
-        for key, (values, compiled) in _capture.pending.items():
+        for key, (values, compiled) in _compiling.pending.items():
             with torch.cuda.device(key[1]):
                 _insert(key, values, compiled)
     finally:
-        _capture.pending = outer
+        _compiling.pending = outer
 
 
 def _launch_direct(
@@ -258,7 +253,7 @@ def _launch_direct(
         wait_until_prepared()
         compiled = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
         if not run and hasattr(compiled, "result"):
-            _capture.pending[key] = values, compiled
+            _compiling.pending[key] = values, compiled
         else:
             _insert(key, values, compiled)
     if not run:
@@ -271,32 +266,15 @@ def _launch_direct(
     integers, floats = image.scalars_of(layout, values)
     shape = (*grid, 1, 1)[:3]
     made = Launch(loaded, image.tensors_of(layout, values), (*shape, *integers), tuple(floats))
-    if _capture.launches is not None:
-        _capture.launches.append(made)
-    if all(grid):
-        made.run(device, torch._C._cuda_getCurrentRawStream(device))
+    launches.run(made, device)
 
 
 def _launch_by_triton(kernel: Any, grid: Sequence[Any], values: Sequence[Any], options: Options) -> None:
-    if _capture.launches is not None:
-        _capture.launches.append(None)
+    launches.record(None)
     if all(grid):
         kernel[tuple(grid)](*values, **options.keywords())
 
 
 def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, CapturedCall | None]:
-    """Call ``function``, which launches kernels and computes nothing else: its result, and what it launched.
-
-    None for a call that launched nothing, or a kernel that Triton launched.
-    """
-    captured: list[Launch | None] = []
-    outer, _capture.launches = _capture.launches, captured
-    try:
-        with _concurrent_compilation():
-            result = function(*args, **kwargs)
-    finally:
-        _capture.launches = outer
-    launches = [x for x in captured if x is not None]
-    if not launches or len(launches) != len(captured):
-        return result, None
-    return result, CapturedCall([x for x in launches if all(x.integers[:3])], outputs_of(result))
+    """Make and capture a call, in which kernels that are launched with ``run=False`` compile concurrently."""
+    return launches.capture_launches(function, args, kwargs, _concurrent_compilation())

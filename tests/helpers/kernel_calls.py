@@ -1,4 +1,4 @@
-"""Small calls on the GPU that together launch every Triton kernel, with its options."""
+"""Small calls on the GPU that together launch every Triton and CUDA kernel, with its options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.ops.schemas import SCHEMAS
+from attn_ops.ops.unsupported import CUDA_MERGES
 from helpers.calls import arguments, observed
 from helpers.device_copies import DeviceCopies
 
@@ -66,6 +67,12 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
 }
 
+ON_CUDA = {f"{op}, CUDA": op for op in CUDA_MERGES}
+"""Calls that the ``cuda`` backend runs, by name; all others are run by ``triton``."""
+
+if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    CALLS |= {name: (op, {}) for name, op in ON_CUDA.items()}
+
 ATTENTION = [name for name, (op, _) in CALLS.items() if op.endswith(("_decode", "_prefill", "_mla"))]
 
 
@@ -73,11 +80,12 @@ def call(name: str) -> tuple[str, dict[str, Any]]:
     """The op and its keyword arguments on the GPU, with the same values every time."""
     torch.manual_seed(0)
     op, changes = CALLS[name]
-    return op, DeviceCopies().copy(arguments(op, **changes))
+    kwargs = DeviceCopies().copy(arguments(op, **changes))
+    return op, kwargs | {"backend": "cuda"} if name in ON_CUDA else kwargs
 
 
 def run(op: str, kwargs: dict[str, Any]) -> list[Tensor]:
-    return observed(op, kwargs, getattr(torch.ops.attn, op)(**kwargs, backend="triton"))
+    return observed(op, kwargs, getattr(torch.ops.attn, op)(**{"backend": "triton"} | kwargs))
 
 
 def astray(kwargs: dict[str, Any], garbage: int) -> dict[str, Any]:

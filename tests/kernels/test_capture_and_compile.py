@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.calls import observed, positional
-from helpers.kernel_calls import ATTENTION, CALLS, call, run
+from helpers.kernel_calls import ATTENTION, CALLS, ON_CUDA, call, run
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -33,7 +33,7 @@ def test_captured(name: str) -> None:
     same(result, expected, last_bits=name != "split decode")  # whose partial results are added in another order
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ATTENTION])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in {*ATTENTION, *ON_CUDA}])
 def test_compiled(name: str) -> None:
     """The graph contains the kernels and calls no op of the library."""
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from attn_ops.kernels.triton import cubin, image, launch
 
+from attn_ops.eager import launches
 from attn_ops.native import images
 
 pytestmark = [needs_the_module, pytest.mark.usefixtures("fake_driver")]
@@ -87,10 +88,10 @@ def test_a_kernel_that_does_not_compile_is_not_pending(monkeypatch: pytest.Monke
     compiling: Future[Any] = Future()
     compiling.set_exception(ValueError("does not compile"))
     with pytest.raises(ValueError, match="does not compile"), launch._concurrent_compilation():
-        launch._capture.pending[(None, 0)] = (), compiling
+        launch._compiling.pending[(None, 0)] = (), compiling
     with launch._concurrent_compilation():
         pass
-    assert not launch._capture.pending
+    assert not launch._compiling.pending
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -183,7 +184,7 @@ def test_launches_of_another_thread_are_not_captured(fake_driver: FakeDriver) ->
         other = threading.Thread(target=_capturing, args=(UncompiledKernel(), torch.zeros(4)))
         other.start()
         other.join()
-        assert launch._capture.launches == []
+        assert launches._captured.launches == []
         return torch.empty(0)
 
     assert launch.capture_launches(function, (torch.zeros(4),), {})[1] is None

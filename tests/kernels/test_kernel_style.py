@@ -58,6 +58,23 @@ def test_kernels_have_docstrings_and_few_parameters(path: Path) -> None:
     assert not {name: parts for name, parts in found.items() if parts}
 
 
+def cuda_kernels(source: str) -> dict[str, str]:
+    """The comment before each function that the host launches, by the function's name."""
+    found = re.findall(
+        r"((?:^//.*\n)*)extern \"C\" __global__[^(]*(?:\([^)]*\)\s*)?\b(\w+_kernel)\(", source, re.MULTILINE
+    )
+    return {name: re.sub(r"^// ?", "", comment, flags=re.MULTILINE) for comment, name in found}
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER.parent / "cuda").glob("*.cu")), ids=lambda path: path.stem)
+def test_cuda_kernels_have_comments(path: Path) -> None:
+    found = cuda_kernels(path.read_text(encoding="utf-8"))
+    assert found
+    for name, comment in found.items():
+        for part in (r"\AGrid: ", r"^Owns: ", r"^Bound by: "):
+            assert re.search(part, comment, re.MULTILINE), f"the comment of {name} has no {part}"
+
+
 def test_what_is_missing_is_found() -> None:
     kernel = """
 @triton.jit(do_not_specialize=["n"])

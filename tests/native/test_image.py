@@ -19,11 +19,12 @@ from torch._subclasses import FakeTensorMode
 
 import attn_ops
 from attn_ops.eager import prepared_call
-from attn_ops.native.images import LIBCUDA, Image, ImageSet, NoImageError, collect, load
+from attn_ops.native import packaged_launch
+from attn_ops.native.images import LIBCUDA, MAP_TYPES, Image, ImageSet, NoImageError, collect, load
 
 pytest.importorskip("triton")
 from attn_ops.kernels.triton import decode, hopper_mla, hopper_prefill, image, launch
-from attn_ops.kernels.triton.cubin import MAP_TYPES, parameter_layout
+from attn_ops.kernels.triton.cubin import parameter_layout
 
 pytestmark = [n.needs_a_compiler, pytest.mark.slow]
 
@@ -129,7 +130,7 @@ class PackagedLaunch(NamedTuple):
 
 def _packaged(op: Op, images: ImageSet, monkeypatch: pytest.MonkeyPatch) -> list[PackagedLaunch]:
     launches: list[PackagedLaunch] = []
-    monkeypatch.setattr(image, "launch_image", lambda *args: launches.append(PackagedLaunch(*args)))
+    monkeypatch.setattr(packaged_launch, "launch_image", lambda *args: launches.append(PackagedLaunch(*args)))
     with offline_compile.compiling_for(90), FakeTensorMode() as mode, collect(images):
         tensors, plan = (list(map(mode.from_tensor, ts)) for ts in (op.tensors, op.planner.state))
         op.function(*tensors, plan, mode.from_tensor(op.planner.workspace), return_lse=True)

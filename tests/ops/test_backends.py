@@ -86,7 +86,7 @@ def test_explain_checks_the_call_and_does_not_run_it() -> None:
     ("backend", "error", "text"),
     [
         ("triton", BackendError, r"{op}: no backend runs this problem \(.*triton: .*it runs on cuda, not cpu.*\); .+"),
-        ("flash", OptionError, r"{op}: backend is flash; expected auto or one of triton, reference; .+"),
+        ("flash", OptionError, r"{op}: backend is flash; expected auto or one of cuda, triton, reference; .+"),
     ],
 )
 def test_a_named_backend_never_falls_back(op: str, backend: str, error: type[Exception], text: str) -> None:

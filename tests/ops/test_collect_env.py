@@ -135,3 +135,20 @@ def test_the_command_prints_it_without_a_warning() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "Versions\n  attn_ops" in done.stdout
     assert "batch_decode: reference:" in done.stdout
+
+
+def test_where_cuda_kernels_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_ops.kernels.cuda import compile as compile_module
+
+    monkeypatch.setenv("ATTN_OPS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_module, "compiler", lambda: ("some compiler 1.0", lambda specialization: b""))
+    found = attn_ops.collect_env()
+    assert found.cuda_compiler.startswith("some compiler 1.0")
+    assert found.cuda_kernels.endswith(f" prebuilt; kept in {tmp_path / 'cuda'}")
+    assert f"CUDA kernels: {found.cuda_kernels}" in str(found)
+    monkeypatch.setattr(compile_module, "compiler", lambda: ("there is no nvrtc", None))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATTN_OPS_CACHE_DIR", str(tmp_path / "file"))
+    found = attn_ops.collect_env()
+    assert found.cuda_compiler == "none: there is no nvrtc"
+    assert "none are kept on disk: " in found.cuda_kernels

@@ -55,15 +55,15 @@ def test_import_leaves_out(imports: list[dict[str, Any]], module: str) -> None:
 
 def test_works_where_triton_is_not_installed() -> None:
     lines = _python("import sys; sys.modules['triton'] = None\n" + MERGE).splitlines()
-    assert "triton is not installed" in lines[0]
-    assert lines[1] == "reference: runs it"
+    assert "triton is not installed" in lines[1]
+    assert lines[-1] == "reference: runs it"
 
 
 def test_works_where_triton_is_broken(tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1 is missing')")
     lines = _python(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + MERGE).splitlines()
-    assert lines[1] == "reference: runs it"
+    assert lines[-1] == "reference: runs it"
 
 
 def test_collect_env_works_where_triton_is_broken(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("plan.state", "ops.options", "native"),
     ("eager.prepared_call",),
-    ("plan", "meta", "eager.startup"),
+    ("plan", "meta", "eager.startup", "eager.launches"),
     ("kernels",),
     ("ops.schemas", "ops.backends", "ops.checks", "ops.inductor", "flops"),
     ("ops.register",),
@@ -55,7 +55,7 @@ LAZY = "kernels"
 PRIVATE: dict[str, set[str]] = {
     "torch._inductor": {"ops.inductor", "ops.size_guards", "native.package", "packaging"},
     "torch._dynamo": {"ops.inductor", "demo.compiling"},
-    "torch._C": {"eager.prepared_call", "kernels.triton.launch"},
+    "torch._C": {"eager.prepared_call", "eager.launches", "kernels.triton.launch"},
 }
 """Private parts of PyTorch, and the modules that may use them: those to look at when a release changes one."""
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from attn_ops.kernels import reference
 from helpers import decoder as d
+from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from attn_ops.ops import backends
@@ -24,16 +25,20 @@ LENGTHS = [5, 3, 9, 1]
 
 @pytest.fixture(autouse=True)
 def special(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The calls of a decode kernel that Inductor does not generate, the first entry of the backend table."""
+    """The calls of kernels that Inductor does not generate, the first entry of the backend table."""
     module, calls = types.ModuleType("special_backend"), []
 
     def batch_decode(*args: Any, **kwargs: Any) -> Any:
         calls.append("batch_decode")
         return reference.batch_decode(*args, **kwargs)
 
-    module.batch_decode = batch_decode  # type: ignore[attr-defined]
+    def merge_state_in_place(*args: Any, **kwargs: Any) -> None:
+        calls.append("merge_state_in_place")
+        reference.merge_state_in_place(*args, **kwargs)
+
+    module.batch_decode, module.merge_state_in_place = batch_decode, merge_state_in_place  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    kernels = {"batch_decode": "special"}
+    kernels = dict.fromkeys(("batch_decode", "merge_state_in_place"), "special")
     entry = Backend("special", module.__name__, lambda _: [], kernels, specialized=True, inductor_lowerable=False)
     monkeypatch.setattr(backends, "BACKENDS", (entry, *backends.BACKENDS))
     backends.choose.cache_clear()
@@ -66,6 +71,28 @@ def test_a_compiled_graph_calls_the_op(dynamic: bool, special: list[str]) -> Non
             sizes = [math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in buffers]
             assert max(sizes, default=0) < eager_args[1].numel() // 2, "a cache is copied"
     assert special
+
+
+def test_a_call_that_writes_its_arguments(special: list[str]) -> None:
+    """Views of larger buffers, which are read before and after."""
+
+    def function(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor) -> tuple[Tensor, Tensor]:
+        before = v.sum(-1) + s
+        torch.ops.attn.merge_state_in_place(v[0], s[0], v_other, s_other)
+        torch.ops.attn.merge_state_in_place(v[1], s[1], v_other, s_other, s_other[:, 0] > 0)
+        return before, v.sum(-1) * 2 + s
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3), torch.randn(5, 3, 16), torch.randn(5, 3)
+    eager_args, compiled_args = d.clone(inputs), d.clone(inputs)
+    expected = function(*eager_args)
+    special.clear()
+    actual, code = run_and_get_code(torch.compile(function, fullgraph=True), *compiled_args)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(compiled_args, eager_args)
+    assert special == ["merge_state_in_place"] * 2
+    assert "torch.ops.attn.merge_state_in_place" in "\n".join(code)
 
 
 @pytest.mark.slow

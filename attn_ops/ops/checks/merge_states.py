@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_ops.errors import ShapeError
 from attn_ops.ops.backends import Problem
-from attn_ops.ops.checks.checker import OpChecker, dtype_name
+from attn_ops.ops.checks.checker import OpChecker, dtype_name, memory_layout
 from attn_ops.ops.options import FLOATS
 
 
@@ -33,20 +33,26 @@ def _alike(op: OpChecker, a: Tensor, b: Tensor, name_a: str, name_b: str) -> Non
         )
 
 
+def _problem(op: str, *values: Tensor) -> Problem:
+    v = values[0]
+    layout = memory_layout(values, (), 0)
+    return Problem(op, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]), layout=layout)
+
+
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, *, backend: str = "auto") -> Problem:
     op = OpChecker("merge_state")
     _states(op, v_a, s_a, "rows, heads", None, "_a")
     _states(op, v_b, s_b, "rows, heads", v_a, "_b")
     _alike(op, v_a, v_b, "v_a", "v_b")
     op.no_grad(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
-    return Problem("merge_state", v_a.device, v_a.dtype, v_a.dtype, head_dim_vo=int(v_a.shape[-1]))
+    return _problem("merge_state", v_a, v_b)
 
 
 def merge_states(v: Tensor, s: Tensor, *, backend: str = "auto") -> Problem:
     op = OpChecker("merge_states")
     _states(op, v, s, "rows, states, heads", None)
     op.no_grad(v=v, s=s)
-    return Problem("merge_states", v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
+    return _problem("merge_states", v)
 
 
 def merge_state_in_place(
@@ -62,7 +68,7 @@ def merge_state_in_place(
         op.tensor("mask", mask, "[rows]", (torch.bool, torch.uint8), v)
         op.size("mask", "rows", mask.shape[0], v.shape[0], "v")
     op.no_grad(v=v, s=s, v_other=v_other, s_other=s_other)
-    return Problem(op.name, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
+    return _problem(op.name, v, v_other)
 
 
 def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, *, backend: str = "auto") -> Problem:
@@ -70,4 +76,4 @@ def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, *, backend: str = 
     _states(op, v, s, "states, heads", None)
     op.indptr("indptr", indptr, "[rows + 1]", v)
     op.no_grad(v=v, s=s)
-    return Problem(op.name, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]))
+    return _problem(op.name, v)

@@ -1,0 +1,70 @@
+"""A launch in a package: the call of ``attn::launch_image`` that a launch on fake tensors traces.
+
+Sizes that the graph leaves open become integers of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from attn_ops.native.images import ALIGNMENT, Image, ImageSet, TensorSpec
+from attn_ops.native.op import launch_image
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Whether a fake tensor starts at a multiple of 16 bytes if its storage does."""
+    return statically_known_true(t.storage_offset() * t.itemsize % ALIGNMENT == 0)
+
+
+class PackagedTensors:
+    """The tensors of a call, each once: outputs first, as the op takes them. Tensors without elements are left out.
+
+    named         parameters with their tensors; what is no tensor is ignored
+    writes        the parameters that the kernel writes
+    alignment_of  bytes that the address of a parameter's tensor must be a multiple of; the launcher checks it
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, Any]], writes: Sequence[str], alignment_of: Callable[[str, Tensor], int]
+    ) -> None:
+        tensors = [(n, t) for n, t in named if isinstance(t, Tensor) and not statically_known_true(t.numel() == 0)]
+        tensors.sort(key=lambda item: item[0] not in writes)
+        written = {id(t) for n, t in tensors if n in writes}
+        self.all: list[Tensor] = []
+        alignments: list[int] = []
+        names: list[str] = []
+        slots: dict[int, int] = {}
+        for name, t in tensors:
+            if id(t) not in slots:
+                slots[id(t)] = len(self.all)
+                self.all.append(t)
+                names.append(name)
+                alignments.append(1)
+            slot = slots[id(t)]
+            alignments[slot] = max(alignments[slot], alignment_of(name, t))
+        self._slots = slots
+        self.num_outputs = len(written)
+        self.specs = tuple(
+            TensorSpec(name, t.dtype, t.dim(), alignment)
+            for name, t, alignment in zip(names, self.all, alignments, strict=True)
+        )
+
+    def slot_of(self, t: Tensor) -> int | None:
+        """The position of ``t`` in the call; None without elements."""
+        return self._slots.get(id(t))
+
+    def launch(
+        self, images: ImageSet, image: Image, grid: Sequence[Any], scalars: Sequence[Any], floats: Sequence[float]
+    ) -> None:
+        """Trace a launch of ``image``, to which it gives the table of these tensors.
+
+        ``scalars`` are the integers of the parameters and of the tensor maps, in the order of the parameters.
+        """
+        sizes = [n for t in self.all for n in (*t.shape, *t.stride())]
+        name = images.add(image._replace(tensors=self.specs))
+        outputs, inputs = self.all[: self.num_outputs], self.all[self.num_outputs :]
+        launch_image(outputs, inputs, [*[*grid, 1, 1][:3], *sizes, *scalars], list(floats), name)

@@ -1,0 +1,138 @@
+"""Compiled kernels on disk, private to the user.
+
+A file holds a digest and a cubin. The digest is of the key and the cubin, so that a file that is cut off, changed or
+under another name is not loaded: it is compiled again. Files of other users are not read, and a folder of another user
+is not used. Files are written whole, so that processes may share the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+LOG = logging.getLogger(__name__)
+
+VARIABLE = "ATTN_OPS_CACHE_DIR"
+"""The environment variable that moves the cache."""
+
+MAX_FILES = 256
+"""A file beyond this removes those that have not been used for the longest time."""
+
+MAX_BYTES = 64 << 20
+"""Larger files are none of ours."""
+
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def folder() -> Path | None:
+    """Where the files are: in ``$ATTN_OPS_CACHE_DIR``, or ``attn_ops`` in the user's cache folder. None: nowhere."""
+    given = os.environ.get(VARIABLE)
+    try:
+        base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_ops"
+    except RuntimeError:  # the user has no home
+        return None
+    return base / "cuda"
+
+
+@contextlib.contextmanager
+def _opened(create: bool) -> Iterator[int]:
+    """A descriptor of the folder, which belongs to this user and is open to no other.
+
+    Raises:
+        OSError: there is none, or it is another user's.
+    """
+    path = folder()
+    if path is None:
+        raise FileNotFoundError("the user has no home folder")
+    if create:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to user {status.st_uid}")
+        if status.st_mode & 0o077:
+            os.fchmod(descriptor, 0o700)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def unusable_reason() -> str:
+    """Why compiled kernels cannot be kept; empty if they can."""
+    try:
+        with _opened(create=True):
+            return ""
+    except OSError as error:
+        return str(error)
+
+
+def _digest(key: str, cubin: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + cubin).digest()
+
+
+def _name(key: str) -> str:
+    return f"{key}.cubin"
+
+
+def load(key: str) -> bytes | None:
+    """The cubin of ``key``, a hexadecimal hash; None if there is none that can be trusted."""
+    try:
+        with _opened(create=False) as where:
+            descriptor = os.open(_name(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=where)
+            with open(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > MAX_BYTES:
+                    LOG.warning("%s is no file of this user's cache: the kernel is compiled again", _name(key))
+                    return None
+                content = file.read(MAX_BYTES)
+            digest, cubin = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+            if digest != _digest(key, cubin):
+                LOG.warning("%s in %s is damaged: the kernel is compiled again", _name(key), folder())
+                return None
+            with contextlib.suppress(OSError):
+                os.utime(_name(key), dir_fd=where, follow_symlinks=False)
+            return cubin
+    except OSError as error:
+        LOG.debug("no compiled kernel %s on disk: %s", key, error)
+        return None
+
+
+def store(key: str, cubin: bytes) -> None:
+    """Keep the cubin of ``key``. Where the disk does not take it, nothing is kept, and later processes compile."""
+    try:
+        with _opened(create=True) as where:
+            partial = f".{os.getpid()}.{secrets.token_hex(8)}"
+            descriptor = os.open(
+                partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=where
+            )
+            try:
+                with open(descriptor, "wb") as file:
+                    file.write(_digest(key, cubin) + cubin)
+                os.rename(partial, _name(key), src_dir_fd=where, dst_dir_fd=where)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial, dir_fd=where)
+                raise
+            _remove_oldest(where)
+    except OSError as error:
+        LOG.info("a compiled kernel is not kept on disk: %s", error)
+
+
+def _remove_oldest(where: int) -> None:
+    """Keep ``MAX_FILES`` files. Partial ones of processes that have ended are among the oldest."""
+    used: list[tuple[float, str]] = []
+    for name in os.listdir(where):
+        with contextlib.suppress(OSError):
+            used.append((os.stat(name, dir_fd=where, follow_symlinks=False).st_mtime, name))
+    for _, name in sorted(used)[: max(0, len(used) - MAX_FILES)]:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=where)

@@ -1,0 +1,113 @@
+"""What a CUDA kernel is to the host: its source, its parameters, and what it is compiled and launched for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+KINDS = ("pointer", "map", "i32", "i64", "fp32")
+"""Kinds of parameters: an address, a tensor map, integers, a float. In C++ they are ``T*``, ``const __grid_constant__
+TensorMap``, ``int`` and ``long long`` (or unsigned), ``float``."""
+
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+"""Bytes of a swizzle -> its ``CUtensorMapSwizzle``."""
+
+
+class TensorMap(NamedTuple):
+    """The value of a parameter of kind ``map``: TMA boxes of a tensor.
+
+    base     its address is that of the map. It must have elements if the kernel loads through the map
+    shape    outermost first, up to five dimensions
+    strides  in elements, outermost first; the last is 1. Multiples of 16 bytes but for the last
+    box      elements of a box in each dimension
+    swizzle  bytes: 0, 32, 64 or 128
+    """
+
+    base: Tensor
+    shape: Sequence[Any]
+    strides: Sequence[Any]
+    box: tuple[int, ...]
+    swizzle: int = 128
+
+
+class Kernel(NamedTuple):
+    """A ``__global__`` function, ``extern "C"``, of a file in this folder.
+
+    parameters  name -> kind, in the order of the function's parameters
+    writes      parameters of kind ``pointer`` that it writes: graphs order calls by them
+    aligned     pointers that must be multiples of 16 bytes. The reasons of the backend entry refuse others
+    options     further options of the compiler, such as ``"--maxrregcount=128"``
+    """
+
+    source: str
+    function: str
+    parameters: Mapping[str, str]
+    writes: tuple[str, ...]
+    aligned: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    def in_order(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
+        """The values of the parameters.
+
+        Raises:
+            TypeError: names are missing or unknown.
+        """
+        if arguments.keys() == self.parameters.keys():
+            return tuple([arguments[name] for name in self.parameters])
+        missing = [name for name in self.parameters if name not in arguments]
+        unknown = [name for name in arguments if name not in self.parameters]
+        raise TypeError(
+            f"{self.function}: launched without {missing} and with unknown {unknown}; expected {list(self.parameters)}"
+        )
+
+
+class Specialization:
+    """A kernel, the macros that it is compiled with, and the launch settings that belong to them.
+
+    Make each once and keep it, as a module's constant or by a cached function: launches look loaded kernels up by it.
+
+    macros        ``{"HEAD_DIM": 128}`` is ``-DHEAD_DIM=128``. Sizes that change from call to call are parameters
+    threads       of a CTA
+    shared_bytes  dynamic shared memory of a CTA
+    cluster       CTAs of a cluster, in x, y and z. The grid is a multiple of it
+    pdl           programmatic dependent launch: the kernel executes ``griddepcontrol.wait`` before it reads what an
+                  earlier kernel writes
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        macros: Mapping[str, int],
+        *,
+        threads: int,
+        shared_bytes: int = 0,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        pdl: bool = True,
+    ) -> None:
+        self.kernel, self.macros = kernel, tuple(sorted((name, int(value)) for name, value in macros.items()))
+        self.threads, self.shared_bytes, self.cluster, self.pdl = threads, shared_bytes, cluster, pdl
+
+    @property
+    def name(self) -> str:
+        """Such as ``"merge_states_kernel DTYPE=1"``."""
+        return " ".join([self.kernel.function, *(f"{name}={value}" for name, value in self.macros)])
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+
+@functools.cache  # one entry for each GPU
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def persistent_grid(items: Any, device: torch.device, ctas_per_sm: int = 1) -> Any:
+    """CTAs of a persistent kernel for ``items`` work items, which in a package is an integer of the call.
+
+    A package may run on a GPU with another number of SMs: the kernel takes any grid.
+    """
+    return torch.sym_min(items, num_sms(device) * ctas_per_sm)

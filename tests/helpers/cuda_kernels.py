@@ -1,0 +1,125 @@
+"""CUDA kernels as the compiler sees them, without a GPU: their parameters, and what they take of one.
+
+``python -m helpers.cuda_kernels`` in ``tests/`` prints the latter. With ``--write`` it stores it in
+``resources_cuda.json`` for the version of nvrtc that compiled them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from attn_ops.kernels.cuda import nvrtc
+from attn_ops.kernels.cuda.build import specializations
+from attn_ops.kernels.cuda.compile import ARCHITECTURE, compiler, cubin_of, options, sources
+from attn_ops.kernels.cuda.kernel import Specialization
+
+needs_nvrtc = pytest.mark.skipif(nvrtc.find()[0] is None, reason=f"there is no nvrtc: {nvrtc.find()[1]}")
+
+PTX_TYPES = {"pointer": "u64", "map": "b8[128]", "i32": "u32", "i64": "u64", "fp32": "f32"}
+"""Kinds of ``kernels/cuda/kernel.py`` -> types of parameters in PTX."""
+
+C_TYPES = {
+    **dict.fromkeys(("int", "int32", "uint32", "unsigned"), "i32"),
+    **dict.fromkeys(("int64", "uint64"), "i64"),
+    "float": "fp32",
+    "const __grid_constant__ TensorMap": "map",
+}
+"""Types of parameters in C++, but for pointers -> kinds."""
+
+
+def compiled_parameters(one: Specialization) -> list[str]:
+    """The types of the kernel's parameters in the compiler's output, of :data:`PTX_TYPES`."""
+    found_compiler, _ = nvrtc.find()
+    assert found_compiler is not None
+    source, headers = sources(one)
+    words = [word.replace(ARCHITECTURE, ARCHITECTURE.replace("sm", "compute")) for word in options(one)]
+    ptx = found_compiler.compile(one.kernel.source, source, headers, words, "PTX").decode()
+    found = re.search(rf"\.entry {one.kernel.function}\((.*?)\)", ptx, re.DOTALL)
+    assert found is not None, f"{one.kernel.source} has no function {one.kernel.function}"
+    types = re.findall(r"\.param(?: \.align \d+)? \.(\w+)[^,\[]*(\[\d+\])?", found[1])
+    return [name + array for name, array in types]
+
+
+def declared_parameters(one: Specialization) -> dict[str, str]:
+    """The names and kinds of the kernel's parameters in its source."""
+    text = re.sub(r"//.*", "", sources(one)[0].decode())
+    found = re.search(rf"__global__[^;{{]*?\b{one.kernel.function}\((.*?)\)\s*{{", text, re.DOTALL)
+    assert found is not None, f"{one.kernel.source} has no function {one.kernel.function}"
+    kinds = {}
+    for parameter in found[1].split(","):
+        of, name = re.fullmatch(r"(.*?)(\w+)", " ".join(parameter.split())).groups()  # type: ignore[union-attr]
+        kinds[name] = "pointer" if "*" in of else C_TYPES[of.strip()]
+    return kinds
+
+
+class Usage(NamedTuple):
+    """What a kernel takes of a GPU."""
+
+    registers: int  # of a thread
+    stack: int  # bytes of a thread: what does not fit in registers
+    shared: int  # bytes of a CTA
+    hgmma: int  # matrix instructions of warpgroups
+
+
+def _tool(name: str, *words: str, cubin: bytes) -> str:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [getattr(triton.knobs.nvidia, name).path, *words, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def usage_of(one: Specialization) -> Usage:
+    cubin, function = cubin_of(one), one.kernel.function
+    report = _tool("cuobjdump", "--dump-resource-usage", cubin=cubin).split(f"Function {function}:")[1]
+    used: dict[str, Any] = {
+        n: int(v) for n, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report.split("Function")[0])
+    }
+    code = _tool("nvdisasm", "-c", cubin=cubin).split(f".text.{function}:")[1].split(".text.")[0]
+    return Usage(
+        used["REG"],
+        used["STACK"] + used["LOCAL"],
+        used["SHARED"] + one.shared_bytes,
+        len(re.findall(r"\bHGMMA\b", code)),
+    )
+
+
+def measure() -> dict[str, Usage]:
+    """By name of the specialization."""
+    return {one.name: usage_of(one) for one in specializations()}
+
+
+TABLE = Path(__file__).parents[1] / "resources_cuda.json"
+
+
+def compiler_version() -> str:
+    return compiler()[0]
+
+
+def read() -> dict[str, dict[str, list[int]]]:
+    """By compiler and kernel: the fields of :class:`Usage`."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def write(found: dict[str, Usage]) -> None:
+    text = json.dumps(read() | {compiler_version(): found}, indent=1)
+    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3, \4]", text) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    measured = measure()
+    for name, row in measured.items():
+        print(f"{name:45}", *(f"{field} {value:6}" for field, value in row._asdict().items()))
+    if parser.parse_args().write:
+        write(measured)

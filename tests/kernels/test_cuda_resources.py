@@ -1,0 +1,41 @@
+"""No CUDA kernel takes more registers, stack or shared memory than ``resources_cuda.json`` lists."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")  # for its disassembler
+
+from helpers.cuda_kernels import Usage, compiler_version, measure, needs_nvrtc, read
+
+pytestmark = needs_nvrtc
+
+REGISTERS = 2
+"""How many more registers a kernel may take: small changes of the source move a few."""
+
+SHARED_MEMORY, REGISTER_FILE = 227 << 10, 255
+"""Of a CTA, in bytes; and of a thread."""
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Usage]:
+    return measure()
+
+
+def test_kernels_fit_and_do_not_spill(measured: dict[str, Usage]) -> None:
+    for name, row in measured.items():
+        assert row.shared <= SHARED_MEMORY, name
+        assert (row.stack, row.registers <= REGISTER_FILE) == (0, True), name
+
+
+@pytest.mark.skipif(compiler_version() not in read(), reason=f"resources_cuda.json has no {compiler_version()}")
+def test_no_kernel_takes_more_than_the_table_says(measured: dict[str, Usage]) -> None:
+    table = read()[compiler_version()]
+    assert measured.keys() == table.keys(), "run (cd tests && python -m helpers.cuda_kernels --write)"
+    worse = []
+    for name, now in measured.items():
+        before = Usage(*table[name])
+        grows = now.registers > before.registers + REGISTERS or now.stack > before.stack or now.shared > before.shared
+        if grows or now.hgmma != before.hgmma:
+            worse.append(f"{name}: {before} was, {now} is")
+    assert not worse, "\n".join([*worse, "if it is meant: (cd tests && python -m helpers.cuda_kernels --write)"])
