@@ -50,6 +50,8 @@ def _opened(create: bool) -> Iterator[int]:
     path = folder()
     if path is None:
         raise FileNotFoundError("the user has no home folder")
+    if os.open not in os.supports_dir_fd:
+        raise OSError("this system does not open files below an open folder")
     if create:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):

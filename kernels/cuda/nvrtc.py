@@ -80,7 +80,10 @@ class Nvrtc:
 
 def _in_packages() -> Iterator[Path]:
     """Libraries of NVIDIA's packages, on which PyTorch's depends, and those in PyTorch's own folder."""
-    spec = importlib.util.find_spec("nvidia")
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):  # another package of that name
+        spec = None
     for location in (spec.submodule_search_locations or ()) if spec else ():
         yield from sorted(Path(location).glob("*/lib/libnvrtc.so.*"))
     yield from sorted((Path(torch.__file__).parent / "lib").glob("libnvrtc[.-]*so*"))

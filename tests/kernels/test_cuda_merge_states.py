@@ -52,9 +52,9 @@ def _states(
 def _check(out: Tensor, lse: Tensor, v: Tensor, s: Tensor) -> None:
     expected_out, expected_lse = merge(v, s)
     assert out.dtype == v.dtype
-    eps = max(torch.finfo(v.dtype).eps, 8 * torch.finfo(torch.float32).eps)
+    eps = max(torch.finfo(v.dtype).eps, 32 * torch.finfo(torch.float32).eps)  # of many states and exponentials of 2^-22
     torch.testing.assert_close(out.cpu().double(), expected_out, rtol=eps, atol=eps)
-    torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-6, atol=1e-5)
 
 
 def _merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
