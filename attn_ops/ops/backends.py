@@ -120,6 +120,16 @@ BACKENDS: tuple[Backend, ...] = (
         capture="attn_ops.eager.launches:capture_launches",
     ),
     Backend(
+        "cuda",
+        "attn_ops.kernels.cuda.prefill",
+        unsupported.cuda_prefill,
+        kernels=dict.fromkeys(("batch_prefill", "ragged_prefill", "single_prefill"), "prefill"),
+        specialized=True,
+        inductor_lowerable=False,
+        has_images=True,
+        capture="attn_ops.eager.launches:capture_launches",
+    ),
+    Backend(
         "triton",
         "attn_ops.kernels.triton.hopper_prefill",
         unsupported.hopper_prefill,

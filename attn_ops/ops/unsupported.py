@@ -52,6 +52,15 @@ CUDA_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
 CUDA_VECTOR = 16
 """Bytes that CUDA kernels load at once."""
 
+CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
+"""``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
+
+CUDA_PREFILL_PAGE = 8
+"""Tokens that a page is a multiple of: those of a swizzled group of rows."""
+
+CUDA_PREFILL_GROUP = 1024
+"""Query heads per KV head up to which packed rows are divided by a multiplication."""
+
 CUDA_MERGE_VECTORS = 128
 """Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
 
@@ -68,7 +77,8 @@ HOPPER_MLA_HEAD_DIMS = (576, 512)
 
 HOPPER_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 HOPPER_PREFILL_OPTIONS = HOPPER_MLA_OPTIONS | {"logits_soft_cap", "window_left", "sinks", "rope_scale", "rope_theta"}
-"""Options that the Hopper kernels implement; those of RoPE have no effect without ``pos_encoding``."""
+CUDA_PREFILL_OPTIONS = HOPPER_PREFILL_OPTIONS | {"window_right"}
+"""Options that the kernels for Hopper implement; those of RoPE have no effect without ``pos_encoding``."""
 
 
 @functools.cache
@@ -222,5 +232,32 @@ def cuda_merge_states(p: Problem) -> list[str]:
             (0 < row_bytes <= most, f"rows of {row_bytes} bytes are not of 1 to {most}"),
             (row_bytes % CUDA_VECTOR == 0, f"rows of {row_bytes} bytes are not whole vectors of {CUDA_VECTOR}"),
             (p.layout.aligned, f"rows are not aligned to {CUDA_VECTOR} bytes"),
+        ],
+    )
+
+
+def cuda_prefill(p: Problem) -> list[str]:
+    dims = p.head_dim_qk, p.head_dim_vo
+    group = p.num_qo_heads // max(p.num_kv_heads, 1)
+    return _cuda(
+        p,
+        "prefill",
+        (*dims, p.op == "batch_prefill", p.dtype),
+        [
+            (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
+            (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
+            (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
+            (dims in CUDA_PREFILL_HEAD_DIMS, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
+            (group <= CUDA_PREFILL_GROUP, f"{group} query heads per KV head are more than {CUDA_PREFILL_GROUP}"),
+            (
+                p.page_size % CUDA_PREFILL_PAGE == 0,
+                f"pages of {p.page_size} tokens are not multiples of {CUDA_PREFILL_PAGE}",
+            ),
+            (p.layout.aligned, "rows are not aligned to 16 bytes"),
+            (
+                p.layout.mappable,
+                "keys and values have no elements, several at one address, or too many for a tensor map",
+            ),
+            *_options(p, CUDA_PREFILL_OPTIONS),
         ],
     )

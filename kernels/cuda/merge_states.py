@@ -81,6 +81,8 @@ def _sizes(v: Tensor) -> tuple[tuple[Any], dict[str, Any]]:
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    if v.shape[1] == 2:  # with all loads in registers: no fixed number of copies in flight, of which most are for none
+        return merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
     out, lse = allocate_merge_states(v, s)
     grid, sizes = _sizes(v)
     launch(

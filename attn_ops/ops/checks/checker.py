@@ -250,6 +250,10 @@ MAX_TOKEN_STRIDE = 1 << 20
 """Elements from a token to the next for which offsets within a KV tile are multiplied in 32 bits."""
 
 
+MAX_MAPPED_ELEMENTS = TMA_BYTES // 2 << 31
+"""Elements of a cache that tensor maps address with coordinates of 31 bits in steps of 16 bytes."""
+
+
 def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor], token_dim: int) -> MemoryLayout:
     """The memory of a call on CUDA; ``token_dim`` is the dimension of the caches that counts tokens.
 
@@ -263,7 +267,9 @@ def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor], token_dim
         return bool(address % TMA_BYTES) or any(known(s * t.itemsize % TMA_BYTES != 0) for s in t.stride()[:-1])
 
     def unmappable(t: Tensor) -> bool:
-        return any(known(n <= 0) for n in (*t.shape, *t.stride()))
+        # Pages and heads share a coordinate, whose steps are their common divisor: a head's columns, usually.
+        elements = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+        return any(known(n <= 0) for n in (*t.shape, *t.stride())) or known(elements >= MAX_MAPPED_ELEMENTS)
 
     return MemoryLayout(
         aligned=not any(map(misaligned, (*queries, *caches))),

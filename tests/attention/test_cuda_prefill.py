@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel against the oracle, and the general kernel in its place."""
+"""The CUDA prefill kernel against the oracle, and the general kernel in its place."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from helpers.page_tables import indptr, page_table
 from torch._inductor.utils import run_and_get_code
 
 import attn_ops
-from attn_ops.ops import unsupported
 from attn_ops.ops.inductor import mark_static
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
-HOPPER_BASE = Case(
+BASE = Case(
     "base",
     kv_lens=(700, 9, 40, 2, 0, 300),
     qo_lens=(100, 3, 7, 0, 5, 300),
@@ -30,14 +29,14 @@ HOPPER_BASE = Case(
     head_dims=(128, 128),
     causal=True,
 )
-HOPPER_AXES: dict[str, tuple[Any, ...]] = {
+AXES: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
     "dtype": (torch.float16,),
     "out_dtype": (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32),
-    "heads": ((4, 4), (8, 1), (7, 1), (10, 2)),
+    "heads": ((4, 4), (8, 1), (7, 1), (10, 2), (32, 1), (72, 1)),
     "kv_layout": ("HND",),
     "storage": ("fused", "padded"),
-    "page_size": (48, 64, 256),
+    "page_size": (8, 48, 64, 256),
     "window_left": (0, 33, 127, 128, 1000),
     "sm_scale": (30.0,),
     "logits_soft_cap": (5.0,),
@@ -46,14 +45,20 @@ HOPPER_AXES: dict[str, tuple[Any, ...]] = {
     "planner": ({"tile_rows": 33}, {"tile_rows": 128}, {"causal": True}),
 }
 _SPLIT: dict[str, Any] = {"kv_lens": (3000, 2000), "qo_lens": (40, 33), "planner": {"num_ctas": 8}}
-HOPPER = [
-    *one_at_a_time(HOPPER_BASE, HOPPER_AXES),
+CASES = [
+    *one_at_a_time(BASE, AXES),
     *(
-        replace(HOPPER_BASE, name=name, **options)
+        replace(BASE, name=name, **options)
         for name, options in {
             "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
             "window, planned": {"window_left": 200, "planner": {"window_left": 200, "causal": True}},
             "window, not causal": {"window_left": 100, "causal": False},
+            "window on the right": {"window_right": 33, "causal": False},
+            "windows on both sides": {"window_left": 20, "window_right": 7, "causal": False},
+            "windows on both sides, planned": {
+                **{"window_left": 20, "window_right": 7, "causal": False},
+                "planner": {"window_left": 20, "window_right": 7},
+            },
             "split": _SPLIT,
             "split, not causal": {**_SPLIT, "causal": False},
             "split, sinks": {**_SPLIT, "sinks": 1.0},
@@ -62,7 +67,7 @@ HOPPER = [
         }.items()
     ),
     *(
-        replace(HOPPER_BASE, name=f"alternating warpgroups, {name}", **{"planner": {"tile_rows": 16}, **options})
+        replace(BASE, name=f"alternating warpgroups, {name}", **{"planner": {"tile_rows": 16}, **options})
         for name, options in {
             "causal": {},
             "not causal": {"causal": False},
@@ -79,7 +84,7 @@ HOPPER = [
         }.items()
     ),
     *(
-        replace(HOPPER_BASE, name=f"{dims[0]}/{dims[1]}, {name}", head_dims=dims, **options)
+        replace(BASE, name=f"{dims[0]}/{dims[1]}, {name}", head_dims=dims, **options)
         for dims in ((64, 64), (192, 128), (256, 256))
         for name, options in {
             "causal": {},
@@ -98,39 +103,40 @@ HOPPER = [
 
 
 @pytest.fixture
-def hopper_runs(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """An entry for each launch of the Hopper kernel. Not its tensors, which a CUDA graph wants freed."""
-    if torch.cuda.get_device_capability() != (9, 0) or not unsupported.gluon_imports("hopper_prefill"):
-        pytest.skip("no Hopper GPU, or no Gluon")
-    kernel, runs = importlib.import_module("attn_ops.kernels.triton.hopper_prefill"), list[None]()
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each launch of the CUDA kernel. Not its tensors, which a CUDA graph wants freed."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    kernel, runs = importlib.import_module("attn_ops.kernels.cuda.prefill"), list[None]()
     launch: Callable[..., None] = kernel.launch
     monkeypatch.setattr(kernel, "launch", lambda *args, **kwargs: (runs.append(None), launch(*args, **kwargs)))
     return runs
 
 
-@pytest.mark.parametrize("case", HOPPER, ids=str)
-def test_paged_matches_oracle(case: Case, hopper_runs: list[None]) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_paged_matches_oracle(case: Case, launches: list[None]) -> None:
     setup = Setup("prefill", case, "cuda")
-    setup.check(*setup.run("triton"), **setup.tolerance("triton"))
-    assert hopper_runs
+    setup.check(*setup.run("cuda"), **setup.tolerance("cuda"))
+    assert launches
 
 
-@pytest.mark.parametrize("case", [c for c in HOPPER if c.storage != "fused" and c.page_size == 16], ids=str)
-def test_ragged_matches_oracle(case: Case, hopper_runs: list[None]) -> None:
+@pytest.mark.parametrize("case", [c for c in CASES if c.storage != "fused" and c.page_size == 16], ids=str)
+def test_ragged_matches_oracle(case: Case, launches: list[None]) -> None:
     setup = Setup("ragged", case, "cuda")
-    setup.check(*setup.run("triton"), **setup.tolerance("triton"))
-    assert bool(hopper_runs) == any(case.kv_lens)  # there is no tensor map of no tokens
+    backend = "cuda" if any(case.kv_lens) else "auto"  # there is no tensor map of no tokens
+    setup.check(*setup.run(backend), **setup.tolerance("cuda"))
+    assert bool(launches) == any(case.kv_lens)
 
 
 @pytest.mark.parametrize(
-    "case", [HOPPER_BASE, *(c for c in HOPPER if c.name == "heads=4-4" or ", cap and sinks" in c.name)], ids=str
+    "case", [BASE, *(c for c in CASES if c.name == "heads=4-4" or ", cap and sinks" in c.name)], ids=str
 )
-def test_single_matches_oracle(case: Case, hopper_runs: list[None]) -> None:
-    Setup("ragged", case, "cuda").check_single("triton")
-    assert hopper_runs
+def test_single_matches_oracle(case: Case, launches: list[None]) -> None:
+    Setup("ragged", case, "cuda").check_single("cuda")
+    assert launches
 
 
-def test_alternating_warpgroups_give_the_same_bits_while_memory_is_busy(hopper_runs: list[None]) -> None:
+def test_alternating_warpgroups_give_the_same_bits_while_memory_is_busy(launches: list[None]) -> None:
     """KV tiles then arrive in no order, and each warpgroup has to wait for its own."""
     batch, rows, tokens, page_size, device = 32, 16, 4096, 16, "cuda"
     pages = batch * tokens // page_size
@@ -141,24 +147,24 @@ def test_alternating_warpgroups_give_the_same_bits_while_memory_is_busy(hopper_r
     k, v = torch.randn(2, pages, page_size, 8, 128, device=device, dtype=torch.bfloat16).unbind()
 
     def run() -> torch.Tensor:
-        return torch.ops.attn.batch_prefill(q, k, v, plan, planner.workspace, causal=True, backend="triton")[0]
+        return torch.ops.attn.batch_prefill(q, k, v, plan, planner.workspace, causal=True, backend="cuda")[0]
 
     alone = run()
     torch.cuda.synchronize()
     assert all(torch.equal(alone, out) for out in [run() for _ in range(100)])
-    assert hopper_runs
+    assert launches
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_graphs_call_the_op(mode: str | None, hopper_runs: list[None]) -> None:
-    """The op stays a call, since Inductor generates no Gluon kernel, and no cache is copied for it."""
+def test_compiled_graphs_call_the_op(mode: str | None, launches: list[None]) -> None:
+    """The op stays a call, since Inductor generates Triton only, and no cache is copied for it."""
     torch._dynamo.reset()
-    setup = Setup("prefill", HOPPER_BASE, "cuda")
+    setup = Setup("prefill", BASE, "cuda")
     mark_static(*setup.planner.state, setup.planner.workspace)
     inputs, options = positional("batch_prefill", setup.arguments)
 
     def step(*args: Any) -> Any:
-        return torch.ops.attn.batch_prefill(args[0] * 1, *args[1:], **options, backend="triton")
+        return torch.ops.attn.batch_prefill(args[0] * 1, *args[1:], **options, backend="cuda")
 
     compiled = torch.compile(step, fullgraph=True, mode=mode)
     with torch.no_grad():
@@ -166,11 +172,11 @@ def test_compiled_graphs_call_the_op(mode: str | None, hopper_runs: list[None]) 
         setup.check(out.clone(), lse.clone())
         for _ in range(3):
             setup.check(*(t.clone() for t in compiled(*inputs)))
-    assert hopper_runs
+    assert launches
     assert "torch.ops.attn.batch_prefill" in "".join(code)
 
 
-@pytest.mark.parametrize("case", HOPPER[:2], ids=str)
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
 @pytest.mark.usefixtures("general_kernels")
 def test_general_kernel_matches_oracle(case: Case) -> None:
     """The kernel that packages without images run, also on Hopper."""

@@ -1,0 +1,211 @@
+// Instructions of sm_90a in plain PTX: mbarriers, TMA, warpgroup matrix products (WGMMA), named barriers.
+//
+// Shared-memory addresses are 32-bit. Operands of WGMMA lie in groups of 8 rows of 64 16-bit columns, 128 bytes, swizzled
+// by 128 bytes: 16-byte chunk c of row r is at r * 128 + ((c ^ r) & 7) * 16, as TMA writes it.
+//
+// The macro DTYPE is the type of the operands: 1 float16, 2 bfloat16.
+#pragma once
+
+#include "basics.cuh"
+
+#define DEVICE __device__ __forceinline__
+
+#if DTYPE == 2
+#define DTYPE_NAME "bf16"
+#else
+#define DTYPE_NAME "f16"
+#endif
+
+namespace attn_ops {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+DEVICE uint32 shared_address(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }
+
+// The value of lane 0, which all lanes of the warp have: the compiler keeps it and what follows from it in uniform registers.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// True in one lane of the warp.
+DEVICE bool elect() {
+  uint32 elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected;
+}
+
+// ---- mbarriers ----------------------------------------------------------------------------------------------------
+
+DEVICE void init_barrier(uint32 barrier, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void arrive(uint32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+DEVICE void arrive_expect(uint32 barrier, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+DEVICE bool try_wait(uint32 barrier, uint32 parity) {
+  uint32 done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
+// Waits for the end of the phase of this parity, which is the current phase or the one before it.
+DEVICE void wait(uint32 barrier, uint32 parity) {
+  while (!try_wait(barrier, parity)) {
+  }
+}
+
+// ---- Named barriers and registers ---------------------------------------------------------------------------------
+
+DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+template <int N>
+DEVICE void increase_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N>
+DEVICE void decrease_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// ---- Copies -------------------------------------------------------------------------------------------------------
+
+DEVICE void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.
+DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
+      : "memory");
+}
+
+DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
+      : "memory");
+}
+
+// 16 bytes to shared memory, zeros unless `exists`.
+DEVICE void copy_chunk(uint32 to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+
+DEVICE void wait_for_chunks() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Before another proxy (TMA, WGMMA) reads what this thread wrote to shared memory.
+DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+DEVICE void store_shared(uint32 to, uint32 value) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory"); }
+
+DEVICE void store_shared(uint32 to, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+DEVICE uint4 load_shared(uint32 from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+
+// ---- Arithmetic ---------------------------------------------------------------------------------------------------
+
+constexpr float kToTanh = 2 * kLog2e;
+
+// tanh(x / kToTanh), by an exponential that may overflow. The hardware's tanh is off by 2^-11, too much for logits.
+DEVICE float tanh_base2(float x) { return __fmaf_rn(-2.0f, reciprocal_approx(1 + exp2_approx(x)), 1.0f); }
+
+// Two floats in the 16-bit type of the query, the first in the lower half.
+DEVICE uint32 pack(float low, float high) {
+  uint32 packed;
+  asm("cvt.rn." DTYPE_NAME "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// ---- WGMMA --------------------------------------------------------------------------------------------------------
+
+// A matrix in shared memory, of groups of 8 rows. `group` and `column` are the bytes from a group to the next 8 rows, and
+// to the same rows of the next 64 columns. K-major, the rows run along the result (queries, keys); MN-major, along the
+// reduction (values).
+DEVICE uint64 k_major(uint32 address, uint32 group) {
+  return (address & 0x3FFFF) >> 4 | uint64(1) << 16 | uint64(group >> 4) << 32 | uint64(1) << 62;
+}
+
+DEVICE uint64 mn_major(uint32 address, uint32 group, uint32 column) {
+  return (address & 0x3FFFF) >> 4 | uint64(column >> 4) << 16 | uint64(group >> 4) << 32 | uint64(1) << 62;
+}
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The compiler moves no use of the accumulator over this.
+template <int N>
+DEVICE void fence_registers(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define R8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define R32(d, i) R8(d, i), R8(d, i + 8), R8(d, i + 16), R8(d, i + 24)
+#define REGISTERS_32(d) R32(d, 0)
+#define REGISTERS_64(d) R32(d, 0), R32(d, 32)
+#define REGISTERS_128(d) R32(d, 0), R32(d, 32), R32(d, 64), R32(d, 96)
+#define OPERANDS_32                                                                                                \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+  "%30,%31"
+#define OPERANDS_64                                                                                                    \
+  OPERANDS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"   \
+              "%57,%58,%59,%60,%61,%62,%63"
+#define OPERANDS_128                                                                                                   \
+  OPERANDS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,"   \
+              "%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,"    \
+              "%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
+
+// COLUMNS is the N of the product, whose accumulator has COLUMNS / 2 registers in each thread of the warpgroup. The
+// operands after the accumulator are numbered A to E, the first of which is A.
+#define DEFINE_WGMMA(COLUMNS, COUNT, A, B, C, D, E, F)                                                                \
+  /* d = a b^T, plus d if `accumulate`: a and b in shared memory, K-major */                                          \
+  DEVICE void wgmma_ss(float (&d)[COUNT], uint64 a, uint64 b, bool accumulate) {                                      \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS           \
+                 "k16.f32." DTYPE_NAME "." DTYPE_NAME " {" OPERANDS_##COUNT "}, %" #A ", %" #B ", p, 1, 1, 0, 0;\n}"  \
+                 : REGISTERS_##COUNT(d)                                                                               \
+                 : "l"(a), "l"(b), "r"(int(accumulate)));                                                             \
+  }                                                                                                                   \
+  /* d += a b: a in registers, b in shared memory, MN-major */                                                        \
+  DEVICE void wgmma_rs(float (&d)[COUNT], const uint32 (&a)[4], uint64 b) {                                           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS           \
+                 "k16.f32." DTYPE_NAME "." DTYPE_NAME " {" OPERANDS_##COUNT "}, {%" #A ", %" #B ", %" #C ", %" #D     \
+                 "}, %" #E ", p, 1, 1, 1;\n}"                                                                         \
+                 : REGISTERS_##COUNT(d)                                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                                       \
+  }
+
+DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+DEFINE_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
+
+}  // namespace attn_ops

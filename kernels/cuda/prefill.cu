@@ -1,0 +1,722 @@
+// Prefill on Hopper: persistent, warp-specialised, one producer and two consumer warpgroups in each CTA.
+//
+// Macros: HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16). Everything else is an argument.
+//
+// A work unit is a block of packed rows of one work item for one KV head: packed row p is query row p / group of the item
+// and head p % group of the KV head's group. A block is 128 packed rows, 64 for each consumer. If an item has 64 at most,
+// both consumers have all of them and take alternate KV tiles (`split_kv`).
+//
+// Grid: one CTA for each SM; CTA c runs units c, 2n - 1 - c, 2n + c, 4n - 1 - c ... of n CTAs. Items are sorted by length,
+//     so that two waves in opposite order balance.
+// Owns: the rows of its units in `out` and `lse`, or their partial result in `partial`.
+// Roles: warp 0 loads keys, warp 1 values, by TMA into rings of kStages KV tiles; warps 2 and 3 load queries of the next
+//     unit; warpgroups 1 and 2 compute.
+// Loop invariant of a consumer, at the top of the iteration for KV tile j: P holds the probabilities of tile j-1, row_max
+//     and row_sum include tile j-1, O includes the tiles before it and is relative to row_max.
+// Barriers: `full` and `empty` of each stage of both rings and of the query buffers; `staging` of a tile of values with
+//     rows to set to 0; named barriers 1 and 2 give the tensor cores to one consumer at a time, so that the products of
+//     one run while the other computes its softmax; 3 and 4 reduce the states of split KV.
+// Bound by: tensor cores for long chunks; exponentials at heads of 64; KV loads for few query rows on long KV.
+#include "basics.cuh"
+#include "hopper.cuh"
+
+namespace attn_ops {
+namespace {
+
+constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
+constexpr int kTile = kDimVo > 128 ? 64 : 128;                         // tokens of a KV tile
+constexpr int kKeyStages = kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;  // KV tiles of the ring of keys
+constexpr int kValueStages = kDimQk == 64 ? 4 : 2;                    // and of values
+constexpr int kQueries = kDimQk > 128 ? 1 : 2;                        // query buffers
+constexpr int kPackedRows = 64;                   // of a consumer
+constexpr int kRowBytes = 128;                    // of 64 columns in shared memory
+constexpr int kGroupBytes = 8 * kRowBytes;        // of 8 rows and 64 columns
+constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk * 2, kValueBytes = kTile * kDimVo * 2;
+constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
+constexpr int kNone = 1 << 30;                    // a window without a bound
+enum NamedBarrier { kBothConsumers = 1 };
+enum OutType { kLikeQuery, kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
+enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
+
+struct Shared {
+  alignas(1024) char query[kQueries][2][kQueryBytes];
+  alignas(1024) char keys[kKeyStages][kKeyBytes];
+  alignas(1024) char values[kValueStages][kValueBytes];
+  float peer_max[kPackedRows], peer_sum[kPackedRows];
+  int unit[kQueries][8];
+  // There are twice as many full barriers as stages, so that each is always waited for by the same consumer when they take
+  // alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
+  uint64 k_full[2 * kKeyStages], k_empty[kKeyStages], v_full[2 * kValueStages], v_empty[kValueStages];
+  uint64 q_full[kQueries], q_empty[kQueries], staging;
+};
+
+struct Problem {
+  const int *qo_indptr, *kv_indices, *work;
+  int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
+  int page_size, box, tile_rows, num_items;
+  bool planned;
+
+  DEVICE bool split_kv() const { return tile_rows * group <= kPackedRows; }
+  DEVICE int block_rows() const { return split_kv() ? kPackedRows : 2 * kPackedRows; }
+  DEVICE int blocks() const { return (tile_rows * group + block_rows() - 1) / block_rows(); }
+  // Packed rows of an item are few: p * (group - 1) < 2^20 makes this exact.
+  DEVICE uint32 reciprocal() const { return ((1u << 20) + group - 1) / group; }
+};
+
+// Keys or values in global memory. A page adds `page_step` and a head `head_step` to the outermost index.
+struct Source {
+  const TensorMap* map;
+  int page_step, head_step;
+};
+
+struct Unit {
+  int row;               // of q: the first query row of the item
+  int count;             // query rows of the item
+  int position;          // of the first query row in the KV sequence
+  int start, end;        // KV tokens that are loaded
+  int hidden;            // tokens from start on that no row sees, less than a box
+  int page_start;        // of the request in kv_indices; its first token in ragged KV
+  int slot;              // of the partial result, negative without a split
+  int first_packed_row;
+  int kv_head;
+};
+
+DEVICE int add_saturating(int a, int b) {
+  const int64 sum = int64(a) + b;
+  return sum > 0x7FFFFFFF ? 0x7FFFFFFF : static_cast<int>(sum);
+}
+
+// Units of this CTA in their order.
+struct Schedule {
+  int wave = 0;
+
+  // Items without rows divide the query rows after the last request's among them. The plan lists them last: after the
+  // first of them, those without such rows are skipped.
+  DEVICE bool next(const Problem& p, Unit& unit) {
+    const int blocks = p.blocks(), of_item = p.num_kv_heads * blocks, total = p.num_items * of_item;
+    const int ctas = gridDim.x;
+    for (;; ++wave) {
+      const int64 u = int64(wave) * ctas + (wave & 1 ? ctas - 1 - int(blockIdx.x) : int(blockIdx.x));
+      if (int64(wave) * ctas >= total) return false;
+      if (u >= total) continue;
+      const int item = int(u) / of_item, first_padding = locate(p, item, unit);
+      if (first_padding > item) {
+        wave = max(wave, int(int64(first_padding) * of_item / ctas) - 1);
+        continue;
+      }
+      unit.kv_head = int(u) / blocks % p.num_kv_heads;
+      unit.first_packed_row = int(u) % blocks * p.block_rows();
+      const int first = unit.first_packed_row / p.group;
+      const int last = min((unit.first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
+      if (first > last) continue;
+      unit.end = min(unit.end, add_saturating(unit.position + last + 1, p.window_right));
+      int begin = max(unit.start, p.window_left == kNone ? 0 : unit.position + first - p.window_left);
+      unit.start = PAGED ? begin / p.box * p.box : begin;
+      unit.start = max(min(unit.start, unit.end), 0);
+      unit.hidden = max(begin - unit.start, 0);
+      ++wave;
+      return true;
+    }
+  }
+
+  // Reads an item, bounded by the capacities. Returns the item itself, or a later one that is the next to have rows.
+  DEVICE int locate(const Problem& p, int item, Unit& unit) const {
+    if (!p.planned) {
+      unit.row = (p.num_items - 1 - item) * p.tile_rows;
+      unit.count = min(p.rows - unit.row, p.tile_rows);
+      unit.start = 0, unit.end = p.kv_rows, unit.position = p.kv_rows - p.rows + unit.row;
+      unit.page_start = 0, unit.slot = -1;
+      return item;
+    }
+    int4 low = {0, 0, 0, 0}, high = {0, 0, -1, 0};
+    if (item < p.max_items) {
+      const int4* record = reinterpret_cast<const int4*>(p.work + int64(item) * kWorkStride);
+      low = record[0], high = record[1];
+    }
+    unit.row = low.x, unit.count = low.y, unit.start = low.z, unit.end = low.w;
+    unit.position = high.x, unit.page_start = max(high.y, 0), unit.slot = high.z;
+    if (PAGED) {
+      const int64 pages = p.num_pages > 0 ? max(p.max_pages - unit.page_start, 0) : 0;
+      unit.end = static_cast<int>(min(int64(unit.end), pages * p.page_size));
+    } else {
+      unit.end = min(unit.end, p.kv_rows - unit.page_start);
+    }
+    if (unit.count <= 0) {
+      const int used = max(p.qo_indptr[p.max_batch], 0), padding = max(p.rows - used, 0);
+      const int first = p.num_items - (padding + p.tile_rows - 1) / p.tile_rows;
+      if (item < first) return first;
+      unit.row = used + (p.num_items - 1 - item) * p.tile_rows;
+      unit.count = p.rows - unit.row;
+      unit.end = min(unit.start, 0), unit.slot = -1;
+    }
+    unit.count = min(unit.count, p.tile_rows);
+    return item;
+  }
+};
+
+// ---- Producers ----------------------------------------------------------------------------------------------------
+
+// The full barriers of a ring, by the number of a KV tile among all of this CTA.
+template <int STAGES>
+struct FullBarriers {
+  uint32 first;
+
+  DEVICE uint32 of(uint32 tile) const { return first + tile % (2 * STAGES) * 8; }
+  DEVICE uint32 parity(uint32 tile) const { return tile / (2 * STAGES) & 1; }
+};
+
+// Where a KV tile of DIM columns has what, in bytes. A page is loaded by one TMA: its tokens are in groups of 8, each with
+// all its columns. Ragged KV begins at any token: all tokens of 64 columns, then those of the next.
+template <int DIM>
+struct TileLayout {
+  static constexpr int kGroup = PAGED ? DIM / 64 * kGroupBytes : kGroupBytes;  // to the next 8 tokens
+  static constexpr int kColumn = PAGED ? kGroupBytes : kTile * kRowBytes;      // to the next 64 columns
+};
+
+DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
+  using Layout = TileLayout<kDimVo>;
+  constexpr int kChunks = kDimVo / 8;
+  for (int i = begin * kChunks + lane; i < end * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    store_shared(values + row / 8 * Layout::kGroup + chunk / 8 * Layout::kColumn + row % 8 * kRowBytes + chunk % 8 * 16,
+                 uint4{0, 0, 0, 0});
+  }
+}
+
+// One warp: the KV tiles of all units into a ring. Boxes after the end are loaded from outside of the tensor map and are
+// 0. Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set
+// to 0, since a probability of 0 times NaN is NaN.
+template <bool VALUES>
+DEVICE void produce(const Problem& p, Source source, Shared& shared) {
+  constexpr int kDim = VALUES ? kDimVo : kDimQk, kBytes = VALUES ? kValueBytes : kKeyBytes;
+  constexpr int kStages = VALUES ? kValueStages : kKeyStages;
+  const int lane = threadIdx.x % 32, box = p.box, boxes = kTile / box;
+  const uint32 ring = shared_address(VALUES ? shared.values[0] : shared.keys[0]);
+  const uint32 full = shared_address(VALUES ? shared.v_full : shared.k_full);
+  const uint32 empty = shared_address(VALUES ? shared.v_empty : shared.k_empty);
+  const uint32 staging = shared_address(&shared.staging);
+  // The page number of this lane's box of the KV tile from token `first` on.
+  const auto load_page = [&](const Unit& unit, int first) -> uint32 {
+    if (!PAGED) return 0;
+    const int token = first + lane * box, index = unit.page_start + token / p.page_size;
+    return lane < boxes && token < unit.end && index < p.max_pages ? p.kv_indices[index] : 0;
+  };
+  Schedule schedule;
+  Unit unit, following;
+  bool exists = schedule.next(p, unit);
+  uint32 number = exists ? load_page(unit, unit.start) : 0, tile = 0, staged = 0;
+  while (exists) {
+    int first = unit.start;
+    do {
+      if (first < unit.end) {
+        const uint32 stage = tile % kStages, to = ring + stage * kBytes;
+        const int token = first + lane * box, visible = unit.end - first;
+        // After the end, outside of the map.
+        const int page = PAGED ? min(number, uint32(p.num_pages) - 1) : 0;
+        const int row = PAGED ? (token < unit.end ? token % p.page_size : p.page_size) / 8
+                              : (token < unit.end ? unit.page_start + token : p.kv_rows);
+        const int head = PAGED ? page * source.page_step + unit.kv_head * source.head_step : unit.kv_head;
+        const bool zero = VALUES && ((visible < kTile && visible % box) || (first == unit.start && unit.hidden));
+        const uint32 loaded = full + tile % (2 * kStages) * 8, barrier = zero ? staging : loaded;
+        wait(empty + stage * 8, tile / kStages & 1 ^ 1);
+        if (lane == 0) arrive_expect(barrier, kBytes);
+        __syncwarp();
+        for (int i = 0; i < boxes; ++i) {
+          const int row_of_box = __shfl_sync(~0u, row, i), head_of_box = __shfl_sync(~0u, head, i);
+          if (elect()) {
+            if (PAGED)
+              load_box(to + i * box / 8 * TileLayout<kDim>::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box, barrier);
+            else
+              load_box(to + i * box * kRowBytes, source.map, 0, row_of_box, 0, head_of_box, barrier);
+          }
+        }
+        if (zero) {
+          wait(staging, staged & 1);
+          ++staged;
+          if (first == unit.start) zero_rows(to, 0, unit.hidden, lane);
+          if (visible < kTile) zero_rows(to, visible, (visible + box - 1) / box * box, lane);
+          fence_async_shared();
+          __syncwarp();
+          if (lane == 0) arrive(loaded);
+        }
+        ++tile;
+      }
+      if (first == unit.start) exists = schedule.next(p, following);  // while the first tile is loaded
+      first += kTile;
+      number = first < unit.end ? load_page(unit, first) : exists ? load_page(following, following.start) : 0;
+    } while (first < unit.end);
+    unit = following;
+  }
+}
+
+// Queries in global memory: the map's boxes are 64 packed rows, or 0 rows of q if a group is not a divisor of 64.
+struct Queries {
+  const TensorMap* map;
+  int box_rows;
+  const char* first;
+  int64 stride_row, stride_head;  // elements
+};
+
+// Copies the packed rows of a unit: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each 64 columns.
+DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 to, int thread) {
+  const uint32 reciprocal = p.reciprocal();
+  const char* from = q.first + (unit.row * q.stride_row + unit.kv_head * p.group * q.stride_head) * 2 + thread % 8 * 16;
+  const uint32 swizzled = thread / 8 * kRowBytes + (thread % 8 ^ thread / 8) * 16;
+  for (int row = thread / 8; row < p.block_rows(); row += 8) {
+    const int packed = unit.first_packed_row + row, tile_row = packed * reciprocal >> 20;
+    const int head = packed - tile_row * p.group;
+    const bool exists = tile_row < unit.count && uint32(unit.row + tile_row) < uint32(p.rows);
+    const char* row_from = exists ? from + (tile_row * q.stride_row + head * q.stride_head) * 2 : q.first;
+    const uint32 row_to = to + row / kPackedRows * kQueryBytes + row % kPackedRows / 8 * kGroupBytes + swizzled;
+#pragma unroll
+    for (int column = 0; column < kDimQk / 64; ++column)
+      copy_chunk(row_to + column * kPackedRows * kRowBytes, exists ? row_from + column * kRowBytes : q.first, exists);
+  }
+  wait_for_chunks();
+  fence_async_shared();
+}
+
+// Two warps, or a thread if TMA loads them: the packed rows of each unit, and the unit itself. One without rows is the end.
+DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
+  const int thread = threadIdx.x % kQueryThreads;
+  if (q.box_rows && thread) return;
+  Schedule schedule;
+  Unit unit;
+  for (uint32 n = 0;; ++n) {
+    const bool exists = schedule.next(p, unit);
+    const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
+    wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
+    if (thread == 0) {
+      const int words[] = {unit.row,   exists ? unit.count : 0, unit.position,         unit.start,
+                           unit.end,   unit.slot,               unit.first_packed_row, unit.kv_head * p.group};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) shared.unit[buffer][i] = words[i];
+    }
+    const uint32 to = shared_address(shared.query[buffer][0]);
+    if (exists && q.box_rows) {
+      const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_packed_row / p.group;
+      arrive_expect(full, blocks * kQueryBytes);
+      for (int i = 0; i < blocks; ++i)
+        load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, full);
+    } else {
+      if (exists) copy_queries(p, q, unit, to, thread);
+      arrive(full);
+    }
+    if (!exists) return;
+  }
+}
+
+// ---- Consumers ----------------------------------------------------------------------------------------------------
+
+// A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.
+struct Rows {
+  float row_max[2], row_sum[2];  // row_sum over the columns of this thread
+  int low[2], high[2];           // tokens that the row sees
+};
+
+using Logits = float[kTile / 2];
+using Output = float[kDimVo / 2];
+using Probabilities = uint32[kTile / 16][4];
+
+DEVICE float max_of_quad(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+DEVICE float sum_of_quad(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
+#pragma unroll
+  for (int column = 0; column < kDimQk; column += 16) {
+    const int box = column / 64, step = column % 64 * 2 / 16;
+    wgmma_ss(logits, query + (box * kPackedRows * kRowBytes / 16 + step), keys + (box * TileLayout<kDimQk>::kColumn / 16 + step),
+             column > 0);
+  }
+  wgmma_commit();
+}
+
+DEVICE void issue_pv(Output& output, const Probabilities& p, uint64 values) {
+#pragma unroll
+  for (int i = 0; i < kTile / 16; ++i) wgmma_rs(output, p[i], values + i * 2 * TileLayout<kDimVo>::kGroup / 16);
+  wgmma_commit();
+}
+
+DEVICE void mask(Logits& logits, const Rows& rows, int first) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int low = rows.low[r] - first, count = rows.high[r] - first;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int token = 8 * i + c;
+        if (token < low || token >= count) logits[4 * i + 2 * r + c] = -kInfinity;
+      }
+  }
+}
+
+// The online softmax over one more KV tile: logits become probabilities. `alpha` rescales sums of the tiles before.
+DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i) largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * r], logits[4 * i + 2 * r + 1]));
+    const float row_max = fmaxf(rows.row_max[r], max_of_quad(largest) * factor);
+    const float anchor = finite(row_max);
+    alpha[r] = exp2_approx(rows.row_max[r] - anchor);
+    rows.row_max[r] = row_max;
+    float sum = rows.row_sum[r] * alpha[r];
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = logits[4 * i + 2 * r + c];
+        x = exp2_approx(x * factor - anchor);
+        sum += x;
+      }
+    rows.row_sum[r] = sum;
+  }
+}
+
+DEVICE void round(Probabilities& p, const Logits& logits) {
+#pragma unroll
+  for (int i = 0; i < kTile / 16; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) p[i][j] = pack(logits[8 * i + 2 * j], logits[8 * i + 2 * j + 1]);
+}
+
+DEVICE void rescale(Output& output, const float (&alpha)[2]) {
+#pragma unroll
+  for (int i = 0; i < kDimVo / 8; ++i)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) output[4 * i + 2 * r + c] *= alpha[r];
+}
+
+DEVICE void release(uint32 empty) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(empty);
+}
+
+// Two floats as a pair of another type. FP8 saturates.
+template <OutType TYPE>
+DEVICE auto pair_of(float x, float y) {
+  if constexpr (TYPE == kFloat32) {
+    return float2{x, y};
+  } else if constexpr (TYPE == kFloat16 || TYPE == kBFloat16) {
+    uint32 pair;
+    if constexpr (TYPE == kFloat16)
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    else
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
+  } else {
+    unsigned short pair;
+    if constexpr (TYPE == kE4M3)
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
+    else
+      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
+    return pair;
+  }
+}
+
+// Stores the two rows of this thread from registers.
+template <OutType TYPE>
+DEVICE void store_rows(void* out, const Output& output, const int64 (&row)[2], const bool (&exists)[2]) {
+  using Pair = decltype(pair_of<TYPE>(0, 0));
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    Pair* to = static_cast<Pair*>(out) + row[r] * (kDimVo / 2) + threadIdx.x % 4;
+    if (exists[r])
+#pragma unroll
+      for (int i = 0; i < kDimVo / 8; ++i) to[4 * i] = pair_of<TYPE>(output[4 * i + 2 * r], output[4 * i + 2 * r + 1]);
+  }
+}
+
+struct Results {
+  const float* sinks;  // of each head, or null
+  void* out;
+  float *lse, *partial;  // lse may be null
+  int slots, out_type;
+};
+
+struct Arguments {
+  float scale, cap;
+  Results results;
+};
+
+// Transposes four words of the four lanes of a quad: lane i gets word i of each.
+DEVICE uint4 transpose_quad(uint32 w0, uint32 w1, uint32 w2, uint32 w3) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  const uint32 a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
+  w0 = odd ? a : w0, w1 = odd ? w1 : a, w2 = odd ? b : w2, w3 = odd ? w3 : b;
+  const uint32 c = __shfl_xor_sync(~0u, upper ? w0 : w2, 2), d = __shfl_xor_sync(~0u, upper ? w1 : w3, 2);
+  return upper ? uint4{c, d, w2, w3} : uint4{w0, w1, c, d};
+}
+
+// Stores the two rows of this thread in the type of the query, 16 bytes at a time.
+DEVICE void store_like_query(void* out, const Output& output, const int64 (&row)[2], const bool (&exists)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    uint4* to = static_cast<uint4*>(out) + row[r] * (kDimVo / 8) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < kDimVo / 8; i += 4) {
+      uint32 words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = pack(output[4 * (i + j) + 2 * r], output[4 * (i + j) + 2 * r + 1]);
+      const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3]);
+      if (exists[r]) to[i] = chunk;
+    }
+  }
+}
+
+// Divides by the row sums and stores output and LSE, or the partial result.
+DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& to, const int (&unit)[8], int first_packed_row,
+                  uint32 reciprocal) {
+  const int lane = threadIdx.x % 32, first = first_packed_row + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
+  const int row = unit[0], count = unit[1], slot = unit[5], first_head = unit[7];
+  const int num_heads = p.num_kv_heads * p.group;
+  float norm[2];
+  int64 to_row[2];
+  bool exists[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int packed = first + 8 * r, tile_row = packed * reciprocal >> 20, head = first_head + packed - tile_row * p.group;
+    exists[r] = tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
+    float row_max = rows.row_max[r], sum = sum_of_quad(rows.row_sum[r]), alpha = 1;
+    if (to.sinks && slot < 0) {  // the combine kernel adds the sink to split tiles
+      const float sink = (exists[r] ? to.sinks[head] : -kInfinity) * kLog2e, joined = fmaxf(row_max, sink);
+      const float anchor = finite(joined);
+      alpha = exp2f(row_max - anchor), sum = sum * alpha + exp2f(sink - anchor), row_max = joined;
+    }
+    norm[r] = sum > 0 ? alpha / sum : 0.f;
+    to_row[r] = ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * num_heads + head;
+    float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * num_heads * kDimVo;
+    if (lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max + log2f(sum);
+  }
+  rescale(output, norm);
+  if (slot >= 0) return store_rows<kFloat32>(to.partial, output, to_row, exists);
+  switch (to.out_type) {
+    case kLikeQuery: return store_like_query(to.out, output, to_row, exists);
+    case kFloat32: return store_rows<kFloat32>(to.out, output, to_row, exists);
+    case kFloat16: return store_rows<kFloat16>(to.out, output, to_row, exists);
+    case kBFloat16: return store_rows<kBFloat16>(to.out, output, to_row, exists);
+    case kE4M3: return store_rows<kE4M3>(to.out, output, to_row, exists);
+    case kE5M2: return store_rows<kE5M2>(to.out, output, to_row, exists);
+  }
+}
+
+// Adds the state of consumer 1 to that of consumer 0, through the query buffer, which neither reads any more.
+DEVICE void reduce(int consumer, Output& output, Rows& rows, Shared& shared, uint32 memory) {
+  const int thread = threadIdx.x % kConsumerThreads, lane = thread % 32;
+  float sums[2] = {sum_of_quad(rows.row_sum[0]), sum_of_quad(rows.row_sum[1])};
+  named_sync(kBothConsumers, 2 * kConsumerThreads);
+  const int line = thread / 32 * 16 + lane / 4;
+  if (consumer == 1) {
+#pragma unroll
+    for (int i = 0; i < kDimVo / 8; ++i)
+      store_shared(memory + (i * kConsumerThreads + thread) * 16,
+                   uint4{__float_as_uint(output[4 * i]), __float_as_uint(output[4 * i + 1]),
+                         __float_as_uint(output[4 * i + 2]), __float_as_uint(output[4 * i + 3])});
+    if (lane % 4 == 0)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) shared.peer_max[line + 8 * r] = rows.row_max[r], shared.peer_sum[line + 8 * r] = sums[r];
+  }
+  named_sync(kBothConsumers, 2 * kConsumerThreads);
+  if (consumer == 1) return fence_async_shared();  // TMA writes here next
+  float alpha[2], peer_alpha[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float peer_max = shared.peer_max[line + 8 * r], row_max = fmaxf(rows.row_max[r], peer_max);
+    const float anchor = finite(row_max);
+    alpha[r] = exp2_approx(rows.row_max[r] - anchor), peer_alpha[r] = exp2_approx(peer_max - anchor);
+    rows.row_max[r] = row_max;
+    const float sum = sums[r] * alpha[r] + shared.peer_sum[line + 8 * r] * peer_alpha[r];
+    rows.row_sum[r] = lane % 4 == 0 ? sum : 0.f;
+  }
+  rescale(output, alpha);
+#pragma unroll
+  for (int i = 0; i < kDimVo / 8; ++i) {
+    const uint4 peer = load_shared(memory + (i * kConsumerThreads + thread) * 16);
+    output[4 * i] += __uint_as_float(peer.x) * peer_alpha[0];
+    output[4 * i + 1] += __uint_as_float(peer.y) * peer_alpha[0];
+    output[4 * i + 2] += __uint_as_float(peer.z) * peer_alpha[1];
+    output[4 * i + 3] += __uint_as_float(peer.w) * peer_alpha[1];
+  }
+  fence_async_shared();
+}
+
+// One warpgroup: the attention of its packed rows, or of its KV tiles, for all units.
+DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, Shared& shared) {
+  const bool split_kv = p.split_kv();
+  const float factor = arguments.cap > 0 ? arguments.cap * kLog2e : arguments.scale * kLog2e;
+  const float to_cap = arguments.cap > 0 ? arguments.scale / arguments.cap * kToTanh : 0.f;
+  const uint32 reciprocal = p.reciprocal();
+  const int lane = threadIdx.x % 32, line = threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
+  const uint64 keys = k_major(shared_address(shared.keys[0]), TileLayout<kDimQk>::kGroup);
+  const uint64 values =
+      mn_major(shared_address(shared.values[0]), TileLayout<kDimVo>::kGroup, TileLayout<kDimVo>::kColumn);
+  const FullBarriers<kKeyStages> k_full = {shared_address(shared.k_full)};
+  const FullBarriers<kValueStages> v_full = {shared_address(shared.v_full)};
+  const uint32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
+  uint32 base = 0;  // number of the unit's first KV tile among all of this CTA
+  for (uint32 n = 0;; ++n) {
+    const uint32 buffer = n % kQueries;
+    wait(shared_address(&shared.q_full[buffer]), n / kQueries & 1);
+    int unit[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) unit[i] = uniform(shared.unit[buffer][i]);
+    const int count = unit[1], position = unit[2], start = unit[3], end = unit[4];
+    if (count <= 0) return;
+    const int first_packed_row = unit[6] + (split_kv ? 0 : consumer * kPackedRows);
+    const uint32 q_empty = shared_address(&shared.q_empty[buffer]);
+    const uint32 query_memory = shared_address(shared.query[buffer][split_kv ? 0 : consumer]);
+    const uint64 query = k_major(query_memory, kGroupBytes);
+
+    Rows rows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int at = position + ((first_packed_row + line + 8 * r) * reciprocal >> 20);
+      // Relative to this thread's first column of a tile.
+      rows.low[r] = (p.window_left == kNone ? 0 : at - p.window_left) - lane % 4 * 2;
+      rows.high[r] = min(end, add_saturating(at + 1, p.window_right)) - lane % 4 * 2;
+      rows.row_max[r] = -kInfinity, rows.row_sum[r] = 0;
+    }
+    // Tiles within these bounds are visible to all rows of this consumer.
+    const int first_position = position + (first_packed_row * reciprocal >> 20);
+    const int last_position = position + ((first_packed_row + kPackedRows - 1) * reciprocal >> 20);
+    const int visible_begin = p.window_left == kNone ? 0 : last_position - p.window_left;
+    const int visible_end = min(end, add_saturating(first_position + 1, p.window_right));
+
+    Output output;
+#pragma unroll
+    for (int i = 0; i < kDimVo / 2; ++i) output[i] = 0;
+    const int tiles = (end - start + kTile - 1) / kTile, step = split_kv ? 2 : 1;
+    int tile = split_kv ? (base ^ consumer) & 1 : 0;  // which full barriers a consumer waits for depends on this
+    if (tile < tiles) {
+      Logits logits;
+      Probabilities probabilities;
+      float alpha[2];
+      const auto softmax = [&](int first) {
+        if (arguments.cap > 0)
+#pragma unroll
+          for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh_base2(logits[i] * to_cap);
+        if (first + kTile > visible_end || first < visible_begin) mask(logits, rows, first);
+        update(logits, rows, factor, alpha);
+      };
+      uint32 number = base + tile;  // of the KV tile whose logits are computed, among all of this CTA
+      wait(k_full.of(number), k_full.parity(number));
+      wgmma_fence();
+      issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));
+      wgmma_wait<0>();
+      fence_registers(logits);
+      release(k_empty + number % kKeyStages * 8);
+      softmax(start + tile * kTile);
+      round(probabilities, logits);
+      for (tile += step; tile < tiles; tile += step) {
+        const uint32 previous = number;
+        number = base + tile;
+        wait(k_full.of(number), k_full.parity(number));
+        wgmma_fence();
+        issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));
+        wait(v_full.of(previous), v_full.parity(previous));
+        fence_registers(output);
+        wgmma_fence();
+        issue_pv(output, probabilities, values + previous % kValueStages * (kValueBytes / 16));
+        wgmma_wait<1>();
+        fence_registers(logits);
+        release(k_empty + number % kKeyStages * 8);
+        softmax(start + tile * kTile);
+        fence_registers(logits);
+        // Complete already. The assembler does not move the exponentials over a loop, behind the wait for O.
+        wait(v_full.of(previous), v_full.parity(previous));
+        wgmma_wait<0>();
+        fence_registers(output);
+        release(v_empty + previous % kValueStages * 8);
+        if (__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) rescale(output, alpha);
+        round(probabilities, logits);
+      }
+      if (!split_kv) release(q_empty);
+      wait(v_full.of(number), v_full.parity(number));
+      wgmma_fence();
+      issue_pv(output, probabilities, values + number % kValueStages * (kValueBytes / 16));
+      wgmma_wait<0>();
+      fence_registers(output);
+      release(v_empty + number % kValueStages * 8);
+    }
+    base += tiles;
+
+    if (split_kv) reduce(consumer, output, rows, shared, query_memory);
+    if (split_kv || tiles <= 0) release(q_empty);
+    if (!split_kv || consumer == 0) store(output, rows, p, arguments.results, unit, first_packed_row, reciprocal);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(384, 1) prefill(
+    const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
+    const __grid_constant__ TensorMap q_map,  // [HEAD_DIM_QK / 64, rows, num_kv_heads * group, 64]
+    // [pages and heads, page_size / 8, HEAD_DIM_QK / 64, 8, 64], or ragged [num_kv_heads, HEAD_DIM_QK / 64, kv_rows, 64]
+    const __grid_constant__ TensorMap k,
+    const __grid_constant__ TensorMap v,      // with HEAD_DIM_VO
+    const float* sinks,                       // [num_kv_heads * group] or null
+    void* out,                                // [rows, num_kv_heads * group, HEAD_DIM_VO]
+    float* lse,                               // [rows, num_kv_heads * group] or null
+    float* partial,  // [slots, tile_rows, num_kv_heads * group, HEAD_DIM_VO], then the LSE without HEAD_DIM_VO
+    const int* qo_indptr,                     // [max_batch + 1]; this and the next two are null without a plan
+    const int* kv_indices,                    // [max_pages]
+    const int* work,                          // [max_items, kWorkStride]
+    float scale, float cap,                   // of the logits; a cap of 0 is none
+    int window_left, int window_right,        // tokens that a row sees before and after its position; kNone: all
+    int rows, int kv_rows, int num_pages, int max_pages, int max_items, int max_batch, int slots,
+    int64 stride_q_row, int64 stride_q_head,  // elements
+    int q_box_rows,                           // rows of q in a box of its map, or 0
+    int num_kv_heads, int group, int page_size,
+    int box,                                  // tokens of a box of the maps of keys and values
+    // What a page and a head add to the outermost index of the maps of paged KV:
+    int k_page_step, int k_head_step, int v_page_step, int v_head_step,
+    int tile_rows,                            // query rows of a work item
+    int num_items, int out_type) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const Problem p = {qo_indptr, kv_indices, work,         window_left, window_right, rows, kv_rows,   num_pages, max_pages,
+                     max_items, max_batch,  num_kv_heads, group,       page_size,    box,  tile_rows, num_items, work != nullptr};
+  const int warp = uniform(threadIdx.x / 32);
+  if (threadIdx.x == 0) {
+    prefetch_map(&q_map);
+    prefetch_map(&k);
+    prefetch_map(&v);
+    const int readers = kConsumerWarps * (p.split_kv() ? 1 : 2);
+    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), 1);
+    for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), 1);
+    for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
+    for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
+    for (uint64& barrier : shared.q_full) init_barrier(shared_address(&barrier), q_box_rows ? 1 : kQueryThreads);
+    for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), 2 * kConsumerWarps);
+    init_barrier(shared_address(&shared.staging), 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  wait_for_earlier_kernels();
+  launch_later_kernels();
+  if (warp < 4) {
+    decrease_registers<40>();
+    if (warp == 0)
+      produce<false>(p, {&k, k_page_step, k_head_step}, shared);
+    else if (warp == 1)
+      produce<true>(p, {&v, v_page_step, v_head_step}, shared);
+    else
+      produce_queries(p, {&q_map, q_box_rows, q, stride_q_row, stride_q_head}, shared);
+  } else {
+    increase_registers<232>();
+    consume(warp / 4 - 1, p, {scale, cap, {sinks, out, lse, partial, slots, out_type}}, shared);
+  }
+}
+
+}  // namespace attn_ops

@@ -1,0 +1,185 @@
+"""Prefill on Hopper: the host side of ``prefill.cu``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
+from attn_ops.kernels.cuda.launch import launch
+from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
+from torch import Tensor
+
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.unsupported import CUDA_PREFILL_HEAD_DIMS
+from attn_ops.plan.state import PlanProblem, PrefillPlan
+
+PACKED_ROWS = 64
+"""Packed rows of a consumer warpgroup, of which a CTA has two."""
+
+COLUMNS = 64
+"""16-bit elements of a row in shared memory: 128 bytes, the width of the swizzle."""
+
+GROUP_TOKENS = 8
+"""Tokens of a page are loaded in groups, so that a page is one box with all columns of a head."""
+
+NO_WINDOW = 1 << 30
+"""``kNone`` of the source."""
+
+DTYPES = {torch.float16: 1, torch.bfloat16: 2}
+"""dtype -> the macro DTYPE."""
+
+OUT_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+"""``OutType`` of the source, for outputs of another dtype than the query's."""
+
+KERNEL = Kernel(
+    "prefill.cu",
+    "prefill",
+    {
+        "q": "pointer",
+        **dict.fromkeys(("q_map", "k", "v"), "map"),
+        **dict.fromkeys(("sinks", "out", "lse", "partial", "qo_indptr", "kv_indices", "work"), "pointer"),
+        **dict.fromkeys(("scale", "cap"), "fp32"),
+        **dict.fromkeys(("window_left", "window_right", "rows", "kv_rows", "num_pages"), "i32"),
+        **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
+        **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
+        **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size", "box"), "i32"),
+        **dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
+        **dict.fromkeys(("tile_rows", "num_items", "out_type"), "i32"),
+    },
+    writes=("out", "lse", "partial"),
+    aligned=("q", "out"),
+)
+
+
+class Tile(NamedTuple):
+    """Sizes of a pair of head dims, ``kTile``, ``kKeyStages``, ``kValueStages`` and ``kQueries`` of the source."""
+
+    tokens: int
+    key_stages: int
+    value_stages: int
+    queries: int
+
+    def shared_bytes(self, dim_qk: int, dim_vo: int) -> int:
+        """Shared memory of a CTA: query buffers, rings, and a KiB for statistics and barriers."""
+        rows = self.queries * 2 * PACKED_ROWS * dim_qk
+        return 2 * (rows + self.tokens * (self.key_stages * dim_qk + self.value_stages * dim_vo)) + 1024
+
+
+TILES = {
+    (64, 64): Tile(128, 4, 4, 2),
+    (128, 128): Tile(128, 2, 2, 2),
+    (192, 128): Tile(128, 2, 2, 1),
+    (256, 256): Tile(64, 3, 2, 1),
+}
+"""By the head dims of keys and of values."""
+
+assert TILES.keys() == CUDA_PREFILL_HEAD_DIMS
+
+SPECIALIZATIONS = {
+    (*dims, paged, dtype): Specialization(
+        KERNEL,
+        {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "PAGED": paged, "DTYPE": number},
+        threads=384,
+        shared_bytes=tile.shared_bytes(*dims),
+    )
+    for dims, tile in TILES.items()
+    for paged in (False, True)
+    for dtype, number in DTYPES.items()
+}
+"""By head dims, whether KV is paged, and dtype."""
+
+
+def paged_map(t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box: int) -> tuple[TensorMap, int, int]:
+    """The map of paged keys or values, and what a page and a head add to its outermost index.
+
+    Pages and heads are one dimension, whose stride divides theirs: a map has five dimensions at most.
+    """
+    page, token, head = strides
+    unit = math.gcd(page, head)
+    pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - 1) * (head // unit) + 1
+    blocks = t.shape[-1] // COLUMNS
+    shape = pages_and_heads, page_size // GROUP_TOKENS, blocks, GROUP_TOKENS, COLUMNS
+    strides = unit, GROUP_TOKENS * token, COLUMNS, token, 1
+    boxes = 1, box // GROUP_TOKENS, blocks, GROUP_TOKENS, COLUMNS
+    return TensorMap(t, shape, strides, boxes), page // unit, head // unit
+
+
+def ragged_map(t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int) -> tuple[TensorMap, int, int]:
+    """The map of ragged keys or values. Heads are its outermost dimension."""
+    _, token, head = strides
+    blocks = t.shape[-1] // COLUMNS
+    shape, boxes = (heads, blocks, tokens, COLUMNS), (1, blocks, box, COLUMNS)
+    return TensorMap(t, shape, (head, COLUMNS, token, 1), boxes), 0, 1
+
+
+def query_map(q: Tensor, group: int) -> tuple[TensorMap, int]:
+    """The map of queries, and its rows of a box: 64 packed rows, unless a group does not divide them."""
+    box_rows = PACKED_ROWS // group if PACKED_ROWS % group == 0 else 0
+    blocks = q.shape[2] // COLUMNS
+    shape, strides = (blocks, q.shape[0], q.shape[1], COLUMNS), (COLUMNS, q.stride(0), q.stride(1), 1)
+    return TensorMap(q, shape, strides, (blocks, max(box_rows, 1), group if box_rows else 1, COLUMNS)), box_rows
+
+
+def launch_tiles(
+    x: Operands,
+    out: Tensor,
+    lse: Tensor,
+    plan: PrefillPlan | None,
+    workspace: Tensor | None,
+    tile_rows: int,
+    num_items: int,
+    o: AttentionOptions,
+) -> None:
+    """Launch the kernel (:data:`attn_ops.kernels.triton.prefill_call.LaunchTiles`)."""
+    num_heads, num_kv_heads = x.heads
+    group, dims = num_heads // num_kv_heads, (x.q.shape[2], x.dims[2])
+    paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
+    page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
+    tokens = TILES[dims].tokens
+    box = math.gcd(page_size, tokens) if paged else tokens
+    make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
+    (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
+        make_map(t, strides, num_kv_heads, extent, box) for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
+    )
+    q_map, q_box_rows = query_map(x.q, group)
+    blocks = -(-tile_rows * group // (PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS))
+    launch(
+        SPECIALIZATIONS[(*dims, paged, x.q.dtype)],
+        (persistent_grid(num_items * num_kv_heads * blocks, x.q.device),),
+        q=x.q,
+        q_map=q_map,
+        k=k,
+        v=v,
+        sinks=o.sinks,
+        out=out,
+        lse=lse if lse.dim() > 1 else None,
+        partial=workspace,
+        **plan_arguments(plan),
+        scale=o.sm_scale or 1 / math.sqrt(dims[0]),
+        cap=o.logits_soft_cap,
+        window_left=NO_WINDOW if o.window_left < 0 else o.window_left,
+        window_right=0 if o.causal else NO_WINDOW if o.window_right < 0 else o.window_right,
+        rows=x.q.shape[0],
+        kv_rows=x.kv_rows,
+        num_pages=x.k.shape[0],
+        stride_q_row=x.q.stride(0),
+        stride_q_head=x.q.stride(1),
+        q_box_rows=q_box_rows,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        page_size=page_size,
+        box=box,
+        k_page_step=k_page_step,
+        k_head_step=k_head_step,
+        v_page_step=v_page_step,
+        v_head_step=v_head_step,
+        tile_rows=tile_rows,
+        num_items=num_items,
+        out_type=0 if out.dtype == x.q.dtype else OUT_TYPES[out.dtype],
+    )
+
+
+batch_prefill, ragged_prefill, single_prefill = prefill_ops(launch_tiles)
