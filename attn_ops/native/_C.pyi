@@ -1,4 +1,4 @@
-"""The extension module (``module.cpp``): the launcher for eager calls."""  # noqa: N999
+"""The extension module (``extension``): the launcher for eager calls."""  # noqa: N999
 
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +69,8 @@ class CallCache:
             on_miss: ``on_miss(key, args, kwargs)`` makes a call without an entry; ``key`` is None if the call cannot be
                 cached.
             interposition_checks: if any returns true, a mode, transform or profiler must observe the op: a miss.
-            of_method: the first argument is the owner, and no part of the key; calls with lists miss.
+            of_method: the cache is called as ``cache(number, owner, args, kwargs)``. The owner is no part of the key;
+                calls with lists miss.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
