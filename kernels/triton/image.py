@@ -15,7 +15,6 @@ import torch
 import triton
 from attn_ops.kernels.triton.cubin import MAP_TYPES, SCRATCH_PARAMETERS, Layout, parameter_layout
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
@@ -106,8 +105,15 @@ def eager_image(compiled: Any, layout: Layout, names: Sequence[str], values: Seq
     return image_of(compiled, options, *parameters_of(layout, names, values, lambda _: next(slots)))
 
 
+def _is_known(condition: Any) -> bool:
+    """Whether ``condition`` holds for all sizes that the graph leaves open."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports SymPy, which eager calls do not
+
+    return statically_known_true(condition)
+
+
 def _is_aligned(t: Tensor) -> bool:
-    return statically_known_true(t.storage_offset() * t.itemsize % ALIGNMENT == 0)
+    return _is_known(t.storage_offset() * t.itemsize % ALIGNMENT == 0)
 
 
 def _is_descriptor(x: Any) -> bool:
@@ -123,7 +129,7 @@ def _compile_value(value: Any) -> Any:
         rank = len(value.shape)
         return _descriptor(type(value), base, [ALIGNMENT] * rank, [ALIGNMENT] * (rank - 1) + [1], value)
     if isinstance(value, torch.SymInt):
-        return ALIGNMENT if statically_known_true(value % ALIGNMENT == 0) else GENERAL_SIZE
+        return ALIGNMENT if _is_known(value % ALIGNMENT == 0) else GENERAL_SIZE
     return value
 
 
@@ -148,7 +154,7 @@ class _Tensors:
     def __init__(self, names: Sequence[str], values: Sequence[Any], writes: Sequence[str]) -> None:
         named = [(n, v.base if _is_descriptor(v) else v) for n, v in zip(names, values, strict=True)]
         mapped = {id(v.base) for v in values if _is_descriptor(v)}
-        named = [(n, t) for n, t in named if isinstance(t, Tensor) and not statically_known_true(t.numel() == 0)]
+        named = [(n, t) for n, t in named if isinstance(t, Tensor) and not _is_known(t.numel() == 0)]
         named.sort(key=lambda item: item[0] not in writes)
         written = {id(t) for n, t in named if n in writes}
         self.all: list[tuple[str, Tensor]] = []
