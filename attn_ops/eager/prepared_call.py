@@ -34,6 +34,9 @@ except ImportError as error:
 ALIGNMENT_MASK = 15
 """Kernels are compiled for pointers that are multiples of 16 bytes: ``not pointer & ALIGNMENT_MASK``."""
 
+CONSTANT = -1
+"""In the place of an argument, for a tensor that is the same in every call."""
+
 MAX_ENTRIES = 4096
 """Entries of a cache. An insertion beyond it first evicts all of them."""
 
@@ -68,7 +71,8 @@ class Launch(NamedTuple):
 
     def run(self, device: int, stream: int) -> None:
         row = (self.image, tuple(range(len(self.tensors))), self.integers, self.floats)
-        _C.PreparedCall((row,), (), tuple(t.data_ptr() for t in self.tensors), (), True).launch(device, stream)
+        sources = tuple((CONSTANT, t.data_ptr()) for t in self.tensors)
+        _C.PreparedCall((row,), sources, (), True).launch(device, stream)
 
 
 class CapturedCall(NamedTuple):
@@ -98,24 +102,13 @@ class CapturedCall(NamedTuple):
         tensors: dict[int, Tensor] = {id(t): t for x in self.launches for t in x.tensors}
         for t in self.outputs:
             tensors.pop(id(t), None)
-        inputs: list[tuple[int, int]] = []
-        addresses: list[int] = []
-        places: dict[int, int] = {}
-        for t in tensors.values():
-            source = _source(t, arguments, constants)
-            if source is not None:
-                places[id(t)] = len(inputs)
-                inputs.append(source)
-            elif _index(constants, t) is None:
-                return None
-        places |= {id(t): len(inputs) + i for i, t in enumerate(self.outputs)}
-        for key, t in tensors.items():
-            if key not in places:
-                places[key] = len(inputs) + len(self.outputs) + len(addresses)
-                addresses.append(t.data_ptr())
+        sources = [_source(t, arguments, constants) for t in tensors.values()]
+        if None in sources:
+            return None
+        places = {key: i for i, key in enumerate((*tensors, *map(id, self.outputs)))}
         rows = tuple((x.image, tuple(places[id(t)] for t in x.tensors), x.integers, x.floats) for x in self.launches)
         makes = (_allocator(t) if i is None else i for t, i in zip(self.outputs, targets, strict=True))
-        return _C.PreparedCall(rows, tuple(inputs), tuple(addresses), tuple(makes), unpack)
+        return _C.PreparedCall(rows, tuple(sources), tuple(makes), unpack)
 
 
 def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
@@ -125,9 +118,14 @@ def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
 
 
 def _source(t: Tensor, arguments: Sequence[Tensor], constants: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The argument that ``t`` is, or is a view of, with its offset in bytes; None without exactly one."""
+    """The argument that ``t`` is, or is a view of, with its offset in bytes; or CONSTANT with its address.
+
+    None if it is neither, or a view of several arguments.
+    """
     i = _index(arguments, t)
-    if i is None and _index(constants, t) is None:
+    if i is None and _index(constants, t) is not None:
+        return CONSTANT, t.data_ptr()
+    if i is None:
         storage = t.untyped_storage().data_ptr()
         found = [i for i, x in enumerate(arguments) if x.untyped_storage().data_ptr() == storage]
         i = found[0] if len(found) == 1 and t.numel() else None

@@ -2,7 +2,7 @@
 
 That is building the C module of Triton's driver, and hashing Triton's installation, hundreds of megabytes, which is
 part of the keys of Triton's kernel cache. Each takes a third of a second or more. Meanwhile the calling thread imports
-the kernels.
+the kernels, and the compiler's front end.
 
 The threads import nothing: two threads that import one package at the same time can see half of it.
 """
@@ -32,8 +32,9 @@ def _preparing() -> Sequence[Future[Any]]:
     executor = ThreadPoolExecutor(2, "attn_ops")
     assembler = executor.submit(lambda: make_backend(driver.active.get_current_target()).hash())
     preparing = assembler, executor.submit(triton_key)
-    with contextlib.suppress(ImportError):  # the backend table says why they cannot run
-        importlib.import_module("attn_ops.kernels.triton")
+    with contextlib.suppress(ImportError):  # the backend table says why kernels cannot run
+        for module in ("attn_ops.kernels.triton", "triton.compiler.code_generator"):
+            importlib.import_module(module)
     return preparing
 
 

@@ -41,18 +41,17 @@ struct PreparedLaunch {
   std::vector<double> floats;
 };
 
-// A call's addresses are those of the inputs, of the outputs, and constants.
+// A call's addresses are those of the sources, then of the outputs.
 struct PreparedCall {
-  struct Input {  // bytes from the start of an argument
-    size_t argument;
+  struct Source {  // bytes from the start of an argument; the address itself if there is no argument
+    Py_ssize_t argument;
     uint64_t offset;
   };
   Ref launch_rows, outputs;  // the rows own the images
   std::vector<PreparedLaunch> launches;
-  std::vector<Input> inputs;
-  std::vector<uint64_t> constants;
+  std::vector<Source> sources;
   Py_ssize_t num_outputs = 0;
-  bool unpack = false, writes_arguments = false;
+  bool unpack = false, takes_arguments = false, writes_arguments = false;
 
   // Launches with these arguments on the device, which is current: the outputs, a new reference.
   PyObject* launch(int device, void* stream, const uint64_t* addresses, PyObject* const* arguments) const;

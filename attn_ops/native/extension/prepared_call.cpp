@@ -4,6 +4,7 @@ namespace attn_ops {
 namespace {
 
 constexpr size_t kMaxAddresses = 128;
+constexpr Py_ssize_t kConstant = -1;
 
 PreparedLaunch launch_of(PyObject* row, size_t num_addresses) {
   PyObject *image, *tensors, *integers, *floats;
@@ -24,24 +25,25 @@ PreparedLaunch launch_of(PyObject* row, size_t num_addresses) {
 
 std::unique_ptr<PreparedCall> make_prepared_call(PyObject* args) {
   auto call = std::make_unique<PreparedCall>();
-  PyObject *launches, *inputs, *constants, *outputs;
+  PyObject *launches, *sources, *outputs;
   int unpack;
-  require(PyArg_ParseTuple(args, "O!O!O!O!p", &PyTuple_Type, &launches, &PyTuple_Type, &inputs, &PyTuple_Type,
-                           &constants, &PyTuple_Type, &outputs, &unpack));
-  for_each(inputs, [&](PyObject* row) {
+  require(PyArg_ParseTuple(args, "O!O!O!p", &PyTuple_Type, &launches, &PyTuple_Type, &sources, &PyTuple_Type, &outputs,
+                           &unpack));
+  for_each(sources, [&](PyObject* row) {
     Py_ssize_t argument;
     unsigned long long offset;
     require(PyArg_ParseTuple(row, "nK", &argument, &offset));
-    call->inputs.push_back({static_cast<size_t>(argument), offset});
-    if (call->inputs.back().argument >= kMaxTensors) raise(PyExc_IndexError, "an input is of no argument");
+    if (argument < kConstant || argument >= static_cast<Py_ssize_t>(kMaxTensors))
+      raise(PyExc_IndexError, "a source is no argument");
+    call->sources.push_back({argument, offset});
+    call->takes_arguments |= argument != kConstant;
   });
-  for_each(constants, [&](PyObject* x) { call->constants.push_back(PyLong_AsUnsignedLongLong(x)); });
   for_each(outputs, [&](PyObject* x) {
     call->writes_arguments |= PyLong_Check(x);
     if (PyLong_Check(x) && PyLong_AsSize_t(x) >= kMaxTensors) raise(PyExc_IndexError, "an output is no argument");
   });
   call->num_outputs = PyTuple_Size(outputs), call->unpack = unpack;
-  const size_t count = call->inputs.size() + static_cast<size_t>(call->num_outputs) + call->constants.size();
+  const size_t count = call->sources.size() + static_cast<size_t>(call->num_outputs);
   if (count > kMaxAddresses) raise(PyExc_ValueError, "a call has more than 128 tensors");
   for_each(launches, [&](PyObject* row) { call->launches.push_back(launch_of(row, count)); });
   call->launch_rows = Ref::of(launches), call->outputs = Ref::of(outputs);
@@ -79,7 +81,7 @@ PyObject* launch_now(PyObject* self, PyObject* args) {
     int device;
     unsigned long long stream;
     require(PyArg_ParseTuple(args, "iK", &device, &stream));
-    if (!call.inputs.empty() || call.writes_arguments) raise(PyExc_TypeError, "the call has arguments");
+    if (call.takes_arguments || call.writes_arguments) raise(PyExc_TypeError, "the call has arguments");
     return call.launch(device, reinterpret_cast<void*>(stream), nullptr, nullptr);
   });
 }
@@ -91,14 +93,13 @@ PyMethodDef methods[] = {{"launch", launch_now, METH_VARARGS, nullptr}, {}};
 // Everything of a call is on the stack: threads share nothing that is written.
 PyObject* PreparedCall::launch(int device, void* stream, const uint64_t* given, PyObject* const* arguments) const {
   uint64_t addresses[kMaxAddresses], *next = addresses;
-  for (const Input& input : inputs) *next++ = given[input.argument] + input.offset;
+  for (const Source& s : sources) *next++ = (s.argument == kConstant ? 0 : given[s.argument]) + s.offset;
   Ref made(PyTuple_New(num_outputs));
   for (Py_ssize_t i = 0; i < num_outputs; ++i) {
     Ref output = make_output(PyTuple_GetItem(outputs.get(), i), arguments);
     *next++ = address_of(output.get());
     require(!PyTuple_SetItem(made.get(), i, output.release()));
   }
-  for (const uint64_t constant : constants) *next++ = constant;
   PyThreadState* thread = PyEval_SaveThread();
   const Status status = launch_all(*this, addresses, device, stream);
   PyEval_RestoreThread(thread);
