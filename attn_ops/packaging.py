@@ -15,10 +15,10 @@ them::
     attn_ops.field.<name>     sizes of a field, as "0,16,32"; all fields are int32
     attn_ops.workspace        float32 elements of the workspace
     attn_ops.inputs           number of tensors that the step takes
-    attn_ops.input.<i>        one of them, i from 0: "<role> <name> <dtype> <device type> <sizes> <strides>"
+    attn_ops.input.<i>        one of them, i from 0: "<role> <name> <dtype> <device type> <sizes> <strides> <access>"
 
 A role is ``plan``, ``workspace`` or ``input``. Sizes and strides are numbers joined by commas, ``?`` for a dynamic one
-and ``-`` for a scalar.
+and ``-`` for a scalar. The access is ``read``, or ``write`` of a tensor that the step writes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["export_package"]
 
 WHERE = "export_package"
 
-FORMAT = "1"
+FORMAT = "2"
 """Of the metadata. A C++ process refuses packages of another format."""
 
 METADATA = "aot_inductor.metadata"
@@ -230,11 +230,13 @@ def _input_metadata(
             named.append((role, f"{name}.{fields[i]}" if fields else f"{name}{pytree.keystr(path)}".replace(" ", "")))
     user_inputs = set(program.graph_signature.user_inputs)
     nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs]
+    written = set(program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values())
     entries = {"inputs": str(len(named))}
     for i, ((role, name), node) in enumerate(zip(named, nodes, strict=True)):
         t = node.meta["val"]
         dtype = str(t.dtype).removeprefix("torch.")
-        entries[f"input.{i}"] = " ".join((role, name, dtype, t.device.type, _joined(t.shape), _joined(t.stride())))
+        words = role, name, dtype, t.device.type, _joined(t.shape), _joined(t.stride())
+        entries[f"input.{i}"] = " ".join((*words, "write" if node.name in written else "read"))
     return {f"attn_ops.{name}": value for name, value in entries.items()}
 
 

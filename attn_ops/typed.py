@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attn_ops.errors import ArgumentError, AttnOpsError, DeviceError, DTypeError, OptionError, ShapeError, fail
 from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
@@ -82,7 +83,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return function(*args, **kwargs)
         error = _type_error(function, args, kwargs, skip=UNSUPPORTED) if constructs else None
         if error is None:

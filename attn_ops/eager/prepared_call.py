@@ -3,7 +3,7 @@
 A decode step makes the same calls for every layer and token. To check one, choose its kernel and lay out its parameters
 takes the host longer than to launch it. A :class:`CapturedCall` is what a call launched; :meth:`~CapturedCall.bind`
 makes it a prepared call, which launches the same for other tensors. A cache finds it by its key without the
-interpreter (``attn_ops/native/module.cpp``). Two calls have the same key if they have equal options, the same plan, the
+interpreter (``attn_ops/native/extension``). Two calls have the same key if they have equal options, the same plan, the
 same device and grad mode, both or neither in a CUDA graph capture, and tensors of equal sizes, strides, dtype, device,
 alignment and, in grad mode, ``requires_grad``.
 
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 _C: Any = None
 NATIVE_REASON = ""
@@ -33,6 +34,9 @@ except ImportError as error:
 ALIGNMENT_MASK = 15
 """Kernels are compiled for pointers that are multiples of 16 bytes: ``not pointer & ALIGNMENT_MASK``."""
 
+CONSTANT = -1
+"""In the place of an argument, for a tensor that is the same in every call."""
+
 MAX_ENTRIES = 4096
 """Entries of a cache. An insertion beyond it first evicts all of them."""
 
@@ -41,7 +45,7 @@ INTERPOSITION_CHECKS = (
     torch._C._len_torch_function_stack,
     torch._C._functorch.peek_interpreter_stack,
     torch._C._autograd._profiler_enabled,
-    torch._C._get_tracing_state,
+    torch._C._is_tracing,
 )
 """Functions without arguments. If any returns true, a mode, transform, tracer or profiler must observe the op."""
 
@@ -67,7 +71,8 @@ class Launch(NamedTuple):
 
     def run(self, device: int, stream: int) -> None:
         row = (self.image, tuple(range(len(self.tensors))), self.integers, self.floats)
-        _C.PreparedCall((row,), (), tuple(t.data_ptr() for t in self.tensors), (), True).launch(device, stream)
+        sources = tuple((CONSTANT, t.data_ptr()) for t in self.tensors)
+        _C.PreparedCall((row,), sources, (), True).launch(device, stream)
 
 
 class CapturedCall(NamedTuple):
@@ -97,24 +102,13 @@ class CapturedCall(NamedTuple):
         tensors: dict[int, Tensor] = {id(t): t for x in self.launches for t in x.tensors}
         for t in self.outputs:
             tensors.pop(id(t), None)
-        inputs: list[tuple[int, int]] = []
-        addresses: list[int] = []
-        places: dict[int, int] = {}
-        for t in tensors.values():
-            source = _source(t, arguments, constants)
-            if source is not None:
-                places[id(t)] = len(inputs)
-                inputs.append(source)
-            elif _index(constants, t) is None:
-                return None
-        places |= {id(t): len(inputs) + i for i, t in enumerate(self.outputs)}
-        for key, t in tensors.items():
-            if key not in places:
-                places[key] = len(inputs) + len(self.outputs) + len(addresses)
-                addresses.append(t.data_ptr())
+        sources = [_source(t, arguments, constants) for t in tensors.values()]
+        if None in sources:
+            return None
+        places = {key: i for i, key in enumerate((*tensors, *map(id, self.outputs)))}
         rows = tuple((x.image, tuple(places[id(t)] for t in x.tensors), x.integers, x.floats) for x in self.launches)
         makes = (_allocator(t) if i is None else i for t, i in zip(self.outputs, targets, strict=True))
-        return _C.PreparedCall(rows, tuple(inputs), tuple(addresses), tuple(makes), unpack)
+        return _C.PreparedCall(rows, tuple(sources), tuple(makes), unpack)
 
 
 def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
@@ -124,9 +118,14 @@ def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
 
 
 def _source(t: Tensor, arguments: Sequence[Tensor], constants: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The argument that ``t`` is, or is a view of, with its offset in bytes; None without exactly one."""
+    """The argument that ``t`` is, or is a view of, with its offset in bytes; or CONSTANT with its address.
+
+    None if it is neither, or a view of several arguments.
+    """
     i = _index(arguments, t)
-    if i is None and _index(constants, t) is None:
+    if i is None and _index(constants, t) is not None:
+        return CONSTANT, t.data_ptr()
+    if i is None:
         storage = t.untyped_storage().data_ptr()
         found = [i for i, x in enumerate(arguments) if x.untyped_storage().data_ptr() == storage]
         i = found[0] if len(found) == 1 and t.numel() else None
@@ -288,27 +287,27 @@ class HasPreparedCalls(Protocol):
 def _method_cache(method: Callable[..., Executable]) -> Any:
     entries: dict[Hashable, Any] = {}
 
-    def uncached(owner: Any, _: int, *args: Any, **kwargs: Any) -> Any:
+    def uncached(_: int, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return method(owner, *args, **kwargs).execute()
 
-    def on_miss(key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_miss(key: Hashable, call: tuple[Any, ...], _: dict[str, Any]) -> Any:
         if key is None:
-            return uncached(*args, **kwargs)
-        owner, _, *given = args
-        call = method(owner, *given, **kwargs).op_call()
+            return uncached(*call)
+        __, owner, args, kwargs = call
+        op_call = method(owner, *args, **kwargs).op_call()
         if len(entries) >= MAX_ENTRIES:
             entries.clear()
-        dispatched, destinations = call.as_dispatched(), call.destinations
+        dispatched, destinations = op_call.as_dispatched(), op_call.destinations
         if dispatched is None or destinations is None:
             entries[key] = uncached
-            return call.execute()
-        result, captured = OP_CACHES[call.op].first_call(call.args, dispatched)
+            return op_call.execute()
+        result, captured = OP_CACHES[op_call.op].first_call(op_call.args, dispatched)
         prepared_call = None
         if captured is not None:
-            arguments = flatten_tensors((*given, *kwargs.values()))
-            prepared_call = captured.bind(arguments, owner._constants(), destinations, call.unpack)
+            arguments = flatten_tensors((*args, *kwargs.values()))
+            prepared_call = captured.bind(arguments, owner._constants(), destinations, op_call.unpack)
         entries[key] = prepared_call or uncached
-        return result if call.finalize is None else call.finalize(*result)
+        return result if op_call.finalize is None else op_call.finalize(*result)
 
     return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, True)
 
@@ -322,13 +321,13 @@ def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: HasPreparedCalls, *args: Any, **kwargs: Any) -> Any:
-        caches = None if torch.compiler.is_compiling() else self._prepared_calls()
+        caches = None if is_compiling() else self._prepared_calls()
         if caches is None:
             return method(self, *args, **kwargs).execute()
         calls, number = caches
         cache = calls.get(method)
         if cache is None:
             cache = calls[method] = _method_cache(method)
-        return cache(self, number, *args, **kwargs)
+        return cache(number, self, args, kwargs)
 
     return call

@@ -1,7 +1,8 @@
 """Starts in the background what the first call on a GPU waits for besides kernels, when a planner or wrapper is made.
 
 That is building the C module of Triton's driver, and hashing Triton's installation, hundreds of megabytes, which is
-part of the keys of Triton's kernel cache. Each takes a third of a second or more.
+part of the keys of Triton's kernel cache. Each takes a third of a second or more. Meanwhile the calling thread imports
+the kernels, and the compiler's front end.
 
 The threads import nothing: two threads that import one package at the same time can see half of it.
 """
@@ -9,7 +10,9 @@ The threads import nothing: two threads that import one package at the same time
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
+import importlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -27,11 +30,16 @@ def _preparing() -> Sequence[Future[Any]]:
     except ImportError:
         return ()
     executor = ThreadPoolExecutor(2, "attn_ops")
-    return executor.submit(lambda: make_backend(driver.active.get_current_target()).hash()), executor.submit(triton_key)
+    assembler = executor.submit(lambda: make_backend(driver.active.get_current_target()).hash())
+    preparing = assembler, executor.submit(triton_key)
+    with contextlib.suppress(ImportError):  # the backend table says why kernels cannot run
+        for module in ("attn_ops.kernels.triton", "triton.compiler.code_generator"):
+            importlib.import_module(module)
+    return preparing
 
 
 def prepare(device: torch.device) -> None:
-    """Start what the first call on ``device`` waits for, once. Returns immediately."""
+    """Start what the first call on ``device`` waits for, once, and import the kernels."""
     if device.type == "cuda":
         _preparing()
 

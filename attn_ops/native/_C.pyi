@@ -1,4 +1,4 @@
-"""The extension module (``module.cpp``): the launcher for eager calls."""  # noqa: N999
+"""The extension module (``extension``): the launcher for eager calls."""  # noqa: N999
 
 from collections.abc import Callable
 from typing import Any
@@ -30,18 +30,17 @@ class PreparedCall:
     def __init__(
         self,
         launches: tuple[tuple[Image, tuple[int, ...], tuple[int, ...], tuple[float, ...]], ...],
-        inputs: tuple[tuple[int, int], ...],
-        constants: tuple[int, ...],
+        sources: tuple[tuple[int, int], ...],
         outputs: tuple[Any, ...],
         unpack: bool,
     ) -> None:
         """Make a prepared call.
 
         Args:
-            launches: rows (image, tensors, integers, floats). ``tensors`` index the inputs, then the outputs, then the
-                constants; ``integers`` are the grid and those of the parameters.
-            inputs: rows (index of a tensor argument, bytes from its start).
-            constants: addresses of tensors that are the same in every call.
+            launches: rows (image, tensors, integers, floats). ``tensors`` index the sources, then the outputs;
+                ``integers`` are the grid and those of the parameters.
+            sources: rows (index of a tensor argument, bytes from its start), or (-1, address) of a tensor that is the
+                same in every call.
             outputs: of each, the index of the argument that it is written to, a function that allocates it, or a tensor
                 without elements that every call returns.
             unpack: return the first output, or None without one, instead of a tuple of all.
@@ -69,7 +68,8 @@ class CallCache:
             on_miss: ``on_miss(key, args, kwargs)`` makes a call without an entry; ``key`` is None if the call cannot be
                 cached.
             interposition_checks: if any returns true, a mode, transform or profiler must observe the op: a miss.
-            of_method: the first argument is the owner, and no part of the key; calls with lists miss.
+            of_method: the cache is called as ``cache(number, owner, args, kwargs)``. The owner is no part of the key;
+                calls with lists miss.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -20,13 +20,12 @@ constexpr int kOldestDriver = 12000;  // the first with tensor maps
 const char* const kLikeExported = "pass tensors like the exported ones, or export the program for these";
 
 __attribute__((format(printf, 2, 3))) Status failure(Code code, const char* format, ...) {
-  Status status;
-  status.code = code;
+  char text[640];
   va_list values;
   va_start(values, format);
-  std::vsnprintf(status.text, sizeof status.text, format, values);
+  std::vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  return status;
+  return {code, text};
 }
 
 // ---- The driver ---------------------------------------------------------------------------------------------------

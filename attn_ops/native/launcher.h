@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace attn_ops {
 
@@ -23,7 +24,7 @@ enum class Code : int32_t {
 
 struct Status {
   Code code = Code::kOk;
-  char text[640];  // what is wrong, what was expected, how to fix it; empty if ok
+  std::string text;  // what is wrong, what was expected, how to fix it; empty if ok
 };
 
 constexpr int kMaxDevices = 64, kMaxRank = 5, kMaxMaps = 8, kMaxParameters = 128;

@@ -149,6 +149,8 @@ class PrefillPlan(NamedTuple):
 
 for _plan in (DecodePlan, PrefillPlan):
     pytree._register_namedtuple(_plan, serialized_type_name=f"attn_ops.{_plan.__name__}")
+    # The dispatcher looks for this attribute in each argument. To raise that there is none takes it half a microsecond.
+    _plan.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[union-attr]
 # torch.export.load reads a program's example inputs, plans among them, with weights_only.
 torch.serialization.add_safe_globals([DecodePlan, PrefillPlan])
 

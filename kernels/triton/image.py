@@ -15,12 +15,11 @@ import torch
 import triton
 from attn_ops.kernels.triton.cubin import SCRATCH_PARAMETERS, Layout, parameter_layout
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.native.images import ALIGNMENT, MAP_TYPES, Image, ImageSet, MapSpec, NoImageError, Parameter
-from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
+from attn_ops.native.packaged_launch import PackagedTensors, is_aligned, is_known
 
 GENERAL_SIZE = 3
 """In the place of an integer that only the run knows: no multiple of 16, and not 1. Kernels run any other, too."""
@@ -116,7 +115,7 @@ def _compile_value(value: Any) -> Any:
         rank = len(value.shape)
         return _descriptor(type(value), base, [ALIGNMENT] * rank, [ALIGNMENT] * (rank - 1) + [1], value)
     if isinstance(value, torch.SymInt):
-        return ALIGNMENT if statically_known_true(value % ALIGNMENT == 0) else GENERAL_SIZE
+        return ALIGNMENT if is_known(value % ALIGNMENT == 0) else GENERAL_SIZE
     return value
 
 

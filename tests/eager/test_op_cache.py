@@ -254,17 +254,20 @@ IMAGE_ROW = ("k", "k", b"", 90, 128, 0, False, (1, 1, 1))
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda c, i: c.PreparedCall(((i, (1,), (1, 1, 1), ()),), (), (64,), (), True), IndexError),
-        (lambda c, i: c.PreparedCall(((i, (0,), (1, 1), ()),), (), (64,), (), True), ValueError),
-        (lambda c, i: c.PreparedCall((), ((64, 0),), (), (), True), IndexError),
-        (lambda c, i: c.PreparedCall((), ((-1, 0),), (), (), True), IndexError),
-        (lambda c, i: c.PreparedCall((), (), (), (64,), True), IndexError),
-        (lambda c, i: c.PreparedCall((), (), (1,) * 129, (), True), ValueError),
-        (lambda c, i: c.PreparedCall((), ((0, 0),), (), (), True).launch(0, STREAM), TypeError),
-        (lambda c, i: c.PreparedCall((), (), (), (0,), True).launch(0, STREAM), TypeError),
+        (lambda c, i: c.PreparedCall(((i, (1,), (1, 1, 1), ()),), ((-1, 64),), (), True), IndexError),
+        (lambda c, i: c.PreparedCall(((i, (0,), (1, 1), ()),), ((-1, 64),), (), True), ValueError),
+        (lambda c, i: c.PreparedCall((), ((64, 0),), (), True), IndexError),
+        (lambda c, i: c.PreparedCall((), ((-2, 0),), (), True), IndexError),
+        (lambda c, i: c.PreparedCall((), (), (64,), True), IndexError),
+        (lambda c, i: c.PreparedCall((), ((-1, 1),) * 129, (), True), ValueError),
+        (lambda c, i: c.PreparedCall((), ((0, 0),), (), True).launch(0, STREAM), TypeError),
+        (lambda c, i: c.PreparedCall((), (), (0,), True).launch(0, STREAM), TypeError),
         (lambda c, i: c.Image(*IMAGE_ROW, ((0, 6, 0, 2, (1,) * 6),), ()), ValueError),
         (lambda c, i: c.Image(*IMAGE_ROW, (), ((0, 0, "x"),) * 129), ValueError),
         (lambda c, i: i.load(64), RuntimeError),
+        (lambda c, i: c.CallCache({}, torch.is_grad_enabled, print, (), True)(0, None, ()), TypeError),
+        (lambda c, i: c.CallCache({}, torch.is_grad_enabled, print, (), True)(0, None, [], {}), TypeError),
+        (lambda c, i: c.CallCache({}, torch.is_grad_enabled, print, (), True)(0, None, (), None), TypeError),
     ],
 )
 def test_the_module_refuses_what_does_not_fit(make: Any, error: type[Exception]) -> None:

@@ -48,6 +48,28 @@ attn_ops.DecodePlanner(2, 2, page_size=16, num_qo_heads=2, num_kv_heads=1, head_
 print("triton" in sys.modules)
 """
 
+KERNELS_WITHOUT_SYMPY = """
+import sys
+import torch
+before = "sympy" in sys.modules
+import attn_ops
+import attn_ops.kernels.triton
+table = [torch.tensor(t, dtype=torch.int32) for t in ([0, 1, 2], [0, 1], [16, 16])]
+planner = attn_ops.DecodePlanner(2, 2, page_size=16, num_qo_heads=2, num_kv_heads=1, head_dim=16, device="cpu")
+q, cache = torch.zeros(2, 2, 16), torch.zeros(2, 2, 16, 1, 16)
+torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], planner.plan(*table), planner.workspace)
+print("sympy" in sys.modules and not before)
+"""
+
+IMPORTED_WHEN_PREPARED = """
+import sys
+import torch, attn_ops
+from attn_ops.eager import startup
+startup.prepare(torch.device("cuda"))
+print("attn_ops.kernels.triton" in sys.modules)
+startup.wait_until_prepared()
+"""
+
 FIRST_PLAN = """
 import subprocess
 import torch, attn_ops
@@ -84,6 +106,15 @@ def test_threads_import_nothing_that_the_program_may_import() -> None:
 
 def test_a_planner_on_the_cpu_imports_no_triton() -> None:
     assert _python(PLANNER_ON_THE_CPU) == ["False"]
+
+
+def test_an_eager_call_imports_no_sympy() -> None:
+    """It takes a quarter of a second, and only traced sizes need it."""
+    assert _python(KERNELS_WITHOUT_SYMPY) == ["False"]
+
+
+def test_the_kernels_are_imported_when_a_planner_is_made() -> None:
+    assert _python(IMPORTED_WHEN_PREPARED) == ["True"]
 
 
 @pytest.mark.gpu

@@ -24,6 +24,6 @@ extern "C" __attribute__((visibility("default"))) int call_launcher(const TestCa
   const Image* image = find_image(package_images, num_package_images, c->image);
   const Call call = {c->tensors, c->num_tensors, c->integers, c->num_integers, c->floats, c->num_floats, 1, c->stream};
   const Status status = image ? launch(*image, call) : no_such_image(c->image);
-  std::strcpy(text, status.code == Code::kOk ? "" : status.text);
+  std::strcpy(text, status.text.c_str());
   return static_cast<int>(status.code);
 }

@@ -55,7 +55,7 @@ LAZY = "kernels"
 PRIVATE: dict[str, set[str]] = {
     "torch._inductor": {"ops.inductor", "ops.size_guards", "native.package", "packaging"},
     "torch._dynamo": {"ops.inductor", "demo.compiling"},
-    "torch._C": {"eager.prepared_call", "eager.launches", "kernels.triton.launch"},
+    "torch._C": {"eager.prepared_call", "eager.launches", "kernels.triton.launch", "plan.state"},
 }
 """Private parts of PyTorch, and the modules that may use them: those to look at when a release changes one."""
 

@@ -117,13 +117,21 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.Pre
     return attn_ops.export_package(Prefill(), planner, inputs, path, dynamic_shapes=shapes), planner
 
 
-@pytest.mark.slow
-def test_decode(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.DecodePlanner]:
+    """A package and its planner."""
     planner = attn_ops.DecodePlanner(4, 16, **SIZES, max_kv_len=40, num_ctas=3, cache_pages=PAGES)
     inputs = (_q(3), _cache(), planner.state, planner.workspace)
-    package = attn_ops.export_package(
-        Decode(), planner, inputs, tmp_path / "decode.pt2", dynamic_shapes={"q": {0: Dim("batch", min=1, max=4)}}
-    )
+    path = tmp_path_factory.mktemp("decode") / "decode.pt2"
+    shapes = {"q": {0: Dim("batch", min=1, max=4)}}
+    return attn_ops.export_package(Decode(), planner, inputs, path, dynamic_shapes=shapes), planner
+
+
+@pytest.mark.slow
+def test_decode(
+    decode: tuple[str, attn_ops.DecodePlanner], prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path
+) -> None:
+    package, planner = decode
     good = page_table([7, 0, 20], PAGE)
     kv_indptr, kv_indices, last = good
     q, cache = _q(3), _cache()
@@ -204,6 +212,52 @@ def test_decode(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) ->
         (result,) = _run(package, [([], [q, cache])], tmp_path, other_package)
         assert result.message.startswith(f"PlanError: run: {message}")
         assert not any(t.any() for t in result.state)
+
+
+MISALIGNED = (
+    "run: cache starts 4 bytes after a multiple of 16 bytes; expected an address that is a multiple of 16 bytes, since "
+    "the step writes the tensor; allocate it on its own, or as a view that starts at such an address"
+)
+
+
+def test_a_misaligned_tensor_that_a_step_on_a_gpu_writes_is_refused() -> None:
+    """Inductor's code would write to a copy of it. Tensors on the CPU stand for those on a GPU in these checks."""
+    program = cpp_runner.build(HELPERS / "cpp_alignment.cpp", *cpp_runner.sanitizer())
+    done = subprocess.run([program], env=cpp_runner.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    written = ["ok", MISALIGNED, "ok", "ok"]
+    assert done.stdout.splitlines() == [*written, *["ok"] * 8]
+
+
+THREADS, CALLS = 4, 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runners", [1, 2])
+def test_threads_share_a_package(runners: int, decode: tuple[str, attn_ops.DecodePlanner], tmp_path: Path) -> None:
+    """Each has the results of the oracle in every run, with a planner, a batch and a cache of its own."""
+    lengths = [[7, 0, 20], [13], [1, 24, 3, 9], [4, 4]]
+    cases: list[Case] = []
+    for i, batch in enumerate(lengths):
+        cache = torch.randn(PAGES, 2, PAGE, KV_HEADS, DIM, generator=torch.Generator().manual_seed(10 + i))
+        cases.append((page_table(batch, PAGE), [_q(len(batch)) + i, cache]))
+    torch.save([[list(table), inputs] for table, inputs in cases], tmp_path / "cases.pt")
+    program = cpp_runner.build(HELPERS / "cpp_threads.cpp", "-pthread", *cpp_runner.sanitizer())
+    words = [
+        str(program),
+        decode[0],
+        str(tmp_path / "cases.pt"),
+        str(tmp_path / "results.pt"),
+        str(runners),
+        str(CALLS),
+    ]
+    done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = torch.load(tmp_path / "results.pt")
+    assert len(results) == THREADS
+    for (table, (q, cache)), (differ, refused, *outputs) in zip(cases, results, strict=True):
+        assert (int(differ), int(refused)) == (0, CALLS)
+        _assert_equal(outputs, _expected(q, cache, table, [1] * len(q), causal=False))
 
 
 @pytest.mark.slow

@@ -46,10 +46,10 @@ def test_a_package_describes_itself(decoder_package: DecoderPackage) -> None:
         assert own[f"field.{name}"] == ",".join(map(str, field.shape))
     assert own["workspace"] == str(workspace_size(planner.state))
     assert own["inputs"] == "12"
-    assert own["input.0"] == "input x float32 cpu ?,64 64,1"
-    assert own["input.2"] == "input second float32 cpu 128,2,4,2,16 256,128,32,16,1"
-    assert own["input.7"] == "plan plan.work int32 cpu 9,8 8,1"
-    assert own["input.11"] == f"workspace workspace float32 cpu {workspace_size(planner.state)} 1"
+    assert own["input.0"] == "input x float32 cpu ?,64 64,1 read"
+    assert own["input.2"] == "input second float32 cpu 128,2,4,2,16 256,128,32,16,1 write"
+    assert own["input.7"] == "plan plan.work int32 cpu 9,8 8,1 read"
+    assert own["input.11"] == f"workspace workspace float32 cpu {workspace_size(planner.state)} 1 write"
     assert {name: text for name, text in _metadata(package, "plan").items() if name in ("attn_ops.plan", "model")} == {
         "attn_ops.plan": "DecodePlan"
     }
@@ -80,7 +80,7 @@ def test_the_plan_of_a_package_is_that_of_the_planner(tmp_path: Path) -> None:
         dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}},
     )
     found = _metadata(package, "model")
-    assert found["attn_ops.input.1"] == "input caches[1] float32 cpu 16,4,2,16 128,32,16,1"
+    assert found["attn_ops.input.1"] == "input caches[1] float32 cpu 16,4,2,16 128,32,16,1 read"
     assert found["attn_ops.input.3"].startswith("plan state.problem int32 cpu 0,4,4,2,16,16,")
     assert "max_batch=3 max_pages=16 max_tokens=40 cache_pages=0 max_splits=4" in found["attn_ops.capacity"]
 

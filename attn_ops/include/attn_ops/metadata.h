@@ -14,7 +14,7 @@
 
 namespace attn {
 
-constexpr const char* kFormat = "1";
+constexpr const char* kFormat = "2";
 constexpr int64_t kDynamic = -1;  // a size that the package does not fix
 
 using Sizes = std::vector<int64_t>;
@@ -27,6 +27,7 @@ struct InputSpec {
   std::string device;
   Sizes sizes;
   Sizes strides;
+  bool written;  // by the step
 };
 
 class Metadata {
@@ -46,8 +47,8 @@ class Metadata {
     const int64_t inputs_of_step = entries_.count("attn_ops.inputs") ? number(text("inputs")) : 0;
     for (int64_t i = 0; i < inputs_of_step; ++i) {
       const std::vector<std::string> w = words(text("input." + std::to_string(i)));
-      if (w.size() != 6) refuse("its metadata of input " + std::to_string(i) + " has " + std::to_string(w.size()) + " words");
-      inputs.push_back({w[0], w[1], w[2], w[3], sizes(w[4]), sizes(w[5])});
+      if (w.size() != 7) refuse("its metadata of input " + std::to_string(i) + " has " + std::to_string(w.size()) + " words");
+      inputs.push_back({w[0], w[1], w[2], w[3], sizes(w[4]), sizes(w[5]), w[6] == "write"});
     }
   }
 

@@ -16,8 +16,27 @@
 
 namespace attn {
 
-// Several threads may call run(), each with a planner of its own; `num_runners` of them run at the same time. With one
-// runner, on CUDA, run() does not wait for the work of earlier calls.
+namespace detail {
+
+// On a GPU the code that Inductor generates copies an input whose address is not a multiple of 16 bytes: what the step
+// writes to such a tensor would be lost.
+inline void check_alignment(const InputSpec& spec, const at::Tensor& t) {
+  constexpr uintptr_t kAlignment = 16;
+  if (!spec.written || spec.device == "cpu" || t.numel() == 0) return;
+  const uintptr_t beyond = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment;
+  if (beyond != 0)
+    fail<ShapeError>(
+        "run", spec.name + " starts " + text(static_cast<int64_t>(beyond)) + " bytes after a multiple of 16 bytes",
+        "an address that is a multiple of 16 bytes, since the step writes the tensor",
+        "allocate it on its own, or as a view that starts at such an address");
+}
+
+}  // namespace detail
+
+// Threads: run() may be called from several at the same time, each with a planner and outputs of its own, and with
+// caches that no other running call writes. `num_runners` calls run at the same time; the others wait for one of them.
+// With one runner, on CUDA, run() does not wait for the work of earlier calls. The other methods change nothing. A
+// Planner and a PageTable are for one thread at a time.
 class Package {
  public:
   // On the device that the package was compiled for. On CUDA that is the current one, or `device`.
@@ -30,7 +49,7 @@ class Package {
   // The step on the batch that `planner` has planned. `inputs` are the tensors of forward() in order, without plan and
   // workspace. On CUDA, work is on the current stream.
   //
-  // Number, dtypes, devices, sizes and strides are checked before anything runs. The package itself checks what is
+  // Number, dtypes, devices, sizes, strides and alignment are checked before anything runs. The package itself checks what is
   // dynamic: capacities, and that sizes agree. Both throw before anything is written.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Planner& planner) {
     check_plan(planner);
@@ -122,6 +141,7 @@ class Package {
       if (t.sizes()[d] > 1 && spec.strides[d] != kDynamic && spec.strides[d] != t.strides()[d])
         fail<ShapeError>(
             "run", spec.name + " has strides " + detail::text(t.strides()), detail::text(spec.strides), fix);
+    detail::check_alignment(spec, t);
   }
 
   std::unique_ptr<Loader> loader_;
