@@ -51,7 +51,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "seqused_q": ((), _SEQUSED),
     "seqused_k": ((), _SEQUSED),
 }
-"""name -> (values that change nothing, reason). None always changes nothing; ``seqused_k`` is taken with a block table."""
+"""name -> (values that change nothing, reason); None changes nothing. ``seqused_k`` is taken with a block table."""
 
 
 def refuse(where: str, **arguments: Any) -> None:
