@@ -16,28 +16,29 @@ from torch.utils.flop_counter import register_flop_formula
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
-def visible_pairs(qo_len: Tensor, kv_len: Tensor, causal: bool, window_left: int) -> int:
+def visible_pairs(qo_len: Tensor, kv_len: Tensor, causal: bool, window_left: int, window_right: int = -1) -> int:
     """The number of pairs of a query row and a key that it sees, over all requests.
 
     Args:
         qo_len: int64 ``[batch]``, query rows of each request. The last one is at the last key.
         kv_len: int64 ``[batch]``, keys of each request.
         causal: a row sees no key after its own position.
-        window_left: a row sees at most this many keys before its own position; -1 for all.
+        window_left, window_right: a row sees at most this many keys before and after its own position; -1 for all.
     """
     total = 0
     for rows, keys in zip(qo_len.tolist(), kv_len.tolist(), strict=True):
         position = torch.arange(keys - rows, keys)
-        last = position.clamp(-1, keys - 1) if causal else torch.full_like(position, keys - 1)
+        ahead = 0 if causal else window_right if window_right >= 0 else rows
+        last = (position + ahead).clamp(-1, keys - 1)
         first = (position - window_left).clamp(0) if window_left >= 0 else torch.zeros_like(position)
         total += int((last - first + 1).clamp(0).sum())
     return total
 
 
-def _planned_pairs(plan: list[Tensor], causal: bool, window_left: int) -> int:
+def _planned_pairs(plan: list[Tensor], causal: bool, window_left: int, window_right: int = -1) -> int:
     typed = PrefillPlan(*plan)
     qo_len, kv_len = typed.qo_indptr.long().cpu().diff(), typed.kv_len.long().cpu()
-    return visible_pairs(qo_len, kv_len, causal, window_left)
+    return visible_pairs(qo_len, kv_len, causal, window_left, window_right)
 
 
 def _attention(q: Tensor, v: Tensor, pairs: int) -> int:
@@ -59,10 +60,11 @@ def prefill(
     *_: Any,
     causal: bool = False,
     window_left: int = -1,
+    window_right: int = -1,
     mask: Tensor | None = None,
     **__: Any,
 ) -> int:
-    return _attention(q, v, _planned_pairs(plan, causal and mask is None, window_left))
+    return _attention(q, v, _planned_pairs(plan, causal and mask is None, window_left, window_right))
 
 
 @register_flop_formula(torch.ops.attn.single_prefill, get_raw=True)
@@ -73,12 +75,13 @@ def single_prefill(
     *,
     causal: bool = False,
     window_left: int = -1,
+    window_right: int = -1,
     mask: Tensor | None = None,
     kv_layout: str = "NHD",
     **_: Any,
 ) -> int:
     lengths = torch.tensor([q.shape[0]]), torch.tensor([k.shape[0 if kv_layout == "NHD" else 1]])
-    return _attention(q, v, visible_pairs(*lengths, causal and mask is None, window_left))
+    return _attention(q, v, visible_pairs(*lengths, causal and mask is None, window_left, window_right))
 
 
 @register_flop_formula(torch.ops.attn.batch_mla, get_raw=True)

@@ -43,6 +43,7 @@ from attn_ops.plan.state import (
     allocate_prefill,
     decode_shapes,
     full_tiles,
+    keys_ahead,
     num_partials,
     prefill_shapes,
     split_tokens,
@@ -65,15 +66,19 @@ def _in_range(name: str, value: int | None, least: int = 1, most: int = MAX_SIZE
         fail(OptionError, "planner", f"{name} is {value}", f"at most {most}", "make it smaller")
 
 
-def _problem(*, fixed_split_size: int | None, window_left: int, causal: bool, **sizes: int) -> PlanProblem:
+def _problem(
+    *, fixed_split_size: int | None, window_left: int, causal: bool = False, window_right: int = -1, **sizes: int
+) -> PlanProblem:
     """The problem of these arguments of a planner, which are checked."""
     _in_range("fixed_split_size", fixed_split_size)
     for name, value in sizes.items():
         _in_range(name, value)
-    if not BOUNDS["window_left"].holds(window_left):
-        fail(OptionError, "planner", f"window_left is {window_left}", BOUNDS["window_left"].expected, "change it")
+    for name, value in (("window_left", window_left), ("window_right", window_right)):
+        if not BOUNDS[name].holds(value):
+            fail(OptionError, "planner", f"{name} is {value}", BOUNDS[name].expected, "change it")
     split = split_tokens(fixed_split_size, sizes["page_size"])
-    problem = PlanProblem(**sizes, window=window_left + 1, causal=int(causal), split=split)
+    ahead = keys_ahead(causal, window_right)
+    problem = PlanProblem(**sizes, window=window_left + 1, ahead=ahead, split=split)
     if problem.num_qo_heads % problem.num_kv_heads:
         fail(
             ShapeError,
@@ -269,7 +274,6 @@ class DecodePlanner(_Planner):
         self.problem = _problem(
             fixed_split_size=fixed_split_size,
             window_left=window_left,
-            causal=False,
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -339,6 +343,8 @@ class PrefillPlanner(_Planner):
         max_pages: capacity for pages, the entries of ``kv_indices`` over the whole batch; 0 for ragged KV.
         max_kv_len: capacity for the KV tokens of one request, as for :class:`DecodePlanner`; ragged KV requires it.
         causal: plan for causal attention, so that keys after a tile's rows cost no work.
+        window_right: plan for a window on the right, so that keys after it cost no work; -1 for no window. It has no
+            effect with ``causal``.
         tile_rows: query rows of a query tile; default 256 over the query heads per KV head, or fewer if
             ``max_tokens`` is less than that per request.
         num_ctas: capacity for splits: work items of one KV head that tiles are split into if tiles are few and long;
@@ -375,6 +381,7 @@ class PrefillPlanner(_Planner):
         fixed_split_size: int | None = None,
         device: str | torch.device | None = None,
         storage: Mapping[str, Tensor] | None = None,
+        window_right: int = -1,
     ) -> None:
         if max_pages == 0 and (page_size != 1 or max_kv_len is None):
             fail(
@@ -397,6 +404,7 @@ class PrefillPlanner(_Planner):
             fixed_split_size=fixed_split_size,
             window_left=window_left,
             causal=causal,
+            window_right=window_right,
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,

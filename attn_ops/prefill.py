@@ -79,6 +79,7 @@ def single_prefill_with_kv_cache(
     v_scale: float | None = None,
     *,
     allow_fp16_qk_reduction: bool | None = None,
+    window_right: int = -1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The query rows of one request over all its keys.
 
@@ -91,6 +92,7 @@ def single_prefill_with_kv_cache(
         o_dtype: of the output; unless given, that of ``q``. FP8 is saturated.
         custom_mask: bool ``[qo_len, kv_len]`` or flat, True keeps; overrides ``causal``. ``packed_custom_mask``:
             its bits, little-endian in uint8, taken before it.
+        window_left, window_right: keys before and after the query's position that it sees, -1 for all.
 
     Returns:
         ``out [qo_len, num_qo_heads, head_dim_vo]``, with ``return_lse`` also float32 ``lse [qo_len, num_qo_heads]``.
@@ -113,6 +115,7 @@ def single_prefill_with_kv_cache(
         sm_scale=sm_scale,
         rope_scale=rope_scale,
         rope_theta=rope_theta,
+        window_right=window_right,
     )
     kv_dim = 0 if layout(where, kv_layout) == "NHD" else 1
     check_dense(where, q, k, v)
@@ -238,6 +241,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         data_type: DType | None = None,
         head_dim: int | None = None,
         allow_fp16_qk_reduction: bool | None = None,
+        window_right: int = -1,
     ) -> PreparedPlan:
         """Plan a batch. Eager, never inside a graph.
 
@@ -251,6 +255,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 (:func:`attn_ops.frontend.masks.multi_item_mask`), always causal.
             q_data_type, kv_data_type, o_data_type, data_type: as for decoding.
             fixed_split_size, disable_split_kv: as for decoding.
+            window_left, window_right: keys before and after a query row's position that it sees, -1 for all.
 
         Raises:
             ShapeError: a mask's length does not follow from the lengths of the batch. Others as for decoding.
@@ -292,12 +297,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            window_right=window_right,
         )
         return self._prepare(
             where,
             "batch_prefill",
             table,
-            spec._replace(causal=causal, window_left=window_left, **split),
+            spec._replace(causal=causal, window_left=window_left, window_right=window_right, **split),
             options._replace(causal=causal),
             DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
             custom_mask=custom_mask,
@@ -335,6 +341,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         spec = spec._replace(
             causal=given.get("causal", False) and not masked,
             window_left=given.get("window_left", -1),
+            window_right=given.get("window_right", -1),
             **splitting(where, given.get("fixed_split_size"), given.get("disable_split_kv", False)),
         )
         return self._sizes(PageTable.of(where, *tables[1:], qo_indptr), spec)

@@ -159,6 +159,7 @@ def attention_options(
     sm_scale: float | None = None,
     rope_scale: float | None = None,
     rope_theta: float | None = None,
+    window_right: int = DEFAULTS.window_right,
     suffix: str = "",
 ) -> AttentionOptions:
     """FlashInfer's options as those of the ops, checked; None means the default.
@@ -172,6 +173,7 @@ def attention_options(
         pos_encoding=pos_encoding_mode,
         rope_scale=DEFAULTS.rope_scale if rope_scale is None else rope_scale,
         rope_theta=DEFAULTS.rope_theta if rope_theta is None else rope_theta,
+        window_right=window_right,
     )
     return bounded(where, options, suffix, pos_encoding="pos_encoding_mode")
 

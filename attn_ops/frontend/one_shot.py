@@ -29,6 +29,7 @@ from attn_ops.plan.state import (
     PrefillPlan,
     allocate_decode,
     allocate_prefill,
+    keys_ahead,
     split_tokens,
     workspace_size,
 )
@@ -129,7 +130,7 @@ def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
         max_kv_len=bound(max_kv_len),
         tile_rows=1 if spec.decode else tile_rows,
         window=spec.window_left + 1,
-        causal=int(spec.causal),
+        ahead=keys_ahead(spec.causal, spec.window_right),
         split=split_tokens(spec.fixed_split_size, spec.page_size),
     )
 

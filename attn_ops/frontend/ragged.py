@@ -108,6 +108,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         data_type: DType | None = None,
         head_dim: int | None = None,
         allow_fp16_qk_reduction: bool | None = None,
+        window_right: int = -1,
     ) -> PreparedPlan:
         """Plan a batch. Eager, never inside a graph.
 
@@ -130,7 +131,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         )
         spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
         split = splitting(where, fixed_split_size, disable_split_kv)
-        spec = spec._replace(paged=False, causal=causal, window_left=window_left, **split)
+        windows = {"window_left": window_left, "window_right": window_right}
+        spec = spec._replace(paged=False, causal=causal, **windows, **split)
         required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
         table = PageTable.of(where, kv_indptr, qo_indptr=qo_indptr)
         custom_mask = multi_item_mask(
@@ -151,6 +153,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
+            window_right=window_right,
         )
         return self._prepare(
             where,

@@ -32,6 +32,7 @@ class AttentionOptions(NamedTuple):
     pos_encoding     one of :data:`POS_ENCODINGS`, applied to queries and keys as they are read
     rope_scale       divides positions; ``rope_theta`` is the base of RoPE's frequencies
     causal           a row sees the keys up to its own position, bottom-right aligned
+    window_right     keys after the query's position that it sees, -1 for all; no effect with ``causal``
     mask             uint8 ``[bytes]``: the packed custom mask of all requests, which takes the place of ``causal``
     out_dtype        dtype of the output, None for the query's; an FP8 output is saturated
     """
@@ -45,6 +46,7 @@ class AttentionOptions(NamedTuple):
     rope_scale: float = 1.0
     rope_theta: float = 10000.0
     causal: bool = False
+    window_right: int = -1
     mask: Tensor | None = None
     out_dtype: torch.dtype | None = None
 
@@ -63,7 +65,7 @@ POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 
 _SOFTMAX = ("sm_scale", "logits_soft_cap", "window_left", "sinks", "kv_scale")
 _POSITIONS = ("pos_encoding", "rope_scale", "rope_theta")
-_PREFILL = (*_SOFTMAX, *_POSITIONS, "causal", "mask", "out_dtype")
+_PREFILL = (*_SOFTMAX, *_POSITIONS, "causal", "window_right", "mask", "out_dtype")
 
 OP_OPTIONS: dict[str, tuple[str, ...]] = {
     "batch_decode": (*_SOFTMAX, *_POSITIONS, "out_dtype"),
@@ -75,7 +77,7 @@ OP_OPTIONS: dict[str, tuple[str, ...]] = {
 """The options of each attention op, in the order of its schema."""
 
 MAX_WINDOW = (1 << 30) - 1
-"""The largest ``window_left``: positions are int32, and so are their differences from it."""
+"""The largest ``window_left`` and ``window_right``: positions are int32, and so are their differences from it."""
 
 MIN_SCALAR, MAX_SCALAR, _RANGE = 2.0**-126, 2.0**126, "2^-126 to 2^126"
 """Range of positive scalars: kernels compute with them, their inverses and their products with log2(e) in float32."""
@@ -95,6 +97,9 @@ def _positive(value: float) -> bool:
     return MIN_SCALAR <= value <= MAX_SCALAR
 
 
+_WINDOW = Bound(lambda value: -1 <= value <= MAX_WINDOW, f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window")
+
+
 BOUNDS: dict[str, Bound] = {
     "sm_scale": Bound(
         lambda value: value is None or _positive(value), f"a positive number, or None for the default ({_RANGE})"
@@ -102,9 +107,8 @@ BOUNDS: dict[str, Bound] = {
     "logits_soft_cap": Bound(
         lambda value: value == 0 or _positive(value), f"a positive number, or 0 for no cap ({_RANGE})"
     ),
-    "window_left": Bound(
-        lambda value: -1 <= value <= MAX_WINDOW, f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window"
-    ),
+    "window_left": _WINDOW,
+    "window_right": _WINDOW,
     "pos_encoding": Bound(lambda value: value in POS_ENCODINGS, ", ".join(POS_ENCODINGS)),
     "rope_scale": Bound(_positive, f"a positive number ({_RANGE})"),
     "rope_theta": Bound(_positive, f"a positive number ({_RANGE})"),

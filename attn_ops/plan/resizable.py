@@ -36,6 +36,7 @@ class PlanSpec(NamedTuple):
     head_dim_vo: int
     window_left: int = -1
     causal: bool = False
+    window_right: int = -1
     unsplit: bool = False
     fixed_split_size: int | None = None
     rows: int | None = None
@@ -140,6 +141,7 @@ class ResizablePlan:
             head_dim_vo=spec.head_dim_vo,
             max_kv_len=capacity.kv_len,
             causal=spec.causal,
+            window_right=spec.window_right,
             window_left=spec.window_left,
             tile_rows=spec.tile_rows,
             num_ctas=0 if spec.unsplit else capacity.splits if spec.fixed_split_size else None,

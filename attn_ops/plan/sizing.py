@@ -91,7 +91,9 @@ def query_tiles(problem: PlanProblem, qo_len: Tensor, kv_len: Tensor, capacity: 
     offset = (tile - torch.where(r > 0, ends[r - 1], 0)) * problem.tile_rows
     rows = (qo_len[r] - offset).clamp(max=problem.tile_rows)
     position = kv_len[r] - qo_len[r] + offset
-    end = torch.minimum(kv_len[r], (position + rows).clamp(min=0)) if problem.causal else kv_len[r]
+    end = kv_len[r]
+    if problem.ahead:
+        end = torch.minimum(end, (position + rows + problem.ahead - 1).clamp(min=0))
     begin = (position + 1 - problem.window).clamp(min=0) if problem.window else torch.zeros_like(end)
     return QueryTiles(tile < ends[-1], r, offset, rows, position, torch.minimum(begin, end), end)
 

@@ -60,7 +60,8 @@ class PlanProblem(NamedTuple):
     max_kv_len    largest number of KV tokens of a request. The ``reference`` backend computes on that many.
     tile_rows     query rows of a query tile; 1 for decode
     window        keys that a query row sees, its own position included: ``window_left + 1``; 0 for no window
-    causal        1 if the plan leaves out the keys after the last row of a tile, else 0
+    ahead         keys that a query row sees from its own position on, that included: ``window_right + 1``, 1 for causal
+                  attention; 0 for no bound
     split         KV tokens of a split if splits have a fixed size, a multiple of ``KV_BLOCK``; else 0
     """
 
@@ -72,7 +73,7 @@ class PlanProblem(NamedTuple):
     max_kv_len: int
     tile_rows: int
     window: int = 0
-    causal: int = 0
+    ahead: int = 0
     split: int = 0
 
     @staticmethod
@@ -86,6 +87,11 @@ class PlanProblem(NamedTuple):
         Its strides are 0, since contiguous strides would overflow int64.
         """
         return torch.empty((0, *[1] * len(self)), dtype=torch.int32, device=device).expand(0, *self)
+
+
+def keys_ahead(causal: bool, window_right: int) -> int:
+    """``PlanProblem.ahead``: the keys that a row sees from its own position on, 0 for all."""
+    return int(causal) or window_right + 1
 
 
 def split_tokens(fixed_split_size: int | None, page_size: int) -> int:

@@ -52,6 +52,8 @@ def _mask(t: Tiles, length: int, opts: AttentionOptions) -> Tensor:
         mask = mask & t.custom_mask
     elif opts.causal:
         mask = mask & (token <= t.position[..., None])
+    if opts.window_right >= 0:
+        mask = mask & (token - opts.window_right <= t.position[..., None])
     if opts.window_left >= 0:
         mask = mask & (token + opts.window_left >= t.position[..., None])
     return mask

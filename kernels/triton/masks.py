@@ -29,21 +29,31 @@ def mask_bits(mask, offset, row, length, tokens, mask_bytes):
 
 
 @triton.jit
-def causal_or_window(tokens, position, window_left, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def causal_or_window(
+    tokens, position, window_left, window_right, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RIGHT: tl.constexpr
+):
     """bool ``[rows, tokens]``: the tokens that rows at ``position [rows]`` of the KV sequence see."""
     distance = position[:, None] - tokens[None, :]
     visible = distance >= -(1 << 30)
     if CAUSAL:
         visible = distance >= 0
+    if RIGHT:
+        visible = distance >= -window_right
     if WINDOW:
         visible = visible & (distance <= window_left)
     return visible
 
 
 @triton.jit
+def end_of_window(end, position, window_right):
+    """``min(end, position + 1 + window_right)``, a sum that would exceed int32."""
+    return position + 1 + tl.minimum(window_right, end - (position + 1))
+
+
+@triton.jit
 def full_blocks(
-    begin, end, first_position, last_position, window_left,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    begin, end, first_position, last_position, window_left, window_right,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``(first, stop, blocks)`` of the KV tiles of BLOCK tokens from ``begin`` on: ``[first, stop)`` need no mask.
 
@@ -51,6 +61,8 @@ def full_blocks(
     """
     blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
     seen_by_all = tl.minimum(end, first_position + 1) if CAUSAL else end
+    if RIGHT:
+        seen_by_all = end_of_window(end, first_position, window_right)
     stop = tl.maximum(seen_by_all - begin, 0) // BLOCK
     if WINDOW:
         first = tl.minimum(tl.cdiv(tl.maximum(last_position - window_left - begin, 0), BLOCK), blocks)

@@ -27,7 +27,7 @@ TILES = 256
 
 @triton.jit
 def tile_extent(
-    tile, tiles_end, qo_len, kv_len, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    tile, tiles_end, qo_len, kv_len, ROWS: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
     B: tl.constexpr, LOG_B: tl.constexpr,
 ):  # fmt: skip
     """``(request, offset, rows, position, kv_begin, kv_end)`` of each query tile.
@@ -42,7 +42,9 @@ def tile_extent(
     offset = (tile - at_previous(tiles_end, request, 0)) * ROWS
     rows = tl.minimum(qo - offset, ROWS)
     position = kv - qo + offset
-    end = tl.minimum(kv, tl.maximum(position + rows, 0)) if CAUSAL else kv
+    # Keys after those that the tile's last row sees; a sum of a position and a window would exceed int32.
+    hidden = tl.maximum(qo - offset - (ROWS + AHEAD - 1), 0)
+    end = tl.maximum(kv - hidden, 0) if AHEAD else kv
     begin = tl.minimum(tl.maximum(position + 1 - WINDOW, 0), end) if WINDOW else tl.zeros_like(end)
     return request, offset, rows, position, begin, end
 
@@ -113,7 +115,7 @@ def plan_prefill_kernel(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # query rows of a tile
     WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    AHEAD: tl.constexpr,
     BUCKETS: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     MIN_SPLIT_BLOCKS: tl.constexpr,
@@ -157,7 +159,7 @@ def plan_prefill_kernel(
         total = tl.full((), 0, tl.int64)
         for first in range(0, num_tiles, TILES):
             tile = first + t
-            _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
+            _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, AHEAD, B, LOG_B)
             _, blocks, _, _ = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, False)
             if SPLIT_BLOCKS:
                 blocks = tl.where(blocks > SPLIT_BLOCKS, tl.cdiv(blocks, SPLIT_BLOCKS), 0)
@@ -170,14 +172,14 @@ def plan_prefill_kernel(
     longest = 0
     for first in range(0, num_tiles, TILES):
         tile = first + t
-        _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
+        _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, AHEAD, B, LOG_B)
         _, _, _, extent = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
         longest = tl.maximum(longest, tl.max(extent, 0))
     # Pass 3: the work items of each length bucket.
     count = tl.zeros((BUCKETS,), tl.int32)
     for first in range(0, num_tiles, TILES):
         tile = first + t
-        _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B)
+        _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, AHEAD, B, LOG_B)
         _, _, splits, extent = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
         bucket = length_bucket(extent, longest, tile < num_tiles, BUCKETS)
         count += tl.sum(tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0), 0)
@@ -188,7 +190,7 @@ def plan_prefill_kernel(
         tile = first + t
         used = tile < num_tiles
         request, offset, rows, position, begin, end = tile_extent(
-            tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, CAUSAL, B, LOG_B
+            tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, AHEAD, B, LOG_B
         )
         first_block, blocks, splits, extent = count_splits(begin, end, used, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
         bucket = length_bucket(extent, longest, used, BUCKETS)
@@ -257,7 +259,7 @@ def plan_prefill(
         PAGE_SIZE=problem.page_size,
         ROWS=problem.tile_rows,
         WINDOW=problem.window,
-        CAUSAL=problem.causal,
+        AHEAD=problem.ahead,
         BUCKETS=LENGTH_BUCKETS,
         KV_BLOCK=KV_BLOCK,
         MIN_SPLIT_BLOCKS=MIN_SPLIT_BLOCKS,

@@ -4,9 +4,9 @@ A CTA computes ``BLOCK_M`` packed rows of one work item for one KV head. Packed 
 ``p // GROUP`` of the tile and head ``p % GROUP`` of the KV head's group (PackGQA). The mainloop over KV tiles runs in
 up to three phases:
 
-0  tiles that the window masks
+0  tiles that the window on the left masks
 1  tiles that every row sees whole: no mask
-2  tiles that the causal bound or the end of the KV masks
+2  tiles that the causal bound, the window on the right or the end of the KV masks
 
 Work items start in the order of the work list, longest first. A tile that is not split goes to ``out``; the partial
 result of a split goes to its slot of the workspace, and :mod:`.combine_prefill` combines the splits.
@@ -23,7 +23,7 @@ from attn_ops.kernels.triton.config_prefill import pad, prefill_tile, run_length
 from attn_ops.kernels.triton.config_tuned import tuned
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import constexpr_table, launch
-from attn_ops.kernels.triton.masks import causal_or_window, full_blocks, mask_bits, mask_offset
+from attn_ops.kernels.triton.masks import causal_or_window, end_of_window, full_blocks, mask_bits, mask_offset
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_partner
 from attn_ops.kernels.triton.softmax import (
@@ -77,7 +77,8 @@ class Features(NamedTuple):
     PAGED: bool
     SHARED: bool  # the value is part A of the key: multi-head latent attention
     CAUSAL: bool
-    WINDOW: bool
+    WINDOW: bool  # on the left
+    RIGHT: bool  # a window on the right, without CAUSAL
     CAP: bool
     ROPE: bool
     ALIBI: bool
@@ -249,15 +250,15 @@ def bias_and_cap(logits, logit_scale, cap, slope, distance, ALIBI: tl.constexpr,
 
 @triton.jit(
     do_not_specialize=[
-        *("scale", "cap", "window_left", "log2_theta", "inverse_rope_scale", "rows", "kv_rows", "num_pages"),
+        *("scale", "cap", "window_left", "window_right", "log2_theta", "inverse_rope_scale", "rows", "num_pages"),
         *("max_pages", "max_items", "max_batch", "slots", "mask_bytes"),
     ]
 )
 def prefill_kernel(
     q,  # [rows, NUM_HEADS, >= DIM_A]: part A of the query
     q_b,  # part B if SHARED, otherwise q
-    k,  # [num_pages, ...] of pages of PAGE_SIZE tokens, or [kv_rows, ...], as the strides say
-    v,  # [num_pages, ...] or [kv_rows, ...]; part B of the keys if SHARED, where part A is the value
+    k,  # [num_pages, ...] of pages of PAGE_SIZE tokens, or of tokens, as the strides say
+    v,  # [num_pages, ...]; part B of the keys if SHARED, where part A is the value
     sinks,  # [NUM_HEADS] or None
     kv_scale,  # float32 [2] or None
     mask,  # uint8 [mask_bytes] or None
@@ -274,8 +275,8 @@ def prefill_kernel(
     log2_theta,
     inverse_rope_scale,
     rows,  # of q
-    kv_rows,  # tokens of ragged KV
-    num_pages,
+    window_right,
+    num_pages,  # of the cache, or tokens of ragged KV
     max_pages,
     max_items,
     max_batch,
@@ -337,7 +338,7 @@ def prefill_kernel(
         if FEATURES.PAGED:
             end = tl.minimum(end, tl.where(num_pages > 0, tl.maximum(max_pages - page_start, 0), 0) * SHAPE.PAGE_SIZE)
         else:
-            end = tl.minimum(end, kv_rows - page_start)
+            end = tl.minimum(end, num_pages - page_start)
         # Only a plan that is not a planner's has another such range. Sums of its positions would exceed int32.
         is_item = (count > 0) & (begin <= end) & (position >= MIN_POSITION) & (position < MAX_POSITION)
         if not is_item:  # write the query rows after the last request's, which such items divide among them
@@ -353,7 +354,7 @@ def prefill_kernel(
         row_in_request = row - tl.load(qo_indptr + request) + tile_row
     else:
         row = (num_items - 1 - item) * TILE_ROWS
-        count, begin, end, position, page_start, slot = rows - row, 0, kv_rows, kv_rows - rows + row, 0, -1
+        count, begin, end, position, page_start, slot = rows - row, 0, num_pages, num_pages - rows + row, 0, -1
         count = tl.minimum(count, TILE_ROWS)
         row_in_request = row + tile_row
     exists = (tile_row < count) & within(row + tile_row, rows)
@@ -363,6 +364,8 @@ def prefill_kernel(
         return
     if FEATURES.CAUSAL:
         end = tl.minimum(end, position + last_row + 1)
+    if FEATURES.RIGHT:
+        end = end_of_window(end, position + last_row, window_right)
     if FEATURES.WINDOW:
         begin = tl.maximum(begin, position + first_row - window_left)
     row_position = position + tile_row
@@ -395,7 +398,7 @@ def prefill_kernel(
     factor = logit_scale * LOG2E if FOLD_SCALE else 1.0
     slope = alibi_slopes(head, SHAPE.LOG2_HEADS) if FEATURES.ALIBI else 0.0
     if MASK:
-        length = tl.load(kv_len + request) if PLANNED else kv_rows
+        length = tl.load(kv_len + request) if PLANNED else num_pages
         bits_at = mask_offset(qo_indptr, kv_len, request, max_batch, 256) if PLANNED else 0
 
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -403,8 +406,9 @@ def prefill_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_VO), tl.float32)
     start = begin // TILE.RUN * TILE.RUN if FEATURES.PAGED else begin
     full, after_full, tiles = full_blocks(
-        start, end, position + first_row, position + last_row, window_left, FEATURES.CAUSAL, FEATURES.WINDOW, BLOCK_N
-    )
+        start, end, position + first_row, position + last_row, window_left, window_right,
+        FEATURES.CAUSAL, FEATURES.WINDOW, FEATURES.RIGHT, BLOCK_N,
+    )  # fmt: skip
     ONE_PHASE: tl.constexpr = MASK or FEATURES.SHARED  # two would not fit in the registers of large shared values
     if ONE_PHASE:
         full, after_full = 0, 0
@@ -423,7 +427,9 @@ def prefill_kernel(
                 distance = tokens[None, :] - row_in_request[:, None]
                 logits = bias_and_cap(logits, logit_scale, cap, slope, distance, FEATURES.ALIBI, FEATURES.CAP)
             if phase != 1:
-                visible = causal_or_window(tokens, row_position, window_left, FEATURES.CAUSAL, FEATURES.WINDOW)
+                visible = causal_or_window(
+                    tokens, row_position, window_left, window_right, FEATURES.CAUSAL, FEATURES.WINDOW, FEATURES.RIGHT
+                )
                 visible = visible & (n < tile_tokens)[None, :]
                 if MASK:
                     visible = visible & mask_bits(mask, bits_at, row_in_request, length, tokens, mask_bytes)
@@ -478,6 +484,7 @@ def launch_tiles(
         tile = tuned(tile, "prefill", x.q.device, x.q.dtype, x.k.dtype, *dims, group, page_size, tile_rows * group)
     blocks = triton.cdiv(tile_rows * group, tile.rows)
     paged = plan is not None and bool(plan.kv_indices.shape[0] > 0)
+    causal = o.causal and o.mask is None
     run = run_length(problem.page_size, tile.kv) if problem is not None and paged else tile.kv
     if any(type(stride) is int and stride * run >= 1 << 31 for stride in (x.k_strides[1], x.v_strides[1])):
         run = 1  # within a run, offsets have 32 bits
@@ -500,11 +507,11 @@ def launch_tiles(
         scale=o.sm_scale or 1 / math.sqrt(dim_a + dim_b),
         cap=o.logits_soft_cap,
         window_left=o.window_left,
+        window_right=o.window_right,
         log2_theta=math.log2(o.rope_theta),
         inverse_rope_scale=1 / o.rope_scale,
         rows=x.q.shape[0],
-        kv_rows=x.kv_rows,
-        num_pages=x.k.shape[0],
+        num_pages=x.k.shape[0] if paged else x.kv_rows,
         mask_bytes=0 if o.mask is None else o.mask.shape[0],
         stride_q_row=x.q.stride(0),
         stride_q_head=x.q.stride(1),
@@ -529,8 +536,9 @@ def launch_tiles(
         FEATURES=Features(
             PAGED=paged,
             SHARED=x.shared,
-            CAUSAL=o.causal and o.mask is None,
+            CAUSAL=causal,
             WINDOW=o.window_left >= 0,
+            RIGHT=o.window_right >= 0 and not causal,
             CAP=o.logits_soft_cap > 0,
             ROPE=o.pos_encoding == "ROPE_LLAMA",
             ALIBI=o.pos_encoding == "ALIBI",

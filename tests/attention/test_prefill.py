@@ -13,6 +13,7 @@ from helpers.cases import (
     PREFILL_SPECIAL,
     RAGGED,
     RAGGED_SPECIAL,
+    RIGHT_WINDOWS,
     Case,
     rounds_in_the_interpreter,
 )
@@ -67,6 +68,23 @@ def test_paged_matches_oracle(case: Case, device: str, backend: str) -> None:
 def test_ragged_matches_oracle(case: Case, device: str, backend: str) -> None:
     setup = Setup("ragged", case, device)
     setup.check(*setup.run(backend), **setup.tolerance(backend))
+
+
+@each_case(RIGHT_WINDOWS, interpreted=map(_shorter, _every(6, RIGHT_WINDOWS)))
+def test_right_windows_of_pages_match_oracle(case: Case, device: str, backend: str) -> None:
+    setup = Setup("prefill", case, device)
+    setup.check(*setup.run(backend), **setup.tolerance(backend))
+
+
+@each_case(RIGHT_WINDOWS, interpreted=_every(13, RIGHT_WINDOWS))
+def test_right_windows_of_ragged_keys_match_oracle(case: Case, device: str, backend: str) -> None:
+    setup = Setup("ragged", case, device)
+    setup.check(*setup.run(backend), **setup.tolerance(backend))
+
+
+@each_case([case for case in RIGHT_WINDOWS if "planned" not in case.name], interpreted=RIGHT_WINDOWS[:15:4])
+def test_right_windows_of_one_request_match_oracle(case: Case, device: str, backend: str) -> None:
+    Setup("ragged", case, device).check_single(backend)
 
 
 @each_case([*SINGLE, *NO_KEYS])

@@ -332,6 +332,12 @@ def _plans() -> list[Bad]:
                 Bad(op, {**causal, "causal": False}, PlanError, f"{planned} causal is False", "causal=True"),
                 Bad(op, {**causal, "causal": True, "mask": ALL}, PlanError, f"{planned} a mask takes its", "no mask"),
             ]
+            near, what = {"plan": replan(window_right=9)}, "and the plan was made for window_right 9"
+            bad += [
+                Bad(op, {**near, "window_right": 10}, PlanError, f"window_right is 10 {what}", "a window no wider"),
+                Bad(op, near, PlanError, f"window_right is -1 {what}", "a window no wider"),
+                Bad(op, {**causal, "window_right": 1}, PlanError, f"{planned} causal is False", "causal=True"),
+            ]
     small = {"plan": replan(num_ctas=5), "workspace": torch.zeros(2079)}
     bad += [
         Bad("batch_decode", {"workspace": torch.zeros(9)[::2]}, ShapeError, "workspace has stride 2", "1"),

@@ -32,6 +32,7 @@ class Case:
     storage: str = "pair"
     causal: bool = False
     window_left: int = -1
+    window_right: int = -1
     logits_soft_cap: float = 0.0
     sm_scale: float | None = None
     sinks: float = 0.0
@@ -186,6 +187,37 @@ RAGGED = [
     *empty_batches(PREFILL_BASE),
     *sampled(PREFILL_BASE, RAGGED_AXES, 20, seed=1),
 ]
+
+_LARGEST = (1 << 30) - 1
+_RIGHT_AXES: dict[str, tuple[Any, ...]] = {
+    "window_right": (0, 1, 33, 1000, _LARGEST),
+    "window_left": (0, 1, 33, 1000),
+    "causal": (True,),
+    "masked": (0.5,),
+    "logits_soft_cap": (5.0,),
+    "sinks": (1.0,),
+    "heads": ((4, 4), (7, 1)),
+    "head_dims": ((80, 80), (64, 128)),
+    "storage": ("padded",),
+    "kv_layout": ("HND",),
+    "dtype": (torch.float16,),
+    "padding": (3,),
+    "kv_lens": (*PREFILL_AXES["kv_lens"], (300, 0, 700, 130)),
+    "qo_lens": PREFILL_AXES["qo_lens"],
+    "planner": ({"num_ctas": 12, "tile_rows": 16}, {"fixed_split_size": 8}, {"window_right": _LARGEST}),
+}
+_RIGHT = [
+    replace(c, name=f"window_right={w},{c.name}", window_right=w)
+    for w in (0, 1, 33)
+    for c in one_at_a_time(PREFILL_BASE, {k: PREFILL_AXES[k] for k in ("qo_lens", "window_left")})
+]
+RIGHT_WINDOWS = [
+    *_RIGHT,
+    *planned(_RIGHT, window_right=33, tile_rows=8),
+    *planned([replace(c, name=f"{c.name},split") for c in _RIGHT[::3]], window_right=40, tile_rows=16, num_ctas=12),
+    *sampled(replace(PREFILL_BASE, window_right=7), _RIGHT_AXES, 60, seed=3),
+]
+"""Windows on the right, which may see keys of ``causal`` attention and of masks only."""
 
 # Options that not every kernel takes: FP8 caches, position encodings, custom masks.
 _POSITIONS: dict[str, tuple[Any, ...]] = {

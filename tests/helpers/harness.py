@@ -76,7 +76,7 @@ class Setup:
     @property
     def arguments(self) -> dict[str, Any]:
         keys = ("k", "v") if self.kind == "ragged" else ("k_cache", "v_cache")
-        more = {} if self.kind == "decode" else {"causal": self.case.causal, "mask": self.packed_mask}
+        more = {} if self.kind == "decode" else self._prefill_options
         return {
             "q": self.q,
             **dict(zip(keys, (self.k, self.v), strict=True)),
@@ -96,6 +96,10 @@ class Setup:
             **more,
         }
 
+    @property
+    def _prefill_options(self) -> dict[str, Any]:
+        return {"causal": self.case.causal, "window_right": self.case.window_right, "mask": self.packed_mask}
+
     @cached_property
     def expected(self) -> Expected:
         # A decode row is the last of its sequence: the causal mask hides no key from it.
@@ -111,6 +115,7 @@ class Setup:
             padding=self.case.padding,
             causal=self.case.causal,
             window_left=self.case.window_left,
+            window_right=self.case.window_right,
             logits_soft_cap=self.case.logits_soft_cap,
             sm_scale=self.case.sm_scale,
             sinks=self.sinks,

@@ -26,6 +26,7 @@ def attention(
     *,
     causal: bool = False,
     window_left: int = -1,
+    window_right: int = -1,
     logits_soft_cap: float = 0.0,
     sm_scale: float | None = None,
     sinks: Tensor | None = None,
@@ -60,6 +61,8 @@ def attention(
             hidden |= j + n > m + i
         if window_left >= 0:
             hidden |= ~(j + n + window_left >= m + i)
+        if window_right >= 0:
+            hidden |= j + n > m + i + window_right
         if hidden.all():
             if sinks is not None:
                 lse[i] = sinks.detach().cpu().double() / math.log(2)

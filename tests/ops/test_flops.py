@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.cases import DECODE, PREFILL, RAGGED
+from helpers.cases import DECODE, PREFILL, RAGGED, RIGHT_WINDOWS
 from helpers.harness import Setup
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -12,12 +12,13 @@ import attn_ops.flops  # noqa: F401  registers the formulas
 from attn_ops.ops.schemas import SCHEMAS
 
 
-def _visible(qo_len: int, kv_len: int, causal: bool, window_left: int) -> int:
+def _visible(qo_len: int, kv_len: int, causal: bool, window_left: int, window_right: int) -> int:
     pairs = 0
     for i in range(qo_len):
         for j in range(kv_len):
             hidden = causal and j + qo_len > kv_len + i
             hidden |= window_left >= 0 and not j + qo_len + window_left >= kv_len + i
+            hidden |= window_right >= 0 and not j + qo_len <= kv_len + i + window_right
             pairs += not hidden
     return pairs
 
@@ -27,8 +28,12 @@ def test_every_op_has_a_formula(op: str) -> None:
     assert getattr(torch.ops.attn, op) in flop_registry
 
 
+_UNMASKED = [case for case in RIGHT_WINDOWS if case.masked is None]
+"""A custom mask is not read: FLOPs are those of a mask that hides nothing."""
+
+
 def _cases():
-    for kind, cases in (("decode", DECODE), ("prefill", PREFILL), ("ragged", RAGGED)):
+    for kind, cases in (("decode", DECODE), ("prefill", PREFILL), ("ragged", RAGGED), ("prefill", _UNMASKED)):
         small = [case for case in cases if max(case.kv_lens, default=0) <= 200 and case.head_dims[0] <= 128]
         yield from ((kind, case) for case in small[::6])
 
@@ -41,7 +46,8 @@ def test_attention_counts_visible_keys(kind: str, case) -> None:
     lengths = list(zip(setup.qo_lens, case.kv_lens, strict=True))
     if kind == "decode":
         lengths = [(1, n) for n in case.kv_lens if n]
-    pairs = sum(_visible(m, n, kind == "decode" or case.causal, case.window_left) for m, n in lengths)
+    windows = case.window_left, case.window_right
+    pairs = sum(_visible(m, n, kind == "decode" or case.causal, *windows) for m, n in lengths)
     assert counter.get_total_flops() == 2 * case.heads[0] * sum(case.head_dims) * pairs
 
 

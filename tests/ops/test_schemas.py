@@ -40,16 +40,18 @@ attn::batch_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tens
     kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
 attn::batch_prefill(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, *, float?
     sm_scale=None, float logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str
-    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., bool causal=False, Tensor? mask=None,
-    ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
+    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., bool causal=False, int window_right=-1,
+    Tensor? mask=None, ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto")
+    -> (Tensor, Tensor)
 attn::ragged_prefill(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, *, float? sm_scale=None,
     float logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str
-    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., bool causal=False, Tensor? mask=None,
-    ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
+    pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., bool causal=False, int window_right=-1,
+    Tensor? mask=None, ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto")
+    -> (Tensor, Tensor)
 attn::single_prefill(Tensor q, Tensor k, Tensor v, *, float? sm_scale=None, float logits_soft_cap=0., int
     window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str pos_encoding="NONE", float rope_scale=1., float
-    rope_theta=10000., bool causal=False, Tensor? mask=None, ScalarType? out_dtype=None, str kv_layout="NHD", bool
-    return_lse=False, str backend="auto") -> (Tensor, Tensor)
+    rope_theta=10000., bool causal=False, int window_right=-1, Tensor? mask=None, ScalarType? out_dtype=None, str
+    kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
 attn::batch_mla(Tensor q_nope, Tensor q_pe, Tensor ckv_cache, Tensor kpe_cache, Tensor[] plan, Tensor(a!) workspace,
     *, float? sm_scale=None, float logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor?
     kv_scale=None, bool causal=False, ScalarType? out_dtype=None, bool return_lse=False, str backend="auto") ->

@@ -68,14 +68,14 @@ def test_large_batches(seed: int) -> None:
     rows = torch.tensor([draw.choice([0, 1, 7, 300]) for _ in range(batch)])
     rows[0] = 1
     ctas = draw.choice([1, 2, 33, 66, 264])
-    causal, tile_rows = draw.random() < 0.5, draw.choice([7, 32])
+    causal, tile_rows, right = draw.random() < 0.5, draw.choice([7, 32]), draw.choice([-1, 0, 63, 500])
     pages, common = table[1].shape[0], {"page_size": page_size, "window_left": window, "num_ctas": ctas, **HEADS}
 
     def decode(device: str) -> Any:
         return attn_ops.DecodePlanner(max_batch, pages, device=device, **common)
 
     def prefill(device: str) -> Any:
-        sizes = {"causal": causal, "tile_rows": tile_rows, "device": device}
+        sizes = {"causal": causal, "window_right": right, "tile_rows": tile_rows, "device": device}
         return attn_ops.PrefillPlanner(max_batch, int(rows.sum()), pages, **sizes, **common)
 
     assert_planned_as_by_the_reference("decode", decode, table, "cuda", "triton")
@@ -101,13 +101,13 @@ def test_fixed_split_sizes(seed: int) -> None:
         "fixed_split_size": draw(1, 4, 100),
         **{"num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 8},
     }
-    ctas, causal = draw(0, 10, 1000, None), draw(False, True)
+    ctas, causal, right = draw(0, 10, 1000, None), draw(False, True), draw(-1, 0, 100)
 
     def decode(device: str) -> Any:
         return attn_ops.DecodePlanner(count, len(table[1]), num_ctas=66, device=device, **common)
 
     def prefill(device: str) -> Any:
-        sizes = {"num_ctas": ctas, "causal": causal, "tile_rows": 16, "device": device}
+        sizes = {"num_ctas": ctas, "causal": causal, "window_right": right, "tile_rows": 16, "device": device}
         return attn_ops.PrefillPlanner(count, int(rows.sum()) + 1, len(table[1]), **sizes, **common)
 
     assert_planned_as_by_the_reference("decode", decode, table, "cuda", "triton")
@@ -143,6 +143,7 @@ def test_small_prefill_batches(seed: int, device: str, backend: str) -> None:
     options = {
         "window_left": draw.choice([-1, 0, 63, 500]),
         "causal": draw.random() < 0.5,
+        "window_right": draw.choice([-1, 0, 63, 500, (1 << 30) - 1]),
         "tile_rows": draw.choice([7, 32]),
         "num_ctas": draw.choice([0, 6, 66, 1000]),
         "fixed_split_size": draw.choice([None, 1, 4, 50]),

@@ -24,6 +24,7 @@ batches = st.fixed_dictionaries(
         "tile_rows": st.sampled_from([1, 2, 16, 33, 128]),
         "causal": st.booleans(),
         "window_left": st.sampled_from([-1, 0, 63, 100, 5000]),
+        "window_right": st.sampled_from([-1, -1, 0, 1, 63, 100, 5000, (1 << 30) - 1]),
         "spare_batch": st.integers(0, 3),
         "spare_tokens": st.integers(0, 200),
         "ragged": st.booleans(),
@@ -38,6 +39,7 @@ def _plan(
     tile_rows: int = 16,
     causal: bool = False,
     window_left: int = -1,
+    window_right: int = -1,
     spare_batch: int = 0,
     spare_tokens: int = 0,
     ragged: bool = False,
@@ -56,6 +58,7 @@ def _plan(
         max_kv_len=max(1, *kv_lens, 1),
         causal=causal,
         window_left=window_left,
+        window_right=window_right,
         tile_rows=tile_rows,
         num_ctas=num_ctas,
     )
@@ -112,12 +115,12 @@ def test_every_row_is_in_one_tile(batch: dict) -> None:
 @given(batches)
 def test_tiles_read_what_their_rows_see_and_little_more(batch: dict) -> None:
     """The range of a tile is from the first to the last key that one of its rows sees."""
-    window = batch["window_left"]
+    window, ahead = batch["window_left"], 0 if batch["causal"] else batch["window_right"]
     for t in _tiles(_plan(**batch)):
         kv_len = batch["requests"][t.request][1]
         positions = range(t.position, t.position + t.rows)
         first = [max(0, p - window) if window >= 0 else 0 for p in positions]
-        end = [min(kv_len, max(0, p + 1)) if batch["causal"] else kv_len for p in positions]
+        end = [min(kv_len, max(0, p + 1 + ahead)) if ahead >= 0 else kv_len for p in positions]
         seen = [(a, b) for a, b in zip(first, end, strict=True) if a < b]
         assert 0 <= t.kv_begin <= t.kv_end <= kv_len
         if seen:

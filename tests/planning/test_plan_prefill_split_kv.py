@@ -26,6 +26,7 @@ batches = st.fixed_dictionaries(
         "tile_rows": st.sampled_from([1, 16, 33]),
         "causal": st.booleans(),
         "window_left": st.sampled_from([-1, 100, 5000]),
+        "window_right": st.sampled_from([-1, 0, 100, 5000]),
     }
 )
 
@@ -40,7 +41,12 @@ class SplitTile(NamedTuple):
 
 
 def _plan(
-    requests: list[tuple[int, int]], num_ctas: int, tile_rows: int = 16, causal: bool = False, window_left: int = -1
+    requests: list[tuple[int, int]],
+    num_ctas: int,
+    tile_rows: int = 16,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
 ) -> PrefillPlan:
     qo_lens, kv_lens = zip(*requests, strict=True)
     table = page_table(kv_lens, 16)
@@ -54,6 +60,7 @@ def _plan(
         head_dim=DIM,
         causal=causal,
         window_left=window_left,
+        window_right=window_right,
         tile_rows=tile_rows,
         num_ctas=num_ctas,
     )
@@ -97,6 +104,17 @@ def test_splits_cover_their_tiles(batch: dict) -> None:
             ranges = [(item.kv_begin, item.kv_end) for item in splits]
             assert disjoint(ranges, tile.kv_begin, tile.kv_end)
             assert all(begin % KV_BLOCK == 0 or begin == tile.kv_begin for begin, _ in ranges)
+
+
+def test_splits_are_balanced_by_the_keys_in_a_window() -> None:
+    """Eight tiles of 4 KV blocks see their own keys and a block on either side; the first and the last on one side."""
+    window = {"tile_rows": 4 * KV_BLOCK, "window_left": KV_BLOCK, "window_right": KV_BLOCK}
+    tokens = 32 * KV_BLOCK
+    whole = _work(_plan([(tokens, tokens)], num_ctas=0, **window))
+    ranges = sorted((item.kv_begin // KV_BLOCK, item.kv_end // KV_BLOCK) for item in whole)
+    assert ranges == [(max(0, 4 * i - 1), min(32, 4 * i + 5)) for i in range(8)]
+    work = _work(_plan([(tokens, tokens)], num_ctas=16, **window))
+    assert sorted(map(_kv_blocks, work)) == [3] * 12 + [5] * 2
 
 
 def test_one_long_tile_is_split_and_many_are_not() -> None:

@@ -306,7 +306,8 @@ class Planner {
 
   // Splits of a fixed size fit the plan, as count_splits of attn_ops/plan/sizing.py counts them.
   void check_splits(const std::vector<int64_t>& qo_indptr, const std::vector<int64_t>& lengths) const {
-    const int64_t tile_rows = metadata_.of_problem("tile_rows"), window = metadata_.of_problem("window");
+    const int64_t tile_rows = metadata_.of_problem("tile_rows");
+    const int64_t window = metadata_.of_problem("window"), ahead = metadata_.of_problem("ahead");
     const int64_t split = metadata_.of_problem("split"), block = metadata_.kv_block;
     const auto blocks_to = [block](int64_t tokens) { return (tokens + block - 1) / block; };
     int64_t needed = 0;
@@ -314,8 +315,8 @@ class Planner {
       const int64_t rows = qo_indptr[b + 1] - qo_indptr[b];
       for (int64_t offset = 0; offset < rows; offset += tile_rows) {
         const int64_t position = lengths[b] - rows + offset;
-        const int64_t end_row = std::max<int64_t>(position + std::min(tile_rows, rows - offset), 0);
-        const int64_t end = metadata_.of_problem("causal") ? std::min(lengths[b], end_row) : lengths[b];
+        const int64_t seen = std::max<int64_t>(position + std::min(tile_rows, rows - offset) + ahead - 1, 0);
+        const int64_t end = ahead ? std::min(lengths[b], seen) : lengths[b];
         const int64_t begin = window ? std::min(std::max<int64_t>(position + 1 - window, 0), end) : 0;
         const int64_t blocks = end > begin ? blocks_to(end) - begin / block : 0;
         const int64_t splits = (blocks + split / block - 1) / (split / block);

@@ -77,7 +77,7 @@ def _planned(
         op.limit("q_nope" if op.name == "batch_mla" else "q", "query rows", q.shape[0], MAX_QUERY_ROWS)
     sizes = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
     op.planned_for(typed, page_size=problem.page_size or 1, **{size: getattr(problem, size) for size in sizes})
-    op.covered(typed, options.window_left, options.causal, options.mask is not None)
+    op.covered(typed, options)
     op.workspace(workspace, workspace_size(typed), q)
     return typed
 

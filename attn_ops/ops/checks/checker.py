@@ -23,7 +23,7 @@ from attn_ops.ops import size_guards
 from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import BOUNDS, FLOATS, FP8, LAYOUTS, AttentionOptions
 from attn_ops.plan.plan_checks import check_plan
-from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
+from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
 
 PLAN_RANKS = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles": 2, "split_counters": 2}
 """Ranks of the fields of a plan that are not vectors."""
@@ -189,30 +189,39 @@ class OpChecker:
                     "make a planner for this problem",
                 )
 
-    def covered(self, plan: DecodePlan | PrefillPlan, window_left: int, causal: bool, masked: bool) -> None:
+    def covered(self, plan: DecodePlan | PrefillPlan, o: AttentionOptions) -> None:
         """The plan leaves out no key that the call may see."""
         planned = PlanProblem.of(plan.problem)
-        if planned.window and not 0 <= window_left < planned.window:
+        if planned.window and not 0 <= o.window_left < planned.window:
             self.fail(
                 PlanError,
-                f"window_left is {window_left} and the plan was made for window_left {planned.window - 1}",
+                f"window_left is {o.window_left} and the plan was made for window_left {planned.window - 1}",
                 "a window no wider than the planned one",
                 "make a planner for the widest window, or without one",
             )
-        if planned.causal and masked:
+        ahead = keys_ahead(o.causal and o.mask is None, o.window_right)
+        if not planned.ahead or 0 < ahead <= planned.ahead:
+            return
+        if planned.ahead > 1:
+            self.fail(
+                PlanError,
+                f"window_right is {o.window_right} and the plan was made for window_right {planned.ahead - 1}",
+                "a window no wider than the planned one",
+                "make a planner for the widest window, or without one",
+            )
+        if o.mask is not None:
             self.fail(
                 PlanError,
                 "the plan was made for causal attention and a mask takes its place",
                 "no mask",
                 "make the planner with causal=False",
             )
-        if planned.causal and not causal:
-            self.fail(
-                PlanError,
-                "the plan was made for causal attention and causal is False",
-                "causal=True",
-                "make the planner with causal=False",
-            )
+        self.fail(
+            PlanError,
+            "the plan was made for causal attention and causal is False",
+            "causal=True",
+            "make the planner with causal=False",
+        )
 
     def workspace(self, workspace: Tensor, needed: int, like: Tensor) -> None:
         self.tensor("workspace", workspace, "[elements]", (torch.float32,), like)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -227,6 +227,12 @@ class Batch:
 
     def __str__(self) -> str:
         return f"{self.shape}, qo_lens={self.qo_lens}, kv_lens={self.kv_lens}"
+
+
+def draw_prefill_options(d: Draw, shape: Shape, *without: str) -> Options:
+    """:func:`draw_options`, and those that prefill alone has."""
+    right = d.pick(0, 1, 7, 63, 64, 200, 100000, (1 << 30) - 1) if d.chance(0.3) else -1
+    return replace(draw_options(d, shape, *without), window_right=right)
 
 
 def draw_options(d: Draw, shape: Shape, *without: str) -> Options:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attn_ops as flashinfer
-from helpers.fuzz.batch import Batch, Shape, draw_options
+from helpers.fuzz.batch import Batch, Shape, draw_options, draw_prefill_options
 from helpers.fuzz.draw import Call, Draw
 from helpers.fuzz.ops import append_call, latent_values, merge_call
 from helpers.fuzz.oracle import Options, attend_all, scaled
@@ -42,7 +42,7 @@ def single_decode(d: Draw) -> Call:
 
 def single_prefill(d: Draw) -> Call:
     shape = Shape.draw(d)
-    o = draw_options(d, shape, "sinks", "k_scale", "v_scale")
+    o = draw_prefill_options(d, shape, "sinks", "k_scale", "v_scale")
     batch = Batch(d, shape, decode=False, requests=1)
     kv, lse = batch.ragged(), d.chance(0.5)
     mask = draw_mask(d, batch)

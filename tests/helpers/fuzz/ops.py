@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attn_ops
-from helpers.fuzz.batch import FP8, Batch, Shape, draw_options, tolerance
+from helpers.fuzz.batch import FP8, Batch, Shape, draw_options, draw_prefill_options, tolerance
 from helpers.fuzz.draw import Call, Draw
 from helpers.fuzz.oracle import Options, Request, attend_all, merge
 from helpers.fuzz.rounding import check_rounded
@@ -35,6 +35,8 @@ def _op_options(op: str, o: Options, shape: Shape, d: Draw, mask: Tensor | None 
         options["kv_layout"] = shape.kv_layout
     if op != "batch_decode":
         options["causal"] = o.causal
+    if op not in ("batch_decode", "batch_mla"):
+        options["window_right"] = o.window_right
     if mask is not None:
         options["mask"] = mask
     return options
@@ -127,7 +129,7 @@ def batch_decode(d: Draw) -> Call:
 def _prefill(d: Draw, op: str) -> Call:
     ragged = op == "ragged_prefill"
     shape = Shape.draw(d)
-    o = draw_options(d, shape)
+    o = draw_prefill_options(d, shape)
     batch, padding = Batch(d, shape, decode=False), d.pick(0, 0, 2)
     if not ragged:
         assert batch.pages is not None
@@ -151,6 +153,7 @@ def _prefill(d: Draw, op: str) -> Call:
         max_kv_len=max(1, *batch.kv_lens) + d.pick(0, 100) if ragged else d.pick(None, max(1, *batch.kv_lens)),
         causal=planned_causal,
         window_left=o.window_left if d.chance(0.4) else -1,
+        window_right=o.window_right if d.chance(0.4) else -1,
         tile_rows=d.pick(None, None, 1, 3, 16, 64),
         num_ctas=None if fixed else d.pick(None, None, 1, 12, 60),
         fixed_split_size=fixed,
@@ -189,7 +192,7 @@ def ragged_prefill(d: Draw) -> Call:
 
 def single_prefill(d: Draw) -> Call:
     shape = Shape.draw(d)
-    o = draw_options(d, shape)
+    o = draw_prefill_options(d, shape)
     batch = Batch(d, shape, decode=False, requests=1)
     mask = None
     if d.chance(0.25):

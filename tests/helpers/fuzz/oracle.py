@@ -22,6 +22,7 @@ class Options:
 
     causal: bool = False
     window_left: int = -1
+    window_right: int = -1
     soft_cap: float = 0.0
     sm_scale: float | None = None
     sinks: Tensor | None = None
@@ -62,6 +63,8 @@ def attend(request: Request, o: Options) -> Expected:
         visible &= j + n <= m + i
     if o.window_left >= 0:
         visible &= j + n + o.window_left >= m + i
+    if o.window_right >= 0:
+        visible &= j + n <= m + i + o.window_right
     reach = _logits(q.abs(), k.abs(), group) * abs(scale)
     if o.pos_encoding == "ROPE_LLAMA":
         q, k = _rotate(q, torch.arange(m - n, m), o), _rotate(k, torch.arange(m), o)

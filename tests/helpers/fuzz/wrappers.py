@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attn_ops as flashinfer
-from helpers.fuzz.batch import Batch, Shape, draw_options
+from helpers.fuzz.batch import Batch, Shape, draw_options, draw_prefill_options
 from helpers.fuzz.draw import Call, Draw
 from helpers.fuzz.ops import latent_values
 from helpers.fuzz.oracle import Options, Request, attend_all, scaled
@@ -118,7 +118,7 @@ def _prefill(
 
 def prefill_wrapper(d: Draw) -> Call:
     shape = Shape.draw(d)
-    o = draw_options(d, shape, "k_scale", "v_scale")
+    o = draw_prefill_options(d, shape, "k_scale", "v_scale")
     split: Arguments = d.pick({}, {}, {"disable_split_kv": True}, {"fixed_split_size": 64})
     if d.size == "large":
         split = {}  # it would take a large workspace
@@ -138,7 +138,7 @@ def prefill_wrapper(d: Draw) -> Call:
 
 def ragged_wrapper(d: Draw) -> Call:
     shape = Shape.draw(d)
-    o = draw_options(d, shape, "k_scale", "v_scale")
+    o = draw_prefill_options(d, shape, "k_scale", "v_scale")
     workspace = draw_workspace(d)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, shape.kv_layout)
     sizes = (*shape.heads, *shape.dims)

@@ -57,6 +57,7 @@ FUNCTIONS = [
                 **LSE,
                 "kv_layout": Raises("HND"),
                 "causal": True,
+                "window_right": 3,
                 "custom_mask": torch.arange(46 * 212, device=DEVICE) % 3 == 0,
                 "packed_custom_mask": torch.full((46 * 212 // 8,), 5, dtype=torch.uint8, device=DEVICE),
                 "o_dtype": BF16,

@@ -54,6 +54,7 @@ PREFILL_OPTIONS = {
     "causal": True,
     "head_dim_vo": Raises(32),
     "head_dim": Raises(64),
+    "window_right": 3,
 }
 PREFILL_RUN = {**SCALES, **LSE, **buffers(P), "sinks": P.sinks, "window_left": 3, "args": None}
 LSE_FORM = {"lse_base": Raises("nonsense"), "lse_layout": Raises("nonsense")}
