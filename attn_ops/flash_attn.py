@@ -316,7 +316,7 @@ def flash_attn_with_kvcache(
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         ranked(where, name, t, "[batch_cache, seqlen_cache, num_kv_heads, head_dim]")
     positive(where, num_heads=q.shape[-2])
-    check_latent(where, q, qv, k_cache)
+    check_latent(where, q, qv, k_cache, options)
     shape = None if cu_seqlens_q is not None else (q.shape[0], q.shape[1])
     requests = q.shape[0] if cu_seqlens_q is None else index(where, "cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     if table is not None and table.shape[0] != requests:
@@ -342,7 +342,7 @@ def flash_attn_with_kvcache(
         assert new is not None
         starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
         begin = CacheLengths(starts).before(where, requests, rotary.cos.shape[0], q.device)
-        by_row = options.causal or options.window_left >= 0
+        by_row = options.causal or max(options.window_left, options.window_right) >= 0
         rows, key = rotate(where, rotary, rows, new[0], batch, begin, by_row)
         new = key, new[1]
     tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode)
@@ -415,7 +415,7 @@ def get_scheduler_metadata(
             "both, since the plan holds the page table",
             "pass block_table too, or neither for a dense cache",
         )
-    causal, left = arguments.window(where, window_size, causal)
+    window = arguments.window(where, window_size, causal)
     value_dim = headdim if headdim_v is None else headdim_v
     tensors = (cache_seqlens, table, cu_seqlens_q)
     found = next((t.device for t in tensors if isinstance(t, Tensor)), None)
@@ -433,8 +433,9 @@ def get_scheduler_metadata(
         num_kv_heads=num_heads_kv,
         head_dim_qk=headdim + (value_dim if has_qv else 0),
         head_dim_vo=value_dim,
-        window_left=left,
-        causal=causal and not decode,
+        window_left=window.window_left,
+        causal=window.causal and not decode,
+        window_right=-1 if decode else window.window_right,
     )
     batch = CacheBatch(
         spec,

@@ -18,6 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "base": {},
     "causal": {"causal": True},
     "window": {"causal": True, "window_size": (6, 0)},
+    "both windows": {"window_size": (6, 2)},
     "softcap": {"softcap": 3.0, "softmax_scale": 0.2},
     "sinks": {"s_aux": torch.tensor([0.5, -1.0, 3.0, 0.0], device=DEVICE), "causal": True},
 }

@@ -12,12 +12,10 @@ from torch import Tensor
 from helpers.oracle import Expected
 from helpers.wrapper_requests import DEVICE, ln
 
-NEGATIVE = [(-1, -1), (3, -1), (0, -1)]
 
-
-def visible(q_len: int, kv_len: int, causal: bool, window_size: tuple[int, int]) -> Tensor:
+def visible(q_len: int, kv_len: int, causal: bool, window_size: tuple[int | None, int | None]) -> Tensor:
     """bool ``[q_len, kv_len]`` by FlashAttention's definition: row i sees ``[i + shift - left, i + shift + right]``."""
-    left, right = window_size
+    left, right = (-1 if side is None else side for side in window_size)
     right = 0 if causal else right
     row, key = torch.arange(q_len)[:, None] + kv_len - q_len, torch.arange(kv_len)
     seen = torch.ones(q_len, kv_len, dtype=torch.bool)
@@ -32,7 +30,7 @@ def expected(
     requests: Sequence[tuple[Tensor, Tensor, Tensor]],
     *,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     s_aux: Tensor | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from attn_ops.call import as_sinks
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import bounded, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import BOUNDS, AttentionOptions
 
 WindowSize = tuple[int | None, int | None] | list[int | None]
 
@@ -64,11 +64,16 @@ def refuse(where: str, **arguments: Any) -> None:
         raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
 
 
-def window(where: str, window_size: WindowSize, causal: bool) -> tuple[bool, int]:
-    """``(causal, window_left)`` of FlashAttention's window: inclusive sides, -1 or None for no limit.
+class Window(NamedTuple):
+    """FlashAttention's window in the words of the ops: a right side of 0 is ``causal``."""
 
-    ``causal`` limits the right side to 0, and a right side of 0 is causal.
-    """
+    causal: bool
+    window_left: int
+    window_right: int
+
+
+def window(where: str, window_size: WindowSize, causal: bool) -> Window:
+    """``window_size (left, right)``, inclusive, -1 or None for no limit. ``causal`` limits the right side to 0."""
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         fail(
             ArgumentError,
@@ -77,17 +82,12 @@ def window(where: str, window_size: WindowSize, causal: bool) -> tuple[bool, int
             "a pair (left, right) of tokens, each -1 for no limit",
             "pass such a pair",
         )
-    left, right = (-1 if side is None else side for side in window_size)
-    if right < -1:
-        fail(OptionError, where, f"window_size[1] is {right}", "0 or more tokens, or -1 for no limit", "change it")
-    if causal or right == 0:
-        return True, left
-    if right > 0:
-        raise UnsupportedError(
-            f"{where}: window_size is {tuple(window_size)!r}, which is not supported: windows are limited on the left; "
-            "pass causal=True or a right side of -1"
-        )
-    return False, left
+    sides = [-1 if side is None else side for side in window_size]
+    for i, (side, bound) in enumerate(zip(sides, (BOUNDS["window_left"], BOUNDS["window_right"]), strict=True)):
+        if not bound.holds(side):
+            fail(OptionError, where, f"window_size[{i}] is {side}", bound.expected, "change it")
+    causal = causal or sides[1] == 0
+    return Window(causal, sides[0], -1 if causal else sides[1])
 
 
 def options(
@@ -104,15 +104,13 @@ def options(
     """FlashAttention's options as those of the ops, checked. ``learnable_sink`` is another name of ``s_aux``."""
     sinks = renamed(where, "learnable_sink", learnable_sink, "s_aux", s_aux)
     name = "s_aux" if learnable_sink is None else "learnable_sink"
-    causal, left = window(where, window_size, causal)
     given = AttentionOptions(
         sm_scale=softmax_scale,
         logits_soft_cap=softcap,
-        window_left=left,
-        causal=causal,
         sinks=as_sinks(where, sinks, device, name),
+        **window(where, window_size, causal)._asdict(),
     )
-    return bounded(where, given, sm_scale="softmax_scale", logits_soft_cap="softcap", window_left="window_size[0]")
+    return bounded(where, given, sm_scale="softmax_scale", logits_soft_cap="softcap")
 
 
 def descales(where: str, q_descale: Scale, k_descale: Scale, v_descale: Scale) -> ScaleFactors:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
-from attn_ops.errors import ArgumentError, CapacityError, ShapeError, fail
+from attn_ops.errors import ArgumentError, CapacityError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.flash.metadata import BatchForm, Scheduled, SchedulerMetadata, check_given, shared
 from attn_ops.frontend.flash.rotary import Rotary
@@ -52,6 +52,8 @@ def _spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **more: An
         head_dim_qk=q.shape[-1],
         head_dim_vo=v.shape[-1],
         window_left=options.window_left,
+        causal=options.causal,
+        window_right=options.window_right,
         **more,
     )
 
@@ -92,7 +94,7 @@ def dense_attention(
     if batch == 1:
         call = dense_call(where, rows, options, result.spec(), scales, kv_layout="NHD")
         return result.of(call.execute())
-    spec = _spec(q, k, v, options, decode=False, paged=False, page_size=1, causal=options.causal)
+    spec = _spec(q, k, v, options, decode=False, paged=False, page_size=1)
 
     def make() -> SchedulerMetadata:
         indptrs = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
@@ -124,7 +126,7 @@ def varlen_attention(
     positive(where, num_heads=q.shape[1])
     batch = index(where, "cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     device, result = q.device, Result(None, return_lse, out)
-    spec = _spec(q, k, v, options, decode=False, paged=False, page_size=1, causal=options.causal)
+    spec = _spec(q, k, v, options, decode=False, paged=False, page_size=1)
 
     def make() -> SchedulerMetadata:
         qo_indptr = cumulative(where, "cu_seqlens_q", cu_seqlens_q, batch, "q", q)
@@ -333,24 +335,26 @@ def one_of(where: str, **given: Any) -> tuple[str, Any]:
     return found[0] if found else (next(iter(given)), None)
 
 
-def cache_spec(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, options: Any, *, decode: bool) -> PlanSpec:
-    """Of caches ``[places, page_size, num_kv_heads, head_dim]``."""
-    return PlanSpec(
-        decode=decode,
-        paged=True,
-        page_size=k.shape[1],
-        num_qo_heads=q.shape[-2],
-        num_kv_heads=k.shape[2],
+def cache_spec(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, options: AttentionOptions, *, decode: bool
+) -> PlanSpec:
+    """Of caches ``[places, page_size, num_kv_heads, head_dim]``. A decoded row has no keys after it."""
+    return _spec(q, k, v, options, decode=decode, paged=True, page_size=k.shape[1])._replace(
         head_dim_qk=q.shape[-1] + (0 if qv is None else qv.shape[-1]),
-        head_dim_vo=v.shape[-1],
-        window_left=options.window_left,
         causal=options.causal and not decode,
+        window_right=-1 if decode else options.window_right,
     )
 
 
-def check_latent(where: str, q: Tensor, qv: Tensor | None, k_cache: Tensor) -> None:
+def check_latent(where: str, q: Tensor, qv: Tensor | None, k_cache: Tensor, options: AttentionOptions) -> None:
+    """Of a latent query and its cache, if there is one."""
     if qv is None:
         return
+    if options.window_right >= 0:
+        raise UnsupportedError(
+            f"{where}: window_size has a right side of {options.window_right} with qv, which is not supported: MLA has "
+            "no window on the right; pass causal=True or a right side of -1"
+        )
     if qv.shape[:-1] != q.shape[:-1]:
         fail(ShapeError, where, f"qv is {list(qv.shape)}", f"{[*q.shape[:-1], 'head_dim_v']}, as q", "correct it")
     if k_cache.shape[2] != 1:
