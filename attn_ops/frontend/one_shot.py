@@ -81,6 +81,9 @@ def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -
 
 def uniform_indptr(batch: int, q_len: int, device: torch.device) -> Tensor:
     """int32 ``[batch + 1]``: ``qo_indptr`` of ``q_len`` query rows per request."""
+    if torch.compiler.is_compiling():  # Inductor of PyTorch 2.13 cannot simplify indices computed from an arange
+        steps = torch.nn.functional.pad(torch.full((batch,), q_len, dtype=torch.int32, device=device), (1, 0))
+        return steps.cumsum(0, dtype=torch.int32)
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
 
 
@@ -202,7 +205,7 @@ class BlockTables(NamedTuple):
 class RaggedLengths(NamedTuple):
     """A batch of ragged KV by cumulative lengths, int32 ``[batch + 1]`` on the query's device.
 
-    ``rows`` and ``keys`` are those of the tensors.
+    ``rows`` and ``keys`` are those of the tensors. ``max_kv_len``: the most keys of one request, if that is known.
     """
 
     spec: PlanSpec
@@ -210,6 +213,7 @@ class RaggedLengths(NamedTuple):
     kv_indptr: Tensor
     rows: int
     keys: int
+    max_kv_len: int | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -220,7 +224,8 @@ class RaggedLengths(NamedTuple):
 
     def plan(self) -> PrefillPlan:
         batch = max(1, self.qo_indptr.shape[0] - 1)
-        problem, device = problem_of(self.spec, self.keys, bound(-(-self.rows // batch))), self.qo_indptr.device
+        longest = self.keys if self.max_kv_len is None else self.max_kv_len
+        problem, device = problem_of(self.spec, longest, bound(-(-self.rows // batch))), self.qo_indptr.device
         splits = splits_per_head(device, problem)
         plan = allocate_prefill(problem, batch, self.rows, 0, device, splits, torch.empty)
         no_pages, ones = self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])

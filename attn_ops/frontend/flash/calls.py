@@ -98,7 +98,7 @@ def dense_attention(
 
     def make() -> SchedulerMetadata:
         indptrs = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
-        plan = RaggedLengths(spec, *indptrs, batch * q_len, batch * kv_len).plan()
+        plan = RaggedLengths(spec, *indptrs, batch * q_len, batch * kv_len, kv_len).plan()
         form = BatchForm(batch, batch * q_len)
         return SchedulerMetadata(plan, form.as_shape_tensor(device), *_nothing_appended(device))
 
