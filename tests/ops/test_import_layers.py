@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "exports",
         "cpp",
         "ops",
+        "ops.functions",
         "ops.tuning_table",
         "ops.unsupported",
         "eager",
