@@ -321,7 +321,8 @@ def flash_attn_with_kvcache(
     requests = q.shape[0] if cu_seqlens_q is None else index(where, "cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     if table is not None and table.shape[0] != requests:
         fail(ShapeError, where, f"the table has {table.shape[0]} rows", f"{requests}, as q has requests", "correct it")
-    rows, latents = (t if t is None or shape is None else t.flatten(0, 1) for t in (q, qv))
+    rows = q if shape is None else q.flatten(0, 1)
+    latents = qv if qv is None or shape is None else qv.flatten(0, 1)
     new = new_tokens(where, k, v, cache_seqlens, cu_seqlens_k_new, requests)
     decode = shape is not None and shape[1] == 1 and qv is None
     batch = CacheBatch(
@@ -460,7 +461,8 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
     ``dropout_p``.
     """
     dims = "[batch, seqlen, 3, num_heads, head_dim]"
-    return flash_attn_func(*unpack("flash_attn_qkvpacked_func", "qkv", qkv, 3, dims), *args, **kwargs)
+    q, k, v = unpack("flash_attn_qkvpacked_func", "qkv", qkv, 3, dims)
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 @typed
@@ -469,7 +471,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -
     ``dropout_p``.
     """
     dims = "[batch, seqlen, 2, num_kv_heads, head_dim]"
-    return flash_attn_func(q, *unpack("flash_attn_kvpacked_func", "kv", kv, 2, dims), *args, **kwargs)
+    k, v = unpack("flash_attn_kvpacked_func", "kv", kv, 2, dims)
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 @typed
@@ -479,9 +482,8 @@ def flash_attn_varlen_qkvpacked_func(
     """:func:`flash_attn_varlen_func` of ``qkv [total, 3, num_heads, head_dim]``, and its arguments from
     ``dropout_p``.
     """
-    parts = unpack("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, "[total, 3, num_heads, head_dim]")
-    sizes = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(*parts, *sizes, *args, **kwargs)
+    q, k, v = unpack("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, "[total, 3, num_heads, head_dim]")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
 
 @typed
@@ -498,6 +500,5 @@ def flash_attn_varlen_kvpacked_func(
     """:func:`flash_attn_varlen_func` of ``kv [total_k, 2, num_kv_heads, head_dim]``, and its arguments from
     ``dropout_p``.
     """
-    parts = unpack("flash_attn_varlen_kvpacked_func", "kv", kv, 2, "[total_k, 2, num_kv_heads, head_dim]")
-    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, *parts, *sizes, *args, **kwargs)
+    k, v = unpack("flash_attn_varlen_kvpacked_func", "kv", kv, 2, "[total_k, 2, num_kv_heads, head_dim]")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs)

@@ -90,15 +90,15 @@ def dense_attention(
             )
     positive(where, num_heads=q.shape[2])
     result = Result((batch, q_len), return_lse, out)
-    rows = tuple(t.flatten(0, 1) for t in (q, k, v))
+    rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     if batch == 1:
         call = dense_call(where, rows, options, result.spec(), scales, kv_layout="NHD")
         return result.of(call.execute())
     spec = _spec(q, k, v, options, decode=False, paged=False, page_size=1)
 
     def make() -> SchedulerMetadata:
-        indptrs = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
-        plan = RaggedLengths(spec, *indptrs, batch * q_len, batch * kv_len, kv_len).plan()
+        qo_indptr, kv_indptr = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
+        plan = RaggedLengths(spec, qo_indptr, kv_indptr, batch * q_len, batch * kv_len, kv_len).plan()
         form = BatchForm(batch, batch * q_len)
         return SchedulerMetadata(plan, form.as_shape_tensor(device), *_nothing_appended(device))
 
