@@ -131,8 +131,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         )
         spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
         split = splitting(where, fixed_split_size, disable_split_kv)
-        windows = {"window_left": window_left, "window_right": window_right}
-        spec = spec._replace(paged=False, causal=causal, **windows, **split)
+        spec = spec._replace(paged=False, causal=causal, window_left=window_left, window_right=window_right, **split)
         required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
         table = PageTable.of(where, kv_indptr, qo_indptr=qo_indptr)
         custom_mask = multi_item_mask(

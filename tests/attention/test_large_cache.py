@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers.backends import each_triton
 from helpers.oracle import Expected
 from torch import Tensor
 
 import attn_ops
+from attn_ops.ops.options import MAX_WINDOW
+from attn_ops.plan.plan_checks import MAX_KV_TOKENS
 
 PAGE, HEADS, DIM = 16, 8, 128
 PAGES = 2**31 // (2 * PAGE * HEADS * DIM) + 40
@@ -119,6 +122,16 @@ def test_append_and_attend_to_a_latent_cache(latent: Tensor) -> None:
         q_nope, q_pe, ckv, kpe, plan, planner.workspace, sm_scale=0.05, causal=True, return_lse=True
     )
     Expected.of([(q, tokens[:, None], tokens[:, None, :512])], sm_scale=0.05, causal=True).check(out, lse)
+
+
+@each_triton
+def test_a_position_and_a_window_exceed_int32_together(device: str, backend: str) -> None:
+    """All keys are 0, so the LSE is the logarithm of the number that a row sees: fewer at the end of the keys."""
+    key = torch.zeros(1, 1, 16, device=device).expand(MAX_KV_TOKENS, 1, 16)
+    q, options = torch.zeros(4, 1, 16, device=device), {"window_left": 3, "return_lse": True, "backend": backend}
+    for right, seen in ((0, (4, 4, 4, 4)), (1, (5, 5, 5, 4)), (MAX_WINDOW, (7, 6, 5, 4))):
+        _, lse = torch.ops.attn.single_prefill(q, key, key, window_right=right, **options)
+        torch.testing.assert_close(lse.cpu(), torch.tensor(seen).log2()[:, None])
 
 
 @pytest.mark.gpu

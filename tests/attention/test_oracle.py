@@ -49,6 +49,17 @@ def test_a_window_equals_its_mask() -> None:
     assert all(map(torch.equal, windowed, masked))
 
 
+def test_a_window_on_the_right_equals_its_mask() -> None:
+    """The key itself, the one before it and the two after it."""
+    q, k, v = _qkv(3, 5)
+    keep = torch.tensor([[0, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]).bool()
+    windowed, masked = attention(q, k, v, window_left=1, window_right=2), attention(q, k, v, mask=keep)
+    assert all(map(torch.equal, windowed, masked))
+    (q, k, v), all_keys = _qkv(4, 4), torch.ones(4, 4).bool()
+    windowed, masked = attention(q, k, v, window_right=1), attention(q, k, v, mask=all_keys.tril(1))
+    assert all(map(torch.equal, windowed, masked))
+
+
 def test_rows_without_keys() -> None:
     q, k, v = _qkv(5, 2)
     out, lse = attention(q, k, v, causal=True)

@@ -74,6 +74,17 @@ def test_prefill_is_one_op_and_stays_compiled(masked: bool) -> None:
     assert recorder.ops == ["batch_prefill"]
 
 
+def test_a_window_on_both_sides_is_an_option_of_the_op() -> None:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    recorder = GraphRecorder()
+    step = torch.compile(lambda q, cache: wrapper.run(q, cache), fullgraph=True, backend=recorder)
+    for r in PREFILLS:
+        wrapper.plan(r.qo_indptr, *r.table, *r.sizes, window_left=9, window_right=3)
+        with torch.compiler.set_stance("default" if r is PREFILLS[0] else "fail_on_recompile"):
+            r.expected(window_left=9, window_right=3).check(step(r.q, r.cache("tensor")))
+    assert recorder.ops == ["batch_prefill"]
+
+
 def test_other_numbers_of_rows_compile_once_more() -> None:
     """The second size is traced with a dynamic dimension, which then fits all."""
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())

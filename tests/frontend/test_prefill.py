@@ -21,6 +21,8 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"causal": True}, {"causal": True}),
     ({"causal": True, "window_left": 7}, {"causal": True, "window_left": 7}),
     ({"window_left": 0}, {"window_left": 0}),
+    ({"window_left": 7, "window_right": 3}, {"window_left": 7, "window_right": 3}),
+    ({"causal": True, "window_right": 3}, {"causal": True}),
     ({"sm_scale": 0.3, "logits_soft_cap": 2.0}, {"sm_scale": 0.3, "logits_soft_cap": 2.0}),
     ({"pos_encoding_mode": "ROPE_LLAMA", "causal": True}, {"pos_encoding": "ROPE_LLAMA", "causal": True}),
     (
@@ -83,13 +85,13 @@ def test_options(kind: str, options: dict[str, Any], meaning: dict[str, Any]) ->
 
 
 @each_kind
-@pytest.mark.parametrize("window_left", [-1, 9])
-def test_custom_mask_overrides_causal(kind: str, window_left: int) -> None:
+@pytest.mark.parametrize("windows", [{}, {"window_left": 9}, {"window_left": 9, "window_right": 3}], ids=str)
+def test_custom_mask_overrides_causal(kind: str, windows: dict[str, int]) -> None:
     r = requests(kind)
-    expected = r.expected(masked=True, window_left=window_left)
-    expected.check(*Call(kind, r, custom_mask=r.mask, causal=True, window_left=window_left).run(return_lse=True))
+    expected = r.expected(masked=True, **windows)
+    expected.check(*Call(kind, r, custom_mask=r.mask, causal=True, **windows).run(return_lse=True))
     packed = [flashinfer.packbits(m.flatten().to(DEVICE), bitorder="little") for m in r.masks]
-    options: dict[str, Any] = {"packed_custom_mask": torch.cat(packed), "window_left": window_left}
+    options: dict[str, Any] = {"packed_custom_mask": torch.cat(packed), **windows}
     expected.check(*Call(kind, r, **options).run(return_lse=True))
     # The packed mask has precedence.
     expected.check(*Call(kind, r, custom_mask=~r.mask, **options).run(return_lse=True))

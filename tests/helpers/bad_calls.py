@@ -184,6 +184,13 @@ def _options() -> list[Bad]:
                 "window_left is 1073741824",
                 "0 or more tokens, at most 1073741823",
             ),
+            *(
+                Bad(
+                    op, {"window_right": w}, OptionError, f"window_right is {w}", "0 or more tokens, at most 1073741823"
+                )
+                for w in (-2, 1 << 30)
+                if op != "batch_decode"
+            ),
             Bad(op, {"rope_scale": 0.0}, OptionError, "rope_scale is 0.0", "a positive number"),
             Bad(op, {"rope_theta": -1.0}, OptionError, "rope_theta is -1.0", "a positive number"),
             Bad(op, {"pos_encoding": "ROPE"}, OptionError, "pos_encoding is ROPE", "NONE, ROPE_LLAMA, ALIBI"),

@@ -64,6 +64,7 @@ def draw_prefill(draw: random.Random) -> Call:
     heads = group * kv_heads, kv_heads
     mask = draw.choice([None, None, torch.zeros(100, dtype=torch.uint8)])
     given = options(draw, heads[0]) | positions_and_dtype(draw, dims) | {"mask": mask, "causal": draw.random() < 0.5}
+    given["window_right"] = draw.choice([-1, -1, 5])
     return "prefill", prefill, (draw.choice(DTYPES), dims, heads, draw.choice([None, 1, 3, 16, 64])), given
 
 

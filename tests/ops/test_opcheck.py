@@ -14,15 +14,17 @@ PAGED: tuple[dict[str, Any], ...] = (
     {},
     {"kv_layout": "HND", "storage": "fused", "dtype": torch.bfloat16, "sinks": 1.0, "window_left": 9, "causal": True},
     {"head_dims": (64, 32), "page_size": 1, "logits_soft_cap": 3.0, "pos_encoding": "ALIBI", "padding": 2},
+    {"window_left": 9, "window_right": 5, "planner": {"window_right": 7}},
 )
 RAGGED: tuple[dict[str, Any], ...] = (
     {},
     {"kv_layout": "HND", "storage": "padded", "dtype": torch.float16, "sinks": 1.0, "pos_encoding": "ROPE_LLAMA"},
     {"masked": 0.5, "head_dims": (64, 32)},
+    {"window_left": 9, "window_right": 5},
 )
 STATES: tuple[dict[str, Any], ...] = ({}, {"dtype": torch.float16, "head_dims": (16, 24)})
 VARIATIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "batch_decode": tuple({k: v for k, v in p.items() if k != "causal"} for p in PAGED),
+    "batch_decode": tuple({k: v for k, v in p.items() if k != "causal"} for p in PAGED[:3]),
     "batch_prefill": PAGED,
     "ragged_prefill": RAGGED,
     "single_prefill": RAGGED,

@@ -33,7 +33,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "batch_decode": {"kv_lens": (70, 0, 130, 1), "planner": {"num_ctas": 5}, "sinks": 1.0, "window_left": 60},
     "batch_prefill": SPLITS | {"qo_lens": (5, 2, 9, 1), "causal": True, "planner": {"num_ctas": 6, "tile_rows": 4}},
     "ragged_prefill": SPLITS
-    | {"qo_lens": (5, 2, 9, 1), "causal": True, "window_left": 50, "planner": {"num_ctas": 6, "tile_rows": 4}},
+    | {"qo_lens": (5, 2, 9, 1), "window_left": 50, "window_right": 3, "planner": {"num_ctas": 6, "tile_rows": 4}},
     "batch_mla": SPLITS | {"qo_lens": (1, 2, 1, 1), "causal": True, "planner": {"num_ctas": 6, "tile_rows": 4}},
 }
 OTHER: dict[str, Any] = {"kv_lens": (200, 3, 0, 9, 64), "page_size": 3}

@@ -236,6 +236,8 @@ def test_planner_beyond_int32(changes: dict[str, Any], error: type[AttnOpsError]
         ({"max_tokens": 0}, OptionError, "max_tokens is 0", "at least 1"),
         ({"max_tokens": 2**40}, OptionError, f"max_tokens is {2**40}", f"at most {2**28}"),
         ({"tile_rows": 0}, OptionError, "tile_rows is 0", "at least 1"),
+        ({"window_right": -2}, OptionError, "window_right is -2", f"0 or more tokens, at most {2**30 - 1}, or -1"),
+        ({"window_right": 2**30}, OptionError, f"window_right is {2**30}", "0 or more tokens"),
         ({"tile_rows": 2**31}, OptionError, f"tile_rows is {2**31}", f"at most {2**30}"),
         ({"tile_rows": 2**28}, OptionError, f"tile_rows is {2**28} with 4 heads of 16 elements", "a partial result of"),
         ({"tile_rows": 31_600_000}, OptionError, "tile_rows is 31600000 with 4 heads of 16 elements", "a partial"),

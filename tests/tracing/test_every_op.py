@@ -31,9 +31,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch_decode": {"window_left": 20, "sinks": 1.0, "dtype": torch.bfloat16},
-    "batch_prefill": {"masked": 0.5, "sinks": 1.0},
+    "batch_prefill": {"masked": 0.5, "window_right": 3, "sinks": 1.0},
     "ragged_prefill": {"causal": True, "window_left": 20, "pos_encoding": "ROPE_LLAMA"},
-    "single_prefill": {"causal": True, "logits_soft_cap": 5.0},
+    "single_prefill": {"window_left": 20, "window_right": 3, "logits_soft_cap": 5.0},
     "batch_mla": {"causal": True},
 }
 
