@@ -2,7 +2,7 @@
 
 They run this library's ops, for inference, on any device, and trace. Semantics are FlashAttention's: ``causal`` is
 aligned bottom-right, windows are inclusive on both sides, the log-sum-exp is natural. A row that sees no key gives 0
-and -inf. What has no effect, what is refused, and when calls share a plan: docs/guide/flash_attn.md.
+and -inf. What has no effect, what is refused, and when calls share a plan: docs/flash_attn.md.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ NO_EFFECT: dict[str, str] = {
     "sm_margin": _LAUNCH,
     "qkv_dtype": "a plan does not depend on it",
     "has_softcap": "a plan does not depend on it",
-    "max_seqlen_k_new": "counts in get_scheduler_metadata alone, for the tokens that are appended",
 }
 """name -> why."""
 
