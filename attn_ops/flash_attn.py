@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, ShapeError, fail
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
@@ -407,6 +407,11 @@ def get_scheduler_metadata(
     where = "get_scheduler_metadata"
     arguments.refuse(where, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk)
     positive(where, batch_size=batch_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, headdim=headdim)
+    rows = batch_size * max_seqlen_q if total_q is None else total_q
+    appended = batch_size * max_seqlen_k_new if total_k_new is None else total_k_new
+    if rows < 0 or appended < 0:
+        numbers = f"{rows} query rows and {appended} appended tokens"
+        fail(OptionError, where, numbers, "0 or more", "change max_seqlen_q, total_q, max_seqlen_k_new or total_k_new")
     _, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
     if page_size is not None and (table is None or table.dim() != 2):
         fail(
@@ -443,10 +448,10 @@ def get_scheduler_metadata(
         table,
         batch_size,
         CacheLengths(cache_seqlens),
-        batch_size * max_seqlen_q if total_q is None else total_q,
+        rows,
         on,
         cu_seqlens_q,
-        batch_size * max_seqlen_k_new if total_k_new is None else total_k_new,
+        appended,
         cu_seqlens_k_new,
     )
     return batch.make(where)

@@ -78,12 +78,14 @@ def test_rows_without_keys() -> None:
     torch.testing.assert_close(lse[..., :4], SINKS[None, :, None].expand(2, 4, 4))
 
 
-@pytest.mark.parametrize("empty", [(2, 0, 5), (2, 5, 0)], ids=["no rows", "no keys"])
+@pytest.mark.parametrize("empty", [(2, 0, 5), (2, 5, 0), (0, 5, 5)], ids=["no rows", "no keys", "no batch"])
 def test_empty_tensors(empty: tuple[int, int, int]) -> None:
     q, k, v = dense(*empty)
-    out = flash_attn_func(q, k, v)
+    out, lse = flash_attn_func(q, k, v, return_softmax_lse=True)
     assert out.shape == q.shape
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert not out.any()
+    assert (lse == -math.inf).all()
 
 
 def test_out_is_filled() -> None:

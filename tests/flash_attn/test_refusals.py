@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -146,3 +147,57 @@ def test_arguments_without_an_effect(name: str) -> None:
     if name not in inspect.signature(flash_attn_varlen_func).parameters:
         pytest.skip("not of this function")
     assert torch.equal(flash_attn_varlen_func(*arguments, **{name: 7}), flash_attn_varlen_func(*arguments))
+
+
+def ordinary_calls() -> dict[str, dict[str, Any]]:
+    """Arguments of a call of each function."""
+    q, k, v = dense(2, 3, 3)
+    r, c, table = Requests((9, 5), (4, 3)), DenseCache((9, 5)), torch.ones(64, 8, device=DEVICE)
+    cumulative = {"cu_seqlens_q": r.qo_indptr, "cu_seqlens_k": r.kv_indptr}
+    keys, values = r.ragged()
+    new = {"k": k, "v": v, "cache_seqlens": c.cache_seqlens, "rotary_cos": table, "rotary_sin": table}
+    sizes = {"batch_size": 2, "max_seqlen_q": 1, "max_seqlen_k": 9, "num_heads_q": 4, "num_heads_kv": 2, "headdim": 64}
+    return {
+        "flash_attn_func": {"q": q, "k": k, "v": v},
+        "flash_attn_qkvpacked_func": {"qkv": torch.stack((q, q, q), 2)},
+        "flash_attn_kvpacked_func": {"q": q, "kv": torch.stack((k, v), 2)},
+        "flash_attn_varlen_func": {"q": r.q, "k": keys, "v": values, **cumulative},
+        "flash_attn_varlen_qkvpacked_func": {"qkv": torch.stack((r.q,) * 3, 1), "cu_seqlens": r.qo_indptr},
+        "flash_attn_varlen_kvpacked_func": {"q": r.q, "kv": torch.stack((keys, values), 1), **cumulative},
+        "flash_attn_with_kvcache": {"q": q, "k_cache": c.k, "v_cache": c.v, **new},
+        "get_scheduler_metadata": {**sizes, "cache_seqlens": c.cache_seqlens},
+    }
+
+
+WRONG_VALUES = [
+    object(),
+    "x",
+    [1.5],
+    -1,
+    3,
+    1.5,
+    10**30,
+    {},
+    torch.zeros(3),
+    torch.zeros(2, 2, dtype=torch.int32),
+    torch.zeros(()),
+    torch.zeros(2, 3, 4, 64).half(),
+    torch.zeros(4, dtype=torch.complex64),
+]
+
+PARAMETERS = [
+    (name, parameter)
+    for name, function in FUNCTIONS.items()
+    for parameter in inspect.signature(function).parameters
+    if parameter not in ("args", "kwargs", "device")
+]
+
+
+@pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
+def test_wrong_values_work_or_are_typed_errors(name: str, parameter: str) -> None:
+    given = ordinary_calls()[name]
+    FUNCTIONS[name](**given)
+    for value in WRONG_VALUES:
+        moved = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        with contextlib.suppress(errors.AttnOpsError):
+            FUNCTIONS[name](**{**given, parameter: moved})

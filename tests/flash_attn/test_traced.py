@@ -161,6 +161,22 @@ def test_dynamic_lengths_and_batches_share_a_graph() -> None:
         expected(list(zip(q, k, v, strict=True)), causal=True).check(out.flatten(0, 1))
 
 
+def test_a_program_with_a_dynamic_batch() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, block_table=table)
+
+    batch = torch.export.Dim("batch", min=1, max=64)
+    pages = torch.export.Dim("pages", min=1, max=4096)
+    shapes = ({0: batch}, {0: pages}, {0: pages}, {0: batch}, {0: batch})
+    program = torch.export.export(Call(call), decode(DECODES[0]), dynamic_shapes=(shapes,)).module()
+    r = Requests((130, 1, 37, 0, 20, 7))
+    want = expected(list(zip(r.q[:, None], r.batch.keys, r.batch.values, strict=True)))
+    q, k, v, lens, table = decode(r)
+    width = decode(DECODES[0])[4].shape[1]
+    padded = torch.nn.functional.pad(table, (0, width - table.shape[1]))
+    want.check(program(q, k, v, lens, padded).flatten(0, 1))
+
+
 LAYERS = 4
 
 

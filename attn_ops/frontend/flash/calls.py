@@ -41,7 +41,7 @@ class Result(NamedTuple):
         if not self.return_lse or self.shape is None:
             return result
         out, lse = result
-        return out, lse.view(*self.shape, -1).transpose(1, 2).contiguous()
+        return out, lse.unflatten(0, self.shape).transpose(1, 2).contiguous()
 
 
 def _spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **more: Any) -> PlanSpec:

@@ -168,7 +168,7 @@ def _active() -> list[SharedPlans]:
 
 
 def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 MAX_HOST_PLANS = 32
