@@ -109,7 +109,7 @@ class RepeatedPlans:
 
     def _is_fresh(self, field: Node, node: Node) -> bool:
         """Whether a field has no contents before ``node`` writes it: new memory, or none."""
-        if not field.meta["val"].numel():
+        if not _has_elements(field.meta["val"]):
             return True
         first = min(self._order[user] for user in field.users)
         return field.target is torch.ops.aten.empty.memory_format and first == self._order[node]
@@ -153,8 +153,8 @@ def _storages(node: Node) -> list[int]:
 
 
 def _has_elements(t: torch.Tensor) -> bool:
-    sizes = [size for size in t.shape if isinstance(size, int)]
-    return all(sizes)
+    """Unless a size is known to be 0. Symbolic sizes are not looked at, which would guard on them."""
+    return all(size for size in t.shape if isinstance(size, int))
 
 
 def _form(node: Node) -> Hashable:
