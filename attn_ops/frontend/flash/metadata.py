@@ -116,8 +116,8 @@ class SharedPlans:
 
     The same tensors are the same Python objects. A change of their contents by PyTorch is noticed, by their version
     counters, and plans again. What PyTorch does not see must not change lengths and page tables within the block:
-    kernels launched on raw pointers, replays of CUDA graphs, writes through ``.data``, and any write to tensors that
-    were made in inference mode, which have no version counters.
+    kernels launched on raw pointers, replays of CUDA graphs, writes through ``.data`` or NumPy, and any write to
+    tensors that were made in inference mode, which have no version counters.
 
     Plans live until the block ends. An object may be entered again, also in one block within another; :meth:`clear`
     forgets its plans. Blocks belong to a thread. A block that captures a CUDA graph must begin within the capture:
