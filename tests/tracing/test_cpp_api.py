@@ -250,6 +250,23 @@ def test_prefill_with_a_fixed_split_size(prefill: tuple[str, attn_ops.PrefillPla
         before = result
 
 
+@pytest.mark.slow
+def test_splits_are_counted_up_to_a_window_on_the_right(tmp_path: Path) -> None:
+    """Tiles of 8 rows see 24 keys after their last: 64 keys of the tile at 32, and more than a split of those later."""
+    planner = attn_ops.PrefillPlanner(
+        1, 80, 20, **SIZES, window_right=24, fixed_split_size=16, num_ctas=8, tile_rows=8, max_kv_len=80
+    )
+    package = attn_ops.export_package(PlanOnly(), planner, (planner.state, planner.workspace), tmp_path / "plan.pt2")
+    tables = [[indptr([n]), *page_table([n], PAGE)] for n in (40, 70, 80)]
+    said = [_python(planner.plan, *table) for table in tables]
+    assert said[:2] == ["ok", "ok"]
+    assert "the batch makes 10 splits of 64 tokens and the plan capacity for 8" in said[2]
+    results = _run(package, [(table, []) for table in tables], tmp_path)
+    assert [result.message for result in results] == said
+    plan = planner.plan(*tables[1])
+    assert torch.equal(results[1].state[plan._fields.index("work")], plan.work)
+
+
 class Ragged(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Tensor:
         return torch.ops.attn.ragged_prefill(q, k, v, plan, workspace, causal=True)[0]
