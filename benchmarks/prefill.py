@@ -36,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _paged(p: PrefillProblem) -> Call:
     planner = p.planner(paged=True)
     return lambda i: torch.ops.attn.batch_prefill(
-        p.q, p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, causal=p.row.causal, backend="triton"
+        p.q, p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, causal=p.row.causal
     )[0]
 
 
 def _ragged(p: PrefillProblem) -> Call:
     planner = p.planner(paged=False)
     return lambda i: torch.ops.attn.ragged_prefill(
-        p.q, p.keys[i], p.values[i], planner.state, planner.workspace, causal=p.row.causal, backend="triton"
+        p.q, p.keys[i], p.values[i], planner.state, planner.workspace, causal=p.row.causal
     )[0]
 
 

@@ -34,6 +34,7 @@ constexpr int kGroupBytes = 8 * kRowBytes;        // of 8 rows and 64 columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk * 2, kValueBytes = kTile * kDimVo * 2;
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
 constexpr int kNone = 1 << 30;                    // a window without a bound
+constexpr int kMaxTokens = 0x7FF00000;            // of a request: sums with sizes of tiles fit in 32 bits
 enum NamedBarrier { kBothConsumers = 1 };
 enum OutType { kLikeQuery, kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
 enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
@@ -109,7 +110,7 @@ struct Schedule {
       const int first = unit.first_packed_row / p.group;
       const int last = min((unit.first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
       if (first > last) continue;
-      unit.end = min(unit.end, add_saturating(unit.position + last + 1, p.window_right));
+      unit.end = min(min(unit.end, kMaxTokens), add_saturating(unit.position + last + 1, p.window_right));
       int begin = max(unit.start, p.window_left == kNone ? 0 : unit.position + first - p.window_left);
       unit.start = PAGED ? begin / p.box * p.box : begin;
       unit.start = max(min(unit.start, unit.end), 0);
