@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import demo_golden
+from helpers.tracing import SCALAR_CODE
 from safetensors.torch import save_file
 
 from attn_ops.demo.__main__ import main
@@ -24,8 +25,6 @@ from attn_ops.demo.report import Report, Row
 CASE = json.loads(demo_golden.FILE.read_text(encoding="utf-8"))["qwen3-window"]
 CONFIG = CASE["config"] | {"num_hidden_layers": 2, "max_window_layers": 1, "eos_token_id": None}
 CONFIG["layer_types"] = CONFIG["layer_types"][1:]
-FAST = {"AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0", "ATEN_CPU_CAPABILITY": "default"}
-"""Environment of a demo whose kernels compile in less time: without vector instructions."""
 CLEAN = Report(
     ["header"],
     rows=[
@@ -73,7 +72,7 @@ def test_every_check_of_a_whole_run_passes(checkpoint: Path, tmp_path: Path) -> 
     output = tmp_path / "output" / "kept"
     prompts = [f"--prompt={' '.join(f'w{i}' for i in range(1, n))}" for n in (3, 9, 20)]
     sizes = ["--batch", "3", "--max-new-tokens", "5", "--output", str(output)]
-    done = demo("--model", str(checkpoint), *prompts, *sizes, env=os.environ | FAST)
+    done = demo("--model", str(checkpoint), *prompts, *sizes, env=os.environ | SCALAR_CODE)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in output.iterdir()} == {"prefill.pt2", "decode.pt2", "requests.txt", "server"}
     lines = {line.split("  ")[0]: " ".join(line.split()) for line in done.stdout.splitlines()}
