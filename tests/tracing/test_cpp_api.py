@@ -203,6 +203,7 @@ def test_decode(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) ->
             assert other is UNDEFINED or torch.equal(one, other), name
         assert not result.outputs
 
+    larger = _with_larger_plan(package, tmp_path / "more.pt2")
     others = {
         _with_larger_plan(
             package, tmp_path / "more.pt2"
