@@ -205,9 +205,7 @@ def test_decode(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) ->
 
     larger = _with_larger_plan(package, tmp_path / "more.pt2")
     others = {
-        _with_larger_plan(
-            package, tmp_path / "more.pt2"
-        ): "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
+        larger: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
         prefill[0]: "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
     }
     for other_package, message in others.items():
