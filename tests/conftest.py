@@ -58,9 +58,10 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def vector_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def vector_code() -> Iterator[None]:
     """Inductor's code has the vector instructions of this CPU, as it has outside of the tests."""
-    monkeypatch.setattr(inductor.cpp, "simdlen", None)
+    with inductor.patch({"cpp.simdlen": None}):
+        yield
 
 
 @pytest.fixture
