@@ -17,8 +17,6 @@ from attn_ops.demo.pages import pages_for
 from attn_ops.demo.requests import from_seed
 
 EXAMPLE = Path(export.__file__).parent
-FAST = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp.simdlen": 1}
-"""Options of Inductor that compile in less time."""
 REFUSED = "; expected 1 or more of both, and 96 or less in the cache; change the request"
 
 
@@ -47,7 +45,7 @@ def _build(folder: Path) -> Path:
 def test_tokens_equal_those_of_python(device: str, tmp_path: Path) -> None:
     """Requests join while others decode, run out of pages, start again and finish; three requests cannot run."""
     requests = from_seed(12, export.CONFIG.vocab_size, 24, seed=0)
-    packages = export.export(tmp_path, device, requests, FAST)
+    packages = export.export(tmp_path, device, requests)
     server = _build(tmp_path)
     file = tmp_path / "requests.txt"
     with file.open("a", encoding="utf-8") as more:

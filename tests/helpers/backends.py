@@ -27,6 +27,7 @@ from torch import Tensor
 from attn_ops.ops import backends
 from attn_ops.ops.backends import Backend, Problem
 from attn_ops.ops.unsupported import TRITON_KERNELS
+from helpers import fast_interpreter
 from helpers.calls import schema, written
 from helpers.device_copies import DeviceCopies
 
@@ -60,6 +61,7 @@ def _unsupported_reasons(problem: Problem) -> list[str]:
 
 def install_interpreter() -> None:
     """Let ops on the CPU take ``backend="interpreter"``; ``auto`` still takes the reference."""
+    fast_interpreter.install()
     interpreter = Backend("interpreter", "attn_ops.kernels.triton", _unsupported_reasons)
     backends.BACKENDS = (*backends.BACKENDS, interpreter)
 

@@ -2,7 +2,7 @@
 // INPUTS.pt is a list of tensors saved by torch.save; OUTPUTS.pt gets a tuple of the outputs and the mutated inputs.
 // Exit status 4: the package threw. Its message is on stderr, and OUTPUTS.pt has the inputs alone.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/torch.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <exception>
 #include <fstream>
@@ -16,7 +16,7 @@ int main(int argc, char** argv) {
   c10::InferenceMode inference;
   std::ifstream file(argv[2], std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
-  const c10::IValue saved = torch::pickle_load(bytes);
+  const c10::IValue saved = torch::jit::pickle_load(bytes);
   std::vector<at::Tensor> tensors;
   for (const c10::IValue& value : saved.toListRef()) tensors.push_back(value.toTensor().to(at::Device(argv[4])));
 
@@ -33,7 +33,7 @@ int main(int argc, char** argv) {
 
   std::vector<c10::IValue> values;
   for (const at::Tensor& t : results) values.emplace_back(t.defined() ? t.cpu() : at::empty(0));
-  const std::vector<char> out = torch::pickle_save(c10::ivalue::Tuple::create(values));
+  const std::vector<char> out = torch::jit::pickle_save(c10::ivalue::Tuple::create(values));
   std::ofstream(argv[3], std::ios::binary).write(out.data(), static_cast<std::streamsize>(out.size()));
 
   std::ifstream maps("/proc/self/maps");

@@ -1,6 +1,6 @@
 """Runs the tests marked ``interpreter``: Triton kernels in Triton's interpreter on the CPU.
 
-Triton decides when its kernels are imported whether to interpret them, so the tests run in processes of their own.
+Triton decides when its kernels are imported whether to interpret them, so the tests run in a process of their own.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from helpers.backends import INTERPRETED
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
+FOLDERS = ("attention", "paging", "planning", "fuzz")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="starts the processes of the interpreter")
-@pytest.mark.parametrize("folder", ["attention", "paging", "planning", "fuzz"])
-def test_in_the_interpreter(folder: str) -> None:
-    options = ["-q", "-m", "interpreter", "-p", "no:cacheprovider", "--durations=0", str(TESTS / folder)]
+@pytest.mark.skipif(INTERPRETED, reason="starts the process of the interpreter")
+def test_in_the_interpreter() -> None:
+    options = ["-m", "interpreter", "-p", "no:cacheprovider", "--durations=0"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
+        [sys.executable, "-m", "pytest", *options, *(str(TESTS / folder) for folder in FOLDERS)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=TESTS.parent,
         capture_output=True,
@@ -32,4 +32,5 @@ def test_in_the_interpreter(folder: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert " passed" in done.stdout
+    for folder in FOLDERS:
+        assert f"\ntests/{folder}/test_" in done.stdout, f"no test of {folder} ran"

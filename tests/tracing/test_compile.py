@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import decoder as d
+from helpers.tracing import SCALAR_CODE
 from torch._inductor.utils import run_and_get_code
 
 STEPS = [[5, 3, 9, 1], [7, 0, 20, 2], [48, 48, 48, 48], [1, 1, 1, 1], [0, 0, 0, 0]]
@@ -22,6 +23,7 @@ def _steps(batch: int) -> list[list[int]]:
     return [[(7 * step + 11 * b) % d.MAX_KV_LEN for b in range(batch)] for step in range(20)]
 
 
+@pytest.mark.usefixtures("vector_code")
 def test_compiled_equals_eager_and_copies_no_cache() -> None:
     model, planner = d.decoder(), d.planner()
     plan = planner.plan(*d.page_table(STEPS[0]))
@@ -86,7 +88,7 @@ print(d.attn_ops.__file__, out.double().sum().item())
 
 
 def _cold_process(cache: Path, path: str) -> float:
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    env = {**os.environ, **SCALAR_CODE, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
     command = [sys.executable, "-c", COLD]
     done = subprocess.run(command, env=env, cwd=cache.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

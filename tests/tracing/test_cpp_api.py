@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,11 +70,18 @@ class Prefill(nn.Module):
         return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, **options)
 
 
-class PlanOnly(nn.Module):
-    """The step of a package that is used for its planner."""
-
-    def forward(self, plan: attn_ops.DecodePlan, workspace: Tensor) -> Tensor:
-        return plan.kv_len + 1
+def _with_larger_plan(package: str, path: Path) -> str:
+    """A copy of a package whose metadata gives ``plan.kv_indices`` an element more."""
+    name = "attn_ops.field.kv_indices"
+    with zipfile.ZipFile(package) as old, zipfile.ZipFile(path, "w") as new:
+        for member in old.infolist():
+            content = old.read(member)
+            if member.filename.endswith("_metadata.json"):
+                metadata = json.loads(content)
+                metadata[name] = str(int(metadata[name]) + 1)
+                content = json.dumps(metadata).encode()
+            new.writestr(member.filename, content)
+    return str(path)
 
 
 SIZES = {"page_size": PAGE, "num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -202,10 +211,9 @@ def test_decode(
             assert other is UNDEFINED or torch.equal(one, other), name
         assert not result.outputs
 
-    more = attn_ops.DecodePlanner(4, 17, **SIZES, max_kv_len=40, num_ctas=3)
-    more_package = attn_ops.export_package(PlanOnly(), more, (more.state, more.workspace), tmp_path / "more.pt2")
+    larger = _with_larger_plan(package, tmp_path / "more.pt2")
     others = {
-        more_package: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
+        larger: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
         prefill[0]: "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
     }
     for other_package, message in others.items():

@@ -130,6 +130,7 @@ def test_export_save_load(name: str, strict: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("vector_code")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_aoti_package(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "paged prefill":

@@ -133,6 +133,7 @@ def test_rows_of_a_wrapper_can_be_marked_dynamic(mark: str | None) -> None:
             Expected.of(requests).check(compiled(q, cache))
 
 
+@pytest.mark.usefixtures("vector_code")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[BROKEN_GATHER, pytest.mark.slow])])
 def test_wrappers_that_share_a_workspace_share_a_graph(backend: str) -> None:
     workspace, cache = torch.zeros(1 << 22, dtype=torch.uint8), torch.randn(120, 2, 16, KV_HEADS, DIM)
