@@ -84,6 +84,13 @@ def _with_larger_plan(package: str, path: Path) -> str:
     return str(path)
 
 
+class PlanOnly(nn.Module):
+    """The step of a package that is used for its planner."""
+
+    def forward(self, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Tensor:
+        return plan.kv_len + 1
+
+
 SIZES = {"page_size": PAGE, "num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
 
 
