@@ -1,8 +1,9 @@
 """Images in AOTInductor packages: which packages have them, and their place in the generated code and its link.
 
-Inductor generates neither Gluon kernels nor launches with programmatic dependent launch. In a package for CUDA, an op
-is therefore lowered to calls of ``attn::launch_image`` (:mod:`attn_ops.native.op`). Their C shim, the launcher and the
-images are one object file that is linked into the package, which needs neither this library nor Python.
+Inductor generates neither CUDA nor Gluon kernels, nor launches with programmatic dependent launch. In a package for
+CUDA, an op is therefore lowered to calls of ``attn::launch_image`` (:mod:`attn_ops.native.op`). Their C shim, the
+launcher and the images are one object file that is linked into the package, which needs neither this library nor
+Python.
 
 This module holds the private PyTorch API of that. Where it is missing, a package has the general kernels.
 """

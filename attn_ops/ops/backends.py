@@ -92,7 +92,7 @@ class Backend:
         return self.kernels is None or not self.specialized or op in self.kernels
 
     def label(self, op: str) -> str:
-        """``"triton"``, or ``"triton.hopper_prefill"`` for a specialized kernel."""
+        """``"triton"``, or ``"triton.hopper_mla"`` for a specialized kernel."""
         return f"{self.name}.{self.kernels[op]}" if self.specialized and self.kernels else self.name
 
     def implementation(self, op: str) -> Callable[..., Any]:
@@ -128,16 +128,6 @@ BACKENDS: tuple[Backend, ...] = (
         inductor_lowerable=False,
         has_images=True,
         capture="attn_ops.eager.launches:capture_launches",
-    ),
-    Backend(
-        "triton",
-        "attn_ops.kernels.triton.hopper_prefill",
-        unsupported.hopper_prefill,
-        kernels=dict.fromkeys(("batch_prefill", "ragged_prefill", "single_prefill"), "hopper_prefill"),
-        specialized=True,
-        inductor_lowerable=False,
-        has_images=True,
-        capture=_CAPTURE,
     ),
     Backend(
         "triton",

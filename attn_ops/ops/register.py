@@ -125,7 +125,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
     table that has the op::
 
         >>> print(attn_ops.explain("batch_prefill", q, k_cache, v_cache, plan, workspace))
-        triton.hopper_prefill: runs it, kernel hopper_prefill; packages launch its image
+        cuda.prefill: runs it, kernel prefill; packages launch its image
         triton: can run it, kernel prefill
         reference: can run it
 

@@ -65,19 +65,17 @@ CUDA_MERGE_VECTORS = 128
 """Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
 
 GLUON_TRITON_VERSIONS = (3, 6), (3, 9)
-"""The oldest and the newest release of Triton whose Gluon the Hopper kernels are written in."""
+"""The oldest and the newest release of Triton whose Gluon the MLA kernel for Hopper is written in."""
 
-HOPPER_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
-"""``(head_dim_qk, head_dim_vo)`` of the Hopper prefill kernel."""
-
-HOPPER_PREFILL_PAGE, HOPPER_MLA_PAGE = 16, 64
-"""Tokens that a page is a multiple of: those of one TMA box."""
+HOPPER_MLA_PAGE = 64
+"""Tokens that a page is a multiple of: those of a KV tile."""
 
 HOPPER_MLA_HEAD_DIMS = (576, 512)
 
 HOPPER_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
-HOPPER_PREFILL_OPTIONS = HOPPER_MLA_OPTIONS | {"logits_soft_cap", "window_left", "sinks", "rope_scale", "rope_theta"}
-CUDA_PREFILL_OPTIONS = HOPPER_PREFILL_OPTIONS | {"window_right"}
+CUDA_PREFILL_OPTIONS = HOPPER_MLA_OPTIONS | {
+    *("logits_soft_cap", "window_left", "window_right", "sinks", "rope_scale", "rope_theta"),
+}
 """Options that the kernels for Hopper implement; those of RoPE have no effect without ``pos_encoding``."""
 
 
@@ -157,8 +155,8 @@ def triton(p: Problem) -> list[str]:
     )
 
 
-def _hopper(p: Problem, module: str) -> list[str]:
-    """What every Gluon kernel for Hopper needs of the machine and of the memory."""
+def hopper_mla(p: Problem) -> list[str]:
+    """The Gluon kernel."""
     machine = _machine_of_hopper(p)
     if machine:
         return machine
@@ -166,34 +164,12 @@ def _hopper(p: Problem, module: str) -> list[str]:
         return ["triton is not installed"]
     return _failed(
         [
-            (gluon_imports(module), "this release of Triton does not have the Gluon that it is written in"),
+            (gluon_imports("hopper_mla"), "this release of Triton does not have the Gluon that it is written in"),
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
             (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
             (p.layout.aligned, "rows are not aligned to 16 bytes"),
             (p.layout.mappable, "keys and values have no elements, or several at one address"),
-        ]
-    )
-
-
-def hopper_prefill(p: Problem) -> list[str]:
-    dims = p.head_dim_qk, p.head_dim_vo
-    return _hopper(p, "hopper_prefill") + _failed(
-        [
-            (dims in HOPPER_PREFILL_HEAD_DIMS, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
-            (
-                p.page_size % HOPPER_PREFILL_PAGE == 0,
-                f"pages of {p.page_size} tokens are not whole TMA boxes of {HOPPER_PREFILL_PAGE}",
-            ),
-            *_options(p, HOPPER_PREFILL_OPTIONS),
-        ]
-    )
-
-
-def hopper_mla(p: Problem) -> list[str]:
-    dims = p.head_dim_qk, p.head_dim_vo
-    return _hopper(p, "hopper_mla") + _failed(
-        [
-            (dims == HOPPER_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
+            ((p.head_dim_qk, p.head_dim_vo) == HOPPER_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
             (
                 p.page_size % HOPPER_MLA_PAGE == 0,
                 f"pages of {p.page_size} tokens are not whole KV tiles of {HOPPER_MLA_PAGE}",

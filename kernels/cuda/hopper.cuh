@@ -1,7 +1,7 @@
 // Instructions of sm_90a in plain PTX: mbarriers, TMA, warpgroup matrix products (WGMMA), named barriers.
 //
-// Shared-memory addresses are 32-bit. Operands of WGMMA lie in groups of 8 rows of 64 16-bit columns, 128 bytes, swizzled
-// by 128 bytes: 16-byte chunk c of row r is at r * 128 + ((c ^ r) & 7) * 16, as TMA writes it.
+// Shared-memory addresses are 32-bit. Operands of WGMMA lie in groups of 8 rows of 64 16-bit columns, 128 bytes,
+// swizzled by 128 bytes: 16-byte chunk c of row r is at r * 128 + ((c ^ r) & 7) * 16, as TMA writes it.
 //
 // The macro DTYPE is the type of the operands: 1 float16, 2 bfloat16.
 #pragma once
@@ -22,7 +22,8 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 DEVICE uint32 shared_address(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }
 
-// The value of lane 0, which all lanes of the warp have: the compiler keeps it and what follows from it in uniform registers.
+// The value of lane 0, which all lanes of the warp have: the compiler keeps it and what follows from it in uniform
+// registers.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // True in one lane of the warp.
@@ -109,8 +110,6 @@ DEVICE void wait_for_chunks() { asm volatile("cp.async.wait_all;" ::: "memory");
 // Before another proxy (TMA, WGMMA) reads what this thread wrote to shared memory.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-DEVICE void store_shared(uint32 to, uint32 value) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory"); }
-
 DEVICE void store_shared(uint32 to, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -140,9 +139,9 @@ DEVICE uint32 pack(float low, float high) {
 
 // ---- WGMMA --------------------------------------------------------------------------------------------------------
 
-// A matrix in shared memory, of groups of 8 rows. `group` and `column` are the bytes from a group to the next 8 rows, and
-// to the same rows of the next 64 columns. K-major, the rows run along the result (queries, keys); MN-major, along the
-// reduction (values).
+// A matrix in shared memory, of groups of 8 rows. `group` and `column` are the bytes from a group to the next 8 rows,
+// and to the same rows of the next 64 columns. K-major, the rows run along the result (queries, keys); MN-major, along
+// the reduction (values).
 DEVICE uint64 k_major(uint32 address, uint32 group) {
   return (address & 0x3FFFF) >> 4 | uint64(1) << 16 | uint64(group >> 4) << 32 | uint64(1) << 62;
 }
@@ -167,8 +166,9 @@ DEVICE void fence_registers(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define R8(d, i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define R8(d, i)                                                                                              \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+  "+f"(d[i + 7])
 #define R32(d, i) R8(d, i), R8(d, i + 8), R8(d, i + 16), R8(d, i + 24)
 #define REGISTERS_32(d) R32(d, 0)
 #define REGISTERS_64(d) R32(d, 0), R32(d, 32)
@@ -177,16 +177,15 @@ DEVICE void fence_registers(float (&d)[N]) {
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
   "%30,%31"
 #define OPERANDS_64                                                                                                    \
-  OPERANDS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"   \
+  OPERANDS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"  \
               "%57,%58,%59,%60,%61,%62,%63"
 #define OPERANDS_128                                                                                                   \
-  OPERANDS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,"   \
+  OPERANDS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,"  \
               "%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,"    \
               "%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-
 // COLUMNS is the N of the product, whose accumulator has COLUMNS / 2 registers in each thread of the warpgroup. The
-// operands after the accumulator are numbered A to E, the first of which is A.
+// operands after the accumulator are numbered A, B and so on; the last of them is the predicate to accumulate.
 #define DEFINE_WGMMA(COLUMNS, COUNT, A, B, C, D, E, F)                                                                \
   /* d = a b^T, plus d if `accumulate`: a and b in shared memory, K-major */                                          \
   DEVICE void wgmma_ss(float (&d)[COUNT], uint64 a, uint64 b, bool accumulate) {                                      \

@@ -1,22 +1,52 @@
-// Prefill on Hopper: persistent, warp-specialised, one producer and two consumer warpgroups in each CTA.
+// Prefill on Hopper: persistent and warp-specialised, one producer and two consumer warpgroups in each CTA.
 //
-// Macros: HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16). Everything else is an argument.
+// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED and DTYPE (1 float16, 2 bfloat16). Head counts, strides, page size,
+// windows, soft cap, sinks and the type of the output are parameters.
 //
-// A work unit is a block of packed rows of one work item for one KV head: packed row p is query row p / group of the item
-// and head p % group of the KV head's group. A block is 128 packed rows, 64 for each consumer. If an item has 64 at most,
-// both consumers have all of them and take alternate KV tiles (`split_kv`).
+// Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
+// unit is a block of packed rows of one work item for one KV head: 128 of them, 64 for each consumer. If a work item
+// has 64 at most, a unit has 64: both consumers have all of them, take alternate KV tiles and reduce their states at
+// the end (`split_kv`).
 //
-// Grid: one CTA for each SM; CTA c runs units c, 2n - 1 - c, 2n + c, 4n - 1 - c ... of n CTAs. Items are sorted by length,
-//     so that two waves in opposite order balance.
-// Owns: the rows of its units in `out` and `lse`, or their partial result in `partial`.
-// Roles: warp 0 loads keys, warp 1 values, by TMA into rings of kStages KV tiles; warps 2 and 3 load queries of the next
-//     unit; warpgroups 1 and 2 compute.
-// Loop invariant of a consumer, at the top of the iteration for KV tile j: P holds the probabilities of tile j-1, row_max
-//     and row_sum include tile j-1, O includes the tiles before it and is relative to row_max.
-// Barriers: `full` and `empty` of each stage of both rings and of the query buffers; `staging` of a tile of values with
-//     rows to set to 0; named barriers 1 and 2 give the tensor cores to one consumer at a time, so that the products of
-//     one run while the other computes its softmax; 3 and 4 reduce the states of split KV.
-// Bound by: tensor cores for long chunks; exponentials at heads of 64; KV loads for few query rows on long KV.
+// Roles
+// -----
+// warp 0            producer K: keys, by TMA into a ring of kKeyStages KV tiles
+// warp 1            producer V: values, by TMA into a ring of kValueStages KV tiles
+// warps 2, 3        producer Q: the queries of the unit and of the next, into kQueries buffers. One thread, by TMA, if
+//                   a group divides 64, as a box then has 64 packed rows; otherwise all threads, by cp.async
+// warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
+//
+// Each producer walks the units of its CTA by itself (`Schedule`). Producer Q passes them to the consumers.
+//
+// Schedule
+// --------
+// KV tiles are counted over all units of a CTA. Tile j lies in stage j % stages of its ring; its loads complete
+// full[j % (2 * stages)], and consumers arrive on empty[j % stages]. Unit n has query buffer b = n % kQueries. S is a
+// tile of logits, P of probabilities, O the accumulator.
+//
+// prologue
+//     0.  [all]         initialise barriers; griddepcontrol.wait, before the plan is read; setmaxnreg
+// for each unit n
+//     1.  [producer Q]  wait for q_empty[b]; write the unit and load its queries; they complete q_full[b]
+//     2.  [consumer]    wait for q_full[b]
+// mainloop, for each KV tile j of the unit
+//     3.  [producer K]  wait for k_empty[j]; expect the bytes of the tile on k_full[j]; issue a TMA load for each box;
+//                       load the page numbers of tile j+1, or of the next unit's first
+//     4.  [producer V]  the same with v. Where the KV ends, or a window begins, inside a box: wait for the loads on
+//                       `staging`, set the other rows of the box to 0, arrive on v_full[j]
+//     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
+//     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
+//     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
+//     8.  [consumer]    soft cap, mask, online softmax: P_j and alpha
+//     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if any alpha of the warp is not 1; round P_j
+// epilogue of the unit
+//     10. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; O += P V; arrive on its v_empty
+//     11. [consumer]    split_kv: consumer 1 stores its state (m, l, O) in the query buffer, consumer 0 adds it to its
+//                       own; both arrive on q_empty[b] here, not in step 10
+//     12. [consumer]    join the sink, divide by l; store output and LSE, or the partial result in its slot. With
+//                       split_kv consumer 0 alone
+//
+// Producers run ahead into the next unit while consumers are in their epilogue.
 #include "basics.cuh"
 #include "hopper.cuh"
 
@@ -24,17 +54,18 @@ namespace attn_ops {
 namespace {
 
 constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
-constexpr int kTile = kDimVo > 128 ? 64 : 128;                         // tokens of a KV tile
+// Sizes by head dims are those of TILES in prefill.py.
+constexpr int kTile = kDimVo > 128 ? 64 : 128;                        // tokens of a KV tile
 constexpr int kKeyStages = kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;  // KV tiles of the ring of keys
 constexpr int kValueStages = kDimQk == 64 ? 4 : 2;                    // and of values
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                        // query buffers
-constexpr int kPackedRows = 64;                   // of a consumer
-constexpr int kRowBytes = 128;                    // of 64 columns in shared memory
-constexpr int kGroupBytes = 8 * kRowBytes;        // of 8 rows and 64 columns
+constexpr int kPackedRows = 64;                                       // of a consumer
+constexpr int kRowBytes = 128;                                        // of 64 columns in shared memory
+constexpr int kGroupBytes = 8 * kRowBytes;                            // of 8 rows and 64 columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk * 2, kValueBytes = kTile * kDimVo * 2;
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
-constexpr int kNone = 1 << 30;                    // a window without a bound
-constexpr int kMaxTokens = 0x7FF00000;            // of a request: sums with sizes of tiles fit in 32 bits
+constexpr int kNone = 1 << 30;         // a window without a bound
+constexpr int kMaxTokens = 0x7FF00000;  // of a request: sums with sizes of tiles fit in 32 bits
 enum NamedBarrier { kBothConsumers = 1 };
 enum OutType { kLikeQuery, kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
 enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
@@ -45,8 +76,8 @@ struct Shared {
   alignas(1024) char values[kValueStages][kValueBytes];
   float peer_max[kPackedRows], peer_sum[kPackedRows];
   int unit[kQueries][8];
-  // There are twice as many full barriers as stages, so that each is always waited for by the same consumer when they take
-  // alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
+  // There are twice as many full barriers as stages, so that each is always waited for by the same consumer when they
+  // take alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
   uint64 k_full[2 * kKeyStages], k_empty[kKeyStages], v_full[2 * kValueStages], v_empty[kValueStages];
   uint64 q_full[kQueries], q_empty[kQueries], staging;
 };
@@ -166,8 +197,8 @@ struct FullBarriers {
   DEVICE uint32 parity(uint32 tile) const { return tile / (2 * STAGES) & 1; }
 };
 
-// Where a KV tile of DIM columns has what, in bytes. A page is loaded by one TMA: its tokens are in groups of 8, each with
-// all its columns. Ragged KV begins at any token: all tokens of 64 columns, then those of the next.
+// Where a KV tile of DIM columns has what, in bytes. A page is loaded by one TMA: its tokens are in groups of 8, each
+// with all its columns. Ragged KV begins at any token: all tokens of 64 columns, then those of the next.
 template <int DIM>
 struct TileLayout {
   static constexpr int kGroup = PAGED ? DIM / 64 * kGroupBytes : kGroupBytes;  // to the next 8 tokens
@@ -184,9 +215,9 @@ DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
   }
 }
 
-// One warp: the KV tiles of all units into a ring. Boxes after the end are loaded from outside of the tensor map and are
-// 0. Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set
-// to 0, since a probability of 0 times NaN is NaN.
+// One warp: the KV tiles of all units into a ring. Boxes after the end lie outside of the tensor map and read as zeros.
+// Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
+// 0, since a probability of 0 times NaN is NaN.
 template <bool VALUES>
 DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   constexpr int kDim = VALUES ? kDimVo : kDimQk, kBytes = VALUES ? kValueBytes : kKeyBytes;
@@ -226,7 +257,8 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
           const int row_of_box = __shfl_sync(~0u, row, i), head_of_box = __shfl_sync(~0u, head, i);
           if (elect()) {
             if (PAGED)
-              load_box(to + i * box / 8 * TileLayout<kDim>::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box, barrier);
+              load_box(to + i * box / 8 * TileLayout<kDim>::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box,
+                       barrier);
             else
               load_box(to + i * box * kRowBytes, source.map, 0, row_of_box, 0, head_of_box, barrier);
           }
@@ -277,7 +309,8 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
   fence_async_shared();
 }
 
-// Two warps, or a thread if TMA loads them: the packed rows of each unit, and the unit itself. One without rows is the end.
+// Two warps, or a thread if TMA loads them: the packed rows of each unit, and the unit itself. One without rows is the
+// end.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   if (q.box_rows && thread) return;
@@ -333,8 +366,8 @@ DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
 #pragma unroll
   for (int column = 0; column < kDimQk; column += 16) {
     const int box = column / 64, step = column % 64 * 2 / 16;
-    wgmma_ss(logits, query + (box * kPackedRows * kRowBytes / 16 + step), keys + (box * TileLayout<kDimQk>::kColumn / 16 + step),
-             column > 0);
+    wgmma_ss(logits, query + (box * kPackedRows * kRowBytes / 16 + step),
+             keys + (box * TileLayout<kDimQk>::kColumn / 16 + step), column > 0);
   }
   wgmma_commit();
 }
@@ -365,7 +398,8 @@ DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2]) 
   for (int r = 0; r < 2; ++r) {
     float largest = -kInfinity;
 #pragma unroll
-    for (int i = 0; i < kTile / 8; ++i) largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * r], logits[4 * i + 2 * r + 1]));
+    for (int i = 0; i < kTile / 8; ++i)
+      largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * r], logits[4 * i + 2 * r + 1]));
     const float row_max = fmaxf(rows.row_max[r], max_of_quad(largest) * factor);
     const float anchor = finite(row_max);
     alpha[r] = exp2_approx(rows.row_max[r] - anchor);
@@ -477,8 +511,8 @@ DEVICE void store_like_query(void* out, const Output& output, const int64 (&row)
 }
 
 // Divides by the row sums and stores output and LSE, or the partial result.
-DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& to, const int (&unit)[8], int first_packed_row,
-                  uint32 reciprocal) {
+DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& to, const int (&unit)[8],
+                  int first_packed_row, uint32 reciprocal) {
   const int lane = threadIdx.x % 32, first = first_packed_row + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const int row = unit[0], count = unit[1], slot = unit[5], first_head = unit[7];
   const int num_heads = p.num_kv_heads * p.group;
@@ -487,7 +521,8 @@ DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& t
   bool exists[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int packed = first + 8 * r, tile_row = packed * reciprocal >> 20, head = first_head + packed - tile_row * p.group;
+    const int packed = first + 8 * r, tile_row = packed * reciprocal >> 20;
+    const int head = first_head + packed - tile_row * p.group;
     exists[r] = tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
     float row_max = rows.row_max[r], sum = sum_of_quad(rows.row_sum[r]), alpha = 1;
     if (to.sinks && slot < 0) {  // the combine kernel adds the sink to split tiles
@@ -526,7 +561,8 @@ DEVICE void reduce(int consumer, Output& output, Rows& rows, Shared& shared, uin
                          __float_as_uint(output[4 * i + 2]), __float_as_uint(output[4 * i + 3])});
     if (lane % 4 == 0)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) shared.peer_max[line + 8 * r] = rows.row_max[r], shared.peer_sum[line + 8 * r] = sums[r];
+      for (int r = 0; r < 2; ++r)
+        shared.peer_max[line + 8 * r] = rows.row_max[r], shared.peer_sum[line + 8 * r] = sums[r];
   }
   named_sync(kBothConsumers, 2 * kConsumerThreads);
   if (consumer == 1) return fence_async_shared();  // TMA writes here next
@@ -660,10 +696,22 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
 
 }  // namespace
 
+// Grid: any number n of CTAs; the host launches one for each SM, or for each unit if there are fewer. CTA c runs units
+//     c, 2n - 1 - c, 2n + c, 4n - 1 - c and so on: plans sort their items by length, so waves in turn forwards and
+//     backwards balance.
+// Owns: the rows of its units in `out` and `lse`, or their partial results in `partial`.
+// Loop invariant of a consumer, before it takes KV tile j: P holds the probabilities of its last tile, row_max and
+//     row_sum include that tile, O includes those before it and is relative to row_max.
+// Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes of the tile. k_empty and
+//     v_empty, one for each stage: an arrival of each warp that reads the tile. q_full, one for each query buffer: an
+//     arrival and the bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer warp.
+//     staging: an arrival of producer V, and the bytes. A named barrier of all consumer threads, around the exchange of
+//     step 11.
+// Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
     const __grid_constant__ TensorMap q_map,  // [HEAD_DIM_QK / 64, rows, num_kv_heads * group, 64]
-    // [pages and heads, page_size / 8, HEAD_DIM_QK / 64, 8, 64], or ragged [num_kv_heads, HEAD_DIM_QK / 64, kv_rows, 64]
+    // [pages and heads, page_size / 8, HEAD_DIM_QK / 64, 8, 64]; ragged [num_kv_heads, HEAD_DIM_QK / 64, kv_rows, 64]
     const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v,      // with HEAD_DIM_VO
     const float* sinks,                       // [num_kv_heads * group] or null
@@ -686,8 +734,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     int num_items, int out_type) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const Problem p = {qo_indptr, kv_indices, work,         window_left, window_right, rows, kv_rows,   num_pages, max_pages,
-                     max_items, max_batch,  num_kv_heads, group,       page_size,    box,  tile_rows, num_items, work != nullptr};
+  const Problem p = {
+      qo_indptr, kv_indices, work, window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch,
+      num_kv_heads, group, page_size, box, tile_rows, num_items, work != nullptr,
+  };
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
     prefetch_map(&q_map);

@@ -1,4 +1,4 @@
-"""What the warp-specialised Gluon kernels for Hopper share: layouts, work items, barriers, packed rows.
+"""What a warp-specialised Gluon kernel for Hopper is made of: layouts, work items, barriers, packed rows.
 
 Packed row ``p`` of a query tile is query row ``p // GROUP`` of the tile and head ``p % GROUP`` of the KV head's group
 (PackGQA). A consumer warpgroup computes :data:`PACKED_ROWS` of them.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
 from attn_ops.kernels.triton.image import tensor_descriptor
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.work_item import (
@@ -60,8 +59,8 @@ def load_page(kv_indices, index, max_pages, num_pages):
 
 @gluon.jit
 def load_work_item(
-    work, item, num_items, max_items, qo_indptr, max_batch, rows, num_pages, max_pages, kv_rows,
-    TILE_ROWS: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    work, item, num_items, max_items, qo_indptr, max_batch, rows, num_pages, max_pages,
+    TILE_ROWS: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """``(row, count, kv_begin, kv_end, position, page_start, slot)`` of a work item, bounded by the capacities.
 
@@ -77,10 +76,7 @@ def load_work_item(
     page_start = gl.load(record + WORK_PAGE_START, mask=listed, other=0)
     slot = gl.load(record + WORK_SLOT, mask=listed, other=-1)
     page_start = gl.maximum(page_start, 0)
-    if PAGED:
-        kv_end = gl.minimum(kv_end, gl.where(num_pages > 0, gl.maximum(max_pages - page_start, 0), 0) * PAGE_SIZE)
-    else:
-        kv_end = gl.minimum(kv_end, kv_rows - page_start)
+    kv_end = gl.minimum(kv_end, gl.where(num_pages > 0, gl.maximum(max_pages - page_start, 0), 0) * PAGE_SIZE)
     if count <= 0:
         row = gl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
         count, kv_end, slot = rows - row, gl.minimum(kv_begin, 0), slot * 0 - 1
@@ -96,26 +92,6 @@ def locate_packed_rows(tile, first_packed_row, rows, LAYOUT: gl.constexpr, GROUP
     packed_row = first_packed_row + gl.arange(0, PACKED_ROWS, gl.SliceLayout(1, LAYOUT))
     tile_row = packed_row // GROUP
     return tile_row, packed_row % GROUP, (tile_row < tile.count) & within(tile.row + tile_row, rows)
-
-
-@triton.constexpr_function
-def coalesced_rows(dim: int) -> gl.BlockedLayout:
-    """The layout of ``[PACKED_ROWS, dim]`` with 16 bytes per thread and step, of 16-bit elements."""
-    threads = dim // 8  # of a row
-    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
-
-
-@gluon.jit
-def packed_row_offsets(
-    tile, first_row, first_packed_row, rows, strides, DIM: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """``(offsets [PACKED_ROWS, DIM], exists [PACKED_ROWS, 1])`` in memory with ``strides`` of ``(row, head)``.
-
-    The rows of the tile begin there at ``first_row``.
-    """
-    tile_row, head, exists = locate_packed_rows(tile, first_packed_row, rows, LAYOUT, GROUP)
-    at = (first_row + tile_row).to(gl.int64) * strides[0] + (tile.first_head + head).to(gl.int64) * strides[1]
-    return at[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :], exists[:, None]
 
 
 @gluon.jit
@@ -143,13 +119,6 @@ def allocate_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
-
-
-@gluon.jit
-def advance(index, phase, LENGTH: gl.constexpr, STEP: gl.constexpr):
-    """``(index, phase)`` of the barrier ``STEP`` after this one in a circle of ``LENGTH``."""
-    wraps = index >= LENGTH - STEP
-    return gl.where(wraps, index + STEP - LENGTH, index + STEP), gl.where(wraps, phase ^ 1, phase)
 
 
 def describe(t: Tensor, shape: list[Any], strides: list[Any], box: list[int], layout: Any) -> TensorDescriptor:

@@ -515,8 +515,8 @@ def hopper_mla_kernel(
     item, num_items = gl.program_id(0) // BLOCKS, gl.num_programs(0) // BLOCKS
     first_packed_row = gl.program_id(0) % BLOCKS * PACKED_ROWS
     row, count, begin, end, position, page_start, slot = load_work_item(
-        work, item, num_items, max_items, qo_indptr, max_batch, rows, num_pages, max_pages, 0,
-        TILE_ROWS, True, PAGE_SIZE,
+        work, item, num_items, max_items, qo_indptr, max_batch, rows, num_pages, max_pages,
+        TILE_ROWS, PAGE_SIZE,
     )  # fmt: skip
     if PDL:
         gdc_wait()

@@ -126,21 +126,14 @@ def soft_cap(logits, cap):
 
 
 @triton.jit
-def join_sink(row_max, row_sum, sink):
-    """``(row_max, row_sum, alpha)`` with the base-2 logit ``sink`` of value 0 in every row.
+def add_sink(row_max, row_sum, acc, sink):
+    """The state ``(row_max [rows], row_sum [rows], acc [rows, dim])`` with the base-2 logit ``sink`` of value 0.
 
     A row that has seen no key then has the LSE ``sink``. A sink of -inf changes nothing.
     """
     new_max = tl.maximum(row_max, sink)
     alpha = rescale_factor(row_max, new_max, FTZ=False)
-    return new_max, row_sum * alpha + rescale_factor(sink, new_max, FTZ=False), alpha
-
-
-@triton.jit
-def add_sink(row_max, row_sum, acc, sink):
-    """The state ``(row_max [rows], row_sum [rows], acc [rows, dim])`` with a sink as in :func:`join_sink`."""
-    row_max, row_sum, alpha = join_sink(row_max, row_sum, sink)
-    return row_max, row_sum, acc * alpha[:, None]
+    return new_max, row_sum * alpha + rescale_factor(sink, new_max, FTZ=False), acc * alpha[:, None]
 
 
 @triton.jit

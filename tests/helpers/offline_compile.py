@@ -117,10 +117,9 @@ def eager(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 def on_hopper(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """With the Hopper kernels in the place of the general ones."""
-    prefill, mla = (importlib.import_module(f"attn_ops.kernels.triton.hopper_{name}") for name in ("prefill", "mla"))
-    ops = {op: getattr(prefill, op) for op in ("batch_prefill", "ragged_prefill", "single_prefill")}
-    with mock.patch.multiple(backend, **ops, batch_mla=mla.batch_mla):
+    """With the Gluon kernel for Hopper in the place of the general one."""
+    hopper_mla = importlib.import_module("attn_ops.kernels.triton.hopper_mla")
+    with mock.patch.object(backend, "batch_mla", hopper_mla.batch_mla):
         function(*args, **kwargs)
 
 

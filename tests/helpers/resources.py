@@ -38,18 +38,6 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "ragged 192/128": lambda: prefill(torch.bfloat16, (192, 128), (16, 16), None, causal=True, return_lse=True),
     "mla": lambda: mla(torch.bfloat16, (512, 64), 128),
-    "prefill on Hopper": lambda: on_hopper(prefill, torch.bfloat16, (128, 128), (32, 8), causal=True),
-    "prefill in turns on Hopper": lambda: on_hopper(prefill, torch.bfloat16, (128, 128), (32, 8), tile_rows=16),
-    "prefill of 64 on Hopper": lambda: on_hopper(
-        prefill, torch.bfloat16, (64, 64), (64, 8), causal=True, window_left=127, sinks=torch.zeros(64)
-    ),
-    "ragged 192/128 on Hopper": lambda: on_hopper(
-        prefill, torch.bfloat16, (192, 128), (32, 8), None, causal=True, return_lse=True
-    ),
-    "prefill of 256 on Hopper": lambda: on_hopper(prefill, torch.bfloat16, (256, 256), (16, 4), causal=True),
-    "prefill cap on Hopper": lambda: on_hopper(
-        prefill, torch.bfloat16, (256, 256), (32, 16), causal=True, logits_soft_cap=50.0
-    ),
     "mla on Hopper": lambda: on_hopper(mla, torch.bfloat16, (512, 64), 128),
     "decode": lambda: decode(torch.bfloat16, (128, 128), (32, 8)),
     "decode eager": lambda: eager(decode, torch.bfloat16, (128, 128), (32, 8)),

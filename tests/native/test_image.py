@@ -23,7 +23,7 @@ from attn_ops.native import packaged_launch
 from attn_ops.native.images import LIBCUDA, MAP_TYPES, Image, ImageSet, NoImageError, collect, load
 
 pytest.importorskip("triton")
-from attn_ops.kernels.triton import decode, hopper_mla, hopper_prefill, image, launch
+from attn_ops.kernels.triton import decode, hopper_mla, image, launch
 from attn_ops.kernels.triton.cubin import parameter_layout
 
 pytestmark = [n.needs_a_compiler, pytest.mark.slow]
@@ -45,14 +45,6 @@ def _decode() -> Op:
     return Op(decode.batch_decode, planner, (torch.zeros(4, 8, 128, dtype=BF16), cache[:, 0], cache[:, 1]))
 
 
-def _prefill() -> Op:
-    planner = attn_ops.PrefillPlanner(
-        2, 300, 64, page_size=16, num_qo_heads=8, num_kv_heads=2, head_dim=128, num_ctas=33
-    )
-    caches = (torch.zeros(70, 2, 16, 128, dtype=BF16).transpose(1, 2) for _ in range(2))
-    return Op(hopper_prefill.batch_prefill, planner, (torch.zeros(40, 8, 128, dtype=BF16), *caches))
-
-
 def _mla() -> Op:
     planner = attn_ops.PrefillPlanner(
         8, 8, 64, page_size=64, num_qo_heads=16, num_kv_heads=1, head_dim=576, head_dim_vo=512, num_ctas=33
@@ -61,7 +53,7 @@ def _mla() -> Op:
     return Op(hopper_mla.batch_mla, planner, (*q.split((512, 64), -1), *cache.split((512, 64), -1)))
 
 
-OPS = {"decode": _decode, "prefill": _prefill, "mla": _mla}
+OPS = {"decode": _decode, "mla": _mla}
 
 
 class EagerLaunch(NamedTuple):

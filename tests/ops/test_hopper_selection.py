@@ -13,15 +13,21 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attn_ops
+from attn_ops.eager import prepared_call
 from attn_ops.ops import backends, unsupported
 from attn_ops.ops.checks import CHECKS
 
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
-GENERAL, PREFILL, MLA = "triton", "triton.hopper_prefill", "triton.hopper_mla"
+GENERAL, PREFILL, MLA = "triton", "cuda.prefill", "triton.hopper_mla"
 
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With Gluon, and a compiler whose every kernel compiles."""
+    from attn_ops.kernels.cuda import compile as compile_module
+
+    monkeypatch.setattr(compile_module, "unavailable_reason", lambda *specializations: "")
+    monkeypatch.setattr(prepared_call, "is_available", lambda: True)
     monkeypatch.setattr(unsupported, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(unsupported, "triton_installed", lambda: True)
     monkeypatch.setattr(unsupported, "gluon_imports", lambda module: True)
@@ -78,11 +84,13 @@ def _lines(op: str, arguments: dict[str, Any]) -> dict[str, str]:
         _prefill(head_dims=(64, 64)),
         _prefill("ragged", head_dims=(192, 128)),
         _prefill(head_dims=(256, 256), page_size=48, kv_layout="HND"),
+        _prefill(page_size=8, heads=(7, 1)),
+        _prefill(window_left=20, window_right=5, causal=False),
         _prefill(storage="fused"),
         _mla(),
         _mla(page_size=192, dtype=torch.float16, causal=True),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, Any]]) -> None:
     kernel = MLA if call[0] == "batch_mla" else PREFILL
@@ -103,10 +111,9 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
         (_prefill(kv_dtype=torch.float8_e4m3fn), "the cache is torch.float8_e4m3fn"),
         (_prefill(head_dims=(96, 96)), "head dimensions 96 and 96"),
         (_prefill(head_dims=(192, 192)), "head dimensions 192 and 192"),
-        (_prefill(page_size=8), "pages of 8 tokens"),
+        (_prefill(page_size=12), "pages of 12 tokens"),
         (_prefill(pos_encoding="ALIBI"), "does not implement pos_encoding"),
         (_prefill(masked=0.5), "does not implement mask"),
-        (_prefill(window_right=5, causal=False), "does not implement window_right"),
         (_prefill(kv_scale=(1.0, 2.0)), "does not implement kv_scale"),
         (_prefill("ragged", kv_lens=(0, 0)), "keys and values have no elements"),
         (_mla(dtype=torch.float32), "not a 16-bit dtype"),
@@ -165,13 +172,6 @@ def test_other_gpus_run_the_general_kernel(capability: tuple[int, int], monkeypa
     monkeypatch.setattr(unsupported, "compute_capability", lambda device: capability)
     assert _chosen(*_prefill()) == GENERAL
     assert f"it needs compute capability 9.0, not {capability}" in _lines(*_prefill())[PREFILL]
-
-
-def test_head_dims_are_those_of_the_kernel() -> None:
-    kernel = pytest.importorskip("attn_ops.kernels.triton.hopper_prefill", exc_type=ImportError)
-    shapes = getattr(kernel, "TILE_CONFIGS", None) or kernel.SHAPES
-    assert {(dim_a + dim_b, dim_vo) for dim_a, dim_b, dim_vo in shapes} == unsupported.HOPPER_PREFILL_HEAD_DIMS
-    assert kernel.PAGED_BOX == unsupported.HOPPER_PREFILL_PAGE
 
 
 def test_a_backend_that_is_asked_for_is_explained() -> None:
