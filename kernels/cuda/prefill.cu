@@ -160,13 +160,12 @@ struct Schedule {
       unit.page_start = 0, unit.slot = -1;
       return item;
     }
-    int4 low = {0, 0, 0, 0}, high = {0, 0, -1, 0};
-    if (item < p.max_items) {
-      const int4* record = reinterpret_cast<const int4*>(p.work + int64(item) * kWorkStride);
-      low = record[0], high = record[1];
-    }
-    unit.row = low.x, unit.count = low.y, unit.start = low.z, unit.end = low.w;
-    unit.position = high.x, unit.page_start = max(high.y, 0), unit.slot = high.z;
+    // No wider loads: a plan may lie at any multiple of 4 bytes.
+    const int* record = p.work + int64(item) * kWorkStride;
+    const bool listed = item < p.max_items;
+    const auto column = [&](Work name, int otherwise) { return listed ? record[name] : otherwise; };
+    unit.row = column(kRow, 0), unit.count = column(kRows, 0), unit.start = column(kKvBegin, 0), unit.end = column(kKvEnd, 0);
+    unit.position = column(kPosition, 0), unit.page_start = max(column(kPageStart, 0), 0), unit.slot = column(kSlot, -1);
     if (PAGED) {
       const int64 pages = p.num_pages > 0 ? max(p.max_pages - unit.page_start, 0) : 0;
       unit.end = static_cast<int>(min(int64(unit.end), pages * p.page_size));
@@ -473,6 +472,17 @@ DEVICE void store_rows(void* out, const Output& output, const int64 (&row)[2], c
   }
 }
 
+// The same for a partial result, one float at a time: a workspace may lie at any multiple of 4 bytes.
+DEVICE void store_partial(float* partial, const Output& output, const int64 (&row)[2], const bool (&exists)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float* to = partial + row[r] * kDimVo + threadIdx.x % 4 * 2;
+    if (exists[r])
+#pragma unroll
+      for (int i = 0; i < kDimVo / 8; ++i) to[8 * i] = output[4 * i + 2 * r], to[8 * i + 1] = output[4 * i + 2 * r + 1];
+  }
+}
+
 struct Results {
   const float* sinks;  // of each head, or null
   void* out;
@@ -536,7 +546,7 @@ DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& t
     if (lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max + log2f(sum);
   }
   rescale(output, norm);
-  if (slot >= 0) return store_rows<kFloat32>(to.partial, output, to_row, exists);
+  if (slot >= 0) return store_partial(to.partial, output, to_row, exists);
   switch (to.out_type) {
     case kLikeQuery: return store_like_query(to.out, output, to_row, exists);
     case kFloat32: return store_rows<kFloat32>(to.out, output, to_row, exists);

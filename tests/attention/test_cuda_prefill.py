@@ -132,7 +132,7 @@ def test_ragged_matches_oracle(case: Case, launches: list[None]) -> None:
     "case", [BASE, *(c for c in CASES if c.name == "heads=4-4" or ", cap and sinks" in c.name)], ids=str
 )
 def test_single_matches_oracle(case: Case, launches: list[None]) -> None:
-    Setup("ragged", case, "cuda").check_single("cuda")
+    Setup("ragged", case, "cuda").check_single("auto")  # of requests without tokens, too
     assert launches
 
 
@@ -152,6 +152,21 @@ def test_alternating_warpgroups_give_the_same_bits_while_memory_is_busy(launches
     alone = run()
     torch.cuda.synchronize()
     assert all(torch.equal(alone, out) for out in [run() for _ in range(100)])
+    assert launches
+
+
+def test_plan_and_workspace_may_lie_at_any_multiple_of_four_bytes(launches: list[None]) -> None:
+    setup = Setup("prefill", replace(BASE, name="split", **_SPLIT), "cuda")
+
+    def shifted(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) if t.numel() else t
+
+    arguments = setup.arguments
+    arguments["plan"] = type(arguments["plan"])(*map(shifted, arguments["plan"]))
+    arguments["workspace"] = shifted(arguments["workspace"])
+    assert arguments["plan"].work.data_ptr() % 8
+    assert arguments["workspace"].data_ptr() % 8
+    setup.check(*torch.ops.attn.batch_prefill(**arguments, backend="cuda"), **setup.tolerance("cuda"))
     assert launches
 
 
