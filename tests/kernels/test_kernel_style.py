@@ -60,9 +60,7 @@ def test_kernels_have_docstrings_and_few_parameters(path: Path) -> None:
 
 def cuda_kernels(source: str) -> dict[str, str]:
     """The comment before each function that the host launches, by the function's name."""
-    found = re.findall(
-        r"((?:^//.*\n)*)extern \"C\" __global__[^(]*(?:\([^)]*\)\s*)?\b(\w+)\(", source, re.MULTILINE
-    )
+    found = re.findall(r"((?:^//.*\n)*)extern \"C\" __global__[^(]*(?:\([^)]*\)\s*)?\b(\w+)\(", source, re.MULTILINE)
     return {name: re.sub(r"^// ?", "", comment, flags=re.MULTILINE) for comment, name in found}
 
 
