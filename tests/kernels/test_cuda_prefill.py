@@ -13,13 +13,20 @@ import torch
 pytest.importorskip("triton")  # whose kernel combines partial results, and for its disassembler
 
 from attn_ops.kernels.cuda import compile as compile_module
+from attn_ops.kernels.cuda import kernel as kernel_module
+from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda import nvrtc, prefill
 from attn_ops.kernels.cuda.compile import ARCHITECTURE, cubin_of, options, sources
 from attn_ops.kernels.cuda.kernel import Specialization
+from attn_ops.kernels.triton import prefill_call
 from helpers.cuda_kernels import needs_nvrtc, tool, usage_of
+from helpers.fake_driver import FakeDriver, needs_the_module
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attn_ops.eager import prepared_call
+from attn_ops.native import packaged_launch
+from attn_ops.native.images import ImageSet, collect
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 
@@ -174,6 +181,64 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]
     (step,) = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", code, re.DOTALL)
     of_softmax = step.rpartition("MUFU.RCP")[2].count("MUFU.EX2")  # those before are of the soft cap
     assert of_softmax >= tokens / 2 * 15 / 16  # of a thread: a warpgroup has 64 packed rows and a KV tile
+
+
+SMS = 132
+
+
+@needs_nvrtc
+@needs_the_module
+def test_a_launch_has_a_cta_for_each_unit_up_to_one_for_each_sm(
+    fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_module, "num_sms", lambda device: SMS)
+    k = torch.zeros(300, 2, 128, dtype=torch.bfloat16)
+    for rows, heads in ((5, 8), (33, 8), (1000, 8), (40, 14)):
+        prefill.single_prefill(torch.zeros(rows, heads, 128, dtype=torch.bfloat16), k, k)
+        group = heads // 2
+        tile_rows = prefill_call.SINGLE_PACKED_ROWS // group
+        units = -(-rows // tile_rows) * 2 * -(-tile_rows * group // 128)
+        assert fake_driver.array("grid", 3) == [min(units, SMS), 1, 1]
+        settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
+        assert settings == [384, prefill.TILES[128, 128].shared_bytes(128, 128), 1]
+
+
+@needs_nvrtc
+@needs_the_module
+@pytest.mark.parametrize("heads", [8, 14])
+def test_a_package_takes_any_number_of_rows(
+    heads: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
+    eager: list[tuple[int, ...]] = []
+    packaged: list[tuple[Any, ...]] = []
+    symbols: list[Any] = []
+    monkeypatch.setattr(kernel_module, "num_sms", lambda device: SMS)
+    monkeypatch.setattr(packaged_launch, "launch_image", lambda *args: packaged.append(args))
+    monkeypatch.setattr(launch_module.launches, "run", lambda one, device: eager.append(one.integers))
+
+    def call(rows: Tensor) -> Tensor:
+        symbols.extend(n.node for n in rows.shape if isinstance(n, torch.SymInt))
+        q, k = rows.new_zeros(rows.shape[0], heads, 128), rows.new_zeros(300, 2, 128)
+        return prefill.single_prefill(q, k, k + 1, causal=True, window_left=70)[0]
+
+    def tensor(rows: int) -> Tensor:
+        return torch.zeros(rows, dtype=torch.bfloat16)
+
+    images = ImageSet()
+    with collect(images):
+        make_fx(call, tracing_mode="symbolic")(tensor(50))
+    ((outs, ins, integers, _, name),) = packaged
+    image = images.images[name]
+    assert [spec.name for spec in image.tensors] == ["out", "q", "k", "v"]
+    assert (image.function, len(image.maps)) == ("prefill", 3)
+    hints = {node.expr: node.hint for node in symbols}
+    sizes = 2 * sum(t.dim() for t in (*outs, *ins))
+    for count in (50, 7, 1000):
+        call(tensor(count))
+        hints[symbols[0].expr] = count  # of dimension 0
+        values = [int(i.node.expr.subs(hints)) if isinstance(i, torch.SymInt) else i for i in integers]
+        assert (*values[:3], *values[3 + sizes :]) == eager[-1]
 
 
 GOOD = Problem(
