@@ -1,4 +1,4 @@
-"""Draws the schedules of the Hopper kernels: ``docs/images/hopper_prefill.svg`` and ``hopper_mla.svg``.
+"""Draws the schedules of the Hopper kernels: ``docs/images/cuda_prefill.svg`` and ``hopper_mla.svg``.
 
     python docs/_ext/schedule_figure.py
 
@@ -102,42 +102,46 @@ def draw(figure: Figure) -> str:
 
 
 def prefill() -> Figure:
-    """Two consumers half a period apart; a ring of three stages for keys and one for values."""
+    """Two consumers half a period apart; two query buffers, a ring of two stages for keys and one for values."""
     bars: list[Bar] = []
 
     def add(*bar: object) -> int:
         bars.append(Bar(*bar))  # type: ignore[arg-type]
         return len(bars) - 1
 
-    keys = [add(0, begin, 2, f"K{j}", LOAD) for j, begin in enumerate((0, 2, 4, 8, 17))]
-    values = [add(1, begin, 2, f"V{j}", LOAD) for j, begin in enumerate((2, 4, 6, 19))]
+    keys = [add(0, begin, 2, f"K{j}", LOAD) for j, begin in enumerate((0, 2, 8, 16))]
+    values = [add(1, begin, 2, f"V{j}", LOAD) for j, begin in enumerate((2, 4, 21))]
+    queries = [add(2, begin, 2, label, LOAD) for begin, label in ((0, "Q"), (2, "next Q"))]
     scores: dict[tuple[int, int], int] = {}
     products: dict[tuple[int, int], int] = {}
+    softmax: dict[tuple[int, int], int] = {}
     for consumer in (0, 1):
-        lane, start = 2 + 2 * consumer, 2 + 4 * consumer
+        lane, start = 3 + 2 * consumer, 2 + 4 * consumer
         for j in range(3):
             at = start + 8 * j
             scores[consumer, j] = add(lane, at, 2, f"Q K{j}", PRODUCT)
-            add(lane + 1, at + 2, 5, f"softmax {j}", SOFTMAX)
+            softmax[consumer, j] = add(lane + 1, at + 2, 5, f"softmax {j}", SOFTMAX)
             if j:
                 products[consumer, j - 1] = add(lane, at + 2, 2, f"P{j - 1} V{j - 1}", PRODUCT)
     signals = (
+        Signal(queries[0], scores[0, 0], FULL),
         Signal(keys[0], scores[0, 0], FULL),
         Signal(values[0], products[0, 0], FULL),
-        Signal(scores[1, 0], keys[3], EMPTY),
-        Signal(scores[1, 1], keys[4], EMPTY),
-        Signal(products[1, 0], values[3], EMPTY),
+        Signal(scores[1, 0], keys[2], EMPTY),
+        Signal(scores[1, 1], keys[3], EMPTY),
+        Signal(softmax[1, 1], values[2], EMPTY),
     )
     return Figure(
         "Prefill on Hopper: mainloop",
         (
-            *("producer warp, keys", "producer warp, values", "consumer 0, tensor cores", "consumer 0, softmax"),
+            *("producer K, 1 warp", "producer V, 1 warp", "producer Q, 2 warps"),
+            *("consumer 0, tensor cores", "consumer 0, softmax"),
             *("consumer 1, tensor cores", "consumer 1, softmax"),
         ),
         tuple(bars),
         signals,
         (
-            *(("TMA load", LOAD), ("matrix product", PRODUCT), ("online softmax", SOFTMAX)),
+            *(("load", LOAD), ("matrix product", PRODUCT), ("online softmax", SOFTMAX)),
             *(("full barrier", FULL), ("empty barrier", EMPTY)),
         ),
     )
@@ -189,7 +193,7 @@ def mla() -> Figure:
     )
 
 
-FIGURES = {IMAGES / "hopper_prefill.svg": prefill, IMAGES / "hopper_mla.svg": mla}
+FIGURES = {IMAGES / "cuda_prefill.svg": prefill, IMAGES / "hopper_mla.svg": mla}
 
 if __name__ == "__main__":
     for file, figure in FIGURES.items():

@@ -680,7 +680,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         release(k_empty + number % kKeyStages * 8);
         softmax(start + tile * kTile);
         fence_registers(logits);
-        // Complete already. The assembler does not move the exponentials over a loop, behind the wait for O.
+        // Complete already. Without a loop here, the assembler may move the exponentials behind the wait for O.
         wait(v_full.of(previous), v_full.parity(previous));
         wgmma_wait<0>();
         fence_registers(output);

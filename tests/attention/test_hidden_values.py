@@ -82,6 +82,17 @@ def test_before_the_window(case: Named, device: str, backend: str) -> None:
     expected.check(*setup.run(backend))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Named(x) for x in WINDOWS if x[1].name.startswith(HOPPER.name)], ids=str)
+def test_before_the_window_in_the_cuda_kernel(case: Named) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    setup = Setup(*case, "cuda")
+    expected = setup.expected
+    assert _poison(setup, _hidden(setup))
+    expected.check(*setup.run("cuda"))
+
+
 MASKED = [(kind, replace(PREFILL, name="mask", masked=0.02, causal=False)) for kind in ("prefill", "ragged")]
 
 

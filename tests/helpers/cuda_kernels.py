@@ -68,7 +68,8 @@ class Usage(NamedTuple):
     hgmma: int  # matrix instructions of warpgroups
 
 
-def _tool(name: str, *words: str, cubin: bytes) -> str:
+def tool(name: str, *words: str, cubin: bytes) -> str:
+    """The output of one of Triton's tools, such as ``"nvdisasm"``, for a compiled kernel."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -80,11 +81,11 @@ def _tool(name: str, *words: str, cubin: bytes) -> str:
 
 def usage_of(one: Specialization) -> Usage:
     cubin, function = cubin_of(one), one.kernel.function
-    report = _tool("cuobjdump", "--dump-resource-usage", cubin=cubin).split(f"Function {function}:")[1]
+    report = tool("cuobjdump", "--dump-resource-usage", cubin=cubin).split(f"Function {function}:")[1]
     used: dict[str, Any] = {
         n: int(v) for n, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report.split("Function")[0])
     }
-    code = _tool("nvdisasm", "-c", cubin=cubin).split(f".text.{function}:")[1].split(".text.")[0]
+    code = tool("nvdisasm", "-c", cubin=cubin).split(f".text.{function}:")[1].split(".text.")[0]
     return Usage(
         used["REG"],
         used["STACK"] + used["LOCAL"],

@@ -67,11 +67,19 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
 }
 
-ON_CUDA = {f"{op}, CUDA": op for op in CUDA_MERGES}
+PREFILLS = (
+    *("prefill of 128", "prefill of 128, alternating warpgroups", "prefill of 256, options"),
+    *("ragged of 128", "ragged of 192/128", "single"),
+)
+
+ON_CUDA: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{op}, CUDA": (op, {}) for op in CUDA_MERGES},
+    **{f"{name}, CUDA": CALLS[name] for name in PREFILLS},
+}
 """Calls that the ``cuda`` backend runs, by name; all others are run by ``triton``."""
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-    CALLS |= {name: (op, {}) for name, op in ON_CUDA.items()}
+    CALLS |= ON_CUDA
 
 ATTENTION = [name for name, (op, _) in CALLS.items() if op.endswith(("_decode", "_prefill", "_mla"))]
 

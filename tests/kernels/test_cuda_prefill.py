@@ -1,0 +1,328 @@
+"""The host side of the CUDA prefill kernel, and what the compiler makes of it, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # whose kernel combines partial results, and for its disassembler
+
+from attn_ops.kernels.cuda import compile as compile_module
+from attn_ops.kernels.cuda import kernel as kernel_module
+from attn_ops.kernels.cuda import launch as launch_module
+from attn_ops.kernels.cuda import nvrtc, prefill
+from attn_ops.kernels.cuda.compile import ARCHITECTURE, cubin_of, options, sources
+from attn_ops.kernels.cuda.kernel import Specialization
+from attn_ops.kernels.triton import prefill_call
+from helpers.cuda_kernels import needs_nvrtc, tool, usage_of
+from helpers.fake_driver import FakeDriver, needs_the_module
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from attn_ops.eager import prepared_call
+from attn_ops.native import packaged_launch
+from attn_ops.native.images import ImageSet, collect
+from attn_ops.ops import unsupported
+from attn_ops.ops.backends import MemoryLayout, Problem
+
+PAGES, PAGE_SIZE, HEADS, DIM = 5, 24, 3, 128
+
+SPILL_BYTES = 16
+"""Of a thread that may be spilled: values that are needed again after a loop."""
+
+
+def _numbered(*shape: int) -> Tensor:
+    """A tensor whose elements are their addresses."""
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def _nhd() -> Tensor:
+    return _numbered(PAGES, PAGE_SIZE, HEADS, DIM)
+
+
+def _hnd() -> Tensor:
+    return _numbered(PAGES, HEADS, PAGE_SIZE, DIM).transpose(1, 2)
+
+
+def _values_of_fused() -> Tensor:
+    return _numbered(PAGES, 2, PAGE_SIZE, HEADS, DIM)[:, 1]
+
+
+def _halves_of_heads() -> Tensor:
+    return _numbered(PAGES, PAGE_SIZE, HEADS, 2 * DIM)[..., DIM:]
+
+
+def _padded() -> Tensor:
+    """Gaps after heads and pages, so that the stride of a page is no multiple of that of a head."""
+    head, page = DIM + 8, PAGE_SIZE * HEADS * (DIM + 8) + 40
+    return _numbered(PAGES, page).as_strided((PAGES, PAGE_SIZE, HEADS, DIM), (page, HEADS * head, head, 1), 16)
+
+
+LAYOUTS = {f.__name__.strip("_"): f for f in (_nhd, _hnd, _values_of_fused, _halves_of_heads, _padded)}
+
+
+def _mapped(one: Any) -> Tensor:
+    """The tensor that a map describes. Elements outside of the storage are an error."""
+    return one.base.as_strided(one.shape, one.strides, one.base.storage_offset())
+
+
+def _is_valid(one: Any) -> bool:
+    """What the driver asks of a map: sizes of boxes, and strides of 16 bytes, 8 elements of 16 bits."""
+    within = all(0 < b <= 256 for b in one.box) and one.box[-1] * 2 == one.swizzle
+    return within and len(one.shape) <= 5 and one.strides[-1] == 1 and all(s % 8 == 0 for s in one.strides[:-1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("box", [8, 24])
+def test_a_map_of_pages_has_every_token(layout: str, box: int) -> None:
+    t = LAYOUTS[layout]()
+    one, page_step, head_step = prefill.paged_map(t, (t.stride(0), t.stride(1), t.stride(2)), HEADS, PAGE_SIZE, box)
+    assert _is_valid(one)
+    assert one.box == (1, box // 8, DIM // 64, 8, 64)
+    mapped = _mapped(one)
+    for page in range(PAGES):
+        for head in range(HEADS):
+            of_head = mapped[page * page_step + head * head_step]  # groups, blocks, 8 tokens, 64 columns
+            assert torch.equal(of_head.permute(0, 2, 1, 3).reshape(PAGE_SIZE, DIM), t[page, :, head])
+    # Boxes after the end begin at this group of tokens.
+    assert one.shape[1] == PAGE_SIZE // 8
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "fused", "padded"])
+def test_a_map_of_ragged_tokens_has_every_token(layout: str) -> None:
+    tokens = 77
+    t = {
+        "NHD": _numbered(tokens, HEADS, DIM),
+        "HND": _numbered(HEADS, tokens, DIM).transpose(0, 1),
+        "fused": _numbered(tokens, HEADS, 2 * DIM)[..., DIM:],
+        "padded": _numbered(tokens, HEADS + 1, DIM + 16)[:, 1:, 8 : DIM + 8],
+    }[layout]
+    one, page_step, head_step = prefill.ragged_map(t, (0, t.stride(0), t.stride(1)), HEADS, tokens, 64)
+    assert _is_valid(one)
+    assert one.box == (1, DIM // 64, 64, 64)
+    assert (page_step, one.shape[2]) == (0, tokens)
+    mapped = _mapped(one)
+    for head in range(HEADS):
+        assert torch.equal(mapped[head * head_step].permute(1, 0, 2).reshape(tokens, DIM), t[:, head])
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("padding", [0, 8])
+def test_a_box_of_queries_is_64_packed_rows(group: int, padding: int) -> None:
+    rows, kv_heads = 70, 2
+    q = _numbered(rows, kv_heads * group, DIM + padding)[..., :DIM]
+    one, box_rows = prefill.query_map(q, group)
+    assert _is_valid(one)
+    assert box_rows * group == prefill.PACKED_ROWS
+    assert one.box == (DIM // 64, box_rows, group, 64)
+    mapped = _mapped(one)
+    for kv_head in range(kv_heads):
+        first, head = 3, kv_head * group
+        box = mapped[:, first : first + box_rows, head : head + group]
+        packed = box.permute(1, 2, 0, 3).reshape(prefill.PACKED_ROWS, DIM)
+        for p in range(prefill.PACKED_ROWS):
+            assert torch.equal(packed[p], q[first + p // group, head + p % group])
+
+
+@pytest.mark.parametrize("group", [3, 5, 7, 72, 128])
+def test_groups_that_do_not_divide_64_are_copied(group: int) -> None:
+    one, box_rows = prefill.query_map(_numbered(4, group, DIM), group)
+    assert box_rows == 0
+    assert _is_valid(one)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("key", [k for k in prefill.SPECIALIZATIONS if k[3] == torch.bfloat16], ids=str)
+def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
+    """The compiler evaluates the source's constants and the size of its struct."""
+    one, tile = prefill.SPECIALIZATIONS[key], prefill.TILES[key[:2]]
+    expected = {
+        "sizeof(Shared)": one.shared_bytes,
+        "kTile": tile.tokens,
+        "kKeyStages": tile.key_stages,
+        "kValueStages": tile.value_stages,
+        "kQueries": tile.queries,
+        "kPackedRows": prefill.PACKED_ROWS,
+        "kRowBytes": 2 * prefill.COLUMNS,
+        "kGroupBytes": 2 * prefill.COLUMNS * prefill.GROUP_TOKENS,
+        "kNone": prefill.NO_WINDOW,
+        "kLikeQuery": 0,
+        **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
+    }
+    checks = "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items())
+    _compile(one, checks)
+    with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
+        _compile(one, 'static_assert(kTile == 1, "");\n')
+
+
+def _compile(one: Specialization, more: str) -> None:
+    compiler, _ = nvrtc.find()
+    assert compiler is not None
+    source, headers = sources(one)
+    words = [word.replace(ARCHITECTURE, ARCHITECTURE.replace("sm", "compute")) for word in options(one)]
+    text = source + f"\nnamespace attn_ops {{\n{more}}}\n".encode()
+    compiler.compile(one.kernel.source, text, headers, words, "PTX")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("key", prefill.SPECIALIZATIONS, ids=str)
+def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]) -> None:
+    """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
+    one, tokens = prefill.SPECIALIZATIONS[key], prefill.TILES[key[:2]].tokens
+    assert usage_of(one).stack <= SPILL_BYTES
+    code = tool("nvdisasm", "-c", cubin=cubin_of(one))
+    waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
+    assert waits == ["0", "1", "0", "0"]  # first tile; mainloop; last product
+    (step,) = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", code, re.DOTALL)
+    of_softmax = step.rpartition("MUFU.RCP")[2].count("MUFU.EX2")  # those before are of the soft cap
+    assert of_softmax >= tokens / 2 * 15 / 16  # of a thread: a warpgroup has 64 packed rows and a KV tile
+
+
+SMS = 132
+
+
+@needs_nvrtc
+@needs_the_module
+def test_a_launch_has_a_cta_for_each_unit_up_to_one_for_each_sm(
+    fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_module, "num_sms", lambda device: SMS)
+    k = torch.zeros(300, 2, 128, dtype=torch.bfloat16)
+    for rows, heads in ((5, 8), (33, 8), (1000, 8), (40, 14)):
+        prefill.single_prefill(torch.zeros(rows, heads, 128, dtype=torch.bfloat16), k, k)
+        group = heads // 2
+        tile_rows = prefill_call.SINGLE_PACKED_ROWS // group
+        units = -(-rows // tile_rows) * 2 * -(-tile_rows * group // 128)
+        assert fake_driver.array("grid", 3) == [min(units, SMS), 1, 1]
+        settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
+        assert settings == [384, prefill.TILES[128, 128].shared_bytes(128, 128), 1]
+
+
+@needs_nvrtc
+@needs_the_module
+@pytest.mark.parametrize("heads", [8, 14])
+def test_a_package_takes_any_number_of_rows(
+    heads: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
+    eager: list[tuple[int, ...]] = []
+    packaged: list[tuple[Any, ...]] = []
+    symbols: list[Any] = []
+    monkeypatch.setattr(kernel_module, "num_sms", lambda device: SMS)
+    monkeypatch.setattr(packaged_launch, "launch_image", lambda *args: packaged.append(args))
+    monkeypatch.setattr(launch_module.launches, "run", lambda one, device: eager.append(one.integers))
+
+    def call(rows: Tensor) -> Tensor:
+        symbols.extend(n.node for n in rows.shape if isinstance(n, torch.SymInt))
+        q, k = rows.new_zeros(rows.shape[0], heads, 128), rows.new_zeros(300, 2, 128)
+        return prefill.single_prefill(q, k, k + 1, causal=True, window_left=70)[0]
+
+    def tensor(rows: int) -> Tensor:
+        return torch.zeros(rows, dtype=torch.bfloat16)
+
+    images = ImageSet()
+    with collect(images):
+        make_fx(call, tracing_mode="symbolic")(tensor(50))
+    ((outs, ins, integers, _, name),) = packaged
+    image = images.images[name]
+    assert [spec.name for spec in image.tensors] == ["out", "q", "k", "v"]
+    assert (image.function, len(image.maps)) == ("prefill", 3)
+    hints = {node.expr: node.hint for node in symbols}
+    sizes = 2 * sum(t.dim() for t in (*outs, *ins))
+    for count in (50, 7, 1000):
+        call(tensor(count))
+        hints[symbols[0].expr] = count  # of dimension 0
+        values = [int(i.node.expr.subs(hints)) if isinstance(i, torch.SymInt) else i for i in integers]
+        assert (*values[:3], *values[3 + sizes :]) == eager[-1]
+
+
+GOOD = Problem(
+    op="batch_prefill",
+    device=torch.device("cuda", 0),
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    num_qo_heads=8,
+    num_kv_heads=2,
+    head_dim_qk=128,
+    head_dim_vo=128,
+    page_size=16,
+)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Specialization]]:
+    """Every kernel compiles. The list gets those that are compiled."""
+    compiled: list[Specialization] = []
+    monkeypatch.setattr(compile_module, "unavailable_reason", lambda *ones: compiled.extend(ones) or "")
+    monkeypatch.setattr(unsupported, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(unsupported, "triton_installed", lambda: True)
+    monkeypatch.setattr(prepared_call, "is_available", lambda: True)
+    return compiled
+
+
+TAKEN: list[dict[str, Any]] = [
+    {},
+    {"op": "ragged_prefill", "page_size": 0},
+    {"op": "single_prefill", "page_size": 0, "dtype": torch.float16, "kv_dtype": torch.float16},
+    *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in prefill.TILES),
+    {"page_size": 8},
+    {"page_size": 264},
+    {"num_qo_heads": 1024, "num_kv_heads": 1},
+    {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
+    {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS))},
+    {"layout": MemoryLayout(short_token_stride=False)},
+]
+
+
+@pytest.mark.parametrize("fields", TAKEN, ids=str)
+def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
+    problem = replace(GOOD, **fields)
+    assert unsupported.cuda_prefill(problem) == []
+    dims = problem.head_dim_qk, problem.head_dim_vo
+    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, problem.op == "batch_prefill", problem.dtype)]]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
+    ({"kv_dtype": torch.float8_e4m3fn}, "the cache is torch.float8_e4m3fn"),
+    ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
+    ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
+    ({"head_dim_qk": 192, "head_dim_vo": 192}, "head dimensions 192 and 192 have no tile"),
+    ({"num_qo_heads": 1025, "num_kv_heads": 1}, "1025 query heads per KV head are more than 1024"),
+    ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
+    ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
+    (
+        {"layout": MemoryLayout(mappable=False)},
+        "keys and values have no elements, several at one address, or too many for a tensor map",
+    ),
+    ({"options": ("mask",)}, "it does not implement mask"),
+    ({"options": ("pos_encoding",)}, "it does not implement pos_encoding"),
+    ({"options": ("kv_scale",)}, "it does not implement kv_scale"),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_reasons_one_by_one(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
+    assert unsupported.cuda_prefill(replace(GOOD, **fields)) == [reason]
+    assert not on_hopper  # nothing is compiled for a call that another kernel runs
+
+
+def test_without_triton_nothing_combines(monkeypatch: pytest.MonkeyPatch, on_hopper: list[Specialization]) -> None:
+    monkeypatch.setattr(unsupported, "triton_installed", lambda: False)
+    (reason,) = unsupported.cuda_prefill(GOOD)
+    assert reason == "triton, whose kernel combines its partial results, is not installed"
+    assert not on_hopper
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), None])
+def test_other_gpus_are_refused(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch, on_hopper: list[Specialization]
+) -> None:
+    monkeypatch.setattr(unsupported, "compute_capability", lambda device: capability)
+    assert unsupported.cuda_prefill(GOOD) == [f"it needs compute capability 9.0, not {capability}"]
+    assert not on_hopper
