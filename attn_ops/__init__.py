@@ -10,6 +10,10 @@ On top of the ops lie FlashInfer's names, in its modules and here (:mod:`attn_op
 
     import attn_ops as flashinfer
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, kv_layout="NHD")
+
+and FlashAttention's functions in :mod:`attn_ops.flash_attn`::
+
+    from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 """
 
 import importlib
@@ -29,6 +33,9 @@ register.register()
 _LAZY = {**HOMES, "export_package": "packaging"}
 """Names by the module that has them, which is imported when one is first used."""
 
+_MODULES = (*EXPORTS, "flash_attn")
+"""Modules that are imported when they are first used."""
+
 __all__ = [
     "DecodePlan",
     "DecodePlanner",
@@ -44,10 +51,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """FlashInfer's modules and names, and ``export_package``, imported when first used."""
+    """Modules, FlashInfer's names and ``export_package``, imported when first used."""
     if name in _LAZY:
         value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    elif name in EXPORTS:
+    elif name in _MODULES:
         value = importlib.import_module(f".{name}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -56,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *EXPORTS})
+    return sorted({*globals(), *_LAZY, *_MODULES})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Heads, ScaleFactors, fold
+from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import DecodePlan, PrefillPlan
@@ -82,6 +84,15 @@ class AttentionCall(NamedTuple):
     def execute(self) -> Any:
         """Check, plan and run the op; the result has the form that ``output`` says."""
         args, keywords, dtype, scale = self._resolve()
+        out, lse = getattr(torch.ops.attn, self.op)(*args, **keywords)
+        return self.output.finalize(out, lse, dtype, scale)
+
+    def execute_after(self, write: Callable[[], None]) -> Any:
+        """As :meth:`execute`, with a write to the cache between the checks, those of the op too, and the op."""
+        args, keywords, dtype, scale = self._resolve()
+        if not torch.compiler.is_compiling():  # a graph is checked as a whole when it is traced
+            CHECKS[self.op](*args, **keywords)
+        write()
         out, lse = getattr(torch.ops.attn, self.op)(*args, **keywords)
         return self.output.finalize(out, lse, dtype, scale)
 

@@ -69,6 +69,16 @@ class _Argument(NamedTuple):
     annotation: Any
 
 
+_TYPED_OP = "_typed_op"
+"""Attribute of functions over ops, whose arguments all have an effect, those of :data:`NO_EFFECT` too."""
+
+
+def typed_op(function: Callable[P, R]) -> Callable[P, R]:
+    """:func:`typed` for a function over an op: names in FlashInfer's :data:`NO_EFFECT` mean other arguments here."""
+    setattr(function, _TYPED_OP, True)
+    return typed(function)
+
+
 def typed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: a call that fails because of an argument's type raises an error that names the argument.
 
@@ -194,10 +204,11 @@ def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     except TypeError:
         return
     hints = typing.get_type_hints(function)
+    without_effect: Container[str] = () if hasattr(function, _TYPED_OP) else NO_EFFECT
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         named = kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if name in hints and named and name not in NO_EFFECT:
+        if name in hints and named and name not in without_effect:
             yield _Argument(name, value, hints[name])
 
 

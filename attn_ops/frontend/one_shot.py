@@ -81,6 +81,9 @@ def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -
 
 def uniform_indptr(batch: int, q_len: int, device: torch.device) -> Tensor:
     """int32 ``[batch + 1]``: ``qo_indptr`` of ``q_len`` query rows per request."""
+    if torch.compiler.is_compiling():  # Inductor of PyTorch 2.13 cannot simplify indices computed from an arange
+        steps = torch.nn.functional.pad(torch.full((batch,), q_len, dtype=torch.int32, device=device), (1, 0))
+        return steps.cumsum(0, dtype=torch.int32)
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
 
 
@@ -135,7 +138,8 @@ def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
     )
 
 
-def _with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:
+def with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:
+    """The plan and a new workspace for it."""
     return Planned(plan, torch.empty(workspace_size(plan), dtype=torch.float32, device=plan.kv_len.device))
 
 
@@ -173,7 +177,7 @@ class BlockTables(NamedTuple):
     def check(self, call: AttentionCall) -> None:
         return None
 
-    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+    def plan(self) -> DecodePlan | PrefillPlan:
         # Capacity for one request at least: an empty batch is no special case.
         batch, width = max(1, self.block_tables.shape[0]), self.block_tables.shape[1]
         page_size, device = self.spec.page_size, self.block_tables.device
@@ -183,19 +187,25 @@ class BlockTables(NamedTuple):
             ctas = ctas_per_head(device, self.spec.num_kv_heads)
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
             torch.ops.attn.plan_decode(*table, decode)
-            return _with_workspace(decode), options
+            return decode
         splits = splits_per_head(device, problem)
         prefill = allocate_prefill(problem, batch, self.rows, batch * width, device, splits, torch.empty)
         torch.ops.attn.plan_prefill(self.qo_indptr, *table, prefill)
+        return prefill
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        plan = self.plan()
         if self.tree_mask is not None:
-            options = options._replace(mask=tree_mask_bits(self.tree_mask, prefill, width * page_size))
-        return _with_workspace(prefill), options
+            assert isinstance(plan, PrefillPlan)
+            capacity = self.block_tables.shape[1] * self.spec.page_size
+            options = options._replace(mask=tree_mask_bits(self.tree_mask, plan, capacity))
+        return with_workspace(plan), options
 
 
 class RaggedLengths(NamedTuple):
     """A batch of ragged KV by cumulative lengths, int32 ``[batch + 1]`` on the query's device.
 
-    ``rows`` and ``keys`` are those of the tensors.
+    ``rows`` and ``keys`` are those of the tensors. ``max_kv_len``: the most keys of one request, if that is known.
     """
 
     spec: PlanSpec
@@ -203,6 +213,7 @@ class RaggedLengths(NamedTuple):
     kv_indptr: Tensor
     rows: int
     keys: int
+    max_kv_len: int | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -211,14 +222,18 @@ class RaggedLengths(NamedTuple):
     def check(self, call: AttentionCall) -> None:
         return None
 
-    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+    def plan(self) -> PrefillPlan:
         batch = max(1, self.qo_indptr.shape[0] - 1)
-        problem, device = problem_of(self.spec, self.keys, bound(-(-self.rows // batch))), self.qo_indptr.device
+        longest = self.keys if self.max_kv_len is None else self.max_kv_len
+        problem, device = problem_of(self.spec, longest, bound(-(-self.rows // batch))), self.qo_indptr.device
         splits = splits_per_head(device, problem)
         plan = allocate_prefill(problem, batch, self.rows, 0, device, splits, torch.empty)
         no_pages, ones = self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
         torch.ops.attn.plan_prefill(self.qo_indptr, self.kv_indptr, no_pages, ones, plan)
-        return _with_workspace(plan), options
+        return plan
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        return with_workspace(self.plan()), options
 
 
 # ----------------------------------------------------------------------------------------------------------- the calls

@@ -20,7 +20,7 @@ from attn_ops.eager.prepared_call import OP_CACHES, OpCache
 from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
 from attn_ops.native import images
-from attn_ops.ops import backends
+from attn_ops.ops import backends, functions
 from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.inductor import Lowerings, concretize_symints
 from attn_ops.ops.schemas import NAMESPACE, SCHEMAS
@@ -112,7 +112,9 @@ def register() -> None:
         OP_CACHES[op] = _op_cache(op)
         LIBRARY.impl(op, OP_CACHES[op].op, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op), lib=LIBRARY)
-        overload = getattr(getattr(torch.ops, NAMESPACE), op).default
+        packet = getattr(getattr(torch.ops, NAMESPACE), op)
+        packet.__doc__ = getattr(functions, op).__doc__
+        overload = packet.default
         LOWERINGS.add(overload, _implementation(op, lowerable=True), _is_lowerable(op))
 
 

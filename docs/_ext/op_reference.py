@@ -65,7 +65,7 @@ class OpText:
         self.problems.append(f"docs/ops.toml: op {self.name}: {text}")
 
 
-def _texts() -> tuple[dict[str, OpText], Page]:
+def op_texts() -> tuple[dict[str, OpText], Page]:
     """The text on every op of the schema table, and a page with the problems found."""
     words = data("ops.toml")
     ops = {op: OpText(words, op) for op in schemas.SCHEMAS}
@@ -77,7 +77,7 @@ def _texts() -> tuple[dict[str, OpText], Page]:
 
 
 def summary() -> Page:
-    ops, page = _texts()
+    ops, page = op_texts()
     rows = [
         [f"[`{op}`](#{_anchor(op)})", words.own.get("text", ""), *(_verdict(name, op) for name in _names())]
         for op, words in ops.items()
@@ -88,7 +88,7 @@ def summary() -> Page:
 
 
 def ops() -> Page:
-    ops, page = _texts()
+    ops, page = op_texts()
     page.text = "\n\n".join(_section(op) for op in ops.values())
     return page
 

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "exports",
         "cpp",
         "ops",
+        "ops.functions",
         "ops.tuning_table",
         "ops.unsupported",
         "eager",
@@ -41,10 +42,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontend",),
     ("call",),
     ("frontend.one_shot",),
-    ("frontend.base", "frontend.cudnn", "frontend.deepseek", "frontend.trtllm", "frontend.xqa"),
+    ("frontend.base", "frontend.cudnn", "frontend.deepseek", "frontend.flash", "frontend.trtllm", "frontend.xqa"),
     ("frontend.paged",),
     ("frontend.ragged",),
-    ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "xqa"),
+    ("attention", "cascade", "decode", "flash_attn", "mla", "page", "pod", "prefill", "quantization", "xqa"),
     ("", "demo", "cpp_serving"),
 )
 """Lowest first. A module is in the layer of its longest prefix here: ``plan.sizing`` in that of ``plan``."""

@@ -1,0 +1,509 @@
+"""FlashAttention's functions, under its names: the arguments of FlashAttention 2 by position, those of 3 by name.
+
+They run this library's ops, for inference, on any device, and trace. Semantics are FlashAttention's: ``causal`` is
+aligned bottom-right, windows are inclusive on both sides, the log-sum-exp is natural. A row that sees no key gives 0
+and -inf. What has no effect, what is refused, and when calls share a plan: docs/flash_attn.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
+from attn_ops.frontend.arguments import positive, ranked, required
+from attn_ops.frontend.flash import arguments
+from attn_ops.frontend.flash.arguments import WindowSize
+from attn_ops.frontend.flash.calls import (
+    DENSE,
+    VARLEN,
+    CacheBatch,
+    CacheLengths,
+    CacheTensors,
+    Result,
+    cache_spec,
+    check_latent,
+    dense_attention,
+    new_tokens,
+    one_of,
+    rotate,
+    unpack,
+    varlen_attention,
+)
+from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
+from attn_ops.frontend.flash.rotary import Rotary
+from attn_ops.frontend.scales import Scale
+from attn_ops.plan.page_table import index
+from attn_ops.plan.resizable import PlanSpec
+from attn_ops.typed import typed
+
+__all__ = [
+    "SchedulerMetadata",
+    "SharedPlans",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+
+@typed
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    attention_chunk: int = 0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+) -> Any:
+    """Attention of a batch of equal lengths.
+
+    Args:
+        q: ``[batch, seqlen_q, num_heads, head_dim]``, float16, bfloat16 or float32.
+        k, v: ``[batch, seqlen_k, num_kv_heads, head_dim]``, of the dtype of ``q`` or FP8. The head dim of ``v`` may
+            differ. ``num_heads`` is a multiple of ``num_kv_heads``.
+        softmax_scale: default ``1 / sqrt(head_dim)``.
+        causal: row i sees keys up to ``i + seqlen_k - seqlen_q``.
+        window_size: ``(left, right)``: row i sees keys from ``i + seqlen_k - seqlen_q - left`` to the same ``+ right``,
+            both included; -1 or None for no limit. ``causal`` limits the right side to 0.
+        softcap: ``softcap * tanh(logits / softcap)``; 0 is off.
+        q_descale, k_descale, v_descale: scales of FP8 tensors: a number, or a tensor of one element, which may be
+            expanded.
+        s_aux: ``[num_heads]``, attention sinks: a natural-log logit per head that joins the denominator, with value 0.
+            ``learnable_sink`` is another name of it.
+        return_softmax_lse: return ``(out, lse)``.
+        out: buffer of the result, filled and returned.
+        deterministic, num_splits, pack_gqa, sm_margin: without effect.
+        dropout_p, alibi_slopes, return_attn_probs, attention_chunk: refused unless they change nothing.
+
+    Returns:
+        ``out [batch, seqlen_q, num_heads, head_dim]`` in the dtype of ``q``; float32 ``lse [batch, num_heads,
+        seqlen_q]``, natural, -inf in rows without keys.
+
+    Raises:
+        UnsupportedError: an argument asks for what is not supported; the message names the alternative.
+        GradientError: a tensor requires grad. There is no backward.
+    """
+    where = "flash_attn_func"
+    arguments.refuse(
+        where,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs,
+        attention_chunk=attention_chunk,
+    )
+    options = arguments.options(
+        where,
+        q.device,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+    )
+    scales = arguments.descales(where, q_descale, k_descale, v_descale)
+    return dense_attention(where, q, k, v, options, scales, return_softmax_lse, out)
+
+
+@typed
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: SchedulerMetadata | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+) -> Any:
+    """Attention of a batch of different lengths, packed without padding, or over a paged cache.
+
+    Args:
+        q: ``[total_q, num_heads, head_dim]``. Rows beyond the last sequence give 0.
+        k, v: ``[total_k, num_kv_heads, head_dim]``; with ``block_table`` ``[pages, page_size, num_kv_heads,
+            head_dim]``.
+        cu_seqlens_q: int ``[batch + 1]``: the rows of sequence b are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``.
+        cu_seqlens_k: int ``[batch + 1]``, the same for ``k`` and ``v``. With ``block_table`` its differences are the
+            lengths in the cache, unless ``seqused_k``, int ``[batch]``, gives them.
+        max_seqlen_q, max_seqlen_k: without effect, the lengths are known.
+        block_table: int ``[batch, max_pages_per_sequence]``, page numbers.
+        scheduler_metadata: of :func:`get_scheduler_metadata` for this batch, with ``block_table`` alone.
+        seqused_q: refused; ``seqused_k`` is without ``block_table``.
+
+    The other arguments and errors are those of :func:`flash_attn_func`.
+
+    Returns:
+        ``out [total_q, num_heads, head_dim]``; with ``return_softmax_lse`` also float32 ``lse [num_heads, total_q]``.
+    """
+    where = "flash_attn_varlen_func"
+    arguments.refuse(
+        where,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs,
+        attention_chunk=attention_chunk,
+        seqused_q=seqused_q,
+    )
+    options = arguments.options(
+        where,
+        q.device,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+    )
+    scales = arguments.descales(where, q_descale, k_descale, v_descale)
+    if block_table is None:
+        arguments.refuse(where, seqused_k=seqused_k)
+        required(where, cu_seqlens_k=cu_seqlens_k)
+        assert cu_seqlens_k is not None
+        if scheduler_metadata is not None:
+            fail(
+                ArgumentError,
+                where,
+                "scheduler_metadata is given without block_table",
+                "a paged cache",
+                "drop it: calls that pass the same cu_seqlens share a plan in attn_ops.flash_attn.SharedPlans",
+            )
+        return varlen_attention(where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, scales, return_softmax_lse, out)
+    if seqused_k is None:
+        required(where, cu_seqlens_k=cu_seqlens_k)
+    ranked(where, "q", q, VARLEN)
+    for name, t in (("k", k), ("v", v)):
+        ranked(where, name, t, "[pages, page_size, num_kv_heads, head_dim]")
+    positive(where, num_heads=q.shape[1])
+    cached = CacheLengths(seqused_k, None if seqused_k is not None else cu_seqlens_k)
+    spec = cache_spec(q, k, v, None, options, decode=False)
+    batch = CacheBatch(spec, block_table, block_table.shape[0], cached, q.shape[0], q.device, cu_seqlens_q=cu_seqlens_q)
+    metadata = batch.metadata(where, scheduler_metadata)
+    tensors = CacheTensors.of(q, None, (k, v), None, decode=False)
+    return tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, out))
+
+
+@typed
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    qv: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: SchedulerMetadata | None = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Attention over a KV cache, to which new tokens are appended first.
+
+    Args:
+        q: ``[batch, seqlen_q, num_heads, head_dim]``, or ``[total_q, num_heads, head_dim]`` with ``cu_seqlens_q``, int
+            ``[batch + 1]``. The rows are the last tokens of their sequences.
+        k_cache, v_cache: ``[batch_cache, seqlen_cache, num_kv_heads, head_dim]``, or with ``block_table``
+            ``[pages, page_size, num_kv_heads, head_dim]``. Only the last dimension must be contiguous.
+        k, v: tokens to append in place: ``[batch, seqlen_new, num_kv_heads, head_dim]``, or ``[total_new, num_kv_heads,
+            head_dim]`` with ``cu_seqlens_k_new``, int ``[batch + 1]``.
+        rotary_cos, rotary_sin: ``[max_position, rotary_dim / 2]``: rotate ``k`` at its positions, from
+            ``cache_seqlens`` on, and ``q`` from the same position, row by row if the call is causal or has a window.
+            ``rotary_interleaved`` pairs dimensions 2i and 2i + 1, otherwise the halves of ``rotary_dim``.
+            ``rotary_seqlens``, int ``[batch]``, takes the place of ``cache_seqlens`` in positions.
+        cache_seqlens: tokens in the cache before the append: int ``[batch]``, or one number; None for a full cache.
+        cache_batch_idx: int ``[batch]``: the row of the dense cache of each sequence; default in order.
+        block_table: int ``[batch, max_pages_per_sequence]``. ``page_table`` is another name of it.
+        qv: ``[..., num_heads, head_dim_v]`` as ``q``: the latent query of absorbed MLA. ``v_cache`` has the latents of
+            one KV head, and ``k_cache`` its rotary keys. The default scale is ``1 / sqrt(head_dim + head_dim_v)``.
+        scheduler_metadata: of :func:`get_scheduler_metadata` for this batch. Lengths and ``block_table`` are then read
+            from it.
+        cache_leftpad: refused unless None.
+
+    The other arguments and errors are those of :func:`flash_attn_func`.
+
+    Returns:
+        ``out`` as ``q``, with the head dim of ``v_cache``; with ``return_softmax_lse`` also float32 ``lse [batch,
+        num_heads, seqlen_q]``, or ``[num_heads, total_q]`` with ``cu_seqlens_q``.
+    """
+    where = "flash_attn_with_kvcache"
+    arguments.refuse(where, alibi_slopes=alibi_slopes, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk)
+    if qv is not None and softmax_scale is None:
+        softmax_scale = (q.shape[-1] + qv.shape[-1]) ** -0.5
+    options = arguments.options(
+        where,
+        q.device,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+    )
+    scales = arguments.descales(where, q_descale, k_descale, v_descale)
+    _, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    ranked(where, "q", q, DENSE if cu_seqlens_q is None else VARLEN)
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        ranked(where, name, t, "[batch_cache, seqlen_cache, num_kv_heads, head_dim]")
+    positive(where, num_heads=q.shape[-2])
+    check_latent(where, q, qv, k_cache, options)
+    shape = None if cu_seqlens_q is not None else (q.shape[0], q.shape[1])
+    requests = q.shape[0] if cu_seqlens_q is None else index(where, "cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    if table is not None and table.shape[0] != requests:
+        fail(ShapeError, where, f"the table has {table.shape[0]} rows", f"{requests}, as q has requests", "correct it")
+    rows = q if shape is None else q.flatten(0, 1)
+    latents = qv if qv is None or shape is None else qv.flatten(0, 1)
+    new = new_tokens(where, k, v, cache_seqlens, cu_seqlens_k_new, requests)
+    decode = shape is not None and shape[1] == 1 and qv is None
+    batch = CacheBatch(
+        cache_spec(q, k_cache, v_cache, qv, options, decode=decode),
+        table,
+        requests,
+        CacheLengths(cache_seqlens),
+        rows.shape[0],
+        q.device,
+        cu_seqlens_q,
+        0 if new is None else new[0].shape[0],
+        cu_seqlens_k_new,
+    )
+    rotary = Rotary.of(where, rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1], q.device)
+    metadata = batch.metadata(where, scheduler_metadata)
+    if rotary is not None:
+        required(where, k=new)
+        assert new is not None
+        starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+        begin = CacheLengths(starts).before(where, requests, rotary.cos.shape[0], q.device)
+        by_row = options.causal or max(options.window_left, options.window_right) >= 0
+        rows, key = rotate(where, rotary, rows, new[0], batch, begin, by_row)
+        new = key, new[1]
+    tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode)
+    return tensors.attend(where, metadata, options, scales, Result(shape, return_softmax_lse, out))
+
+
+@typed
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: int | Tensor | None,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    *,
+    block_table: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    total_q: int | None = None,
+    total_k_new: int | None = None,
+    has_qv: bool = False,
+    device: str | torch.device | None = None,
+) -> SchedulerMetadata:
+    """The plan of a step, for all its layers: their ``scheduler_metadata``.
+
+    It holds copies of lengths and page table as they are now, so make it again in every step. Nothing is copied to the
+    host. It traces: made inside a graph, it is a part of it; made outside, its tensors are inputs.
+
+    Args:
+        batch_size: requests.
+        max_seqlen_q: query rows of each request, unless ``cu_seqlens_q``, int ``[batch + 1]``, gives them; ``total_q``
+            are then the rows of ``q``.
+        max_seqlen_k: the size ``seqlen_cache`` of a dense cache; without effect for a paged one.
+        headdim, headdim_v: of the keys and the values. ``has_qv``: for calls with ``qv`` of ``headdim_v``.
+        cache_seqlens: tokens in the cache before the append, int ``[batch]`` or a number; None for a full cache.
+        max_seqlen_k_new: tokens that each request appends, unless ``cu_seqlens_k_new``, int ``[batch + 1]``, gives
+            them; ``total_k_new`` are then the rows of ``k``.
+        page_size, block_table: of a paged cache: a plan holds the page table, which FlashAttention's metadata does not.
+            ``page_table`` is another name of ``block_table``.
+        cache_batch_idx: int ``[batch]``, of a dense cache.
+        causal, window_size: those of the calls, or less restrictive.
+        device: of the plan; default that of the tensors among the arguments, else PyTorch's default.
+        cache_leftpad, attention_chunk: refused unless they change nothing.
+        qkv_dtype, has_softcap, num_splits, pack_gqa, sm_margin: without effect.
+    """
+    where = "get_scheduler_metadata"
+    arguments.refuse(where, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk)
+    positive(where, batch_size=batch_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, headdim=headdim)
+    rows = batch_size * max_seqlen_q if total_q is None else total_q
+    appended = batch_size * max_seqlen_k_new if total_k_new is None else total_k_new
+    if rows < 0 or appended < 0:
+        numbers = f"{rows} query rows and {appended} appended tokens"
+        fail(OptionError, where, numbers, "0 or more", "change max_seqlen_q, total_q, max_seqlen_k_new or total_k_new")
+    _, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    if page_size is not None and (table is None or table.dim() != 2):
+        fail(
+            ArgumentError,
+            where,
+            "page_size is given without block_table",
+            "both, since the plan holds the page table",
+            "pass block_table too, or neither for a dense cache",
+        )
+    window = arguments.window(where, window_size, causal)
+    value_dim = headdim if headdim_v is None else headdim_v
+    tensors = (cache_seqlens, table, cu_seqlens_q)
+    found = next((t.device for t in tensors if isinstance(t, Tensor)), None)
+    on = torch.device(device) if device is not None else found or torch.empty(0).device
+    if cu_seqlens_q is not None:
+        required(where, total_q=total_q)
+    if cu_seqlens_k_new is not None:
+        required(where, total_k_new=total_k_new)
+    decode = cu_seqlens_q is None and max_seqlen_q == 1 and not has_qv
+    spec = PlanSpec(
+        decode=decode,
+        paged=True,
+        page_size=max_seqlen_k if page_size is None else page_size,
+        num_qo_heads=num_heads_q,
+        num_kv_heads=num_heads_kv,
+        head_dim_qk=headdim + (value_dim if has_qv else 0),
+        head_dim_vo=value_dim,
+        window_left=window.window_left,
+        causal=window.causal and not decode,
+        window_right=-1 if decode else window.window_right,
+    )
+    batch = CacheBatch(
+        spec,
+        table,
+        batch_size,
+        CacheLengths(cache_seqlens),
+        rows,
+        on,
+        cu_seqlens_q,
+        appended,
+        cu_seqlens_k_new,
+    )
+    return batch.make(where)
+
+
+# ------------------------------------------------------------------------------------------------------- packed tensors
+
+
+@typed
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """:func:`flash_attn_func` of ``qkv [batch, seqlen, 3, num_heads, head_dim]``, and its arguments from
+    ``dropout_p``.
+    """
+    dims = "[batch, seqlen, 3, num_heads, head_dim]"
+    q, k, v = unpack("flash_attn_qkvpacked_func", "qkv", qkv, 3, dims)
+    return flash_attn_func(q, k, v, *args, **kwargs)
+
+
+@typed
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """:func:`flash_attn_func` of ``kv [batch, seqlen, 2, num_kv_heads, head_dim]``, and its arguments from
+    ``dropout_p``.
+    """
+    dims = "[batch, seqlen, 2, num_kv_heads, head_dim]"
+    k, v = unpack("flash_attn_kvpacked_func", "kv", kv, 2, dims)
+    return flash_attn_func(q, k, v, *args, **kwargs)
+
+
+@typed
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """:func:`flash_attn_varlen_func` of ``qkv [total, 3, num_heads, head_dim]``, and its arguments from
+    ``dropout_p``.
+    """
+    q, k, v = unpack("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, "[total, 3, num_heads, head_dim]")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
+
+
+@typed
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of ``kv [total_k, 2, num_kv_heads, head_dim]``, and its arguments from
+    ``dropout_p``.
+    """
+    k, v = unpack("flash_attn_varlen_kvpacked_func", "kv", kv, 2, "[total_k, 2, num_kv_heads, head_dim]")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs)

@@ -1,0 +1,134 @@
+"""Reading FlashAttention's arguments: windows, scales, options, and the policy on those without an effect here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.call import as_sinks
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
+from attn_ops.frontend.arguments import bounded, renamed
+from attn_ops.frontend.scales import Scale, ScaleFactors
+from attn_ops.ops.options import BOUNDS, AttentionOptions
+
+WindowSize = tuple[int | None, int | None] | list[int | None]
+
+_BOUND = "a bound on lengths that the lengths themselves give"
+_LAUNCH = "a launch attribute of another library's kernels"
+
+NO_EFFECT: dict[str, str] = {
+    "max_seqlen": _BOUND,
+    "max_seqlen_q": _BOUND,
+    "max_seqlen_k": _BOUND,
+    "deterministic": "the forward pass is deterministic",
+    "num_splits": "the plan splits requests for load balance, which changes no more than rounding",
+    "pack_gqa": "query heads of one KV head always share a tile",
+    "sm_margin": _LAUNCH,
+    "qkv_dtype": "a plan does not depend on it",
+    "has_softcap": "a plan does not depend on it",
+}
+"""name -> why."""
+
+_TRAINING = "there is no backward and no dropout; pass 0.0, and use the flash_attn package to train"
+_PROBABILITIES = "attention probabilities are never stored; for the log-sum-exp pass return_softmax_lse=True"
+_ALIBI = "slopes are not an argument; for the standard slopes use pos_encoding_mode='ALIBI' of the prefill wrappers"
+_LEFTPAD = "keys of a request begin at its first place; use block_table, or cu_seqlens with the padding removed"
+_CHUNK = "there is no chunked mask; use a window, or pass the mask as custom_mask to a prefill wrapper"
+_SEQUSED = (
+    "the rows of a sequence are those of its cu_seqlens; remove the padding, or use a paged cache and block_table"
+)
+
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "dropout_p": ((0, 0.0), _TRAINING),
+    "alibi_slopes": ((), _ALIBI),
+    "return_attn_probs": ((False,), _PROBABILITIES),
+    "cache_leftpad": ((), _LEFTPAD),
+    "leftpad_k": ((), _LEFTPAD),
+    "attention_chunk": ((0,), _CHUNK),
+    "seqused_q": ((), _SEQUSED),
+    "seqused_k": ((), _SEQUSED),
+}
+"""name -> (values that change nothing, reason); None changes nothing. ``seqused_k`` is taken with a block table."""
+
+
+def refuse(where: str, **arguments: Any) -> None:
+    """Raise for an argument of :data:`UNSUPPORTED` that would change the result."""
+    for name, value in arguments.items():
+        neutral, reason = UNSUPPORTED[name]
+        if value is None or (not isinstance(value, Tensor) and any(value == none for none in neutral)):
+            continue
+        shown = "given" if isinstance(value, Tensor) else f"{value!r}"
+        raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
+
+
+class Window(NamedTuple):
+    """FlashAttention's window in the words of the ops: a right side of 0 is ``causal``."""
+
+    causal: bool
+    window_left: int
+    window_right: int
+
+
+def window(where: str, window_size: WindowSize, causal: bool) -> Window:
+    """``window_size (left, right)``, inclusive, -1 or None for no limit. ``causal`` limits the right side to 0."""
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        fail(
+            ArgumentError,
+            where,
+            f"window_size is {window_size!r}",
+            "a pair (left, right) of tokens, each -1 for no limit",
+            "pass such a pair",
+        )
+    sides = [-1 if side is None else side for side in window_size]
+    for i, (side, bound) in enumerate(zip(sides, (BOUNDS["window_left"], BOUNDS["window_right"]), strict=True)):
+        if not bound.holds(side):
+            fail(OptionError, where, f"window_size[{i}] is {side}", bound.expected, "change it")
+    causal = causal or sides[1] == 0
+    return Window(causal, sides[0], -1 if causal else sides[1])
+
+
+def options(
+    where: str,
+    device: torch.device,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    s_aux: Tensor | None,
+    learnable_sink: Tensor | None = None,
+) -> AttentionOptions:
+    """FlashAttention's options as those of the ops, checked. ``learnable_sink`` is another name of ``s_aux``."""
+    sinks = renamed(where, "learnable_sink", learnable_sink, "s_aux", s_aux)
+    name = "s_aux" if learnable_sink is None else "learnable_sink"
+    given = AttentionOptions(
+        sm_scale=softmax_scale,
+        logits_soft_cap=softcap,
+        sinks=as_sinks(where, sinks, device, name),
+        **window(where, window_size, causal)._asdict(),
+    )
+    return bounded(where, given, sm_scale="softmax_scale", logits_soft_cap="softcap")
+
+
+def descales(where: str, q_descale: Scale, k_descale: Scale, v_descale: Scale) -> ScaleFactors:
+    """Scales of FP8 tensors: one number or element each, as ``[batch, num_kv_heads]`` an expanded one."""
+    q, k, v = (
+        _one_value(where, name, scale)
+        for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
+    )
+    return ScaleFactors({"q_descale": q, "k_descale": k}, {"v_descale": v})
+
+
+def _one_value(where: str, name: str, scale: Scale) -> Scale:
+    if not isinstance(scale, Tensor):
+        return scale
+    if not scale.numel():
+        fail(ShapeError, where, f"{name} is {list(scale.shape)}", "one value", "pass a number")
+    if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
+        raise UnsupportedError(
+            f"{where}: {name} has a value for each of {list(scale.shape)}, which is not supported: scales are per "
+            "tensor; pass a number or a tensor of one element, which may be expanded to [batch, num_kv_heads]"
+        )
+    return scale[(0,) * scale.dim()]

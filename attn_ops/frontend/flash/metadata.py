@@ -1,0 +1,223 @@
+"""Plans of FlashAttention's calls: made for a batch, and shared by the layers of a step.
+
+A plan holds copies of lengths and page tables, so it may be used again only while these have not changed:
+
+given          ``scheduler_metadata=`` of the call, made by ``get_scheduler_metadata``
+host lengths   the plan of an earlier call of equal contents, which are compared; they are on the host
+GPU lengths    within :class:`SharedPlans`, the plan of an earlier call with the same tensors and version counters
+otherwise      a new plan in every call, as in all traced code
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from attn_ops.call import AttentionCall, Planned
+from attn_ops.eager.prepared_call import is_traced
+from attn_ops.errors import ArgumentError, PlanError, fail
+from attn_ops.frontend.one_shot import with_workspace
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.page_table import seen
+from attn_ops.plan.state import DecodePlan, PrefillPlan
+
+
+class SchedulerMetadata(NamedTuple):
+    """The plan of a batch, and the places of the tokens that the step appends. All int32, on the query's device.
+
+    plan           a :class:`~attn_ops.DecodePlan` or :class:`~attn_ops.PrefillPlan`
+    form           ``[0, requests, query rows, appended tokens]``: no data; the shape says what batch this is for
+    batch_indices  ``[appended tokens]``: the request of each token
+    positions      ``[appended tokens]``: its position
+    """
+
+    plan: DecodePlan | PrefillPlan
+    form: Tensor
+    batch_indices: Tensor
+    positions: Tensor
+
+
+pytree._register_namedtuple(SchedulerMetadata, serialized_type_name="attn_ops.SchedulerMetadata")
+torch.serialization.add_safe_globals([SchedulerMetadata])
+
+
+class BatchForm(NamedTuple):
+    """Sizes of a batch that a plan's own shapes do not tell exactly."""
+
+    requests: int
+    rows: int
+    appended: int = 0
+
+    def as_shape_tensor(self, device: torch.device) -> Tensor:
+        return torch.empty((0, *self), dtype=torch.int32, device=device)
+
+
+class Scheduled(NamedTuple):
+    """A plan source: a plan that exists already."""
+
+    plan: DecodePlan | PrefillPlan
+    head_dims: tuple[int, int]
+
+    def check(self, call: AttentionCall) -> None:
+        return None
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        return with_workspace(self.plan), options
+
+
+def check_given(where: str, given: object, form: BatchForm, decode: bool) -> SchedulerMetadata:
+    """``scheduler_metadata=`` of a call, which must have been made for a batch of this form."""
+    if not isinstance(given, SchedulerMetadata):
+        fail(
+            ArgumentError,
+            where,
+            f"scheduler_metadata is of type {type(given).__name__}",
+            "a SchedulerMetadata",
+            "make it with attn_ops.flash_attn.get_scheduler_metadata",
+        )
+    made = BatchForm(*given.form.shape[1:])
+    for name, size, wanted in zip(BatchForm._fields, made, form, strict=True):
+        if size != wanted:
+            fail(
+                PlanError,
+                where,
+                f"scheduler_metadata was made for {size} {_FORM[name]}",
+                f"{wanted}, which the tensors have",
+                "make it for this batch",
+            )
+    if isinstance(given.plan, DecodePlan) != decode:
+        rows = "one query row per request" if isinstance(given.plan, DecodePlan) else "cumulative query rows"
+        fail(PlanError, where, f"scheduler_metadata was made for {rows}", "a plan of this query", "make it for it")
+    return given
+
+
+_FORM = {"requests": "requests", "rows": "query rows", "appended": "appended tokens"}
+
+Make = Callable[[], SchedulerMetadata]
+
+
+class _Entry(NamedTuple):
+    """Shared metadata: ``tensors`` are those it was made from, ``versions`` their version counters."""
+
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    metadata: SchedulerMetadata
+
+
+class SharedPlans:
+    """Context manager of one step: calls in it that pass the same tensors share one plan.
+
+    The same tensors are the same Python objects. A change of their contents by PyTorch is noticed, by their version
+    counters, and plans again. What PyTorch does not see must not change lengths and page tables within the block:
+    kernels launched on raw pointers, replays of CUDA graphs, writes through ``.data``, and any write to tensors that
+    were made in inference mode, which have no version counters.
+
+    Plans live until the block ends. An object may be entered again, also in one block within another; :meth:`clear`
+    forgets its plans. Blocks belong to a thread. A block that captures a CUDA graph must begin within the capture:
+    otherwise calls in the capture plan for themselves. Traced code does too.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, _Entry] = {}
+        self._capturing = False
+
+    def __enter__(self) -> SharedPlans:
+        capturing = _capturing()
+        if capturing != self._capturing:
+            self.clear()
+        self._capturing = capturing
+        _active().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active().pop()
+        if self not in _active():
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget the plans."""
+        self._entries.clear()
+
+    def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make) -> SchedulerMetadata:
+        """The metadata of ``tensors``, which :func:`shared` calls with."""
+        if _capturing() != self._capturing:
+            return make()
+        key = (key, *map(id, tensors))
+        versions = tuple(0 if t.is_inference() else t._version for t in tensors)
+        entry = self._entries.get(key)
+        if entry is None or entry.versions != versions:
+            entry = self._entries[key] = _Entry(tensors, versions, make())
+        return entry.metadata
+
+
+_scopes = threading.local()
+
+
+def _active() -> list[SharedPlans]:
+    """The blocks that this thread is in."""
+    if not hasattr(_scopes, "active"):
+        _scopes.active = []
+    active: list[SharedPlans] = _scopes.active
+    return active
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+MAX_HOST_PLANS = 32
+"""Plans of host lengths that a thread holds."""
+
+
+class HostPlans:
+    """Plans of batches whose lengths are on the host, by their contents. The least recently used goes first."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+
+    def find(self, key: Hashable, tensors: Sequence[Tensor], make: Make) -> SchedulerMetadata:
+        """The metadata of ``tensors``, which :func:`shared` calls with."""
+        key = (key, *((t.shape, t.dtype) for t in tensors))
+        entry = self.entries.get(key)
+        if entry is None or not all(map(torch.equal, tensors, entry.tensors)):
+            with torch.inference_mode(False):  # the plan is also used outside of inference mode
+                entry = _Entry(tuple(t.clone() for t in tensors), (), make())
+            self.entries[key] = entry
+        self.entries.move_to_end(key)
+        if len(self.entries) > MAX_HOST_PLANS:
+            self.entries.popitem(last=False)
+        return entry.metadata
+
+
+def host_plans() -> HostPlans:
+    """Those of this thread."""
+    if not hasattr(_scopes, "host"):
+        _scopes.host = HostPlans()
+    held: HostPlans = _scopes.host
+    return held
+
+
+def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make) -> SchedulerMetadata:
+    """What ``make`` returns, or returned for the same batch if that is certain.
+
+    Args:
+        key: all that the metadata depends on beside the contents of ``tensors``.
+        tensors: lengths and page tables as the caller passed them; None has no contents.
+        device: of the plan.
+        make: reads ``tensors`` alone.
+    """
+    if is_traced():
+        return make()
+    given = tuple(t for t in tensors if t is not None)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    key = (key, device, stream, *(t is None for t in tensors))
+    if all(map(seen, given)) and device.type != "meta":
+        return make() if _capturing() else host_plans().find(key, given, make)
+    active = _active()
+    return active[-1].find(key, given, make) if active else make()

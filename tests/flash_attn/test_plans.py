@@ -1,0 +1,346 @@
+"""Calls share plans only where their lengths are the same for certain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.flash_requests import DenseCache, check_dense, check_varlen, expected
+from helpers.wrapper_requests import DEVICE, Requests
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from attn_ops import errors
+from attn_ops.flash_attn import (
+    SchedulerMetadata,
+    SharedPlans,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
+from attn_ops.frontend.flash import calls, metadata
+
+on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="lengths on the host")
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the plan sources that planned, in order."""
+    made: list[str] = []
+
+    def counted(source: type) -> Callable[..., Any]:
+        plan = source.plan  # type: ignore[attr-defined]
+
+        def count(self: Any) -> Any:
+            made.append(source.__name__)
+            return plan(self)
+
+        return count
+
+    for source in (calls.RaggedLengths, calls.BlockTables):
+        monkeypatch.setattr(source, "plan", counted(source))
+    metadata.host_plans().entries.clear()
+    yield made
+    metadata.host_plans().entries.clear()
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are not looked at, as those on a GPU."""
+    monkeypatch.setattr(metadata, "seen", lambda _: False)
+
+
+class Varlen:
+    """A batch by cumulative lengths, which :meth:`become` changes in place."""
+
+    def __init__(self) -> None:
+        self.r = Requests((33, 3, 9, 70), (4, 5, 2, 40))
+        self.q, (self.k, self.v) = self.r.q, self.r.ragged()
+        self.cu_q, self.cu_k = self.r.qo_indptr, self.r.kv_indptr
+
+    def run(self, **options: Any) -> Tensor:
+        return flash_attn_varlen_func(self.q, self.k, self.v, self.cu_q, self.cu_k, 40, 70, causal=True, **options)
+
+    def become(self, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], write: Callable[[Tensor, Tensor], Any]) -> None:
+        for t, lens in ((self.cu_q, q_lens), (self.cu_k, kv_lens)):
+            write(t, torch.tensor([0, *lens]).cumsum(0).to(DEVICE, torch.int32))
+
+    def check(self, out: Tensor, **options: Any) -> None:
+        rows, keys = (t.diff().tolist() for t in (self.cu_q.cpu(), self.cu_k.cpu()))
+        parts = zip(self.q.split(rows), self.k.cpu().split(keys), self.v.cpu().split(keys), strict=True)
+        check_varlen(expected(list(parts), causal=True, **options), out)
+
+
+OTHER = (40, 2, 5, 4), (70, 9, 3, 33)
+
+
+def through_numpy(t: Tensor, values: Tensor) -> None:
+    t.numpy()[:] = values.numpy()
+
+
+def through_data(t: Tensor, values: Tensor) -> None:
+    t.data.copy_(values)
+
+
+@on_cpu
+@pytest.mark.parametrize("write", [Tensor.copy_, through_data, through_numpy], ids=["copy_", "data", "numpy"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_plans_of_lengths_on_the_host_follow_their_contents(
+    mode: Callable[[], Any], write: Callable[[Tensor, Tensor], Any], plans: list[str]
+) -> None:
+    with mode():
+        batch = Varlen()
+        for _ in range(3):
+            batch.check(batch.run())
+        assert plans == ["RaggedLengths"]
+        batch.become(*OTHER, write)
+        for _ in range(2):
+            batch.check(batch.run())
+        assert plans == ["RaggedLengths"] * 2
+
+
+@on_cpu
+def test_equal_lengths_share_a_plan_whatever_tensors_hold_them(plans: list[str]) -> None:
+    batch = Varlen()
+    batch.run()
+    with torch.inference_mode():
+        batch.cu_q, batch.cu_k = batch.cu_q.clone(), batch.cu_k.clone()
+        batch.check(batch.run())
+    batch.check(batch.run())
+    assert len(plans) == 1
+
+
+@on_cpu
+def test_plans_of_the_host_are_bounded(plans: list[str]) -> None:
+    q = torch.randn(2, 3, 4, 16)
+    for n in range(1, 2 * metadata.MAX_HOST_PLANS):
+        flash_attn_func(q, q[:, :, :2].repeat(1, n, 1, 1), q[:, :, :2].repeat(1, n, 1, 1))
+    assert len(metadata.host_plans().entries) == metadata.MAX_HOST_PLANS
+
+
+def test_equal_sizes_share_a_plan(plans: list[str]) -> None:
+    q, c = torch.randn(2, 3, 4, 64, device=DEVICE).half(), DenseCache((17, 17))
+    for _ in range(3):
+        flash_attn_func(q, q[:, :, :2], q[:, :, :2])
+        out = flash_attn_with_kvcache(q, c.k, c.v, cache_seqlens=17, causal=True)
+    assert plans == ["RaggedLengths", "BlockTables"]
+    check_dense(expected(list(zip(q, c.keys, c.values, strict=True)), causal=True), out)
+    flash_attn_with_kvcache(q, c.k, c.v, cache_seqlens=16, causal=True)
+    assert len(plans) == 3
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_every_call_plans_for_lengths_on_a_gpu(plans: list[str]) -> None:
+    batch = Varlen()
+    batch.check(batch.run())
+    through_data(batch.cu_q, batch.cu_q)
+    batch.become(*OTHER, through_data)
+    batch.check(batch.run())
+    assert len(plans) == 2
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_layers_of_a_step_share_plans_by_kind(plans: list[str]) -> None:
+    batch = Varlen()
+    for step in range(2):
+        with SharedPlans():
+            for _ in range(3):
+                batch.check(batch.run())
+                batch.check(batch.run(window_size=(4, -1)), window_size=(4, -1))
+        assert len(plans) == 2 * (step + 1)
+        batch.become(*OTHER, through_data)  # between steps anything may write
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_change_of_lengths_in_a_step_plans_again(plans: list[str]) -> None:
+    batch = Varlen()
+    with SharedPlans() as shared:
+        batch.check(batch.run())
+        batch.become(*OTHER, Tensor.copy_)
+        batch.check(batch.run())
+        assert len(plans) == 2
+        batch.become((4, 5, 2, 40), (33, 3, 9, 70), through_data)
+        shared.clear()
+        batch.check(batch.run())
+        batch.cu_q = batch.cu_q.clone()
+        batch.check(batch.run())
+    assert len(plans) == 4
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_steps_in_inference_mode(plans: list[str]) -> None:
+    with torch.inference_mode():
+        batch = Varlen()
+        for lens in (((4, 5, 2, 40), (33, 3, 9, 70)), OTHER):
+            batch.become(*lens, Tensor.copy_)
+            with SharedPlans():
+                for _ in range(2):
+                    batch.check(batch.run())
+    assert len(plans) == 2
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_block_may_be_entered_within_itself(plans: list[str]) -> None:
+    batch, shared = Varlen(), SharedPlans()
+    with shared:
+        batch.run()
+        with shared:
+            batch.run()
+        batch.run()
+        with SharedPlans():
+            batch.run()
+    with shared:
+        batch.check(batch.run())
+    assert len(plans) == 3
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_blocks_belong_to_a_thread(plans: list[str]) -> None:
+    batch = Varlen()
+    with SharedPlans():
+        batch.run()
+        thread = threading.Thread(target=batch.run)
+        thread.start()
+        thread.join()
+    assert len(plans) == 2
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_captures_do_not_share_plans_with_eager_calls(plans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, capturing = Varlen(), [False]
+    monkeypatch.setattr(metadata, "_capturing", lambda: capturing[0])
+    shared = SharedPlans()
+    with shared:
+        batch.run()
+        capturing[0] = True
+        batch.run()
+        batch.run()
+        assert len(plans) == 3
+    with shared:
+        batch.run()
+        batch.run()
+        assert len(plans) == 4
+        capturing[0] = False
+        batch.run()
+    assert len(plans) == 5
+
+
+@on_cpu
+def test_captures_plan_for_lengths_on_the_host(plans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Varlen()
+    batch.run()
+    monkeypatch.setattr(metadata, "_capturing", lambda: True)
+    batch.run()
+    assert len(plans) == 2
+
+
+def test_a_traced_call_contains_its_plan() -> None:
+    batch = Varlen()
+    batch.run()
+
+    def call(cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        return flash_attn_varlen_func(batch.q, batch.k, batch.v, cu_q, cu_k, 40, 70, causal=True)
+
+    with SharedPlans():
+        batch.run()
+        graph = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(batch.cu_q, batch.cu_k)
+    batch.become(*OTHER, Tensor.copy_)
+    batch.check(graph(batch.cu_q, batch.cu_k))
+
+
+@pytest.mark.gpu
+def test_a_captured_step_replays_with_other_lengths(plans: list[str]) -> None:
+    batch = Varlen()
+    batch.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), SharedPlans():
+        outs = [batch.run() for _ in range(3)]
+    assert len(plans) == 2
+    for lens in (OTHER, ((4, 5, 2, 40), (33, 3, 9, 70))):
+        batch.become(*lens, Tensor.copy_)
+        graph.replay()
+        for out in outs:
+            batch.check(out)
+        batch.check(batch.run())
+
+
+# -------------------------------------------------------------------------------------------------- scheduler_metadata
+
+
+class Pages:
+    """A step over a paged cache, with metadata for all layers."""
+
+    def __init__(self, q_len: int = 1) -> None:
+        self.r = Requests((37, 8, 130, 5))
+        self.q = torch.randn(4, q_len, 4, 64, device=DEVICE).half()
+        self.table, self.seqlens = self.r.block_tables(), self.r.seq_lens
+
+    def metadata(self, **options: Any) -> SchedulerMetadata:
+        given = {"page_size": 16, "block_table": self.table, "causal": True, **options}
+        return get_scheduler_metadata(4, self.q.shape[1], 144, 4, 2, 64, self.seqlens, **given)
+
+    def run(self, made: SchedulerMetadata | None, **options: Any) -> Tensor:
+        return flash_attn_with_kvcache(
+            self.q,
+            *self.r.cache(),
+            **{"cache_seqlens": self.seqlens, "block_table": self.table, "causal": True, **options},
+            scheduler_metadata=made,
+        )
+
+    def check(self, out: Tensor) -> None:
+        check_dense(expected(list(zip(self.q, self.r.batch.keys, self.r.batch.values, strict=True)), causal=True), out)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_layers_use_the_given_metadata(q_len: int, plans: list[str]) -> None:
+    step = Pages(q_len)
+    made = step.metadata()
+    for _ in range(3):
+        step.check(step.run(made))
+    assert plans == ["BlockTables"]
+
+
+def test_metadata_of_varlen_calls_over_pages(plans: list[str]) -> None:
+    r = Requests((33, 3, 9, 70), (4, 5, 2, 40))
+    made = get_scheduler_metadata(
+        4, 40, 70, 4, 2, 64, r.seq_lens, cu_seqlens_q=r.qo_indptr, total_q=51, page_size=16,
+        page_table=r.block_tables(), causal=True,
+    )  # fmt: skip
+    for _ in range(2):
+        out = flash_attn_varlen_func(
+            r.q, *r.cache(), r.qo_indptr, r.kv_indptr, 40, 70, causal=True, block_table=r.block_tables(),
+            scheduler_metadata=made,
+        )  # fmt: skip
+        requests = list(zip(r.q.split(r.rows), r.batch.keys, r.batch.values, strict=True))
+        check_varlen(expected(requests, causal=True), out)
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("q_len", "made", "options", "message"),
+    [
+        (1, {}, {"q": 3}, "scheduler_metadata was made for 4 query rows; expected 12, which the tensors have"),
+        (1, {"max_seqlen_k_new": 1}, {}, "scheduler_metadata was made for 4 appended tokens; expected 0"),
+        (3, {}, {"causal": False}, "the plan was made for causal attention and causal is False"),
+        (3, {"window_size": (5, 0)}, {}, "window_left is -1 and the plan was made for window_left 5"),
+        (1, {"page_size": 32}, {}, "the plan was made for page_size 32; expected a plan for page_size 16"),
+    ],
+)
+def test_metadata_of_another_batch(q_len: int, made: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    step = Pages(q_len)
+    of = step.metadata(**made)
+    if "q" in options:
+        step.q = torch.randn(4, options.pop("q"), 4, 64, device=DEVICE).half()
+    with pytest.raises(errors.PlanError, match=message):
+        step.run(of, **options)
+
+
+def test_metadata_of_another_library() -> None:
+    step = Pages()
+    with pytest.raises(errors.ArgumentError, match=r"scheduler_metadata is of type Tensor; .*get_scheduler_metadata"):
+        step.run(torch.zeros(5, dtype=torch.int32))  # type: ignore[arg-type]

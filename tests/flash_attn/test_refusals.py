@@ -1,0 +1,203 @@
+"""What FlashAttention's functions do not support is a typed error that names the alternative, before any write."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from helpers.flash_requests import DenseCache, dense
+from helpers.wrapper_requests import DEVICE, Requests
+
+from attn_ops import errors, flash_attn
+from attn_ops.flash_attn import (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
+from attn_ops.frontend.flash.arguments import NO_EFFECT, UNSUPPORTED
+
+FUNCTIONS = {name: getattr(flash_attn, name) for name in flash_attn.__all__ if name.startswith(("flash", "get"))}
+
+SLOPES = torch.ones(4, device=DEVICE)
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dropout_p": 0.1}, "dropout_p is 0.1, which is not supported: there is no backward and no dropout"),
+    ({"alibi_slopes": SLOPES}, "alibi_slopes is given, which is not supported: .*pos_encoding_mode='ALIBI'"),
+    ({"return_attn_probs": True}, "return_attn_probs is True, .* pass return_softmax_lse=True"),
+    ({"attention_chunk": 64}, "attention_chunk is 64, which is not supported: .* pass the mask as custom_mask"),
+    ({"window_size": (-2, 0)}, r"window_size\[0\] is -2; expected 0 or more tokens"),
+    ({"window_size": (0, 1 << 30)}, r"window_size\[1\] is 1073741824; expected 0 or more tokens"),
+    ({"window_size": 5}, "window_size is 5; expected a pair"),
+    ({"softcap": -1.0}, "softcap is -1.0; expected a positive number"),
+    ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
+    ({"k_descale": torch.ones(2, 2)}, r"k_descale has a value for each of \[2, 2\], which is not supported"),
+    ({"s_aux": SLOPES, "learnable_sink": SLOPES}, "learnable_sink and s_aux are both given"),
+    ({"s_aux": SLOPES[:3]}, "sinks has length 3; expected 4"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_options(options: dict[str, Any], message: str) -> None:
+    q, k, v = dense(2, 5, 9)
+    with pytest.raises(errors.AttnOpsError, match=message):
+        flash_attn_func(q, k, v, **options)
+    r = Requests((9, 5), (4, 3))
+    with pytest.raises(errors.AttnOpsError, match=message):
+        flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, 4, 9, **options)
+
+
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+def test_lengths_of_padded_sequences(name: str) -> None:
+    r = Requests((9, 5), (4, 3))
+    with pytest.raises(errors.UnsupportedError, match=f"{name} is given, .* a paged cache and block_table"):
+        flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, 4, 9, **{name: r.seq_lens})
+
+
+def test_no_backward() -> None:
+    q, k, v = dense(2, 5, 9)
+    q.requires_grad_()
+    with pytest.raises(errors.GradientError, match="q requires grad; expected inference"):
+        flash_attn_func(q, k, v)
+
+
+def cache_call(**options: Any) -> Any:
+    c = DenseCache((9, 5))
+    given = {"q": torch.ones(2, 1, 4, 64), "k_cache": c.k, "v_cache": c.v, "cache_seqlens": c.cache_seqlens}
+    new = torch.ones(2, 1, 2, 64, dtype=torch.float16, device=DEVICE)
+    given |= dict.fromkeys(("k", "v"), new)
+    given = {name: t.half().to(DEVICE) if name == "q" else t for name, t in given.items()}
+    before = c.k.clone()
+    try:
+        return flash_attn_with_kvcache(**{**given, **options})
+    finally:
+        assert torch.equal(c.k.nan_to_num(), before.nan_to_num())
+
+
+TABLE = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+
+CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"cache_leftpad": TABLE[:, 0]}, "cache_leftpad is given, which is not supported"),
+    ({"block_table": TABLE, "cache_batch_idx": TABLE[:, 0]}, "block_table and cache_batch_idx are both given"),
+    ({"block_table": TABLE, "page_table": TABLE}, "block_table and page_table are both given"),
+    ({"block_table": TABLE[:1]}, "the table has 1 rows; expected 2, as q has requests"),
+    ({"v": None}, "v is missing"),
+    ({"cache_seqlens": None}, "cache_seqlens is missing"),
+    ({"cache_seqlens": 40}, "a request has 41 tokens and its row of the page table holds 40"),
+    ({"cache_seqlens": 41}, "cache_seqlens is 41 and a request has room for 40 tokens"),
+    ({"cache_seqlens": torch.tensor([3, -1])}, "cache_seqlens has a length of -1"),
+    ({"k": torch.ones(3, 1, 2, 64)}, r"k is \[3, 1, 2, 64\]; expected \[2, 1, ...\]"),
+    ({"rotary_cos": torch.ones(9, 4)}, "rotary_sin is missing; expected both tables or none"),
+    ({"rotary_cos": torch.ones(64, 40), "rotary_sin": torch.ones(64, 40)}, "rotary_dim at most 64"),
+    ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "cache_seqlens is beyond|has position 9"),
+    ({"rotary_cos": torch.ones(64, 4), "rotary_sin": torch.ones(64, 4), "k": None, "v": None}, "k is missing"),
+    ({"qv": torch.ones(2, 1, 4, 64).half()}, "qv is given and k_cache has 2 KV heads; expected 1"),
+    ({"q": torch.ones(2, 1, 4, 64, dtype=torch.float32)}, "the keys are float16 and q float32"),
+    ({"q": torch.ones(2, 1, 3, 64).half()}, "3 query heads do not share 2 KV heads evenly"),
+    ({"q": torch.ones(2, 4, 64).half()}, r"q is \[2, 4, 64\]; expected \[batch, seqlen, num_heads, head_dim\]"),
+    ({"k_cache": 3}, "k_cache is 3, of type int; expected a tensor"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CACHE_CALLS, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def test_cache_calls(options: dict[str, Any], message: str) -> None:
+    moved = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+    if DEVICE == "cuda" and "cache_seqlens" in options and not isinstance(options["cache_seqlens"], int | None):
+        moved["cache_seqlens"] = options["cache_seqlens"]  # lengths on a GPU are not read
+    with pytest.raises(errors.AttnOpsError, match=message):
+        cache_call(**moved)
+
+
+def test_metadata_of_pages_needs_the_table() -> None:
+    with pytest.raises(errors.ArgumentError, match="page_size is given without block_table"):
+        get_scheduler_metadata(2, 1, 64, 4, 2, 64, 9, page_size=16)
+
+
+def test_other_errors() -> None:
+    q, k, v = dense(2, 5, 9)
+    with pytest.raises(errors.ShapeError, match=r"v is \[1, 9, 2, 64\]; expected \[2, 9, ...\]"):
+        flash_attn_func(q, k, v[:1])
+    with pytest.raises(errors.ShapeError, match="stack 3 tensors in dimension -3"):
+        flash_attn_qkvpacked_func(torch.stack((q, q), 2))
+    r = Requests((9, 5), (4, 3))
+    with pytest.raises(errors.ArgumentError, match="cu_seqlens_k is missing"):
+        flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr)
+    with pytest.raises(errors.ShapeError, match=r"cu_seqlens_k is \[2\]; expected \[3\]"):
+        flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr[:2])
+    with pytest.raises(errors.ArgumentError, match="cu_seqlens_q is of type list; expected an int32 tensor"):
+        flash_attn_varlen_func(r.q, *r.ragged(), [0, 4, 7], r.kv_indptr)  # type: ignore[arg-type]
+
+
+def test_every_argument_is_in_one_table_or_has_an_effect() -> None:
+    """The tables name arguments that exist, and each at most once."""
+    names = {name for function in FUNCTIONS.values() for name in inspect.signature(function).parameters}
+    assert not NO_EFFECT.keys() & UNSUPPORTED.keys()
+    assert names >= NO_EFFECT.keys()
+    assert names | {"leftpad_k"} >= UNSUPPORTED.keys()
+
+
+@pytest.mark.parametrize("name", sorted(NO_EFFECT.keys() - {"max_seqlen", "qkv_dtype", "has_softcap"}))
+def test_arguments_without_an_effect(name: str) -> None:
+    r = Requests((9, 5), (4, 3))
+    arguments = (r.q, *r.ragged(), r.qo_indptr, r.kv_indptr)
+    if name not in inspect.signature(flash_attn_varlen_func).parameters:
+        pytest.skip("not of this function")
+    assert torch.equal(flash_attn_varlen_func(*arguments, **{name: 7}), flash_attn_varlen_func(*arguments))
+
+
+def ordinary_calls() -> dict[str, dict[str, Any]]:
+    """Arguments of a call of each function."""
+    q, k, v = dense(2, 3, 3)
+    r, c, table = Requests((9, 5), (4, 3)), DenseCache((9, 5)), torch.ones(64, 8, device=DEVICE)
+    cumulative = {"cu_seqlens_q": r.qo_indptr, "cu_seqlens_k": r.kv_indptr}
+    keys, values = r.ragged()
+    new = {"k": k, "v": v, "cache_seqlens": c.cache_seqlens, "rotary_cos": table, "rotary_sin": table}
+    sizes = {"batch_size": 2, "max_seqlen_q": 1, "max_seqlen_k": 9, "num_heads_q": 4, "num_heads_kv": 2, "headdim": 64}
+    return {
+        "flash_attn_func": {"q": q, "k": k, "v": v},
+        "flash_attn_qkvpacked_func": {"qkv": torch.stack((q, q, q), 2)},
+        "flash_attn_kvpacked_func": {"q": q, "kv": torch.stack((k, v), 2)},
+        "flash_attn_varlen_func": {"q": r.q, "k": keys, "v": values, **cumulative},
+        "flash_attn_varlen_qkvpacked_func": {"qkv": torch.stack((r.q,) * 3, 1), "cu_seqlens": r.qo_indptr},
+        "flash_attn_varlen_kvpacked_func": {"q": r.q, "kv": torch.stack((keys, values), 1), **cumulative},
+        "flash_attn_with_kvcache": {"q": q, "k_cache": c.k, "v_cache": c.v, **new},
+        "get_scheduler_metadata": {**sizes, "cache_seqlens": c.cache_seqlens},
+    }
+
+
+WRONG_VALUES = [
+    object(),
+    "x",
+    [1.5],
+    -1,
+    3,
+    1.5,
+    10**30,
+    {},
+    torch.zeros(3),
+    torch.zeros(2, 2, dtype=torch.int32),
+    torch.zeros(()),
+    torch.zeros(2, 3, 4, 64).half(),
+    torch.zeros(4, dtype=torch.complex64),
+]
+
+PARAMETERS = [
+    (name, parameter)
+    for name, function in FUNCTIONS.items()
+    for parameter in inspect.signature(function).parameters
+    if parameter not in ("args", "kwargs", "device")
+]
+
+
+@pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
+def test_wrong_values_work_or_are_typed_errors(name: str, parameter: str) -> None:
+    given = ordinary_calls()[name]
+    FUNCTIONS[name](**given)
+    for value in WRONG_VALUES:
+        moved = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        with contextlib.suppress(errors.AttnOpsError):
+            FUNCTIONS[name](**{**given, parameter: moved})

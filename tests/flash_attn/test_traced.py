@@ -1,0 +1,233 @@
+"""FlashAttention's functions trace into whole graphs that do not recompile for other lengths, and export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers.flash_requests import dense, expected
+from helpers.tracing import GraphRecorder
+from helpers.wrapper_requests import DEVICE, Requests
+from torch import Tensor, nn
+
+from attn_ops.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
+
+
+@pytest.fixture(autouse=True)
+def _cold() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+class Form(NamedTuple):
+    """``call(*tensors)`` traces to a graph of ``ops``; the tensors of ``batches`` differ in contents alone."""
+
+    ops: list[str]
+    call: Callable[..., Any]
+    batches: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+PREFILLS = Requests((70, 3, 9, 130), (1, 5, 0, 40)), Requests((9, 130, 70, 3), (5, 40, 1, 0), seed=1)
+DECODES = Requests((37, 0, 130, 1)), Requests((130, 1, 37, 0), seed=1)
+
+
+def varlen(r: Requests) -> tuple[Tensor, ...]:
+    return r.q, *r.ragged(), r.qo_indptr.long(), r.kv_indptr
+
+
+def paged(r: Requests) -> tuple[Tensor, ...]:
+    return r.q, *r.cache(), r.qo_indptr, r.seq_lens, r.block_tables()
+
+
+def decode(r: Requests) -> tuple[Tensor, ...]:
+    return r.q[:, None], *r.cache(), r.seq_lens, r.block_tables()
+
+
+def appended(r: Requests) -> tuple[Tensor, ...]:
+    new = torch.ones(4, 1, 2, 64, dtype=torch.float16, device=DEVICE)
+    return *decode(r), new, 2 * new, *(torch.rand(200, 16, device=DEVICE) for _ in range(2))
+
+
+def append(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor, *new: Tensor) -> Any:
+    """The last token of each request is appended; to an empty one the first."""
+    k_new, v_new, cos, sin = new
+    given = {"k": k_new, "v": v_new, "rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    return flash_attn_with_kvcache(q, k, v, cache_seqlens=(lens - 1).clamp(min=0), block_table=table, **given)
+
+
+CAUSAL = {"causal": True, "window_size": (20, 0)}
+
+FORMS: dict[str, Form] = {
+    "dense": Form(
+        ["plan_prefill", "ragged_prefill"],
+        lambda *t: flash_attn_func(*t, causal=True, return_softmax_lse=True),
+        (dense(3, 9, 20), dense(3, 9, 20, seed=1)),
+    ),
+    "one dense request": Form(
+        ["single_prefill"],
+        lambda *t: flash_attn_func(*t, window_size=(5, 3), softcap=2.0),
+        (dense(1, 9, 20), dense(1, 9, 20, seed=1)),
+    ),
+    "varlen": Form(
+        ["plan_prefill", "ragged_prefill"],
+        lambda *t: flash_attn_varlen_func(*t, 40, 130, **CAUSAL, return_softmax_lse=True),
+        (varlen(PREFILLS[0]), varlen(PREFILLS[1])),
+    ),
+    "varlen over pages": Form(
+        ["page_table", "plan_prefill", "batch_prefill"],
+        lambda q, k, v, cu, lens, table: flash_attn_varlen_func(
+            q, k, v, cu, None, 40, 130, seqused_k=lens, block_table=table, **CAUSAL
+        ),
+        (paged(PREFILLS[0]), paged(PREFILLS[1])),
+    ),
+    "decode": Form(
+        ["page_table", "plan_decode", "batch_decode"],
+        lambda q, k, v, lens, table: flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=lens, block_table=table, return_softmax_lse=True
+        ),
+        (decode(DECODES[0]), decode(DECODES[1])),
+    ),
+    "append": Form(
+        [
+            "batch_indices_positions",
+            "page_table",
+            "plan_decode",
+            *["batch_indices_positions"] * 2,
+            "append_kv",
+            "batch_decode",
+        ],
+        append,
+        (appended(DECODES[0]), appended(DECODES[1])),
+    ),
+}
+
+
+def copies(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.clone() for t in tensors)
+
+
+def same(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_compiles_once(name: str) -> None:
+    form, recorder = FORMS[name], GraphRecorder()
+    compiled = torch.compile(form.call, fullgraph=True, backend=recorder)
+    for i, tensors in enumerate(form.batches):
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            same(compiled(*copies(tensors)), form.call(*copies(tensors)))
+    assert recorder.ops == form.ops
+
+
+class Call(nn.Module):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.call(*tensors)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("name", FORMS)
+def test_exports(name: str, strict: bool) -> None:
+    form = FORMS[name]
+    form.call(*copies(form.batches[0]))  # a plan of these lengths, which the program must not contain
+    program = torch.export.export(Call(form.call), copies(form.batches[0]), strict=strict).module()
+    for tensors in form.batches:
+        same(program(*copies(tensors)), form.call(*copies(tensors)))
+
+
+def test_dynamic_lengths_and_batches_share_a_graph() -> None:
+    recorder = GraphRecorder()
+
+    def call(*t: Tensor) -> Any:
+        return flash_attn_func(*t, causal=True)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=recorder)
+    for i, sizes in enumerate([(3, 9, 20), (3, 9, 23), (2, 12, 30), (3, 16, 17)]):
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            q, k, v = dense(*sizes)
+            out = compiled(q, k, v)
+        expected(list(zip(q, k, v, strict=True)), causal=True).check(out.flatten(0, 1))
+
+
+def test_a_program_with_a_dynamic_batch() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, block_table=table)
+
+    batch = torch.export.Dim("batch", min=1, max=64)
+    pages = torch.export.Dim("pages", min=1, max=4096)
+    shapes = ({0: batch}, {0: pages}, {0: pages}, {0: batch}, {0: batch})
+    program = torch.export.export(Call(call), decode(DECODES[0]), dynamic_shapes=(shapes,)).module()
+    r = Requests((130, 1, 37, 0, 20, 7))
+    want = expected(list(zip(r.q[:, None], r.batch.keys, r.batch.values, strict=True)))
+    q, k, v, lens, table = decode(r)
+    width = decode(DECODES[0])[4].shape[1]
+    padded = torch.nn.functional.pad(table, (0, width - table.shape[1]))
+    want.check(program(q, k, v, lens, padded).flatten(0, 1))
+
+
+LAYERS = 4
+
+
+def model(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor) -> Tensor:
+    """Layers that plan once."""
+    made = get_scheduler_metadata(4, 1, 0, 4, 2, 64, lens, page_size=16, block_table=table)
+    for _ in range(LAYERS):
+        q = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, block_table=table, scheduler_metadata=made)
+    return q
+
+
+def test_layers_of_a_compiled_model_share_a_plan() -> None:
+    recorder = GraphRecorder()
+    compiled = torch.compile(model, fullgraph=True, backend=recorder)
+    for i, r in enumerate(DECODES):
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            same(compiled(*decode(r)), model(*decode(r)))
+    assert recorder.ops == ["page_table", "plan_decode", *["batch_decode"] * LAYERS]
+
+
+def test_metadata_is_an_input_of_a_program() -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, made: Any) -> Any:
+        return flash_attn_with_kvcache(q, k, v, scheduler_metadata=made)
+
+    def inputs(r: Requests) -> tuple[Any, ...]:
+        q, k, v, lens, table = decode(r)
+        return q, k, v, get_scheduler_metadata(4, 1, 0, 4, 2, 64, lens, page_size=16, block_table=table)
+
+    program = torch.export.export(Call(layer), inputs(DECODES[0])).module()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    for i, r in enumerate(DECODES):
+        want = expected(list(zip(r.q[:, None], r.batch.keys, r.batch.values, strict=True)))
+        want.check(program(*inputs(r)).flatten(0, 1))
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            want.check(compiled(*inputs(r)).flatten(0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMS)
+def test_compiled_by_inductor_on_a_gpu(name: str) -> None:
+    form = FORMS[name]
+    compiled = torch.compile(form.call, fullgraph=True)
+    for i, tensors in enumerate(form.batches):
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            same(compiled(*copies(tensors)), form.call(*copies(tensors)))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the test above")
+@pytest.mark.parametrize("name", ["dense", "decode"])
+def test_compiled_by_inductor(name: str) -> None:
+    form = FORMS[name]
+    compiled = torch.compile(form.call, fullgraph=True)
+    for tensors in form.batches:
+        same(compiled(*copies(tensors)), form.call(*copies(tensors)))
