@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import is_traced
-from attn_ops.errors import ArgumentError, GradientError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, GradientError, ShapeError, UnsupportedError, fail
 from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attention_bounds, is_bounds, step_of
 
@@ -21,9 +20,6 @@ NAME = "attn_ops"
 
 PAGED_NAME = "attn_ops_flash_3"
 """The same for continuous batching, which takes names with "flash" alone, and block tables with "flash" and 2 or 3."""
-
-_PAGES = (64, 16)
-"""Tokens of a page of a static cache, the first that divides it. Pages of other caches have one token."""
 
 
 def register() -> str:
@@ -144,7 +140,7 @@ def attention_forward(
     if not is_bounds(attention_mask):
         _refuse_mask(attention_mask)
     assert attention_mask is not None
-    with step_of(attention_mask) or contextlib.nullcontext():
+    with step_of(attention_mask).plans():
         return _bounded(query, key, value, attention_mask, options), None
 
 
@@ -211,61 +207,60 @@ def _bounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: d
     kind, step = Kind.of(mask), step_of(mask)
     options = {**options, "causal": kind.causal, "window_size": kind.window_size}
     if kind.packed:
-        tables = step.tables if step else {}
-        if None not in tables:
-            ends = mask[:, 0, 1, 0]
-            lengths = torch.nn.functional.pad(ends, (1, 0))
-            tables[None] = lengths, lengths
-        return _packed(query, key, value, tables[None], kind.causal, kind.window_size, _without(options))
+        if "packed" not in step.tables:
+            lengths = torch.nn.functional.pad(mask[:, 0, 1, 0], (1, 0))
+            step.tables["packed"] = lengths, lengths
+        return _packed(query, key, value, step.tables["packed"], kind.causal, kind.window_size, _without(options))
     batch, q_len = query.shape[0], query.shape[2]
     if mask.shape[0] != batch:
-        raise UnsupportedError(
-            f"{WHERE}: the mask is for {mask.shape[0]} requests and the query has {batch}; repeat it"
-        )
+        fail(ShapeError, WHERE, f"the mask is for {mask.shape[0]} requests", f"{batch}, as the query", "repeat it")
     q = query.transpose(1, 2)
     if not (kind.partial or kind.padded) and q_len > 1:
         out: Tensor = flash_attn_func(q, key.transpose(1, 2), value.transpose(1, 2), **options)
         return out
-    key, value, stride = _alike(key, value)
-    length = key.shape[2]
-    static = kind.partial and not kind.padded  # other lengths change, and a page size is compiled into kernels
-    page = next((p for p in _PAGES if static and length % p == stride % p == 0), 1)
-    form = (length, stride, page)
-    tables = step.tables if step else {}
-    if form not in tables:
+    if kind.partial and not kind.padded:
+        if "lengths" not in step.tables:
+            step.tables["lengths"] = mask[:, 0, 1, 0].contiguous(), mask
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=step.tables["lengths"][0], **options)
+    k, v, stride = _token_pages(key, value)
+    form = (key.shape[2], stride)
+    if form not in step.tables:
         begin, end = mask[:, 0].squeeze(-1).unbind(1)
-        first = torch.arange(batch, dtype=torch.int32, device=mask.device) * stride + begin
-        pages = first[:, None] // page + torch.arange(length // page, dtype=torch.int32, device=mask.device)
-        last = (torch.arange(batch, dtype=torch.int32, device=mask.device) * stride + length) // page - 1
-        tables[form] = torch.minimum(pages, last[:, None]).int(), (end - begin).int()
-    table, lengths = tables[form]
-    k, v = (_pages(t, stride, page) for t in (key, value))
-    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table, **options)
-    return out
+        tokens = torch.arange(key.shape[2], dtype=torch.int32, device=mask.device) + begin[:, None]
+        requests = torch.arange(batch, dtype=torch.int32, device=mask.device)[:, None]
+        step.tables[form] = tokens.clamp(max=key.shape[2] - 1) + requests * stride, end - begin
+    table, lengths = step.tables[form]
+    return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table, **options)
 
 
 def _without(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ("causal", "window_size")}
 
 
-def _alike(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """Keys and values with the same number of tokens from one request to the next in memory."""
-
-    def tokens(t: Tensor) -> Any:
-        batch, token = t.stride(0), t.stride(2)
-        return batch // token if t.stride(3) == 1 and token > 0 and batch % token == 0 else None
-
-    if tokens(key) is None or tokens(key) != tokens(value):
+def _token_pages(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """``[batch, num_kv_heads, tokens, head_dim]`` as pages of one token, ``[pages, 1, num_kv_heads, head_dim]``, and
+    the number of pages from one request to the next."""
+    if is_traced():  # the layout of an intermediate is the compiler's
+        pages = [t.transpose(1, 2).reshape(-1, 1, t.shape[1], t.shape[3]) for t in (key, value)]
+        return pages[0], pages[1], key.shape[2]
+    if _tokens_apart(key) is None or _tokens_apart(key) != _tokens_apart(value):
         key, value = key.contiguous(), value.contiguous()
-    return key, value, tokens(key)
+    stride = _tokens_apart(key)
+    assert stride is not None
+    # No copy: pages of other heads or requests lie between those of a request.
+    number = (key.shape[0] - 1) * stride + key.shape[2]
+    k, v = (
+        t.as_strided((number, 1, t.shape[1], t.shape[3]), (t.stride(2), t.stride(2), t.stride(1), 1))
+        for t in (key, value)
+    )
+    return k, v, stride
 
 
-def _pages(t: Tensor, stride: Any, page: int) -> Tensor:
-    """``t [batch, heads, length, head_dim]`` as pages ``[pages, page, heads, head_dim]``, without a copy: pages of
-    other heads or requests lie between those of a request."""
-    batch, heads, length, dim = t.shape
-    number = ((batch - 1) * stride + length) // page
-    return t.as_strided((number, page, heads, dim), (t.stride(2) * page, t.stride(2), t.stride(1), 1))
+def _tokens_apart(t: Tensor) -> int | None:
+    """Tokens in memory from one request to the next, None if that is no whole number."""
+    batch, token = t.stride(0), t.stride(2)
+    return batch // token if t.stride(3) == 1 and token > 0 and batch % token == 0 else None
 
 
 def _continuous(
@@ -283,15 +278,15 @@ def _continuous(
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     window = _window(sliding_window, causal)
     lengths, table = (kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]), kwargs.get("block_table")
-    with _step_of(cache, module.layer_idx) as step:
+    step = _step_of(cache, module.layer_idx)
+    with step.plans():
         if table is None:
             return _packed(query, key, value, lengths, causal, window, options)
         q, k, v = (t.transpose(1, 2).flatten(0, 1)[:, None] for t in (query, key, value))
-        form = ("cached", id(lengths[1]), id(table))
-        tables = step.tables if step else {}
-        if form not in tables:  # the lengths are those after the step, which appends one token to each request
-            tables[form] = table[: q.shape[0]], (lengths[1].diff() - 1)[: q.shape[0]]
-        rows, before = tables[form]
+        requests, form = q.shape[0], (id(lengths[1]), id(table))
+        if form not in step.tables:  # the lengths are those after the step, which appends one token to each request
+            step.tables[form] = table[:requests], (lengths[1].diff() - 1)[:requests]
+        rows, before = step.tables[form]
         out = flash_attn_with_kvcache(
             q,
             kwargs["k_cache"],
@@ -308,12 +303,12 @@ def _continuous(
     return result
 
 
-def _step_of(cache: Any, layer: int) -> Any:
-    """Plans that the layers of a step share: a layer that comes again, or an earlier one, begins a step."""
-    if is_traced():
-        return contextlib.nullcontext()
+def _step_of(cache: Any, layer: int) -> Step:
+    """What the layers of a step share: a layer that comes again, or an earlier one, begins a step."""
     step = getattr(cache, "attn_ops_step", None)
-    if step is None or layer <= step.last_layer:
-        step = cache.attn_ops_step = Step()
+    if step is None or layer <= step.last_layer or is_traced():
+        step = Step()
+        if not is_traced():
+            cache.attn_ops_step = step
     step.last_layer = layer
     return step

@@ -12,6 +12,7 @@ result is an int32 tensor of four dimensions, as a prepared mask has, so that tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -35,14 +36,28 @@ _MASKS = {
 """Functions in transformers/masking_utils.py whose patterns are supported."""
 
 
-class Step(SharedPlans):
-    """Plans of one step, which layers enter in turn: they last as long as the object."""
+class Step:
+    """What the layers of one step share.
+
+    tables      lengths and page tables, by what they depend on beside the mask
+    last_layer  that has used them
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self.last_layer = -1
+        self._plans: SharedPlans | None = None
 
+    def plans(self) -> AbstractContextManager[object]:
+        """A block for each layer in turn. Its plans last as long as this object: their tensors are in ``tables``."""
+        if is_traced():  # the compiler finds equal plans
+            return nullcontext()
+        if self._plans is None:
+            self._plans = _LastingPlans()
+        return self._plans
+
+
+class _LastingPlans(SharedPlans):
     def __exit__(self, *_: object) -> None:
         _active().pop()
 
@@ -72,8 +87,7 @@ class Kind(NamedTuple):
         code = (not self.causal) + 2 * self.partial + 4 * self.padded + 8 * self.packed + 16 * self.window
         bounds = torch.stack((begin, end), 1).int()
         mask = bounds[:, None, :, None].expand(-1, 1 + code, -1, -1)
-        if not is_traced():
-            mask.attn_ops_step = Step()  # type: ignore[attr-defined]
+        mask.attn_ops_step = Step()  # type: ignore[attr-defined]
         return mask
 
     @property
@@ -88,9 +102,12 @@ def is_bounds(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (2, 1)
 
 
-def step_of(mask: Tensor) -> Step | None:
-    """The plans of the step that ``mask`` was made in."""
-    return None if is_traced() else getattr(mask, "attn_ops_step", None)
+def step_of(mask: Tensor) -> Step:
+    """What layers that are passed this ``mask`` share. A copy of it, as on another device, has its own."""
+    if not hasattr(mask, "attn_ops_step"):
+        mask.attn_ops_step = Step()  # type: ignore[attr-defined]
+    step: Step = mask.attn_ops_step  # type: ignore[attr-defined]
+    return step
 
 
 def attention_bounds(
@@ -118,7 +135,8 @@ def attention_bounds(
     assert mask_function is not None
     causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
     names = set() if is_traced() else set(_names(mask_function))
-    if use_vmap or names - _MASKS or (local_size or 0) != ((local_size and getattr(config, "sliding_window", None)) or 0):
+    chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
+    if use_vmap or chunked or names - _MASKS:
         other = ", ".join(sorted(names - _MASKS)) or "a function of the model's own"
         raise UnsupportedError(
             f"{WHERE}: the mask is made by {other}, which is not supported: masks are causal or bidirectional, with a "
@@ -164,8 +182,8 @@ def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool) -> tuple[
         complete, hidden = torch.stack((whole, (count < end).any())).tolist()
         if not complete:
             raise UnsupportedError(
-                f"{WHERE}: attention_mask hides tokens between tokens that it shows, which is not supported; pad on the "
-                "left (padding_side='left')"
+                f"{WHERE}: attention_mask hides tokens between tokens that it shows, which is not supported; pad on "
+                "the left (padding_side='left')"
             )
     else:
         torch._assert_async(

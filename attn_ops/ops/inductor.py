@@ -15,7 +15,7 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from attn_ops import kernels, meta
 from attn_ops.native import package
 from attn_ops.ops import size_guards, tuning_table
+from attn_ops.ops.repeated_plans import SHARED_OPS, Made, RepeatedPlans
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,12 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
         call = (tuple(node.args), dict(node.kwargs))
         # Inductor may have normalized the arguments to the schema's form and order: take them as the node has them.
         named = {**dict(zip(names, args, strict=False)), **kwargs}
+        repeated = _repeated_plans(V.graph, node) if op._opname in SHARED_OPS else None
+        made = None if repeated is None else repeated.find(node)
+        if made is not None:
+            V.graph.env.update(zip(_fields(call, names), made.fields, strict=True))
+            return made.result
+        fields = named.get("plan", ())
         args, kwargs = tuple(named[name] for name in names[: len(call[0])]), {name: named[name] for name in call[1]}
         fake_call = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], call)
         calls_python = not V.graph.aot_mode and not V.graph.cpp_wrapper
@@ -122,9 +129,26 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
         with V.fake_mode, size_guards.guards_of(V.graph):
             graph = package.traced(V.graph, device, trace)
         out = process_subgraph_nodes(graph, [values[i] for i in inputs])
-        return None if num_returns == 0 else out[0] if num_returns == 1 else tuple(out)
+        result = None if num_returns == 0 else out[0] if num_returns == 1 else tuple(out)
+        if repeated is not None:
+            repeated.keep(node, Made(fields, result))
+        return result
 
     register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def _fields(call: tuple[tuple[Any, ...], dict[str, Any]], names: list[str]) -> Sequence[torch.fx.Node]:
+    """The nodes of the plan that a call writes, if it does."""
+    args, kwargs = call
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get("plan", ())
+
+
+def _repeated_plans(lowering: Any, node: torch.fx.Node) -> RepeatedPlans:
+    """Those of the graph that Inductor is lowering. They end with it."""
+    repeated = getattr(lowering, "attn_ops_repeated_plans", None)
+    if repeated is None or repeated.graph is not node.graph:
+        repeated = lowering.attn_ops_repeated_plans = RepeatedPlans(node.graph)
+    return repeated
 
 
 _TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -93,7 +93,6 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"k": torch.ones(3, 1, 2, 64)}, r"k is \[3, 1, 2, 64\]; expected \[2, 1, ...\]"),
     ({"rotary_cos": torch.ones(9, 4)}, "rotary_sin is missing; expected both tables or none"),
     ({"rotary_cos": torch.ones(64, 40), "rotary_sin": torch.ones(64, 40)}, "rotary_dim at most 64"),
-    ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "cache_seqlens is beyond|has position 9"),
     ({"rotary_cos": torch.ones(64, 4), "rotary_sin": torch.ones(64, 4), "k": None, "v": None}, "k is missing"),
     ({"qv": torch.ones(2, 1, 4, 64).half()}, "qv is given and k_cache has 2 KV heads; expected 1"),
     ({"q": torch.ones(2, 1, 4, 64, dtype=torch.float32)}, "the keys are float16 and q float32"),
@@ -110,6 +109,13 @@ def test_cache_calls(options: dict[str, Any], message: str) -> None:
         moved["cache_seqlens"] = options["cache_seqlens"]  # lengths on a GPU are not read
     with pytest.raises(errors.AttnOpsError, match=message):
         cache_call(**moved)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="positions on the host")
+def test_positions_beyond_the_rotary_tables() -> None:
+    table = torch.ones(9, 4)
+    with pytest.raises(errors.PageTableError, match="a token has position 9 and the rotary tables 9 rows"):
+        cache_call(rotary_cos=table, rotary_sin=table)
 
 
 def test_metadata_of_pages_needs_the_table() -> None:

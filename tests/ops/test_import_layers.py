@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpp",
         "ops",
         "ops.functions",
+        "ops.repeated_plans",
         "ops.tuning_table",
         "ops.unsupported",
         "eager",

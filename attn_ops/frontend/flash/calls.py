@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
-from attn_ops.errors import ArgumentError, CapacityError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.flash.metadata import BatchForm, Scheduled, SchedulerMetadata, check_given, shared
 from attn_ops.frontend.flash.rotary import Rotary
@@ -230,6 +230,7 @@ class CacheBatch(NamedTuple):
     def make(self, where: str) -> SchedulerMetadata:
         table = self.block_table(where)
         capacity, new = table.shape[1] * self.spec.page_size, _nothing_appended(self.device)
+        self._check_number(where, capacity)
         after = self.lengths.before(where, self.requests, capacity, self.device)
         if self.appended:
             indptr = self.new_indptr(where)
@@ -238,6 +239,19 @@ class CacheBatch(NamedTuple):
         qo_indptr = None if self.spec.decode else self.qo_indptr(where)
         plan = BlockTables(self.spec, table.contiguous(), after, qo_indptr, self.rows).plan()
         return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new)
+
+    def _check_number(self, where: str, capacity: int) -> None:
+        """A number of tokens is on the host, where the lengths after an append may not be."""
+        if isinstance(self.lengths.seqlens, int) and self.cu_new is None:
+            after = self.lengths.seqlens + self.appended // max(1, self.requests)
+            if self.lengths.seqlens <= capacity < after:
+                fail(
+                    PageTableError,
+                    where,
+                    f"a request has {after} tokens and its row of the page table holds {capacity}",
+                    f"at most {capacity}",
+                    "pass a larger cache or wider block_table",
+                )
 
     def metadata(self, where: str, given: Any) -> SchedulerMetadata:
         """``given``, which is checked, or shared or new metadata."""

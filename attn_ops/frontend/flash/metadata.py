@@ -5,7 +5,8 @@ A plan holds copies of lengths and page tables, so it may be used again only whi
 given          ``scheduler_metadata=`` of the call, made by ``get_scheduler_metadata``
 host lengths   the plan of an earlier call of equal contents, which are compared; they are on the host
 GPU lengths    within :class:`SharedPlans`, the plan of an earlier call with the same tensors and version counters
-otherwise      a new plan in every call, as in all traced code
+otherwise      a new plan in every call, as in traced code, of which Inductor lowers equal plans once
+               (:mod:`attn_ops.ops.repeated_plans`)
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ class SharedPlans:
 
     The same tensors are the same Python objects. A change of their contents by PyTorch is noticed, by their version
     counters, and plans again. What PyTorch does not see must not change lengths and page tables within the block:
-    kernels launched on raw pointers, replays of CUDA graphs, writes through ``.data``, and any write to tensors that
-    were made in inference mode, which have no version counters.
+    kernels launched on raw pointers, replays of CUDA graphs, writes through ``.data`` or NumPy, and any write to
+    tensors that were made in inference mode, which have no version counters.
 
     Plans live until the block ends. An object may be entered again, also in one block within another; :meth:`clear`
     forgets its plans. Blocks belong to a thread. A block that captures a CUDA graph must begin within the capture:
