@@ -48,6 +48,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontend.ragged",),
     ("attention", "cascade", "decode", "flash_attn", "mla", "page", "pod", "prefill", "quantization", "xqa"),
     ("", "demo", "cpp_serving"),
+    ("integrations.transformers_masks",),
+    ("integrations",),
 )
 """Lowest first. A module is in the layer of its longest prefix here: ``plan.sizing`` in that of ``plan``."""
 
