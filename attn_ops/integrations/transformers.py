@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import is_traced
-from attn_ops.errors import ArgumentError, GradientError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ShapeError, fail
 from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attention_bounds, is_bounds, step_of
+from attn_ops.integrations.transformers_refusals import refuse, refuse_mask
 
 __all__ = ["NAME", "PAGED_NAME", "attention_forward", "register"]
 
@@ -117,7 +118,7 @@ def attention_forward(
         GradientError: gradients are recorded, and a tensor requires them.
         ArgumentError: a causal layer has no mask.
     """
-    _refuse(dropout, kwargs, query, key, value)
+    refuse(dropout, kwargs, query, key, value)
     options = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
@@ -138,47 +139,10 @@ def attention_forward(
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return flash_attn_func(q, k, v, **options), None
     if not is_bounds(attention_mask):
-        _refuse_mask(attention_mask)
+        refuse_mask(attention_mask)
     assert attention_mask is not None
     with step_of(attention_mask).plans():
         return _bounded(query, key, value, attention_mask, options), None
-
-
-def _refuse(dropout: float, kwargs: dict[str, Any], *tensors: Tensor) -> None:
-    refused = {
-        "dropout": (dropout, "call model.eval(), or train with attn_implementation='sdpa'"),
-        "output_attentions": (kwargs.get("output_attentions"), "probabilities are never stored; use 'eager'"),
-        "head_mask": (kwargs.get("head_mask"), "use 'eager'"),
-        "position_bias": (kwargs.get("position_bias"), "use 'sdpa'"),
-    }
-    for name, (given, instead) in refused.items():
-        if given is not None and (isinstance(given, Tensor) or given):
-            shown = "given" if isinstance(given, Tensor) else f"{given!r}"
-            raise UnsupportedError(f"{WHERE}: {name} is {shown}, which is not supported: {instead}")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        fail(
-            GradientError,
-            WHERE,
-            "the query, key or value requires grad",
-            "inference, there is no backward",
-            "call the model under torch.no_grad(), or train with attn_implementation='sdpa'",
-        )
-
-
-def _refuse_mask(mask: Any) -> None:
-    if mask is None:
-        fail(
-            ArgumentError,
-            WHERE,
-            "a causal layer has no attention mask",
-            "the result of the registered mask function, without which padding would be attended to",
-            "register both functions, with attn_ops.integrations.transformers.register()",
-        )
-    shown = f"{list(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
-    raise UnsupportedError(
-        f"{WHERE}: attention_mask is {shown}, which is not supported: pass a mask [batch, tokens] of ones after zeros, "
-        "or use attn_implementation='sdpa' for masks of other forms"
-    )
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:
@@ -283,9 +247,9 @@ def _continuous(
         if table is None:
             return _packed(query, key, value, lengths, causal, window, options)
         q, k, v = (t.transpose(1, 2).flatten(0, 1)[:, None] for t in (query, key, value))
-        requests, form = q.shape[0], (id(lengths[1]), id(table))
+        form = None if is_traced() else (table.data_ptr(), lengths[1].data_ptr(), q.shape[0])
         if form not in step.tables:  # the lengths are those after the step, which appends one token to each request
-            step.tables[form] = table[:requests], (lengths[1].diff() - 1)[:requests]
+            step.tables[form] = table[: q.shape[0]], (lengths[1].diff() - 1)[: q.shape[0]]
         rows, before = step.tables[form]
         out = flash_attn_with_kvcache(
             q,

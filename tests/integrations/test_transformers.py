@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attn_ops.errors import ArgumentError, GradientError, UnsupportedError
 from attn_ops.frontend.flash import metadata
-from attn_ops.frontend.one_shot import RaggedLengths
+from attn_ops.frontend.one_shot import BlockTables, RaggedLengths
 
 Model = Callable[[str, str], Any]
 
@@ -45,6 +45,23 @@ def plans(run: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as measured:
         run()
     return sum(e.count for e in measured.key_averages() if e.key.startswith("attn::plan_"))
+
+
+@pytest.fixture(params=["host", "device"])
+def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where lengths are. Those on a device are not read: plans are shared by the tensors alone."""
+    if request.param == "device":
+        monkeypatch.setattr(metadata, "seen", lambda t: False)
+    metadata.host_plans().entries.clear()
+    return request.param
+
+
+def counted(counts: dict[str, int], kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[kind] += 1
+        return function(*args, **kwargs)
+
+    return call
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,14 +123,16 @@ def test_packed_sequences(given: bool, model: Model) -> None:
         torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
-def continuous(transformers: Any, model: Any, prompts: list[list[int]]) -> dict[tuple[int, ...], list[int]]:
+def continuous(
+    transformers: Any, model: Any, prompts: list[list[int]], **options: Any
+) -> dict[tuple[int, ...], list[int]]:
     """Generated tokens of each prompt."""
     results = model.generate_batch(
         inputs=prompts,
         generation_config=transformers.GenerationConfig(
             max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, **options),
         progress_bar=False,
     )
     return {tuple(result.prompt_ids): result.generated_tokens for result in results.values()}
@@ -129,13 +148,28 @@ def test_continuous_batching(name: str, transformers: Any, model: Model) -> None
         assert found[tuple(prompt)] == expected.tolist()
 
 
-@pytest.fixture(params=["host", "device"])
-def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where lengths are. Those on a device are not read: plans are shared by the tensors alone."""
-    if request.param == "device":
-        monkeypatch.setattr(metadata, "seen", lambda t: False)
-    metadata.host_plans().entries.clear()
-    return request.param
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_block_tables_of_continuous_batching(
+    name: str, transformers: Any, model: Model, lengths: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of decode steps, which transformers takes for models without windows, and on accelerators alone: it is
+    made to believe in one."""
+    from transformers.generation.continuous_batching import initialization
+
+    from attn_ops.integrations import transformers as integration
+
+    counts = {"plans": 0, "calls": 0}
+    monkeypatch.setattr(BlockTables, "plan", counted(counts, "plans", BlockTables.plan))
+    with_cache = counted(counts, "calls", integration.flash_attn_with_kvcache)
+    monkeypatch.setattr(integration, "flash_attn_with_kvcache", with_cache)
+    monkeypatch.setattr(initialization, "is_torch_xpu_available", lambda: True)
+    monkeypatch.setattr(initialization, "is_flash_attention_requested", lambda *_, **__: True)
+    prompts = [tokens()[1].tolist(), tokens()[1, :5].tolist(), tokens()[0, 3:].tolist()]
+    found = continuous(transformers, model(name, "attn_ops_flash_3"), prompts, max_blocks_per_request=2)
+    assert 2 * (STEPS - 2) <= 2 * counts["plans"] <= counts["calls"]
+    for prompt in prompts:
+        expected = generate(model(name, "eager"), torch.tensor([prompt]))[0, len(prompt) :]
+        assert found[tuple(prompt)] == expected.tolist()
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("mistral", 1), ("gemma2", 2), ("gpt-oss", 2)])
@@ -156,15 +190,8 @@ def test_layers_share_plans_in_continuous_batching(
 
     counts = {"plans": 0, "calls": 0}
 
-    def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[kind] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(RaggedLengths, "plan", counted("plans", RaggedLengths.plan))
-    varlen = counted("calls", integration.flash_attn_varlen_func)
+    monkeypatch.setattr(RaggedLengths, "plan", counted(counts, "plans", RaggedLengths.plan))
+    varlen = counted(counts, "calls", integration.flash_attn_varlen_func)
     monkeypatch.setattr(integration, "flash_attn_varlen_func", varlen)
     continuous(transformers, model("llama", "attn_ops_flash_3"), [tokens()[1].tolist(), tokens()[0, :4].tolist()])
     assert 2 * STEPS <= 2 * counts["plans"] <= counts["calls"]
