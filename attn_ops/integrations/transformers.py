@@ -119,7 +119,7 @@ def attention_forward(
         ArgumentError: a causal layer has no mask.
     """
     refuse(dropout, kwargs, query, key, value)
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "s_aux": None if s_aux is None else s_aux.detach().float(),

@@ -81,7 +81,8 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, mask: Tensor) -> Kind:
         code = mask.shape[1] - 1
-        return cls(code % 2 == 0, *(code // bit % 2 == 1 for bit in (2, 4, 8)), code // 16)
+        partial, padded, packed = (code // bit % 2 == 1 for bit in (2, 4, 8))
+        return cls(code % 2 == 0, partial, padded, packed, code // 16)
 
     def mask(self, begin: Tensor, end: Tensor) -> Tensor:
         code = (not self.causal) + 2 * self.partial + 4 * self.padded + 8 * self.packed + 16 * self.window
@@ -136,13 +137,16 @@ def attention_bounds(
     causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
     names = set() if is_traced() else set(_names(mask_function))
     chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
-    if use_vmap or chunked or names - _MASKS:
+    unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)
+    if use_vmap or chunked or unbounded or names - _MASKS:
         other = ", ".join(sorted(names - _MASKS)) or "a function of the model's own"
         raise UnsupportedError(
             f"{WHERE}: the mask is made by {other}, which is not supported: masks are causal or bidirectional, with a "
             "sliding window; use attn_implementation='sdpa' for this model"
         )
     window = local_size or 0
+    if causal and is_traced() and not allow_is_causal_skip and q_length > 1:
+        _assert_causal(mask_function, batch_size, q_length, kv_length, q_offset, device)
     packed = causal and attention_mask is None and not allow_is_causal_skip and isinstance(q_offset, int)
     packed = packed and ("packed_sequence_mask_function" in names or (is_traced() and q_length > 1))
     if packed and q_length == kv_length and q_offset == 0 and kv_offset == 0:
@@ -154,7 +158,7 @@ def attention_bounds(
     begin = torch.zeros_like(end)
     if attention_mask is None:
         return Kind(causal, not full, False, False, window).mask(begin, end)
-    begin, end, padded = _padding(attention_mask, end, kv_offset, causal)
+    begin, end, padded = _padding(attention_mask, end, kv_offset, causal, window)
     return Kind(causal, padded or not full, padded, False, window).mask(begin, end)
 
 
@@ -167,31 +171,45 @@ def _names(function: Callable[..., Any]) -> Iterator[str]:
         yield from _names(part)
 
 
-def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool) -> tuple[Tensor, Tensor, bool]:
+def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: int) -> tuple[Tensor, Tensor, bool]:
     """Bounds of the keys that ``given [batch, tokens]`` leaves, and whether it hides any.
 
-    Padding on the right does not move the end of a causal mask: rows before it see no key after them.
+    Padding on the right does not move the end of a causal mask: rows before it see no key after them. With a window on
+    both sides it may not be there, since the last row is at the last key.
     """
     tokens = torch.arange(given.shape[1], device=given.device)
     seen = given.bool() & (tokens >= kv_offset) & (tokens < (end[:, None] + kv_offset))
     count = seen.sum(1)
     first = torch.where(count > 0, seen.int().argmax(1), end + kv_offset)
     last = torch.where(count > 0, given.shape[1] - seen.flip(1).int().argmax(1), end + kv_offset)
-    whole = (last - first == count).all()
+    whole = last - first == count
+    if window and not causal:
+        whole = whole & (last == end + kv_offset)
+    whole = whole.all()
     if not is_traced():
         complete, hidden = torch.stack((whole, (count < end).any())).tolist()
         if not complete:
             raise UnsupportedError(
-                f"{WHERE}: attention_mask hides tokens between tokens that it shows, which is not supported; pad on "
-                "the left (padding_side='left')"
+                f"{WHERE}: attention_mask hides tokens between or after those that it shows, which is not supported; "
+                "pad on the left (padding_side='left')"
             )
     else:
         torch._assert_async(
-            whole, f"{WHERE}: attention_mask hides tokens between tokens that it shows; pad on the left"
+            whole, f"{WHERE}: attention_mask hides tokens between or after those that it shows; pad on the left"
         )
         hidden = True
     begin = (first - kv_offset).int()
     return begin, end if causal else (last - kv_offset).int(), hidden
+
+
+def _assert_causal(
+    function: Callable[..., Any], batch: int, length: int, kv_length: int, offset: int | Tensor, device: Any
+) -> None:
+    """No row sees the key after its own: traced, functions that are combined cannot be told by their names."""
+    request, rows = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)[None] + offset
+    after = (rows + 1).clamp(max=kv_length - 1)
+    later = function(request, torch.zeros_like(request), rows, after) & (after > rows)
+    torch._assert_async(~later.any(), f"{WHERE}: tokens see later ones; use attn_implementation='sdpa'")
 
 
 def _sequences(function: Callable[..., Any], batch: int, length: int, device: Any) -> tuple[Tensor, Tensor]:

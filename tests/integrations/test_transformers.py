@@ -88,6 +88,25 @@ def test_padding_on_the_right(model: Model) -> None:
     torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **TOLERANCE)
 
 
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_bidirectional_masks(name: str, right: bool, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``is_causal=False`` of a config: full attention, and windows on both sides."""
+    ids, mask = padded(tokens())
+    mask = mask.flip(1) if right else mask
+    found = {kind: model(name, kind) for kind in ("eager", "attn_ops")}
+    for each in found.values():
+        monkeypatch.setattr(each.config, "is_causal", False, raising=False)
+    for given, rows in ((None, mask >= 0), (mask, mask.bool())):
+        expected = found["eager"](ids, attention_mask=given, use_cache=False).logits[rows]
+        if name == "mistral" and given is not None and right:
+            with pytest.raises(UnsupportedError, match="pad on the left"):
+                found["attn_ops"](ids, attention_mask=given, use_cache=False)
+            continue
+        logits = found["attn_ops"](ids, attention_mask=given, use_cache=False).logits[rows]
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens(name: str, cache: str | None, model: Model) -> None:
@@ -253,8 +272,29 @@ def test_compiled_by_inductor(model: Model) -> None:
 def test_hidden_tokens_between_others(model: Model) -> None:
     mask = torch.ones_like(tokens())
     mask[0, 4] = 0
-    with pytest.raises(UnsupportedError, match=r"hides tokens between tokens that it shows.*padding_side='left'"):
+    with pytest.raises(
+        UnsupportedError, match=r"hides tokens between or after those that it shows.*padding_side='left'"
+    ):
         model("llama", "attn_ops")(tokens(), attention_mask=mask)
+
+
+def test_masks_of_compiled_code_are_asserted(transformers: Any, model: Model) -> None:
+    """What a mask hides, and functions that are combined into it, are not known while a graph is traced."""
+    from transformers.masking_utils import create_causal_mask
+
+    mask = torch.ones_like(tokens())
+    mask[0, 4] = 0
+    with pytest.raises(RuntimeError, match="hides tokens between"):
+        torch.compile(model("llama", "attn_ops"), fullgraph=True, backend="eager")(tokens(), attention_mask=mask)
+
+    config, blocks = model("llama", "attn_ops").config, torch.full((2, 9), 1)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def with_blocks(inputs: Tensor, mask: Tensor) -> Tensor:
+        return create_causal_mask(config, inputs, mask, None, block_sequence_ids=blocks)
+
+    with pytest.raises(RuntimeError, match="tokens see later ones"):
+        with_blocks(torch.zeros(2, 9, 64), torch.ones(2, 9, dtype=torch.bool))
 
 
 def test_prepared_masks(model: Model) -> None:
