@@ -48,6 +48,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontend.ragged",),
     ("attention", "cascade", "decode", "flash_attn", "mla", "page", "pod", "prefill", "quantization", "xqa"),
     ("", "demo", "cpp_serving"),
+    ("integrations.transformers_masks",),
+    ("integrations.transformers_refusals",),
+    ("integrations",),
 )
 """Lowest first. A module is in the layer of its longest prefix here: ``plan.sizing`` in that of ``plan``."""
 

@@ -1,0 +1,278 @@
+"""Hugging Face transformers: ``attn_implementation="attn_ops"``. See docs/guide/transformers.md."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.eager.prepared_call import is_traced
+from attn_ops.errors import ShapeError, fail
+from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attention_bounds, is_bounds, step_of
+from attn_ops.integrations.transformers_refusals import refuse, refuse_mask
+
+__all__ = ["NAME", "PAGED_NAME", "attention_forward", "register"]
+
+NAME = "attn_ops"
+"""``attn_implementation`` of models."""
+
+PAGED_NAME = "attn_ops_flash_3"
+"""The same for continuous batching, which takes names with "flash" alone, and block tables with "flash" and 2 or 3."""
+
+
+def register() -> str:
+    """Register :data:`NAME` and :data:`PAGED_NAME` with transformers: attention and mask functions.
+
+    Returns:
+        ``"attn_ops"``, to be passed as ``attn_implementation``.
+
+    Raises:
+        ImportError: transformers is not installed, or is older than 5.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import modeling_flash_attention_utils as flash
+        from transformers.modeling_utils import PreTrainedModel
+    except ImportError as error:
+        raise ImportError(
+            "attn_ops.integrations.transformers needs transformers 5: pip install transformers"
+        ) from error
+
+    for name in (NAME, PAGED_NAME):
+        AttentionInterface.register(name, attention_forward)
+        AttentionMaskInterface.register(name, attention_bounds)
+    if not hasattr(flash._lazy_imports, "attn_ops"):
+        flash._lazy_imports = _lazy_imports(flash._lazy_imports)
+        PreTrainedModel._check_and_adjust_attn_implementation = _adjusted(
+            PreTrainedModel._check_and_adjust_attn_implementation
+        )
+    return NAME
+
+
+def _lazy_imports(original: Any) -> Any:
+    """transformers looks a name with "flash" up among packages and on the hub: find PAGED_NAME here."""
+
+    @functools.wraps(original)
+    def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation != PAGED_NAME:
+            return original(implementation, *args, **kwargs)
+        from transformers import modeling_flash_attention_utils as flash
+
+        functions = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        return *functions, flash._pad_input, flash._unpad_input
+
+    lazy_imports.attn_ops = True  # type: ignore[attr-defined]
+    return lazy_imports
+
+
+def _adjusted(original: Any) -> Any:
+    """Models with a list of flash implementations, such as gpt-oss, replace names that are not on it."""
+
+    @functools.wraps(original)
+    def check_and_adjust(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if attn_implementation == PAGED_NAME:
+            return PAGED_NAME
+        return original(self, attn_implementation, *args, **kwargs)
+
+    return check_and_adjust
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a layer, as transformers' models call it.
+
+    Args:
+        query: ``[batch, num_heads, seqlen_q, head_dim]``.
+        key, value: ``[batch, num_kv_heads, seqlen_k, head_dim]``, all that the cache holds.
+        attention_mask: of :func:`attn_ops.integrations.transformers_masks.attention_bounds`, which decides what is
+            seen; ``sliding_window`` and ``is_causal`` decide without a mask alone, in continuous batching.
+        scaling, softcap: of the logits. ``s_aux``: ``[num_heads]``, attention sinks.
+        cache: the paged cache of continuous batching.
+
+    Returns:
+        ``out [batch, seqlen_q, num_heads, head_dim]``, and None for the probabilities, which are never stored.
+
+    Raises:
+        UnsupportedError: dropout, ``output_attentions``, ``head_mask``, a bias, or a mask that is not of the registered
+            mask function.
+        GradientError: gradients are recorded, and a tensor requires them.
+        ArgumentError: a causal layer has no mask.
+    """
+    refuse(dropout, kwargs, query, key, value)
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "s_aux": None if s_aux is None else s_aux.detach().float(),
+    }
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if cache is not None:
+        return _continuous(module, query, key, value, cache, causal, sliding_window, options, kwargs), None
+    if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
+        if is_bounds(attention_mask):
+            assert attention_mask is not None
+            window = Kind.of(attention_mask).window_size
+        else:
+            window = _window(sliding_window, causal)
+        lengths = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+        return _packed(query, key, value, lengths, causal, window, options), None
+    if attention_mask is None and not causal:
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        return flash_attn_func(q, k, v, **options), None
+    if not is_bounds(attention_mask):
+        refuse_mask(attention_mask)
+    assert attention_mask is not None
+    with step_of(attention_mask).plans():
+        return _bounded(query, key, value, attention_mask, options), None
+
+
+def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:
+    """transformers counts the row itself, FlashAttention the keys before it."""
+    return (-1, -1) if sliding_window is None else (sliding_window - 1, -1 if causal else sliding_window - 1)
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[Tensor, Tensor],
+    causal: bool,
+    window: tuple[int, int],
+    options: dict[str, Any],
+) -> Tensor:
+    """Sequences of given cumulative lengths, of the rows of all requests."""
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    out = flash_attn_varlen_func(q, k, v, *lengths, causal=causal, window_size=window, **options)
+    rows: Tensor = out.unflatten(0, (query.shape[0], query.shape[2]))
+    return rows
+
+
+def _bounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    """Requests whose keys lie between bounds in their row of the cache."""
+    kind, step = Kind.of(mask), step_of(mask)
+    options = {**options, "causal": kind.causal, "window_size": kind.window_size}
+    if kind.packed:
+        if "packed" not in step.tables:
+            lengths = torch.nn.functional.pad(mask[:, 0, 1, 0], (1, 0))
+            step.tables["packed"] = lengths, lengths
+        return _packed(query, key, value, step.tables["packed"], kind.causal, kind.window_size, _without(options))
+    batch, q_len = query.shape[0], query.shape[2]
+    if mask.shape[0] != batch:
+        fail(ShapeError, WHERE, f"the mask is for {mask.shape[0]} requests", f"{batch}, as the query", "repeat it")
+    q = query.transpose(1, 2)
+    if not (kind.partial or kind.padded) and q_len > 1:
+        out: Tensor = flash_attn_func(q, key.transpose(1, 2), value.transpose(1, 2), **options)
+        return out
+    if kind.partial and not kind.padded:
+        if "lengths" not in step.tables:
+            step.tables["lengths"] = mask[:, 0, 1, 0].contiguous(), mask
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=step.tables["lengths"][0], **options)
+    k, v, stride = _token_pages(key, value)
+    form = (key.shape[2], stride)
+    if form not in step.tables:
+        begin, end = mask[:, 0].squeeze(-1).unbind(1)
+        tokens = torch.arange(key.shape[2], dtype=torch.int32, device=mask.device) + begin[:, None]
+        requests = torch.arange(batch, dtype=torch.int32, device=mask.device)[:, None]
+        step.tables[form] = tokens.clamp(max=key.shape[2] - 1) + requests * stride, end - begin
+    table, lengths = step.tables[form]
+    return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table, **options)
+
+
+def _without(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("causal", "window_size")}
+
+
+def _token_pages(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """``[batch, num_kv_heads, tokens, head_dim]`` as pages of one token, ``[pages, 1, num_kv_heads, head_dim]``, and
+    the number of pages from one request to the next."""
+    if is_traced():  # the layout of an intermediate is the compiler's
+        pages = [t.transpose(1, 2).reshape(-1, 1, t.shape[1], t.shape[3]) for t in (key, value)]
+        return pages[0], pages[1], key.shape[2]
+    if _tokens_apart(key) is None or _tokens_apart(key) != _tokens_apart(value):
+        key, value = key.contiguous(), value.contiguous()
+    stride = _tokens_apart(key)
+    assert stride is not None
+    # No copy: pages of other heads or requests lie between those of a request.
+    number = (key.shape[0] - 1) * stride + key.shape[2]
+    k, v = (
+        t.as_strided((number, 1, t.shape[1], t.shape[3]), (t.stride(2), t.stride(2), t.stride(1), 1))
+        for t in (key, value)
+    )
+    return k, v, stride
+
+
+def _tokens_apart(t: Tensor) -> int | None:
+    """Tokens in memory from one request to the next, None if that is no whole number."""
+    batch, token = t.stride(0), t.stride(2)
+    return batch // token if t.stride(3) == 1 and token > 0 and batch % token == 0 else None
+
+
+def _continuous(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: Any,
+    causal: bool,
+    sliding_window: int | None,
+    options: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """A step of continuous batching: requests in one row, over transformers' paged cache."""
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    window = _window(sliding_window, causal)
+    lengths, table = (kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]), kwargs.get("block_table")
+    step = _step_of(cache, module.layer_idx)
+    with step.plans():
+        if table is None:
+            return _packed(query, key, value, lengths, causal, window, options)
+        q, k, v = (t.transpose(1, 2).flatten(0, 1)[:, None] for t in (query, key, value))
+        form = None if is_traced() else (table.data_ptr(), lengths[1].data_ptr(), q.shape[0])
+        if form not in step.tables:  # the lengths are those after the step, which appends one token to each request
+            step.tables[form] = table[: q.shape[0]], (lengths[1].diff() - 1)[: q.shape[0]]
+        rows, before = step.tables[form]
+        out = flash_attn_with_kvcache(
+            q,
+            kwargs["k_cache"],
+            kwargs["v_cache"],
+            k,
+            v,
+            cache_seqlens=before,
+            block_table=rows,
+            causal=causal,
+            window_size=window,
+            **options,
+        )
+    result: Tensor = out.transpose(0, 1)
+    return result
+
+
+def _step_of(cache: Any, layer: int) -> Step:
+    """What the layers of a step share: a layer that comes again, or an earlier one, begins a step."""
+    step = getattr(cache, "attn_ops_step", None)
+    if step is None or layer <= step.last_layer or is_traced():
+        step = Step()
+        if not is_traced():
+            cache.attn_ops_step = step
+    step.last_layer = layer
+    return step

@@ -1,0 +1,228 @@
+"""What transformers' mask functions describe, as bounds on the keys of each request.
+
+transformers asks a mask function once per step and kind of layer, and passes the result to every such layer. Here the
+result is an int32 tensor of four dimensions, as a prepared mask has, so that transformers passes it on as it is:
+
+``[batch, 1 + code, 2, 1]``: ``[b, :, 0]`` and ``[b, :, 1]`` are the first key of request b and the key after its last.
+``[sequences, 1 + code, 2, 1]`` of a packed row: where each sequence begins and ends.
+
+``code`` is the size of a dimension without data (its stride is 0), so that it is known while a graph is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.eager.prepared_call import is_traced
+from attn_ops.errors import UnsupportedError
+from attn_ops.frontend.flash.metadata import SharedPlans, _active
+
+WHERE = "attn_implementation='attn_ops'"
+
+_MASKS = {
+    "and_masks",
+    "bidirectional_mask_function",
+    "causal_mask_function",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_bidirectional_overlay",
+    "sliding_window_overlay",
+}
+"""Functions in transformers/masking_utils.py whose patterns are supported."""
+
+
+class Step:
+    """What the layers of one step share.
+
+    tables      lengths and page tables, by what they depend on beside the mask
+    last_layer  that has used them
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.last_layer = -1
+        self._plans: SharedPlans | None = None
+
+    def plans(self) -> AbstractContextManager[object]:
+        """A block for each layer in turn. Its plans last as long as this object: their tensors are in ``tables``."""
+        if is_traced():  # the compiler finds equal plans
+            return nullcontext()
+        if self._plans is None:
+            self._plans = _LastingPlans()
+        return self._plans
+
+
+class _LastingPlans(SharedPlans):
+    def __exit__(self, *_: object) -> None:
+        _active().pop()
+
+
+class Kind(NamedTuple):
+    """The static part of a mask.
+
+    causal   row i sees no key after its own position
+    partial  requests end before the last key of the cache
+    padded   requests may begin after the first key
+    packed   the bounds are those of sequences in one row
+    window   keys before the row's position that it sees, and itself (after it too, if not causal); 0 for all
+    """
+
+    causal: bool
+    partial: bool
+    padded: bool
+    packed: bool
+    window: int
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Kind:
+        code = mask.shape[1] - 1
+        partial, padded, packed = (code // bit % 2 == 1 for bit in (2, 4, 8))
+        return cls(code % 2 == 0, partial, padded, packed, code // 16)
+
+    def mask(self, begin: Tensor, end: Tensor) -> Tensor:
+        code = (not self.causal) + 2 * self.partial + 4 * self.padded + 8 * self.packed + 16 * self.window
+        bounds = torch.stack((begin, end), 1).int()
+        mask = bounds[:, None, :, None].expand(-1, 1 + code, -1, -1)
+        mask.attn_ops_step = Step()  # type: ignore[attr-defined]
+        return mask
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        if not self.window:
+            return (-1, -1)
+        return (self.window - 1, 0) if self.causal else (self.window, self.window)
+
+
+def is_bounds(mask: Any) -> bool:
+    """Whether ``mask`` is a result of :func:`attention_bounds`."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (2, 1)
+
+
+def step_of(mask: Tensor) -> Step:
+    """What layers that are passed this ``mask`` share. A copy of it, as on another device, has its own."""
+    if not hasattr(mask, "attn_ops_step"):
+        mask.attn_ops_step = Step()  # type: ignore[attr-defined]
+    step: Step = mask.attn_ops_step  # type: ignore[attr-defined]
+    return step
+
+
+def attention_bounds(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    config: Any = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    device: Any = None,
+    **_: Any,
+) -> Tensor:
+    """A mask function for ``AttentionMaskInterface``, with transformers' arguments.
+
+    Raises:
+        UnsupportedError: the mask is no causal or bidirectional one, with a window, left padding or packed sequences.
+    """
+    assert mask_function is not None
+    causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
+    names = set() if is_traced() else set(_names(mask_function))
+    chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
+    unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)
+    if use_vmap or chunked or unbounded or names - _MASKS:
+        other = ", ".join(sorted(names - _MASKS)) or "a function of the model's own"
+        raise UnsupportedError(
+            f"{WHERE}: the mask is made by {other}, which is not supported: masks are causal or bidirectional, with a "
+            "sliding window; use attn_implementation='sdpa' for this model"
+        )
+    window = local_size or 0
+    if causal and is_traced() and not allow_is_causal_skip and q_length > 1:
+        _assert_causal(mask_function, batch_size, q_length, kv_length, q_offset, device)
+    packed = causal and attention_mask is None and not allow_is_causal_skip and isinstance(q_offset, int)
+    packed = packed and ("packed_sequence_mask_function" in names or (is_traced() and q_length > 1))
+    if packed and q_length == kv_length and q_offset == 0 and kv_offset == 0:
+        begin, end = _sequences(mask_function, batch_size, q_length, device)
+        return Kind(True, True, True, True, window).mask(begin, end)
+    total = q_offset + q_length - kv_offset if causal else kv_length
+    full = isinstance(total, int) and total == kv_length
+    end = torch.full((batch_size,), 1, dtype=torch.int32, device=device) * total
+    begin = torch.zeros_like(end)
+    if attention_mask is None:
+        return Kind(causal, not full, False, False, window).mask(begin, end)
+    begin, end, padded = _padding(attention_mask, end, kv_offset, causal, window)
+    return Kind(causal, padded or not full, padded, False, window).mask(begin, end)
+
+
+def _names(function: Callable[..., Any]) -> Iterator[str]:
+    """Of the functions that ``function`` combines."""
+    cells = function.__closure__ or ()
+    held = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in cells), strict=True))
+    yield function.__qualname__.split(".")[0]
+    for part in (*held.get("mask_functions", ()), *([held["mask_function"]] if "mask_function" in held else [])):
+        yield from _names(part)
+
+
+def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: int) -> tuple[Tensor, Tensor, bool]:
+    """Bounds of the keys that ``given [batch, tokens]`` leaves, and whether it hides any.
+
+    Padding on the right does not move the end of a causal mask: rows before it see no key after them. With a window on
+    both sides it may not be there, since the last row is at the last key.
+    """
+    tokens = torch.arange(given.shape[1], device=given.device)
+    seen = given.bool() & (tokens >= kv_offset) & (tokens < (end[:, None] + kv_offset))
+    count = seen.sum(1)
+    first = torch.where(count > 0, seen.int().argmax(1), end + kv_offset)
+    last = torch.where(count > 0, given.shape[1] - seen.flip(1).int().argmax(1), end + kv_offset)
+    whole = last - first == count
+    if window and not causal:
+        whole = whole & (last == end + kv_offset)
+    whole = whole.all()
+    if not is_traced():
+        complete, hidden = torch.stack((whole, (count < end).any())).tolist()
+        if not complete:
+            raise UnsupportedError(
+                f"{WHERE}: attention_mask hides tokens between or after those that it shows, which is not supported; "
+                "pad on the left (padding_side='left')"
+            )
+    else:
+        torch._assert_async(
+            whole, f"{WHERE}: attention_mask hides tokens between or after those that it shows; pad on the left"
+        )
+        hidden = True
+    begin = (first - kv_offset).int()
+    return begin, end if causal else (last - kv_offset).int(), hidden
+
+
+def _assert_causal(
+    function: Callable[..., Any], batch: int, length: int, kv_length: int, offset: int | Tensor, device: Any
+) -> None:
+    """No row sees the key after its own: traced, functions that are combined cannot be told by their names."""
+    request, rows = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)[None] + offset
+    after = (rows + 1).clamp(max=kv_length - 1)
+    later = function(request, torch.zeros_like(request), rows, after) & (after > rows)
+    torch._assert_async(~later.any(), f"{WHERE}: tokens see later ones; use attn_implementation='sdpa'")
+
+
+def _sequences(function: Callable[..., Any], batch: int, length: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Begin and end of the packed sequences of a batch, as rows of all its requests. Traced, ``batch * length`` of
+    them, of which the last are empty."""
+    request = torch.arange(batch, device=device)[:, None]
+    rows = torch.arange(length, device=device)[None]
+    together = function(request, torch.zeros_like(request), rows, (rows - 1).clamp(min=0))  # with the row before
+    first = ~together.expand(batch, length) | (rows == 0)
+    sequence = first.flatten().cumsum(0) - 1
+    sizes = torch.zeros(batch * length, dtype=torch.int64, device=device)
+    sizes = sizes.scatter_add(0, sequence, torch.ones_like(sequence))
+    if not is_traced():
+        sizes = sizes[: int(sequence[-1]) + 1]
+    end = sizes.cumsum(0)
+    return end - sizes, end

@@ -1,0 +1,50 @@
+"""What transformers may ask of an attention function and this library does not do."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import ArgumentError, GradientError, UnsupportedError, fail
+from attn_ops.integrations.transformers_masks import WHERE
+
+
+def refuse(dropout: float, kwargs: dict[str, Any], *tensors: Tensor) -> None:
+    """Raise for arguments of a layer that would change the result."""
+    refused = {
+        "dropout": (dropout, "call model.eval(), or train with attn_implementation='sdpa'"),
+        "output_attentions": (kwargs.get("output_attentions"), "probabilities are never stored; use 'eager'"),
+        "head_mask": (kwargs.get("head_mask"), "use 'eager'"),
+        "position_bias": (kwargs.get("position_bias"), "use 'sdpa'"),
+    }
+    for name, (given, instead) in refused.items():
+        if given is not None and (isinstance(given, Tensor) or given):
+            shown = "given" if isinstance(given, Tensor) else f"{given!r}"
+            raise UnsupportedError(f"{WHERE}: {name} is {shown}, which is not supported: {instead}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        fail(
+            GradientError,
+            WHERE,
+            "the query, key or value requires grad",
+            "inference, there is no backward",
+            "call the model under torch.no_grad(), or train with attn_implementation='sdpa'",
+        )
+
+
+def refuse_mask(mask: Any) -> NoReturn:
+    """Raise for a mask that is not of the registered mask function."""
+    if mask is None:
+        fail(
+            ArgumentError,
+            WHERE,
+            "a causal layer has no attention mask",
+            "the result of the registered mask function, without which padding would be attended to",
+            "register both functions, with attn_ops.integrations.transformers.register()",
+        )
+    shown = f"{list(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
+    raise UnsupportedError(
+        f"{WHERE}: attention_mask is {shown}, which is not supported: pass a mask [batch, tokens] of ones after zeros, "
+        "or use attn_implementation='sdpa' for masks of other forms"
+    )

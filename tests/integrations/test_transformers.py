@@ -1,0 +1,371 @@
+"""Models of transformers with ``attn_implementation="attn_ops"`` against the same models with its eager attention."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.transformers_models import CONFIGS
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from attn_ops.errors import ArgumentError, GradientError, UnsupportedError
+from attn_ops.frontend.flash import metadata
+from attn_ops.frontend.one_shot import BlockTables, RaggedLengths
+
+Model = Callable[[str, str], Any]
+
+MODELS = tuple(CONFIGS)
+STEPS = 12
+TOLERANCE = {"atol": 5e-5, "rtol": 5e-5}
+"""Of logits in float32, which are of the size of 10."""
+
+
+def tokens(batch: int = 2, length: int = 9) -> Tensor:
+    return torch.randint(2, 64, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def padded(ids: Tensor, padding: int = 4) -> tuple[Tensor, Tensor]:
+    """The first request begins with padding."""
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return ids * mask, mask
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    return model.generate(ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, **options)
+
+
+def plans(run: Callable[[], Any]) -> int:
+    """Plans that ``run`` makes."""
+    with profile(activities=[ProfilerActivity.CPU]) as measured:
+        run()
+    return sum(e.count for e in measured.key_averages() if e.key.startswith("attn::plan_"))
+
+
+@pytest.fixture(params=["host", "device"])
+def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where lengths are. Those on a device are not read: plans are shared by the tensors alone."""
+    if request.param == "device":
+        monkeypatch.setattr(metadata, "seen", lambda t: False)
+    metadata.host_plans().entries.clear()
+    return request.param
+
+
+def counted(counts: dict[str, int], kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[kind] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name: str, model: Model) -> None:
+    ids = tokens()
+    torch.testing.assert_close(model(name, "attn_ops")(ids).logits, model(name, "eager")(ids).logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_padded_batches(name: str, model: Model) -> None:
+    ids, mask = padded(tokens())
+    expected = model(name, "eager")(ids, attention_mask=mask).logits
+    logits = model(name, "attn_ops")(ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **TOLERANCE)
+    unpadded = model(name, "attn_ops")(ids[:1, 4:]).logits
+    torch.testing.assert_close(logits[:1, 4:], unpadded, **TOLERANCE)
+
+
+def test_padding_on_the_right(model: Model) -> None:
+    ids, mask = tokens(), torch.ones_like(tokens())
+    mask[1, 6:] = 0
+    expected = model("mistral", "eager")(ids, attention_mask=mask).logits
+    logits = model("mistral", "attn_ops")(ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **TOLERANCE)
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_bidirectional_masks(name: str, right: bool, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``is_causal=False`` of a config: full attention, and windows on both sides."""
+    ids, mask = padded(tokens())
+    mask = mask.flip(1) if right else mask
+    found = {kind: model(name, kind) for kind in ("eager", "attn_ops")}
+    for each in found.values():
+        monkeypatch.setattr(each.config, "is_causal", False, raising=False)
+    for given, rows in ((None, mask >= 0), (mask, mask.bool())):
+        expected = found["eager"](ids, attention_mask=given, use_cache=False).logits[rows]
+        if name == "mistral" and given is not None and right:
+            with pytest.raises(UnsupportedError, match="pad on the left"):
+                found["attn_ops"](ids, attention_mask=given, use_cache=False)
+            continue
+        logits = found["attn_ops"](ids, attention_mask=given, use_cache=False).logits[rows]
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens(name: str, cache: str | None, model: Model) -> None:
+    for ids, mask in (padded(tokens()), (tokens(), torch.ones_like(tokens()))):
+        expected = generate(model(name, "eager"), ids, mask, cache_implementation=cache)
+        assert torch.equal(generate(model(name, "attn_ops"), ids, mask, cache_implementation=cache), expected)
+        assert len(set(expected[0].tolist())) > 4
+
+
+def test_a_chunk_over_a_cache(model: Model) -> None:
+    """Several new tokens over a cache, as in speculative decoding."""
+    ids, mask = padded(tokens())
+    logits = {}
+    for implementation in ("eager", "attn_ops"):
+        found = model("gemma2", implementation)
+        cached = found(ids[:, :5], attention_mask=mask[:, :5]).past_key_values
+        logits[implementation] = found(ids[:, 5:], attention_mask=mask, past_key_values=cached).logits
+    torch.testing.assert_close(logits["attn_ops"], logits["eager"], **TOLERANCE)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_packed_sequences(given: bool, model: Model) -> None:
+    """Sequences in one row, found by their positions or given by their lengths."""
+    ids = tokens(1, 9)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])
+    lengths = torch.tensor([0, 3, 9], dtype=torch.int32)
+    given_lengths = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 6, "max_length_k": 6}
+    for name in ("llama", "mistral"):
+        found = model(name, "attn_ops")
+        more = given_lengths if given else {}
+        logits = found(ids, position_ids=positions, use_cache=False, **more).logits
+        expected = torch.cat([model(name, "eager")(part).logits for part in ids.split([3, 6], 1)], 1)
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def continuous(
+    transformers: Any, model: Any, prompts: list[list[int]], **options: Any
+) -> dict[tuple[int, ...], list[int]]:
+    """Generated tokens of each prompt."""
+    results = model.generate_batch(
+        inputs=prompts,
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, **options),
+        progress_bar=False,
+    )
+    return {tuple(result.prompt_ids): result.generated_tokens for result in results.values()}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v3"])
+def test_continuous_batching(name: str, transformers: Any, model: Model) -> None:
+    """transformers' paged cache takes no keys and values of different head dims, as DeepSeek's are."""
+    prompts = [tokens()[1].tolist(), tokens()[1, :5].tolist(), tokens()[0, 3:].tolist()]
+    found = continuous(transformers, model(name, "attn_ops_flash_3"), prompts)
+    for prompt in prompts:
+        expected = generate(model(name, "eager"), torch.tensor([prompt]))[0, len(prompt) :]
+        assert found[tuple(prompt)] == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_block_tables_of_continuous_batching(
+    name: str, transformers: Any, model: Model, lengths: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of decode steps, which transformers takes for models without windows, and on accelerators alone: it is
+    made to believe in one."""
+    from transformers.generation.continuous_batching import initialization
+
+    from attn_ops.integrations import transformers as integration
+
+    counts = {"plans": 0, "calls": 0}
+    monkeypatch.setattr(BlockTables, "plan", counted(counts, "plans", BlockTables.plan))
+    with_cache = counted(counts, "calls", integration.flash_attn_with_kvcache)
+    monkeypatch.setattr(integration, "flash_attn_with_kvcache", with_cache)
+    monkeypatch.setattr(initialization, "is_torch_xpu_available", lambda: True)
+    monkeypatch.setattr(initialization, "is_flash_attention_requested", lambda *_, **__: True)
+    prompts = [tokens()[1].tolist(), tokens()[1, :5].tolist(), tokens()[0, 3:].tolist()]
+    found = continuous(transformers, model(name, "attn_ops_flash_3"), prompts, max_blocks_per_request=2)
+    assert 2 * (STEPS - 2) <= 2 * counts["plans"] <= counts["calls"]
+    for prompt in prompts:
+        expected = generate(model(name, "eager"), torch.tensor([prompt]))[0, len(prompt) :]
+        assert found[tuple(prompt)] == expected.tolist()
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("mistral", 1), ("gemma2", 2), ("gpt-oss", 2)])
+def test_layers_share_plans(name: str, kinds: int, model: Model, lengths: str) -> None:
+    """With two layers each. One kind is the full layers, the other those with a window."""
+    found = model(name, "attn_ops")
+    ids, mask = padded(tokens(3, 11), 2)
+    more = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    held: list[Any] = []
+    assert plans(lambda: held.append(found(ids, attention_mask=mask).past_key_values)) == kinds
+    assert plans(lambda: found(ids[:, :1], attention_mask=more, past_key_values=held[0])) == kinds
+
+
+def test_layers_share_plans_in_continuous_batching(
+    transformers: Any, model: Model, lengths: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attn_ops.integrations import transformers as integration
+
+    counts = {"plans": 0, "calls": 0}
+
+    monkeypatch.setattr(RaggedLengths, "plan", counted(counts, "plans", RaggedLengths.plan))
+    varlen = counted(counts, "calls", integration.flash_attn_varlen_func)
+    monkeypatch.setattr(integration, "flash_attn_varlen_func", varlen)
+    continuous(transformers, model("llama", "attn_ops_flash_3"), [tokens()[1].tolist(), tokens()[0, :4].tolist()])
+    assert 2 * STEPS <= 2 * counts["plans"] <= counts["calls"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_compiled(name: str, model: Model) -> None:
+    compiled = torch.compile(model(name, "attn_ops"), fullgraph=True, backend="eager")
+    ids, mask = padded(tokens())
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2), "use_cache": False}
+    for more, rows in (({}, mask >= 0), ({"attention_mask": mask}, mask.bool()), (packed, mask >= 0)):
+        expected = model(name, "eager")(ids, **more).logits
+        torch.testing.assert_close(compiled(ids, **more).logits[rows], expected[rows], **TOLERANCE)
+
+
+def decode(model: Any, step: Callable[..., Any], cache: Any) -> Tensor:
+    """Logits of steps over a static cache, whose mask has the size of the cache."""
+    ids, mask = padded(tokens())
+    length = 9
+    token = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:].argmax(-1)
+    logits = []
+    for _ in range(STEPS):
+        mask, length = torch.nn.functional.pad(mask, (0, 1), value=1), length + 1
+        whole = torch.nn.functional.pad(mask, (0, 32 - length))
+        positions = mask.cumsum(1)[:, -1:] - 1
+        out = step(token, attention_mask=whole, position_ids=positions, past_key_values=cache)
+        logits.append(out.logits)
+        token = out.logits.argmax(-1)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)], ids=["graph", "inductor"]
+)
+def test_compiled_steps(backend: str, transformers: Any, model: Model) -> None:
+    """No graph is compiled after the second step, whatever the lengths."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    found, graphs = model("llama", "attn_ops"), CompileCounterWithBackend(backend)
+    cache = [transformers.StaticCache(config=found.config, max_cache_len=32) for _ in range(2)]
+    expected = decode(model("llama", "eager"), model("llama", "eager"), cache[0])
+    logits = decode(found, torch.compile(found, fullgraph=True, backend=graphs), cache[1])
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor(model: Model) -> None:
+    compiled = torch.compile(model("gemma2", "attn_ops"), fullgraph=True)
+    ids, mask = padded(tokens())
+    expected = model("gemma2", "eager")(ids, attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(compiled(ids, attention_mask=mask).logits[mask.bool()], expected, **TOLERANCE)
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_hidden_tokens_between_others(model: Model) -> None:
+    mask = torch.ones_like(tokens())
+    mask[0, 4] = 0
+    with pytest.raises(
+        UnsupportedError, match=r"hides tokens between or after those that it shows.*padding_side='left'"
+    ):
+        model("llama", "attn_ops")(tokens(), attention_mask=mask)
+
+
+def test_masks_of_compiled_code_are_asserted(transformers: Any, model: Model) -> None:
+    """What a mask hides, and functions that are combined into it, are not known while a graph is traced."""
+    from transformers.masking_utils import create_causal_mask
+
+    mask = torch.ones_like(tokens())
+    mask[0, 4] = 0
+    with pytest.raises(RuntimeError, match="hides tokens between"):
+        torch.compile(model("llama", "attn_ops"), fullgraph=True, backend="eager")(tokens(), attention_mask=mask)
+
+    config, blocks = model("llama", "attn_ops").config, torch.full((2, 9), 1)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def with_blocks(inputs: Tensor, mask: Tensor) -> Tensor:
+        return create_causal_mask(config, inputs, mask, None, block_sequence_ids=blocks)
+
+    with pytest.raises(RuntimeError, match="tokens see later ones"):
+        with_blocks(torch.zeros(2, 9, 64), torch.ones(2, 9, dtype=torch.bool))
+
+
+def test_prepared_masks(model: Model) -> None:
+    with pytest.raises(UnsupportedError, match=r"attention_mask is \[2, 1, 9, 9\], torch.bool.*'sdpa'"):
+        model("llama", "attn_ops")(tokens(), attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
+
+
+def test_gradients(model: Model) -> None:
+    found = model("llama", "attn_ops")
+    weight = found.model.embed_tokens.weight.requires_grad_(True)
+    try:
+        with pytest.raises(GradientError, match=r"requires grad.*torch.no_grad\(\)"):
+            found(tokens())
+        with torch.no_grad():
+            found(tokens())
+    finally:
+        weight.requires_grad_(False)
+
+
+def test_dropout(model: Model) -> None:
+    attention = model("llama", "attn_ops").model.layers[0].self_attn
+    attention.attention_dropout = 0.5
+    try:
+        model("llama", "attn_ops").train()
+        with pytest.raises(UnsupportedError, match=r"dropout is 0.5.*model.eval\(\)"):
+            model("llama", "attn_ops")(tokens())
+    finally:
+        model("llama", "attn_ops").eval()
+        attention.attention_dropout = 0.0
+
+
+def test_probabilities(model: Model) -> None:
+    with pytest.raises((UnsupportedError, ValueError), match="output_attentions"):
+        model("llama", "attn_ops")(tokens(), output_attentions=True)
+
+
+def test_a_name_without_its_mask_function(transformers: Any, model: Model) -> None:
+    from attn_ops.integrations.transformers import attention_forward
+
+    transformers.AttentionInterface.register("attention_alone", attention_forward)
+    found = model("llama", "attention_alone")
+    with pytest.raises(ArgumentError, match=r"no attention mask.*register\(\)"):
+        found(tokens(), attention_mask=padded(tokens())[1])
+
+
+def test_masks_of_other_forms(transformers: Any, model: Model) -> None:
+    from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+
+    config = model("llama", "attn_ops").config
+    inputs = {"inputs_embeds": torch.zeros(2, 9, 64), "attention_mask": None, "past_key_values": None}
+    with pytest.raises(UnsupportedError, match=r"the mask is made by .*'sdpa'"):
+        create_causal_mask(config, **inputs, or_mask_function=lambda b, h, q, k: k >= 0)
+    config.attention_chunk_size = 4
+    try:
+        with pytest.raises(UnsupportedError, match=r"the mask is made by .*chunked_overlay.*'sdpa'"):
+            create_chunked_causal_mask(config, **inputs)
+    finally:
+        del config.attention_chunk_size
+
+
+def test_transformers_is_optional() -> None:
+    code = """
+import sys
+sys.modules["transformers"] = None  # as if it were not installed
+import attn_ops
+from attn_ops.integrations import transformers
+try:
+    transformers.register()
+except ImportError as error:
+    assert "pip install" in str(error), error
+else:
+    raise AssertionError("nothing raised")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
