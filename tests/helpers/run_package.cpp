@@ -1,6 +1,8 @@
 // Runs an AOTInductor package once in a process without Python: run_package MODEL.pt2 INPUTS.pt OUTPUTS.pt DEVICE
 // INPUTS.pt is a list of tensors saved by torch.save; OUTPUTS.pt gets a tuple of the outputs and the mutated inputs.
 // Exit status 4: the package threw. Its message is on stderr, and OUTPUTS.pt has the inputs alone.
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
