@@ -180,19 +180,22 @@ def hopper_mla(p: Problem) -> list[str]:
     )
 
 
-def _cuda(p: Problem, module: str, key: Hashable, checks: list[tuple[bool, str]]) -> list[str]:
-    """The reasons of a CUDA kernel, which takes the problem if ``checks`` hold.
+def kernel_unavailable(module: str, key: Hashable) -> str:
+    """Why ``SPECIALIZATIONS[key]`` of ``kernels/cuda/{module}.py`` cannot be launched, which is compiled if necessary."""
+    native = importlib.import_module("attn_ops.eager.prepared_call")
+    if not native.is_available():
+        return f"the launcher is missing ({native.NATIVE_REASON})"
+    kernels, compiler = (importlib.import_module(f"attn_ops.kernels.cuda.{name}") for name in (module, "compile"))
+    reason: str = compiler.unavailable_reason(kernels.SPECIALIZATIONS[key])
+    return reason
 
-    If they do, the kernel is compiled: ``SPECIALIZATIONS[key]`` of ``kernels/cuda/{module}.py``.
-    """
+
+def _cuda(p: Problem, module: str, key: Hashable, checks: list[tuple[bool, str]]) -> list[str]:
+    """The reasons of a CUDA kernel, which takes the problem if ``checks`` hold: then it is compiled."""
     reasons = _machine_of_hopper(p) or _failed(checks)
     if reasons:
         return reasons
-    native = importlib.import_module("attn_ops.eager.prepared_call")
-    if not native.is_available():
-        return [f"the launcher is missing ({native.NATIVE_REASON})"]
-    kernels, compiler = (importlib.import_module(f"attn_ops.kernels.cuda.{name}") for name in (module, "compile"))
-    reason = compiler.unavailable_reason(kernels.SPECIALIZATIONS[key])
+    reason = kernel_unavailable(module, key)
     return [reason] if reason else []
 
 

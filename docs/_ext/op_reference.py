@@ -142,10 +142,11 @@ def _argument_row(op: OpText, argument: Any) -> list[str]:
 
 
 def _reasons(entry: Backend, problem: Problem, capability: tuple[int, int] = (9, 0)) -> list[str]:
-    """Unsupported reasons on a machine that has Triton and a GPU of this compute capability."""
+    """Unsupported reasons on a machine that has Triton, a CUDA compiler and a GPU of this compute capability."""
     with (
         mock.patch.object(unsupported, "triton_installed", return_value=True),
         mock.patch.object(unsupported, "gluon_imports", return_value=True),
+        mock.patch.object(unsupported, "kernel_unavailable", return_value=""),
         mock.patch.object(unsupported, "compute_capability", return_value=capability),
     ):
         return entry.unsupported_reasons(problem)
