@@ -181,7 +181,7 @@ def hopper_mla(p: Problem) -> list[str]:
 
 
 def kernel_unavailable(module: str, key: Hashable) -> str:
-    """Why ``SPECIALIZATIONS[key]`` of ``kernels/cuda/{module}.py`` cannot be launched, which is compiled if necessary."""
+    """Why ``SPECIALIZATIONS[key]`` of ``kernels/cuda/{module}.py`` cannot be launched; it is compiled if necessary."""
     native = importlib.import_module("attn_ops.eager.prepared_call")
     if not native.is_available():
         return f"the launcher is missing ({native.NATIVE_REASON})"
