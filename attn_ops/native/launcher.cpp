@@ -349,7 +349,7 @@ CUresult encode_map(const MapSpec& spec, void* address, const int64_t* integers,
   const int rank = spec.rank;
   for (int d = 0; d < rank; ++d) {  // outermost first here, innermost first in the driver
     const int at = rank - 1 - d;
-    if (integers[d] == 0) return CUDA_SUCCESS;
+    if (integers[d] <= 0) return CUDA_SUCCESS;
     sizes[at] = static_cast<uint64_t>(integers[d]);
     box[at] = spec.box[d];
     steps[at] = 1;

@@ -58,9 +58,6 @@ CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)
 CUDA_PREFILL_PAGE = 8
 """Tokens that a page is a multiple of: those of a swizzled group of rows."""
 
-CUDA_PREFILL_GROUP = 1024
-"""Query heads per KV head up to which packed rows are divided by a multiplication."""
-
 CUDA_MERGE_VECTORS = 128
 """Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
 
@@ -217,7 +214,6 @@ def cuda_merge_states(p: Problem) -> list[str]:
 
 def cuda_prefill(p: Problem) -> list[str]:
     dims = p.head_dim_qk, p.head_dim_vo
-    group = p.num_qo_heads // max(p.num_kv_heads, 1)
     return _cuda(
         p,
         "prefill",
@@ -227,7 +223,6 @@ def cuda_prefill(p: Problem) -> list[str]:
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
             (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
             (dims in CUDA_PREFILL_HEAD_DIMS, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
-            (group <= CUDA_PREFILL_GROUP, f"{group} query heads per KV head are more than {CUDA_PREFILL_GROUP}"),
             (
                 p.page_size % CUDA_PREFILL_PAGE == 0,
                 f"pages of {p.page_size} tokens are not multiples of {CUDA_PREFILL_PAGE}",

@@ -85,14 +85,13 @@ struct Shared {
 struct Problem {
   const int *qo_indptr, *kv_indices, *work;
   int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
-  int page_size, box, tile_rows, num_items;
+  int page_size, box, tile_rows, num_items, num_units;
   bool planned;
 
   DEVICE bool split_kv() const { return tile_rows * group <= kPackedRows; }
   DEVICE int block_rows() const { return split_kv() ? kPackedRows : 2 * kPackedRows; }
   DEVICE int blocks() const { return (tile_rows * group + block_rows() - 1) / block_rows(); }
-  // Packed rows of an item are few: p * (group - 1) < 2^20 makes this exact.
-  DEVICE uint32 reciprocal() const { return ((1u << 20) + group - 1) / group; }
+  DEVICE int row_of(int packed_row) const { return uint32(packed_row) / uint32(group); }
 };
 
 // Keys or values in global memory. A page adds `page_step` and a head `head_step` to the outermost index.
@@ -113,9 +112,10 @@ struct Unit {
   int kv_head;
 };
 
-DEVICE int add_saturating(int a, int b) {
-  const int64 sum = int64(a) + b;
-  return sum > 0x7FFFFFFF ? 0x7FFFFFFF : static_cast<int>(sum);
+// `position + rows + window`, with a position that may be negative and a sum that may not fit in 32 bits, as a token.
+DEVICE int bound(int position, int rows, int window) {
+  if (window == kNone) return kMaxTokens;
+  return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(0)));
 }
 
 // Units of this CTA in their order.
@@ -125,7 +125,7 @@ struct Schedule {
   // Items without rows divide the query rows after the last request's among them. The plan lists them last: after the
   // first of them, those without such rows are skipped.
   DEVICE bool next(const Problem& p, Unit& unit) {
-    const int blocks = p.blocks(), of_item = p.num_kv_heads * blocks, total = p.num_items * of_item;
+    const int blocks = p.blocks(), of_item = p.num_kv_heads * blocks, total = p.num_units;
     const int ctas = gridDim.x;
     for (;; ++wave) {
       const int64 u = int64(wave) * ctas + (wave & 1 ? ctas - 1 - int(blockIdx.x) : int(blockIdx.x));
@@ -141,8 +141,8 @@ struct Schedule {
       const int first = unit.first_packed_row / p.group;
       const int last = min((unit.first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
       if (first > last) continue;
-      unit.end = min(min(unit.end, kMaxTokens), add_saturating(unit.position + last + 1, p.window_right));
-      int begin = max(unit.start, p.window_left == kNone ? 0 : unit.position + first - p.window_left);
+      unit.end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
+      int begin = max(unit.start, p.window_left == kNone ? 0 : bound(unit.position, first, -p.window_left));
       unit.start = PAGED ? begin / p.box * p.box : begin;
       unit.start = max(min(unit.start, unit.end), 0);
       unit.hidden = max(begin - unit.start, 0);
@@ -291,11 +291,10 @@ struct Queries {
 
 // Copies the packed rows of a unit: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each 64 columns.
 DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 to, int thread) {
-  const uint32 reciprocal = p.reciprocal();
   const char* from = q.first + (unit.row * q.stride_row + unit.kv_head * p.group * q.stride_head) * 2 + thread % 8 * 16;
   const uint32 swizzled = thread / 8 * kRowBytes + (thread % 8 ^ thread / 8) * 16;
   for (int row = thread / 8; row < p.block_rows(); row += 8) {
-    const int packed = unit.first_packed_row + row, tile_row = packed * reciprocal >> 20;
+    const int packed = unit.first_packed_row + row, tile_row = p.row_of(packed);
     const int head = packed - tile_row * p.group;
     const bool exists = tile_row < unit.count && uint32(unit.row + tile_row) < uint32(p.rows);
     const char* row_from = exists ? from + (tile_row * q.stride_row + head * q.stride_head) * 2 : q.first;
@@ -522,7 +521,7 @@ DEVICE void store_like_query(void* out, const Output& output, const int64 (&row)
 
 // Divides by the row sums and stores output and LSE, or the partial result.
 DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& to, const int (&unit)[8],
-                  int first_packed_row, uint32 reciprocal) {
+                  int first_packed_row) {
   const int lane = threadIdx.x % 32, first = first_packed_row + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const int row = unit[0], count = unit[1], slot = unit[5], first_head = unit[7];
   const int num_heads = p.num_kv_heads * p.group;
@@ -531,7 +530,7 @@ DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& t
   bool exists[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int packed = first + 8 * r, tile_row = packed * reciprocal >> 20;
+    const int packed = first + 8 * r, tile_row = p.row_of(packed);
     const int head = first_head + packed - tile_row * p.group;
     exists[r] = tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
     float row_max = rows.row_max[r], sum = sum_of_quad(rows.row_sum[r]), alpha = 1;
@@ -603,7 +602,6 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   const bool split_kv = p.split_kv();
   const float factor = arguments.cap > 0 ? arguments.cap * kLog2e : arguments.scale * kLog2e;
   const float to_cap = arguments.cap > 0 ? arguments.scale / arguments.cap * kToTanh : 0.f;
-  const uint32 reciprocal = p.reciprocal();
   const int lane = threadIdx.x % 32, line = threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const uint64 keys = k_major(shared_address(shared.keys[0]), TileLayout<kDimQk>::kGroup);
   const uint64 values =
@@ -628,17 +626,16 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     Rows rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int at = position + ((first_packed_row + line + 8 * r) * reciprocal >> 20);
+      const int row = p.row_of(first_packed_row + line + 8 * r);
       // Relative to this thread's first column of a tile.
-      rows.low[r] = (p.window_left == kNone ? 0 : at - p.window_left) - lane % 4 * 2;
-      rows.high[r] = min(end, add_saturating(at + 1, p.window_right)) - lane % 4 * 2;
+      rows.low[r] = (p.window_left == kNone ? 0 : bound(position, row, -p.window_left)) - lane % 4 * 2;
+      rows.high[r] = min(end, bound(position, row + 1, p.window_right)) - lane % 4 * 2;
       rows.row_max[r] = -kInfinity, rows.row_sum[r] = 0;
     }
     // Tiles within these bounds are visible to all rows of this consumer.
-    const int first_position = position + (first_packed_row * reciprocal >> 20);
-    const int last_position = position + ((first_packed_row + kPackedRows - 1) * reciprocal >> 20);
-    const int visible_begin = p.window_left == kNone ? 0 : last_position - p.window_left;
-    const int visible_end = min(end, add_saturating(first_position + 1, p.window_right));
+    const int first_row = p.row_of(first_packed_row), last_row = p.row_of(first_packed_row + kPackedRows - 1);
+    const int visible_begin = p.window_left == kNone ? 0 : bound(position, last_row, -p.window_left);
+    const int visible_end = min(end, bound(position, first_row + 1, p.window_right));
 
     Output output;
 #pragma unroll
@@ -700,7 +697,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
 
     if (split_kv) reduce(consumer, output, rows, shared, query_memory);
     if (split_kv || tiles <= 0) release(q_empty);
-    if (!split_kv || consumer == 0) store(output, rows, p, arguments.results, unit, first_packed_row, reciprocal);
+    if (!split_kv || consumer == 0) store(output, rows, p, arguments.results, unit, first_packed_row);
   }
 }
 
@@ -741,7 +738,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     // What a page and a head add to the outermost index of the maps of paged KV:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
     int tile_rows,                            // query rows of a work item
-    int num_items, int out_type) {
+    int num_items,
+    int num_units,                            // blocks of all items and KV heads
+    int out_type) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Problem p = {
@@ -750,9 +749,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
   };
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
-    prefetch_map(&q_map);
-    prefetch_map(&k);
-    prefetch_map(&v);
     const int readers = kConsumerWarps * (p.split_kv() ? 1 : 2);
     for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), 1);
     for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), 1);

@@ -12,9 +12,10 @@ from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from torch import Tensor
 
+from attn_ops.native.images import NoImageError
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.ops.unsupported import CUDA_PREFILL_HEAD_DIMS
-from attn_ops.plan.state import PlanProblem, PrefillPlan
+from attn_ops.plan.state import KV_BLOCK, PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
 """Packed rows of a consumer warpgroup, of which a CTA has two."""
@@ -47,7 +48,7 @@ KERNEL = Kernel(
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
         **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size", "box"), "i32"),
         **dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
-        **dict.fromkeys(("tile_rows", "num_items", "out_type"), "i32"),
+        **dict.fromkeys(("tile_rows", "num_items", "num_units", "out_type"), "i32"),
     },
     writes=("out", "lse", "partial"),
     aligned=("q", "out"),
@@ -98,6 +99,8 @@ def paged_map(t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box
     Pages and heads are one dimension, whose stride divides theirs: a map has five dimensions at most.
     """
     page, token, head = strides
+    if not (isinstance(page, int) and isinstance(head, int)):
+        raise NoImageError("the strides of pages and heads depend on sizes that only the run knows")
     unit = math.gcd(page, head)
     pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - 1) * (head // unit) + 1
     blocks = t.shape[-1] // COLUMNS
@@ -139,16 +142,18 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     tokens = TILES[dims].tokens
-    box = math.gcd(page_size, tokens) if paged else tokens
+    # Splits begin at multiples of a KV block. One that began inside of a box would see the keys before it.
+    box = math.gcd(page_size, min(tokens, KV_BLOCK)) if paged else tokens
     make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
         make_map(t, strides, num_kv_heads, extent, box) for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
     )
     q_map, q_box_rows = query_map(x.q, group)
-    blocks = -(-tile_rows * group // (PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS))
+    block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
+    num_units = num_items * num_kv_heads * -(-tile_rows * group // block_rows)
     launch(
         SPECIALIZATIONS[(*dims, paged, x.q.dtype)],
-        (persistent_grid(num_items * num_kv_heads * blocks, x.q.device),),
+        (persistent_grid(num_units, x.q.device),),
         q=x.q,
         q_map=q_map,
         k=k,
@@ -178,6 +183,7 @@ def launch_tiles(
         v_head_step=v_head_step,
         tile_rows=tile_rows,
         num_items=num_items,
+        num_units=num_units,
         out_type=0 if out.dtype == x.q.dtype else OUT_TYPES[out.dtype],
     )
 

@@ -61,6 +61,18 @@ CASES = [
             },
             "split": _SPLIT,
             "split, not causal": {**_SPLIT, "causal": False},
+            "split in pages of 128": {**_SPLIT, "page_size": 128},
+            "more rows than keys beside a long request": {
+                "qo_lens": (64, 1500, *(64,) * 8),
+                "kv_lens": (2048, 10, *(64,) * 8),
+                "heads": (16, 16),
+            },
+            "long query tiles": {
+                "qo_lens": (5000,),
+                "kv_lens": (300,),
+                "heads": (1, 1),
+                "planner": {"tile_rows": 8192},
+            },
             "split, sinks": {**_SPLIT, "sinks": 1.0},
             "split, FP8 output": {**_SPLIT, "out_dtype": torch.float8_e4m3fn},
             "fixed split": {"planner": {"fixed_split_size": 8, "num_ctas": 80}},

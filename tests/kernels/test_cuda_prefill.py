@@ -293,7 +293,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
     ({"head_dim_qk": 192, "head_dim_vo": 192}, "head dimensions 192 and 192 have no tile"),
-    ({"num_qo_heads": 1025, "num_kv_heads": 1}, "1025 query heads per KV head are more than 1024"),
     ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     (

@@ -100,10 +100,10 @@ PyObject* PreparedCall::launch(int device, void* stream, const uint64_t* given, 
     *next++ = address_of(output.get());
     require(!PyTuple_SetItem(made.get(), i, output.release()));
   }
-  PyThreadState* thread = PyEval_SaveThread();
-  const Status status = launch_all(*this, addresses, device, stream);
-  PyEval_RestoreThread(thread);
-  require(status);
+  require([&] {
+    const WithoutGil without_gil;
+    return launch_all(*this, addresses, device, stream);
+  }());
   if (!unpack) return made.release();
   return Py_NewRef(num_outputs ? PyTuple_GetItem(made.get(), 0) : Py_None);
 }

@@ -39,6 +39,14 @@ inline void require(bool holds) {
   throw PythonError();
 }
 
+// Other threads run Python code during its life.
+struct WithoutGil {
+  PyThreadState* const thread = PyEval_SaveThread();
+  WithoutGil() = default;
+  WithoutGil(const WithoutGil&) = delete;
+  ~WithoutGil() { PyEval_RestoreThread(thread); }
+};
+
 // The new reference that `function` returns, or null with the error of Python.
 template <class F>
 PyObject* or_null(F function) {
@@ -48,6 +56,9 @@ PyObject* or_null(F function) {
     return nullptr;
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
   }
 }
 
