@@ -93,6 +93,14 @@ SPECIALIZATIONS = {
 """By head dims, whether KV is paged, and dtype."""
 
 
+def box_of_pages(page_size: int, tile_tokens: int) -> int:
+    """Tokens of a box of paged KV. It lies in a page, and in a KV block.
+
+    Splits begin at KV blocks. One that began inside of a box would see the keys of the split before it.
+    """
+    return math.gcd(page_size, min(tile_tokens, KV_BLOCK))
+
+
 def paged_map(t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box: int) -> tuple[TensorMap, int, int]:
     """The map of paged keys or values, and what a page and a head add to its outermost index.
 
@@ -142,8 +150,7 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     tokens = TILES[dims].tokens
-    # Splits begin at multiples of a KV block. One that began inside of a box would see the keys before it.
-    box = math.gcd(page_size, min(tokens, KV_BLOCK)) if paged else tokens
+    box = box_of_pages(page_size, tokens) if paged else tokens
     make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
         make_map(t, strides, num_kv_heads, extent, box) for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))

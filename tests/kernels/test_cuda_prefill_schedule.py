@@ -1,0 +1,163 @@
+"""Units of the CUDA prefill kernel: the part of its source that walks a plan, compiled for the host."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from attn_ops.kernels.cuda.compile import FOLDER
+from helpers.page_tables import indptr, page_table
+
+import attn_ops
+from attn_ops.plan.state import PlanProblem, num_partials
+
+prefill = pytest.importorskip("attn_ops.kernels.cuda.prefill", exc_type=ImportError)
+
+HEADS, NO_WINDOW, TILE, PACKED_ROWS = 2, 1 << 30, 128, 64
+
+PRELUDE = """
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+#define DEVICE inline
+using int64 = long long;
+using uint32 = unsigned int;
+template <class A, class B> auto min(A a, B b) { return b < a ? b : a; }
+template <class A, class B> auto max(A a, B b) { return a < b ? b : a; }
+struct Index { int x; } gridDim, blockIdx;
+"""
+
+MAIN = """
+int main(int argc, char** argv) {
+  std::vector<int> n;
+  for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
+  const int* at = n.data();
+  const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
+  Problem p = {};
+  p.qo_indptr = array(), p.kv_indices = nullptr, p.work = array();
+  for (int* field : {&p.window_left, &p.window_right, &p.rows, &p.kv_rows, &p.num_pages, &p.max_pages, &p.max_items,
+                     &p.max_batch, &p.num_kv_heads, &p.group, &p.page_size, &p.box, &p.tile_rows, &p.num_items,
+                     &p.num_units, &gridDim.x})
+    *field = *at++;
+  p.planned = true;
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+    Schedule schedule;
+    Unit unit;
+    while (schedule.next(p, unit))
+      std::printf("%d %d %d %d %d %d %d %d %d %d %d\\n", blockIdx.x, unit.row, unit.count, unit.position, unit.start,
+                  unit.end, unit.hidden, unit.page_start, unit.slot, unit.first_packed_row, unit.kv_head);
+  }
+}
+"""
+
+
+class Unit(NamedTuple):
+    cta: int
+    row: int
+    count: int
+    position: int
+    start: int
+    end: int
+    hidden: int
+    page_start: int
+    slot: int
+    first_packed_row: int
+    kv_head: int
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Programs that print the units of a plan, by whether KV is paged."""
+    source = (FOLDER / "prefill.cu").read_text()
+    constants = re.findall(r"^(?:constexpr int k(?:None|MaxTokens|PackedRows)|enum Work) .*$", source, re.MULTILINE)
+    assert len(constants) == 4
+    walk = source[source.index("struct Problem {") : source.index("// ---- Producers")]
+    folder, made = tmp_path_factory.mktemp("schedule"), {}
+    for paged in (False, True):
+        text = "\n".join([PRELUDE, f"#define PAGED {int(paged)}", "struct TensorMap;", *constants, walk, MAIN])
+        (folder / f"{paged}.cpp").write_text(text)
+        made[paged] = folder / str(paged)
+        sanitizers = "-fsanitize=undefined,address", "-fno-sanitize-recover"
+        words = ["g++", "-std=c++17", "-O1", "-w", *sanitizers, str(folder / f"{paged}.cpp"), "-o", str(made[paged])]
+        subprocess.run(words, check=True)
+    return made
+
+
+def _units(program: Path, plan: attn_ops.PrefillPlan, rows: int, box: int, ctas: int, **p: int) -> list[Unit]:
+    problem = PlanProblem.of(plan.problem)
+    group, tile_rows = problem.num_qo_heads // HEADS, problem.tile_rows
+    items = plan.kv_len.shape[0] + num_partials(plan) - (-rows // tile_rows)
+    block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
+    units = items * HEADS * -(-tile_rows * group // block_rows)
+    numbers = [plan.qo_indptr.numel(), *plan.qo_indptr.tolist(), plan.work.numel(), *plan.work.flatten().tolist()]
+    numbers += [p.get("left", NO_WINDOW), p.get("right", NO_WINDOW), rows, p.get("kv_rows", 0), p.get("pages", 0)]
+    numbers += [plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], HEADS, group, problem.page_size]
+    numbers += [box, tile_rows, items, units, min(ctas, units)]
+    run = subprocess.run([program], input=" ".join(map(str, numbers)), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return [Unit(*map(int, line.split())) for line in run.stdout.splitlines()]
+
+
+BATCHES = {
+    "several": ((100, 3, 7, 0, 5, 300), (700, 9, 40, 2, 0, 300)),
+    "more rows than keys beside a long request": ((64, 1500, *(64,) * 8), (2048, 10, *(64,) * 8)),
+    "splits": ((40, 33), (3000, 2000)),
+    "one row each": ((1,) * 20, tuple(range(1, 2001, 100))),
+}
+
+
+@pytest.mark.parametrize("page_size", [0, 8, 16, 48, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("name", BATCHES)
+def test_units_are_the_work_of_the_plan(
+    name: str, group: int, causal: bool, page_size: int, programs: dict[bool, Path]
+) -> None:
+    """Every pair of a query row and a head is in one unit for every key that it sees, and units have no other keys."""
+    qo_lens, kv_lens = BATCHES[name]
+    paged, padding = page_size > 0, 70
+    total, tables = sum(qo_lens), page_table(kv_lens, page_size or 1)
+    planner = attn_ops.PrefillPlanner(
+        len(qo_lens) + 2,
+        total + padding,
+        (tables[1].shape[0] + 3) if paged else 0,
+        page_size=page_size or 1,
+        num_qo_heads=group * HEADS,
+        num_kv_heads=HEADS,
+        head_dim=128,
+        max_kv_len=max(kv_lens),
+        causal=causal,
+        num_ctas=16,
+    )
+    plan = planner.plan(indptr(qo_lens), *(tables if paged else (indptr(kv_lens),)))
+    box = prefill.box_of_pages(page_size, TILE) if paged else TILE
+    sizes = {"pages": 1 << 20} if paged else {"kv_rows": sum(kv_lens)}
+    right = {"right": 0} if causal else {}
+    units = _units(programs[paged], plan, total + padding, box, 13, **sizes, **right)
+
+    tile_rows = PlanProblem.of(plan.problem).tile_rows
+    block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
+    starts = indptr(qo_lens).tolist()
+    seen: Counter[tuple[int, int]] = Counter()  # (row, head) -> keys
+    visits: Counter[tuple[int, int]] = Counter()
+    for u in units:
+        assert 0 <= u.start <= u.end
+        assert 0 <= u.hidden < box
+        assert u.hidden == 0 or u.slot < 0, "a split begins inside of a box"
+        for packed in range(u.first_packed_row, min(u.first_packed_row + block_rows, u.count * group)):
+            row, head = u.row + packed // group, u.kv_head * group + packed % group
+            high = min(u.end, u.position + packed // group + 1) if causal else u.end
+            visits[row, head] += 1
+            seen[row, head] += max(high - u.start - u.hidden, 0)
+    for b, (rows, tokens) in enumerate(zip(qo_lens, kv_lens, strict=True)):
+        for i in range(rows):
+            keys = max(min(tokens, tokens - rows + i + 1), 0) if causal else tokens
+            assert {seen[starts[b] + i, head] for head in range(group * HEADS)} == {keys}, (b, i)
+    assert len(visits) == (total + padding) * group * HEADS, "rows after the last request's are cleared"
+    assert {visits[row, head] for row in range(total, total + padding) for head in range(group * HEADS)} == {1}
