@@ -119,7 +119,7 @@ def cubin_of(specialization: Specialization) -> bytes:
                     _compiled.clear()
                 _compiled[at] = found
     if isinstance(found, CompilerError):
-        raise found
+        raise CompilerError(str(found))  # a new one: an exception keeps the frames of every time that it is raised
     return found
 
 

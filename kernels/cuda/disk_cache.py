@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -27,17 +28,20 @@ MAX_FILES = 256
 MAX_BYTES = 64 << 20
 """Larger files are none of ours."""
 
+OURS = re.compile(r"[0-9a-f]+\.cubin|\.\d+\.[0-9a-f]{16}")
+"""Names of files that :func:`store` writes: cubins, and partial ones."""
+
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def folder() -> Path | None:
-    """Where the files are: in ``$ATTN_OPS_CACHE_DIR``, or ``attn_ops`` in the user's cache folder. None: nowhere."""
+    """``attn_ops/cuda`` in ``$ATTN_OPS_CACHE_DIR`` or in the user's cache folder. None: there is no such folder."""
     given = os.environ.get(VARIABLE)
     try:
-        base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_ops"
+        base = Path(given or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # the user has no home
         return None
-    return base / "cuda"
+    return base / "attn_ops" / "cuda"
 
 
 @contextlib.contextmanager
@@ -132,7 +136,7 @@ def store(key: str, cubin: bytes) -> None:
 def _remove_oldest(where: int) -> None:
     """Keep ``MAX_FILES`` files. Partial ones of processes that have ended are among the oldest."""
     used: list[tuple[float, str]] = []
-    for name in os.listdir(where):
+    for name in filter(OURS.fullmatch, os.listdir(where)):
         with contextlib.suppress(OSError):
             used.append((os.stat(name, dir_fd=where, follow_symlinks=False).st_mtime, name))
     for _, name in sorted(used)[: max(0, len(used) - MAX_FILES)]:

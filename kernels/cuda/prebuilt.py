@@ -40,6 +40,8 @@ def manifest(folder: Path) -> dict[str, Any]:
         read = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         major, _ = read["cuda"]
         newest = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else major
+        if not all(isinstance(row["sha256"], str) for row in read["images"].values()):
+            raise TypeError("a digest is no text")
         return read if read["images"] and major <= newest else {}  # a driver loads what its CUDA or an older compiled
     except FileNotFoundError:
         return {}

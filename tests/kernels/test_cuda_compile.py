@@ -234,8 +234,14 @@ def test_the_kernels_in_memory_are_bounded(compiled: list[str], monkeypatch: pyt
     assert len(compiled) == 5
 
 
-def _kept(tmp_path: Path) -> Path:
-    (path,) = (tmp_path / "cache" / "cuda").iterdir()
+def _folder() -> Path:
+    path = disk_cache.folder()
+    assert path is not None
+    return path
+
+
+def _kept() -> Path:
+    (path,) = _folder().iterdir()
     return path
 
 
@@ -255,7 +261,7 @@ def test_a_damaged_file_is_compiled_again(
     damage: Any, compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cubin = cubin_of(ADD)
-    damage(_kept(tmp_path))
+    damage(_kept())
     _forget(monkeypatch)
     assert cubin_of(ADD) == cubin
     assert len(compiled) == 2
@@ -264,7 +270,7 @@ def test_a_damaged_file_is_compiled_again(
 def test_a_file_of_another_kernel_is_not_loaded(tmp_path: Path) -> None:
     disk_cache.store(KEY, b"cubin")
     other = "cd" * 32
-    os.rename(_kept(tmp_path), tmp_path / "cache" / "cuda" / f"{other}.cubin")
+    os.rename(_kept(), _folder() / f"{other}.cubin")
     assert disk_cache.load(other) is None
 
 
@@ -272,15 +278,15 @@ def test_a_file_of_another_kernel_is_not_loaded(tmp_path: Path) -> None:
 def test_a_link_is_not_another_kernel(link: Any, tmp_path: Path) -> None:
     disk_cache.store(KEY, b"cubin")
     other = "cd" * 32
-    link(_kept(tmp_path), tmp_path / "cache" / "cuda" / f"{other}.cubin")
+    link(_kept(), _folder() / f"{other}.cubin")
     assert disk_cache.load(other) is None
     assert disk_cache.load(KEY) == b"cubin"
 
 
 def test_the_folder_is_private(tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "cuda"
+    folder = disk_cache.folder()
     disk_cache.store(KEY, b"cubin")
-    assert (folder.stat().st_mode & 0o777, _kept(tmp_path).stat().st_mode & 0o777) == (0o700, 0o600)
+    assert (folder.stat().st_mode & 0o777, _kept().stat().st_mode & 0o777) == (0o700, 0o600)
     folder.chmod(0o777)
     assert disk_cache.load(KEY) == b"cubin"
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -310,8 +316,8 @@ def test_files_and_folders_of_other_users_are_not_used(tmp_path: Path, monkeypat
 
 def test_a_folder_that_is_a_link_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "cuda").symlink_to(tmp_path / "elsewhere")
+    _folder().parent.mkdir(parents=True)
+    _folder().symlink_to(tmp_path / "elsewhere")
     disk_cache.store(KEY, b"cubin")
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert disk_cache.unusable_reason()
@@ -329,7 +335,7 @@ def test_a_folder_that_cannot_be_made_keeps_nothing(
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"ATTN_OPS_CACHE_DIR": "/a"}, "/a/cuda"),
+        ({"ATTN_OPS_CACHE_DIR": "/a"}, "/a/attn_ops/cuda"),
         ({"XDG_CACHE_HOME": "/b"}, "/b/attn_ops/cuda"),
         ({"HOME": "/c"}, "/c/.cache/attn_ops/cuda"),
     ],
@@ -358,11 +364,14 @@ def test_the_files_are_bounded_and_the_unused_go_first(tmp_path: Path, monkeypat
     keys = [f"{i:02x}" * 32 for i in range(5)]
     for i, key in enumerate(keys[:3]):
         disk_cache.store(key, b"cubin")
-        os.utime(tmp_path / "cache" / "cuda" / f"{key}.cubin", (i, i))
+        os.utime(_folder() / f"{key}.cubin", (i, i))
+    (_folder() / "notes.txt").touch()
+    os.utime(_folder() / "notes.txt", (0, 0))
     assert disk_cache.load(keys[0]) == b"cubin"
     for key in keys[3:]:
         disk_cache.store(key, b"cubin")
     assert [disk_cache.load(key) is not None for key in keys] == [True, False, False, True, True]
+    assert (_folder() / "notes.txt").exists()  # not one of ours
 
 
 WRITER = """
@@ -378,7 +387,7 @@ for i in range(60):
 def test_processes_share_the_folder(tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", WRITER, KEY], env=os.environ) for _ in range(2)]
     assert [process.wait(120) for process in processes] == [0, 0]
-    assert _kept(tmp_path).name == f"{KEY}.cubin"  # and nothing partial
+    assert _kept().name == f"{KEY}.cubin"  # and nothing partial
 
 
 def test_threads_compile_a_kernel_once(compiled: list[str]) -> None:

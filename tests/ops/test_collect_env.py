@@ -144,7 +144,7 @@ def test_where_cuda_kernels_come_from(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(compile_module, "compiler", lambda: ("some compiler 1.0", lambda specialization: b""))
     found = attn_ops.collect_env()
     assert found.cuda_compiler.startswith("some compiler 1.0")
-    assert found.cuda_kernels.endswith(f" prebuilt; kept in {tmp_path / 'cuda'}")
+    assert found.cuda_kernels.endswith(f" prebuilt; kept in {tmp_path / 'attn_ops' / 'cuda'}")
     assert f"CUDA kernels: {found.cuda_kernels}" in str(found)
     monkeypatch.setattr(compile_module, "compiler", lambda: ("there is no nvrtc", None))
     (tmp_path / "file").touch()
