@@ -105,7 +105,7 @@ def attention_forward(
         query: ``[batch, num_heads, seqlen_q, head_dim]``.
         key, value: ``[batch, num_kv_heads, seqlen_k, head_dim]``, all that the cache holds.
         attention_mask: of :func:`attn_ops.integrations.transformers_masks.attention_bounds`, which decides what is
-            seen; ``sliding_window`` and ``is_causal`` decide without a mask alone, in continuous batching.
+            seen. Without a mask ``sliding_window`` and ``is_causal`` decide.
         scaling, softcap: of the logits. ``s_aux``: ``[num_heads]``, attention sinks.
         cache: the paged cache of continuous batching.
 
@@ -137,7 +137,7 @@ def attention_forward(
         return _packed(query, key, value, lengths, causal, window, options), None
     if attention_mask is None and not causal:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        return flash_attn_func(q, k, v, **options), None
+        return flash_attn_func(q, k, v, window_size=_window(sliding_window, causal), **options), None
     if not is_bounds(attention_mask):
         refuse_mask(attention_mask)
     assert attention_mask is not None
@@ -146,8 +146,10 @@ def attention_forward(
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:
-    """transformers counts the row itself, FlashAttention the keys before it."""
-    return (-1, -1) if sliding_window is None else (sliding_window - 1, -1 if causal else sliding_window - 1)
+    """transformers counts the row itself if a layer is causal, FlashAttention never does."""
+    if sliding_window is None:
+        return -1, -1
+    return (sliding_window - 1, -1) if causal else (sliding_window, sliding_window)
 
 
 def _packed(

@@ -369,3 +369,17 @@ else:
     raise AssertionError("nothing raised")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_bidirectional_call_without_a_mask(window: int | None) -> None:
+    """A window of ``w`` shows ``w`` keys on either side, as transformers' masks do."""
+    from attn_ops.integrations.transformers import attention_forward
+
+    q, k, v = torch.randn(3, 2, 4, 9, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        out, _ = attention_forward(torch.nn.Module(), q, k, v, None, sliding_window=window, is_causal=False)
+    at = torch.arange(9)
+    visible = (at[:, None] - at[None, :]).abs() <= (9 if window is None else window)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=visible)
+    torch.testing.assert_close(out.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
