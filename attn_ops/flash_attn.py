@@ -221,7 +221,7 @@ def flash_attn_varlen_func(
     for name, t in (("k", k), ("v", v)):
         ranked(where, name, t, "[pages, page_size, num_kv_heads, head_dim]")
     positive(where, num_heads=q.shape[1])
-    cached = CacheLengths(seqused_k, None if seqused_k is not None else cu_seqlens_k)
+    cached = CacheLengths.of(where, "seqused_k", seqused_k, None if seqused_k is not None else cu_seqlens_k)
     spec = cache_spec(q, k, v, None, options, decode=False)
     batch = CacheBatch(spec, block_table, block_table.shape[0], cached, q.shape[0], q.device, cu_seqlens_q=cu_seqlens_q)
     metadata = batch.metadata(where, scheduler_metadata)
@@ -323,13 +323,14 @@ def flash_attn_with_kvcache(
         fail(ShapeError, where, f"the table has {table.shape[0]} rows", f"{requests}, as q has requests", "correct it")
     rows = q if shape is None else q.flatten(0, 1)
     latents = qv if qv is None or shape is None else qv.flatten(0, 1)
+    cached = CacheLengths.of(where, "cache_seqlens", cache_seqlens)
     new = new_tokens(where, k, v, cache_seqlens, cu_seqlens_k_new, requests)
     decode = shape is not None and shape[1] == 1 and qv is None
     batch = CacheBatch(
         cache_spec(q, k_cache, v_cache, qv, options, decode=decode),
         table,
         requests,
-        CacheLengths(cache_seqlens),
+        cached,
         rows.shape[0],
         q.device,
         cu_seqlens_q,
@@ -341,8 +342,8 @@ def flash_attn_with_kvcache(
     if rotary is not None:
         required(where, k=new)
         assert new is not None
-        starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-        begin = CacheLengths(starts).before(where, requests, rotary.cos.shape[0], q.device)
+        starts = cached if rotary_seqlens is None else CacheLengths.of(where, "rotary_seqlens", rotary_seqlens)
+        begin = starts.before(where, requests, rotary.cos.shape[0], q.device)
         by_row = options.causal or max(options.window_left, options.window_right) >= 0
         rows, key = rotate(where, rotary, rows, new[0], batch, begin, by_row)
         new = key, new[1]
@@ -447,7 +448,7 @@ def get_scheduler_metadata(
         spec,
         table,
         batch_size,
-        CacheLengths(cache_seqlens),
+        CacheLengths.of(where, "cache_seqlens", cache_seqlens),
         rows,
         on,
         cu_seqlens_q,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -155,8 +156,19 @@ class CacheLengths(NamedTuple):
     seqlens: Tensor | int | None
     cumulative: Tensor | None = None
 
+    @classmethod
+    def of(cls, where: str, name: str, seqlens: Any, cumulative: Tensor | None = None) -> CacheLengths:
+        """Of an argument ``name``, a tensor, an integer of any type, or None."""
+        if seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int):
+            return cls(seqlens, cumulative)
+        try:
+            return cls(operator.index(seqlens), cumulative)
+        except TypeError:
+            shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
+        fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
+
     def key(self) -> Hashable:
-        return self.seqlens if isinstance(self.seqlens, int) else None
+        return None if isinstance(self.seqlens, Tensor) else self.seqlens
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (self.seqlens if isinstance(self.seqlens, Tensor) else None, self.cumulative)
