@@ -28,6 +28,7 @@ from attn_ops.frontend.flash.calls import (
     dense_attention,
     new_tokens,
     one_of,
+    requests_of,
     rotate,
     unpack,
     varlen_attention,
@@ -35,7 +36,6 @@ from attn_ops.frontend.flash.calls import (
 from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.scales import Scale
-from attn_ops.plan.page_table import index
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.typed import typed
 
@@ -318,9 +318,17 @@ def flash_attn_with_kvcache(
     positive(where, num_heads=q.shape[-2])
     check_latent(where, q, qv, k_cache, options)
     shape = None if cu_seqlens_q is not None else (q.shape[0], q.shape[1])
-    requests = q.shape[0] if cu_seqlens_q is None else index(where, "cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    requests = q.shape[0] if cu_seqlens_q is None else requests_of(where, "cu_seqlens_q", cu_seqlens_q)
     if table is not None and table.shape[0] != requests:
         fail(ShapeError, where, f"the table has {table.shape[0]} rows", f"{requests}, as q has requests", "correct it")
+    if table is None and scheduler_metadata is None and requests > k_cache.shape[0]:
+        fail(
+            ShapeError,
+            where,
+            f"k_cache has {k_cache.shape[0]} rows for {requests} requests",
+            f"{requests} or more, one per request",
+            "pass a larger cache, or the row of each request in cache_batch_idx",
+        )
     rows = q if shape is None else q.flatten(0, 1)
     latents = qv if qv is None or shape is None else qv.flatten(0, 1)
     cached = CacheLengths.of(where, "cache_seqlens", cache_seqlens)

@@ -41,3 +41,70 @@ def test_other_numbers_are_no_lengths(length: Any) -> None:
         flash_attn_with_kvcache(q, c.k, c.v, cache_seqlens=length)
     with pytest.raises(errors.ArgumentError, match=message):
         get_scheduler_metadata(2, 1, 40, 4, 2, 64, length)
+
+
+# ------------------------------------------------------------------------------------------------------- sizes by shape
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+def test_a_dense_cache_has_a_row_for_each_request(traced: bool) -> None:
+    c, q, new = DenseCache((9, 5), places=(0, 1)), query(3, 1, 4, 64), query(3, 1, 2, 64)
+    before = c.k.clone()
+
+    def call(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=3)
+
+    run = torch.compile(call, fullgraph=True, backend="eager") if traced else call
+    with pytest.raises(Exception, match="k_cache has 2 rows for 3 requests; expected 3 or more") as raised:
+        run(q, c.k, c.v, new, new)
+    assert traced or raised.type is errors.ShapeError
+    assert torch.equal(c.k.nan_to_num(), before.nan_to_num())
+
+
+# --------------------------------------------------------------------------------------------------- cumulative lengths
+
+CUMULATIVE: list[tuple[list[int], str]] = [
+    ([0, 3, 90], "has 7 rows; expected 90 or more, where {name} ends"),
+    ([0, 5, 3], "{name} falls from 5 to 3 at request 1"),
+    ([1, 3, 7], "{name} starts at 1; expected 0"),
+    ([0, 7], r"{name} is \[2\]; expected \[3\]"),
+    ([], r"{name} is \[0\]"),
+]
+
+
+@on_cpu
+@pytest.mark.parametrize(("values", "message"), CUMULATIVE, ids=str)
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k_new"])
+def test_cumulative_lengths_of_a_call_over_pages(name: str, values: list[int], message: str) -> None:
+    r, lens = Requests((37, 20), (3, 4)), torch.tensor([30, 9])
+    if name == "cu_seqlens_q" and len(values) != 3:
+        message = "the table has 2 rows; expected 1" if values else message
+    given = {"cu_seqlens_q": r.qo_indptr, "cu_seqlens_k_new": r.qo_indptr, name: torch.tensor(values, dtype=torch.int32)}
+    k_cache, v_cache = (t.clone() for t in r.cache())
+    new, before = query(7, 2, 64), k_cache.clone()
+    with pytest.raises(errors.AttnOpsError, match=message.format(name=name)):
+        flash_attn_with_kvcache(
+            r.q, k_cache, v_cache, new, new, cache_seqlens=lens, block_table=r.block_tables(), **given
+        )
+    assert torch.equal(k_cache.nan_to_num(), before.nan_to_num())
+
+
+@on_cpu
+@pytest.mark.parametrize(("values", "message"), CUMULATIVE, ids=str)
+def test_cumulative_query_lengths(values: list[int], message: str) -> None:
+    r, cumulative = Requests((37, 20), (3, 4)), torch.tensor(values, dtype=torch.int32)
+    message = message.format(name="cu_seqlens_q")
+    with pytest.raises(errors.AttnOpsError, match=message):
+        flash_attn_varlen_func(r.q, *r.cache(), cumulative, r.kv_indptr, 4, 37, block_table=r.block_tables())
+    with pytest.raises(errors.AttnOpsError, match=message):
+        get_scheduler_metadata(
+            2, 4, 37, 4, 2, 64, r.seq_lens, cu_seqlens_q=cumulative, total_q=7, page_size=16,
+            block_table=r.block_tables(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_no_cumulative_lengths(length: int) -> None:
+    r, none = Requests((9, 5), (4, 3)), torch.zeros(length, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(errors.ShapeError, match=r"cu_seqlens_[qk] is \[[03]\]; expected \[(batch \+ 1|1)\]"):
+        flash_attn_varlen_func(r.q, *r.ragged(), none, r.kv_indptr, 4, 9)

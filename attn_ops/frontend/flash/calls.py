@@ -19,7 +19,7 @@ from attn_ops.frontend.one_shot import BlockTables, RaggedLengths, block_table, 
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.page_table import cumulative, index
+from attn_ops.plan.page_table import cumulative, index, offsets
 from attn_ops.plan.resizable import PlanSpec
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
@@ -64,6 +64,14 @@ def _nothing_appended(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 # -------------------------------------------------------------------------------------------------- without a KV cache
+
+
+def requests_of(where: str, name: str, cumulative: Tensor) -> int:
+    """The requests of cumulative lengths ``[batch + 1]``."""
+    requests = index(where, name, cumulative).shape[0] - 1
+    if requests < 0:
+        fail(ShapeError, where, f"{name} is [0]", "[batch + 1]", "pass cumulative lengths from 0")
+    return requests
 
 
 def dense_attention(
@@ -125,7 +133,7 @@ def varlen_attention(
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, VARLEN)
     positive(where, num_heads=q.shape[1])
-    batch = index(where, "cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    batch = requests_of(where, "cu_seqlens_q", cu_seqlens_q)
     device, result = q.device, Result(None, return_lse, out)
     spec = _spec(q, k, v, options, decode=False, paged=False, page_size=1)
 
@@ -230,13 +238,14 @@ class CacheBatch(NamedTuple):
     def new_indptr(self, where: str) -> Tensor:
         """int32 ``[batch + 1]``: the appended tokens of each request."""
         if self.cu_new is not None:
-            return _offsets(where, "cu_seqlens_k_new", self.cu_new, self.requests, self.device)
+            indptr = offsets(where, "cu_seqlens_k_new", self.cu_new, self.requests, "k", self.appended)
+            return indptr.to(self.device)
         return uniform_indptr(self.requests, self.appended // max(1, self.requests), self.device)
 
     def qo_indptr(self, where: str) -> Tensor:
         """int32 ``[batch + 1]``: the query rows of each request."""
         if self.cu_seqlens_q is not None:
-            return _offsets(where, "cu_seqlens_q", self.cu_seqlens_q, self.requests, self.device)
+            return offsets(where, "cu_seqlens_q", self.cu_seqlens_q, self.requests, "q", self.rows).to(self.device)
         return uniform_indptr(self.requests, self.rows // max(1, self.requests), self.device)
 
     def make(self, where: str) -> SchedulerMetadata:
@@ -272,13 +281,6 @@ class CacheBatch(NamedTuple):
         sizes = (self.spec, self.form, self.lengths.key())
         tensors = (self.table, self.cu_seqlens_q, self.cu_new, *self.lengths.tensors())
         return shared(("cache", sizes), tensors, self.device, lambda: self.make(where))
-
-
-def _offsets(where: str, name: str, t: Tensor, batch: int, device: torch.device) -> Tensor:
-    indptr = index(where, name, t)
-    if indptr.shape[0] != batch + 1:
-        fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch + 1}], for {batch} requests", "correct it")
-    return indptr.to(device)
 
 
 class CacheTensors(NamedTuple):
