@@ -25,6 +25,7 @@ from attn_ops.frontend.flash.calls import (
     Result,
     cache_spec,
     check_latent,
+    check_table,
     dense_attention,
     new_tokens,
     one_of,
@@ -202,6 +203,7 @@ def flash_attn_varlen_func(
         learnable_sink=learnable_sink,
     )
     scales = arguments.descales(where, q_descale, k_descale, v_descale)
+    check_table(where, "block_table", block_table)
     if block_table is None:
         arguments.refuse(where, seqused_k=seqused_k)
         required(where, cu_seqlens_k=cu_seqlens_k)
@@ -223,7 +225,16 @@ def flash_attn_varlen_func(
     positive(where, num_heads=q.shape[1])
     cached = CacheLengths.of(where, "seqused_k", seqused_k, None if seqused_k is not None else cu_seqlens_k)
     spec = cache_spec(q, k, v, None, options, decode=False)
-    batch = CacheBatch(spec, block_table, block_table.shape[0], cached, q.shape[0], q.device, cu_seqlens_q=cu_seqlens_q)
+    batch = CacheBatch(
+        spec,
+        block_table,
+        block_table.shape[0],
+        cached,
+        q.shape[0],
+        q.device,
+        cu_seqlens_q=cu_seqlens_q,
+        places=k.shape[0],
+    )
     metadata = batch.metadata(where, scheduler_metadata)
     tensors = CacheTensors.of(q, None, (k, v), None, decode=False)
     return tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, out))
@@ -311,7 +322,8 @@ def flash_attn_with_kvcache(
         learnable_sink=learnable_sink,
     )
     scales = arguments.descales(where, q_descale, k_descale, v_descale)
-    _, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    table_name, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    check_table(where, table_name, table)
     ranked(where, "q", q, DENSE if cu_seqlens_q is None else VARLEN)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         ranked(where, name, t, "[batch_cache, seqlen_cache, num_kv_heads, head_dim]")
@@ -344,6 +356,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q,
         0 if new is None else new[0].shape[0],
         cu_seqlens_k_new,
+        k_cache.shape[0],
     )
     rotary = Rotary.of(where, rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1], q.device)
     metadata = batch.metadata(where, scheduler_metadata)
@@ -421,7 +434,8 @@ def get_scheduler_metadata(
     if rows < 0 or appended < 0:
         numbers = f"{rows} query rows and {appended} appended tokens"
         fail(OptionError, where, numbers, "0 or more", "change max_seqlen_q, total_q, max_seqlen_k_new or total_k_new")
-    _, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    table_name, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    check_table(where, table_name, table)
     if page_size is not None and (table is None or table.dim() != 2):
         fail(
             ArgumentError,

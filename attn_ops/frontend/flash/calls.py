@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
+from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.flash.metadata import BatchForm, Scheduled, SchedulerMetadata, check_given, shared
@@ -19,7 +20,8 @@ from attn_ops.frontend.one_shot import BlockTables, RaggedLengths, block_table, 
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.page_table import cumulative, index, offsets
+from attn_ops.plan.page_table import INT32_MAX, cumulative, index, offsets, seen
+from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.resizable import PlanSpec
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
@@ -211,6 +213,7 @@ class CacheBatch(NamedTuple):
     cu_seqlens_q  int ``[batch + 1]``; None for the same number of rows per request
     appended      new tokens of the batch
     cu_new        int ``[batch + 1]``: their cumulative numbers; None for the same number per request
+    places        pages, or rows of a dense cache, that ``table`` may name
     """
 
     spec: PlanSpec
@@ -222,6 +225,7 @@ class CacheBatch(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     appended: int = 0
     cu_new: Tensor | None = None
+    places: int = INT32_MAX
 
     @property
     def form(self) -> BatchForm:
@@ -252,14 +256,41 @@ class CacheBatch(NamedTuple):
         table = self.block_table(where)
         capacity, new = table.shape[1] * self.spec.page_size, _nothing_appended(self.device)
         self._check_number(where, capacity)
-        after = self.lengths.before(where, self.requests, capacity, self.device)
+        after = self.after(where, capacity)
+        self._check_table(where, capacity)
         if self.appended:
-            indptr = self.new_indptr(where)
-            after = lengths(where, "cache_seqlens", after + indptr.diff(), self.requests, self.device, capacity)
-            new = torch.ops.attn.batch_indices_positions(indptr, after, self.appended)
+            new = torch.ops.attn.batch_indices_positions(self.new_indptr(where), after, self.appended)
         qo_indptr = None if self.spec.decode else self.qo_indptr(where)
         plan = BlockTables(self.spec, table.contiguous(), after, qo_indptr, self.rows).plan()
         return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new)
+
+    def after(self, where: str, capacity: int) -> Tensor:
+        """int32 ``[batch]``: the lengths after the append, which are checked on the host."""
+        before = self.lengths.before(where, self.requests, capacity, self.device)
+        if not self.appended:
+            return before
+        after = before + self.new_indptr(where).diff()
+        return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity)
+
+    def _check_table(self, where: str, capacity: int) -> None:
+        """A table on the host names places of the cache, as far as tokens of known lengths are there."""
+        given = [t for t in (self.table, self.cu_new, *self.lengths.tensors()) if t is not None]
+        if self.table is None or is_traced() or not all(map(seen, given)):
+            return
+        host = self._replace(device=torch.device("cpu"))
+        table, after = host.block_table(where), host.after(where, capacity)
+        pages = -(-after // max(1, self.spec.page_size))
+        wrong = (torch.arange(table.shape[1]) < pages[:, None]) & ((table < 0) | (table >= self.places))
+        if wrong.any():
+            b, i = wrong.nonzero()[0].tolist()
+            paged = self.table.dim() == 2
+            fail(
+                PageTableError,
+                where,
+                f"block_table[{b}, {i}] is {int(table[b, i])}" if paged else f"cache_batch_idx[{b}] is {int(table[b])}",
+                f"a {'page' if paged else 'row'} of the cache, 0 to {self.places - 1}",
+                "pass numbers of this cache",
+            )
 
     def _check_number(self, where: str, capacity: int) -> None:
         """A number of tokens is on the host, where the lengths after an append may not be."""
@@ -277,8 +308,12 @@ class CacheBatch(NamedTuple):
     def metadata(self, where: str, given: Any) -> SchedulerMetadata:
         """``given``, which is checked, or shared or new metadata."""
         if given is not None:
-            return check_given(where, given, self.form, self.spec.decode)
-        sizes = (self.spec, self.form, self.lengths.key())
+            made = check_given(where, given, self.form, self.spec.decode)
+            if seen(made.plan.kv_indices) and not is_traced():
+                used = int(made.plan.kv_indptr[self.requests])
+                check_indices(made.plan.kv_indices[:used], self.places, where)
+            return made
+        sizes = (self.spec, self.form, self.lengths.key(), self.places)
         tensors = (self.table, self.cu_seqlens_q, self.cu_new, *self.lengths.tensors())
         return shared(("cache", sizes), tensors, self.device, lambda: self.make(where))
 
@@ -361,6 +396,12 @@ def one_of(where: str, **given: Any) -> tuple[str, Any]:
         names = " and ".join(name for name, _ in found)
         fail(ArgumentError, where, f"{names} are both given", "one of them", "drop one")
     return found[0] if found else (next(iter(given)), None)
+
+
+def check_table(where: str, name: str, table: Tensor | None) -> None:
+    """The rank of a table is that of its name."""
+    if table is not None:
+        ranked(where, name, table, "[batch]" if name == "cache_batch_idx" else "[batch, max_pages_per_sequence]")
 
 
 def cache_spec(
