@@ -51,6 +51,22 @@ def test_options(options: dict[str, Any], message: str) -> None:
         flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, 4, 9, **options)
 
 
+@pytest.mark.parametrize("positions", [(None, True), (None, False), (0.0, True), (None,)], ids=str)
+def test_the_positions_of_flash_attention_3(positions: tuple[Any, ...]) -> None:
+    """There ``softmax_scale`` and ``causal`` come where ``dropout_p`` and ``softmax_scale`` are here."""
+    r, message = Requests((9, 5), (4, 3)), "(dropout_p|softmax_scale) is .*FlashAttention 3's order by name"
+    with pytest.raises(errors.ArgumentError, match=message):
+        flash_attn_func(*dense(2, 5, 9), *positions)
+    with pytest.raises(errors.ArgumentError, match=message):
+        flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, 4, 9, *positions)
+
+
+def test_a_scale_is_no_flag() -> None:
+    c = DenseCache((9, 5))
+    with pytest.raises(errors.ArgumentError, match="softmax_scale is True; expected a number or None"):
+        flash_attn_with_kvcache(torch.ones(2, 1, 4, 64, device=DEVICE).half(), c.k, c.v, softmax_scale=True)
+
+
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
 def test_lengths_of_padded_sequences(name: str) -> None:
     r = Requests((9, 5), (4, 3))

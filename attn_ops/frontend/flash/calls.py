@@ -171,11 +171,10 @@ class CacheLengths(NamedTuple):
         """Of an argument ``name``, a tensor, an integer of any type, or None."""
         if seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int):
             return cls(seqlens, cumulative)
-        try:
-            return cls(operator.index(seqlens), cumulative)
-        except TypeError:
+        if not hasattr(seqlens, "__index__"):
             shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
-        fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
+            fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
+        return cls(operator.index(seqlens), cumulative)
 
     def key(self) -> Hashable:
         return None if isinstance(self.seqlens, Tensor) else self.seqlens
