@@ -37,6 +37,7 @@ from attn_ops.frontend.flash.calls import (
 from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.scales import Scale
+from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.typed import typed
 
@@ -431,9 +432,9 @@ def get_scheduler_metadata(
     positive(where, batch_size=batch_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, headdim=headdim)
     rows = batch_size * max_seqlen_q if total_q is None else total_q
     appended = batch_size * max_seqlen_k_new if total_k_new is None else total_k_new
-    if rows < 0 or appended < 0:
-        numbers = f"{rows} query rows and {appended} appended tokens"
-        fail(OptionError, where, numbers, "0 or more", "change max_seqlen_q, total_q, max_seqlen_k_new or total_k_new")
+    if rows < 0 or appended < 0 or any(type(n) is int and n > INT32_MAX for n in (rows, appended)):
+        numbers, change = f"{rows} query rows and {appended} appended tokens", "max_seqlen_q, total_q, max_seqlen_k_new"
+        fail(OptionError, where, numbers, f"0 to {INT32_MAX}, an int32", f"change {change} or total_k_new")
     table_name, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
     check_table(where, table_name, table)
     if page_size is not None and (table is None or table.dim() != 2):
