@@ -153,7 +153,7 @@ def test_sizes_beyond_int32(name: str) -> None:
 def test_metadata_without_a_form(form: Any) -> None:
     given = ordinary_calls()["get_scheduler_metadata"]
     made = get_scheduler_metadata(**given)._replace(form=form)
-    with pytest.raises(errors.ArgumentError, match="form of scheduler_metadata is .*get_scheduler_metadata"):
+    with pytest.raises(errors.ArgumentError, match=r"form of scheduler_metadata is .*get_scheduler_metadata"):
         cache_call(scheduler_metadata=made)
 
 
