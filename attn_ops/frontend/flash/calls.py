@@ -169,12 +169,11 @@ class CacheLengths(NamedTuple):
     @classmethod
     def of(cls, where: str, name: str, seqlens: Any, cumulative: Tensor | None = None) -> CacheLengths:
         """Of an argument ``name``, a tensor, an integer of any type, or None."""
-        if seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int):
-            return cls(seqlens, cumulative)
-        if not hasattr(seqlens, "__index__"):
+        taken = seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int)
+        if not taken and not hasattr(seqlens, "__index__"):
             shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
             fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
-        return cls(operator.index(seqlens), cumulative)
+        return cls(seqlens if taken else operator.index(seqlens), cumulative)
 
     def key(self) -> Hashable:
         return None if isinstance(self.seqlens, Tensor) else self.seqlens
