@@ -25,9 +25,11 @@ from attn_ops.frontend.flash.calls import (
     Result,
     cache_spec,
     check_latent,
+    check_table,
     dense_attention,
     new_tokens,
     one_of,
+    requests_of,
     rotate,
     unpack,
     varlen_attention,
@@ -35,7 +37,7 @@ from attn_ops.frontend.flash.calls import (
 from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.scales import Scale
-from attn_ops.plan.page_table import index
+from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.typed import typed
 
@@ -202,6 +204,7 @@ def flash_attn_varlen_func(
         learnable_sink=learnable_sink,
     )
     scales = arguments.descales(where, q_descale, k_descale, v_descale)
+    check_table(where, "block_table", block_table)
     if block_table is None:
         arguments.refuse(where, seqused_k=seqused_k)
         required(where, cu_seqlens_k=cu_seqlens_k)
@@ -221,9 +224,18 @@ def flash_attn_varlen_func(
     for name, t in (("k", k), ("v", v)):
         ranked(where, name, t, "[pages, page_size, num_kv_heads, head_dim]")
     positive(where, num_heads=q.shape[1])
-    cached = CacheLengths(seqused_k, None if seqused_k is not None else cu_seqlens_k)
+    cached = CacheLengths.of(where, "seqused_k", seqused_k, None if seqused_k is not None else cu_seqlens_k)
     spec = cache_spec(q, k, v, None, options, decode=False)
-    batch = CacheBatch(spec, block_table, block_table.shape[0], cached, q.shape[0], q.device, cu_seqlens_q=cu_seqlens_q)
+    batch = CacheBatch(
+        spec,
+        block_table,
+        block_table.shape[0],
+        cached,
+        q.shape[0],
+        q.device,
+        cu_seqlens_q=cu_seqlens_q,
+        places=k.shape[0],
+    )
     metadata = batch.metadata(where, scheduler_metadata)
     tensors = CacheTensors.of(q, None, (k, v), None, decode=False)
     return tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, out))
@@ -311,38 +323,49 @@ def flash_attn_with_kvcache(
         learnable_sink=learnable_sink,
     )
     scales = arguments.descales(where, q_descale, k_descale, v_descale)
-    _, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    table_name, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    check_table(where, table_name, table)
     ranked(where, "q", q, DENSE if cu_seqlens_q is None else VARLEN)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         ranked(where, name, t, "[batch_cache, seqlen_cache, num_kv_heads, head_dim]")
     positive(where, num_heads=q.shape[-2])
     check_latent(where, q, qv, k_cache, options)
     shape = None if cu_seqlens_q is not None else (q.shape[0], q.shape[1])
-    requests = q.shape[0] if cu_seqlens_q is None else index(where, "cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    requests = q.shape[0] if cu_seqlens_q is None else requests_of(where, "cu_seqlens_q", cu_seqlens_q)
     if table is not None and table.shape[0] != requests:
         fail(ShapeError, where, f"the table has {table.shape[0]} rows", f"{requests}, as q has requests", "correct it")
+    if table is None and scheduler_metadata is None and requests > k_cache.shape[0]:
+        fail(
+            ShapeError,
+            where,
+            f"k_cache has {k_cache.shape[0]} rows for {requests} requests",
+            f"{requests} or more, one per request",
+            "pass a larger cache, or the row of each request in cache_batch_idx",
+        )
     rows = q if shape is None else q.flatten(0, 1)
     latents = qv if qv is None or shape is None else qv.flatten(0, 1)
+    cached = CacheLengths.of(where, "cache_seqlens", cache_seqlens)
     new = new_tokens(where, k, v, cache_seqlens, cu_seqlens_k_new, requests)
     decode = shape is not None and shape[1] == 1 and qv is None
     batch = CacheBatch(
         cache_spec(q, k_cache, v_cache, qv, options, decode=decode),
         table,
         requests,
-        CacheLengths(cache_seqlens),
+        cached,
         rows.shape[0],
         q.device,
         cu_seqlens_q,
         0 if new is None else new[0].shape[0],
         cu_seqlens_k_new,
+        k_cache.shape[0],
     )
     rotary = Rotary.of(where, rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1], q.device)
     metadata = batch.metadata(where, scheduler_metadata)
     if rotary is not None:
         required(where, k=new)
         assert new is not None
-        starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-        begin = CacheLengths(starts).before(where, requests, rotary.cos.shape[0], q.device)
+        starts = cached if rotary_seqlens is None else CacheLengths.of(where, "rotary_seqlens", rotary_seqlens)
+        begin = starts.before(where, requests, rotary.cos.shape[0], q.device)
         by_row = options.causal or max(options.window_left, options.window_right) >= 0
         rows, key = rotate(where, rotary, rows, new[0], batch, begin, by_row)
         new = key, new[1]
@@ -409,10 +432,11 @@ def get_scheduler_metadata(
     positive(where, batch_size=batch_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, headdim=headdim)
     rows = batch_size * max_seqlen_q if total_q is None else total_q
     appended = batch_size * max_seqlen_k_new if total_k_new is None else total_k_new
-    if rows < 0 or appended < 0:
-        numbers = f"{rows} query rows and {appended} appended tokens"
-        fail(OptionError, where, numbers, "0 or more", "change max_seqlen_q, total_q, max_seqlen_k_new or total_k_new")
-    _, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    if rows < 0 or appended < 0 or any(type(n) is int and n > INT32_MAX for n in (rows, appended)):
+        numbers, change = f"{rows} query rows and {appended} appended tokens", "max_seqlen_q, total_q, max_seqlen_k_new"
+        fail(OptionError, where, numbers, f"0 to {INT32_MAX}, an int32", f"change {change} or total_k_new")
+    table_name, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
+    check_table(where, table_name, table)
     if page_size is not None and (table is None or table.dim() != 2):
         fail(
             ArgumentError,
@@ -447,7 +471,7 @@ def get_scheduler_metadata(
         spec,
         table,
         batch_size,
-        CacheLengths(cache_seqlens),
+        CacheLengths.of(where, "cache_seqlens", cache_seqlens),
         rows,
         on,
         cu_seqlens_q,

@@ -3,7 +3,8 @@
 Every layer of a model may call a function that plans. The graph then has a planning op per layer, and PyTorch does not
 merge them, since it merges nothing in graphs for inference and nothing that mutates. Here the nodes are compared before
 they are lowered. A node is *repeated* if an earlier one has the same target and arguments of equal value, and nothing
-wrote to the memory of these before. It is then not lowered: later nodes read what the earlier one made.
+wrote to the memory of these before. It is then not lowered: later nodes read what the earlier one made. What a graph
+returns is not shared, since its caller may write to one of two outputs.
 
 Values are compared by value numbering: two nodes have the same number if they call the same pure op with arguments of
 the same numbers. Memory is compared by the storages of the fake tensors that the graph carries.
@@ -47,6 +48,8 @@ class RepeatedPlans:
             for t in _written(node):
                 for storage in _storages(t):
                     self._writers.setdefault(storage, []).append(node)
+        outputs = graph.output_node().all_input_nodes
+        self._returned = {storage for x in outputs for storage in _storages(x)}
         self._made: dict[Hashable, Made] = {}
 
     def key(self, node: Node) -> Hashable | None:
@@ -56,7 +59,10 @@ class RepeatedPlans:
         if any(self._is_written_before(node, x) for x in self._cone(reads)):
             return None
         outputs = fields or [node]
-        if any(set(self._writers.get(storage, ())) - {node} for x in outputs for storage in _storages(x)):
+        storages = [storage for x in outputs for storage in _storages(x)]
+        if any(set(self._writers.get(storage, ())) - {node} for storage in storages):
+            return None
+        if not self._returned.isdisjoint(storages):
             return None
         if not all(self._is_fresh(x, node) for x in fields):
             return None

@@ -161,9 +161,14 @@ def as_int32(where: str, name: str, t: Tensor) -> Tensor:
 
 
 def cumulative(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: Tensor) -> Tensor:
-    """Cumulative lengths ``t`` as int32 ``[batch + 1]`` on the device of ``rows [n, ...]``, which they index.
+    """Cumulative lengths ``t`` as int32 ``[batch + 1]`` on the device of ``rows [n, ...]``, which they index."""
+    return offsets(where, name, t, batch, rows_name, rows.shape[0]).to(rows.device)
 
-    Contents on the host are checked: no length is negative, and the last offset is at most ``n``.
+
+def offsets(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: int) -> Tensor:
+    """Cumulative lengths ``t`` as int32 ``[batch + 1]``, which index so many ``rows`` of the tensor ``rows_name``.
+
+    Contents on the host are checked: no length is negative, and the last offset is at most ``rows``.
     """
     if t.dtype == torch.uint32:
         t = t.view(torch.int32)
@@ -178,15 +183,15 @@ def cumulative(where: str, name: str, t: Tensor, batch: int, rows_name: str, row
         )
     if seen(t):
         check_indptr(name, indptr, where)
-        if int(indptr[-1]) > rows.shape[0]:
+        if int(indptr[-1]) > rows:
             fail(
                 ShapeError,
                 where,
-                f"{rows_name} has {rows.shape[0]} rows",
+                f"{rows_name} has {rows} rows",
                 f"{int(indptr[-1])} or more, where {name} ends",
                 "pass the rows of all requests",
             )
-    return indptr.to(rows.device)
+    return indptr
 
 
 def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> PageTable:

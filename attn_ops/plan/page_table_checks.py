@@ -107,10 +107,11 @@ def check_pages(
             "make the planner with that max_kv_len",
         )
     if max_pages:
-        _check_indices(kv_indices[:used], cache_pages, where)
+        check_indices(kv_indices[:used], cache_pages, where)
 
 
-def _check_indices(kv_indices: Tensor, cache_pages: int | None, where: str) -> None:
+def check_indices(kv_indices: Tensor, cache_pages: int | None, where: str = "plan") -> None:
+    """Page numbers in use are pages of the cache; if its size is not known, they are not negative."""
     listed = kv_indices.cpu().long()
     bound = torch.iinfo(torch.int32).max if cache_pages is None else cache_pages
     wrong = (listed < 0) | (listed >= bound)

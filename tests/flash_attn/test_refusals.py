@@ -51,6 +51,22 @@ def test_options(options: dict[str, Any], message: str) -> None:
         flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, 4, 9, **options)
 
 
+@pytest.mark.parametrize("positions", [(None, True), (None, False), (0.0, True), (None,)], ids=str)
+def test_the_positions_of_flash_attention_3(positions: tuple[Any, ...]) -> None:
+    """There ``softmax_scale`` and ``causal`` come where ``dropout_p`` and ``softmax_scale`` are here."""
+    r, message = Requests((9, 5), (4, 3)), "(dropout_p|softmax_scale) is .*FlashAttention 3's order by name"
+    with pytest.raises(errors.ArgumentError, match=message):
+        flash_attn_func(*dense(2, 5, 9), *positions)
+    with pytest.raises(errors.ArgumentError, match=message):
+        flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, 4, 9, *positions)
+
+
+def test_a_scale_is_no_flag() -> None:
+    c = DenseCache((9, 5))
+    with pytest.raises(errors.ArgumentError, match="softmax_scale is True; expected a number or None"):
+        flash_attn_with_kvcache(torch.ones(2, 1, 4, 64, device=DEVICE).half(), c.k, c.v, softmax_scale=True)
+
+
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
 def test_lengths_of_padded_sequences(name: str) -> None:
     r = Requests((9, 5), (4, 3))
@@ -92,6 +108,10 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"cache_seqlens": torch.tensor([3, -1])}, "cache_seqlens has a length of -1"),
     ({"k": torch.ones(3, 1, 2, 64)}, r"k is \[3, 1, 2, 64\]; expected \[2, 1, ...\]"),
     ({"rotary_cos": torch.ones(9, 4)}, "rotary_sin is missing; expected both tables or none"),
+    (
+        {"rotary_cos": torch.ones(0, 4), "rotary_sin": torch.ones(0, 4)},
+        r"rotary_cos is \[0, 4\]; expected .* with rows",
+    ),
     ({"rotary_cos": torch.ones(64, 40), "rotary_sin": torch.ones(64, 40)}, "rotary_dim at most 64"),
     ({"rotary_cos": torch.ones(64, 4), "rotary_sin": torch.ones(64, 4), "k": None, "v": None}, "k is missing"),
     ({"qv": torch.ones(2, 1, 4, 64).half()}, "qv is given and k_cache has 2 KV heads; expected 1"),
@@ -121,6 +141,20 @@ def test_positions_beyond_the_rotary_tables() -> None:
 def test_metadata_of_pages_needs_the_table() -> None:
     with pytest.raises(errors.ArgumentError, match="page_size is given without block_table"):
         get_scheduler_metadata(2, 1, 64, 4, 2, 64, 9, page_size=16)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k", "max_seqlen_k_new", "total_q", "total_k_new"])
+def test_sizes_beyond_int32(name: str) -> None:
+    with pytest.raises(errors.AttnOpsError, match=f"{1 << 40}|{2 << 40}"):
+        get_scheduler_metadata(**{**ordinary_calls()["get_scheduler_metadata"], name: 1 << 40})
+
+
+@pytest.mark.parametrize("form", [None, torch.empty(0), torch.empty(0, 2, 2)], ids=str)
+def test_metadata_without_a_form(form: Any) -> None:
+    given = ordinary_calls()["get_scheduler_metadata"]
+    made = get_scheduler_metadata(**given)._replace(form=form)
+    with pytest.raises(errors.ArgumentError, match=r"form of scheduler_metadata is .*get_scheduler_metadata"):
+        cache_call(scheduler_metadata=made)
 
 
 def test_other_errors() -> None:

@@ -15,7 +15,12 @@ from torch import Tensor
 from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
 
-from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from attn_ops.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 from attn_ops.ops.repeated_plans import SHARED_OPS, Made, RepeatedPlans
 
 LAYERS = 3
@@ -169,6 +174,41 @@ def changing(change: str, copied: bool) -> Callable[..., Any]:
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_lengths_have_a_plan_of_their_own(change: str, copied: bool) -> None:
     assert lowered(changing(change, copied), BATCHES[0])["plan_decode"] == 2
+
+
+def places(indptr: Tensor, lens: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.ops.attn.batch_indices_positions(indptr, lens, 4)[0] for _ in range(2))
+
+
+def views_of_places(indptr: Tensor, lens: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t[1:] for t in places(indptr, lens))
+
+
+def returned_plans(lens: Tensor, table: Tensor) -> tuple[Any, ...]:
+    return tuple(get_scheduler_metadata(2, 1, 0, 4, 2, 64, lens, page_size=16, block_table=table) for _ in range(2))
+
+
+INDPTR, LENS = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 2, 4], [9, 5]))
+
+RETURNED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
+    "results": (places, (INDPTR, LENS), "batch_indices_positions"),
+    "views of results": (views_of_places, (INDPTR, LENS), "batch_indices_positions"),
+    "plans": (returned_plans, (LENS, torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)), "plan_decode"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_a_graph_returns_is_not_shared(name: str) -> None:
+    call, tensors, op = RETURNED[name]
+    assert lowered(call, tensors)[op] == 2
+
+
+@pytest.mark.slow
+def test_compiled_results_have_memory_of_their_own() -> None:
+    first, second = torch.compile(places, fullgraph=True)(INDPTR, LENS)
+    assert first.data_ptr() != second.data_ptr()
+    first.fill_(7)
+    torch.testing.assert_close(second, places(INDPTR, LENS)[1])
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ class Form(NamedTuple):
 
 PREFILLS = Requests((70, 3, 9, 130), (1, 5, 0, 40)), Requests((9, 130, 70, 3), (5, 40, 1, 0), seed=1)
 DECODES = Requests((37, 0, 130, 1)), Requests((130, 1, 37, 0), seed=1)
+APPENDS = Requests((37, 1, 130, 1)), Requests((130, 1, 37, 1), seed=1)
 
 
 def varlen(r: Requests) -> tuple[Tensor, ...]:
@@ -57,10 +58,10 @@ def appended(r: Requests) -> tuple[Tensor, ...]:
 
 
 def append(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor, *new: Tensor) -> Any:
-    """The last token of each request is appended; to an empty one the first."""
+    """The last token of each request is appended; to two empty ones the first."""
     k_new, v_new, cos, sin = new
     given = {"k": k_new, "v": v_new, "rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
-    return flash_attn_with_kvcache(q, k, v, cache_seqlens=(lens - 1).clamp(min=0), block_table=table, **given)
+    return flash_attn_with_kvcache(q, k, v, cache_seqlens=lens - 1, block_table=table, **given)
 
 
 CAUSAL = {"causal": True, "window_size": (20, 0)}
@@ -105,7 +106,7 @@ FORMS: dict[str, Form] = {
             "batch_decode",
         ],
         append,
-        (appended(DECODES[0]), appended(DECODES[1])),
+        (appended(APPENDS[0]), appended(APPENDS[1])),
     ),
 }
 

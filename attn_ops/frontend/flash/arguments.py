@@ -50,11 +50,17 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "seqused_q": ((), _SEQUSED),
     "seqused_k": ((), _SEQUSED),
 }
-"""name -> (values that change nothing, reason); None changes nothing. ``seqused_k`` is taken with a block table."""
+"""name -> (values that change nothing, reason); None changes nothing, but is no ``dropout_p``. ``seqused_k`` is taken
+with a block table.
+"""
+
+_BY_NAME = "pass arguments in FlashAttention 3's order by name: by position they are those of FlashAttention 2"
 
 
 def refuse(where: str, **arguments: Any) -> None:
     """Raise for an argument of :data:`UNSUPPORTED` that would change the result."""
+    if arguments.get("dropout_p", 0.0) is None:
+        fail(ArgumentError, where, "dropout_p is None", "0.0", _BY_NAME)
     for name, value in arguments.items():
         neutral, reason = UNSUPPORTED[name]
         if value is None or (not isinstance(value, Tensor) and any(value == none for none in neutral)):
@@ -101,6 +107,8 @@ def options(
     learnable_sink: Tensor | None = None,
 ) -> AttentionOptions:
     """FlashAttention's options as those of the ops, checked. ``learnable_sink`` is another name of ``s_aux``."""
+    if isinstance(softmax_scale, bool):
+        fail(ArgumentError, where, f"softmax_scale is {softmax_scale}", "a number or None", _BY_NAME)
     sinks = renamed(where, "learnable_sink", learnable_sink, "s_aux", s_aux)
     name = "s_aux" if learnable_sink is None else "learnable_sink"
     given = AttentionOptions(

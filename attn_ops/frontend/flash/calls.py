@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
+from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.flash.metadata import BatchForm, Scheduled, SchedulerMetadata, check_given, shared
@@ -18,7 +20,8 @@ from attn_ops.frontend.one_shot import BlockTables, RaggedLengths, block_table, 
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.page_table import cumulative, index
+from attn_ops.plan.page_table import INT32_MAX, cumulative, index, offsets, seen
+from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.resizable import PlanSpec
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
@@ -63,6 +66,14 @@ def _nothing_appended(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 # -------------------------------------------------------------------------------------------------- without a KV cache
+
+
+def requests_of(where: str, name: str, cumulative: Tensor) -> int:
+    """The requests of cumulative lengths ``[batch + 1]``."""
+    requests = index(where, name, cumulative).shape[0] - 1
+    if requests < 0:
+        fail(ShapeError, where, f"{name} is [0]", "[batch + 1]", "pass cumulative lengths from 0")
+    return requests
 
 
 def dense_attention(
@@ -124,7 +135,7 @@ def varlen_attention(
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, VARLEN)
     positive(where, num_heads=q.shape[1])
-    batch = index(where, "cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    batch = requests_of(where, "cu_seqlens_q", cu_seqlens_q)
     device, result = q.device, Result(None, return_lse, out)
     spec = _spec(q, k, v, options, decode=False, paged=False, page_size=1)
 
@@ -155,8 +166,17 @@ class CacheLengths(NamedTuple):
     seqlens: Tensor | int | None
     cumulative: Tensor | None = None
 
+    @classmethod
+    def of(cls, where: str, name: str, seqlens: Any, cumulative: Tensor | None = None) -> CacheLengths:
+        """Of an argument ``name``, a tensor, an integer of any type, or None."""
+        taken = seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int)
+        if not taken and not hasattr(seqlens, "__index__"):
+            shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
+            fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
+        return cls(seqlens if taken else operator.index(seqlens), cumulative)
+
     def key(self) -> Hashable:
-        return self.seqlens if isinstance(self.seqlens, int) else None
+        return None if isinstance(self.seqlens, Tensor) else self.seqlens
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (self.seqlens if isinstance(self.seqlens, Tensor) else None, self.cumulative)
@@ -191,6 +211,7 @@ class CacheBatch(NamedTuple):
     cu_seqlens_q  int ``[batch + 1]``; None for the same number of rows per request
     appended      new tokens of the batch
     cu_new        int ``[batch + 1]``: their cumulative numbers; None for the same number per request
+    places        pages, or rows of a dense cache, that ``table`` may name
     """
 
     spec: PlanSpec
@@ -202,6 +223,7 @@ class CacheBatch(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     appended: int = 0
     cu_new: Tensor | None = None
+    places: int = INT32_MAX
 
     @property
     def form(self) -> BatchForm:
@@ -218,27 +240,55 @@ class CacheBatch(NamedTuple):
     def new_indptr(self, where: str) -> Tensor:
         """int32 ``[batch + 1]``: the appended tokens of each request."""
         if self.cu_new is not None:
-            return _offsets(where, "cu_seqlens_k_new", self.cu_new, self.requests, self.device)
+            indptr = offsets(where, "cu_seqlens_k_new", self.cu_new, self.requests, "k", self.appended)
+            return indptr.to(self.device)
         return uniform_indptr(self.requests, self.appended // max(1, self.requests), self.device)
 
     def qo_indptr(self, where: str) -> Tensor:
         """int32 ``[batch + 1]``: the query rows of each request."""
         if self.cu_seqlens_q is not None:
-            return _offsets(where, "cu_seqlens_q", self.cu_seqlens_q, self.requests, self.device)
+            return offsets(where, "cu_seqlens_q", self.cu_seqlens_q, self.requests, "q", self.rows).to(self.device)
         return uniform_indptr(self.requests, self.rows // max(1, self.requests), self.device)
 
     def make(self, where: str) -> SchedulerMetadata:
         table = self.block_table(where)
         capacity, new = table.shape[1] * self.spec.page_size, _nothing_appended(self.device)
         self._check_number(where, capacity)
-        after = self.lengths.before(where, self.requests, capacity, self.device)
+        after = self.after(where, capacity)
+        self._check_table(where, capacity)
         if self.appended:
-            indptr = self.new_indptr(where)
-            after = lengths(where, "cache_seqlens", after + indptr.diff(), self.requests, self.device, capacity)
-            new = torch.ops.attn.batch_indices_positions(indptr, after, self.appended)
+            new = torch.ops.attn.batch_indices_positions(self.new_indptr(where), after, self.appended)
         qo_indptr = None if self.spec.decode else self.qo_indptr(where)
         plan = BlockTables(self.spec, table.contiguous(), after, qo_indptr, self.rows).plan()
         return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new)
+
+    def after(self, where: str, capacity: int) -> Tensor:
+        """int32 ``[batch]``: the lengths after the append, which are checked on the host."""
+        before = self.lengths.before(where, self.requests, capacity, self.device)
+        if not self.appended:
+            return before
+        after = before + self.new_indptr(where).diff()
+        return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity)
+
+    def _check_table(self, where: str, capacity: int) -> None:
+        """A table on the host names places of the cache, as far as tokens of known lengths are there."""
+        given = [t for t in (self.table, self.cu_new, *self.lengths.tensors()) if t is not None]
+        if self.table is None or is_traced() or not all(map(seen, given)):
+            return
+        host = self._replace(device=torch.device("cpu"))
+        table, after = host.block_table(where), host.after(where, capacity)
+        pages = -(-after // max(1, self.spec.page_size))
+        wrong = (torch.arange(table.shape[1]) < pages[:, None]) & ((table < 0) | (table >= self.places))
+        if wrong.any():
+            b, i = wrong.nonzero()[0].tolist()
+            paged = self.table.dim() == 2
+            fail(
+                PageTableError,
+                where,
+                f"block_table[{b}, {i}] is {int(table[b, i])}" if paged else f"cache_batch_idx[{b}] is {int(table[b])}",
+                f"a {'page' if paged else 'row'} of the cache, 0 to {self.places - 1}",
+                "pass numbers of this cache",
+            )
 
     def _check_number(self, where: str, capacity: int) -> None:
         """A number of tokens is on the host, where the lengths after an append may not be."""
@@ -256,17 +306,14 @@ class CacheBatch(NamedTuple):
     def metadata(self, where: str, given: Any) -> SchedulerMetadata:
         """``given``, which is checked, or shared or new metadata."""
         if given is not None:
-            return check_given(where, given, self.form, self.spec.decode)
-        sizes = (self.spec, self.form, self.lengths.key())
+            made = check_given(where, given, self.form, self.spec.decode)
+            if seen(made.plan.kv_indices) and not is_traced():
+                used = int(made.plan.kv_indptr[self.requests])
+                check_indices(made.plan.kv_indices[:used], self.places, where)
+            return made
+        sizes = (self.spec, self.form, self.lengths.key(), self.places)
         tensors = (self.table, self.cu_seqlens_q, self.cu_new, *self.lengths.tensors())
         return shared(("cache", sizes), tensors, self.device, lambda: self.make(where))
-
-
-def _offsets(where: str, name: str, t: Tensor, batch: int, device: torch.device) -> Tensor:
-    indptr = index(where, name, t)
-    if indptr.shape[0] != batch + 1:
-        fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch + 1}], for {batch} requests", "correct it")
-    return indptr.to(device)
 
 
 class CacheTensors(NamedTuple):
@@ -347,6 +394,12 @@ def one_of(where: str, **given: Any) -> tuple[str, Any]:
         names = " and ".join(name for name, _ in found)
         fail(ArgumentError, where, f"{names} are both given", "one of them", "drop one")
     return found[0] if found else (next(iter(given)), None)
+
+
+def check_table(where: str, name: str, table: Tensor | None) -> None:
+    """The rank of a table is that of its name."""
+    if table is not None:
+        ranked(where, name, table, "[batch]" if name == "cache_batch_idx" else "[batch, max_pages_per_sequence]")
 
 
 def cache_spec(

@@ -82,7 +82,16 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
             "a SchedulerMetadata",
             "make it with attn_ops.flash_attn.get_scheduler_metadata",
         )
-    made = BatchForm(*given.form.shape[1:])
+    dims = list(given.form.shape) if isinstance(given.form, Tensor) else type(given.form).__name__
+    if not isinstance(dims, list) or len(dims) != 4:
+        fail(
+            ArgumentError,
+            where,
+            f"form of scheduler_metadata is {dims}",
+            "a tensor [0, requests, query rows, appended tokens]",
+            "make it with attn_ops.flash_attn.get_scheduler_metadata",
+        )
+    made = BatchForm(*dims[1:])
     for name, size, wanted in zip(BatchForm._fields, made, form, strict=True):
         if size != wanted:
             fail(

@@ -33,12 +33,12 @@ class Rotary(NamedTuple):
             missing = "rotary_cos" if cos is None else "rotary_sin"
             fail(ArgumentError, where, f"{missing} is missing", "both tables or none", f"pass {missing}")
         for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
-            if t.dim() != 2 or t.shape != cos.shape or not 0 < 2 * t.shape[1] <= head_dim:
+            if t.dim() != 2 or t.shape != cos.shape or not 0 < 2 * t.shape[1] <= head_dim or not t.shape[0]:
                 fail(
                     ShapeError,
                     where,
                     f"{name} is {list(t.shape)}",
-                    f"[max_position, rotary_dim / 2], rotary_dim at most {head_dim}, both tables alike",
+                    f"[max_position, rotary_dim / 2] with rows, rotary_dim at most {head_dim}, both tables alike",
                     "correct it",
                 )
             if not t.is_floating_point():
