@@ -478,6 +478,7 @@ def get_scheduler_metadata(
         appended,
         cu_seqlens_k_new,
     )
+    batch.check_places(where)
     return batch.make(where)
 
 

@@ -255,7 +255,6 @@ class CacheBatch(NamedTuple):
         capacity, new = table.shape[1] * self.spec.page_size, _nothing_appended(self.device)
         self._check_number(where, capacity)
         after = self.after(where, capacity)
-        self._check_table(where, capacity)
         if self.appended:
             new = torch.ops.attn.batch_indices_positions(self.new_indptr(where), after, self.appended)
         qo_indptr = None if self.spec.decode else self.qo_indptr(where)
@@ -270,13 +269,19 @@ class CacheBatch(NamedTuple):
         after = before + self.new_indptr(where).diff()
         return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity)
 
-    def _check_table(self, where: str, capacity: int) -> None:
-        """A table on the host names places of the cache, as far as tokens of known lengths are there."""
+    def check_places(self, where: str) -> None:
+        """A table on the host names places of the cache, as far as tokens of known lengths are there.
+
+        In every call: layers share a plan, and their caches may have different sizes.
+        """
         given = [t for t in (self.table, self.cu_new, *self.lengths.tensors()) if t is not None]
         if self.table is None or is_traced() or not all(map(seen, given)):
             return
         host = self._replace(device=torch.device("cpu"))
-        table, after = host.block_table(where), host.after(where, capacity)
+        table = host.block_table(where)
+        capacity = table.shape[1] * self.spec.page_size
+        self._check_number(where, capacity)
+        after = host.after(where, capacity)
         pages = -(-after // max(1, self.spec.page_size))
         wrong = (torch.arange(table.shape[1]) < pages[:, None]) & ((table < 0) | (table >= self.places))
         if wrong.any():
@@ -311,7 +316,8 @@ class CacheBatch(NamedTuple):
                 used = int(made.plan.kv_indptr[self.requests])
                 check_indices(made.plan.kv_indices[:used], self.places, where)
             return made
-        sizes = (self.spec, self.form, self.lengths.key(), self.places)
+        self.check_places(where)
+        sizes = (self.spec, self.form, self.lengths.key())
         tensors = (self.table, self.cu_seqlens_q, self.cu_new, *self.lengths.tensors())
         return shared(("cache", sizes), tensors, self.device, lambda: self.make(where))
 
