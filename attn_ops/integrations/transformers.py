@@ -46,9 +46,8 @@ def register() -> str:
         AttentionMaskInterface.register(name, attention_bounds)
     if not hasattr(flash._lazy_imports, "attn_ops"):
         flash._lazy_imports = _lazy_imports(flash._lazy_imports)
-        PreTrainedModel._check_and_adjust_attn_implementation = _adjusted(
-            PreTrainedModel._check_and_adjust_attn_implementation
-        )
+        models: Any = PreTrainedModel
+        models._check_and_adjust_attn_implementation = _adjusted(models._check_and_adjust_attn_implementation)
     return NAME
 
 
