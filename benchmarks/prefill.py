@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,17 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_peers(parser)
 
 
+def _options(row: PrefillRow) -> dict[str, Any]:
+    return {"causal": row.causal, "window_left": row.window_left, "logits_soft_cap": row.logits_soft_cap}
+
+
 def _paged(p: PrefillProblem) -> Call:
     planner = p.planner(paged=True)
     return lambda i: torch.ops.attn.batch_prefill(
-        p.q, p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, causal=p.row.causal
+        p.q, p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, **_options(p.row)
     )[0]
 
 
 def _ragged(p: PrefillProblem) -> Call:
     planner = p.planner(paged=False)
     return lambda i: torch.ops.attn.ragged_prefill(
-        p.q, p.keys[i], p.values[i], planner.state, planner.workspace, causal=p.row.causal
+        p.q, p.keys[i], p.values[i], planner.state, planner.workspace, **_options(p.row)
     )[0]
 
 

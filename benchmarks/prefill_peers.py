@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.comparison import NotMeasuredError, Prepare
 from benchmarks.peers import flashinfer, flashinfer_workspace
 from benchmarks.prefill_problem import PrefillProblem
+from benchmarks.prefill_rows import PrefillRow
 from benchmarks.timing import Call
 
 
@@ -22,11 +23,17 @@ def _dense(problem: PrefillProblem) -> list[tuple[Tensor, Tensor, Tensor]]:
     return copies  # type: ignore[return-value]
 
 
+def _refuse_window_and_cap(row: PrefillRow) -> None:
+    if row.window_left >= 0 or row.logits_soft_cap:
+        raise NotMeasuredError("it is measured without windows and soft caps")
+
+
 def sdpa(backend: SDPBackend) -> Prepare:
     """``scaled_dot_product_attention`` on a dense batch. Its causal mask needs as many query rows as keys."""
 
     def prepare(problem: PrefillProblem) -> Call:
         copies, row = _dense(problem), problem.row
+        _refuse_window_and_cap(row)
         if row.qo_lens != row.kv_lens:
             raise NotMeasuredError("its causal mask needs as many query rows as keys")
 
@@ -47,6 +54,7 @@ def flex(problem: PrefillProblem) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     copies = _dense(problem)
+    _refuse_window_and_cap(problem.row)
     rows, keys = problem.row.equal_lengths or (0, 0)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -68,6 +76,7 @@ def varlen(problem: PrefillProblem) -> Call:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         raise NotMeasuredError("this torch has no torch.nn.attention.varlen") from error
+    _refuse_window_and_cap(problem.row)
     options: dict[str, Any] = {"window_size": (-1, 0) if problem.row.causal else (-1, -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
@@ -97,6 +106,8 @@ def flashinfer_paged(backend: str) -> Prepare:
             row.page_size,
             head_dim_vo=row.head_dim_vo,
             causal=row.causal,
+            window_left=row.window_left,
+            logits_soft_cap=row.logits_soft_cap,
             q_data_type=problem.dtype,
         )
         out = problem.empty_out()
@@ -121,6 +132,8 @@ def flashinfer_ragged(backend: str) -> Prepare:
             row.head_dim,
             head_dim_vo=row.head_dim_vo,
             causal=row.causal,
+            window_left=row.window_left,
+            logits_soft_cap=row.logits_soft_cap,
             q_data_type=problem.dtype,
         )
         out = problem.empty_out()

@@ -75,6 +75,7 @@ class PrefillProblem:
             head_dim_vo=row.head_dim_vo,
             max_kv_len=max(row.kv_lens),
             causal=row.causal,
+            window_left=row.window_left,
             device=self.device,
         )
         planner.plan(self.qo_indptr, *(self.table.arguments if paged else (self.kv_indptr,)))
@@ -107,8 +108,13 @@ class PrefillProblem:
         k, v = (t[copy][first_kv : first_kv + m].float() for t in (self.keys, self.values))
         q = self.q[first_q + i].float().unflatten(1, (row.num_kv_heads, -1))
         logits = torch.einsum("nhgd,mhd->nhgm", q, k) * row.head_dim**-0.5
+        if row.logits_soft_cap:
+            logits = row.logits_soft_cap * torch.tanh(logits / row.logits_soft_cap)
         if row.causal:
-            masked = torch.arange(m, device=self.device) > (i + m - n)[:, None]
+            key, last = torch.arange(m, device=self.device), (i + m - n)[:, None]
+            masked = key > last
+            if row.window_left >= 0:
+                masked |= key < last - row.window_left
             logits.masked_fill_(masked[:, None, None], -torch.inf)
         return torch.einsum("nhgm,mhd->nhgd", logits.softmax(-1), v).flatten(1, 2)
 

@@ -19,6 +19,8 @@ class PrefillRow:
     head_dim: int = 128
     head_dim_vo: int = 128
     page_size: int = 16
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
 
     @property
     def batch(self) -> int:
@@ -32,10 +34,15 @@ class PrefillRow:
 
     def flops(self) -> int:
         """2 * num_qo_heads * (head_dim + head_dim_vo) operations for each query row and key that it sees."""
-        pairs = sum(
-            n * m - (n * (n - 1) // 2 if self.causal else 0) for n, m in zip(self.qo_lens, self.kv_lens, strict=True)
-        )
+        pairs = sum(self._visible(n, m) for n, m in zip(self.qo_lens, self.kv_lens, strict=True))
         return 2 * self.num_qo_heads * (self.head_dim + self.head_dim_vo) * pairs
+
+    def _visible(self, rows: int, keys: int) -> int:
+        """Pairs of a query row and a key that it sees, of one request."""
+        if not self.causal:
+            return rows * keys
+        most = keys if self.window_left < 0 else self.window_left + 1
+        return sum(min(keys - rows + row + 1, most) for row in range(rows))
 
     def kv_bytes(self, element: int = 2) -> int:
         return sum(self.kv_lens) * self.num_kv_heads * (self.head_dim + self.head_dim_vo) * element
@@ -52,7 +59,7 @@ class MlaRow:
 
     name: str
     kv_lens: tuple[int, ...]
-    goal: float
+    goal: float | None
     num_heads: int = 128
     page_size: int = 64
 
@@ -79,13 +86,18 @@ def _prefill(
     causal: bool = True,
     heads: tuple[int, int] = (32, 8),
     dims: tuple[int, int] = (128, 128),
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
 ) -> PrefillRow:
-    size = f"{context // 1024}k"
+    size = f"{context // 1024}k" if context % 1024 == 0 else str(context)
     name = f"{batch} x {size}" if new == context else f"{batch} x ({new} new on {size})"
     name += "" if heads == (32, 8) else f", {heads[0]}/{heads[1]}"
     name += "" if dims == (128, 128) else f", head_dim {'/'.join(map(str, dict.fromkeys(dims)))}"
     name += "" if causal else ", not causal"
-    return PrefillRow(name, (new,) * batch, (context,) * batch, goal, causal, *heads, *dims)
+    name += "" if window_left < 0 else f", window {window_left}"
+    name += "" if logits_soft_cap == 0 else f", soft cap {logits_soft_cap:g}"
+    options = {"window_left": window_left, "logits_soft_cap": logits_soft_cap}
+    return PrefillRow(name, (new,) * batch, (context,) * batch, goal, causal, *heads, *dims, **options)
 
 
 PREFILL_ROWS: tuple[PrefillRow, ...] = (
@@ -95,7 +107,11 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(8, 512, 8192, 640),
     _prefill(32, 16, 4096, 250),
     _prefill(4, 4096, 4096, 680, causal=False),
-    _prefill(1, 8192, 8192, None, dims=(64, 64)),
+    _prefill(64, 512, 512, None),
+    _prefill(8, 2048, 2048, None),
+    _prefill(1, 4096, 4096, None, logits_soft_cap=50.0),
+    _prefill(1, 8192, 8192, None, window_left=512),
+    _prefill(1, 16384, 16384, None, dims=(64, 64)),
     _prefill(1, 8192, 8192, None, dims=(256, 256), heads=(16, 4)),
     _prefill(1, 8192, 8192, None, dims=(192, 128), heads=(16, 16)),
 )
@@ -104,5 +120,8 @@ MLA_ROWS: tuple[MlaRow, ...] = (
     MlaRow("1 x 8k", (8192,), 15),
     MlaRow("16 x 4k", (4096,) * 16, 38),
     MlaRow("64 x 4k", (4096,) * 64, 115),
-    MlaRow("128 x 8k", (8192,) * 128, 450),
+    MlaRow("128 x 8k", (8192,) * 128, 440),
+    MlaRow("32 x 4k, 64 heads", (4096,) * 32, None, num_heads=64),
+    MlaRow("32 x 4k, 32 heads", (4096,) * 32, None, num_heads=32),
+    MlaRow("32 x 4k, 16 heads", (4096,) * 32, None, num_heads=16),
 )

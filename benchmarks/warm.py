@@ -36,9 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _prefill(backend: str, kv: torch.dtype, qk: int, vo: int) -> JitModule:
+def _prefill(
+    backend: str, kv: torch.dtype, qk: int, vo: int, window: bool = SLIDING_WINDOW, soft_cap: bool = SOFT_CAP
+) -> JitModule:
     dtype = torch.bfloat16
-    options = (POS_ENCODING_NONE, SLIDING_WINDOW, SOFT_CAP, FP16_QK_REDUCTION)
+    options = (POS_ENCODING_NONE, window, soft_cap, FP16_QK_REDUCTION)
     return "gen_batch_prefill_module", (backend, dtype, kv, dtype, torch.int32, qk, vo, *options)
 
 
@@ -47,7 +49,8 @@ def modules() -> Iterator[JitModule]:
     dtype, index = torch.bfloat16, torch.int32
     for backend in ("fa3", "fa2"):
         for row in PREFILL_ROWS:
-            yield _prefill(backend, dtype, row.head_dim, row.head_dim_vo)
+            options = row.window_left >= 0, row.logits_soft_cap > 0
+            yield _prefill(backend, dtype, row.head_dim, row.head_dim_vo, *options)
     mla = (dtype, dtype, dtype, index, 512, 64, PROFILER)
     yield from (("gen_batch_mla_module", (backend, *mla)) for backend in ("fa3", "fa2"))
     for decode in ROWS:
