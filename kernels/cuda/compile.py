@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 ARCHITECTURE, COMPUTE_CAPABILITY = "sm_90a", 90
 """What kernels are compiled for. ``wgmma`` and ``setmaxnreg`` exist there alone."""
 
-OPTIONS = ("--std=c++17", f"--gpu-architecture={ARCHITECTURE}")
+OPTIONS = ("--std=c++20", f"--gpu-architecture={ARCHITECTURE}")
 
 FORMAT = 1
 """Of the keys: a number to change when what they are of changes."""

@@ -160,12 +160,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                                 const Element* v_other, const float* s_other,
                                 const unsigned char* merged,  // [rows]: whether a row is merged, or null for all
                                 int64 packed_rows, int heads, int vectors, int64 stride_v_row, int64 stride_v_head,
-                                int64 stride_s_row, int64 stride_vo_row, int64 stride_vo_head, int64 stride_so_row,
-                                int64 stride_merged) {
+                                int64 stride_s_row, int64 stride_vo_row, int64 stride_vo_head, int64 stride_so_row) {
   const Place at(packed_rows, heads, vectors);
   wait_for_earlier_kernels();
   launch_later_kernels();
-  const bool merges = at.exists && (!merged || merged[at.row * stride_merged]);
+  const bool merges = at.exists && (!merged || merged[at.row]);
   Element* target = v + at.row * stride_v_row + at.head * stride_v_head + at.column;
   float* sum = s + at.row * stride_s_row + at.head;
   Softmax softmax;

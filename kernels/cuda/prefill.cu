@@ -744,8 +744,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Problem p = {
-      qo_indptr, kv_indices, work, window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch,
-      num_kv_heads, group, page_size, box, tile_rows, num_items, work != nullptr,
+      .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
+      .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,
+      .max_items = max_items, .max_batch = max_batch, .num_kv_heads = num_kv_heads, .group = group,
+      .page_size = page_size, .box = box, .tile_rows = tile_rows, .num_items = num_items, .num_units = num_units,
+      .planned = work != nullptr,
   };
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {

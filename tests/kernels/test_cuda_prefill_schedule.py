@@ -39,13 +39,13 @@ int main(int argc, char** argv) {
   for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
   const int* at = n.data();
   const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
-  Problem p = {};
-  p.qo_indptr = array(), p.kv_indices = nullptr, p.work = array();
-  for (int* field : {&p.window_left, &p.window_right, &p.rows, &p.kv_rows, &p.num_pages, &p.max_pages, &p.max_items,
-                     &p.max_batch, &p.num_kv_heads, &p.group, &p.page_size, &p.box, &p.tile_rows, &p.num_items,
-                     &p.num_units, &gridDim.x})
-    *field = *at++;
-  p.planned = true;
+  const int *const qo_indptr = array(), *const kv_indices = nullptr, *const work = array();
+  int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
+  int page_size, box, tile_rows, num_items, num_units;
+  for (int* parameter : {&window_left, &window_right, &rows, &kv_rows, &num_pages, &max_pages, &max_items, &max_batch,
+                         &num_kv_heads, &group, &page_size, &box, &tile_rows, &num_items, &num_units, &gridDim.x})
+    *parameter = *at++;
+  MAKE_PROBLEM
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     Schedule schedule;
     Unit unit;
@@ -78,13 +78,15 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     constants = re.findall(r"^(?:constexpr int k(?:None|MaxTokens|PackedRows)|enum Work) .*$", source, re.MULTILINE)
     assert len(constants) == 4
     walk = source[source.index("struct Problem {") : source.index("// ---- Producers")]
+    make_problem = source[(begin := source.index("  const Problem p = {")) : source.index("};", begin) + 2]
     folder, made = tmp_path_factory.mktemp("schedule"), {}
     for paged in (False, True):
-        text = "\n".join([PRELUDE, f"#define PAGED {int(paged)}", "struct TensorMap;", *constants, walk, MAIN])
+        text = "\n".join([PRELUDE, f"#define PAGED {int(paged)}", "struct TensorMap;", *constants, walk])
+        text += MAIN.replace("MAKE_PROBLEM", make_problem)
         (folder / f"{paged}.cpp").write_text(text)
         made[paged] = folder / str(paged)
         sanitizers = "-fsanitize=undefined,address", "-fno-sanitize-recover"
-        words = ["g++", "-std=c++17", "-O1", "-w", *sanitizers, str(folder / f"{paged}.cpp"), "-o", str(made[paged])]
+        words = ["g++", "-std=c++20", "-O1", "-w", *sanitizers, str(folder / f"{paged}.cpp"), "-o", str(made[paged])]
         subprocess.run(words, check=True)
     return made
 
