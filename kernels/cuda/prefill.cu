@@ -376,6 +376,21 @@ DEVICE void issue_pv(Output& output, const Probabilities& p, uint64 values) {
   wgmma_commit();
 }
 
+// The tanh of `to_cap` times each logit. Almost all logits of a model are far below the cap, where it needs no
+// exponential: the warp takes the exact form if one of its logits is not.
+DEVICE void soft_cap(Logits& logits, float to_cap) {
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < kTile / 2; ++i) largest = fmaxf(largest, fabsf(logits[i]));
+  if (__any_sync(~0u, largest * to_cap > kSmallTanh)) {
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh_exact(logits[i] * to_cap);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh_small(logits[i] * to_cap);
+  }
+}
+
 DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -601,7 +616,7 @@ DEVICE void reduce(int consumer, Output& output, Rows& rows, Shared& shared, uin
 DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, Shared& shared) {
   const bool split_kv = p.split_kv();
   const float factor = arguments.cap > 0 ? arguments.cap * kLog2e : arguments.scale * kLog2e;
-  const float to_cap = arguments.cap > 0 ? arguments.scale / arguments.cap * kToTanh : 0.f;
+  const float to_cap = arguments.cap > 0 ? arguments.scale / arguments.cap : 0.f;
   const int lane = threadIdx.x % 32, line = threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const uint64 keys = k_major(shared_address(shared.keys[0]), TileLayout<kDimQk>::kGroup);
   const uint64 values =
@@ -647,9 +662,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       Probabilities probabilities;
       float alpha[2];
       const auto softmax = [&](int first) {
-        if (arguments.cap > 0)
-#pragma unroll
-          for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh_base2(logits[i] * to_cap);
+        if (arguments.cap > 0) soft_cap(logits, to_cap);
         if (first + kTile > visible_end || first < visible_begin) mask(logits, rows, first);
         update(logits, rows, factor, alpha);
       };
