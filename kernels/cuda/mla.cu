@@ -342,9 +342,14 @@ DEVICE float sum_of_quad(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Step 5: the quarters of the owner's half are loaded first.
-template <int SELF>
-DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys, uint32 full, uint32 parity) {
+// Operands of matrix products by the lower halves of their descriptors: all have the same upper half, and an addition
+// to 32 bits takes one instruction.
+DEVICE uint32 lower(uint64 descriptor) { return static_cast<uint32>(descriptor); }
+DEVICE uint64 operand(uint32 lower) { return k_major(0, kGroupBytes) >> 32 << 32 | lower; }
+
+// Step 5: the quarters of the owner's half are loaded first. Calls `between` when half of it is issued, as two groups.
+template <int SELF, class Between>
+DEVICE void issue_qk(Logits& logits, uint32 query, uint32 keys, uint32 full, uint32 parity, Between between) {
 #pragma unroll
   for (int i = 0; i < kQuarters; ++i) {
     const int quarter = i ^ SELF * 2, blocks = i == kQuarters - 1 ? 3 : 2;
@@ -356,11 +361,12 @@ DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys, uint32 full, uin
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         const int at = block * (kBlockBytes / 16) + step * 2;
-        wgmma_ss(logits, query + at, keys + at, i > 0 || b > 0 || step > 0);
+        wgmma_ss(logits, operand(query + at), operand(keys + at), i > 0 || b > 0 || step > 0);
       }
     }
+    wgmma_commit();
+    if (i == 1) between();
   }
-  wgmma_commit();
 }
 
 // Sets the values of this consumer's half to 0 from token `visible` of the tile on. No warp may read them meanwhile.
@@ -591,10 +597,11 @@ DEVICE void consume(const Problem& p, const Arguments& arguments, Shared& shared
   constexpr int kPeer = 1 - SELF;
   const int lane = threadIdx.x % 32, line = threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const uint32 own_stage = shared_address(shared.kv[SELF]), peer_stage = shared_address(shared.kv[kPeer]);
-  const uint64 query = k_major(shared_address(shared.query), kGroupBytes), keys = k_major(own_stage, kGroupBytes);
-  const uint64 peer_p = k_major(peer_stage + kRotary * kBlockBytes, kGroupBytes);
-  const uint64 own_values = mn_major(own_stage + SELF * kHalfBytes, kGroupBytes, kBlockBytes);
-  const uint64 peer_values = mn_major(peer_stage + SELF * kHalfBytes, kGroupBytes, kBlockBytes);
+  const uint32 query = lower(k_major(shared_address(shared.query), kGroupBytes));
+  const uint32 keys = lower(k_major(own_stage, kGroupBytes));
+  const uint32 peer_p = lower(k_major(peer_stage + kRotary * kBlockBytes, kGroupBytes));
+  const uint32 own_values = lower(mn_major(own_stage + SELF * kHalfBytes, kGroupBytes, kBlockBytes));
+  const uint32 peer_values = lower(mn_major(peer_stage + SELF * kHalfBytes, kGroupBytes, kBlockBytes));
   const uint32 full = shared_address(shared.full[SELF]), p_stored = shared_address(shared.p_stored);
   const uint32 own_empty = shared_address(&shared.empty[SELF][SELF]);
   const uint32 peer_empty = shared_address(&shared.empty[kPeer][SELF]);
@@ -641,7 +648,8 @@ DEVICE void consume(const Problem& p, const Arguments& arguments, Shared& shared
       fence_registers(output);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kTile / 16; ++k) wgmma_ss_mn(output, peer_p + k * 2, peer_values + k * (2 * kGroupBytes / 16));
+      for (int k = 0; k < kTile / 16; ++k)
+        wgmma_ss_mn(output, operand(peer_p + k * 2), operand(peer_values + k * (2 * kGroupBytes / 16)));
       wgmma_commit();
     };
     const auto end_peer_pv = [&] {
@@ -655,14 +663,15 @@ DEVICE void consume(const Problem& p, const Arguments& arguments, Shared& shared
       Logits logits;
       const uint32 parity = base + i >> 1 & 1;
       if constexpr (kFollows && !kKeysFirst[SELF]) issue_peer_pv(i - 1);
-      issue_qk<SELF>(logits, query, keys, full, parity);
+      issue_qk<SELF>(logits, query, keys, full, parity, [&] {
+        if constexpr (kFollows && !kKeysFirst[SELF]) {
+          wgmma_wait<2>();
+          end_peer_pv();
+        }
+      });
       if constexpr (kFollows && kKeysFirst[SELF]) {
         issue_peer_pv(i - 1);
         wgmma_wait<1>();
-      } else if constexpr (kFollows) {
-        wgmma_wait<1>();
-        end_peer_pv();
-        wgmma_wait<0>();
       } else {
         wgmma_wait<0>();
       }
@@ -686,7 +695,7 @@ DEVICE void consume(const Problem& p, const Arguments& arguments, Shared& shared
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kTile / 16; ++k)
-        wgmma_rs(output, probabilities[k], own_values + k * (2 * kGroupBytes / 16));
+        wgmma_rs(output, probabilities[k], operand(own_values + k * (2 * kGroupBytes / 16)));
       wgmma_commit();
       wgmma_wait<0>();
       fence_registers(output);
