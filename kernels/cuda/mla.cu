@@ -586,16 +586,17 @@ DEVICE void store(int consumer, Output& output, const Rows& rows, const float (&
   }
 }
 
-template <bool VALUE>
-struct Constant {
-  static constexpr bool value = VALUE;
-};
-
 // One warpgroup: the logits of every second KV tile, and half of the value columns of all, for all units.
 template <int SELF>
-DEVICE void consume(const Problem& p, const Arguments& arguments, Shared& shared) {
-  constexpr int kPeer = 1 - SELF;
-  const int lane = threadIdx.x % 32, line = threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
+struct Consumer {
+  static constexpr int kPeer = 1 - SELF;
+  static constexpr int kBarrier = kOneConsumer + SELF;
+
+  const Problem& p;
+  const Arguments& arguments;
+  Shared& shared;
+  const int line = threadIdx.x % kConsumerThreads / 32 * 16 + threadIdx.x % 32 / 4;  // of the first of two rows
+  // Shared-memory addresses, and lower halves of descriptors.
   const uint32 own_stage = shared_address(shared.kv[SELF]), peer_stage = shared_address(shared.kv[kPeer]);
   const uint32 query = lower(k_major(shared_address(shared.query), kGroupBytes));
   const uint32 keys = lower(k_major(own_stage, kGroupBytes));
@@ -603,131 +604,130 @@ DEVICE void consume(const Problem& p, const Arguments& arguments, Shared& shared
   const uint32 own_values = lower(mn_major(own_stage + SELF * kHalfBytes, kGroupBytes, kBlockBytes));
   const uint32 peer_values = lower(mn_major(peer_stage + SELF * kHalfBytes, kGroupBytes, kBlockBytes));
   const uint32 full = shared_address(shared.full[SELF]), p_stored = shared_address(shared.p_stored);
-  const uint32 own_empty = shared_address(&shared.empty[SELF][SELF]);
-  const uint32 peer_empty = shared_address(&shared.empty[kPeer][SELF]);
-  const uint32 q_full = shared_address(&shared.q_full), q_empty = shared_address(&shared.q_empty);
-  wait_for_earlier_kernels();
-  launch_later_kernels();
-  uint32 base = 0;  // number of the unit's first KV tile among all of this CTA
-  for (uint32 n = 0;; ++n) {
-    wait(q_full, n & 1);
-    int unit[7];
-#pragma unroll
-    for (int i = 0; i < 7; ++i) unit[i] = uniform(shared.unit[i]);
-    const int count = unit[1], position = unit[2], start = unit[3], end = unit[4], first_packed_row = unit[6];
-    if (count <= 0) return;
 
-    Rows rows;
+  uint32 base = 0;      // number of the unit's first KV tile among all of this CTA
+  int start, end;       // of the unit's KV tokens
+  int visible_end;      // all rows of this CTA see the tiles before this token
+  Rows rows;
+  Output output;
+
+  DEVICE uint32 parity(int i) const { return base + i >> 1 & 1; }
+
+  // Step 9 of tile `i` of the unit, but for the wait and the arrival.
+  DEVICE void issue_peer_pv(int i) {
+    wait(p_stored + kPeer * 8, parity(i));
+    float alpha[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = p.row_of(first_packed_row + line + 8 * r);
-      rows.end[r] = (p.causal ? min(end, causal_end(position, row)) : end) - lane % 4 * 2;
-      rows.row_max[r] = -kInfinity, rows.row_sum[r] = 0;
+      const float row_max = shared.row_max[kPeer][line + 8 * r];
+      alpha[r] = rescale_factor(rows.row_max[r], row_max);
+      rows.row_max[r] = row_max, rows.row_sum[r] *= alpha[r];
     }
-    // All rows of this CTA see the tiles before this token.
-    const int visible_end = p.causal ? min(end, causal_end(position, p.row_of(first_packed_row))) : end;
-
-    Output output;
+    const int visible = end - start - i * kTile;
+    if (visible < kTile) zero_values(peer_stage + SELF * kHalfBytes, visible, kBarrier);
+    rescale(output, alpha);
+    fence_registers(output);
+    wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kHalf / 2; ++i) output[i] = 0;
-    const int tiles = (end - start + kTile - 1) / kTile;
+    for (int k = 0; k < kTile / 16; ++k)
+      wgmma_ss_mn(output, operand(peer_p + k * 2), operand(peer_values + k * (2 * kGroupBytes / 16)));
+    wgmma_commit();
+  }
 
-    // Step 9, but for the wait and the arrival, for tile `i` of the unit.
-    const auto issue_peer_pv = [&](int i) {
-      wait(p_stored + kPeer * 8, base + i >> 1 & 1);
-      float alpha[2];
+  template <int PENDING>
+  DEVICE void end_peer_pv() {
+    wgmma_wait<PENDING>();
+    fence_registers(output);
+    release(shared_address(&shared.empty[kPeer][SELF]));
+  }
+
+  // Steps 5 to 8 of tile `i` of the unit, which this consumer owns, and step 9 of the one before it if FOLLOWS.
+  template <bool FOLLOWS>
+  DEVICE void attend(int i) {
+    constexpr bool kKeys = kKeysFirst[SELF];
+    Logits logits;
+    if (FOLLOWS && !kKeys) issue_peer_pv(i - 1);
+    issue_qk<SELF>(logits, query, keys, full, parity(i), [&] {
+      if (FOLLOWS && !kKeys) end_peer_pv<2>();
+    });
+    if (FOLLOWS && kKeys) {
+      issue_peer_pv(i - 1);
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
+    fence_registers(logits);
+    const int first = start + i * kTile, visible = end - first;
+    if (first + kTile > visible_end) mask(logits, rows, first);
+    float alpha[2];
+    update(logits, rows, arguments.factor, alpha, &shared.row_max[SELF][line]);
+    Probabilities probabilities;
+    round(probabilities, logits);
+    named_sync(kBarrier, kConsumerThreads);
+    store_probabilities(own_stage + kRotary * kBlockBytes, probabilities);
+    arrive_by_warp(p_stored + SELF * 8);
+    if (visible < kTile) zero_values(own_stage + SELF * kHalfBytes, visible, kBarrier);
+    if (FOLLOWS && kKeys) end_peer_pv<0>();
+    rescale(output, alpha);
+    fence_registers(output);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTile / 16; ++k)
+      wgmma_rs(output, probabilities[k], operand(own_values + k * (2 * kGroupBytes / 16)));
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_registers(output);
+    release(shared_address(&shared.empty[SELF][SELF]));
+  }
+
+  DEVICE void run() {
+    const uint32 q_full = shared_address(&shared.q_full), q_empty = shared_address(&shared.q_empty);
+    const int lane = threadIdx.x % 32;
+    for (uint32 n = 0;; ++n) {
+      wait(q_full, n & 1);
+      int unit[7];
+#pragma unroll
+      for (int i = 0; i < 7; ++i) unit[i] = uniform(shared.unit[i]);
+      const int count = unit[1], position = unit[2], first_packed_row = unit[6];
+      if (count <= 0) return;
+      start = unit[3], end = unit[4];
+      visible_end = p.causal ? min(end, causal_end(position, p.row_of(first_packed_row))) : end;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float row_max = shared.row_max[kPeer][line + 8 * r];
-        alpha[r] = rescale_factor(rows.row_max[r], row_max);
-        rows.row_max[r] = row_max, rows.row_sum[r] *= alpha[r];
+        const int row = p.row_of(first_packed_row + line + 8 * r);
+        rows.end[r] = (p.causal ? min(end, causal_end(position, row)) : end) - lane % 4 * 2;
+        rows.row_max[r] = -kInfinity, rows.row_sum[r] = 0;
       }
-      const int visible = end - start - i * kTile;
-      if (visible < kTile) zero_values(peer_stage + SELF * kHalfBytes, visible, kOneConsumer + SELF);
-      rescale(output, alpha);
-      fence_registers(output);
-      wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kTile / 16; ++k)
-        wgmma_ss_mn(output, operand(peer_p + k * 2), operand(peer_values + k * (2 * kGroupBytes / 16)));
-      wgmma_commit();
-    };
-    const auto end_peer_pv = [&] {
-      fence_registers(output);
-      release(peer_empty);
-    };
+      for (int i = 0; i < kHalf / 2; ++i) output[i] = 0;
 
-    // Steps 5 to 8 for tile `i` of the unit, which this consumer owns, and step 9 for the one before it, if there is.
-    const auto attend = [&](int i, auto follows) {
-      constexpr bool kFollows = decltype(follows)::value;
-      Logits logits;
-      const uint32 parity = base + i >> 1 & 1;
-      if constexpr (kFollows && !kKeysFirst[SELF]) issue_peer_pv(i - 1);
-      issue_qk<SELF>(logits, query, keys, full, parity, [&] {
-        if constexpr (kFollows && !kKeysFirst[SELF]) {
-          wgmma_wait<2>();
-          end_peer_pv();
-        }
-      });
-      if constexpr (kFollows && kKeysFirst[SELF]) {
-        issue_peer_pv(i - 1);
-        wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
+      const int tiles = (end - start + kTile - 1) / kTile;
+      int i = (base ^ SELF) & 1;
+      if (i == 0 && tiles > 0) {
+        attend<false>(0);
+        i = 2;
       }
-      fence_registers(logits);
-      const int first = start + i * kTile, visible = end - first;
-      if (first + kTile > visible_end) mask(logits, rows, first);
-      float alpha[2];
-      update(logits, rows, arguments.factor, alpha, &shared.row_max[SELF][line]);
-      Probabilities probabilities;
-      round(probabilities, logits);
-      named_sync(kOneConsumer + SELF, kConsumerThreads);
-      store_probabilities(own_stage + kRotary * kBlockBytes, probabilities);
-      arrive_by_warp(p_stored + SELF * 8);
-      if (visible < kTile) zero_values(own_stage + SELF * kHalfBytes, visible, kOneConsumer + SELF);
-      if constexpr (kFollows && kKeysFirst[SELF]) {
-        wgmma_wait<0>();
-        end_peer_pv();
+      for (; i < tiles; i += 2) attend<true>(i);
+      arrive_by_warp(q_empty);
+      if (tiles > 0 && (base + tiles - 1 & 1) != SELF) {
+        issue_peer_pv(tiles - 1);
+        end_peer_pv<0>();
       }
-      rescale(output, alpha);
-      fence_registers(output);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kTile / 16; ++k)
-        wgmma_rs(output, probabilities[k], operand(own_values + k * (2 * kGroupBytes / 16)));
-      wgmma_commit();
-      wgmma_wait<0>();
-      fence_registers(output);
-      release(own_empty);
-    };
+      base += max(tiles, 0);
 
-    int i = (base ^ SELF) & 1;
-    if (i == 0 && tiles > 0) {
-      attend(0, Constant<false>());
-      i = 2;
-    }
-    for (; i < tiles; i += 2) attend(i, Constant<true>());
-    arrive_by_warp(q_empty);
-    if (tiles > 0 && (base + tiles - 1 & 1) != SELF) {
-      issue_peer_pv(tiles - 1);
-      wgmma_wait<0>();
-      end_peer_pv();
-    }
-    base += max(tiles, 0);
-
-    float sums[2];
+      float sums[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sums[r] = sum_of_quad(rows.row_sum[r]);
-      if (lane % 4 == 0) shared.row_sum[n & 1][SELF][line + 8 * r] = sums[r];
-    }
-    named_sync(kBothConsumers, 2 * kConsumerThreads);
+      for (int r = 0; r < 2; ++r) {
+        sums[r] = sum_of_quad(rows.row_sum[r]);
+        if (lane % 4 == 0) shared.row_sum[n & 1][SELF][line + 8 * r] = sums[r];
+      }
+      named_sync(kBothConsumers, 2 * kConsumerThreads);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sums[r] += shared.row_sum[n & 1][kPeer][line + 8 * r];
-    store(SELF, output, rows, sums, p, arguments.results, unit);
+      for (int r = 0; r < 2; ++r) sums[r] += shared.row_sum[n & 1][kPeer][line + 8 * r];
+      store(SELF, output, rows, sums, p, arguments.results, unit);
+    }
   }
-}
+};
 
 }  // namespace
 
@@ -802,10 +802,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
   } else {
     increase_registers<232>();
     const Arguments arguments = {scale * kLog2e, {out, lse, partial, slots, out_type}};
+    wait_for_earlier_kernels();
+    launch_later_kernels();
     if (warp < 8)
-      consume<0>(p, arguments, shared);
+      Consumer<0>{p, arguments, shared}.run();
     else
-      consume<1>(p, arguments, shared);
+      Consumer<1>{p, arguments, shared}.run();
   }
   if (CLUSTER > 1) cluster_sync();
 }
