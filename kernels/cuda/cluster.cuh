@@ -13,7 +13,8 @@ DEVICE uint32 cluster_rank() {
 
 // All threads of all CTAs of the cluster. What each wrote before is visible to the others afterwards.
 DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // The address, for the whole cluster, of what CTA `rank` has at this address of its shared memory.
@@ -31,9 +32,8 @@ DEVICE void arrive_in_cluster(uint32 barrier) {
 // A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.
 DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-          to),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
       : "memory");
 }
 
@@ -41,8 +41,8 @@ DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, ui
 DEVICE void load_box_in(uint16 ctas, uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(ctas)
+      "[%1, {%2, %3, %4}], [%5], %6;"
+      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(ctas)
       : "memory");
 }
 

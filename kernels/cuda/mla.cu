@@ -772,8 +772,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Problem p = {
-      qo_indptr, kv_indices, work, rows, num_pages, max_pages, max_items, max_batch, heads, page_size, tile_rows,
-      num_items, num_units, causal != 0, early != 0,
+      .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .rows = rows, .num_pages = num_pages,
+      .max_pages = max_pages, .max_items = max_items, .max_batch = max_batch, .heads = heads, .page_size = page_size,
+      .tile_rows = tile_rows, .num_items = num_items, .num_units = num_units, .causal = causal != 0,
+      .early = early != 0,
   };
   const int warp = uniform(threadIdx.x / 32), rank = CLUSTER == 1 ? 0 : cluster_rank();
   if (threadIdx.x == 0) {
@@ -792,16 +794,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     cluster_sync();
   if (warp < 4) {
     decrease_registers<40>();
+    const Queries queries = {
+        .latent_map = &q_nope_map, .rotary_map = &q_pe_map, .latent = q_nope, .rotary = q_pe,
+        .latent_row = stride_q_row, .latent_head = stride_q_head, .rotary_row = stride_qb_row,
+        .rotary_head = stride_qb_head, .boxed = boxed != 0,
+    };
     if (warp == 0)
-      produce(p, {&ckv, &kpe}, shared, rank);
+      produce(p, {.latent = &ckv, .rotary = &kpe}, shared, rank);
     else if (warp >= 2)
-      produce_queries(p, {&q_nope_map, &q_pe_map, q_nope, q_pe, stride_q_row, stride_q_head, stride_qb_row,
-                          stride_qb_head, boxed != 0}, shared, rank);
+      produce_queries(p, queries, shared, rank);
     else
       wait_for_earlier_kernels(), launch_later_kernels();
   } else {
     increase_registers<232>();
-    const Arguments arguments = {scale * kLog2e, {out, lse, partial, slots, out_type}};
+    const Results results = {.out = out, .lse = lse, .partial = partial, .slots = slots, .out_type = out_type};
+    const Arguments arguments = {.factor = scale * kLog2e, .results = results};
     wait_for_earlier_kernels();
     launch_later_kernels();
     if (warp < 8)

@@ -38,12 +38,13 @@ int main() {
   for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
   const int* at = n.data();
   const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
-  Problem p = {};
-  p.qo_indptr = array(), p.work = array();
-  for (int* field : {&p.rows, &p.num_pages, &p.max_pages, &p.max_items, &p.max_batch, &p.heads, &p.page_size,
-                     &p.tile_rows, &p.num_items, &p.num_units, &gridDim.x})
-    *field = *at++;
-  p.causal = *at++, p.early = *at++;
+  const int *const qo_indptr = array(), *const kv_indices = nullptr, *const work = array();
+  int rows, num_pages, max_pages, max_items, max_batch, heads, page_size, tile_rows, num_items, num_units;
+  int causal, early;
+  for (int* parameter : {&rows, &num_pages, &max_pages, &max_items, &max_batch, &heads, &page_size, &tile_rows,
+                         &num_items, &num_units, &gridDim.x, &causal, &early})
+    *parameter = *at++;
+  MAKE_PROBLEM
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     Schedule schedule;
     Unit unit;
@@ -76,15 +77,17 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     constants = re.findall(rf"^(?:constexpr int (?:{names}) |enum Work).*$", source, re.MULTILINE)
     assert len(constants) == 5
     walk = source[source.index("struct Problem {") : source.index("// ---- Producers")]
+    make_problem = source[(begin := source.index("  const Problem p = {")) : source.index("};", begin) + 2]
     folder, made = tmp_path_factory.mktemp("schedule"), {}
     for cluster in (1, 2):
-        text = "\n".join([PRELUDE, f"#define CLUSTER {cluster}", *constants, walk, MAIN])
+        text = "\n".join([PRELUDE, f"#define CLUSTER {cluster}", *constants, walk])
+        text += MAIN.replace("MAKE_PROBLEM", make_problem)
         (folder / f"{cluster}.cpp").write_text(text)
         made[cluster] = folder / str(cluster)
         sanitizers = "-fsanitize=undefined,address", "-fno-sanitize-recover"
         words = [
             "g++",
-            "-std=c++17",
+            "-std=c++20",
             "-O1",
             "-w",
             *sanitizers,
