@@ -11,10 +11,10 @@ DEVICE uint32 cluster_rank() {
   return rank;
 }
 
-// All threads of all CTAs of the cluster. What each wrote before is visible to the others afterwards.
-DEVICE void cluster_sync() {
+// All threads of all CTAs of the cluster, before which barriers are initialised and fenced (fence_barrier_init).
+DEVICE void cluster_sync_after_init() {
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // The address, for the whole cluster, of what CTA `rank` has at this address of its shared memory.
@@ -24,9 +24,10 @@ DEVICE uint32 address_in(uint32 address, uint32 rank) {
   return mapped;
 }
 
-// An arrival at a barrier of any CTA of the cluster.
+// An arrival at a barrier of any CTA of the cluster. It publishes no writes to other CTAs, which would take a fence of
+// the whole GPU: it says that this thread has finished to read.
 DEVICE void arrive_in_cluster(uint32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.

@@ -49,7 +49,7 @@
 //     10. [consumer]      arrive on q_empty; exchange the row_sum of own tiles
 //     11. [consumer]      divide by l; store half of the output columns; consumer 0 stores the LSE
 // end
-//     12. [all]           cluster barrier: a CTA stays while another may arrive on its barriers
+//     12. [producer KV]   wait for all of empty: the CTA stays until the others have arrived for the last time
 //
 // The row maximum passes through the tiles in order: the owner of tile j continues with the row_max that it read in
 // step 9 of tile j-1. A consumer of kKeysFirst issues step 5 of its tile before step 9 of the preceding one, which
@@ -205,7 +205,8 @@ DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, in
     load_box_in(uint16((1 << CLUSTER) - 1), to, map, column, token, page, barrier);
 }
 
-// One warp: the KV tiles of all units. Page numbers are loaded for 32 tiles at a time, and 32 tiles ahead.
+// One warp: the KV tiles of all units. Page numbers are loaded for 32 tiles at a time, and 32 tiles ahead. At the end
+// it waits until all CTAs of the cluster have read what it loaded, and their arrivals at barriers of this one are here.
 DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int rank) {
   const int lane = threadIdx.x % 32;
   const uint32 stages = shared_address(shared.kv[0]), full = shared_address(shared.full);
@@ -253,6 +254,9 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
       if (token >= p.page_size) token = 0;
     }
   }
+  if (CLUSTER > 1)
+    for (int i = 0; i < 2; ++i, ++tile)
+      for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);
 }
 
 // Queries in global memory, in two parts. The maps' boxes are 64 packed rows if `boxed`.
@@ -741,8 +745,8 @@ struct Consumer {
 //     the CTAs of the cluster load. empty, one for each stage and half: an arrival of each warp of that half's consumer
 //     in each CTA. p_stored, one for each consumer: an arrival of each of its warps. q_full: an arrival and the bytes,
 //     or an arrival of each thread that copies. q_empty: an arrival of each consumer warp. Named barriers: the threads
-//     of a consumer, when all have their logits; all consumer threads, when both have stored row_sum. Cluster barriers
-//     at the start and the end.
+//     of a consumer, when all have their logits; all consumer threads, when both have stored row_sum. A cluster barrier
+//     at the start.
 // Bound by: tensor cores for 128 heads, with reading KV from memory close; reading KV for few heads.
 extern "C" __global__ void __launch_bounds__(384, 1) mla(
     const char* q_nope,                            // [rows, heads, 512]
@@ -791,7 +795,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
   if (CLUSTER == 1)
     __syncthreads();
   else
-    cluster_sync();
+    cluster_sync_after_init();
   if (warp < 4) {
     decrease_registers<40>();
     const Queries queries = {
@@ -816,7 +820,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     else
       Consumer<1>{p, arguments, shared}.run();
   }
-  if (CLUSTER > 1) cluster_sync();
 }
 
 }  // namespace attn_ops
