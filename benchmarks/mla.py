@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ NOTE = (
     "TFLOP/s counts 2 * heads * (576 + 512) operations per key; `share` is of 790 TFLOP/s, the measured peak, and "
     "`of roofline` counts 4.45 TB/s too."
 )
-OURS = "attn_ops"
+OURS, GLUON = "attn_ops", "attn_ops in Gluon"
 EXPECTED_FLOPS_PER_US = 500e6
 """Sizes the CUDA graphs."""
 
@@ -33,11 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_peers(parser)
 
 
-def _ours(p: MlaProblem) -> Call:
+def _on(backend: str, p: MlaProblem) -> Call:
     planner = p.planner()
     return lambda i: torch.ops.attn.batch_mla(
-        p.q_nope, p.q_pe, p.ckv[i], p.kpe[i], planner.state, planner.workspace, backend="triton"
+        p.q_nope, p.q_pe, p.ckv[i], p.kpe[i], planner.state, planner.workspace, backend=backend
     )[0]
+
+
+KERNELS = {OURS: functools.partial(_on, "cuda"), GLUON: functools.partial(_on, "triton")}
 
 
 def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
@@ -46,7 +50,7 @@ def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
     return {
         "row": row.name,
         "goal": row.goal,
-        OURS: ours,
+        **{name: times[name] for name in KERNELS},
         "of goal": ours / row.goal if row.goal else None,
         "TFLOP/s": row.flops() / ours / 1e6,
         "share": row.flops() / ours / report.PEAK_FLOPS_PER_US,
@@ -58,10 +62,10 @@ def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
-    comparison = Comparison({OURS: _ours}, selected(MLA_PEERS, args), MLA_PEERS)
+    comparison = Comparison(KERNELS, selected(MLA_PEERS, args), MLA_PEERS)
     results = []
     for row in MLA_ROWS if args.rows is None else [MLA_ROWS[i] for i in args.rows]:
         results.append(_measure(row, comparison))
         release_memory()
-    columns = report.Columns((OURS,), tuple(comparison.peers))
+    columns = report.Columns(tuple(KERNELS), tuple(comparison.peers))
     report.save("mla", "MLA decode", NOTE, results, args.output, columns, comparison.not_measured)

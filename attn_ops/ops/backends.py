@@ -130,6 +130,16 @@ BACKENDS: tuple[Backend, ...] = (
         capture="attn_ops.eager.launches:capture_launches",
     ),
     Backend(
+        "cuda",
+        "attn_ops.kernels.cuda.mla",
+        unsupported.cuda_mla,
+        kernels={"batch_mla": "mla"},
+        specialized=True,
+        inductor_lowerable=False,
+        has_images=True,
+        capture="attn_ops.eager.launches:capture_launches",
+    ),
+    Backend(
         "triton",
         "attn_ops.kernels.triton.hopper_mla",
         unsupported.hopper_mla,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,6 +68,9 @@ HOPPER_MLA_PAGE = 64
 """Tokens that a page is a multiple of: those of a KV tile."""
 
 HOPPER_MLA_HEAD_DIMS = (576, 512)
+
+CUDA_MLA_CLUSTERS = (1, 2)
+"""CTAs of a cluster of the CUDA MLA kernel, by the packed rows of a plan's query tiles."""
 
 HOPPER_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = HOPPER_MLA_OPTIONS | {
@@ -152,6 +155,22 @@ def triton(p: Problem) -> list[str]:
     )
 
 
+def _mla_on_hopper(p: Problem) -> list[tuple[bool, str]]:
+    """What both MLA kernels for Hopper need."""
+    return [
+        (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
+        (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
+        (p.layout.aligned, "rows are not aligned to 16 bytes"),
+        (p.layout.mappable, "keys and values have no elements, or several at one address"),
+        ((p.head_dim_qk, p.head_dim_vo) == HOPPER_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
+        (
+            p.page_size % HOPPER_MLA_PAGE == 0,
+            f"pages of {p.page_size} tokens are not whole KV tiles of {HOPPER_MLA_PAGE}",
+        ),
+        *_options(p, HOPPER_MLA_OPTIONS),
+    ]
+
+
 def hopper_mla(p: Problem) -> list[str]:
     """The Gluon kernel."""
     machine = _machine_of_hopper(p)
@@ -162,37 +181,43 @@ def hopper_mla(p: Problem) -> list[str]:
     return _failed(
         [
             (gluon_imports("hopper_mla"), "this release of Triton does not have the Gluon that it is written in"),
-            (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
-            (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
-            (p.layout.aligned, "rows are not aligned to 16 bytes"),
-            (p.layout.mappable, "keys and values have no elements, or several at one address"),
-            ((p.head_dim_qk, p.head_dim_vo) == HOPPER_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
-            (
-                p.page_size % HOPPER_MLA_PAGE == 0,
-                f"pages of {p.page_size} tokens are not whole KV tiles of {HOPPER_MLA_PAGE}",
-            ),
             (p.layout.short_token_stride, "tokens of the cache are too far apart"),
-            *_options(p, HOPPER_MLA_OPTIONS),
+            *_mla_on_hopper(p),
         ]
     )
 
 
-def kernel_unavailable(module: str, key: Hashable) -> str:
-    """Why ``SPECIALIZATIONS[key]`` of ``kernels/cuda/{module}.py`` cannot be launched; it is compiled if necessary."""
+def cuda_mla(p: Problem) -> list[str]:
+    return _cuda(
+        p,
+        "mla",
+        [(cluster, p.dtype) for cluster in CUDA_MLA_CLUSTERS],
+        [
+            (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
+            *_mla_on_hopper(p),
+        ],
+    )
+
+
+def kernel_unavailable(module: str, *keys: Hashable) -> str:
+    """Why ``SPECIALIZATIONS[key]`` of ``kernels/cuda/{module}.py`` cannot be launched for each of ``keys``.
+
+    They are compiled if necessary.
+    """
     native = importlib.import_module("attn_ops.eager.prepared_call")
     if not native.is_available():
         return f"the launcher is missing ({native.NATIVE_REASON})"
     kernels, compiler = (importlib.import_module(f"attn_ops.kernels.cuda.{name}") for name in (module, "compile"))
-    reason: str = compiler.unavailable_reason(kernels.SPECIALIZATIONS[key])
+    reason: str = compiler.unavailable_reason(*(kernels.SPECIALIZATIONS[key] for key in keys))
     return reason
 
 
-def _cuda(p: Problem, module: str, key: Hashable, checks: list[tuple[bool, str]]) -> list[str]:
-    """The reasons of a CUDA kernel, which takes the problem if ``checks`` hold: then it is compiled."""
+def _cuda(p: Problem, module: str, keys: Sequence[Hashable], checks: list[tuple[bool, str]]) -> list[str]:
+    """The reasons of a CUDA kernel, which takes the problem if ``checks`` hold: then those of ``keys`` are compiled."""
     reasons = _machine_of_hopper(p) or _failed(checks)
     if reasons:
         return reasons
-    reason = kernel_unavailable(module, key)
+    reason = kernel_unavailable(module, *keys)
     return [reason] if reason else []
 
 
@@ -202,7 +227,7 @@ def cuda_merge_states(p: Problem) -> list[str]:
     return _cuda(
         p,
         "merge_states",
-        (p.op, p.dtype),
+        [(p.op, p.dtype)],
         [
             (p.dtype in TRITON_DTYPES, f"it does not compute in {p.dtype}"),
             (0 < row_bytes <= most, f"rows of {row_bytes} bytes are not of 1 to {most}"),
@@ -217,7 +242,7 @@ def cuda_prefill(p: Problem) -> list[str]:
     return _cuda(
         p,
         "prefill",
-        (*dims, p.op == "batch_prefill", p.dtype),
+        [(*dims, p.op == "batch_prefill", p.dtype)],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),

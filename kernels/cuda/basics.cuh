@@ -24,6 +24,9 @@ __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("gridd
 // The next kernel of the stream may start: its CTAs run until they wait.
 __device__ __forceinline__ void launch_later_kernels() { asm volatile("griddepcontrol.launch_dependents;"); }
 
+// Lets this thread read a plan that a finished kernel has published, before it waits.
+__device__ __forceinline__ void acquire_plan() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // ---- Memory -------------------------------------------------------------------------------------------------------
 
 struct alignas(16) Vector {

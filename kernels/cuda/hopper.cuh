@@ -202,6 +202,13 @@ DEVICE void fence_registers(float (&d)[N]) {
                  : REGISTERS_##COUNT(d)                                                                               \
                  : "l"(a), "l"(b), "r"(int(accumulate)));                                                             \
   }                                                                                                                   \
+  /* d += a b: a in shared memory, K-major, b MN-major */                                                             \
+  DEVICE void wgmma_ss_mn(float (&d)[COUNT], uint64 a, uint64 b) {                                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS           \
+                 "k16.f32." DTYPE_NAME "." DTYPE_NAME " {" OPERANDS_##COUNT "}, %" #A ", %" #B ", p, 1, 1, 0, 1;\n}"  \
+                 : REGISTERS_##COUNT(d)                                                                               \
+                 : "l"(a), "l"(b), "r"(1));                                                                           \
+  }                                                                                                                   \
   /* d += a b: a in registers, b in shared memory, MN-major */                                                        \
   DEVICE void wgmma_rs(float (&d)[COUNT], const uint32 (&a)[4], uint64 b) {                                           \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS           \

@@ -18,7 +18,7 @@ from attn_ops.ops import backends, unsupported
 from attn_ops.ops.checks import CHECKS
 
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
-GENERAL, PREFILL, MLA = "triton", "cuda.prefill", "triton.hopper_mla"
+GENERAL, PREFILL, MLA, GLUON_MLA = "triton", "cuda.prefill", "cuda.mla", "triton.hopper_mla"
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +98,10 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     assert _chosen(*call, lowerable=True) == GENERAL
     assert _chosen(*call, lowerable=True, images=True) == kernel
     lines = _lines(*call)
-    assert list(lines) == [kernel, GENERAL, "reference"]
+    others = [GLUON_MLA] if kernel == MLA else []
+    assert list(lines) == [kernel, *others, GENERAL, "reference"]
     assert lines[kernel] == f"runs it, kernel {kernel.partition('.')[2]}; packages launch its image"
+    assert all(lines[other] == "can run it, kernel hopper_mla" for other in others)
     assert lines[GENERAL] == "can run it, kernel prefill"
     assert lines["reference"] == "can run it"
 
@@ -133,11 +135,13 @@ def test_other_calls_run_the_general_kernel(call: tuple[str, dict[str, Any]], re
     op, arguments = call
     assert _chosen(*call) == GENERAL
     lines = _lines(op, arguments)
-    kernel, general = list(lines)[:2]
-    assert reason in lines[kernel]
-    entry = next(backend for backend in backends.BACKENDS if backend.has(op) and backend.label(op) == kernel)
-    assert len(entry.unsupported_reasons(CHECKS[op](**arguments))) == 1
-    assert lines[general] == "runs it, kernel prefill"
+    kernels = [name for name in lines if name not in (GENERAL, "reference")]
+    assert kernels == ([MLA, GLUON_MLA] if op == "batch_mla" else [PREFILL])
+    for kernel in kernels:
+        assert reason in lines[kernel]
+        entry = next(backend for backend in backends.BACKENDS if backend.has(op) and backend.label(op) == kernel)
+        assert len(entry.unsupported_reasons(CHECKS[op](**arguments))) == 1
+    assert lines[GENERAL] == "runs it, kernel prefill"
 
 
 def test_several_keys_at_one_address_have_no_tensor_map() -> None:
@@ -149,12 +153,13 @@ def test_several_keys_at_one_address_have_no_tensor_map() -> None:
 
 
 @pytest.mark.parametrize("name", ["ckv_cache", "kpe_cache"])
-def test_tokens_far_apart_run_the_general_mla_kernel(name: str) -> None:
+def test_tokens_far_apart_are_refused_by_the_gluon_kernel_alone(name: str) -> None:
     op, arguments = _mla()
     shape = arguments[name].shape
     with FakeTensorMode():
         far = torch.empty_strided(shape, (shape[1] << 21, 1 << 21, 1), dtype=torch.bfloat16, device="cuda")
-    assert _chosen(op, arguments | {name: far}) == GENERAL
+    assert _chosen(op, arguments | {name: far}) == MLA
+    assert _chosen(op, arguments | {name: far}, name="triton") == GENERAL
 
 
 @pytest.mark.parametrize(("elements", "kernel"), [(8, PREFILL), (4, GENERAL)])

@@ -1,0 +1,50 @@
+// Clusters of CTAs on sm_90a: ranks, barriers over the CTAs of a cluster, multicast loads. Plain PTX.
+#pragma once
+
+#include "hopper.cuh"
+
+namespace attn_ops {
+
+DEVICE uint32 cluster_rank() {
+  uint32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of all CTAs of the cluster, before which barriers are initialised and fenced (fence_barrier_init).
+DEVICE void cluster_sync_after_init() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address, for the whole cluster, of what CTA `rank` has at this address of its shared memory.
+DEVICE uint32 address_in(uint32 address, uint32 rank) {
+  uint32 mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+// An arrival at a barrier of any CTA of the cluster. It publishes no writes to other CTAs, which would take a fence of
+// the whole GPU: it says that this thread has finished to read.
+DEVICE void arrive_in_cluster(uint32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.
+DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
+      : "memory");
+}
+
+// The same to this place of each CTA of `ctas`, a bit mask; completes the bytes on the barrier at this place of each.
+DEVICE void load_box_in(uint16 ctas, uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;"
+      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(ctas)
+      : "memory");
+}
+
+}  // namespace attn_ops

@@ -1,0 +1,277 @@
+"""The host side of the CUDA MLA kernel, and what the compiler makes of it, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # whose kernel combines partial results, and for its disassembler
+
+from attn_ops.kernels.cuda import compile as compile_module
+from attn_ops.kernels.cuda import launch as launch_module
+from attn_ops.kernels.cuda import mla, nvrtc, prefill
+from attn_ops.kernels.cuda.compile import ARCHITECTURE, cubin_of, options, sources
+from attn_ops.kernels.cuda.kernel import Specialization
+from helpers.cuda_kernels import needs_nvrtc, tool, usage_of
+from helpers.fake_driver import FakeDriver, needs_the_module
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import attn_ops
+from attn_ops.eager import prepared_call
+from attn_ops.native import packaged_launch
+from attn_ops.native.images import ImageSet, collect
+from attn_ops.ops import unsupported
+from attn_ops.ops.backends import MemoryLayout, Problem
+
+SPILL_BYTES = 16
+"""Of a thread that may be spilled: values that are needed again after a loop."""
+
+
+def _numbered(*shape: int) -> Tensor:
+    """A tensor whose elements are their addresses."""
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def _mapped(one: Any) -> Tensor:
+    """The tensor that a map describes. Elements outside of the storage are an error."""
+    return one.base.as_strided(one.shape, one.strides, one.base.storage_offset())
+
+
+def _is_valid(one: Any) -> bool:
+    """What the driver asks of a map: sizes of boxes, and strides of 16 bytes, 8 elements of 16 bits."""
+    within = all(0 < b <= 256 for b in one.box) and one.box[-1] * 2 == one.swizzle
+    return within and len(one.shape) <= 5 and one.strides[-1] == 1 and all(s % 8 == 0 for s in one.strides[:-1])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16, 64, 128, 192])
+@pytest.mark.parametrize("padding", [0, 8])
+def test_a_box_of_queries_is_64_packed_rows(heads: int, padding: int) -> None:
+    rows = 200
+    q = _numbered(rows, heads, mla.LATENT + padding)[..., : mla.LATENT]
+    one, boxed = mla.query_map(q)
+    assert boxed
+    assert _is_valid(one)
+    assert one.box[1] * one.box[2] == prefill.PACKED_ROWS
+    mapped = _mapped(one)
+    for first_packed_row in (0, 64, 128):
+        row, head = 1 + first_packed_row // heads, first_packed_row % heads
+        box = mapped[:, row : row + one.box[1], head : head + one.box[2]]
+        packed = box.permute(1, 2, 0, 3).reshape(prefill.PACKED_ROWS, mla.LATENT)
+        for p in range(prefill.PACKED_ROWS):
+            of_item = first_packed_row + p
+            assert torch.equal(packed[p], q[1 + of_item // heads, of_item % heads])
+
+
+@pytest.mark.parametrize("heads", [3, 20, 80, 150])
+def test_other_head_counts_are_copied(heads: int) -> None:
+    one, boxed = mla.query_map(_numbered(4, heads, mla.LATENT))
+    assert not boxed
+    assert _is_valid(one)
+
+
+@pytest.mark.parametrize("columns", [mla.LATENT, mla.ROTARY])
+def test_a_map_of_the_cache_has_every_token(columns: int) -> None:
+    cache = _numbered(5, 128, 576)[..., 576 - columns :]
+    one = mla.cache_map(cache)
+    assert _is_valid(one)
+    assert one.box == (1, mla.TILE, prefill.COLUMNS)
+    assert torch.equal(_mapped(one), cache)
+
+
+@pytest.mark.parametrize(
+    ("packed_rows", "expected"), [(1, (1, 1)), (64, (1, 1)), (65, (2, 1)), (128, (2, 1)), (150, (1, 3)), (256, (2, 2))]
+)
+def test_units_have_two_ctas_unless_one_would_have_no_rows(packed_rows: int, expected: tuple[int, int]) -> None:
+    assert mla.units_of(packed_rows) == expected
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("key", [k for k in mla.SPECIALIZATIONS if k[1] == torch.bfloat16], ids=str)
+def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
+    """The compiler evaluates the source's constants and the size of its struct."""
+    one = mla.SPECIALIZATIONS[key]
+    expected = {
+        "sizeof(Shared)": one.shared_bytes,
+        "kLatent": mla.LATENT,
+        "kTile": mla.TILE,
+        "kPackedRows": prefill.PACKED_ROWS,
+        "kRowBytes": 2 * prefill.COLUMNS,
+        "kBlocks": (mla.LATENT + mla.ROTARY) // prefill.COLUMNS,
+        "kQueryBoxBlocks": mla.QUERY_BOX_BLOCKS,
+        "kLikeQuery": 0,
+        **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
+    }
+    checks = "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items())
+    _compile(one, checks)
+    with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
+        _compile(one, 'static_assert(kTile == 1, "");\n')
+
+
+def _compile(one: Specialization, more: str) -> None:
+    compiler, _ = nvrtc.find()
+    assert compiler is not None
+    source, headers = sources(one)
+    words = [word.replace(ARCHITECTURE, ARCHITECTURE.replace("sm", "compute")) for word in options(one)]
+    text = source + f"\nnamespace attn_ops {{\n{more}}}\n".encode()
+    compiler.compile(one.kernel.source, text, headers, words, "PTX")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("key", mla.SPECIALIZATIONS, ids=str)
+def test_registers_suffice_and_products_overlap(key: tuple[Any, ...]) -> None:
+    """Where the assembler does not see that products can overlap, it adds waits between them."""
+    one = mla.SPECIALIZATIONS[key]
+    assert usage_of(one).stack <= SPILL_BYTES
+    code = tool("nvdisasm", "-c", cubin=cubin_of(one))
+    waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
+    keys_first = ["0", "0", "1", "0", "0", "0"]  # a first tile; S, peer's P V, own P V; the peer's last tile
+    keys_last = ["0", "0", "2", "0", "0", "0"]
+    assert sorted([waits[:6], waits[6:]]) == [keys_first, keys_last]
+    assert ("UCGABAR" in code) == (key[0] > 1)
+    assert ("UTMALDG.3D.MULTICAST" in code) == (key[0] > 1)
+
+
+SMS = 132
+
+
+def _call(rows: int = 9, heads: int = 128, page_size: int = 64, tile_rows: int | None = None) -> dict[str, Any]:
+    sizes = {"page_size": page_size, "num_qo_heads": heads, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
+    planner = attn_ops.PrefillPlanner(5, 1000, 40, num_ctas=6, tile_rows=tile_rows, **sizes)
+    q_nope, q_pe = torch.zeros(rows, heads, 576, dtype=torch.bfloat16).split((512, 64), -1)
+    ckv, kpe = torch.zeros(10, page_size, 576, dtype=torch.bfloat16).split((512, 64), -1)
+    tensors = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv, "kpe_cache": kpe, "plan": list(planner.state)}
+    return tensors | {"workspace": planner.workspace}
+
+
+@pytest.fixture
+def without_combine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "combine_split_tiles", lambda *args: None)
+    monkeypatch.setattr(mla, "num_sms", lambda device: SMS)
+
+
+@needs_nvrtc
+@needs_the_module
+@pytest.mark.usefixtures("without_combine")
+@pytest.mark.parametrize(("heads", "tile_rows"), [(128, 1), (16, 4), (80, 3), (192, 1)])
+def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
+    heads: int, tile_rows: int, fake_driver: FakeDriver
+) -> None:
+    for rows in (1, 9, 700):
+        call = _call(rows, heads, tile_rows=tile_rows)
+        mla.batch_mla(**call)
+        cluster, blocks = mla.units_of(tile_rows * heads)
+        units = (-(-rows // tile_rows) + 5 + 6) * blocks
+        assert fake_driver.array("grid", 3) == [min(units, SMS // cluster) * cluster, 1, 1]
+        settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
+        assert settings == [384, mla.SHARED_BYTES, 1]
+
+
+@needs_nvrtc
+@needs_the_module
+@pytest.mark.usefixtures("without_combine")
+@pytest.mark.parametrize("heads", [128, 20])
+def test_a_package_takes_any_number_of_rows(
+    heads: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
+    eager: list[tuple[int, ...]] = []
+    packaged: list[tuple[Any, ...]] = []
+    symbols: list[Any] = []
+    monkeypatch.setattr(packaged_launch, "launch_image", lambda *args: packaged.append(args))
+    monkeypatch.setattr(launch_module.launches, "run", lambda one, device: eager.append(one.integers))
+    fixed = _call(50, heads)
+
+    def call(rows: Tensor) -> Tensor:
+        symbols.extend(n.node for n in rows.shape if isinstance(n, torch.SymInt))
+        q = {name: rows.new_zeros(rows.shape[0], heads, n) for name, n in (("q_nope", 512), ("q_pe", 64))}
+        return mla.batch_mla(**fixed | q, causal=True)[0]
+
+    images = ImageSet()
+    with collect(images):
+        make_fx(call, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.zeros(50, dtype=torch.bfloat16))
+    ((outs, ins, integers, _, name),) = packaged
+    image = images.images[name]
+    assert (image.function, len(image.maps)) == ("mla", 4)
+    hints = {node.expr: node.hint for node in symbols}
+    sizes = 2 * sum(t.dim() for t in (*outs, *ins))
+    for count in (50, 7, 900):
+        call(torch.zeros(count, dtype=torch.bfloat16))
+        hints[symbols[0].expr] = count  # of dimension 0
+        values = [int(i.node.expr.subs(hints)) if isinstance(i, torch.SymInt) else i for i in integers]
+        assert (*values[:3], *values[3 + sizes :]) == eager[-1]
+
+
+GOOD = Problem(
+    op="batch_mla",
+    device=torch.device("cuda", 0),
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    num_qo_heads=128,
+    num_kv_heads=1,
+    head_dim_qk=576,
+    head_dim_vo=512,
+    page_size=64,
+)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Specialization]]:
+    """Every kernel compiles. The list gets those that are compiled."""
+    compiled: list[Specialization] = []
+    monkeypatch.setattr(compile_module, "unavailable_reason", lambda *ones: compiled.extend(ones) or "")
+    monkeypatch.setattr(unsupported, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(unsupported, "triton_installed", lambda: True)
+    monkeypatch.setattr(prepared_call, "is_available", lambda: True)
+    return compiled
+
+
+TAKEN: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.float16, "kv_dtype": torch.float16},
+    {"page_size": 192},
+    {"num_qo_heads": 3},
+    {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
+    {"options": tuple(sorted(unsupported.HOPPER_MLA_OPTIONS))},
+    {"layout": MemoryLayout(short_token_stride=False)},
+]
+
+
+@pytest.mark.parametrize("fields", TAKEN, ids=str)
+def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
+    problem = replace(GOOD, **fields)
+    assert unsupported.cuda_mla(problem) == []
+    assert on_hopper == [mla.SPECIALIZATIONS[cluster, problem.dtype] for cluster in (1, 2)]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
+    ({"kv_dtype": torch.float8_e4m3fn}, "the cache is torch.float8_e4m3fn"),
+    ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
+    ({"head_dim_qk": 320, "head_dim_vo": 256}, "the head is not 512 + 64 wide"),
+    ({"page_size": 32}, "pages of 32 tokens are not whole KV tiles of 64"),
+    ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
+    ({"layout": MemoryLayout(mappable=False)}, "keys and values have no elements, or several at one address"),
+    ({"options": ("window_left",)}, "it does not implement window_left"),
+    ({"options": ("logits_soft_cap",)}, "it does not implement logits_soft_cap"),
+    ({"options": ("sinks",)}, "it does not implement sinks"),
+    ({"options": ("kv_scale",)}, "it does not implement kv_scale"),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_reasons_one_by_one(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
+    assert unsupported.cuda_mla(replace(GOOD, **fields)) == [reason]
+    assert not on_hopper  # nothing is compiled for a call that another kernel runs
+
+
+def test_without_triton_nothing_combines(monkeypatch: pytest.MonkeyPatch, on_hopper: list[Specialization]) -> None:
+    monkeypatch.setattr(unsupported, "triton_installed", lambda: False)
+    (reason,) = unsupported.cuda_mla(GOOD)
+    assert reason == "triton, whose kernel combines its partial results, is not installed"
+    assert not on_hopper

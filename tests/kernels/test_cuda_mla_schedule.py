@@ -1,0 +1,202 @@
+"""Units of the CUDA MLA kernel: the part of its source that walks a plan, compiled for the host."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from attn_ops.kernels.cuda.compile import FOLDER
+from helpers.page_tables import indptr, page_table
+
+import attn_ops
+from attn_ops.plan.state import PlanProblem, num_partials
+
+mla = pytest.importorskip("attn_ops.kernels.cuda.mla", exc_type=ImportError)
+
+PRELUDE = """
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+#define DEVICE inline
+using int64 = long long;
+using uint32 = unsigned int;
+template <class A, class B> auto min(A a, B b) { return b < a ? b : a; }
+template <class A, class B> auto max(A a, B b) { return a < b ? b : a; }
+struct Index { int x; } gridDim, blockIdx;
+void acquire_plan() {}
+void wait_for_earlier_kernels() {}
+void launch_later_kernels() {}
+"""
+
+MAIN = """
+int main() {
+  std::vector<int> n;
+  for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
+  const int* at = n.data();
+  const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
+  const int *const qo_indptr = array(), *const kv_indices = nullptr, *const work = array();
+  int rows, num_pages, max_pages, max_items, max_batch, heads, page_size, tile_rows, num_items, num_units;
+  int causal, early;
+  for (int* parameter : {&rows, &num_pages, &max_pages, &max_items, &max_batch, &heads, &page_size, &tile_rows,
+                         &num_items, &num_units, &gridDim.x, &causal, &early})
+    *parameter = *at++;
+  MAKE_PROBLEM
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+    Schedule schedule;
+    Unit unit;
+    for (bool exists = schedule.first(p, unit); exists; exists = schedule.next(p, unit))
+      std::printf("%d %d %d %d %d %d %d %d %d %d\\n", blockIdx.x, unit.row, unit.count, unit.position, unit.start,
+                  unit.end, unit.page_start, unit.slot, unit.first_packed_row, unit.tiles());
+  }
+}
+"""
+
+
+class Unit(NamedTuple):
+    cta: int
+    row: int
+    count: int
+    position: int
+    start: int
+    end: int
+    page_start: int
+    slot: int
+    first_packed_row: int
+    tiles: int
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Programs that print the units of a plan, by the CTAs of a cluster."""
+    source = (FOLDER / "mla.cu").read_text()
+    names = "kTile|kPackedRows|kUnitRows|kMaxTokens"
+    constants = re.findall(rf"^(?:constexpr int (?:{names}) |enum Work).*$", source, re.MULTILINE)
+    assert len(constants) == 5
+    walk = source[source.index("struct Problem {") : source.index("// ---- Producers")]
+    make_problem = source[(begin := source.index("  const Problem p = {")) : source.index("};", begin) + 2]
+    folder, made = tmp_path_factory.mktemp("schedule"), {}
+    for cluster in (1, 2):
+        text = "\n".join([PRELUDE, f"#define CLUSTER {cluster}", *constants, walk])
+        text += MAIN.replace("MAKE_PROBLEM", make_problem)
+        (folder / f"{cluster}.cpp").write_text(text)
+        made[cluster] = folder / str(cluster)
+        sanitizers = "-fsanitize=undefined,address", "-fno-sanitize-recover"
+        words = [
+            "g++",
+            "-std=c++20",
+            "-O1",
+            "-w",
+            *sanitizers,
+            str(folder / f"{cluster}.cpp"),
+            "-o",
+            str(made[cluster]),
+        ]
+        subprocess.run(words, check=True)
+    return made
+
+
+def _units(programs: dict[int, Path], plan: attn_ops.PrefillPlan, rows: int, clusters: int, causal: bool) -> list[Unit]:
+    problem = PlanProblem.of(plan.problem)
+    cluster, blocks = mla.units_of(problem.tile_rows * problem.num_qo_heads)
+    items = plan.kv_len.shape[0] + num_partials(plan) - (-rows // problem.tile_rows)
+    numbers = [plan.qo_indptr.numel(), *plan.qo_indptr.tolist(), plan.work.numel(), *plan.work.flatten().tolist()]
+    numbers += [rows, 1 << 20, plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0]]
+    numbers += [problem.num_qo_heads, problem.page_size, problem.tile_rows, items, items * blocks]
+    numbers += [min(clusters, items * blocks) * cluster, int(causal), 1]
+    words = " ".join(map(str, numbers))
+    run = subprocess.run([programs[cluster]], input=words, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return [Unit(*map(int, line.split())) for line in run.stdout.splitlines()]
+
+
+BATCHES = {
+    "several": ((10, 3, 7, 0, 5, 30), (700, 9, 40, 2, 0, 300)),
+    "more rows than keys beside a long request": ((64, 150, *(7,) * 8), (2048, 10, *(64,) * 8)),
+    "splits": ((4, 3), (3000, 2000)),
+    "one row each": ((1,) * 20, tuple(range(1, 2001, 100))),
+}
+
+
+def _plan(name: str, heads: int, causal: bool, page_size: int, padding: int = 0) -> attn_ops.PrefillPlan:
+    qo_lens, kv_lens = BATCHES[name]
+    tables = page_table(kv_lens, page_size)
+    planner = attn_ops.PrefillPlanner(
+        len(qo_lens) + 2,
+        sum(qo_lens) + padding,
+        tables[1].shape[0] + 3,
+        page_size=page_size,
+        num_qo_heads=heads,
+        num_kv_heads=1,
+        head_dim=576,
+        head_dim_vo=512,
+        max_kv_len=max(kv_lens),
+        causal=causal,
+        num_ctas=16,
+    )
+    return planner.plan(indptr(qo_lens), *tables)
+
+
+@pytest.mark.parametrize("page_size", [64, 192])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [16, 20, 128, 192])
+@pytest.mark.parametrize("name", BATCHES)
+def test_units_are_the_work_of_the_plan(
+    name: str, heads: int, causal: bool, page_size: int, programs: dict[int, Path]
+) -> None:
+    """Every pair of a query row and a head is in one unit for every key that it sees, and units have no other keys."""
+    padding = 70
+    plan = _plan(name, heads, causal, page_size, padding)
+    (qo_lens, kv_lens), starts = BATCHES[name], indptr(BATCHES[name][0]).tolist()
+    total = sum(qo_lens)
+    units = _units(programs, plan, total + padding, 7, causal)
+    cluster, _ = mla.units_of(PlanProblem.of(plan.problem).tile_rows * heads)
+    seen: Counter[tuple[int, int]] = Counter()  # (row, head) -> keys
+    visits: Counter[tuple[int, int]] = Counter()
+    for u in units:
+        assert 0 <= u.start <= u.end
+        assert u.start % mla.TILE == 0
+        assert u.tiles == -(-(u.end - u.start) // mla.TILE)
+        if u.cta % cluster:
+            continue
+        unit_rows = cluster * mla.PACKED_ROWS
+        for packed in range(u.first_packed_row, min(u.first_packed_row + unit_rows, u.count * heads)):
+            row, head = u.row + packed // heads, packed % heads
+            high = min(u.end, u.position + packed // heads + 1) if causal else u.end
+            visits[row, head] += 1
+            seen[row, head] += max(high - u.start, 0)
+    for b, (rows, tokens) in enumerate(zip(qo_lens, kv_lens, strict=True)):
+        for i in range(rows):
+            keys = max(min(tokens, tokens - rows + i + 1), 0) if causal else tokens
+            assert {seen[starts[b] + i, head] for head in range(heads)} == {keys}, (b, i)
+    assert len(visits) == (total + padding) * heads, "rows after the last request's are cleared"
+    assert {visits[row, head] for row in range(total, total + padding) for head in range(heads)} == {1}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_ctas_of_a_cluster_have_the_same_tiles(name: str, programs: dict[int, Path]) -> None:
+    """Each multicasts its part of a tile to both, so one that took other tiles would corrupt the other's."""
+    units = _units(programs, _plan(name, 128, True, 64), sum(BATCHES[name][0]), 5, True)
+    walks = {cta: [u[1:] for u in units if u.cta == cta] for cta in range(10)}
+    assert sum(map(len, walks.values())) == len(units) > 0
+    for cta in range(0, 10, 2):
+        assert walks[cta] == walks[cta + 1]
+
+
+@pytest.mark.parametrize("garbage", [-(2**31), -1, 0, 1, 1000, 2**31 - 1])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_plan_of_garbage_gives_units_within_the_page_table(
+    garbage: int, heads: int, programs: dict[int, Path]
+) -> None:
+    """The sanitizer of the program finds overflows and reads out of bounds; pages are within the page table."""
+    plan = _plan("several", heads, True, 64)
+    for column in range(plan.work.shape[1]):
+        work = plan.work.clone()
+        work[:, column] = garbage
+        for u in _units(programs, plan._replace(work=work), sum(BATCHES["several"][0]), 7, True):
+            assert 0 <= u.start <= u.end
+            if u.tiles:
+                assert u.page_start + (u.end - 1) // 64 < plan.kv_indices.shape[0]
