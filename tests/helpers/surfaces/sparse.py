@@ -45,6 +45,9 @@ MAPS = {
     **{"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64},
     "pos_encoding_mode": "ROPE_LLAMA",
 }
+PLANNER = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "device": DEVICE}
+MATRIX = {"num_rows": ROWS, "num_keys": KEYS, "row_block": 8, "col_block": 8, "max_blocks": 7, **PLANNER}
+BLOCKS = {"num_rows": ROWS, "num_keys": KEYS, "num_block_rows": 2, "num_block_cols": 3, "max_pages": 99, **PLANNER}
 FORWARD = {**ROPE, "pos_encoding_mode": Raises("ALIBI"), "logits_soft_cap": 0.5, "sm_scale": 0.9}
 BY_HEAD = {name: t.transpose(0, 1).contiguous() for name, t in (("q", Q), ("k", K), ("v", V))}
 SCALES = dict.fromkeys(("scale_q", "scale_k", "scale_v"), HALF)
@@ -57,6 +60,8 @@ def _buffers(*shape: int) -> dict[str, torch.Tensor]:
     }
 
 
+ENCODING = {"pos_encoding_mode": Raises("ALIBI")}
+NO_ENCODING = {"pos_encoding_mode": "NONE"}
 INIT: dict[str, Any] = {"float_workspace_buffer": workspace()}
 
 SPARSE = [
@@ -78,8 +83,12 @@ SPARSE = [
     Surface(
         "block sparse, 0.1",
         flashinfer.BlockSparseAttentionWrapper,
-        {"init": INIT, "plan": PLAN, "forward": {"q": Q, "k": K, "v": V, "pos_encoding_mode": "ROPE_LLAMA"}},
-        {"forward": {**FORWARD, **SCALES}},
+        {
+            "init": INIT,
+            "plan": PLAN | NO_ENCODING,
+            "forward": {"q": Q, "k": K, "v": V, "pos_encoding_mode": "ROPE_LLAMA"},
+        },
+        {"plan": ENCODING, "forward": {**FORWARD, **SCALES}},
     ),
     Surface(
         "variable block sparse",
@@ -90,7 +99,7 @@ SPARSE = [
     Surface(
         "variable block sparse, 0.1",
         flashinfer.VariableBlockSparseAttentionWrapper,
-        {"init": INIT, "plan": MAPS, "forward": {**BY_HEAD, "pos_encoding_mode": "ROPE_LLAMA"}},
-        {"forward": FORWARD},
+        {"init": INIT, "plan": MAPS | NO_ENCODING, "forward": {**BY_HEAD, "pos_encoding_mode": "ROPE_LLAMA"}},
+        {"plan": ENCODING, "forward": FORWARD},
     ),
 ]
