@@ -26,6 +26,7 @@ from attn_ops.ops import register
 from attn_ops.ops.register import explain
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 from attn_ops.planner import DecodePlanner, PrefillPlanner
+from attn_ops.sparse_planner import BlockSparsePlanner, VariableBlockSparsePlanner
 from attn_ops.version import __version__
 
 register.register()
@@ -37,10 +38,12 @@ _MODULES = (*EXPORTS, "flash_attn")
 """Modules that are imported when they are first used."""
 
 __all__ = [
+    "BlockSparsePlanner",
     "DecodePlan",
     "DecodePlanner",
     "PrefillPlan",
     "PrefillPlanner",
+    "VariableBlockSparsePlanner",
     "__version__",
     "collect_env",
     "errors",

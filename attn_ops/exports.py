@@ -37,6 +37,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
         "trtllm_ragged_attention_deepseek",
     ),
     "quantization": ("packbits", "segment_packbits"),
+    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"),
     "xqa": ("xqa", "xqa_mla"),
 }
 

@@ -67,6 +67,26 @@ def prefill(
     return _attention(q, v, _planned_pairs(plan, causal and mask is None, window_left, window_right))
 
 
+@register_flop_formula(torch.ops.attn.block_sparse_prefill, get_raw=True)
+def block_sparse_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor],
+    *_: Any,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    **__: Any,
+) -> int:
+    _, rows, begin, end, position, *_ = PrefillPlan(*plan).work.long().cpu().unbind(1)
+    row = torch.arange(int(rows.amax()))
+    seen = end[:, None].expand(-1, row.shape[0])
+    if causal and mask is None:
+        seen = torch.minimum(seen, position[:, None] + row + 1)
+    pairs = torch.where(row < rows[:, None], (seen - begin[:, None]).clamp(min=0), 0)
+    return _attention(q, v, int(pairs.sum()))
+
+
 @register_flop_formula(torch.ops.attn.single_prefill, get_raw=True)
 def single_prefill(
     q: Tensor,
@@ -114,6 +134,7 @@ UNCOUNTED_OPS = (
     "append_kv",
     "append_mla_kv",
     "batch_indices_positions",
+    "block_sparse_table",
     "packbits",
     "page_table",
     "plan_decode",

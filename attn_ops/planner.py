@@ -58,7 +58,7 @@ WORKSPACE = "workspace"
 """Key of the workspace in ``storage``, beside the plan's fields."""
 
 
-def _in_range(name: str, value: int | None, least: int = 1, most: int = MAX_SIZE) -> None:
+def in_range(name: str, value: int | None, least: int = 1, most: int = MAX_SIZE) -> None:
     """Check an argument of a planner; None stands for its default."""
     if value is not None and value < least:
         fail(OptionError, "planner", f"{name} is {value}", f"at least {least}", "make it larger")
@@ -70,9 +70,9 @@ def _problem(
     *, fixed_split_size: int | None, window_left: int, causal: bool = False, window_right: int = -1, **sizes: int
 ) -> PlanProblem:
     """The problem of these arguments of a planner, which are checked."""
-    _in_range("fixed_split_size", fixed_split_size)
+    in_range("fixed_split_size", fixed_split_size)
     for name, value in sizes.items():
-        _in_range(name, value)
+        in_range(name, value)
     for name, value in (("window_left", window_left), ("window_right", window_right)):
         if not BOUNDS[name].holds(value):
             fail(OptionError, "planner", f"{name} is {value}", BOUNDS[name].expected, "change it")
@@ -126,7 +126,7 @@ def _check_storage(
     return {name: t for name, t in storage.items() if name != WORKSPACE}
 
 
-def _validates(validate: bool | None, *tensors: Tensor) -> bool:
+def validates(validate: bool | None, *tensors: Tensor) -> bool:
     """Whether to check the contents of these tensors: on request, or if all are on the host. Traced ones have none."""
     if validate and not all(map(real, tensors)):
         fail(
@@ -199,7 +199,7 @@ class _Planner:
                     "an integer dtype",
                     "convert it",
                 )
-        if _validates(validate, *indptrs.values(), indices, last):
+        if validates(validate, *indptrs.values(), indices, last):
             for name, indptr in indptrs.items():
                 check_indptr(name, indptr)
             check_pages(self.problem, indptrs["kv_indptr"], indices, last, self.max_pages, self.cache_pages)
@@ -267,10 +267,10 @@ class DecodePlanner(_Planner):
         storage: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
-        _in_range("max_batch", max_batch)
-        _in_range("max_pages", max_pages, least=0)
-        _in_range("cache_pages", cache_pages)
-        _in_range("num_ctas", num_ctas, most=MAX_CTAS_PER_HEAD)
+        in_range("max_batch", max_batch)
+        in_range("max_pages", max_pages, least=0)
+        in_range("cache_pages", cache_pages)
+        in_range("num_ctas", num_ctas, most=MAX_CTAS_PER_HEAD)
         self.problem = _problem(
             fixed_split_size=fixed_split_size,
             window_left=window_left,
@@ -393,11 +393,11 @@ class PrefillPlanner(_Planner):
             )
         rows = MAX_PACKED_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         super().__init__()
-        _in_range("max_batch", max_batch)
-        _in_range("max_tokens", max_tokens, most=MAX_QUERY_ROWS)
-        _in_range("max_pages", max_pages, least=0)
-        _in_range("cache_pages", cache_pages)
-        _in_range("num_ctas", num_ctas, least=0)
+        in_range("max_batch", max_batch)
+        in_range("max_tokens", max_tokens, most=MAX_QUERY_ROWS)
+        in_range("max_pages", max_pages, least=0)
+        in_range("cache_pages", cache_pages)
+        in_range("num_ctas", num_ctas, least=0)
         if tile_rows is None:
             tile_rows = rows_per_tile(num_qo_heads, num_kv_heads, rows)
         self.problem = _problem(
@@ -502,9 +502,9 @@ class PrefillPlanner(_Planner):
     def _check_batch(
         self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
     ) -> None:
-        if _validates(validate, qo_indptr):
+        if validates(validate, qo_indptr):
             self._check_rows(qo_indptr)
-            if self.problem.split and _validates(validate, kv_indptr, kv_last_page_len):
+            if self.problem.split and validates(validate, kv_indptr, kv_last_page_len):
                 self._check_splits(qo_indptr, kv_indptr, kv_last_page_len)
         self._check(validate, {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
 

@@ -70,6 +70,15 @@ def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int, **_: Any)
     return empty(batch + 1), empty(batch * max_pages), empty(batch)
 
 
+def block_sparse_table(
+    block_mask: Tensor, row_indptr: Tensor, col_indptr: Tensor, page_size: int, max_pages: int, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``kv_indptr [batch + 1]``, ``kv_indices [max_pages]``, ``kv_last_page_len [batch]``, ``positions [batch]``."""
+    heads, block_rows, _cols = block_mask.shape
+    batch, empty = heads * block_rows, row_indptr.new_empty
+    return empty(batch + 1), empty(max_pages), empty(batch), empty(batch)
+
+
 def packbits(x: Tensor, **_: Any) -> Tensor:
     """uint8 ``[bytes]``."""
     return x.new_empty((x.shape[0] + 7) // 8, dtype=torch.uint8)
@@ -91,12 +100,14 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     "batch_prefill": attention,
     "ragged_prefill": attention,
     "single_prefill": attention,
+    "block_sparse_prefill": attention,
     "batch_mla": batch_mla,
     "append_kv": no_outputs,
     "append_mla_kv": no_outputs,
     "batch_indices_positions": batch_indices_positions,
     "seq_lens": seq_lens,
     "page_table": page_table,
+    "block_sparse_table": block_sparse_table,
     "merge_state": merge_state,
     "merge_states": merge_states,
     "merge_state_in_place": no_outputs,

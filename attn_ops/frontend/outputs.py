@@ -69,13 +69,13 @@ class OutputSpec(NamedTuple):
         if self.out is not None:
             rows = q.shape[:1] if self.rows_shape is None else self.rows_shape
             shape = (*rows, *q.shape[1:-1], head_dim)
-            _check(where, "out", self.out, shape, self.dtype or self.out.dtype, q.device)
+            check_buffer(where, "out", self.out, shape, self.dtype or self.out.dtype, q.device)
             output_dtype(where, "out", self.out.dtype)
         if self.lse is not None:
             shape = tuple(q.shape[:-1]) if self.lse_layout == "NH" else tuple(q.shape[-2::-1])
             if self.padding is not None:
                 shape = (self.padding.qo_indptr.shape[0] - 1, self.padding.max_rows, q.shape[1])
-            _check(where, "lse", self.lse, shape, torch.float32, q.device)
+            check_buffer(where, "lse", self.lse, shape, torch.float32, q.device)
 
     def dtype_for(self, q_dtype: torch.dtype) -> torch.dtype:
         """The dtype of the output for a query of ``q_dtype``."""
@@ -125,9 +125,10 @@ class OutputSpec(NamedTuple):
         return (out, lse) if self.return_lse else out
 
 
-def _check(
+def check_buffer(
     where: str, name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
+    """Raise unless a buffer of the caller is of this shape and dtype, and on the device of the query."""
     if tuple(buffer.shape) != tuple(shape):
         fail(
             ShapeError, where, f"{name} is {list(buffer.shape)}", f"{list(shape)}", f"pass such a buffer, or no {name}"

@@ -26,6 +26,8 @@ NO_EFFECT: dict[str, str] = {
     "bf16q_fp8kv_transform_mode": "FP8 keys and values are converted as they are read",
     "enable_pdl": _LAUNCH,
     "sm_count": _LAUNCH,
+    "kv_splits": "splits change no more than rounding, and are made for load balance",
+    "use_clc": _LAUNCH,
     "request_order": "the order in which requests are scheduled",
     "request_order_plan": "the order in which requests are scheduled",
     "is_cuda_graph_compatible": "every call is capturable",
@@ -90,6 +92,7 @@ _JIT = (
     "kernels are not generated from a user's source; of its variants the AttentionSink of wrappers is known, by name; "
     "otherwise use the named options"
 )
+_PER_HEAD = "give block maps of KV heads to VariableBlockSparseAttentionWrapper"
 _SPARSE = "every key counts; choose keys with a custom_mask or by the page table"
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -106,6 +109,10 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_block_sparse_attention": ((False,), _SPARSE),
     "sparse_mla_top_k": ((0,), _SPARSE),
     "sparse_mla_top_k_lens": ((), _SPARSE),
+    "block_mask": ((), _PER_HEAD),
+    "kv_block_lens": ((), "give the sizes of blocks to VariableBlockSparseAttentionWrapper"),
+    "q2k_indices": ((), _PER_HEAD),
+    "q2k_num": ((), _PER_HEAD),
     "uses_spcompress": ((False,), _SPARSE),
     "use_profiler": ((False,), _PROFILER),
     "profiler_buffer": ((), _PROFILER),

@@ -123,7 +123,7 @@ BACKENDS: tuple[Backend, ...] = (
         "cuda",
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill,
-        kernels=dict.fromkeys(("batch_prefill", "ragged_prefill", "single_prefill"), "prefill"),
+        kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill"),
         specialized=True,
         inductor_lowerable=False,
         has_images=True,

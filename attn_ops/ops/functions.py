@@ -388,6 +388,75 @@ def single_prefill(
 
 
 @typed_op
+def block_sparse_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    workspace: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention over the blocks of dense keys and values that a block map selects. A block row is a request of the plan
+    and the keys are a cache of pages, so the work follows the selected blocks, and no other key is read.
+
+    Args:
+        q: ``[rows, num_qo_heads, head_dim]``; float16, bfloat16, float32. Query rows of the matrix, in order.
+        k: NHD ``[keys, num_kv_heads, head_dim]``, HND ``[num_kv_heads, keys, head_dim]``; as ``q``, or float8_e4m3fn,
+            float8_e5m2. Keys of the matrix, in order: whole pages of the plan.
+        v: as ``k``, with a head_dim of its own; as ``k``. Values, in the order of the keys.
+        plan: the fields of a ``PrefillPlan``; int32. The result of ``BlockSparsePlanner.plan()`` or
+            ``VariableBlockSparsePlanner.plan()``.
+        workspace: ``[elements]``; float32. Scratch memory: the planner's ``workspace``. Its contents mean nothing
+            between calls. Written.
+        sm_scale: Factor on ``q·k``; None is ``1/sqrt(head_dim)`` of the keys.
+        logits_soft_cap: ``c > 0`` replaces each scaled logit ``x`` by ``c·tanh(x/c)``; 0 is off.
+        sinks: ``[num_qo_heads]``; float32. One natural-log logit per head that joins the softmax denominator, with
+            value 0. It is neither scaled nor capped.
+        kv_scale: ``[2]``; float32. Scales of an FP8 cache: the first multiplies the logits, the second the output.
+        causal: Hide keys after a row's position in the matrix. The plan must have been made with ``causal`` too.
+        mask: ``[bytes]``; uint8. Packed mask of the elements inside the blocks, which replaces ``causal``: for each
+            block row its rows by its selected keys, in row-major order, little-endian, padded to a whole byte.
+        out_dtype: The dtype of the output: any of ``q``'s dtypes, float8_e4m3fn or float8_e5m2; None is that of ``q``.
+            A result beyond the range of an FP8 dtype becomes its largest number.
+        kv_layout: ``NHD`` or ``HND``: the order of tokens (N) and heads (H) in a page or in a ragged tensor.
+        return_lse: Compute the log-sum-exp.
+        backend: ``auto``, or the name of the one backend to use.
+
+    Returns:
+        out: ``[nnz_qo, num_qo_heads, head_dim_vo]``, as ``q``. Attention output. 0 in rows that see no key.
+        lse: float32 ``[nnz_qo, num_qo_heads]``, or ``[0]``. Base-2 log-sum-exp, -inf in rows that see no key; no
+            elements without ``return_lse``.
+    """
+    return torch.ops.attn.block_sparse_prefill(
+        q,
+        k,
+        v,
+        plan,
+        workspace,
+        sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        kv_scale=kv_scale,
+        causal=causal,
+        mask=mask,
+        out_dtype=out_dtype,
+        kv_layout=kv_layout,
+        return_lse=return_lse,
+        backend=backend,
+    )
+
+
+@typed_op
 def batch_mla(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -610,6 +679,51 @@ def page_table(
         kv_last_page_len: int32 ``[batch]``. Tokens in each request's last page; 0 for a request without tokens.
     """
     return torch.ops.attn.page_table(block_tables, seq_lens, page_size, backend=backend)
+
+
+@typed_op
+def block_sparse_table(
+    block_mask: Tensor,
+    row_indptr: Tensor,
+    col_indptr: Tensor,
+    page_size: int,
+    max_pages: int,
+    *,
+    causal: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The page table of a block map, for a prefill plan whose requests are the block rows. Each request has the pages
+    of its selected block columns, in ascending order.
+
+    Args:
+        block_mask: ``[num_maps, block_rows, block_cols]``; bool. The selected blocks.
+        row_indptr: ``[num_maps, block_rows + 1]``; int32. Offsets of the query rows of each block row.
+        col_indptr: ``[num_maps, block_cols + 1]``; int32. Offsets of the keys of each block column, multiples of
+            ``page_size``.
+        page_size: Tokens in a page, at least 1.
+        max_pages: Entries of ``kv_indices``. Pages beyond them are left out.
+        causal: Leave out keys after the last row of a block row, by their positions in the matrix: the last query row
+            has the position of the last key. The positions of a block row lie in one block column.
+        backend: ``auto``, or the name of the one backend to use.
+
+    Returns:
+        kv_indptr: int32 ``[num_maps·block_rows + 1]``. Offsets of the pages of each block row, of one map after
+            another.
+        kv_indices: int32 ``[max_pages]``. Page numbers; the keys of map ``h`` follow those of map ``h - 1``. Entries
+            after the last block row's are 0.
+        kv_last_page_len: int32 ``[num_maps·block_rows]``. Tokens in the last page of each block row, 0 without pages.
+        positions: int32 ``[num_maps·block_rows]``. Position of the first row of each block row among its selected keys,
+            for a causal plan.
+    """
+    return torch.ops.attn.block_sparse_table(
+        block_mask,
+        row_indptr,
+        col_indptr,
+        page_size,
+        max_pages,
+        causal=causal,
+        backend=backend,
+    )
 
 
 @typed_op

@@ -72,6 +72,7 @@ OP_OPTIONS: dict[str, tuple[str, ...]] = {
     "batch_prefill": _PREFILL,
     "ragged_prefill": _PREFILL,
     "single_prefill": _PREFILL,
+    "block_sparse_prefill": ("sm_scale", "logits_soft_cap", "sinks", "kv_scale", "causal", "mask", "out_dtype"),
     "batch_mla": (*_SOFTMAX, "causal", "out_dtype"),
 }
 """The options of each attention op, in the order of its schema."""

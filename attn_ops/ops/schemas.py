@@ -44,6 +44,10 @@ SCHEMAS: dict[str, str] = {
     "single_prefill": (
         f"(Tensor q, Tensor k, Tensor v, *, {options_schema('single_prefill')}, {_LAYOUT}) -> (Tensor, Tensor)"
     ),
+    "block_sparse_prefill": (
+        "(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, *, "
+        f"{options_schema('block_sparse_prefill')}, {_LAYOUT}) -> (Tensor, Tensor)"
+    ),
     "batch_mla": (
         "(Tensor q_nope, Tensor q_pe, Tensor ckv_cache, Tensor kpe_cache, Tensor[] plan, Tensor(a!) workspace, *, "
         f"{options_schema('batch_mla')}, {_RESULT}) -> (Tensor, Tensor)"
@@ -63,6 +67,10 @@ SCHEMAS: dict[str, str] = {
     "seq_lens": '(Tensor kv_indptr, Tensor kv_last_page_len, int page_size, *, str backend="auto") -> Tensor',
     "page_table": (
         '(Tensor block_tables, Tensor seq_lens, int page_size, *, str backend="auto") -> (Tensor, Tensor, Tensor)'
+    ),
+    "block_sparse_table": (
+        "(Tensor block_mask, Tensor row_indptr, Tensor col_indptr, int page_size, SymInt max_pages, *, "
+        'bool causal=False, str backend="auto") -> (Tensor, Tensor, Tensor, Tensor)'
     ),
     "merge_state": ('(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, str backend="auto") -> (Tensor, Tensor)'),
     "merge_states": '(Tensor v, Tensor s, *, str backend="auto") -> (Tensor, Tensor)',

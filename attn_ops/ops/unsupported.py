@@ -23,6 +23,7 @@ TRITON_KERNELS: dict[str, str] = {
     "batch_prefill": "prefill",
     "ragged_prefill": "prefill",
     "single_prefill": "prefill",
+    "block_sparse_prefill": "prefill",
     "batch_mla": "prefill",
     "append_kv": "append",
     "append_mla_kv": "append",
@@ -54,6 +55,11 @@ CUDA_VECTOR = 16
 
 CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 """``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
+
+CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
+"""Ops of ``kernels/cuda/prefill.py`` over paged KV."""
+
+CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
 
 CUDA_PREFILL_PAGE = 8
 """Tokens that a page is a multiple of: those of a swizzled group of rows."""
@@ -242,7 +248,7 @@ def cuda_prefill(p: Problem) -> list[str]:
     return _cuda(
         p,
         "prefill",
-        [(*dims, p.op == "batch_prefill", p.dtype)],
+        [(*dims, p.op in CUDA_PAGED_PREFILLS, p.dtype)],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),

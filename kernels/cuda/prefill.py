@@ -195,4 +195,4 @@ def launch_tiles(
     )
 
 
-batch_prefill, ragged_prefill, single_prefill = prefill_ops(launch_tiles)
+batch_prefill, ragged_prefill, single_prefill, block_sparse_prefill = prefill_ops(launch_tiles)

@@ -6,7 +6,14 @@ tracing, no loop over requests. The work is proportional to the capacity of a pl
 """
 
 from attn_ops.kernels.reference.append import append_kv, append_mla_kv, batch_indices_positions, page_table, seq_lens
-from attn_ops.kernels.reference.attention import batch_decode, batch_prefill, ragged_prefill, single_prefill
+from attn_ops.kernels.reference.attention import (
+    batch_decode,
+    batch_prefill,
+    block_sparse_prefill,
+    ragged_prefill,
+    single_prefill,
+)
+from attn_ops.kernels.reference.block_sparse import block_sparse_table
 from attn_ops.kernels.reference.merge_states import merge_state, merge_state_in_place, merge_states, merge_states_varlen
 from attn_ops.kernels.reference.mla import batch_mla
 from attn_ops.kernels.reference.packbits import packbits, segment_packbits
@@ -19,6 +26,8 @@ __all__ = [
     "batch_indices_positions",
     "batch_mla",
     "batch_prefill",
+    "block_sparse_prefill",
+    "block_sparse_table",
     "merge_state",
     "merge_state_in_place",
     "merge_states",

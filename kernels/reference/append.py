@@ -12,6 +12,14 @@ def as_nhd(cache: Tensor, kv_layout: str) -> Tensor:
     return cache if kv_layout == "NHD" else cache.transpose(1, 2)
 
 
+def block_pages(t: Tensor, page_size: int, kv_layout: str) -> Tensor:
+    """A view of dense keys or values as a paged cache of the same layout, whose pages lie in order."""
+    tokens = t.shape[0 if kv_layout == "NHD" else 1] // page_size
+    if kv_layout == "NHD":
+        return t.unflatten(0, (tokens, page_size))
+    return t.unflatten(1, (tokens, page_size)).transpose(0, 1)
+
+
 def bits(cache: Tensor) -> Tensor:
     """An FP8 tensor as bytes, any other as it is: PyTorch does not implement indexing for all FP8 dtypes."""
     return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache

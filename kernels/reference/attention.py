@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.reference.append import as_nhd, gather
+from attn_ops.kernels.reference.append import as_nhd, block_pages, gather
 from attn_ops.kernels.reference.masks import byte_offsets, unpack
 from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
 from attn_ops.kernels.reference.sizes import any_zero
@@ -246,6 +246,24 @@ def ragged_prefill(
 ) -> tuple[Tensor, Tensor]:
     keys, values = (t[:, None] if kv_layout == "NHD" else t.transpose(0, 1)[:, None] for t in (k, v))
     return prefill(q, keys, values, PrefillPlan(*plan), mask, AttentionOptions(**options), return_lse)
+
+
+def block_sparse_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor],
+    workspace: Tensor,
+    *,
+    mask: Tensor | None = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    p = PrefillPlan(*plan)
+    page_size = PlanProblem.of(p.problem).page_size
+    keys, values = (as_nhd(block_pages(t, page_size, kv_layout), kv_layout) for t in (k, v))
+    return prefill(q, keys, values, p, mask, AttentionOptions(**options), return_lse)
 
 
 def _row_ranges(rows: int, logits_per_row: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from attn_ops.kernels.triton.packbits import packbits, segment_packbits
 from attn_ops.kernels.triton.page_table import batch_indices_positions, page_table, seq_lens
 from attn_ops.kernels.triton.plan_decode_fixed_split import plan_decode
 from attn_ops.kernels.triton.plan_prefill import plan_prefill
-from attn_ops.kernels.triton.prefill import batch_prefill, ragged_prefill, single_prefill
+from attn_ops.kernels.triton.prefill import batch_prefill, block_sparse_prefill, ragged_prefill, single_prefill
 
 __all__ = [
     "append_kv",
@@ -18,6 +18,7 @@ __all__ = [
     "batch_indices_positions",
     "batch_mla",
     "batch_prefill",
+    "block_sparse_prefill",
     "capture_launches",
     "merge_state",
     "merge_state_in_place",

@@ -1,7 +1,8 @@
 """The calls of prefill kernels: operands of the ops, the launch of a kernel on a plan's tiles, the combine of splits.
 
-``batch_prefill``, ``ragged_prefill`` and ``single_prefill`` differ in where keys lie; the general kernel and the Hopper
-kernel differ in how they are launched. :func:`prefill_ops` makes the ops of a kernel.
+``batch_prefill``, ``ragged_prefill`` and ``single_prefill`` differ in where keys lie; ``block_sparse_prefill`` views
+dense keys as pages. The general kernel and the Hopper kernel differ in how they are launched. :func:`prefill_ops` makes
+the ops of a kernel.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
+from attn_ops.kernels.reference.append import block_pages
 from attn_ops.kernels.triton.combine_prefill import combine_split_tiles
 from attn_ops.kernels.triton.config_prefill import split_dim
 from attn_ops.meta.outputs import attention as allocate
@@ -104,7 +106,7 @@ def plan_arguments(plan: PrefillPlan | None) -> dict[str, Any]:
 
 
 def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, Tensor]], ...]:
-    """``batch_prefill``, ``ragged_prefill`` and ``single_prefill`` on a kernel."""
+    """``batch_prefill``, ``ragged_prefill``, ``single_prefill`` and ``block_sparse_prefill`` on a kernel."""
 
     def batch_prefill(
         q: Tensor,
@@ -123,6 +125,21 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         x = _operands(q, k_cache, v_cache, k_cache.shape[head], (0, token, head), 0)
         attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, o)
         return out, lse
+
+    def block_sparse_prefill(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: list[Tensor],
+        workspace: Tensor,
+        *,
+        kv_layout: str = "NHD",
+        return_lse: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        page_size = PlanProblem.of(plan[0]).page_size
+        caches = (block_pages(t, page_size, kv_layout) for t in (k, v))
+        return batch_prefill(q, *caches, plan, workspace, kv_layout=kv_layout, return_lse=return_lse, **options)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
         token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
@@ -153,4 +170,4 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         attend(launch_tiles, dense(q, k, v, kv_layout), out, lse, None, None, o)
         return out, lse
 
-    return batch_prefill, ragged_prefill, single_prefill
+    return batch_prefill, ragged_prefill, single_prefill, block_sparse_prefill

@@ -13,7 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import comparison, decode, mla, model, overheads, plot, prefill, prefill_problem, report, workload
+from benchmarks import (
+    comparison,
+    decode,
+    mla,
+    model,
+    overheads,
+    plot,
+    prefill,
+    prefill_problem,
+    report,
+    sparse,
+    sparse_problem,
+    workload,
+)
 from benchmarks.comparison import Comparison, NotMeasured, NotMeasuredError
 from benchmarks.decode_problem import DecodeProblem
 from benchmarks.decode_rows import ROWS, DecodeRow
@@ -28,7 +41,7 @@ STEP = PrefillRow("step", (1, 1, 1, 9, 30), (20, 33, 5, 40, 30), None, True, 4, 
 
 @pytest.fixture(autouse=True)
 def two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("decode_problem", "prefill_problem"):
+    for module in ("decode_problem", "prefill_problem", "sparse_problem"):
         monkeypatch.setattr(f"benchmarks.{module}.copies_for", lambda num_bytes: 2)
 
 
@@ -299,6 +312,21 @@ def test_prefill_rows_have_the_columns_of_the_report(timed: list[str], monkeypat
     assert row["of goal"] == pytest.approx(row["paged"] / 1e-6)
     assert row["share"] == pytest.approx(STEP.flops() / 5 / report.PEAK_FLOPS_PER_US)
     assert row["flex"] is None
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_sparse_rows_have_the_columns_of_the_report(
+    variable: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = sparse_problem.SparseRow("small", 96, 6, 0.4, variable, 8 if variable else 1, 4, 2, 16)
+    problem = sparse_problem.SparseProblem(small, device="cpu")
+    assert (problem.col_sz.sum(1) == 96).all()
+    _on_cpu(monkeypatch, sparse, "SparseProblem")
+    found = Comparison(sparse.OURS, {"wrong": lambda p: lambda i: sparse.ours(p)(1 - i), "flex": _refuses})
+    row = sparse._measure(small, found)
+    assert row["attn_ops"] == pytest.approx(problem.flops() / 8 / 1e6)
+    assert row["share"] == pytest.approx(problem.flops() / 8 / report.PEAK_FLOPS_PER_US)
+    assert (row["wrong"], row["flex"]) == (None, None)
 
 
 def test_mla_rows_have_the_columns_of_the_report(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

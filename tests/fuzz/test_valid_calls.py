@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fuzz import functions, ops, run, wrappers
+from helpers.fuzz import functions, ops, run, sparse, wrappers
 from helpers.fuzz.calls import CALLS
 from helpers.fuzz.draw import Call, Draw
 from helpers.fuzz.run import FuzzError, run_seed
@@ -58,9 +58,10 @@ def test_matches_oracle_on_the_gpu(name: str) -> None:
 def test_every_op_and_public_name_has_a_call() -> None:
     planned = {"plan_decode", "plan_prefill"}  # by the planners of the other ops
     assert set(ops.OPS) | planned == set(SCHEMAS)
-    source = inspect.getsource(functions) + inspect.getsource(wrappers)
+    source = "".join(map(inspect.getsource, (functions, wrappers, sparse)))
     elsewhere = {
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",  # the decode wrapper with buffers: test_decode
+        "convert_bsr_mask_layout",  # by the wrapper that takes masks of blocks
         "fast_decode_plan",  # plan() of the decode wrapper
         "get_batch_indices_positions",  # the ops of these names
         "get_seq_lens",

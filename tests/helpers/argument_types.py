@@ -14,7 +14,7 @@ from torch import Tensor
 
 import attn_ops as flashinfer
 from attn_ops.frontend.policy import NO_EFFECT, NO_EFFECT_HERE
-from helpers.surfaces import SURFACES
+from helpers.surfaces import SURFACES, sparse
 from helpers.surfaces.base import D, P, Surface
 from helpers.wrapper_requests import DEVICE, workspace
 
@@ -110,6 +110,11 @@ OTHERS = [
         flashinfer.variable_length_merge_states,
         {"call": dict(zip("vs", _states(3), strict=True)) | {"indptr": torch.tensor([0, 1, 3], device=DEVICE)}},
     ),
+    Surface(
+        "convert_bsr_mask_layout",
+        flashinfer.convert_bsr_mask_layout,
+        {"call": {"mask": D.mask[:12].view(3, 2, 2), "indptr": torch.tensor([0, 2, 3], device=DEVICE)}},
+    ),
     Surface("packbits", flashinfer.packbits, {"call": {"x": D.mask}}),
     Surface(
         "segment_packbits",
@@ -129,6 +134,16 @@ OTHERS = [
             "check": PREFILL_TABLE,
             "plan": PREFILL_TABLE,
         },
+    ),
+    Surface(
+        "BlockSparsePlanner",
+        flashinfer.BlockSparsePlanner,
+        {"init": sparse.MATRIX, "plan": {name: sparse.PLAN[name] for name in ("indptr", "indices")}},
+    ),
+    Surface(
+        "VariableBlockSparsePlanner",
+        flashinfer.VariableBlockSparsePlanner,
+        {"init": sparse.BLOCKS, "plan": {name: t for name, t in sparse.MAPS.items() if name.startswith("block_")}},
     ),
 ]
 """Public callables whose arguments are all inputs."""

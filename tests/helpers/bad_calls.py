@@ -134,6 +134,8 @@ def _rows() -> list[Bad]:
         "batch_prefill": attention | paged,
         "ragged_prefill": attention | dense,
         "single_prefill": {"q": (3, floats), **dense},
+        "block_sparse_prefill": attention | dense,
+        "block_sparse_table": {"block_mask": (3, "bool"), "row_indptr": (2, int32), "col_indptr": (2, int32)},
         "batch_mla": {"q_nope": (3, floats), "ckv_cache": (3, floats + fp8), "kpe_cache": (3, floats + fp8)},
         "append_kv": {**dense, **paged, **places},
         "append_mla_kv": {"ckv": (2, floats + fp8), "kpe": (2, floats + fp8), **places},
@@ -367,7 +369,7 @@ def _empty_offsets() -> list[Bad]:
 
 
 def _others() -> list[Bad]:
-    one = dims(slice(1))
+    one, one_column = dims(slice(1)), dims(slice(None), slice(1))
     bad = [
         # capacity: the error names the number that is needed
         Bad(
@@ -464,6 +466,60 @@ def _others() -> list[Bad]:
             "at most 268435456",
         ),
         Bad("batch_mla", {"q_nope": leaf}, GradientError, "q_nope requires grad", "inference"),
+        # blocks
+        *(
+            Bad("block_sparse_prefill", {name: value}, OptionError, f"{name} is {value}", expected)
+            for name, value, expected in (
+                ("sm_scale", -1.0, "a positive number"),
+                ("logits_soft_cap", -2.0, "a positive number, or 0"),
+                ("kv_layout", "NDH", "NHD or HND"),
+                ("backend", "fa3", "auto or one of cuda, triton, reference"),
+            )
+        ),
+        Bad("block_sparse_prefill", {"sinks": torch.zeros(3)}, ShapeError, "sinks has length 3", "4 as in the query"),
+        Bad("block_sparse_prefill", {"mask": torch.ones(1)}, DTypeError, "mask is float32", "uint8"),
+        Bad("block_sparse_prefill", {"q": dims(..., slice(32))}, ShapeError, "k has head_dim 64", "32 as in q"),
+        Bad(
+            "block_sparse_prefill", {"k": dims(slice(90)), "v": dims(slice(90))}, ShapeError, "k has 90 tokens", "whole"
+        ),
+        Bad("block_sparse_prefill", {"v": dims(slice(80))}, ShapeError, "v has dimension 0 80", "96 as in k"),
+        Bad("block_sparse_prefill", {"k": to(torch.bfloat16)}, DTypeError, "the keys are bfloat16 and the val", "one"),
+        Bad("block_sparse_prefill", {"q": leaf}, GradientError, "q requires grad", "inference"),
+        Bad("block_sparse_prefill", {"plan": but_last}, PlanError, "plan has 6 tensors", "the 7 of PrefillPlan"),
+        Bad(
+            "block_sparse_prefill", {"plan": replan(num_kv_heads=1)}, PlanError, "the plan was made for num_kv_he", "a"
+        ),
+        Bad(
+            "block_sparse_prefill",
+            {"plan": replan(max_pages=0, page_size=1)},
+            PlanError,
+            "the plan is for ragged KV",
+            "one with a page for each block column",
+        ),
+        Bad(
+            "block_sparse_prefill",
+            {"plan": replan(causal=True)},
+            PlanError,
+            "the plan was made for causal attention and causal is False",
+            "causal=True",
+        ),
+        Bad("block_sparse_prefill", {"q": longer(0, ROWS)}, CapacityError, f"q has {ROWS} query rows", "at most 26843"),
+        Bad(
+            "block_sparse_prefill",
+            {"k": longer(0, TOKENS), "v": longer(0, TOKENS)},
+            CapacityError,
+            f"k has {TOKENS} tokens",
+            "at most 2146435072",
+        ),
+        Bad(
+            "block_sparse_table", {"row_indptr": one_column}, ShapeError, "row_indptr has entries 1", "3 as in block_m"
+        ),
+        Bad(
+            "block_sparse_table", {"col_indptr": one_column}, ShapeError, "col_indptr has entries 1", "4 as in block_m"
+        ),
+        Bad("block_sparse_table", {"col_indptr": twice}, ShapeError, "col_indptr has maps 2", "1 as in block_mask"),
+        Bad("block_sparse_table", {"page_size": 0}, OptionError, "page_size is 0", "at least 1"),
+        Bad("block_sparse_table", {"max_pages": -1}, OptionError, "max_pages is -1", "at least 0"),
         # merging
         Bad("merge_state", {"v_b": dims(..., slice(8))}, ShapeError, "v_b is [5, 4, 8] float32", "[5, 4, 64] float32"),
         Bad("merge_state", {"v_b": to(torch.float16)}, ShapeError, "v_b is [5, 4, 64] float16", "[5, 4, 64] float32"),

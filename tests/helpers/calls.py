@@ -104,6 +104,40 @@ def _places(case: Case) -> Arguments:
     }
 
 
+def block_map(case: Case, rows: int, cols: int) -> Tensor:
+    """bool ``[rows, cols]``, another for other lengths, with as many blocks."""
+    generator = torch.Generator().manual_seed(sum(i * n for i, n in enumerate(case.kv_lens)))
+    return (torch.randperm(rows * cols, generator=generator) < rows * cols // 2).view(rows, cols)
+
+
+def _block_sparse(case: Case) -> Arguments:
+    """41 query rows over 6 block columns, in blocks of 8 rows by ``page_size`` keys. Unused keys are NaN."""
+    rows, keys, (heads, kv_heads), (dim, dim_vo) = 41, 6 * case.page_size, case.heads, case.head_dims
+    sizes = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "head_dim_vo": dim_vo}
+    planner = attn_ops.BlockSparsePlanner(rows, keys, 8, case.page_size, 18, causal=case.causal, **sizes)
+    selected = block_map(case, 6, 6)
+    selected[:, 1] = False
+    steps, indices = selected.sum(1).tolist(), selected.nonzero()[:, 1].int()
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(keys, kv_heads, d, generator=generator) for d in case.head_dims)
+    for t in (k, v):
+        t[case.page_size : 2 * case.page_size] = torch.nan
+    q = torch.randn(rows, heads, dim, generator=generator).to(case.dtype)
+    k, v = (t.to(case.dtype) if case.kv_layout == "NHD" else t.to(case.dtype).transpose(0, 1) for t in (k, v))
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "plan": planner.plan(indptr(steps), indices),
+        "workspace": planner.workspace,
+        "kv_layout": case.kv_layout,
+        "causal": case.causal,
+        "sinks": torch.randn(heads, generator=generator) * case.sinks if case.sinks else None,
+        "logits_soft_cap": case.logits_soft_cap,
+        "return_lse": True,
+    }
+
+
 def _append(case: Case) -> Arguments:
     generator = torch.Generator().manual_seed(0)
     heads, (dim, dim_vo) = case.heads[1], case.head_dims
@@ -165,6 +199,18 @@ MAKERS: dict[str, tuple[Callable[[Case], Arguments], Case]] = {
     "batch_prefill": (_attention("prefill"), PREFILL_BASE),
     "ragged_prefill": (_attention("ragged"), PREFILL_BASE),
     "single_prefill": (_single, SINGLE_BASE),
+    "block_sparse_prefill": (_block_sparse, PREFILL_BASE),
+    "block_sparse_table": (
+        _constant(
+            block_mask=torch.tensor([[[True, False, True], [False, True, True]]]),
+            row_indptr=int32([[0, 3, 5]]),
+            col_indptr=int32([[0, 4, 8, 10]]),
+            page_size=2,
+            max_pages=9,
+            causal=True,
+        ),
+        DECODE_BASE,
+    ),
     "batch_mla": (_mla, MLA_BASE),
     "append_kv": (_append, DECODE_BASE),
     "append_mla_kv": (_append_mla, DECODE_BASE),

@@ -28,6 +28,10 @@ VARIATIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "batch_prefill": PAGED,
     "ragged_prefill": RAGGED,
     "single_prefill": RAGGED,
+    "block_sparse_prefill": (
+        {},
+        {"causal": True, "kv_layout": "HND", "dtype": torch.bfloat16, "sinks": 1.0, "page_size": 3},
+    ),
     "batch_mla": ({}, {"causal": True, "dtype": torch.bfloat16}),
     "append_kv": ({}, {"kv_layout": "HND", "storage": "fused", "dtype": torch.bfloat16}, {"storage": "padded"}),
     **dict.fromkeys(("merge_state", "merge_states", "merge_state_in_place", "merge_states_varlen"), STATES),
@@ -45,7 +49,9 @@ def test_opcheck(op: str, changes: dict[str, Any]) -> None:
     torch.library.opcheck(getattr(torch.ops.attn, op).default, *positional(op, kwargs))
 
 
-@pytest.mark.parametrize("op", [op for op in SCHEMAS if op.startswith(("batch_d", "batch_p", "ragged", "single"))])
+@pytest.mark.parametrize(
+    "op", [op for op in SCHEMAS if op.startswith(("batch_d", "batch_p", "block_sparse_p", "ragged", "single"))]
+)
 def test_opcheck_without_lse(op: str) -> None:
     kwargs = arguments(op) | {"return_lse": False}
     if "workspace" in kwargs:

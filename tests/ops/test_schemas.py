@@ -52,6 +52,10 @@ attn::single_prefill(Tensor q, Tensor k, Tensor v, *, float? sm_scale=None, floa
     window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str pos_encoding="NONE", float rope_scale=1., float
     rope_theta=10000., bool causal=False, int window_right=-1, Tensor? mask=None, ScalarType? out_dtype=None, str
     kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
+attn::block_sparse_prefill(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, *, float?
+    sm_scale=None, float logits_soft_cap=0., Tensor? sinks=None, Tensor? kv_scale=None, bool causal=False, Tensor?
+    mask=None, ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto") ->
+    (Tensor, Tensor)
 attn::batch_mla(Tensor q_nope, Tensor q_pe, Tensor ckv_cache, Tensor kpe_cache, Tensor[] plan, Tensor(a!) workspace,
     *, float? sm_scale=None, float logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor?
     kv_scale=None, bool causal=False, ScalarType? out_dtype=None, bool return_lse=False, str backend="auto") ->
@@ -65,6 +69,8 @@ attn::batch_indices_positions(Tensor append_indptr, Tensor seq_lens, SymInt nnz,
 attn::seq_lens(Tensor kv_indptr, Tensor kv_last_page_len, int page_size, *, str backend="auto") -> Tensor
 attn::page_table(Tensor block_tables, Tensor seq_lens, int page_size, *, str backend="auto") -> (Tensor, Tensor,
     Tensor)
+attn::block_sparse_table(Tensor block_mask, Tensor row_indptr, Tensor col_indptr, int page_size, SymInt max_pages,
+    *, bool causal=False, str backend="auto") -> (Tensor, Tensor, Tensor, Tensor)
 attn::merge_state(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, str backend="auto") -> (Tensor, Tensor)
 attn::merge_states(Tensor v, Tensor s, *, str backend="auto") -> (Tensor, Tensor)
 attn::merge_state_in_place(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, Tensor? mask=None, *, str

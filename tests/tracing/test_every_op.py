@@ -21,9 +21,9 @@ Inputs = dict[str, dict[str, Any]]
 FAMILIES: dict[str, tuple[str, ...]] = {
     "decode": ("plan_decode", "append_kv", "batch_decode"),
     "paged prefill": ("plan_prefill", "batch_prefill"),
-    "prefill and mla": ("ragged_prefill", "single_prefill", "append_mla_kv", "batch_mla"),
+    "prefill and mla": ("ragged_prefill", "block_sparse_prefill", "single_prefill", "append_mla_kv", "batch_mla"),
     "pages, states and bits": (
-        *("batch_indices_positions", "seq_lens", "page_table", "packbits", "segment_packbits"),
+        *("batch_indices_positions", "seq_lens", "page_table", "block_sparse_table", "packbits", "segment_packbits"),
         *("merge_state", "merge_states", "merge_state_in_place", "merge_states_varlen"),
     ),
 }
@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch_prefill": {"masked": 0.5, "window_right": 3, "sinks": 1.0},
     "ragged_prefill": {"causal": True, "window_left": 20, "pos_encoding": "ROPE_LLAMA"},
     "single_prefill": {"window_left": 20, "window_right": 3, "logits_soft_cap": 5.0},
+    "block_sparse_prefill": {"causal": True, "sinks": 1.0},
     "batch_mla": {"causal": True},
 }
 
@@ -44,6 +45,7 @@ UNPLANNED: dict[str, dict[str, Tensor]] = {
     "batch_indices_positions": {"append_indptr": int32([0, 1, 4, 6]), "seq_lens": int32([4, 9, 3])},
     "seq_lens": {"kv_indptr": int32([0, 1, 4]), "kv_last_page_len": int32([3, 16])},
     "page_table": {"block_tables": int32([[9, 2], [7, 1]]), "seq_lens": int32([5, 32])},
+    "block_sparse_table": {"block_mask": torch.tensor([[[False, True, True], [True, False, True]]])},
     "merge_state": {},
     "merge_states": {},
     "merge_state_in_place": {},

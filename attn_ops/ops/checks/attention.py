@@ -12,7 +12,7 @@ from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.checks.checker import OpChecker, caches, memory_layout
 from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, AttentionOptions
 from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
-from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
+from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
 
 
 def _problem(
@@ -182,6 +182,38 @@ def single_prefill(
     if o.mask is not None:
         bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
         op.size("mask", "bytes", o.mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
+    return problem
+
+
+def block_sparse_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Sequence[Tensor],
+    workspace: Tensor,
+    *,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    backend: str = "auto",
+    **options: Any,
+) -> Problem:
+    op = OpChecker("block_sparse_prefill")
+    o = AttentionOptions(**options)
+    heads = _dense_kv(op, q, k, v, kv_layout)
+    page_size = PlanProblem.of(op.plan(plan, PrefillPlan, q).problem).page_size
+    problem = _attention(op, q, k, v, kv_layout, page_size, heads, o)
+    typed = _planned(op, PrefillPlan, problem, q, plan, workspace, o)
+    if not typed.kv_indices.shape[0]:
+        fix = "make the planner with BlockSparsePlanner"
+        op.fail(PlanError, "the plan is for ragged KV", "one with a page for each block column", fix)
+    tokens = k.shape[0 if kv_layout == "NHD" else 1]
+    if tokens % page_size:
+        op.fail(
+            ShapeError,
+            f"k has {tokens} tokens and the plan was made for pages of {page_size}",
+            "whole pages",
+            "pass all block columns, or make a planner for pages that divide the tokens",
+        )
     return problem
 
 

@@ -148,3 +148,25 @@ def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int, *, backen
             "pass narrower block_tables, or the page_size of the cache",
         )
     return Problem(op.name, block_tables.device)
+
+
+def block_sparse_table(
+    block_mask: Tensor,
+    row_indptr: Tensor,
+    col_indptr: Tensor,
+    page_size: int,
+    max_pages: int,
+    *,
+    causal: bool = False,
+    backend: str = "auto",
+) -> Problem:
+    op = OpChecker("block_sparse_table")
+    op.tensor("block_mask", block_mask, "[num_maps, block_rows, block_cols]", (torch.bool,), None)
+    for name, t, dim in (("row_indptr", row_indptr, "block_rows"), ("col_indptr", col_indptr, "block_cols")):
+        op.tensor(name, t, f"[num_maps, {dim} + 1]", (torch.int32,), block_mask)
+        op.size(name, "maps", t.shape[0], block_mask.shape[0], "block_mask")
+        blocks = block_mask.shape[1 if dim == "block_rows" else 2]
+        op.size(name, "entries", t.shape[1], blocks + 1, f"block_mask, one more than its {dim}")
+    _size(op, "page_size", page_size, 1)
+    _size(op, "max_pages", max_pages, 0)
+    return Problem(op.name, block_mask.device)

@@ -9,6 +9,14 @@ from helpers.fuzz.fp8 import FP8_CALLS
 from helpers.fuzz.functions import FUNCTIONS
 from helpers.fuzz.masks import MASK_CALLS
 from helpers.fuzz.ops import OPS
+from helpers.fuzz.sparse import SPARSE_WRAPPERS
 from helpers.fuzz.wrappers import WRAPPERS
 
-CALLS: dict[str, Callable[[Draw], Call]] = {**OPS, **WRAPPERS, **FUNCTIONS, **FP8_CALLS, **MASK_CALLS}
+CALLS: dict[str, Callable[[Draw], Call]] = {
+    **OPS,
+    **WRAPPERS,
+    **SPARSE_WRAPPERS,
+    **FUNCTIONS,
+    **FP8_CALLS,
+    **MASK_CALLS,
+}

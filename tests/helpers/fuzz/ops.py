@@ -14,6 +14,7 @@ from helpers.fuzz.batch import FP8, Batch, Shape, draw_options, draw_prefill_opt
 from helpers.fuzz.draw import Call, Draw
 from helpers.fuzz.oracle import Options, Request, attend_all, merge
 from helpers.fuzz.rounding import check_rounded
+from helpers.fuzz.sparse import SPARSE_OPS
 from helpers.oracle import Expected
 
 ops = torch.ops.attn
@@ -46,7 +47,7 @@ def _tensors(*found: Any) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, Tensor)]
 
 
-def _attention(
+def attention_call(
     d: Draw, op: str, arguments: dict[str, Any], expected: Expected, shape: Shape, o: Options, text: str, **more: Any
 ) -> Call:
     arguments = {**arguments, "backend": d.backend, "return_lse": d.chance(0.8)}
@@ -123,7 +124,7 @@ def batch_decode(d: Draw) -> Call:
         **_op_options("batch_decode", o, shape, d),
     }
     text = f"{batch}, {o}, padding={padding}, fixed={fixed}"
-    return _attention(d, "batch_decode", arguments, batch.expected(o, padding), shape, o, text)
+    return attention_call(d, "batch_decode", arguments, batch.expected(o, padding), shape, o, text)
 
 
 def _prefill(d: Draw, op: str) -> Call:
@@ -179,7 +180,7 @@ def _prefill(d: Draw, op: str) -> Call:
     }
     requests = attend_all(batch.requests(), o, padding)
     text = f"{batch}, {o}, padding={padding}, masked={mask is not None}, planned_causal={planned_causal}"
-    return _attention(d, op, arguments, requests, shape, o, text)
+    return attention_call(d, op, arguments, requests, shape, o, text)
 
 
 def batch_prefill(d: Draw) -> Call:
@@ -201,7 +202,7 @@ def single_prefill(d: Draw) -> Call:
     k, v = batch.ragged()
     arguments = {"q": batch.q, "k": k, "v": v, **_op_options("single_prefill", o, shape, d, mask)}
     text = f"{batch}, {o}, masked={mask is not None}"
-    return _attention(d, "single_prefill", arguments, attend_all(batch.requests(), o), shape, o, text)
+    return attention_call(d, "single_prefill", arguments, attend_all(batch.requests(), o), shape, o, text)
 
 
 def batch_mla(d: Draw) -> Call:
@@ -252,7 +253,7 @@ def batch_mla(d: Draw) -> Call:
         "workspace": planner.workspace,
         **_op_options("batch_mla", o, shape, d),
     }
-    return _attention(d, "batch_mla", arguments, batch.expected(exact), shape, o, f"{batch}, {o}")
+    return attention_call(d, "batch_mla", arguments, batch.expected(exact), shape, o, f"{batch}, {o}")
 
 
 def latent_values(batch: Batch) -> None:
@@ -520,6 +521,7 @@ ATTENTION: dict[str, Callable[[Draw], Call]] = {
     "ragged_prefill": ragged_prefill,
     "single_prefill": single_prefill,
     "batch_mla": batch_mla,
+    "block_sparse_prefill": SPARSE_OPS["block_sparse_prefill"],
 }
 OTHERS: dict[str, Callable[[Draw], Call]] = {
     "append_kv": append_kv,
@@ -527,6 +529,7 @@ OTHERS: dict[str, Callable[[Draw], Call]] = {
     "batch_indices_positions": batch_indices_positions,
     "seq_lens": seq_lens,
     "page_table": page_table,
+    "block_sparse_table": SPARSE_OPS["block_sparse_table"],
     **{op: _merge(op) for op in ("merge_state", "merge_states", "merge_state_in_place", "merge_states_varlen")},
     "packbits": packbits,
     "segment_packbits": segment_packbits,

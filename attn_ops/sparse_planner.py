@@ -1,0 +1,323 @@
+"""Planners of block-sparse attention: block maps become the page tables of prefill plans, on the device of the map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import CapacityError, DTypeError, OptionError, ShapeError, fail
+from attn_ops.ops.inductor import mark_static
+from attn_ops.plan.block_sparse import (
+    bsr_map,
+    check_bsr,
+    check_sizes,
+    divide_rows,
+    most_requests,
+    offsets_of,
+    place_rows,
+    query_offsets,
+    uniform_rows,
+)
+from attn_ops.plan.page_table import INTEGERS
+from attn_ops.plan.sizing import rows_per_tile
+from attn_ops.plan.state import PlanProblem, PrefillPlan
+from attn_ops.planner import PrefillPlanner, in_range, validates
+from attn_ops.typed import typed
+
+
+class _SparsePlanner:
+    """A prefill planner whose requests are block rows."""
+
+    _planner: PrefillPlanner
+
+    @property
+    def problem(self) -> PlanProblem:
+        return self._planner.problem
+
+    @property
+    def state(self) -> PrefillPlan:
+        return self._planner.state
+
+    @property
+    def workspace(self) -> Tensor:
+        return self._planner.workspace
+
+    @property
+    def device(self) -> torch.device:
+        return self._planner.device
+
+    def _constant(self, values: list[int]) -> Tensor:
+        """int32 on the device of the plan; a compiled graph reads it at this address."""
+        with torch.inference_mode(False):
+            t = torch.tensor(values, dtype=torch.int32, device=self.device)
+        mark_static(t)
+        return t
+
+    def _fill(self, qo_indptr: Tensor, table: tuple[Tensor, ...], positions: Tensor | None) -> PrefillPlan:
+        plan = self._planner.plan(qo_indptr, *table, validate=False)
+        if positions is not None:
+            place_rows(plan, positions)
+        return plan
+
+
+def _check(name: str, t: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
+    if t.dtype not in dtypes:
+        expected = "bool" if torch.bool in dtypes else "an integer dtype"
+        fail(DTypeError, "plan", f"{name} is {str(t.dtype).removeprefix('torch.')}", expected, "convert it")
+    if tuple(t.shape) != shape:
+        fail(ShapeError, "plan", f"{name} is {list(t.shape)}", f"{list(shape)}", "make the planner for these blocks")
+
+
+class BlockSparsePlanner(_SparsePlanner):
+    """Plans for ``torch.ops.attn.block_sparse_prefill`` from a BSR matrix, the same for all heads.
+
+    Args:
+        num_rows, num_keys: rows and columns of the matrix: query rows and keys.
+        row_block, col_block: rows and columns of a block. ``num_keys`` is a multiple of ``col_block``; the last block
+            row may be shorter.
+        max_blocks: capacity for blocks, the entries of ``indices``.
+        causal: plan for ``causal=True``. Row ``i`` has the position ``i + num_keys - num_rows``, and sees the keys of
+            its blocks up to there. The work of the op is least if ``row_block`` is at most ``col_block``: rows whose
+            positions lie in different block columns are different requests of the plan.
+        tile_rows: query rows of a query tile; default by ``row_block``.
+        num_qo_heads, num_kv_heads, head_dim, head_dim_vo, num_ctas, device: as for
+            :class:`~attn_ops.PrefillPlanner`.
+
+    Attributes:
+        state: the :class:`~attn_ops.PrefillPlan`, with pages of ``col_block`` keys.
+        workspace: float32 scratch memory, the op's next argument.
+
+    Raises:
+        OptionError, ShapeError: a size is out of range, or sizes do not agree.
+    """
+
+    @typed
+    def __init__(
+        self,
+        num_rows: int,
+        num_keys: int,
+        row_block: int,
+        col_block: int,
+        max_blocks: int,
+        *,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_vo: int | None = None,
+        causal: bool = False,
+        tile_rows: int | None = None,
+        num_ctas: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        for name, size in (("num_rows", num_rows), ("num_keys", num_keys), ("row_block", row_block)):
+            in_range(name, size)
+        in_range("col_block", col_block)
+        in_range("max_blocks", max_blocks)
+        if num_keys % col_block:
+            fail(
+                OptionError,
+                "planner",
+                f"num_keys is {num_keys}",
+                f"a multiple of col_block {col_block}",
+                "pad the keys",
+            )
+        offsets, block_rows = uniform_rows(num_rows, num_keys, row_block, col_block, causal)
+        self.causal, self.max_blocks = causal, max_blocks
+        self._cols, self._col_block = num_keys // col_block, col_block
+        self._rows = -(-num_rows // row_block)
+        self._max_pages = max_blocks * most_requests(block_rows)
+        self._planner = PrefillPlanner(
+            len(block_rows),
+            num_rows,
+            self._max_pages,
+            page_size=col_block,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_vo=head_dim_vo,
+            max_kv_len=num_keys,
+            tile_rows=rows_per_tile(num_qo_heads, num_kv_heads, row_block) if tile_rows is None else tile_rows,
+            num_ctas=num_ctas,
+            device=device,
+        )
+        self._qo_indptr = self._constant(offsets)
+        self._last = self._constant([col_block] * len(block_rows))
+        self._block_rows = self._constant(block_rows)
+        self._col_indptr = self._constant(list(range(0, num_keys + 1, col_block)))
+
+    @typed
+    def plan(self, indptr: Tensor, indices: Tensor, *, validate: bool | None = None) -> PrefillPlan:
+        """Fill the plan for a BSR matrix and return it: always the same tensors, with new contents.
+
+        Args:
+            indptr: int ``[block rows + 1]``; the block columns of block row i are ``indices[indptr[i]:indptr[i + 1]]``.
+            indices: int ``[blocks]``, block columns in any order, each at most once in a block row.
+            validate: check the contents too. Default: if both are on the host. On CUDA tensors this synchronises;
+                without it block columns out of range are clamped on the device, and blocks beyond the capacity are
+                left out.
+
+        Raises:
+            CapacityError: there are more blocks than the capacity.
+            PageTableError: the contents are inconsistent; only if they are checked.
+            DTypeError, ShapeError, OptionError: as for :meth:`~attn_ops.PrefillPlanner.plan`.
+        """
+        _check("indptr", indptr, (self._rows + 1,))
+        _check("indices", indices, (indices.shape[0],) if indices.dim() else (0,))
+        if validates(validate, indptr, indices):
+            check_bsr("plan", indptr, indices, self._cols, self.max_blocks)
+            indices = indices[: int(indptr[-1])]
+        if indices.shape[0] > self.max_blocks:
+            fail(
+                CapacityError,
+                "plan",
+                f"indices has {indices.shape[0]} blocks and the plan capacity for {self.max_blocks}",
+                f"max_blocks of at least {indices.shape[0]}",
+                "make the planner with that max_blocks",
+            )
+        indptr, indices = (t.to(self.device, torch.int32, non_blocking=True) for t in (indptr, indices))
+        if not self.causal:
+            return self._fill(self._qo_indptr, (indptr, indices, self._last), None)
+        *table, positions = torch.ops.attn.block_sparse_table(
+            bsr_map(indptr, indices, self._block_rows, self._cols),
+            self._qo_indptr[None],
+            self._col_indptr[None],
+            self._col_block,
+            self._max_pages,
+            causal=True,
+        )
+        return self._fill(self._qo_indptr, tuple(table), positions)
+
+
+class VariableBlockSparsePlanner(_SparsePlanner):
+    """Plans for ``torch.ops.attn.block_sparse_prefill`` from a block map of each KV head, with blocks of any sizes.
+
+    KV heads are different requests of the plan, over one sequence of the keys of all heads. The op therefore takes
+    ``q [num_kv_heads * num_rows, group, head_dim]`` and ``k, v [num_kv_heads * num_keys, 1, head_dim]``, as
+    :func:`fold_heads` makes them.
+
+    Args:
+        num_rows, num_keys: query rows and keys of every head.
+        num_block_rows, num_block_cols: blocks of the map.
+        max_pages: capacity for pages of ``page_size`` keys, over the selected blocks of all block rows and KV heads.
+        page_size: divides every block column's size. Pages of several keys are faster.
+        causal, and the other arguments and attributes: as for :class:`BlockSparsePlanner`.
+    """
+
+    @typed
+    def __init__(
+        self,
+        num_rows: int,
+        num_keys: int,
+        num_block_rows: int,
+        num_block_cols: int,
+        max_pages: int,
+        *,
+        page_size: int = 1,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_vo: int | None = None,
+        causal: bool = False,
+        tile_rows: int | None = None,
+        num_ctas: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        sizes = {"num_block_rows": num_block_rows, "num_block_cols": num_block_cols, "max_pages": max_pages}
+        for name, size in {"num_rows": num_rows, "num_keys": num_keys, **sizes, "num_kv_heads": num_kv_heads}.items():
+            in_range(name, size)
+        if num_qo_heads % num_kv_heads:
+            fail(
+                ShapeError,
+                "planner",
+                f"{num_qo_heads} query heads do not share {num_kv_heads} KV heads evenly",
+                "a query head count that is a multiple of the KV head count",
+                "repeat or regroup the heads",
+            )
+        self.causal, self.num_rows, self.num_keys = causal, num_rows, num_keys
+        self._shape = num_kv_heads, num_block_rows, num_block_cols
+        group, rows = num_qo_heads // num_kv_heads, -(-num_rows // num_block_rows)
+        self._planner = PrefillPlanner(
+            num_kv_heads * (num_block_rows + (num_block_cols if causal else 0)),
+            num_kv_heads * num_rows,
+            max_pages,
+            page_size=page_size,
+            num_qo_heads=group,
+            num_kv_heads=1,
+            head_dim=head_dim,
+            head_dim_vo=head_dim_vo,
+            max_kv_len=num_keys,
+            tile_rows=rows_per_tile(group, 1, rows) if tile_rows is None else tile_rows,
+            num_ctas=num_ctas,
+            device=device,
+        )
+
+    @typed
+    def plan(
+        self, block_mask_map: Tensor, block_row_sz: Tensor, block_col_sz: Tensor, *, validate: bool | None = None
+    ) -> PrefillPlan:
+        """Fill the plan for block maps and return it: always the same tensors, with new contents.
+
+        Args:
+            block_mask_map: bool ``[num_kv_heads, num_block_rows, num_block_cols]``, the selected blocks.
+            block_row_sz: int ``[num_kv_heads, num_block_rows]``, with the sum ``num_rows`` in every head.
+            block_col_sz: int ``[num_kv_heads, num_block_cols]``, multiples of ``page_size`` with the sum ``num_keys``.
+            validate: as for :meth:`BlockSparsePlanner.plan`; without it pages beyond the capacity are left out.
+
+        Raises:
+            CapacityError: the selected blocks have more pages than the capacity; only if they are checked.
+            DTypeError, ShapeError, OptionError: as for :meth:`BlockSparsePlanner.plan`.
+        """
+        heads, rows, cols = self._shape
+        _check("block_mask_map", block_mask_map, self._shape, (torch.bool,))
+        _check("block_row_sz", block_row_sz, (heads, rows))
+        _check("block_col_sz", block_col_sz, (heads, cols))
+        checked = validates(validate, block_mask_map, block_row_sz, block_col_sz)
+        if checked:
+            check_sizes("plan", "block_row_sz", block_row_sz, self.num_rows)
+            check_sizes("plan", "block_col_sz", block_col_sz, self.num_keys, self.problem.page_size)
+        tensors = (t.to(self.device, non_blocking=True) for t in (block_mask_map, block_row_sz, block_col_sz))
+        qo_indptr, *table, positions = variable_table(
+            *tensors, self.problem.page_size, self.state.kv_indices.shape[0], self.causal
+        )
+        if checked:
+            self._check_capacity(int(table[0][-1]))
+        return self._fill(qo_indptr, tuple(table), positions if self.causal else None)
+
+    def _check_capacity(self, pages: int) -> None:
+        capacity = self.state.kv_indices.shape[0]
+        if pages > capacity:
+            fail(
+                CapacityError,
+                "plan",
+                f"the selected blocks have {pages} pages and the plan capacity for {capacity}",
+                f"max_pages of at least {pages}",
+                "make the planner with that max_pages",
+            )
+
+
+def variable_table(
+    block_mask: Tensor, row_sz: Tensor, col_sz: Tensor, page_size: int, max_pages: int, causal: bool
+) -> tuple[Tensor, ...]:
+    """``(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, positions)`` of the requests of block maps."""
+    row_indptr, col_indptr = offsets_of(row_sz), offsets_of(col_sz)
+    if causal:
+        block_mask, row_indptr = divide_rows(block_mask, row_indptr, col_indptr)
+    table = torch.ops.attn.block_sparse_table(block_mask, row_indptr, col_indptr, page_size, max_pages, causal=causal)
+    return query_offsets(row_indptr), *table
+
+
+def fold_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Head-major ``q [num_qo_heads, rows, dim]``, ``k, v [num_kv_heads, keys, dim]`` as the op takes them.
+
+    The query is copied if several query heads share a KV head.
+    """
+    heads, (num_qo_heads, rows, dim) = k.shape[0], q.shape
+    folded = q.view(heads, num_qo_heads // heads, rows, dim).transpose(1, 2).reshape(heads * rows, -1, dim)
+    return folded, *(t.reshape(heads * t.shape[1], 1, t.shape[2]) for t in (k, v))
+
+
+def unfold_heads(x: Tensor, num_kv_heads: int) -> Tensor:
+    """``x [num_kv_heads * rows, group, ...]``, an output or an LSE, as a view ``[num_kv_heads, group, rows, ...]``."""
+    return x.unflatten(0, (num_kv_heads, x.shape[0] // num_kv_heads)).transpose(1, 2)
