@@ -64,6 +64,10 @@ SCHEMAS: dict[str, str] = {
     "page_table": (
         '(Tensor block_tables, Tensor seq_lens, int page_size, *, str backend="auto") -> (Tensor, Tensor, Tensor)'
     ),
+    "shard_page_table": (
+        "(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, int page_size, int rank, int world, "
+        'int interleave, *, str backend="auto") -> (Tensor, Tensor, Tensor)'
+    ),
     "merge_state": ('(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, str backend="auto") -> (Tensor, Tensor)'),
     "merge_states": '(Tensor v, Tensor s, *, str backend="auto") -> (Tensor, Tensor)',
     "merge_state_in_place": (

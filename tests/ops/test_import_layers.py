@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops.schemas", "ops.backends", "ops.checks", "ops.inductor", "flops"),
     ("ops.register",),
     ("planner",),
+    ("distributed",),
     ("plan.resizable", "collect_env", "packaging"),
     ("frontend",),
     ("call",),

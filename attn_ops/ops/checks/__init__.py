@@ -28,6 +28,7 @@ CHECKS: dict[str, Callable[..., Problem]] = {
         paging.batch_indices_positions,
         paging.seq_lens,
         paging.page_table,
+        paging.shard_page_table,
         merge_states.merge_state,
         merge_states.merge_states,
         merge_states.merge_state_in_place,
