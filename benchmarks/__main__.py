@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import decode, mla, model, overheads, packages, plot, prefill, tune, warm, workload
+from benchmarks import context, decode, mla, model, overheads, packages, plot, prefill, tune, warm, workload
 
 COMMANDS = {
     "decode": decode,
     "prefill": prefill,
     "mla": mla,
+    "context": context,
     "overheads": overheads,
     "packages": packages,
     "workload": workload,

@@ -6,6 +6,7 @@ from typing import Any
 EXPORTS: dict[str, tuple[str, ...]] = {
     "context": ("ContextShard",),
     "merge": ("merge_context",),
+    "merge_one_shot": ("ContextExchange",),
 }
 """The public names by their modules, which are imported when a name is first used."""
 

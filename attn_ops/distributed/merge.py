@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from attn_ops.distributed.merge_one_shot import ContextExchange
 from attn_ops.errors import DTypeError, PlanError, RankError, ShapeError, fail
 from attn_ops.ops.options import FLOATS
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
@@ -26,6 +27,7 @@ def merge_context(
     sinks: Tensor | None = None,
     replicated: tuple[Tensor, Tensor] | None = None,
     plan: DecodePlan | PrefillPlan | None = None,
+    exchange: ContextExchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the keys of all ranks, from ``(out, lse)`` of each rank's part. Collective, and traceable.
 
@@ -36,7 +38,7 @@ def merge_context(
     Args:
         out: ``[rows, num_heads, head_dim]``, float16, bfloat16 or float32: this rank's attention output.
         lse: float32 ``[rows, num_heads]``, base 2, from ``return_lse=True``.
-        group: the ranks; default all processes.
+        group: the ranks; default those of ``exchange``, or all processes.
         scatter_heads: each rank gets its share of the heads, those from ``rank * num_heads / world`` on, by an
             all-to-all: ``1 / world`` of the bytes that every rank receives. Default: every rank gets all heads, by an
             all-gather.
@@ -44,6 +46,8 @@ def merge_context(
             calls of attention on a part of the keys go without. With ``scatter_heads`` those of all heads, too.
         replicated: ``(out, lse)`` of keys that every rank has, such as the new rows of a chunk among themselves, which
             count once. With ``scatter_heads`` those of this rank's heads.
+        exchange: memory of the group's ranks, with which one kernel exchanges and merges the states. Without it, or
+            where it is unavailable, by a collective.
         plan: the plan by which ``out`` was computed, to check that it is this rank's.
 
     Returns:
@@ -54,6 +58,7 @@ def merge_context(
         PlanError: ``plan`` was made for another rank or another number of ranks.
         ShapeError: the shapes of ``out``, ``lse``, ``sinks`` and ``replicated`` do not agree, or the ranks do not share
             the heads evenly.
+        CapacityError: ``out`` has more rows than ``exchange`` has capacity for.
         DTypeError: ``out`` is not one of the dtypes, or ``lse`` or ``sinks`` not float32.
         RankError: there is no process group.
     """
@@ -62,15 +67,21 @@ def merge_context(
     if not dist.is_initialized():
         what, fix = "there is no process group", "call torch.distributed.init_process_group"
         fail(RankError, "merge_context", what, "a group of the ranks that share the keys", fix)
-    group = dist.group.WORLD if group is None else group
+    if group is None:
+        group = dist.group.WORLD if exchange is None else exchange.group
     assert group is not None
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     _check(out, lse, sinks, world if scatter_heads else 1)
     if plan is not None:
         _check_plan(plan, rank, world)
-    if world > 1:
-        exchange = _all_to_all if scatter_heads else _all_gather
-        out, lse = torch.ops.attn.merge_states(*exchange(out, lse, group, world))
+    if exchange is not None:
+        _check_exchange(exchange, rank, world)
+    if exchange is not None and exchange.unavailable is None:
+        out, lse = exchange.merge(out, lse, scatter_heads, sinks)
+        sinks = None
+    elif world > 1:
+        states = _all_to_all if scatter_heads else _all_gather
+        out, lse = torch.ops.attn.merge_states(*states(out, lse, group, world))
         if scatter_heads and sinks is not None:
             sinks = sinks.chunk(world)[rank]
     if replicated is not None:
@@ -122,6 +133,17 @@ def _check_plan(plan: DecodePlan | PrefillPlan, rank: int, world: int) -> None:
         )
 
 
+def _check_exchange(exchange: ContextExchange, rank: int, world: int) -> None:
+    if (exchange.rank, exchange.world) != (rank, world):
+        fail(
+            RankError,
+            "merge_context",
+            f"the exchange is of rank {exchange.rank} of {exchange.world}",
+            f"that of rank {rank} of {world}, as in the group",
+            "make the exchange with this group",
+        )
+
+
 def _check_replicated(out: Tensor, replicated: tuple[Tensor, Tensor]) -> None:
     shapes = [list(t.shape) for t in replicated]
     if shapes != [list(out.shape), list(out.shape[:2])]:
@@ -152,22 +174,21 @@ def _unpacked(packed: Tensor, heads: int, dim: int, dtype: torch.dtype) -> tuple
 
 
 def _all_gather(out: Tensor, lse: Tensor, group: ProcessGroup, world: int) -> tuple[Tensor, Tensor]:
-    from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
-
     (rows, heads, dim), packed = out.shape, _packed(out, lse)
-    gathered = wait_tensor(all_gather_tensor(packed, 0, group))
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, world, group.group_name)
+    gathered = torch.ops._c10d_functional.wait_tensor(gathered)
     return _unpacked(gathered.unflatten(0, (world, rows)), heads, dim, out.dtype)
 
 
 def _all_to_all(out: Tensor, lse: Tensor, group: ProcessGroup, world: int) -> tuple[Tensor, Tensor]:
     """The states of this rank's heads from every rank."""
-    from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
-
     rows, heads, dim = out.shape
     share = heads // world
     by_rank = out.unflatten(1, (world, share)).transpose(0, 1), lse.unflatten(1, (world, share)).transpose(0, 1)
     packed = _packed(*by_rank).flatten(0, 1)
-    received = wait_tensor(all_to_all_single(packed, [rows] * world, [rows] * world, group))
+    sizes = [rows] * world
+    received = torch.ops._c10d_functional.all_to_all_single(packed, sizes, sizes, group.group_name)
+    received = torch.ops._c10d_functional.wait_tensor(received)
     return _unpacked(received.unflatten(0, (world, rows)), share, dim, out.dtype)
 
 

@@ -63,11 +63,11 @@ def _gather(own: _Summary, group: ProcessGroup, timeout_s: float) -> list[_Summa
 
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     sent = torch.tensor(own, dtype=torch.int64, device=device)
-    gathered = sent.new_empty(dist.get_world_size(group), len(own))
+    gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     try:
-        work = dist.all_gather_into_tensor(gathered, sent[None], group=group, async_op=True)
+        work = dist.all_gather(gathered, sent, group=group, async_op=True)
         work.wait(timedelta(seconds=timeout_s))
-        return [_Summary(*row) for row in gathered.tolist()]
+        return [_Summary(*row.tolist()) for row in gathered]
     except RuntimeError as raised:
         reason = str(raised).partition("\n")[0]
         raise RankError(

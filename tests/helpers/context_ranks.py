@@ -6,8 +6,10 @@ compares the merged result with the float64 oracle on all keys.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attn_ops
-from attn_ops.distributed import ContextShard, merge_context
-from attn_ops.errors import PageTableError, PlanError, RankError
+from attn_ops.distributed import ContextExchange, ContextShard, merge_context
+from attn_ops.errors import BackendError, PageTableError, PlanError, RankError
+from helpers import oracle
 from helpers.oracle import Expected
 from helpers.page_tables import indptr, int32
 
@@ -243,7 +246,7 @@ def compiled_steps(group: Group) -> None:
         return merge_context(out, lse, group, plan=plan)
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(3):
             batch.grow([1] * n)
@@ -251,6 +254,20 @@ def compiled_steps(group: Group) -> None:
             plan = planner.plan(*batch.table())
             merged = compiled(q, batch.k_cache, batch.v_cache, plan, planner.workspace)
             Expected.of(batch.requests(q, [1] * n)).check(*merged)
+
+
+def compiled_merge(group: Group) -> None:
+    """Inductor's code for the message, whose elements are those of two dtypes."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    generator = torch.Generator().manual_seed(2)
+    v = torch.randn(5, world, 4, 32, generator=generator).bfloat16()
+    s = torch.randn(5, world, 4, generator=generator)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda v, s: merge_context(v, s, group), fullgraph=True)
+    merged = compiled(v[:, rank].contiguous().to(DEVICE), s[:, rank].contiguous().to(DEVICE))
+    out, lse = oracle.merge(v, s)
+    torch.testing.assert_close(merged[0].cpu().double(), out, atol=2**-7, rtol=2**-7)
+    torch.testing.assert_close(merged[1].cpu().double(), lse, atol=1e-6, rtol=1e-6)
 
 
 def compiled_heads(group: Group) -> None:
@@ -269,7 +286,7 @@ def compiled_heads(group: Group) -> None:
         return merge_context(out, lse, group, scatter_heads=True, sinks=sinks)
 
     q = batch.queries(n)
-    merged = torch.compile(step, fullgraph=True)(q, *batch.table())
+    merged = torch.compile(step, fullgraph=True, backend="aot_eager")(q, *batch.table())
     _share(Expected.of(batch.requests(q, [1] * n), sinks=sinks), batch).check(*merged)
 
 
@@ -315,6 +332,20 @@ def plan_of_another_rank(group: Group) -> None:
     _raises(PlanError, "made for rank 0 of 1", lambda: merge_context(out, lse, group, plan=whole.state))
 
 
+def unavailable_exchange(group: Group) -> None:
+    """Without symmetric memory all ranks know the reason, and merge by a collective."""
+    exchange = ContextExchange(8, 4, 32, torch.float32, group=group, device="cpu")
+    assert exchange.unavailable == "rank 0: it runs on cuda, not cpu"
+    generator = torch.Generator().manual_seed(2)
+    v = torch.randn(5, 2, 4, 32, generator=generator)
+    s = torch.randn(5, 2, 4, generator=generator)
+    rank = dist.get_rank(group)
+    out, lse = merge_context(v[:, rank].contiguous().to(DEVICE), s[:, rank].contiguous().to(DEVICE), exchange=exchange)
+    torch.testing.assert_close((out.cpu().double(), lse.cpu().double()), oracle.merge(v, s), atol=1e-6, rtol=1e-6)
+    make = functools.partial(ContextExchange, 8, 4, 32, group=group, device="cpu", required=True)
+    _raises(BackendError, "it runs on cuda, not cpu", make)
+
+
 def a_rank_that_does_not_answer(group: Group) -> None:
     """The rank that validates alone gets an error after its time-out."""
     batch = Batch(Problem(), group)
@@ -324,7 +355,12 @@ def a_rank_that_does_not_answer(group: Group) -> None:
             "did not answer within 0.5 s",
             lambda: _planner(batch, timeout_s=0.5).plan(*batch.table(), validate=True),
         )
+    else:
+        time.sleep(2)
 
+
+NOT_WITH_NCCL = ("a_rank_that_does_not_answer",)
+"""A time-out ends a communicator of NCCL, and after a while its process."""
 
 CASES: dict[str, Callable[[Group], None]] = {
     case.__name__: case
@@ -339,9 +375,12 @@ CASES: dict[str, Callable[[Group], None]] = {
         chunked_prefill,
         mla,
         compiled_steps,
+        compiled_merge,
         compiled_heads,
         validated_batches,
         plan_of_another_rank,
+        unavailable_exchange,
         a_rank_that_does_not_answer,
     )
+    if DEVICE == "cpu" or case.__name__ not in NOT_WITH_NCCL
 }

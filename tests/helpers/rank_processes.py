@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
@@ -61,6 +63,7 @@ def _run_case(case: Case, group: Any) -> str:
 def main() -> None:
     module, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
+    torch._inductor.config.cpp.simdlen = 1  # compiles in a third of the time
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= world and os.environ.get("RANKS_ON") == "cuda"
     if on_gpu:
         torch.cuda.set_device(rank)
@@ -70,7 +73,9 @@ def main() -> None:
     cases: dict[str, Case] = importlib.import_module(module).CASES
     failures = {}
     for name, case in cases.items():
+        start = time.perf_counter()
         failures[name] = _run_case(case, dist.new_group(list(range(world)), timeout=CASE_TIMEOUT))
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         (folder / f"{rank}.json").write_text(json.dumps(failures))
     sys.stdout.flush()
     os._exit(0)  # a group in which a case failed may not shut down
