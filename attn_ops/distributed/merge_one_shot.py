@@ -134,9 +134,9 @@ class ContextExchange:
     ) -> None:
         import torch.distributed as dist
 
-        self.group = dist.group.WORLD if group is None else group
-        assert self.group is not None
-        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        group = dist.group.WORLD if group is None else group
+        assert group is not None
+        self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         on = torch.empty(0, device=("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
         self.half_bytes = bytes_of_states(max_rows * num_heads, head_dim, dtype)
         self.unavailable = self._agree(self._unsupported(on.device, dtype))

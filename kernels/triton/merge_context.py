@@ -34,12 +34,20 @@ With fewer lanes, two threads would read the same flag, and could see different 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
-def load_acquire(pointers):
-    """The int32 at each of ``pointers``, as other GPUs have released it."""
-    return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def load_acquire(pointers):
+        return tl.load(pointers)
+
+else:
+
+    @triton.jit
+    def load_acquire(pointers):
+        """The int32 at each of ``pointers``, as other GPUs have released it."""
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
