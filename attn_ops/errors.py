@@ -20,6 +20,7 @@ __all__ = [
     "OptionError",
     "PageTableError",
     "PlanError",
+    "RankError",
     "ShapeError",
     "UnsupportedError",
 ]
@@ -66,6 +67,10 @@ class CapacityError(PlanError):
 
 class PageTableError(PlanError):
     """The contents of a page table are inconsistent: an indptr, a last page length or a page number."""
+
+
+class RankError(AttnOpsError, RuntimeError):
+    """A rank failed, did not answer in time or has other values than the others; or there is no process group."""
 
 
 class BackendError(AttnOpsError, NotImplementedError):

@@ -141,6 +141,7 @@ UNCOUNTED_OPS = (
     "plan_prefill",
     "segment_packbits",
     "seq_lens",
+    "shard_page_table",
 )
 """Ops without floating-point arithmetic: they copy, plan or pack bits."""
 

@@ -85,7 +85,8 @@ def export_package(
     Raises:
         ArgumentError: ``inputs`` do not fit ``forward`` or do not contain the plan; ``dynamic_shapes`` names no
             argument.
-        OptionError: ``path`` does not end with ``.pt2``; ``dynamic_shapes`` has an entry for the plan or the workspace.
+        OptionError: ``path`` does not end with ``.pt2``; ``dynamic_shapes`` has an entry for the plan or the workspace;
+            ``planner`` was made with ``context``.
         UnsupportedError: an input is not a tensor, or metadata is no mapping of strings.
     """
     from torch._inductor.package import package_aoti
@@ -93,6 +94,14 @@ def export_package(
     target = os.fspath(path)
     if not target.endswith(".pt2"):
         fail(OptionError, WHERE, f"path is {target!r}", "a name that ends with .pt2", "rename the file")
+    if planner.context is not None:
+        fail(
+            OptionError,
+            WHERE,
+            "it is given a planner with context, whose plan a package does not make",
+            "a planner of all keys",
+            "plan in Python, or export a step that calls torch.ops.attn.shard_page_table",
+        )
     arguments = _arguments(module, planner, inputs)
     shapes = _dynamic_shapes(planner, arguments, dynamic_shapes or {})
     configs = dict(inductor_configs or {})

@@ -24,8 +24,10 @@ from attn_ops.errors import (
 )
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import BOUNDS
+from attn_ops.plan.context import ContextShard
+from attn_ops.plan.context_checks import check_same_batch
 from attn_ops.plan.page_table import INTEGERS, real, seen
-from attn_ops.plan.page_table_checks import check_indptr, check_pages
+from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages
 from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_QUERY_ROWS, MAX_SIZE, check_products
 from attn_ops.plan.sizing import (
     MAX_PACKED_ROWS,
@@ -67,7 +69,13 @@ def in_range(name: str, value: int | None, least: int = 1, most: int = MAX_SIZE)
 
 
 def _problem(
-    *, fixed_split_size: int | None, window_left: int, causal: bool = False, window_right: int = -1, **sizes: int
+    *,
+    fixed_split_size: int | None,
+    window_left: int,
+    causal: bool = False,
+    window_right: int = -1,
+    context: ContextShard | None,
+    **sizes: int,
 ) -> PlanProblem:
     """The problem of these arguments of a planner, which are checked."""
     in_range("fixed_split_size", fixed_split_size)
@@ -79,6 +87,18 @@ def _problem(
     split = split_tokens(fixed_split_size, sizes["page_size"])
     ahead = keys_ahead(causal, window_right)
     problem = PlanProblem(**sizes, window=window_left + 1, ahead=ahead, split=split)
+    if context is not None:
+        context.check_page_size("planner", problem.page_size)
+        if problem.window or problem.ahead:
+            fail(
+                OptionError,
+                "planner",
+                f"context with causal {causal}, window_left {window_left} and window_right {window_right}",
+                "neither a causal bound nor a window, since this rank's keys are not consecutive",
+                "plan the keys before the new rows with context and the new rows among themselves without, and merge",
+            )
+        if context.world > 1:
+            problem = problem._replace(rank=context.rank, world=context.world, interleave=context.interleave)
     if problem.num_qo_heads % problem.num_kv_heads:
         fail(
             ShapeError,
@@ -145,6 +165,7 @@ class _Planner:
     problem: PlanProblem
     max_pages: int
     cache_pages: int | None
+    context: ContextShard | None
     device: torch.device
     state: Sequence[Tensor]
     workspace: Tensor
@@ -174,7 +195,7 @@ class _Planner:
                 "allocate that many",
             )
         self.state, self.workspace = plan, workspace
-        self._prepared = new_caches(self.device)
+        self._prepared = new_caches(self.device) if self.context is None else None
         mark_static(*plan, workspace)
 
     def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
@@ -186,6 +207,8 @@ class _Planner:
     def _planning(self, op: str, validate: bool | None, *table: Tensor) -> OpCall:
         """The call that writes the plan. Contents that are read are read again in every call."""
         inputs = [t.to(self.device, torch.int32, non_blocking=True) for t in table]
+        if self.context is not None:
+            inputs[-3:] = self.context.page_table(self.problem.page_size, *inputs[-3:])
         return OpCall(op, (*inputs, self.state), {}, destinations=None if validate else ())
 
     def _check(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
@@ -202,7 +225,27 @@ class _Planner:
         if validates(validate, *indptrs.values(), indices, last):
             for name, indptr in indptrs.items():
                 check_indptr(name, indptr)
-            check_pages(self.problem, indptrs["kv_indptr"], indices, last, self.max_pages, self.cache_pages)
+            if self.context is None:
+                check_pages(self.problem, indptrs["kv_indptr"], indices, last, self.max_pages, self.cache_pages)
+            else:
+                self._check_shard(self.context, bool(validate), indptrs, indices, last)
+
+    def _check_shard(
+        self, context: ContextShard, compare: bool, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor
+    ) -> None:
+        """Check the page table of all ranks, the page numbers of this one, and that all ranks have the same batch."""
+
+        def check() -> None:
+            kv_indptr, unnumbered = indptrs["kv_indptr"], torch.zeros_like(indices)
+            check_pages(self.problem, kv_indptr, unnumbered, last, self.max_pages, None)
+            table = [t.to("cpu", torch.int32) for t in (kv_indptr, indices, last)]
+            own_indptr, own_indices, _ = context.page_table(self.problem.page_size, *table)
+            check_indices(own_indices[: int(own_indptr[-1])], self.cache_pages)
+
+        if compare and context.group is not None:
+            check_same_batch(context, context.group, (*indptrs.values(), last), check)
+        else:
+            check()
 
 
 class DecodePlanner(_Planner):
@@ -223,6 +266,8 @@ class DecodePlanner(_Planner):
         window_left: plan for a sliding window, so that keys outside of it cost no work; -1 for no window.
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: CTAs that divide the work of one KV head; default by the device.
+        context: the part of every request's keys that this rank holds, if several ranks share them. The page table that
+            plan() takes and the capacities are those of all ranks; the plan has this rank's pages. Not with a window.
         fixed_split_size: split every request each ``fixed_split_size`` pages, rounded up to whole KV blocks of
             :data:`~attn_ops.plan.state.KV_BLOCK` tokens, whatever else is in the batch. The result of a request is
             then batch-invariant, bit for bit on the ``triton`` backend. None splits for load balance.
@@ -239,7 +284,7 @@ class DecodePlanner(_Planner):
             lives.
 
     Raises:
-        OptionError: a size is out of range.
+        OptionError: a size is out of range; ``context`` does not go with the page size or with another option.
         ShapeError: the query heads do not share the KV heads evenly; a tensor of ``storage`` has another shape.
         CapacityError: the workspace of ``storage`` is too small.
         ArgumentError, DTypeError, DeviceError: a tensor of ``storage`` is no field, or of another dtype or device.
@@ -265,8 +310,10 @@ class DecodePlanner(_Planner):
         fixed_split_size: int | None = None,
         device: str | torch.device | None = None,
         storage: Mapping[str, Tensor] | None = None,
+        context: ContextShard | None = None,
     ) -> None:
         super().__init__()
+        self.context = context
         in_range("max_batch", max_batch)
         in_range("max_pages", max_pages, least=0)
         in_range("cache_pages", cache_pages)
@@ -281,6 +328,7 @@ class DecodePlanner(_Planner):
             head_dim_vo=head_dim if head_dim_vo is None else head_dim_vo,
             max_kv_len=_default_max_kv_len(max_pages, page_size) if max_kv_len is None else max_kv_len,
             tile_rows=1,
+            context=context,
         )
         self.max_pages, self.cache_pages = max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
@@ -314,6 +362,8 @@ class DecodePlanner(_Planner):
             PageTableError: the contents are inconsistent; only if they are checked.
             OptionError: ``validate`` is True while the call is traced, where a page table has no contents.
             ShapeError: the lengths of the arguments do not agree.
+            RankError: with ``validate=True`` and a group in ``context``: the ranks have different batches, one
+                of them found an error, or one did not answer in time. Raised on all ranks.
         """
         self._fill(validate, kv_indptr, kv_indices, kv_last_page_len)
         return self.state
@@ -354,6 +404,7 @@ class PrefillPlanner(_Planner):
             the capacities. A batch that needs more splits is refused if its lengths are on the host; with lengths on
             the device it is planned without splits.
         storage: as for :class:`DecodePlanner`, with the fields of :class:`~attn_ops.PrefillPlan`.
+        context: as for :class:`DecodePlanner`; neither with ``causal`` nor with ragged KV.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """
@@ -382,7 +433,16 @@ class PrefillPlanner(_Planner):
         device: str | torch.device | None = None,
         storage: Mapping[str, Tensor] | None = None,
         window_right: int = -1,
+        context: ContextShard | None = None,
     ) -> None:
+        if max_pages == 0 and context is not None:
+            fail(
+                OptionError,
+                "planner",
+                "context with ragged KV (max_pages 0)",
+                "a paged cache, whose pages the ranks share",
+                "leave context out: every rank has all rows of ragged KV",
+            )
         if max_pages == 0 and (page_size != 1 or max_kv_len is None):
             fail(
                 OptionError,
@@ -393,6 +453,7 @@ class PrefillPlanner(_Planner):
             )
         rows = MAX_PACKED_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         super().__init__()
+        self.context = context
         in_range("max_batch", max_batch)
         in_range("max_tokens", max_tokens, most=MAX_QUERY_ROWS)
         in_range("max_pages", max_pages, least=0)
@@ -412,6 +473,7 @@ class PrefillPlanner(_Planner):
             head_dim_vo=head_dim if head_dim_vo is None else head_dim_vo,
             max_kv_len=_default_max_kv_len(max_pages, page_size) if max_kv_len is None else max_kv_len,
             tile_rows=tile_rows,
+            context=context,
         )
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         self.device = torch.empty(0, device=device).device

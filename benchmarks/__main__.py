@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import decode, mla, model, overheads, packages, plot, prefill, sparse, tune, warm, workload
+from benchmarks import context, decode, mla, model, overheads, packages, plot, prefill, sparse, tune, warm, workload
 
 COMMANDS = {
     "decode": decode,
     "prefill": prefill,
     "mla": mla,
     "sparse": sparse,
+    "context": context,
     "overheads": overheads,
     "packages": packages,
     "workload": workload,

@@ -79,6 +79,11 @@ def block_sparse_table(
     return empty(batch + 1), empty(max_pages), empty(batch), empty(batch)
 
 
+def shard_page_table(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *_: Any, **__: Any) -> Any:
+    """``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` as the arguments."""
+    return tuple(t.new_empty(t.shape) for t in (kv_indptr, kv_indices, kv_last_page_len))
+
+
 def packbits(x: Tensor, **_: Any) -> Tensor:
     """uint8 ``[bytes]``."""
     return x.new_empty((x.shape[0] + 7) // 8, dtype=torch.uint8)
@@ -108,6 +113,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     "seq_lens": seq_lens,
     "page_table": page_table,
     "block_sparse_table": block_sparse_table,
+    "shard_page_table": shard_page_table,
     "merge_state": merge_state,
     "merge_states": merge_states,
     "merge_state_in_place": no_outputs,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import bounded, own_backend, refuse, required
+from attn_ops.frontend.arguments import bounded, own_backend, refuse, refuse_context, required
 from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, uniform_indptr, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
@@ -112,6 +112,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
         bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
+        enable_dcp, cp_world, cp_rank: this rank holds a part of the keys, those of ``block_tables`` and ``seq_lens``,
+            and each request has one row. The result is that of this part: merge it with those of the other ranks.
         return_lse_base: ``"base2"``, also meant by None, or ``"basee"``.
 
     Returns:
@@ -126,6 +128,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
         uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
         kv_scale_format=kv_scale_format,
         sparse_mla_top_k_lens=sparse_mla_top_k_lens,
+    )
+    refuse_context(
+        where,
+        one_row=cum_seq_lens_q is None and query.dim() == 4 and query.shape[1] == 1,
+        sinks=sinks,
         enable_dcp=enable_dcp,
         cp_world=cp_world,
         cp_rank=cp_rank,

@@ -87,7 +87,10 @@ _FP4 = "4-bit caches are not read here; use a float16, bfloat16, float32 or FP8 
 _SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
 _FP4_OUT = "4-bit outputs are not written here; use a float16, bfloat16, float32 or FP8 output"
 _PROFILER = "there is no in-kernel profiler; profile with torch.profiler"
-_CONTEXT = "KV is not sharded over ranks here; shard it, and merge with merge_states"
+_CONTEXT = (
+    "on one rank's keys a call takes one query row a request, without a window or sinks; otherwise plan with context, "
+    "and merge with attn_ops.distributed.merge_context"
+)
 _JIT = (
     "kernels are not generated from a user's source; of its variants the AttentionSink of wrappers is known, by name; "
     "otherwise use the named options"

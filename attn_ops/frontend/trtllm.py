@@ -14,7 +14,17 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import ShapeError, fail
-from attn_ops.frontend.arguments import DType, bounded, layout, output_dtype, own_backend, positive, refuse, required
+from attn_ops.frontend.arguments import (
+    DType,
+    bounded,
+    layout,
+    output_dtype,
+    own_backend,
+    positive,
+    refuse,
+    refuse_context,
+    required,
+)
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.frontend.masks import check_tree_mask
 from attn_ops.frontend.one_shot import block_table, block_table_call, uniform_rows
@@ -129,6 +139,8 @@ def trtllm_batch_decode_with_kv_cache(
         out_dtype: of the output; unless given, that of ``out``, or the query's. FP8 is saturated.
         bmm2_scale: multiplies the output, which ``o_scale`` does not: callers divide ``bmm2_scale`` by that.
         sinks: float32 ``[num_qo_heads]``, or a list of that one tensor.
+        cp_world, cp_rank: this rank holds a part of the keys, those of ``block_tables`` and ``seq_lens``, and each
+            request has one row. The result is that of this part: merge it with those of the other ranks.
         mask: uint16 or uint32 ``[batch, q_len_per_req, words]``, or ``[rows, words]``: bit j of a row's words, the
             lowest first, says whether it sees token j of those last ones. All tokens before them it sees.
 
@@ -144,6 +156,12 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache_sf=kv_cache_sf,
         uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
         enable_block_sparse_attention=enable_block_sparse_attention,
+    )
+    refuse_context(
+        where,
+        one_row=q_len_per_req in (None, 1) and cum_seq_lens_q is None,
+        window_left=window_left,
+        sinks=sinks,
         cp_world=cp_world,
         cp_rank=cp_rank,
         causal_seqlens_kv_global=causal_seqlens_kv_global,

@@ -25,6 +25,7 @@ from attn_ops.ops.functions import (
     ragged_prefill,
     segment_packbits,
     seq_lens,
+    shard_page_table,
     single_prefill,
 )
 
@@ -48,5 +49,6 @@ __all__ = [
     "ragged_prefill",
     "segment_packbits",
     "seq_lens",
+    "shard_page_table",
     "single_prefill",
 ]

@@ -727,6 +727,51 @@ def block_sparse_table(
 
 
 @typed_op
+def shard_page_table(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    page_size: int,
+    rank: int,
+    world: int,
+    interleave: int,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The part of a page table that one rank holds, where the tokens of every request are dealt to several ranks,
+    ``interleave`` at a time. Nothing is copied to the host.
+
+    Args:
+        kv_indptr: ``[batch + 1]``; int32. The pages of request ``b`` are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``.
+        kv_indices: ``[pages]``; int32. Page numbers. Entries after those of the last request are not used.
+        kv_last_page_len: ``[batch]``; int32. Tokens in the last page of each request, 1 to the page size. Ignored for a
+            request without pages.
+        page_size: Tokens in a page, at least 1.
+        rank: The rank, 0 to ``world - 1``.
+        world: Ranks that hold the keys.
+        interleave: Tokens that a rank holds in a row, a multiple of ``page_size``: token ``t`` is on rank ``t //
+            interleave % world``.
+        backend: ``auto``, or the name of the one backend to use.
+
+    Returns:
+        kv_indptr: int32 ``[batch + 1]``. Cumulative pages of the rank.
+        kv_indices: int32 ``[pages]``. Page numbers of the rank without gaps, then zeros.
+        kv_last_page_len: int32 ``[batch]``. Tokens in the rank's last page of each request; 0 for a request without
+            pages there.
+    """
+    return torch.ops.attn.shard_page_table(
+        kv_indptr,
+        kv_indices,
+        kv_last_page_len,
+        page_size,
+        rank,
+        world,
+        interleave,
+        backend=backend,
+    )
+
+
+@typed_op
 def merge_state(
     v_a: Tensor,
     s_a: Tensor,

@@ -72,6 +72,10 @@ SCHEMAS: dict[str, str] = {
         "(Tensor block_mask, Tensor row_indptr, Tensor col_indptr, int page_size, SymInt max_pages, *, "
         'bool causal=False, str backend="auto") -> (Tensor, Tensor, Tensor, Tensor)'
     ),
+    "shard_page_table": (
+        "(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, int page_size, int rank, int world, "
+        'int interleave, *, str backend="auto") -> (Tensor, Tensor, Tensor)'
+    ),
     "merge_state": ('(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, str backend="auto") -> (Tensor, Tensor)'),
     "merge_states": '(Tensor v, Tensor s, *, str backend="auto") -> (Tensor, Tensor)',
     "merge_state_in_place": (

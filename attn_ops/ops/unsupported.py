@@ -30,6 +30,7 @@ TRITON_KERNELS: dict[str, str] = {
     "batch_indices_positions": "page_table",
     "seq_lens": "page_table",
     "page_table": "page_table",
+    "shard_page_table": "shard_page_table",
     "merge_state": "merge_states",
     "merge_states": "merge_states",
     "merge_state_in_place": "merge_states",

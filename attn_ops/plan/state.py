@@ -63,6 +63,9 @@ class PlanProblem(NamedTuple):
     ahead         keys that a query row sees from its own position on, that included: ``window_right + 1``, 1 for causal
                   attention; 0 for no bound
     split         KV tokens of a split if splits have a fixed size, a multiple of ``KV_BLOCK``; else 0
+    rank          of the process that holds the keys, if each of several ranks holds a part of every request's
+    world         ranks that hold the keys; 1 if this one holds all of them
+    interleave    tokens that a rank holds in a row; 0 if ``world`` is 1
     """
 
     page_size: int
@@ -75,6 +78,9 @@ class PlanProblem(NamedTuple):
     window: int = 0
     ahead: int = 0
     split: int = 0
+    rank: int = 0
+    world: int = 1
+    interleave: int = 0
 
     @staticmethod
     def of(problem: Tensor) -> PlanProblem:

@@ -5,7 +5,14 @@ what Inductor compiles into CPU packages. Every function is traceable: no data-d
 tracing, no loop over requests. The work is proportional to the capacity of a plan, not to the lengths in it.
 """
 
-from attn_ops.kernels.reference.append import append_kv, append_mla_kv, batch_indices_positions, page_table, seq_lens
+from attn_ops.kernels.reference.append import (
+    append_kv,
+    append_mla_kv,
+    batch_indices_positions,
+    page_table,
+    seq_lens,
+    shard_page_table,
+)
 from attn_ops.kernels.reference.attention import (
     batch_decode,
     batch_prefill,
@@ -39,5 +46,6 @@ __all__ = [
     "ragged_prefill",
     "segment_packbits",
     "seq_lens",
+    "shard_page_table",
     "single_prefill",
 ]

@@ -136,3 +136,35 @@ def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int) -> tuple[
     indices = block_tables.new_zeros(batch * max_pages + 1).scatter_(0, index.flatten(), block_tables.flatten())
     last = torch.where(pages > 0, (seq_lens - 1) % page_size + 1, 0)
     return indptr, indices[:-1].contiguous(), last.int()
+
+
+def shard_page_table(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    page_size: int,
+    rank: int,
+    world: int,
+    interleave: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pages of ``rank``: page ``p`` of a request is on rank ``p // (interleave // page_size) % world``.
+
+    Entries past the last are 0.
+    """
+    num_indices, run = kv_indices.shape[0], interleave // page_size
+    begins = kv_indptr.long().clamp(0, num_indices)
+    pages = begins.diff().clamp(min=0)
+    owned = pages // (run * world) * run + (pages % (run * world) - rank * run).clamp(0, run)
+    ends = owned.cumsum(0)
+    indptr = torch.cat((ends.new_zeros(1), ends)).int()
+    ends_here = (pages - 1) // run % world == rank
+    last = torch.where(owned > 0, torch.where(ends_here, kv_last_page_len, page_size), 0).int()
+    if any_zero(num_indices, pages.shape[0]):
+        return indptr, torch.zeros_like(kv_indices), last
+    entry = torch.arange(num_indices, device=kv_indices.device)
+    request = torch.searchsorted(ends, entry, right=True)
+    r = request.clamp(max=pages.shape[0] - 1)
+    offset = entry - (ends - owned)[r]
+    source = begins[r] + (offset // run * world + rank) * run + offset % run
+    page = kv_indices[source.clamp(0, num_indices - 1)]
+    return indptr, torch.where(request < pages.shape[0], page, 0).int(), last

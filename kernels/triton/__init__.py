@@ -10,6 +10,7 @@ from attn_ops.kernels.triton.page_table import batch_indices_positions, page_tab
 from attn_ops.kernels.triton.plan_decode_fixed_split import plan_decode
 from attn_ops.kernels.triton.plan_prefill import plan_prefill
 from attn_ops.kernels.triton.prefill import batch_prefill, block_sparse_prefill, ragged_prefill, single_prefill
+from attn_ops.kernels.triton.shard_page_table import shard_page_table
 
 __all__ = [
     "append_kv",
@@ -31,5 +32,6 @@ __all__ = [
     "ragged_prefill",
     "segment_packbits",
     "seq_lens",
+    "shard_page_table",
     "single_prefill",
 ]

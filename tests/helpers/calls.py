@@ -220,6 +220,18 @@ MAKERS: dict[str, tuple[Callable[[Case], Arguments], Case]] = {
     ),
     "seq_lens": (_constant(kv_indptr=int32([0, 3, 3]), kv_last_page_len=int32([7, 2]), page_size=16), DECODE_BASE),
     "page_table": (_constant(block_tables=int32([[3, 4], [5, 6]]), seq_lens=int32([17, 2]), page_size=16), DECODE_BASE),
+    "shard_page_table": (
+        _constant(
+            kv_indptr=int32([0, 5, 5, 7]),
+            kv_indices=int32([6, 2, 3, 1, 9, 4, 5]),
+            kv_last_page_len=int32([7, 0, 16]),
+            page_size=16,
+            rank=1,
+            world=2,
+            interleave=32,
+        ),
+        DECODE_BASE,
+    ),
     "merge_state": (_named("v_a", "s_a", "v_b", "s_b"), DECODE_BASE),
     "merge_states": (_named("v", "s"), DECODE_BASE),
     "merge_state_in_place": (_named("v", "s", "v_other", "s_other"), DECODE_BASE),

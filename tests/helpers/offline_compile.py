@@ -188,6 +188,7 @@ def small_ops() -> None:
     backend.batch_indices_positions(i, i[1:], 7)
     backend.seq_lens(i, i[1:], 16)
     backend.page_table(torch.zeros(6, 8, dtype=torch.int32), i, 16)
+    backend.shard_page_table(i, i, i[1:], 16, 1, 2, 32)
     backend.packbits(torch.zeros(100, dtype=torch.bool))
     backend.segment_packbits(torch.zeros(100, dtype=torch.bool), i, 13)
     sizes: dict[str, Any] = {"page_size": 16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_ctas": 33}

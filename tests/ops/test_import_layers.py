@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops.schemas", "ops.backends", "ops.checks", "ops.inductor", "flops"),
     ("ops.register",),
     ("planner",),
-    ("sparse_planner",),
+    ("distributed", "sparse_planner"),
     ("plan.resizable", "collect_env", "packaging"),
     ("frontend",),
     ("call",),

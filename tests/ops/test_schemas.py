@@ -71,6 +71,8 @@ attn::page_table(Tensor block_tables, Tensor seq_lens, int page_size, *, str bac
     Tensor)
 attn::block_sparse_table(Tensor block_mask, Tensor row_indptr, Tensor col_indptr, int page_size, SymInt max_pages,
     *, bool causal=False, str backend="auto") -> (Tensor, Tensor, Tensor, Tensor)
+attn::shard_page_table(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, int page_size, int rank, int
+    world, int interleave, *, str backend="auto") -> (Tensor, Tensor, Tensor)
 attn::merge_state(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, str backend="auto") -> (Tensor, Tensor)
 attn::merge_states(Tensor v, Tensor s, *, str backend="auto") -> (Tensor, Tensor)
 attn::merge_state_in_place(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, Tensor? mask=None, *, str

@@ -8,6 +8,8 @@ from helpers.page_tables import PAGE_SIZES, indptr, int32, page_table
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from attn_ops.errors import OptionError
+
 pytestmark = pytest.mark.usefixtures("cpu_calls_on_each_backend")
 
 lengths = st.lists(st.one_of(st.just(0), st.integers(0, 700)), max_size=8)
@@ -64,3 +66,39 @@ def test_page_table(kv_lens: list[int], page_size: int, spare: int) -> None:
     assert kv_indices.tolist() == line + [0] * (table.numel() - len(line))
     assert last.tolist() == [(n - 1) % page_size + 1 if n else 0 for n in kv_lens]
     assert {t.dtype for t in (kv_indptr, kv_indices, last)} == {torch.int32}
+
+
+@given(lengths, st.sampled_from([1, 3, 16]), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
+@example(MANY, 16, 3, 2, 0)
+def test_shard_page_table(kv_lens: list[int], page_size: int, world: int, run: int, spare: int) -> None:
+    """Every token is in the table of the rank that holds it, in order, and in no other."""
+    kv_indptr, kv_indices, last = page_table(kv_lens, page_size)
+    kv_indices = torch.cat((kv_indices, int32([-7] * spare)))
+    interleave, pages_of = run * page_size, list(zip(kv_indptr.tolist(), kv_lens, strict=False))
+    for rank in range(world):
+        own = torch.ops.attn.shard_page_table(kv_indptr, kv_indices, last, page_size, rank, world, interleave)
+        assert {t.dtype for t in own} == {torch.int32}
+        held = [[t for t in range(n) if t // interleave % world == rank] for n in kv_lens]
+        pages = [
+            [kv_indices[first + t // page_size] for t in tokens[::page_size]]
+            for (first, _), tokens in zip(pages_of, held, strict=True)
+        ]
+        line = [int(page) for of in pages for page in of]
+        assert own[0].tolist() == indptr([len(of) for of in pages]).tolist()
+        assert own[1].tolist() == line + [0] * (len(kv_indices) - len(line))
+        assert own[2].tolist() == [(len(tokens) - 1) % page_size + 1 if tokens else 0 for tokens in held]
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "interleave", "words"),
+    [
+        (2, 2, 16, "rank is 2; expected 0 to 1"),
+        (0, 0, 16, "world is 0"),
+        (0, 2, 24, "the interleave of context is 24 tokens with page_size 16; expected a multiple of page_size"),
+        (0, 1 << 20, 1 << 20, "at most"),
+    ],
+)
+def test_shards_that_do_not_exist(rank: int, world: int, interleave: int, words: str) -> None:
+    table = page_table([40, 3], 16)
+    with pytest.raises(OptionError, match=words):
+        torch.ops.attn.shard_page_table(*table, 16, rank, world, interleave)

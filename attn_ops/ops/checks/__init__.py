@@ -30,6 +30,7 @@ CHECKS: dict[str, Callable[..., Problem]] = {
         paging.seq_lens,
         paging.page_table,
         paging.block_sparse_table,
+        paging.shard_page_table,
         merge_states.merge_state,
         merge_states.merge_states,
         merge_states.merge_state_in_place,

@@ -78,6 +78,7 @@ def _planned(
     sizes = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
     op.planned_for(typed, page_size=problem.page_size or 1, **{size: getattr(problem, size) for size in sizes})
     op.covered(typed, options)
+    op.whole(typed, options)
     op.workspace(workspace, workspace_size(typed), q)
     return typed
 

@@ -9,6 +9,7 @@ from attn_ops.errors import DTypeError, OptionError
 from attn_ops.ops.backends import Problem
 from attn_ops.ops.checks.checker import OpChecker, caches, dtype_name, known
 from attn_ops.ops.options import FLOATS, FP8
+from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import INT32_MAX
 
 
@@ -170,3 +171,24 @@ def block_sparse_table(
     _size(op, "page_size", page_size, 1)
     _size(op, "max_pages", max_pages, 0)
     return Problem(op.name, block_mask.device)
+
+
+def shard_page_table(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    page_size: int,
+    rank: int,
+    world: int,
+    interleave: int,
+    *,
+    backend: str = "auto",
+) -> Problem:
+    op = OpChecker("shard_page_table")
+    op.indptr("kv_indptr", kv_indptr, "[batch + 1]", None)
+    op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), kv_indptr)
+    op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), kv_indptr)
+    op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
+    _size(op, "page_size", page_size, 1)
+    ContextShard(rank, world, interleave).check_page_size(op.name, page_size)
+    return Problem(op.name, kv_indptr.device)

@@ -1,0 +1,202 @@
+"""Merge the states of ranks on one host in one kernel, through symmetric memory: the op ``attn::merge_context``.
+
+The op is not one of ``attn_ops/ops/schemas.py``: it runs on CUDA alone, with addresses that belong to this process, so
+it has no reference and no place in a package. A compiled graph calls it.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.library import Library
+
+from attn_ops.errors import BackendError, CapacityError, fail
+from attn_ops.ops.inductor import mark_static
+from attn_ops.ops.options import FLOATS
+from attn_ops.ops.unsupported import compute_capability, triton_installed
+from attn_ops.typed import typed
+
+__all__ = ["ContextExchange"]
+
+CTAS = 64
+"""CTAs of a launch. All must be resident while they wait, which leaves room for others on every GPU."""
+
+MAX_WORLD = 16
+"""GPUs of one host. A warp reads a flag of each, so at most 32."""
+
+LIBRARY = Library("attn", "FRAGMENT")
+LIBRARY.define(
+    "merge_context(Tensor v, Tensor s, Tensor buffers, Tensor(a!) epochs, int rank, int half_bytes, "
+    "bool scatter_heads=False, Tensor? sinks=None) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+
+
+def bytes_of_states(packed_rows: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of half a buffer for so many packed rows: values and LSE."""
+    return -(-packed_rows // 16) * 16 * (head_dim * dtype.itemsize + 4)
+
+
+def _check(v: Tensor, s: Tensor, half_bytes: int) -> None:
+    rows, heads, dim = v.shape
+    needed = bytes_of_states(rows * heads, dim, v.dtype)
+    if needed > half_bytes:
+        fail(
+            CapacityError,
+            "merge_context",
+            f"{rows} rows of {heads} heads of {dim} need {needed} bytes and the exchange has {half_bytes}",
+            f"a ContextExchange with max_rows of at least {rows} for such heads",
+            "make it with that max_rows",
+        )
+
+
+def _outputs(v: Tensor, buffers: Tensor, scatter_heads: bool) -> tuple[Tensor, Tensor]:
+    rows, heads, dim = v.shape
+    kept = heads // buffers.shape[0] if scatter_heads else heads
+    return v.new_empty((rows, kept, dim)), v.new_empty((rows, kept), dtype=torch.float32)
+
+
+def _merge(
+    v: Tensor,
+    s: Tensor,
+    buffers: Tensor,
+    epochs: Tensor,
+    rank: int,
+    half_bytes: int,
+    scatter_heads: bool = False,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    from attn_ops.kernels.triton.merge_context import merge_context
+
+    _check(v, s, half_bytes)
+    out, lse = _outputs(v, buffers, scatter_heads)
+    merge_context(v.contiguous(), s.contiguous(), buffers, epochs, rank, half_bytes, out, lse, sinks)
+    return out, lse
+
+
+def _fake(
+    v: Tensor,
+    s: Tensor,
+    buffers: Tensor,
+    epochs: Tensor,
+    rank: int,
+    half_bytes: int,
+    scatter_heads: bool = False,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check(v, s, half_bytes)
+    return _outputs(v, buffers, scatter_heads)
+
+
+LIBRARY.impl("merge_context", _merge, "CUDA")
+torch.library.register_fake("attn::merge_context", _fake, lib=LIBRARY)
+
+
+class ContextExchange:
+    """Memory through which the ranks of one host merge their states in one kernel, for :func:`merge_context`.
+
+    Collective: all ranks make it, alike and in the same order, outside of graphs. The kernel replaces the collective
+    and the merge; all ranks compute the same bits. One exchange serves all layers, from one stream at a time, and all
+    ranks call it the same number of times. Where this memory cannot be had, ``unavailable`` says why, on all ranks the
+    same, and :func:`merge_context` takes a collective.
+
+    Args:
+        max_rows: capacity for query rows.
+        num_heads: query heads.
+        head_dim: elements of an output.
+        dtype: of ``out``, float16, bfloat16 or float32.
+        group: the ranks; default all processes.
+        device: of this rank; default the current CUDA device.
+        required: raise where the memory cannot be had.
+
+    Attributes:
+        unavailable: why there is no such memory; None if there is.
+
+    Raises:
+        BackendError: ``required``, and there is no such memory.
+    """
+
+    @typed
+    def __init__(
+        self,
+        max_rows: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        group: ProcessGroup | None = None,
+        device: str | torch.device | None = None,
+        required: bool = False,
+    ) -> None:
+        import torch.distributed as dist
+
+        group = dist.group.WORLD if group is None else group
+        assert group is not None
+        self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
+        on = torch.empty(0, device=("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+        self.half_bytes = bytes_of_states(max_rows * num_heads, head_dim, dtype)
+        self.unavailable = self._agree(self._unsupported(on.device, dtype))
+        if self.unavailable is None:
+            self.unavailable = self._agree(self._allocate(on.device))
+        if required and self.unavailable is not None:
+            fail(
+                BackendError,
+                "ContextExchange",
+                self.unavailable,
+                "GPUs of one host that map each other's memory",
+                "pass required=False, and merge_context takes a collective",
+            )
+
+    def _agree(self, reason: str | None) -> str | None:
+        """The first reason of any rank, after all ranks have told theirs."""
+        import torch.distributed as dist
+
+        reasons: list[Any] = [None] * self.world
+        dist.all_gather_object(reasons, (reason, socket.gethostname()), group=self.group)
+        for rank, (found, host) in enumerate(reasons):
+            if found is not None:
+                return f"rank {rank}: {found}"
+            if host != reasons[0][1]:
+                return f"rank {rank} is on another host than rank 0"
+        return None
+
+    def _unsupported(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cuda":
+            return f"it runs on cuda, not {device.type}"
+        if not triton_installed():
+            return "triton is not installed"
+        capability = compute_capability(device)
+        if capability is None or capability < (8, 0):
+            return f"it needs compute capability 8.0 or newer, not {capability}"
+        if dtype not in FLOATS:
+            return f"it does not merge {dtype}"
+        return None if self.world <= MAX_WORLD else f"it merges the states of at most {MAX_WORLD} ranks"
+
+    def _allocate(self, device: torch.device) -> str | None:
+        """Allocate and map the buffers. Returns why that failed."""
+        try:
+            import torch.distributed._symmetric_memory as symmetric
+
+            size = CTAS * self.world * 4 + 2 * self.half_bytes
+            memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+            memory.zero_()
+            torch.cuda.synchronize(device)
+            handle = symmetric.rendezvous(memory, self.group)
+            addresses = [handle.get_buffer(i, (size,), torch.uint8).data_ptr() for i in range(self.world)]
+        except (ImportError, AttributeError, RuntimeError) as error:
+            return f"no symmetric memory: {str(error).partition(chr(10))[0]}"
+        self._memory, self._handle = memory, handle
+        self.buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.epochs = torch.zeros(CTAS, dtype=torch.int32, device=device)
+        mark_static(self.buffers, self.epochs)
+        return None
+
+    def merge(self, out: Tensor, lse: Tensor, scatter_heads: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The merged states, by the op."""
+        return torch.ops.attn.merge_context(
+            out, lse, self.buffers, self.epochs, self.rank, self.half_bytes, scatter_heads, sinks
+        )

@@ -1,0 +1,103 @@
+"""Context parallelism: which tokens of a request each rank of a group holds.
+
+The tokens of every request are dealt to the ranks in turn, ``interleave`` at a time: the token at position ``t`` is on
+rank ``t // interleave % world``. A page lies on one rank, so ``interleave`` is a multiple of the page size. All ranks
+have the same page table; the number of a page is that of its owner's cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import OptionError, fail
+from attn_ops.plan.plan_checks import MAX_SIZE
+
+__all__ = ["ContextShard"]
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ContextShard:
+    """The part of every request's tokens that this rank holds.
+
+    Args:
+        rank: of this process in the group, 0 to ``world - 1``.
+        world: ranks of the group.
+        interleave: tokens that a rank holds in a row, a multiple of the page size.
+        group: if it is given, ``plan(validate=True)`` also compares the batch with those of the other ranks, which
+            must validate too.
+        timeout_s: seconds to wait for their answer.
+
+    Raises:
+        OptionError: one of the numbers is out of range.
+    """
+
+    rank: int
+    world: int
+    interleave: int
+    group: ProcessGroup | None = field(default=None, compare=False, repr=False)
+    timeout_s: float = field(default=60.0, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        where = "ContextShard"
+        if self.world < 1:
+            fail(OptionError, where, f"world is {self.world}", "1 or more ranks", "pass the size of the group")
+        if not 0 <= self.rank < self.world:
+            fail(OptionError, where, f"rank is {self.rank}", f"0 to {self.world - 1}", "pass the rank in the group")
+        if not self.interleave >= 1 or self.interleave * self.world > MAX_SIZE:
+            fail(
+                OptionError,
+                where,
+                f"interleave is {self.interleave} with {self.world} ranks",
+                f"1 or more tokens, and at most {MAX_SIZE} in a turn of all ranks",
+                "change it",
+            )
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None = None, *, interleave: int) -> ContextShard:
+        """The shard of this process in ``group``, by default the group of all processes."""
+        import torch.distributed as dist
+
+        group = dist.group.WORLD if group is None else group
+        return cls(dist.get_rank(group), dist.get_world_size(group), interleave, group)
+
+    def check_page_size(self, where: str, page_size: int) -> None:
+        """Raise an OptionError unless whole pages lie on a rank."""
+        if self.interleave % page_size:
+            fail(
+                OptionError,
+                where,
+                f"the interleave of context is {self.interleave} tokens with page_size {page_size}",
+                "a multiple of page_size",
+                "make it a multiple, since a page lies on one rank",
+            )
+
+    def owner(self, positions: Tensor) -> Tensor:
+        """The rank that holds the token at each of ``positions``."""
+        return positions // self.interleave % self.world
+
+    def owned(self, batch_indices: Tensor, positions: Tensor) -> Tensor:
+        """``batch_indices`` of appended tokens with -1 for those of other ranks, which ``append_kv`` then skips.
+
+        Args:
+            batch_indices: int ``[nnz]``, the request of each new token, -1 for none.
+            positions: int ``[nnz]``, its position in the whole request.
+
+        ``append_kv`` takes the result, the same positions and the page table of all ranks.
+        """
+        return torch.where(self.owner(positions) == self.rank, batch_indices, -1)
+
+    def page_table(
+        self, page_size: int, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's part of the page table of all ranks, by the op ``attn::shard_page_table``."""
+        self.check_page_size("page_table", page_size)
+        return torch.ops.attn.shard_page_table(
+            kv_indptr, kv_indices, kv_last_page_len, page_size, self.rank, self.world, self.interleave
+        )

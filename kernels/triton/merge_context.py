@@ -1,0 +1,185 @@
+"""Merge the attention states of several GPUs in one launch, through memory that each of them maps of the others.
+
+Every GPU has a buffer of the same layout: int32 flags ``[CTAS, WORLD]``, then two halves, each with the values
+``[packed rows, DIM]`` and the LSE ``[packed rows]`` of this GPU's states. A launch writes its states to one half,
+signals the other GPUs, waits for their signals, and reads their halves.
+
+Which half, and the value of the flags, follow from ``epochs [CTAS]``, a count of launches that every GPU keeps for
+itself. All GPUs make the same launches in the same order. A half is written again two launches later. A CTA that has
+seen the flags of the launch between them knows that every GPU has begun that one, and so has ended the one before,
+which read the half. So one signal for each launch is enough. The grid is the same in all launches, and each CTA
+signals in every launch, with or without rows to merge.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from attn_ops.kernels.triton.indexing import padded
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
+from attn_ops.kernels.triton.merge_states import merge_update, store_merged
+from attn_ops.kernels.triton.softmax import add_sink
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+PACKED_ROWS = 4
+"""Packed rows that a CTA merges at a time. Few, since the time of a launch is that of its messages."""
+
+LANES = tl.constexpr(32)
+"""Lanes of a warp. Each reads one flag, and the minimum over a warp is one value, so that it leaves its loop as one.
+
+With fewer lanes, two threads would read the same flag, and could see different values of it.
+"""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def load_acquire(pointers):
+        return tl.load(pointers)
+
+else:
+
+    @triton.jit
+    def load_acquire(pointers):
+        """The int32 at each of ``pointers``, as other GPUs have released it."""
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def half_of(buffers, gpu, offset, max_packed_rows, DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """Pointers to the values and the LSE of the half at byte ``offset`` of the buffer of ``gpu``."""
+    address = tl.load(buffers + gpu) + offset
+    value_bytes = tl.cast(max_packed_rows, tl.int64) * (DIM * DTYPE.primitive_bitwidth // 8)
+    values, lse = address.to(tl.pointer_type(DTYPE)), (address + value_bytes).to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(values, 16), tl.multiple_of(lse, 16)
+
+
+@triton.jit(do_not_specialize=["rows", "rank", "half_bytes", "max_packed_rows"])
+def merge_context_kernel(
+    v,  # [rows, HEADS, DIM], contiguous: the values of this GPU's states
+    s,  # [rows, HEADS]: their LSE
+    buffers,  # int64 [WORLD]: address of the buffer of each GPU, as this one maps it
+    epochs,  # int32 [CTAS]: launches before this one; this and those below are written
+    out,  # [rows, OUT_HEADS, DIM]
+    lse,  # [rows, OUT_HEADS]
+    sinks,  # [HEADS], or any pointer without SINKS
+    rows,
+    rank,
+    half_bytes,  # a multiple of 16
+    max_packed_rows,  # of a half, for this DIM; a multiple of 16
+    HEADS: tl.constexpr,
+    OUT_HEADS: tl.constexpr,  # HEADS, or the heads of one GPU if each keeps its share
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    CTAS: tl.constexpr,
+    WORLD: tl.constexpr,  # at most LANES
+    SINKS: tl.constexpr,
+    PACKED_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (CTAS), on each of WORLD GPUs.
+
+    A CTA owns every CTAS-th block of PACKED_ROWS packed rows of the result: it publishes this GPU's states of them, for
+    every GPU that keeps them, and merges those of all GPUs, in their order, so that all GPUs compute the same bits.
+    Loop invariant: the states, or the merged rows, of the CTA's earlier blocks are written. While it waits: a GPU whose
+    flag is behind has not published.
+    Barriers: one before the flags are set, so that all stores of the CTA precede them; one after they are seen, so that
+    all loads of the CTA follow. The flags are set with release and read with acquire at the scope of the system.
+    ``griddepcontrol.wait`` comes first. All CTAs are resident at once, or the GPUs would wait for each other.
+    Bound by latency: a flag to each GPU, and a read from each.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    cta, d = tl.program_id(0), tl.arange(0, BLOCK_DIM)
+    epoch = tl.load(epochs + cta) + 1
+    flag_bytes: tl.constexpr = CTAS * WORLD * 4
+    offset = flag_bytes + (epoch & 1).to(tl.int64) * half_bytes
+    total = rows * OUT_HEADS
+    own_v, own_s = half_of(buffers, rank, offset, max_packed_rows, DIM, v.dtype.element_ty)
+    for first in range(cta * PACKED_ROWS, total, CTAS * PACKED_ROWS):
+        packed_row = first + tl.arange(0, PACKED_ROWS)
+        mask = packed_row < total
+        row, head = packed_row // OUT_HEADS, packed_row % OUT_HEADS
+        for begin in tl.static_range(0, HEADS, OUT_HEADS):
+            source = (row * HEADS + begin + head).to(tl.int64)
+            at, mask_2d = source[:, None] * DIM + d, mask[:, None] & (d < DIM)
+            tl.store(own_v + at, tl.load(v + at, mask=mask_2d), mask=mask_2d)
+            tl.store(own_s + source, tl.load(s + source, mask=mask), mask=mask)
+
+    tl.debug_barrier()
+    lane = tl.arange(0, LANES)
+    is_gpu = lane < WORLD
+    theirs = tl.load(buffers + lane, mask=is_gpu, other=0).to(tl.pointer_type(tl.int32)) + cta * WORLD + rank
+    tl.atomic_xchg(theirs, epoch + tl.zeros((LANES,), tl.int32), mask=is_gpu, sem="release", scope="sys")
+    flags = tl.load(buffers + rank).to(tl.pointer_type(tl.int32)) + cta * WORLD + tl.minimum(lane, WORLD - 1)
+    while tl.min(load_acquire(flags) - epoch, 0) < 0:  # a difference, since the count may wrap around
+        pass
+    tl.debug_barrier()
+
+    first_head = rank * OUT_HEADS if OUT_HEADS < HEADS else 0
+    for first in range(cta * PACKED_ROWS, total, CTAS * PACKED_ROWS):
+        packed_row = first + tl.arange(0, PACKED_ROWS)
+        mask = packed_row < total
+        row, head = packed_row // OUT_HEADS, first_head + packed_row % OUT_HEADS
+        source = (row * HEADS + head).to(tl.int64)
+        at, mask_2d = source[:, None] * DIM + d, mask[:, None] & (d < DIM)
+        row_max = tl.full((PACKED_ROWS,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((PACKED_ROWS,), tl.float32)
+        acc = tl.zeros((PACKED_ROWS, BLOCK_DIM), tl.float32)
+        if SINKS:
+            sink = tl.load(sinks + head, mask=mask, other=0.0) * LOG2E
+            row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
+        for gpu in tl.static_range(WORLD):
+            their_v, their_s = half_of(buffers, gpu, offset, max_packed_rows, DIM, v.dtype.element_ty)
+            value = tl.load(their_v + at, mask=mask_2d, other=0.0).to(tl.float32)
+            lse_in = tl.load(their_s + source, mask=mask, other=float("-inf"))
+            row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value, lse_in)
+        store_merged(out, lse, row_max, row_sum, acc, packed_row, mask, d, DIM)
+    tl.store(epochs + cta, epoch)
+
+
+def merge_context(
+    v: Tensor,
+    s: Tensor,
+    buffers: Tensor,
+    epochs: Tensor,
+    rank: int,
+    half_bytes: int,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None = None,
+) -> None:
+    """Merge the states ``v, s`` of all GPUs into ``out, lse``, which have all heads or this GPU's share of them."""
+    rows, heads, dim = v.shape
+    pdl, world = supports_pdl(v), buffers.shape[0]
+    launch(
+        merge_context_kernel,
+        (epochs.shape[0],),
+        Options(launch_pdl=pdl),
+        v=v,
+        s=s,
+        buffers=buffers,
+        epochs=epochs,
+        out=out,
+        lse=lse,
+        sinks=s if sinks is None else sinks,
+        rows=rows,
+        rank=rank,
+        half_bytes=half_bytes,
+        max_packed_rows=half_bytes // (dim * v.element_size() + 4) // 16 * 16,
+        HEADS=heads,
+        OUT_HEADS=out.shape[1],
+        DIM=dim,
+        BLOCK_DIM=padded(dim),
+        CTAS=epochs.shape[0],
+        WORLD=world,
+        SINKS=sinks is not None,
+        PACKED_ROWS=PACKED_ROWS,
+        PDL=pdl,
+    )

@@ -1,0 +1,73 @@
+"""Context parallelism on several GPUs, over NCCL and through symmetric memory; the kernel of the latter on one GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import oracle
+from helpers.rank_processes import run_ranks
+
+from attn_ops.distributed.merge_one_shot import CTAS, bytes_of_states
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("module", "world"),
+    [("helpers.context_ranks", 2), ("helpers.one_shot_ranks", 2), ("helpers.one_shot_ranks", 4)],
+)
+def test_ranks(module: str, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if world > GPUS:
+        pytest.skip(f"needs {world} GPUs")
+    monkeypatch.setenv("RANKS_ON", "cuda")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"))
+    results = run_ranks(module, world, tmp_path, timeout_s=300)
+    failed = {f"{case}, rank {rank}": text for case, ranks in results.items() for rank, text in ranks.items() if text}
+    assert len(results) >= 5
+    assert all(len(ranks) == world for ranks in results.values())
+    assert not failed, "\n".join(f"{name}:\n{text}" for name, text in failed.items())
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_two_ranks_on_one_gpu(scatter: bool) -> None:
+    """The kernels of both ranks wait for each other on two streams."""
+    most, heads, dim, world = 20, 6, 40, 2
+    half = bytes_of_states(most * heads, dim, torch.bfloat16)
+    flags = CTAS * world * 4
+    memory = [torch.zeros(flags + 2 * half, dtype=torch.uint8, device="cuda") for _ in range(world)]
+    buffers = torch.tensor([t.data_ptr() for t in memory], dtype=torch.int64, device="cuda")
+    epochs = [torch.zeros(CTAS, dtype=torch.int32, device="cuda") for _ in range(world)]
+    streams = [torch.cuda.Stream() for _ in range(world)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    sinks = torch.linspace(-2, 2, heads, device="cuda")
+
+    def merge(rank: int, v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ops.attn.merge_context(v, s, buffers, epochs[rank], rank, half, scatter, sinks)
+
+    for t in memory:  # compile and load the kernel first, with flags that no launch waits for
+        t[:flags].view(torch.int32).fill_(1 << 20)
+    merge(0, *(torch.zeros(1, heads, dim, device="cuda", dtype=torch.bfloat16), torch.zeros(1, heads, device="cuda")))
+    torch.cuda.synchronize()
+    for t in (*memory, *epochs):
+        t.zero_()
+    torch.cuda.synchronize()
+    for rows in (1, most, 3, 7, most):
+        v = torch.randn(world, rows, heads, dim, generator=generator, device="cuda").bfloat16()
+        s = torch.randn(world, rows, heads, generator=generator, device="cuda")
+        torch.cuda.synchronize()
+        results = []
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results.append(merge(rank, v[rank], s[rank]))
+        torch.cuda.synchronize()
+        states = torch.cat((v, torch.zeros_like(v[:1]))), torch.cat((s, (sinks * 1.4426950408889634).expand_as(s[:1])))
+        out, lse = oracle.merge(*(t.transpose(0, 1) for t in states))
+        for rank, merged in enumerate(results):
+            kept = slice(rank * heads // 2, (rank + 1) * heads // 2) if scatter else slice(None)
+            torch.testing.assert_close(merged[0].cpu().double(), out[:, kept], atol=2**-7, rtol=2**-7)
+            torch.testing.assert_close(merged[1].cpu().double(), lse[:, kept], atol=1e-5, rtol=1e-5)

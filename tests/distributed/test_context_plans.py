@@ -1,0 +1,155 @@
+"""Plans of one rank's part of the keys, in one process: what they hold, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers.page_tables import int32, page_table
+from torch import Tensor
+
+import attn_ops
+from attn_ops import DecodePlanner, PrefillPlanner
+from attn_ops.distributed import ContextShard, merge_context
+from attn_ops.errors import AttnOpsError, CapacityError, OptionError, PageTableError, PlanError, RankError
+
+SIZES: dict[str, Any] = {"page_size": 16, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+SHARD = ContextShard(1, 2, 32)
+KV_LENS = (100, 0, 5, 64)
+
+
+def _decode(**changes: Any) -> DecodePlanner:
+    return DecodePlanner(4, 20, **{**SIZES, "context": SHARD, **changes})
+
+
+def test_a_plan_has_the_keys_of_its_rank() -> None:
+    planner = _decode()
+    plan = planner.plan(*page_table(KV_LENS, 16))
+    assert plan.kv_len.tolist() == [36, 0, 0, 32]
+    plan = planner.plan(*page_table((33, 70), 16))  # a repeated call cuts the new table
+    assert plan.kv_len.tolist() == [1, 32, 0, 0]
+    other = _decode(context=ContextShard(0, 2, 32))
+    assert other.plan(*page_table(KV_LENS, 16)).kv_len.tolist() == [64, 0, 5, 32]
+
+
+def test_one_rank_has_the_plan_of_all_keys() -> None:
+    whole = _decode(context=None)
+    alone = _decode(context=ContextShard(0, 1, 16))
+    for a, b in zip(whole.plan(*page_table(KV_LENS, 16)), alone.plan(*page_table(KV_LENS, 16)), strict=True):
+        assert a.shape == b.shape
+        assert torch.equal(a, b)
+
+
+def test_appended_tokens_of_other_ranks_are_skipped() -> None:
+    request, position = int32([0, 0, 3, -1, 2]), int32([31, 32, 95, -1, 64])
+    assert SHARD.owned(request, position).tolist() == [-1, 0, -1, -1, -1]
+    assert ContextShard(0, 2, 32).owned(request, position).tolist() == [0, -1, 3, -1, 2]
+    assert ContextShard(2, 3, 16).owner(position[:3]).tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: _decode(window_left=8), "context with causal False, window_left 8"),
+        (lambda: _decode(page_size=64), "interleave of context is 32 tokens with page_size 64"),
+        (lambda: PrefillPlanner(4, 9, 20, **SIZES, causal=True, context=SHARD), "context with causal True"),
+        (lambda: PrefillPlanner(4, 9, 20, **SIZES, window_right=2, context=SHARD), "window_right 2"),
+        (
+            lambda: PrefillPlanner(4, 9, 0, **SIZES | {"page_size": 1}, max_kv_len=9, context=SHARD),
+            "context with ragged KV",
+        ),
+        (lambda: ContextShard(-1, 2, 16), "rank is -1"),
+        (lambda: ContextShard(0, 2, 0), "interleave is 0"),
+    ],
+)
+def test_shards_and_planners_that_do_not_go_together(make: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(words)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"max_pages": 11}, CapacityError, "12 pages and the plan capacity for 11"),
+        ({"max_kv_len": 99}, CapacityError, "a request has 100 tokens"),
+        ({"cache_pages": 3}, PageTableError, "a page of the cache, 0 to 2"),
+    ],
+)
+def test_contents_are_checked(change: dict[str, int], error: type[AttnOpsError], words: str) -> None:
+    sizes = {"max_pages": 20, **change}
+    planner = DecodePlanner(4, sizes.pop("max_pages"), **SIZES, **sizes, context=SHARD)
+    with pytest.raises(error, match=re.escape(words)):
+        planner.plan(*page_table(KV_LENS, 16))
+
+
+def test_page_numbers_of_other_ranks_are_not_checked() -> None:
+    kv_indptr, kv_indices, last = int32([0, 4]), int32([-1, -1, 2, 0]), int32([16])
+    plan = _decode(cache_pages=3).plan(kv_indptr, kv_indices, last)
+    assert plan.kv_indices[:2].tolist() == [2, 0]
+
+
+def _attend(planner: DecodePlanner, options: dict[str, Any]) -> Any:
+    q, cache = torch.zeros(4, 4, 16), torch.zeros(20, 16, 2, 16)
+    return torch.ops.attn.batch_decode(q, cache, cache, planner.state, planner.workspace, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window_left": 3}, {"sinks": torch.zeros(4)}, {"pos_encoding": "ROPE_LLAMA"}, {"pos_encoding": "ALIBI"}],
+    ids=str,
+)
+def test_options_that_need_all_keys(options: dict[str, Any]) -> None:
+    (name,) = options
+    words = f"batch_decode: {name} is given and the plan has the keys of one of 2 ranks"
+    planner = _decode()
+    _attend(planner, {})
+    with pytest.raises(PlanError, match=words):
+        _attend(planner, options)
+    with pytest.raises(Exception, match=words):
+        torch.compile(lambda: _attend(planner, options), backend="eager", fullgraph=True)()
+
+
+def test_causal_attention_needs_all_keys() -> None:
+    planner = PrefillPlanner(4, 9, 20, **SIZES, context=SHARD)
+    plan = planner.plan(int32([0, 3, 3, 3, 9]), *page_table(KV_LENS, 16))
+    q, cache = torch.zeros(9, 4, 16), torch.zeros(20, 16, 2, 16)
+    call = (q, cache, cache, plan, planner.workspace)
+    torch.ops.attn.batch_prefill(*call)
+    for options in ({"causal": True}, {"window_right": 0}):
+        with pytest.raises(PlanError, match="keys of one of 2 ranks"):
+            torch.ops.attn.batch_prefill(*call, **options)
+
+
+def test_merging_needs_a_group() -> None:
+    with pytest.raises(RankError, match="there is no process group"):
+        merge_context(torch.zeros(1, 2, 4), torch.zeros(1, 2))
+
+
+def test_planning_traces() -> None:
+    """The table is cut in the graph, by one op."""
+    planner = _decode()
+
+    def plan(*table: Tensor) -> Tensor:
+        return planner.plan(*table, validate=False).kv_len.clone()
+
+    program = torch.export.export(_Module(plan), page_table(KV_LENS, 16))
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert "attn.shard_page_table.default" in names
+    assert program.module()(*page_table(KV_LENS, 16)).tolist() == [36, 0, 0, 32]
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Any:
+        return self.function(a, b, c)
+
+
+def test_packages_are_refused() -> None:
+    planner = _decode()
+    with pytest.raises(OptionError, match="is given a planner with context"):
+        attn_ops.export_package(_Module(lambda a, b, c: a), planner, (), "unused.pt2")
