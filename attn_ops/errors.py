@@ -19,7 +19,9 @@ __all__ = [
     "GradientError",
     "OptionError",
     "PageTableError",
+    "PlacementError",
     "PlanError",
+    "RankError",
     "ShapeError",
     "UnsupportedError",
 ]
@@ -66,6 +68,14 @@ class CapacityError(PlanError):
 
 class PageTableError(PlanError):
     """The contents of a page table are inconsistent: an indptr, a last page length or a page number."""
+
+
+class PlacementError(AttnOpsError, ValueError):
+    """A DTensor has a placement or a mesh that the op does not take."""
+
+
+class RankError(AttnOpsError, RuntimeError):
+    """A rank failed, did not answer in time or has other values than the others; or there is no process group."""
 
 
 class BackendError(AttnOpsError, NotImplementedError):
