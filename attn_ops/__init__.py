@@ -34,7 +34,7 @@ register.register()
 _LAZY = {**HOMES, "export_package": "packaging"}
 """Names by the module that has them, which is imported when one is first used."""
 
-_MODULES = (*EXPORTS, "flash_attn")
+_MODULES = (*EXPORTS, "distributed", "flash_attn")
 """Modules that are imported when they are first used."""
 
 __all__ = [

@@ -19,6 +19,7 @@ __all__ = [
     "GradientError",
     "OptionError",
     "PageTableError",
+    "PlacementError",
     "PlanError",
     "RankError",
     "ShapeError",
@@ -67,6 +68,10 @@ class CapacityError(PlanError):
 
 class PageTableError(PlanError):
     """The contents of a page table are inconsistent: an indptr, a last page length or a page number."""
+
+
+class PlacementError(AttnOpsError, ValueError):
+    """A DTensor has a placement or a mesh that the op does not take."""
 
 
 class RankError(AttnOpsError, RuntimeError):

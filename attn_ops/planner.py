@@ -28,7 +28,13 @@ from attn_ops.plan.context import ContextShard
 from attn_ops.plan.context_checks import check_same_batch
 from attn_ops.plan.page_table import INTEGERS, real, seen
 from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages
-from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_QUERY_ROWS, MAX_SIZE, check_products
+from attn_ops.plan.plan_checks import (
+    MAX_CTAS_PER_HEAD,
+    MAX_QUERY_ROWS,
+    MAX_SIZE,
+    check_head_shards,
+    check_products,
+)
 from attn_ops.plan.sizing import (
     MAX_PACKED_ROWS,
     count_splits,
@@ -110,6 +116,13 @@ def _problem(
     return problem
 
 
+def _rank_problem(problem: PlanProblem, head_shards: int) -> PlanProblem:
+    """The problem of one of ``head_shards`` ranks, which is checked."""
+    _in_range("head_shards", head_shards)
+    check_head_shards("planner", problem.sharded_heads(), head_shards)
+    return problem.shard(head_shards)
+
+
 def _default_max_kv_len(max_pages: int, page_size: int) -> int:
     """The power of two from the tokens in ``max_pages`` pages on.
 
@@ -173,9 +186,9 @@ class _Planner:
     def __init__(self) -> None:
         self._prepared: tuple[PreparedCalls, int] | None = None
 
-    def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None) -> None:
-        """Hold the plan, and ``workspace`` or a new one."""
-        needed = workspace_size(plan)
+    def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None, rank_problem: PlanProblem) -> None:
+        """Hold the plan, and ``workspace`` or a new one, for the heads of ``rank_problem``."""
+        needed = workspace_size(plan) // self.problem.num_qo_heads * rank_problem.num_qo_heads
         if needed > MAX_WORKSPACE:
             fail(
                 OptionError,
@@ -268,6 +281,8 @@ class DecodePlanner(_Planner):
         num_ctas: CTAs that divide the work of one KV head; default by the device.
         context: the part of every request's keys that this rank holds, if several ranks share them. The page table that
             plan() takes and the capacities are those of all ranks; the plan has this rank's pages. Not with a window.
+        head_shards: ranks that the heads are divided over (:mod:`attn_ops.distributed`). The head counts are those of
+            all ranks; CTAs and workspace are sized for the heads of one rank.
         fixed_split_size: split every request each ``fixed_split_size`` pages, rounded up to whole KV blocks of
             :data:`~attn_ops.plan.state.KV_BLOCK` tokens, whatever else is in the batch. The result of a request is
             then batch-invariant, bit for bit on the ``triton`` backend. None splits for load balance.
@@ -311,6 +326,7 @@ class DecodePlanner(_Planner):
         device: str | torch.device | None = None,
         storage: Mapping[str, Tensor] | None = None,
         context: ContextShard | None = None,
+        head_shards: int = 1,
     ) -> None:
         super().__init__()
         self.context = context
@@ -330,18 +346,19 @@ class DecodePlanner(_Planner):
             tile_rows=1,
             context=context,
         )
+        rank_problem = _rank_problem(self.problem, head_shards)
         self.max_pages, self.cache_pages = max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
         if num_ctas is None:
-            num_ctas = ctas_per_head(self.device, num_kv_heads)
+            num_ctas = ctas_per_head(self.device, rank_problem.num_kv_heads)
         capacity = max_batch, max_pages, num_ctas
         shapes = decode_shapes(self.problem, *capacity)
         check_products("planner", self.problem, max_pages, shapes)
         fields = _check_storage(storage or {}, shapes, self.device)
         with torch.inference_mode(False):  # the plan is also written and read outside of inference mode
             plan = allocate_decode(self.problem, *capacity, self.device, storage=fields)
-            self._own(plan, (storage or {}).get(WORKSPACE))
+            self._own(plan, (storage or {}).get(WORKSPACE), rank_problem)
 
     @typed
     def plan(
@@ -434,6 +451,7 @@ class PrefillPlanner(_Planner):
         storage: Mapping[str, Tensor] | None = None,
         window_right: int = -1,
         context: ContextShard | None = None,
+        head_shards: int = 1,
     ) -> None:
         if max_pages == 0 and context is not None:
             fail(
@@ -460,7 +478,8 @@ class PrefillPlanner(_Planner):
         in_range("cache_pages", cache_pages)
         in_range("num_ctas", num_ctas, least=0)
         if tile_rows is None:
-            tile_rows = rows_per_tile(num_qo_heads, num_kv_heads, rows)
+            replicas = max(1, head_shards) if num_kv_heads == 1 else 1
+            tile_rows = rows_per_tile(num_qo_heads // replicas, num_kv_heads, rows)
         self.problem = _problem(
             fixed_split_size=fixed_split_size,
             window_left=window_left,
@@ -475,12 +494,13 @@ class PrefillPlanner(_Planner):
             tile_rows=tile_rows,
             context=context,
         )
+        rank_problem = _rank_problem(self.problem, head_shards)
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
         max_splits = num_ctas
         if max_splits is None:
-            max_splits = splits_per_head(self.device, self.problem)
+            max_splits = splits_per_head(self.device, rank_problem)
             if self.problem.split:
                 longest = max_pages * page_size if max_kv_len is None else max_kv_len
                 max_splits = max_splits_for(self.problem, max_batch, max_tokens, longest)
@@ -492,7 +512,7 @@ class PrefillPlanner(_Planner):
             plan = allocate_prefill(
                 self.problem, max_batch, max_tokens, max_pages, self.device, max_splits, storage=fields
             )
-            self._own(plan, (storage or {}).get(WORKSPACE))
+            self._own(plan, (storage or {}).get(WORKSPACE), rank_problem)
 
     @typed
     def plan(

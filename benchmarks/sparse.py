@@ -19,8 +19,8 @@ from benchmarks.timing import Call
 NOTE = (
     "TFLOP/s: bf16, 32/8 heads of 128, random block maps. FLOPs are 4 * head dim for each query head, and each "
     "query row and key of a selected block. Blocks of random sizes have a map for each KV head. All are run() of "
-    "FlashInfer's wrappers and of their namesakes here, FlexAttention with a block mask apart. Replays are interleaved in "
-    "one process, and the median is shown."
+    "FlashInfer's wrappers and of their namesakes here, FlexAttention with a block mask apart. Replays are "
+    "interleaved in one process, and the median is shown."
 )
 EXPECTED_FLOPS_PER_US = 300e6
 """Sizes the CUDA graphs."""

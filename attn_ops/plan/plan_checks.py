@@ -5,12 +5,12 @@ Only sizes are read, which the host knows: no check synchronises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from attn_ops.errors import CapacityError, OptionError, PlanError, fail
+from attn_ops.errors import CapacityError, OptionError, PlanError, ShapeError, fail
 from attn_ops.plan.state import (
     KV_BLOCK,
     WORK_FIELDS,
@@ -60,6 +60,23 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
         _fail_plan(where, plan, problem)
     if type(capacities.max_pages) is int:
         check_kv_tokens(where, capacities.max_pages, problem)
+
+
+def check_head_shards(where: str, heads: Mapping[str, int], ranks: int) -> None:
+    """Each of these head counts, by name, divides evenly over ``ranks`` ranks.
+
+    Raises:
+        ShapeError: names the count.
+    """
+    for name, count in heads.items():
+        if count % ranks:
+            fail(
+                ShapeError,
+                where,
+                f"{name} has {count} heads for {ranks} ranks",
+                f"a multiple of {ranks}",
+                "repeat or replicate the heads, or divide them over fewer ranks",
+            )
 
 
 def check_kv_tokens(where: str, max_pages: int, problem: PlanProblem) -> None:

@@ -87,6 +87,15 @@ class PlanProblem(NamedTuple):
         """The numbers that the shape of ``plan.problem`` carries."""
         return PlanProblem(*map(int, problem.shape[1:]))
 
+    def sharded_heads(self) -> dict[str, int]:
+        """The head counts that are divided over ranks: a single KV head is on every rank."""
+        heads = {"num_qo_heads": self.num_qo_heads, "num_kv_heads": self.num_kv_heads}
+        return {name: count for name, count in heads.items() if name == "num_qo_heads" or count > 1}
+
+    def shard(self, ranks: int) -> PlanProblem:
+        """The problem of one of ``ranks`` ranks, which divide :meth:`sharded_heads` evenly."""
+        return self._replace(**{name: count // ranks for name, count in self.sharded_heads().items()})
+
     def as_shape_tensor(self, device: torch.device) -> Tensor:
         """int32 ``[0, *self]``: a tensor without elements, whose shape passes through tracing and export.
 

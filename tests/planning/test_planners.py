@@ -223,3 +223,35 @@ def test_sizes_of_any_magnitude_travel_with_the_plan() -> None:
     for t in (shape_tensor, shape_tensor.clone(), torch.zeros_like(shape_tensor), shape_tensor.to(torch.int32)):
         assert t.numel() == 0
         assert PlanProblem.of(t) == problem
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_head_shards_size_ctas_and_workspace_for_one_rank(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is for the heads of all ranks; what is sized by default is for those of one."""
+    sized: list[int] = []
+    monkeypatch.setattr("attn_ops.planner.ctas_per_head", lambda _device, heads: sized.append(heads) or 3)
+    monkeypatch.setattr(
+        "attn_ops.planner.splits_per_head", lambda _device, problem: sized.append(problem.num_kv_heads) or 4
+    )
+    planner_type, sizes = (DecodePlanner, (5, 40)) if kind == "decode" else (PrefillPlanner, (5, 80, 40))
+    one, half = (planner_type(*sizes, page_size=PAGE, **SIZES, head_shards=shards) for shards in (1, 2))
+    assert sized == [2, 1]
+    assert one.problem == half.problem
+    assert half.workspace.numel() * 2 == one.workspace.numel() > 0
+    for a, b in zip(one.plan(*_inputs(kind)), half.state, strict=True):
+        assert a.shape == b.shape
+
+
+def test_head_shards_of_multi_query_attention_widen_the_tiles() -> None:
+    """Each rank has the one KV head and fewer query heads, so that a tile holds more query rows."""
+    planners = (
+        PrefillPlanner(2, 600, 40, page_size=PAGE, num_qo_heads=16, num_kv_heads=1, head_dim=16, head_shards=shards)
+        for shards in (1, 4)
+    )
+    assert [planner.problem.tile_rows for planner in planners] == [16, 64]
+
+
+@pytest.mark.parametrize(("shards", "message"), [(0, "head_shards is 0; expected at least 1"), (3, "has 4 heads")])
+def test_head_shards_divide_the_heads(shards: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecodePlanner(1, 1, page_size=PAGE, **SIZES, head_shards=shards)

@@ -1,0 +1,188 @@
+"""DTensors as arguments of the ops: ``torch.ops.attn.*`` on sharded tensors, each rank on its own heads.
+
+:func:`register` gives every op a rule for DTensors, all of them :func:`dispatch`: it checks the placements against
+:data:`~attn_ops.distributed.sharding_table.SHARDED_DIMS`, calls the op on the local tensors and wraps the outputs. A
+rule never communicates. Where the placements do not fit, it raises on every rank alike, since it reads nothing but
+placements and global sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from attn_ops.distributed.sharding_plan import local_plan
+from attn_ops.distributed.sharding_table import KV_ARGUMENTS, SHARDED_DIMS, Axis
+from attn_ops.errors import PlacementError, UnsupportedError, fail
+from attn_ops.ops.checks.checker import OpChecker
+from attn_ops.ops.register import LIBRARY
+from attn_ops.ops.schemas import NAMESPACE, SCHEMAS
+from attn_ops.plan.plan_checks import check_head_shards
+from attn_ops.plan.state import DecodePlan, PrefillPlan
+
+Arguments = dict[str, Any]
+
+PLANS: dict[str, type[DecodePlan] | type[PrefillPlan]] = {"batch_decode": DecodePlan}
+"""The plan of an op where it is not a :class:`PrefillPlan`."""
+
+
+def register() -> None:
+    """Register the rule of every op, once, on import of :mod:`attn_ops.distributed`."""
+    for op in SCHEMAS:
+        torch.library.register_torch_dispatch(f"{NAMESPACE}::{op}", DTensor, dispatch, lib=LIBRARY)
+
+
+def dispatch(_cls: Any, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Arguments | None = None) -> Any:
+    """Run the op ``func`` on DTensors: check, call it on the local tensors, wrap its outputs."""
+    op = func._schema.name.removeprefix(f"{NAMESPACE}::")
+    names = (argument.name for argument in func._schema.arguments)
+    arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+    OpChecker(op).no_grad(**_tensors(arguments))
+    with torch.no_grad():  # to_local() then returns the local tensor itself
+        call = _ShardedCall(op, arguments)
+        return call.wrap(func(**{name: call.local(name, value) for name, value in arguments.items()}))
+
+
+class _ShardedCall:
+    """A call of an op with DTensors among its arguments, checked.
+
+    Attributes:
+        mesh: the mesh of all its DTensors.
+        axes: how the op is sharded over each mesh dimension, None if it is replicated.
+    """
+
+    def __init__(self, op: str, arguments: Arguments) -> None:
+        self.op, self.arguments, self.tensors = op, arguments, _tensors(arguments)
+        self.kv_layout = arguments.get("kv_layout", "NHD")
+        OpChecker(op).layout(self.kv_layout)
+        self.mesh = self._mesh()
+        self.lead, self.axes = self._axes()
+        self._check_placements()
+        self.head_shards = math.prod(
+            self.mesh.size(i) for i, axis in enumerate(self.axes) if axis and axis.name == "heads"
+        )
+        if self.head_shards > 1:
+            self._check_heads()
+
+    def local(self, name: str, value: Any) -> Any:
+        """The part of an argument that this rank computes with."""
+        if name == "plan":
+            kind = PLANS.get(self.op, PrefillPlan)
+            fields = [_to_local(t) for t in value]
+            return local_plan(kind(*fields), self.head_shards) if self.head_shards > 1 else fields
+        return _to_local(value)
+
+    def wrap(self, result: Any) -> Any:
+        """The outputs as DTensors."""
+        if result is None:
+            return None
+        return self._wrap(result) if isinstance(result, Tensor) else tuple(map(self._wrap, result))
+
+    def _wrap(self, t: Tensor) -> DTensor:
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        shape = list(t.shape)
+        for i, axis in enumerate(self.axes):
+            if axis is not None and axis.output < t.dim():  # an LSE that was not asked for has no dimension for it
+                placements[i] = Shard(axis.output)
+                shape[axis.output] = self.arguments[self.lead].shape[axis.dim(self.lead, self.kv_layout)]
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return DTensor.from_local(t, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+    def _mesh(self) -> DeviceMesh:
+        meshes = {name: t.device_mesh for name, t in self.tensors.items() if isinstance(t, DTensor)}
+        first, mesh = next(iter(meshes.items()))
+        for name, other in meshes.items():
+            if other != mesh:
+                what = f"{first} and {name} are on different meshes"
+                fail(PlacementError, self.op, what, "one mesh", "redistribute one of them")
+        if mesh.get_coordinate() is None:
+            what, expected = "this rank is not in the mesh of the DTensors", "a rank of the mesh"
+            fail(PlacementError, self.op, what, expected, "call the op on the ranks of the mesh alone")
+        return mesh
+
+    def _axes(self) -> tuple[str, list[Axis | None]]:
+        """The argument that decides, and the axis of each mesh dimension."""
+        axes = SHARDED_DIMS[self.op]
+        if not axes:
+            return "", [None] * self.mesh.ndim
+        lead = next(iter(axes[0].dims))
+        placements = self._placements(lead)
+        by_placement = {Shard(axis.dim(lead, self.kv_layout)): axis for axis in axes}
+        for i, placement in enumerate(placements):
+            if placement not in by_placement and not placement.is_replicate():
+                self._fail_placement(lead, i, " or ".join(str(p) for p in (*by_placement, Replicate())))
+        return lead, [by_placement.get(placement) for placement in placements]
+
+    def _placements(self, name: str) -> Sequence[Placement]:
+        """Those of a DTensor; a plain tensor is the same on every rank."""
+        t = self.tensors[name]
+        return t.placements if isinstance(t, DTensor) else [Replicate()] * self.mesh.ndim
+
+    def _check_placements(self) -> None:
+        """Every tensor is sharded like the deciding argument."""
+        for name in self.tensors:
+            for i, (placement, axis) in enumerate(zip(self._placements(name), self.axes, strict=True)):
+                expected = self._expected(name, axis)
+                if placement != expected and self.mesh.size(i) > 1:
+                    since = f", since {self._describe(self.lead, i)}" if self.lead else ""
+                    self._fail_placement(name, i, f"{expected}{since}")
+
+    def _expected(self, name: str, axis: Axis | None) -> Placement:
+        dim = axis.dim(name, self.kv_layout) if axis else None
+        return Replicate() if dim is None or self._is_single_kv_head(name, dim) else Shard(dim)
+
+    def _is_single_kv_head(self, name: str, dim: int) -> bool:
+        """Multi-query attention: every rank has the one KV head."""
+        shape = self.tensors[name].shape
+        return name in KV_ARGUMENTS.get(self.op, ()) and dim < len(shape) and shape[dim] == 1
+
+    def _fail_placement(self, name: str, mesh_dim: int, expected: str) -> NoReturn:
+        names = self.mesh.mesh_dim_names
+        what = f"{self._describe(name, mesh_dim)} on mesh dimension {repr(names[mesh_dim]) if names else mesh_dim}"
+        fail(PlacementError, self.op, what, expected, "use distribute_tensor, DTensor.from_local or redistribute")
+
+    def _describe(self, name: str, mesh_dim: int) -> str:
+        is_plain = not isinstance(self.tensors[name], DTensor)
+        return f"{name} is {'a plain tensor' if is_plain else self._placements(name)[mesh_dim]}"
+
+    def _check_heads(self) -> None:
+        """The ranks share the heads evenly, the plan is for all of them, and no option depends on their numbers."""
+        axis = next(axis for axis in SHARDED_DIMS[self.op] if axis.name == "heads")
+        dims = {name: axis.dim(name, self.kv_layout) for name in axis.dims if name in self.tensors}
+        sizes = {name: self.tensors[name].shape[dim] for name, dim in dims.items() if dim < self.tensors[name].dim()}
+        sharded = {name: size for name, size in sizes.items() if not self._is_single_kv_head(name, dims[name])}
+        check_head_shards(self.op, sharded, self.head_shards)
+        if self.arguments.get("pos_encoding") == "ALIBI":
+            what, fix = "pos_encoding is ALIBI and the heads are sharded", "replicate the heads, or drop pos_encoding"
+            expected = "NONE or ROPE_LLAMA, since a slope depends on the head's number among all"
+            fail(UnsupportedError, self.op, what, expected, fix)
+        if "plan" in self.arguments:
+            self._check_plan(sizes)
+
+    def _check_plan(self, heads: dict[str, int]) -> None:
+        checker = OpChecker(self.op)
+        fields = [_to_local(t) for t in self.arguments["plan"]]
+        planned = {"num_qo_heads": heads.get(self.lead), "num_kv_heads": heads.get("k_cache", heads.get("k"))}
+        checker.planned_for(
+            checker.plan(fields, PLANS.get(self.op, PrefillPlan), None),
+            **{name: int(count) for name, count in planned.items() if count is not None},
+        )
+
+
+def _tensors(arguments: Arguments) -> dict[str, Tensor]:
+    """The tensors of a call by name, the fields of a plan as ``plan.0`` and so on."""
+    found = {}
+    for name, value in arguments.items():
+        listed = {f"{name}.{i}": t for i, t in enumerate(value)} if isinstance(value, list | tuple) else {name: value}
+        found.update({key: t for key, t in listed.items() if isinstance(t, Tensor)})
+    return found
+
+
+def _to_local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
