@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal limits the right side": {"causal": True, "window_size": (5, 7)},
     "right window": {"window_size": (-1, 4)},
     "both windows": {"window_size": (3, 6)},
+    "windows as a tensor": {"window_size": torch.tensor([3, 6])},
     "unlimited as None": {"window_size": (None, None)},
     "scale": {"softmax_scale": 0.3},
     "softcap": {"softcap": 2.0, "causal": True},

@@ -13,7 +13,7 @@ from attn_ops.frontend.arguments import bounded, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.ops.options import BOUNDS, AttentionOptions
 
-WindowSize = tuple[int | None, int | None] | list[int | None]
+WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 
 _BOUND = "a bound on lengths that the lengths themselves give"
 _LAUNCH = "a launch attribute of another library's kernels"
@@ -78,7 +78,12 @@ class Window(NamedTuple):
 
 
 def window(where: str, window_size: WindowSize, causal: bool) -> Window:
-    """``window_size (left, right)``, inclusive, -1 or None for no limit. ``causal`` limits the right side to 0."""
+    """``window_size (left, right)``, inclusive, -1 or None for no limit. ``causal`` limits the right side to 0.
+
+    Outside traced code the pair may be a tensor of integers on the host.
+    """
+    if isinstance(window_size, Tensor) and _is_pair_on_host(window_size):
+        window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         fail(
             ArgumentError,
@@ -89,10 +94,16 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
         )
     sides = [-1 if side is None else side for side in window_size]
     for i, (side, bound) in enumerate(zip(sides, (BOUNDS["window_left"], BOUNDS["window_right"]), strict=True)):
-        if not bound.holds(side):
+        if isinstance(side, float) or not bound.holds(side):
             fail(OptionError, where, f"window_size[{i}] is {side}", bound.expected, "change it")
     causal = causal or sides[1] == 0
     return Window(causal, sides[0], -1 if causal else sides[1])
+
+
+def _is_pair_on_host(window_size: Tensor) -> bool:
+    """Whether the numbers of ``window_size [2]`` can be read: of a traced call they cannot."""
+    integers = window_size.dtype in (torch.int32, torch.int64)
+    return integers and window_size.shape == (2,) and window_size.is_cpu and not torch.compiler.is_compiling()
 
 
 def options(
