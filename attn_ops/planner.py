@@ -118,7 +118,7 @@ def _problem(
 
 def _rank_problem(problem: PlanProblem, head_shards: int) -> PlanProblem:
     """The problem of one of ``head_shards`` ranks, which is checked."""
-    _in_range("head_shards", head_shards)
+    in_range("head_shards", head_shards)
     check_head_shards("planner", problem.sharded_heads(), head_shards)
     return problem.shard(head_shards)
 
