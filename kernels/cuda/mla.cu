@@ -783,6 +783,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
   };
   const int warp = uniform(threadIdx.x / 32), rank = CLUSTER == 1 ? 0 : cluster_rank();
   if (threadIdx.x == 0) {
+    if (rows > 0 && num_pages > 0)  // the maps of no elements are zeros
+      prefetch_map(&ckv), prefetch_map(&kpe), prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
     for (auto& stage : shared.full)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), 1);
     for (auto& stage : shared.empty)

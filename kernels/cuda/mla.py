@@ -140,7 +140,7 @@ def batch_mla(
         num_items=num_items,
         num_units=num_units,
         causal=o.causal,
-        early=max_batch <= MAX_PUBLISHED_REQUESTS,
+        early=bool(max_batch <= MAX_PUBLISHED_REQUESTS),
         out_type=0 if out.dtype == q_nope.dtype else OUT_TYPES[out.dtype],
     )
     if partials:
