@@ -95,6 +95,26 @@ def test_two_ctas_share_tiles_unless_one_has_no_rows(heads: int, cluster: int, l
     assert set(launches) == {cluster}
 
 
+@pytest.mark.parametrize("heads", [16, 48, 128])
+def test_rows_beyond_the_batch_are_zero(heads: int, launches: list[int]) -> None:
+    sizes = {"page_size": 64, "num_qo_heads": heads, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
+    planner = attn_ops.PrefillPlanner(4, 90, 30, **sizes, device="cuda")
+    plan = planner.plan(indptr((1, 1)), *page_table((100, 70), 64))
+    q_nope, q_pe = torch.ones(90, heads, 576, device="cuda", dtype=torch.bfloat16).split((512, 64), -1)
+    ckv, kpe = torch.ones(30, 64, 576, device="cuda", dtype=torch.bfloat16).split((512, 64), -1)
+    tensors = q_nope, q_pe, ckv, kpe
+    out, lse = torch.ops.attn.batch_mla(*tensors, plan, planner.workspace, return_lse=True, backend="cuda")
+    assert out[2:].eq(0).all()
+    assert lse[2:].eq(-torch.inf).all()
+    assert out[:2].eq(1).all()
+    none = torch.ops.attn.batch_mla(
+        *(t[:0] for t in tensors[:2]), *tensors[2:], plan, planner.workspace, backend="cuda"
+    )
+    assert none[0].shape == (0, heads, 512)
+    torch.cuda.synchronize()
+    assert launches
+
+
 class Decode:
     """A step of one row for each of ``batch`` requests of ``tokens`` tokens."""
 
