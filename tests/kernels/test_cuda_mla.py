@@ -162,7 +162,7 @@ def without_combine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
     heads: int, tile_rows: int, fake_driver: FakeDriver
 ) -> None:
-    for rows in (1, 9, 700):
+    for rows in (0, 1, 9, 700):
         call = _call(rows, heads, tile_rows=tile_rows)
         mla.batch_mla(**call)
         cluster, blocks = mla.units_of(tile_rows * heads)
