@@ -41,7 +41,7 @@ def most_requests(block_rows: list[int]) -> int:
 def bsr_map(indptr: Tensor, indices: Tensor, block_rows: Tensor, num_cols: int) -> Tensor:
     """bool ``[1, requests, num_cols]``: the selected block columns of ``block_rows [requests]`` of a BSR matrix."""
     rows = indptr.shape[0] - 1
-    entry = torch.arange(indices.shape[0], device=indices.device)
+    entry = torch.arange(indices.shape[0], dtype=indptr.dtype, device=indices.device)
     row = torch.searchsorted(indptr, entry, right=True) - 1
     used = (row >= 0) & (row < rows) & (indices >= 0) & (indices < num_cols)
     place = torch.where(used, row * num_cols + indices, rows * num_cols)  # the others go past the end
