@@ -139,7 +139,7 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
     ) -> tuple[Tensor, Tensor]:
         page_size = PlanProblem.of(plan[0]).page_size
         k_cache, v_cache = (block_pages(t, page_size, kv_layout) for t in (k, v))
-        form = {"kv_layout": kv_layout, "return_lse": return_lse}
+        form: dict[str, Any] = {"kv_layout": kv_layout, "return_lse": return_lse}
         return batch_prefill(q, k_cache, v_cache, plan, workspace, **form, **options)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
