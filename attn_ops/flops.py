@@ -78,7 +78,7 @@ def block_sparse_prefill(
     mask: Tensor | None = None,
     **__: Any,
 ) -> int:
-    _, rows, begin, end, position, *_ = PrefillPlan(*plan).work.long().cpu().unbind(1)
+    rows, begin, end, position = PrefillPlan(*plan).work.long().cpu().unbind(1)[1:5]
     row = torch.arange(int(rows.amax()))
     seen = end[:, None].expand(-1, row.shape[0])
     if causal and mask is None:

@@ -277,9 +277,12 @@ class VariableBlockSparsePlanner(_SparsePlanner):
         if checked:
             check_sizes("plan", "block_row_sz", block_row_sz, self.num_rows)
             check_sizes("plan", "block_col_sz", block_col_sz, self.num_keys, self.problem.page_size)
-        tensors = (t.to(self.device, non_blocking=True) for t in (block_mask_map, block_row_sz, block_col_sz))
+        mask, row_sz, col_sz = (
+            t.to(self.device, non_blocking=True) for t in (block_mask_map, block_row_sz, block_col_sz)
+        )
+        max_pages = self.state.kv_indices.shape[0]
         qo_indptr, *table, positions = variable_table(
-            *tensors, self.problem.page_size, self.state.kv_indices.shape[0], self.causal
+            mask, row_sz, col_sz, self.problem.page_size, max_pages, self.causal
         )
         if checked:
             self._check_capacity(int(table[0][-1]))

@@ -74,7 +74,7 @@ def flex(problem: SparseProblem) -> Call:
 
     def call(copy: int) -> Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in (problem.q, problem.keys[copy], problem.values[copy]))
-        return compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)  # type: ignore[no-any-return]
+        return compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
     return call
 

@@ -93,8 +93,9 @@ class _SparseWrapper(Wrapper):
         self, where: str, table: tuple[Tensor, ...], positions: Tensor | None, keys: int, *args: Any, **kwargs: Any
     ) -> PreparedPlan:
         """``table`` is ``qo_indptr, kv_indptr, kv_indices, kv_last_page_len`` of the requests."""
-        qo_indptr, *pages = table
-        prepared = self._prepare(where, _OP, PageTable.of(where, *pages, qo_indptr), *args, **kwargs)
+        qo_indptr, kv_indptr, kv_indices, kv_last_page_len = table
+        pages = PageTable.of(where, kv_indptr, kv_indices, kv_last_page_len, qo_indptr)
+        prepared = self._prepare(where, _OP, pages, *args, **kwargs)
         return prepared.with_state(_positions=None if positions is None else Positions(positions), _keys=keys)
 
     def _check_kv(self, where: str, k: Tensor, v: Tensor, dims: str) -> None:
@@ -359,7 +360,7 @@ def fitted_table(
 
     def table(max_pages: int) -> tuple[Tensor, ...]:
         op = torch.ops.attn.block_sparse_table
-        return op(block_mask, row_indptr, col_indptr, page_size, max_pages, causal=causal)  # type: ignore[no-any-return]
+        return op(block_mask, row_indptr, col_indptr, page_size, max_pages, causal=causal)
 
     *pages, positions = table(int(table(0)[0][-1]))
     return tuple(pages), positions

@@ -42,7 +42,8 @@ def bsr_map(indptr: Tensor, indices: Tensor, block_rows: Tensor, num_cols: int) 
     """bool ``[1, requests, num_cols]``: the selected block columns of ``block_rows [requests]`` of a BSR matrix."""
     rows = indptr.shape[0] - 1
     entry = torch.arange(indices.shape[0], device=indices.device)
-    row = torch.searchsorted(indptr, entry, right=True) - 1
+    # The conversion copies: Inductor's searchsorted loses the offset of a view, or does not lower it (PyTorch 2.11).
+    row = torch.searchsorted(indptr.long(), entry, right=True) - 1
     used = (row >= 0) & (row < rows) & (indices >= 0) & (indices < num_cols)
     place = torch.where(used, row * num_cols + indices, rows * num_cols)  # the others go past the end
     selected = torch.zeros(rows * num_cols + 1, dtype=torch.bool, device=indices.device)
@@ -61,8 +62,8 @@ def divide_rows(block_mask: Tensor, row_indptr: Tensor, col_indptr: Tensor) -> t
     num_rows, ahead = row_indptr[:, -1:], col_indptr[:, -1:] - row_indptr[:, -1:]
     columns = torch.minimum((col_indptr[:, :-1] - ahead).clamp(min=0), num_rows)
     begins = torch.cat((row_indptr[:, :-1], columns), 1).sort(1).values
-    row = torch.searchsorted(row_indptr[:, 1:].contiguous(), begins, right=True).clamp(max=block_mask.shape[1] - 1)
-    mask = block_mask.gather(1, row[..., None].expand(-1, -1, block_mask.shape[2]))
+    row = torch.searchsorted(row_indptr.long(), begins.long(), right=True) - 1  # of a copy, as in bsr_map()
+    mask = block_mask.gather(1, row.clamp(max=block_mask.shape[1] - 1)[..., None].expand(-1, -1, block_mask.shape[2]))
     return mask, torch.cat((begins, num_rows), 1)
 
 

@@ -13,6 +13,7 @@ def block_sparse_table(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if any_zero(*block_mask.shape):
         return tuple(t.zero_() for t in allocate(block_mask, row_indptr, col_indptr, page_size, max_pages))  # type: ignore[return-value]
+    # The conversion copies: Inductor's searchsorted loses the offset of a view, or does not lower it (PyTorch 2.11).
     rows, keys = row_indptr.long(), col_indptr.long()
     first_key, num_rows, num_keys = keys[:, None, :-1], rows[:, -1:], keys[:, -1:]
     begin, end = rows[:, :-1], rows[:, 1:]
@@ -26,8 +27,8 @@ def block_sparse_table(
     positions = kv_len - (end - begin)
     if causal:
         # Rows whose own block column is not selected see all keys that were left in.
-        diagonal = torch.searchsorted(keys[:, 1:].contiguous(), first_position.contiguous(), right=True)
-        selected = block_mask.gather(2, diagonal.clamp(max=block_mask.shape[2] - 1)[..., None])[..., 0]
+        diagonal = torch.searchsorted(keys, first_position, right=True) - 1
+        selected = block_mask.gather(2, diagonal.clamp(0, block_mask.shape[2] - 1)[..., None])[..., 0]
         positions = torch.where(selected & (first_position >= 0), positions, kv_len)
 
     pages = (tokens + page_size - 1) // page_size

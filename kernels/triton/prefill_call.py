@@ -138,8 +138,9 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         page_size = PlanProblem.of(plan[0]).page_size
-        caches = (block_pages(t, page_size, kv_layout) for t in (k, v))
-        return batch_prefill(q, *caches, plan, workspace, kv_layout=kv_layout, return_lse=return_lse, **options)
+        k_cache, v_cache = (block_pages(t, page_size, kv_layout) for t in (k, v))
+        form: dict[str, Any] = {"kv_layout": kv_layout, "return_lse": return_lse}
+        return batch_prefill(q, k_cache, v_cache, plan, workspace, **form, **options)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
         token, head = (0, 1) if kv_layout == "NHD" else (1, 0)

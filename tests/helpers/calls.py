@@ -113,7 +113,7 @@ def block_map(case: Case, rows: int, cols: int) -> Tensor:
 def _block_sparse(case: Case) -> Arguments:
     """41 query rows over 6 block columns, in blocks of 8 rows by ``page_size`` keys. Unused keys are NaN."""
     rows, keys, (heads, kv_heads), (dim, dim_vo) = 41, 6 * case.page_size, case.heads, case.head_dims
-    sizes = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "head_dim_vo": dim_vo}
+    sizes: Arguments = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "head_dim_vo": dim_vo}
     planner = attn_ops.BlockSparsePlanner(rows, keys, 8, case.page_size, 18, causal=case.causal, **sizes)
     selected = block_map(case, 6, 6)
     selected[:, 1] = False

@@ -115,3 +115,18 @@ def test_plan_ops_search_a_buffer(prefill: bool, options: dict[str, Any], search
         _lower(lambda *t: torch.ops.attn.plan_decode(*t, decoder.state), *TABLE)
     assert searched
     assert set(searched) == {"buffer"}
+
+
+MAPS = torch.tensor([[[True, False, True], [False, True, True]]] * 2)
+SIZES_OF_BLOCKS = int32([[3, 2]] * 2), int32([[4, 4, 8]] * 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_block_sparse_planners_search_a_buffer(causal: bool, searched: list[str]) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "page_size"} | {"causal": causal}
+    bsr = attn_ops.BlockSparsePlanner(5, 16, 3, 4, 8, **sizes)
+    _lower(lambda indptr, indices: bsr.plan(indptr[1:], indices), int32([0, 0, 2, 3]), int32([0, 3, 1]))
+    variable = attn_ops.VariableBlockSparsePlanner(5, 16, 2, 3, 40, **SIZES, causal=causal)
+    _lower(variable.plan, MAPS, *SIZES_OF_BLOCKS)
+    assert searched
+    assert set(searched) == {"buffer"}
