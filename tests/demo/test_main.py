@@ -114,6 +114,7 @@ def test_ranks_on_gpus() -> None:
     assert "CUDA graphs skipped       0" in done.stdout
 
 
+@pytest.mark.slow
 def test_heads_that_the_ranks_cannot_share(checkpoint: Path) -> None:
     done = demo("--tp", "3", "--model", str(checkpoint), "--batch", "2", "--max-new-tokens", "3")
     assert done.returncode == 2

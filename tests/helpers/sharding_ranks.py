@@ -326,8 +326,8 @@ def layer(group: Group, local: bool, compiled: bool) -> None:
 
 def demo_serves_the_same_tokens(group: Group) -> None:
     """The demo's model and engine on the ranks, with continuous batching, and in one process."""
-    heads, device = 2 * dist.get_world_size(), torch.device(DEVICE, dist.get_rank() if DEVICE == "cuda" else None)
-    sizes = {"num_qo_heads": heads, "num_kv_heads": heads // 2, "windows": (-1, 6), "qkv_bias": True, "out_bias": True}
+    heads, device = 2 * dist.get_world_size(), torch.empty(0, device=DEVICE).device
+    sizes: dict[str, Any] = {"num_qo_heads": heads, "num_kv_heads": heads // 2, "windows": (-1, 6), "qkv_bias": True, "out_bias": True}
     model = demo_tiny.model(**sizes, intermediate_size=64, qk_norm=True).to(device)
     capacity = Capacity(max_batch=3, page_size=4, num_pages=20, max_tokens=30, prefill_tokens=16)
     outputs = []
