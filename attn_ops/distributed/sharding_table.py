@@ -54,6 +54,7 @@ SHARDED_DIMS: dict[str, tuple[Axis, ...]] = dict.fromkeys(SCHEMAS, ()) | {
     "batch_decode": _PAGED_ATTENTION,
     "batch_prefill": _PAGED_ATTENTION,
     "ragged_prefill": _DENSE_ATTENTION,
+    "block_sparse_prefill": _DENSE_ATTENTION,
     "single_prefill": _DENSE_ATTENTION,
     "batch_mla": _heads(q_nope=1, q_pe=1, sinks=0),
     "append_kv": _heads(k=1, v=1, k_cache=_PAGED, v_cache=_PAGED),

@@ -163,6 +163,24 @@ def single_prefill(group: Group) -> None:
             setup.expected.check(whole(out, axis), whole(lse, axis))
 
 
+def block_sparse_prefill(group: Group) -> None:
+    """One block map for all heads. Keys that no block selects are NaN."""
+    op, heads, rows = "block_sparse_prefill", HEADS[dist.get_world_size()][1], 41
+    for layout in ("NHD", "HND"):
+        case = replace(PREFILL_BASE, heads=heads, kv_layout=layout, sinks=1.0)
+        torch.manual_seed(0)
+        arguments = calls.arguments(op, heads=heads, kv_layout=layout, sinks=1.0)
+        selected = calls.block_map(case, 6, 6)
+        selected[:, 1] = False
+        mask = selected.repeat_interleave(8, 0)[:rows].repeat_interleave(case.page_size, 1)
+        k, v = (arguments[n].nan_to_num() for n in ("k", "v"))
+        k, v = (t.transpose(0, 1) if layout == "HND" else t for t in (k, v))
+        expected = Expected.of([(arguments["q"], k, v, mask)], sinks=arguments["sinks"])
+        axis = axis_of(op, "heads")
+        out, lse = call(op, sharded(op, to_device(arguments), axis))
+        expected.check(whole(out, axis), whole(lse, axis))
+
+
 def mla(group: Group) -> None:
     """Heads of the query are sharded, latents are on every rank."""
     case = replace(calls.MLA_BASE, heads=(2 * dist.get_world_size(), 1), causal=True)
@@ -327,8 +345,14 @@ def layer(group: Group, local: bool, compiled: bool) -> None:
 def demo_serves_the_same_tokens(group: Group) -> None:
     """The demo's model and engine on the ranks, with continuous batching, and in one process."""
     heads, device = 2 * dist.get_world_size(), torch.empty(0, device=DEVICE).device
-    sizes: dict[str, Any] = {"num_qo_heads": heads, "num_kv_heads": heads // 2, "windows": (-1, 6), "qkv_bias": True, "out_bias": True}
-    model = demo_tiny.model(**sizes, intermediate_size=64, qk_norm=True).to(device)
+    sizes: dict[str, Any] = {
+        "num_qo_heads": heads,
+        "num_kv_heads": heads // 2,
+        "windows": (-1, 6),
+        "qkv_bias": True,
+        "out_bias": True,
+    }
+    model = demo_tiny.model(**sizes, out_bias=True, intermediate_size=64, qk_norm=True).to(device)
     capacity = Capacity(max_batch=3, page_size=4, num_pages=20, max_tokens=30, prefill_tokens=16)
     outputs = []
     for grid, served in ((mesh(), shard_model(model, mesh())), (None, model)):
@@ -489,6 +513,7 @@ CASES: dict[str, Callable[[Group], None]] = {
             demo_serves_the_same_tokens,
             replicated_attention,
             single_prefill,
+            block_sparse_prefill,
             mla,
             append,
             replicated_ops,
