@@ -1,4 +1,7 @@
-"""``python -m attn_ops.demo``: serve, compile, package and run in C++, check each, and print a report."""
+"""``python -m attn_ops.demo``: serve, compile, package and run in C++, check each, and print a report.
+
+With ``--tp N`` the heads are divided over N processes, which serve and compile.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from attn_ops.demo.errors import DemoError
-from attn_ops.demo.progress import Progress
-from attn_ops.demo.session import STAGES, Options, Session
+from attn_ops.demo.errors import DemoError, first_line
+from attn_ops.demo.run import run
+from attn_ops.demo.session import Options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_BATCH = 4096
@@ -33,6 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--max-new-tokens", type=int, default=32, metavar="N", help="per request; default: %(default)s")
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and prompts; default: %(default)s")
     add("--output", type=Path, metavar="DIR", help="keep the packages, the requests and the C++ server in this folder")
+    add("--tp", type=int, default=1, metavar="N", help="divide the heads over N processes, on cuda each with a GPU")
     args = parser.parse_args(arguments)
     if not 1 <= args.batch <= MAX_BATCH:
         parser.error(f"--batch is the number of requests that run at once, 1 to {MAX_BATCH}")
@@ -42,10 +46,24 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         parser.error("--seed is a number from 0 to 2**63 - 1")
     if args.prompt and args.model is None:
         parser.error("--prompt needs --model: a model of random weights has no tokenizer")
+    if args.tp < 1:
+        parser.error("--tp is the number of processes, at least 1")
+    if args.tp > 1 and args.output is not None:
+        parser.error("--output keeps packages, which --tp does not make")
     device = _device(args.device)
+    if device.type == "cuda" and args.tp > torch.cuda.device_count():
+        raise DemoError(f"--tp {args.tp} needs that many GPUs; torch sees {torch.cuda.device_count()}")
     dtype = DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     return Options(
-        device, dtype, args.model, tuple(args.prompt), args.batch, args.max_new_tokens, args.seed, args.output
+        device,
+        dtype,
+        args.model,
+        tuple(args.prompt),
+        args.batch,
+        args.max_new_tokens,
+        args.seed,
+        args.output,
+        args.tp,
     )
 
 
@@ -63,40 +81,22 @@ def _device(name: str) -> torch.device:
     except RuntimeError as error:
         count = torch.cuda.device_count()
         raise DemoError(
-            f"--device {name} cannot be used ({_first_line(error)}); expected cpu, or cuda with a number below {count}"
+            f"--device {name} cannot be used ({first_line(error)}); expected cpu, or cuda with a number below {count}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if every check passed, 1 if one failed or could not run, 2 if the run could not start."""
     try:
         options = parse(arguments)
-        progress = Progress(STAGES)
-        try:
-            session = Session(options, progress)
-            report = session.run()
-        finally:
-            progress.close()
+        if options.ranks == 1:
+            return run(options)
+        from attn_ops.demo.ranks import run_ranks  # imports torch.distributed.tensor
+
+        return run_ranks(options)
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        print(
-            f"error: out of memory ({_first_line(error)}); use a smaller model, --batch or --max-new-tokens",
-            file=sys.stderr,
-        )
-        return 2
-    print(report.render())
-    for text in session.completions(3):
-        print(f"\n{text}")
-    failures = report.failures()
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
 
 
 if __name__ == "__main__":

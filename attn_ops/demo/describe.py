@@ -10,6 +10,7 @@ from attn_ops.demo.engine import Request
 from attn_ops.demo.memory import Memory
 from attn_ops.demo.model import ModelConfig
 from attn_ops.ops import register
+from attn_ops.plan.state import PlanProblem
 from attn_ops.version import __version__
 
 
@@ -34,18 +35,19 @@ def header(
 def backends(memory: Memory) -> dict[str, str]:
     """The backend or kernel that runs each attention op on this device, according to ``explain``."""
     keys, values = memory.caches[0].unbind(1)
-    q = keys.new_empty((1, memory.decode.problem.num_qo_heads, keys.shape[-1]))
+    prefill, decode = memory.plans
+    q = keys.new_empty((1, PlanProblem.of(decode.problem).num_qo_heads, keys.shape[-1]))
     window_left = memory.decode.problem.window - 1
     verdicts = {
         "batch_decode": register.explain(
-            "batch_decode", q, keys, values, memory.decode.state, memory.decode.workspace, window_left=window_left
+            "batch_decode", q, keys, values, decode, memory.decode.workspace, window_left=window_left
         ),
         "batch_prefill": register.explain(
             "batch_prefill",
             q,
             keys,
             values,
-            memory.prefill.state,
+            prefill,
             memory.prefill.workspace,
             window_left=window_left,
             causal=True,

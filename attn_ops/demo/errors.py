@@ -3,3 +3,8 @@
 
 class DemoError(Exception):
     """A run cannot start or continue. The message says what is wrong, what was expected and how to fix it."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of its message, or its class."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from attn_ops.demo.errors import DemoError
 from attn_ops.demo.model import ModelConfig
 from attn_ops.demo.pages import page_table, pages_for
 from attn_ops.ops.inductor import mark_static
+from attn_ops.plan.state import DecodePlan, PrefillPlan
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 Step = Callable[..., Tensor]
@@ -46,16 +48,25 @@ class Capacity:
 class Memory:
     """KV caches and planners at fixed addresses, as CUDA graphs require.
 
+    With a ``mesh``, its ranks divide the heads, and this is the memory of one of them.
+
     Attributes:
         caches: per layer ``[num_pages, 2, page_size, num_kv_heads, head_dim]``, keys at index 0, values at index 1.
         decode: planner of decode steps.
         prefill: planner of prefill steps.
+        plans: what steps are called with, of prefill and decode.
     """
 
-    def __init__(self, config: ModelConfig, capacity: Capacity, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: Capacity,
+        dtype: torch.dtype,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         self.capacity, self.device = capacity, device
-        shape = (capacity.num_pages, 2, capacity.page_size, config.num_kv_heads, config.head_dim)
-        _check_fits(config.num_layers * math.prod(shape) * dtype.itemsize, device)
+        ranks = 1 if mesh is None else mesh.size()
         table_pages = capacity.max_batch * capacity.pages_per_request
         shared: dict[str, Any] = {
             "num_qo_heads": config.num_qo_heads,
@@ -66,9 +77,18 @@ class Memory:
             "window_left": config.plan_window,
             "cache_pages": capacity.num_pages,
             "device": device,
+            "head_shards": ranks,
         }
         self.decode = DecodePlanner(capacity.max_batch, table_pages, **shared)
         self.prefill = PrefillPlanner(capacity.max_batch, capacity.prefill_tokens, table_pages, causal=True, **shared)
+        self.plans: tuple[PrefillPlan, DecodePlan] = (self.prefill.state, self.decode.state)
+        if mesh is not None:
+            from attn_ops.distributed import shard_plan  # imports torch.distributed.tensor
+
+            self.plans = (shard_plan(self.prefill.state, mesh), shard_plan(self.decode.state, mesh))
+        heads = self.decode.problem.shard(ranks).num_kv_heads
+        shape = (capacity.num_pages, 2, capacity.page_size, heads, config.head_dim)
+        _check_fits(config.num_layers * math.prod(shape) * dtype.itemsize, device)
         self.caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         mark_static(*self.caches)
 
@@ -105,10 +125,10 @@ def run_prefill(step: Step, memory: Memory, tokens: Sequence[int]) -> Tensor:
     padded = torch.zeros(memory.capacity.prefill_tokens, dtype=torch.int64)
     padded[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
     torch.compiler.cudagraph_mark_step_begin()
-    return step(padded.to(memory.device), memory.caches, memory.prefill.state, memory.prefill.workspace)
+    return step(padded.to(memory.device), memory.caches, memory.plans[0], memory.prefill.workspace)
 
 
 def run_decode(step: Step, memory: Memory, tokens: Tensor) -> Tensor:
     """Run the decode step on the last token of each slot, ``[max_batch]``. Returns next tokens ``[max_batch]``."""
     torch.compiler.cudagraph_mark_step_begin()
-    return step(tokens.to(memory.device), memory.caches, memory.decode.state, memory.decode.workspace)
+    return step(tokens.to(memory.device), memory.caches, memory.plans[1], memory.decode.workspace)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from attn_ops.demo import checkpoint, compiling, dense, describe, package, requests
 from attn_ops.demo.compiling import Counts
 from attn_ops.demo.engine import Engine, Rates, Request
 from attn_ops.demo.errors import DemoError
 from attn_ops.demo.memory import Capacity, Memory, Step
-from attn_ops.demo.model import ModelConfig, seeded
+from attn_ops.demo.model import LanguageModel, ModelConfig, seeded
 from attn_ops.demo.pages import pages_for
 from attn_ops.demo.progress import Progress
 from attn_ops.demo.report import Report, Row
@@ -38,14 +39,19 @@ Steps = tuple[Step, Step]
 PAGE_SIZE = 16
 PREFILL_TOKENS = 128
 REQUESTS_PER_SLOT = 2
-STAGES = 11
+STAGES, STAGES_ON_RANKS = 11, 7
+"""Stages of a run. On several ranks it ends before the packages."""
+
 MIN_MULTITHREADED_PARAMETERS = 1 << 27
 """Smaller models run on one CPU thread: their ops are too short to be divided."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line. Packages and server are kept in ``output``; they are temporary if it is None."""
+    """Options of the command line. Packages and server are kept in ``output``; they are temporary if it is None.
+
+    ``ranks`` processes divide the heads.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -55,13 +61,18 @@ class Options:
     max_new_tokens: int = 32
     seed: int = 0
     output: Path | None = None
+    ranks: int = 1
 
 
 class Session:
-    """A model, its device memory and its requests. The stages of :meth:`run` fill in the report."""
+    """A model, its device memory and its requests. The stages of :meth:`run` fill in the report.
 
-    def __init__(self, options: Options, progress: Progress) -> None:
-        self.options, self.progress = options, progress
+    With a ``mesh`` of several ranks each of them has a session, and they serve together. The first one compares with
+    the dense reference.
+    """
+
+    def __init__(self, options: Options, progress: Progress, mesh: DeviceMesh | None = None) -> None:
+        self.options, self.progress, self.mesh = options, progress, mesh
         if options.output is not None:
             _make_folder(options.output)
         with progress.stage("loading the model"):
@@ -70,7 +81,8 @@ class Session:
             if options.device.type == "cpu" and parameters < MIN_MULTITHREADED_PARAMETERS:
                 torch.set_num_threads(1)
             self.requests = self._requests()
-            self.memory = Memory(self.model.config, self._capacity(), options.dtype, options.device)
+            self.memory = Memory(self.model.config, self._capacity(), options.dtype, options.device, mesh)
+            self.served_model = self.model if mesh is None else _shard(self.model, mesh)
         weights = f"seed {options.seed}" if options.model is None else str(options.model)
         lines = describe.header(self.model.config, weights, self.memory, options.dtype, self.requests)
         self.report = Report(lines, cuda_graphs=options.device.type == "cuda")
@@ -78,7 +90,7 @@ class Session:
     @torch.no_grad()
     def run(self) -> Report:
         """Run all stages. A stage that cannot run is listed in the report."""
-        eager: Steps = (PrefillStep(self.model), DecodeStep(self.model))
+        eager: Steps = (PrefillStep(self.served_model), DecodeStep(self.served_model))
         with self.progress.stage("warming up"):
             compiling.warm_up(self.memory, *eager)
         row = self._row("eager")
@@ -91,11 +103,13 @@ class Session:
 
         before = Counts.now()
         with self.progress.stage("compiling the prefill and decode steps"):
-            compiled = compiling.compile_steps(self.model, self.memory)
+            compiled = compiling.compile_steps(self.served_model, self.memory)
         warm = Counts.now()
         row = self._row("compiled")
         self._serve(row, compiled)
         self.report.compiled, self.report.after = warm.since(before), Counts.now().since(warm)
+        if self.mesh is not None:
+            return self.report
 
         row = self._row("AOTInductor, C++")
         with self._folder() as folder:
@@ -143,6 +157,8 @@ class Session:
         self._compare(row, outputs)
 
     def _compare(self, row: Row, outputs: Sequence[Sequence[int]]) -> None:
+        if self.mesh is not None and self.mesh.get_rank():
+            return
         with self.progress.stage("comparing with the dense reference"):
             prompts = [request.prompt for request in self.requests]
             row.equal = dense.compare(self.model, zip(prompts, outputs, strict=True))
@@ -187,6 +203,12 @@ def _make_folder(path: Path) -> None:
         raise DemoError(f"--output {path} cannot be created ({error.strerror}); give a folder that can be") from error
     if not os.access(path, os.W_OK):
         raise DemoError(f"--output {path} is not writable; give a folder that is")
+
+
+def _shard(model: LanguageModel, mesh: DeviceMesh) -> LanguageModel:
+    from attn_ops.demo.ranks import shard_model  # imports torch.distributed.tensor
+
+    return shard_model(model, mesh)
 
 
 def _load(options: Options) -> checkpoint.Checkpoint:

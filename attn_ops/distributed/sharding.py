@@ -53,30 +53,36 @@ class _ShardedCall:
     """A call of an op with DTensors among its arguments, checked.
 
     Attributes:
+        tensors: its tensors by name.
         mesh: the mesh of all its DTensors.
+        lead: the argument that decides how the op is sharded, empty if it cannot be sharded.
         axes: how the op is sharded over each mesh dimension, None if it is replicated.
+        dims: the sharded dimensions of its arguments, by the name of the axis.
+        head_shards: ranks that the heads are divided over.
     """
 
     def __init__(self, op: str, arguments: Arguments) -> None:
         self.op, self.arguments, self.tensors = op, arguments, _tensors(arguments)
-        self.kv_layout = arguments.get("kv_layout", "NHD")
-        OpChecker(op).layout(self.kv_layout)
+        kv_layout = arguments.get("kv_layout", "NHD")
+        OpChecker(op).layout(kv_layout)
+        self.dims = {axis.name: axis.of_layout(kv_layout) for axis in SHARDED_DIMS[op]}
+        self.lead = next(iter(self.dims["heads"])) if self.dims else ""
         self.mesh = self._mesh()
-        self.lead, self.axes = self._axes()
+        self.axes = self._axes()
         self._check_placements()
-        self.head_shards = math.prod(
-            self.mesh.size(i) for i, axis in enumerate(self.axes) if axis and axis.name == "heads"
-        )
+        heads = (self.mesh.size(i) for i, axis in enumerate(self.axes) if axis and axis.name == "heads")
+        self.head_shards = math.prod(heads)
         if self.head_shards > 1:
             self._check_heads()
 
     def local(self, name: str, value: Any) -> Any:
         """The part of an argument that this rank computes with."""
-        if name == "plan":
-            kind = PLANS.get(self.op, PrefillPlan)
-            fields = [_to_local(t) for t in value]
-            return local_plan(kind(*fields), self.head_shards) if self.head_shards > 1 else fields
-        return _to_local(value)
+        if name != "plan":
+            return _to_local(value)
+        fields = [_to_local(t) for t in value]
+        if self.head_shards == 1:
+            return fields
+        return local_plan(PLANS.get(self.op, PrefillPlan)(*fields), self.head_shards)
 
     def wrap(self, result: Any) -> Any:
         """The outputs as DTensors."""
@@ -90,7 +96,7 @@ class _ShardedCall:
         for i, axis in enumerate(self.axes):
             if axis is not None and axis.output < t.dim():  # an LSE that was not asked for has no dimension for it
                 placements[i] = Shard(axis.output)
-                shape[axis.output] = self.arguments[self.lead].shape[axis.dim(self.lead, self.kv_layout)]
+                shape[axis.output] = self.tensors[self.lead].shape[self.dims[axis.name][self.lead]]
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return DTensor.from_local(t, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -106,18 +112,17 @@ class _ShardedCall:
             fail(PlacementError, self.op, what, expected, "call the op on the ranks of the mesh alone")
         return mesh
 
-    def _axes(self) -> tuple[str, list[Axis | None]]:
-        """The argument that decides, and the axis of each mesh dimension."""
-        axes = SHARDED_DIMS[self.op]
-        if not axes:
-            return "", [None] * self.mesh.ndim
-        lead = next(iter(axes[0].dims))
-        placements = self._placements(lead)
-        by_placement = {Shard(axis.dim(lead, self.kv_layout)): axis for axis in axes}
-        for i, placement in enumerate(placements):
-            if placement not in by_placement and not placement.is_replicate():
-                self._fail_placement(lead, i, " or ".join(str(p) for p in (*by_placement, Replicate())))
-        return lead, [by_placement.get(placement) for placement in placements]
+    def _axes(self) -> list[Axis | None]:
+        if not self.lead:
+            return [None] * self.mesh.ndim
+        found: dict[Placement, Axis | None] = {
+            Shard(self.dims[axis.name][self.lead]): axis for axis in SHARDED_DIMS[self.op]
+        }
+        found[Replicate()] = None
+        for i, placement in enumerate(self._placements(self.lead)):
+            if placement not in found:
+                self._fail_placement(self.lead, i, " or ".join(map(str, found)))
+        return [found[placement] for placement in self._placements(self.lead)]
 
     def _placements(self, name: str) -> Sequence[Placement]:
         """Those of a DTensor; a plain tensor is the same on every rank."""
@@ -128,14 +133,12 @@ class _ShardedCall:
         """Every tensor is sharded like the deciding argument."""
         for name in self.tensors:
             for i, (placement, axis) in enumerate(zip(self._placements(name), self.axes, strict=True)):
-                expected = self._expected(name, axis)
+                dims = self.dims[axis.name] if axis else {}
+                replicated = name not in dims or self._is_single_kv_head(name, dims[name])
+                expected = Replicate() if replicated else Shard(dims[name])
                 if placement != expected and self.mesh.size(i) > 1:
                     since = f", since {self._describe(self.lead, i)}" if self.lead else ""
                     self._fail_placement(name, i, f"{expected}{since}")
-
-    def _expected(self, name: str, axis: Axis | None) -> Placement:
-        dim = axis.dim(name, self.kv_layout) if axis else None
-        return Replicate() if dim is None or self._is_single_kv_head(name, dim) else Shard(dim)
 
     def _is_single_kv_head(self, name: str, dim: int) -> bool:
         """Multi-query attention: every rank has the one KV head."""
@@ -153,11 +156,10 @@ class _ShardedCall:
 
     def _check_heads(self) -> None:
         """The ranks share the heads evenly, the plan is for all of them, and no option depends on their numbers."""
-        axis = next(axis for axis in SHARDED_DIMS[self.op] if axis.name == "heads")
-        dims = {name: axis.dim(name, self.kv_layout) for name in axis.dims if name in self.tensors}
+        dims = {name: dim for name, dim in self.dims["heads"].items() if name in self.tensors}
         sizes = {name: self.tensors[name].shape[dim] for name, dim in dims.items() if dim < self.tensors[name].dim()}
-        sharded = {name: size for name, size in sizes.items() if not self._is_single_kv_head(name, dims[name])}
-        check_head_shards(self.op, sharded, self.head_shards)
+        divided = {name: size for name, size in sizes.items() if not self._is_single_kv_head(name, dims[name])}
+        check_head_shards(self.op, divided, self.head_shards)
         if self.arguments.get("pos_encoding") == "ALIBI":
             what, fix = "pos_encoding is ALIBI and the heads are sharded", "replicate the heads, or drop pos_encoding"
             expected = "NONE or ROPE_LLAMA, since a slope depends on the head's number among all"

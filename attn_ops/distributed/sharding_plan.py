@@ -15,7 +15,7 @@ from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 
 __all__ = ["shard_plan"]
 
-Plan = TypeVar("Plan", DecodePlan, PrefillPlan)
+Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 _local_fields: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By ``plan.problem``: the fields of rank-local plans by number of ranks, for calls that recognise a plan's tensors."""
@@ -60,13 +60,17 @@ def local_plan(plan: Plan, shards: int) -> Plan:
     An eager call returns the same tensors every time.
     """
     if type(plan.problem) is not Tensor:  # traced
-        return plan._replace(**_make_fields(plan, shards))
+        return _replace(plan, _make_fields(plan, shards))
     by_shards = _local_fields.setdefault(plan.problem, {})
     source = _counters(plan)
     found = by_shards.get(shards)
     if found is None or found[0] is not source:
         found = by_shards[shards] = source, _make_fields(plan, shards)
-    return plan._replace(**found[1])
+    return _replace(plan, found[1])
+
+
+def _replace(plan: Plan, fields: dict[str, Tensor]) -> Plan:
+    return type(plan)(**(plan._asdict() | fields))
 
 
 def _counters(plan: DecodePlan | PrefillPlan) -> Tensor | None:

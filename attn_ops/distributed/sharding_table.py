@@ -6,6 +6,7 @@ An op without axes takes and returns replicated tensors alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from attn_ops.ops.schemas import SCHEMAS
@@ -13,7 +14,7 @@ from attn_ops.ops.schemas import SCHEMAS
 _PAGED = {"NHD": 2, "HND": 1}
 _RAGGED = {"NHD": 1, "HND": 0}
 
-Dims = dict[str, "int | dict[str, int]"]
+Dims = Mapping[str, "int | dict[str, int]"]
 """The sharded dimension of each argument, by ``kv_layout`` if it depends on that."""
 
 
@@ -29,10 +30,9 @@ class Axis(NamedTuple):
     dims: Dims
     output: int
 
-    def dim(self, argument: str, kv_layout: str) -> int | None:
-        """The sharded dimension of an argument, None if it is replicated."""
-        found = self.dims.get(argument)
-        return found[kv_layout] if isinstance(found, dict) else found
+    def of_layout(self, kv_layout: str) -> dict[str, int]:
+        """The sharded dimension of each argument that has one."""
+        return {name: dim[kv_layout] if isinstance(dim, dict) else dim for name, dim in self.dims.items()}
 
 
 def _heads(**dims: int | dict[str, int]) -> tuple[Axis, ...]:
@@ -54,6 +54,7 @@ SHARDED_DIMS: dict[str, tuple[Axis, ...]] = dict.fromkeys(SCHEMAS, ()) | {
     "batch_decode": _PAGED_ATTENTION,
     "batch_prefill": _PAGED_ATTENTION,
     "ragged_prefill": _DENSE_ATTENTION,
+    "block_sparse_prefill": _DENSE_ATTENTION,
     "single_prefill": _DENSE_ATTENTION,
     "batch_mla": _heads(q_nope=1, q_pe=1, sinks=0),
     "append_kv": _heads(k=1, v=1, k_cache=_PAGED, v_cache=_PAGED),

@@ -97,6 +97,35 @@ def test_every_check_passes_on_a_gpu() -> None:
 
 
 @pytest.mark.slow
+def test_ranks_serve(checkpoint: Path, tmp_path: Path) -> None:
+    """Without a compiler, since compiling on every rank takes minutes."""
+    arguments = ["--tp", "2", "--model", str(checkpoint), "--batch", "2", "--max-new-tokens", "3"]
+    done = demo(*arguments, env={"PATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert done.stdout.count("yes, 12 of 12") == 1, "the first rank reports, and it alone"
+    assert done.stderr.count("FAILED") == 1
+    assert "FAILED: not checked: compiled steps" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_ranks_on_gpus() -> None:
+    done = demo("--device", "cuda", "--tp", "2", "--batch", "4", "--max-new-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    assert "CUDA graphs skipped       0" in done.stdout
+
+
+@pytest.mark.slow
+def test_heads_that_the_ranks_cannot_share(checkpoint: Path) -> None:
+    done = demo("--tp", "3", "--model", str(checkpoint), "--batch", "2", "--max-new-tokens", "3")
+    assert done.returncode == 2
+    assert "error: planner: num_qo_heads has" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_without_a_compiler_the_rest_runs_and_the_exit_status_says_so(checkpoint: Path, tmp_path: Path) -> None:
     done = demo("--model", str(checkpoint), "--batch", "2", "--max-new-tokens", "3", env={"PATH": str(tmp_path)})
     assert done.returncode == 1
@@ -114,6 +143,8 @@ def test_without_a_compiler_the_rest_runs_and_the_exit_status_says_so(checkpoint
         (["--prompt", "hello"], "--prompt needs --model"),
         (["--batch", "0"], "--batch is the number"),
         (["--batch", "5000"], "1 to 4096"),
+        (["--tp", "0"], "--tp is the number of processes"),
+        (["--tp", "2", "--output", "x"], "--output keeps packages"),
         (["--seed", "-1"], "--seed is a number from 0"),
         (["--seed", str(1 << 63)], "--seed is a number from 0"),
         (["--device", "cuda:99"], "error: --device cuda:99"),

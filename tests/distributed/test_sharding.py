@@ -50,5 +50,5 @@ def test_the_table_names_arguments_of_the_schema(op: str) -> None:
 
 
 def test_every_op_has_a_case() -> None:
-    tested = {"single_prefill", "batch_mla", "append_kv", *CASES}
+    tested = {"batch_mla", "append_kv", *CASES}
     assert {op for op, axes in SHARDED_DIMS.items() if axes} <= tested

@@ -26,9 +26,13 @@ from torch.utils import _pytree as pytree
 
 import attn_ops
 from attn_ops import errors
+from attn_ops.demo.engine import Engine
+from attn_ops.demo.memory import Capacity, Memory
+from attn_ops.demo.ranks import shard_model
+from attn_ops.demo.steps import DecodeStep, PrefillStep
 from attn_ops.distributed import RankAgreement, shard_plan
 from attn_ops.distributed.sharding_table import SHARDED_DIMS, Axis
-from helpers import calls, oracle
+from helpers import calls, demo_tiny, oracle
 from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
 from helpers.harness import OPS, Setup
 from helpers.oracle import Expected
@@ -63,7 +67,7 @@ def sharded(op: str, arguments: dict[str, Any], axis: Axis | None, plain: bool =
     names = {name for a in SHARDED_DIMS[op] for name in a.dims}
 
     def convert(name: str, t: Any) -> Any:
-        dim = axis.dim(name, layout) if axis else None
+        dim = axis.of_layout(layout).get(name) if axis else None
         if not isinstance(t, Tensor) or (plain and name not in names):
             return t
         single = dim is not None and t.shape[dim] == 1 and name not in ("q", "sinks")
@@ -131,10 +135,11 @@ def attention(group: Group, op: str) -> None:
     for case in attention_cases(kind):
         setup = Setup(kind, case, DEVICE)
         out, lse = call(op, sharded(op, setup.arguments, axis))
-        setup.check(whole(out, axis), whole(lse, axis), **setup.tolerance("auto" if DEVICE == "cpu" else "triton"))
+        tolerance = setup.tolerance("auto" if DEVICE == "cpu" else "triton")
+        setup.check(whole(out, axis), whole(lse, axis), **tolerance)
         out, lse = call(op, sharded(op, setup.arguments | {"return_lse": False}, axis))
         assert whole(lse, axis).shape == (0,)
-        setup.check(whole(out, axis), **setup.tolerance("auto" if DEVICE == "cpu" else "triton"))
+        setup.check(whole(out, axis), None, **tolerance)
 
 
 def replicated_attention(group: Group) -> None:
@@ -156,6 +161,24 @@ def single_prefill(group: Group) -> None:
             arguments = to_device(calls.arguments("single_prefill", **options))
             out, lse = call("single_prefill", sharded("single_prefill", arguments, axis))
             setup.expected.check(whole(out, axis), whole(lse, axis))
+
+
+def block_sparse_prefill(group: Group) -> None:
+    """One block map for all heads. Keys that no block selects are NaN."""
+    op, heads, rows = "block_sparse_prefill", HEADS[dist.get_world_size()][1], 41
+    for layout in ("NHD", "HND"):
+        case = replace(PREFILL_BASE, heads=heads, kv_layout=layout, sinks=1.0)
+        torch.manual_seed(0)
+        arguments = calls.arguments(op, heads=heads, kv_layout=layout, sinks=1.0)
+        selected = calls.block_map(case, 6, 6)
+        selected[:, 1] = False
+        mask = selected.repeat_interleave(8, 0)[:rows].repeat_interleave(case.page_size, 1)
+        k, v = (arguments[n].nan_to_num() for n in ("k", "v"))
+        k, v = (t.transpose(0, 1) if layout == "HND" else t for t in (k, v))
+        expected = Expected.of([(arguments["q"], k, v, mask)], sinks=arguments["sinks"])
+        axis = axis_of(op, "heads")
+        out, lse = call(op, sharded(op, to_device(arguments), axis))
+        expected.check(whole(out, axis), whole(lse, axis))
 
 
 def mla(group: Group) -> None:
@@ -192,7 +215,7 @@ def append(group: Group) -> None:
                 if axis is None:
                     assert torch.equal(got, want)
                     continue
-                world, dim = dist.get_world_size(), axis.dim(name, layout)
+                world, dim = dist.get_world_size(), axis.of_layout(layout)[name]
                 for rank, (theirs, right) in enumerate(zip(got.chunk(world, dim), want.chunk(world, dim), strict=True)):
                     assert torch.equal(theirs, right) if rank == dist.get_rank() else not theirs.count_nonzero()
 
@@ -319,6 +342,33 @@ def layer(group: Group, local: bool, compiled: bool) -> None:
     torch.testing.assert_close(written, cache.chunk(dist.get_world_size(), 3)[dist.get_rank()], rtol=1e-2, atol=1e-2)
 
 
+def demo_serves_the_same_tokens(group: Group) -> None:
+    """The demo's model and engine on the ranks, with continuous batching, and in one process."""
+    heads, device = 2 * dist.get_world_size(), torch.empty(0, device=DEVICE).device
+    sizes: dict[str, Any] = {
+        "num_qo_heads": heads,
+        "num_kv_heads": heads // 2,
+        "windows": (-1, 6),
+        "qkv_bias": True,
+        "out_bias": True,
+    }
+    model = demo_tiny.model(**sizes, out_bias=True, intermediate_size=64, qk_norm=True).to(device)
+    capacity = Capacity(max_batch=3, page_size=4, num_pages=20, max_tokens=30, prefill_tokens=16)
+    outputs = []
+    for grid, served in ((mesh(), shard_model(model, mesh())), (None, model)):
+        memory = Memory(model.config, capacity, torch.float32, device, grid)
+        memory.poison_caches()
+        assert memory.caches[0].shape[3] == heads // 2 // (1 if grid is None else grid.size())
+        requests = demo_tiny.requests([5, 20, 1, 9, 12], max_new_tokens=6, every=1)
+        engine = Engine(memory, PrefillStep(served), DecodeStep(served))
+        engine.submit(requests)
+        with torch.no_grad():
+            engine.run()
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+    assert len({tuple(output) for output in outputs[0]}) > 1
+
+
 def two_mesh_dimensions(group: Group) -> None:
     """Sharded over one dimension of a mesh and replicated over the other, and sharded over both."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -373,7 +423,7 @@ def refusals(group: Group) -> None:
     refused(errors.PlacementError, "k_cache is S(2) on mesh dimension 'tp'; expected S(1)", kv_layout="HND")
     refused(errors.PlacementError, "v_cache is a plain tensor on mesh dimension 'tp'; expected S(2)", v_cache=setup.v)
     refused(errors.PlacementError, "k_cache is S(2) on mesh dimension 'tp'; expected R, since q is a", q=setup.q)
-    counters = valid["plan"]._replace(split_counters=part(setup.planner.state.split_counters, 1))
+    counters = valid["plan"]._replace(split_counters=part(valid["plan"].split_counters, 1))
     refused(errors.PlacementError, "plan.7 is S(1) on mesh dimension 'tp'; expected R", plan=counters)
     refused(errors.UnsupportedError, "pos_encoding is ALIBI and the heads are sharded", pos_encoding="ALIBI")
     rank_plan = shard_plan(setup.planner.state, mesh())
@@ -460,8 +510,10 @@ CASES: dict[str, Callable[[Group], None]] = {
     **{
         case.__name__: case
         for case in (
+            demo_serves_the_same_tokens,
             replicated_attention,
             single_prefill,
+            block_sparse_prefill,
             mla,
             append,
             replicated_ops,
