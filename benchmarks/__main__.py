@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import context, decode, mla, model, overheads, packages, plot, prefill, sparse, tune, warm, workload
+from benchmarks import (
+    context,
+    decode,
+    mla,
+    model,
+    overheads,
+    packages,
+    plot,
+    prefill,
+    scaling,
+    sparse,
+    tune,
+    warm,
+    workload,
+)
 
 COMMANDS = {
     "decode": decode,
@@ -12,6 +26,7 @@ COMMANDS = {
     "mla": mla,
     "sparse": sparse,
     "context": context,
+    "scaling": scaling,
     "overheads": overheads,
     "packages": packages,
     "workload": workload,

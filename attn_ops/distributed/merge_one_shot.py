@@ -101,7 +101,8 @@ class ContextExchange:
 
     Collective: all ranks make it, alike and in the same order, outside of graphs. The kernel replaces the collective
     and the merge; all ranks compute the same bits. One exchange serves all layers, from one stream at a time, and all
-    ranks call it the same number of times. Where this memory cannot be had, ``unavailable`` says why, on all ranks the
+    ranks call it the same number of times; the kernel of a rank waits on its GPU for those of the others, without a
+    time-out. Where this memory cannot be had, ``unavailable`` says why, on all ranks the
     same, and :func:`merge_context` takes a collective.
 
     Args:

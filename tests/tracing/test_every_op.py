@@ -23,7 +23,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "paged prefill": ("plan_prefill", "batch_prefill"),
     "prefill and mla": ("ragged_prefill", "block_sparse_prefill", "single_prefill", "append_mla_kv", "batch_mla"),
     "pages, states and bits": (
-        *("batch_indices_positions", "seq_lens", "page_table", "block_sparse_table", "packbits", "segment_packbits"),
+        *("batch_indices_positions", "seq_lens", "page_table", "shard_page_table"),
+        *("block_sparse_table", "packbits", "segment_packbits"),
         *("merge_state", "merge_states", "merge_state_in_place", "merge_states_varlen"),
     ),
 }
@@ -46,6 +47,11 @@ UNPLANNED: dict[str, dict[str, Tensor]] = {
     "seq_lens": {"kv_indptr": int32([0, 1, 4]), "kv_last_page_len": int32([3, 16])},
     "page_table": {"block_tables": int32([[9, 2], [7, 1]]), "seq_lens": int32([5, 32])},
     "block_sparse_table": {"block_mask": torch.tensor([[[False, True, True], [True, False, True]]])},
+    "shard_page_table": {
+        "kv_indptr": int32([0, 1, 6, 7]),
+        "kv_indices": int32([1, 2, 8, 7, 6, 5, 4]),
+        "kv_last_page_len": int32([3, 9, 1]),
+    },
     "merge_state": {},
     "merge_states": {},
     "merge_state_in_place": {},
