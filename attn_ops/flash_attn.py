@@ -84,7 +84,7 @@ def flash_attn_func(
     """Attention of a batch of equal lengths.
 
     Args:
-        q: ``[batch, seqlen_q, num_heads, head_dim]``, float16, bfloat16 or float32.
+        q: ``[batch, seqlen_q, num_heads, head_dim]``, float16, bfloat16, float32 or FP8.
         k, v: ``[batch, seqlen_k, num_kv_heads, head_dim]``, of the dtype of ``q`` or FP8. The head dim of ``v`` may
             differ. ``num_heads`` is a multiple of ``num_kv_heads``.
         softmax_scale: default ``1 / sqrt(head_dim)``.
@@ -102,8 +102,8 @@ def flash_attn_func(
         dropout_p, alibi_slopes, return_attn_probs, attention_chunk: refused unless they change nothing.
 
     Returns:
-        ``out [batch, seqlen_q, num_heads, head_dim]`` in the dtype of ``q``; float32 ``lse [batch, num_heads,
-        seqlen_q]``, natural, -inf in rows without keys.
+        ``out [batch, seqlen_q, num_heads, head_dim]`` in the dtype of ``q``, bfloat16 of an FP8 query; float32 ``lse
+        [batch, num_heads, seqlen_q]``, natural, -inf in rows without keys.
 
     Raises:
         UnsupportedError: an argument asks for what is not supported; the message names the alternative.

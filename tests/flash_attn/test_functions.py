@@ -17,6 +17,7 @@ from attn_ops.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -108,6 +109,27 @@ def test_fp8_with_one_scale() -> None:
     want = expected([(a, b.double() * 0.5, c.double() * 2.0) for a, b, c in zip(q, keys, values, strict=True)])
     scale = torch.tensor(0.5, device=DEVICE).expand(2, 2)
     check_dense(want, flash_attn_func(q, keys, values, k_descale=scale, v_descale=2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_an_fp8_query_gives_bfloat16(dtype: torch.dtype) -> None:
+    tensors = [t.to(dtype) for t in dense(2, 6, 9)]
+    want = expected([tuple(t.double() for t in request) for request in zip(*tensors, strict=True)], causal=True)
+    out, lse = flash_attn_func(*tensors, causal=True, return_softmax_lse=True)
+    assert out.dtype == torch.bfloat16
+    check_dense(want, out, lse)
+    assert flash_attn_func(*(t[:1] for t in tensors), causal=True).dtype == torch.bfloat16
+    q, k, v = (t.flatten(0, 1) for t in tensors)
+    q_lens, kv_lens = torch.tensor([0, 6, 12], device=DEVICE), torch.tensor([0, 9, 18], device=DEVICE)
+    varlen = flash_attn_varlen_func(q, k, v, q_lens, kv_lens, 6, 9, causal=True)
+    assert varlen.dtype == torch.bfloat16
+    check_varlen(want, varlen)
+    cached = flash_attn_with_kvcache(*tensors, causal=True)
+    assert cached.dtype == torch.bfloat16
+    check_dense(want, cached)
+    buffer = torch.empty(2, 6, 4, 64, device=DEVICE, dtype=torch.float16)
+    assert flash_attn_func(*tensors, causal=True, out=buffer).data_ptr() == buffer.data_ptr()
+    check_dense(want, buffer)
 
 
 def test_packed() -> None:

@@ -19,7 +19,7 @@ from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.one_shot import BlockTables, RaggedLengths, block_table, dense_call, lengths, uniform_indptr
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX, cumulative, index, offsets, seen
 from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.resizable import PlanSpec
@@ -35,9 +35,16 @@ class Result(NamedTuple):
     return_lse: bool
     out: Tensor | None = None
 
-    def spec(self) -> OutputSpec:
-        layout = "HN" if self.shape is None else "NH"
-        return OutputSpec(self.out, return_lse=self.return_lse, lse_base="ln", lse_layout=layout, rows_shape=self.shape)
+    def spec(self, q: Tensor) -> OutputSpec:
+        """For a query of ``q``'s dtype: of an FP8 query the output is bfloat16, unless ``out`` has another dtype."""
+        return OutputSpec(
+            self.out,
+            return_lse=self.return_lse,
+            dtype=torch.bfloat16 if self.out is None and q.dtype in FP8 else None,
+            lse_base="ln",
+            lse_layout="HN" if self.shape is None else "NH",
+            rows_shape=self.shape,
+        )
 
     def of(self, result: Any) -> Any:
         """FlashAttention's layout of the LSE: ``[batch, heads, seqlen]``, or ``[heads, tokens]``."""
@@ -103,7 +110,7 @@ def dense_attention(
     result = Result((batch, q_len), return_lse, out)
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     if batch == 1:
-        call = dense_call(where, rows, options, result.spec(), scales, kv_layout="NHD")
+        call = dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD")
         return result.of(call.execute())
     spec = _spec(q, k, v, options, decode=False, paged=False, page_size=1)
 
@@ -115,7 +122,7 @@ def dense_attention(
 
     metadata = shared(("dense", spec, batch, q_len, kv_len), (), device, make)
     source = Scheduled(metadata.plan, (q.shape[-1], v.shape[-1]))
-    call = AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(), scales)
+    call = AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(q), scales)
     return result.of(call.execute())
 
 
@@ -149,7 +156,7 @@ def varlen_attention(
     key = ("varlen", spec, q.shape[0], k.shape[0])
     metadata = shared(key, (cu_seqlens_q, cu_seqlens_k), device, make)
     source = Scheduled(metadata.plan, (q.shape[-1], v.shape[-1]))
-    call = AttentionCall(where, "ragged_prefill", (q, k, v), source, options, result.spec(), scales)
+    call = AttentionCall(where, "ragged_prefill", (q, k, v), source, options, result.spec(q), scales)
     return call.execute()
 
 
@@ -368,7 +375,7 @@ class CacheTensors(NamedTuple):
         """Append the new tokens, and attend to the caches."""
         source = Scheduled(metadata.plan, self.head_dims)
         tensors = (*self.queries, *self.caches)
-        call = AttentionCall(where, self.op, tensors, source, options, result.spec(), scales)
+        call = AttentionCall(where, self.op, tensors, source, options, result.spec(tensors[0]), scales)
         if self.new is None:
             return result.of(call.execute())
         return result.of(call.execute_after(functools.partial(self.append, metadata)))
