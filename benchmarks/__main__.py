@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import context, decode, mla, model, overheads, packages, plot, prefill, sparse, tune, warm, workload
+from benchmarks import (
+    context,
+    cpu,
+    decode,
+    mla,
+    model,
+    overheads,
+    packages,
+    plot,
+    prefill,
+    sparse,
+    tune,
+    warm,
+    workload,
+)
 
 COMMANDS = {
+    "cpu": cpu,
     "decode": decode,
     "prefill": prefill,
     "mla": mla,
