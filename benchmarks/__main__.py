@@ -6,6 +6,7 @@ import argparse
 
 from benchmarks import (
     context,
+    cpu,
     decode,
     mla,
     model,
@@ -21,6 +22,7 @@ from benchmarks import (
 )
 
 COMMANDS = {
+    "cpu": cpu,
     "decode": decode,
     "prefill": prefill,
     "mla": mla,

@@ -94,9 +94,12 @@ def environment() -> dict[str, str]:
     """Device and versions that a result holds for."""
     import triton
 
+    device = {"cpu": torch.backends.cpu.get_cpu_capability()}
+    if torch.cuda.is_available():
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        device = {"gpu": torch.cuda.get_device_name(), "driver": driver}
     found = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        **device,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),

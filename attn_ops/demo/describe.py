@@ -33,7 +33,7 @@ def header(
 
 
 def backends(memory: Memory) -> dict[str, str]:
-    """The backend or kernel that runs each attention op on this device, according to ``explain``."""
+    """The backend or kernel that runs each attention op in graphs on this device, according to ``explain``."""
     keys, values = memory.caches[0].unbind(1)
     prefill, decode = memory.plans
     q = keys.new_empty((1, PlanProblem.of(decode.problem).num_qo_heads, keys.shape[-1]))
@@ -54,7 +54,11 @@ def backends(memory: Memory) -> dict[str, str]:
         ),
     }
     return {
-        op: next(line.split(":")[0] for line in text.splitlines() if ": runs it" in line)
+        op: next(
+            line.split(":")[0]
+            for line in text.splitlines()
+            if ": runs it" in line and ("runs it in" not in line or "compiled graphs" in line)
+        )
         for op, text in verdicts.items()
     }
 

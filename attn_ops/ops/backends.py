@@ -72,6 +72,7 @@ class Backend:
     specialized          listed under its kernel's name for its ops alone, before the general entry of its backend
     inductor_lowerable   Inductor can inline its functions: aten ops and Triton kernels. If not, a compiled graph calls
                          the op
+    eager_only           it reads contents of tensors on the host: ``auto`` takes the next entry in graphs and packages
     has_images           its kernels are images in packages (:mod:`attn_ops.native`). A package that can have neither
                          its code nor its images runs the next entry
     capacity_bound       its work is a plan's capacity, not the lengths that the plan holds
@@ -84,6 +85,7 @@ class Backend:
     kernels: Mapping[str, str] | None = None
     specialized: bool = False
     inductor_lowerable: bool = True
+    eager_only: bool = False
     has_images: bool = False
     capacity_bound: bool = False
     capture: str | None = None
@@ -156,9 +158,26 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=unsupported.TRITON_KERNELS,
         capture=_CAPTURE,
     ),
+    Backend(
+        "cpu",
+        "attn_ops.kernels.cpu.sdpa",
+        unsupported.cpu_sdpa,
+        kernels=dict.fromkeys(
+            ("batch_decode", "batch_prefill", "ragged_prefill", "single_prefill", "batch_mla"), "sdpa"
+        ),
+        specialized=True,
+        inductor_lowerable=False,
+        eager_only=True,
+    ),
     Backend("reference", "attn_ops.kernels.reference", unsupported.reference, capacity_bound=True),
 )
 """In order of preference."""
+
+
+PLACES = ("eager calls", "compiled graphs", "packages")
+"""Where a call may run, each by an entry of its own."""
+
+NOT_GENERATED = "Inductor does not generate it"
 
 
 def _entries(op: str) -> list[Backend]:
@@ -166,8 +185,12 @@ def _entries(op: str) -> list[Backend]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(problem: Problem, name: str = "auto", lowerable: bool = False, images: bool = False) -> Backend:
+def choose(
+    problem: Problem, name: str = "auto", lowerable: bool = False, images: bool = False, traced: bool = False
+) -> Backend:
     """The entry that runs ``problem``, of those that Inductor can inline if ``lowerable``, or launch as ``images``.
+
+    ``auto`` in a ``traced`` call takes none that is for eager calls.
 
     Raises:
         BackendError: no entry runs it, or none of the backend called ``name``; the message gives every reason.
@@ -182,7 +205,9 @@ def choose(problem: Problem, name: str = "auto", lowerable: bool = False, images
     for backend in candidates:
         reasons = backend.unsupported_reasons(problem)
         if lowerable and not backend.inductor_lowerable and not (images and backend.has_images):
-            reasons = [*reasons, "Inductor does not generate it"]
+            reasons = [*reasons, NOT_GENERATED]
+        if traced and backend.eager_only and name == "auto":
+            reasons = [*reasons, "it runs eager calls only"]
         if not reasons:
             LOG.debug(
                 "%s: %s runs it; %s", problem.op, _name(backend, problem.op), "; ".join(refused) or "first choice"
@@ -200,29 +225,38 @@ def _name(backend: Backend, op: str) -> str:
     return backend.name if backend.kernels is None else f"{backend.name} (kernel {backend.kernels[op]})"
 
 
+def _runs_in(backend: Backend, place: str, name: str) -> bool:
+    """Whether an entry without unsupported reasons runs calls in one of ``PLACES``, asked for by ``name``."""
+    if place == "packages":
+        return backend.inductor_lowerable or backend.has_images
+    return place == "eager calls" or not (backend.eager_only and name == "auto")
+
+
 def explain(problem: Problem, name: str = "auto") -> str:
     """One line per entry that has the op: where it runs ``problem``, or why it does not.
 
-    Eager calls and compiled graphs run the first entry that can; a package runs the first that Inductor can inline or
-    that has images.
+    Eager calls and compiled graphs run the first entry that can, graphs by ``auto`` none that is for eager calls only;
+    a package runs the first that Inductor can inline or that has images.
     """
-    lines, eager, packaged = [], False, False
+    lines, left = [], list(PLACES)
     for backend in _entries(problem.op):
         reasons = backend.unsupported_reasons(problem)
         if name not in ("auto", backend.name):
             reasons = [*reasons, f"backend={name} is asked for"]
         kernel = "" if backend.kernels is None else f", kernel {backend.kernels.get(problem.op)}"
+        taken = [] if reasons else [place for place in left if _runs_in(backend, place, name)]
+        left = [place for place in left if place not in taken]
         if reasons:
             verdict = ", ".join(reasons)
-        elif not eager and backend.inductor_lowerable:
-            verdict, eager, packaged = f"runs it{kernel}", True, True
-        elif not eager and backend.has_images:
-            verdict, eager, packaged = f"runs it{kernel}; packages launch its image", True, True
-        elif not eager:
-            verdict, eager = f"runs it in eager calls and compiled graphs{kernel}; Inductor does not generate it", True
-        elif not packaged and (backend.inductor_lowerable or backend.has_images):
-            verdict, packaged = f"runs it in packages{kernel}", True
-        else:
+        elif not taken:
             verdict = f"can run it{kernel}"
+        elif taken == list(PLACES):
+            verdict = (
+                f"runs it{kernel}" if backend.inductor_lowerable else f"runs it{kernel}; packages launch its image"
+            )
+        else:
+            verdict = f"runs it in {' and '.join(taken)}{kernel}"
+            if not backend.inductor_lowerable:
+                verdict += f"; {'it reads lengths on the host' if backend.eager_only else NOT_GENERATED}"
         lines.append(f"{backend.label(problem.op)}: {verdict}")
     return "\n".join(lines)

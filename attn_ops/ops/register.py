@@ -85,18 +85,18 @@ def _fake(op: str) -> Callable[..., Any]:
             numbers, named = concretize_symints((args, kwargs))
             check(*numbers, backend=backend, **named)  # the message of an eager call, with numbers for symbols
             raise
-        LOG.debug("%s: %s runs the traced call", op, backends.choose(problem, backend).label(op))
+        LOG.debug("%s: %s runs the traced call", op, backends.choose(problem, backend, traced=True).label(op))
         return outputs(*args, **kwargs)
 
     return implementation
 
 
 def _is_lowerable(op: str) -> Callable[..., bool]:
-    """Whether Inductor can inline what an eager call with these arguments runs."""
+    """Whether Inductor can inline what a compiled graph with these arguments runs."""
     check = CHECKS[op]
 
     def is_lowerable(*args: Any, backend: str = "auto", **kwargs: Any) -> bool:
-        chosen = backends.choose(check(*args, backend=backend, **kwargs), backend)
+        chosen = backends.choose(check(*args, backend=backend, **kwargs), backend, traced=True)
         if not chosen.inductor_lowerable:
             LOG.debug("%s: a graph calls the op, as Inductor does not generate the kernel %s", op, chosen.label(op))
         return chosen.inductor_lowerable

@@ -71,6 +71,11 @@ CUDA_MERGE_VECTORS = 128
 GLUON_TRITON_VERSIONS = (3, 6), (3, 9)
 """The oldest and the newest release of Triton whose Gluon the MLA kernel for Hopper is written in."""
 
+CPU_SDPA_OPTIONS = frozenset(
+    {"sm_scale", "causal", "window_left", "window_right", "sinks", "kv_scale", "out_dtype", "rope_scale", "rope_theta"}
+)
+"""Options that the kernel for the CPU implements; those of RoPE have no effect without ``pos_encoding``."""
+
 HOPPER_MLA_PAGE = 64
 """Tokens that a page is a multiple of: those of a KV tile."""
 
@@ -131,6 +136,22 @@ def _machine_of_hopper(p: Problem) -> list[str]:
 
 def reference(p: Problem) -> list[str]:
     return []
+
+
+def cpu_sdpa(p: Problem) -> list[str]:
+    """PyTorch's flash attention for the CPU."""
+    if p.device.type != "cpu":
+        return [f"it runs on cpu, not {p.device.type}"]
+    return _failed(
+        [
+            (
+                p.op == "batch_mla" or p.head_dim_qk == p.head_dim_vo,
+                f"head dimensions {p.head_dim_qk} and {p.head_dim_vo} differ",
+            ),
+            (p.head_dim_vo >= 1, "it needs head_dim at least 1"),
+            *_options(p, CPU_SDPA_OPTIONS),
+        ]
+    )
 
 
 def triton(p: Problem) -> list[str]:

@@ -26,8 +26,8 @@ def bits(cache: Tensor) -> Tensor:
 
 
 def gather(cache: Tensor, index: Tensor) -> Tensor:
-    """``cache[index]`` for any dtype."""
-    return bits(cache)[index].view(cache.dtype)
+    """``cache[index]`` for any dtype. It copies whole rows, where indexing on the CPU copies elements."""
+    return bits(cache).index_select(0, index.flatten()).unflatten(0, index.shape).view(cache.dtype)
 
 
 def _scatter(

@@ -60,26 +60,22 @@ PAGED_INTERPRETED = [
 
 @each_case([*PREFILL, *PREFILL_SPECIAL, *NO_KEYS], interpreted=PAGED_INTERPRETED)
 def test_paged_matches_oracle(case: Case, device: str, backend: str) -> None:
-    setup = Setup("prefill", case, device)
-    setup.check(*setup.run(backend), **setup.tolerance(backend))
+    Setup("prefill", case, device).check_run(backend)
 
 
 @each_case([*RAGGED, *RAGGED_SPECIAL], interpreted=[*_every(29, RAGGED), *_every(13, RAGGED_SPECIAL)])
 def test_ragged_matches_oracle(case: Case, device: str, backend: str) -> None:
-    setup = Setup("ragged", case, device)
-    setup.check(*setup.run(backend), **setup.tolerance(backend))
+    Setup("ragged", case, device).check_run(backend)
 
 
 @each_case(RIGHT_WINDOWS, interpreted=map(_shorter, _every(6, RIGHT_WINDOWS)))
 def test_right_windows_of_pages_match_oracle(case: Case, device: str, backend: str) -> None:
-    setup = Setup("prefill", case, device)
-    setup.check(*setup.run(backend), **setup.tolerance(backend))
+    Setup("prefill", case, device).check_run(backend)
 
 
 @each_case(RIGHT_WINDOWS, interpreted=_every(13, RIGHT_WINDOWS))
 def test_right_windows_of_ragged_keys_match_oracle(case: Case, device: str, backend: str) -> None:
-    setup = Setup("ragged", case, device)
-    setup.check(*setup.run(backend), **setup.tolerance(backend))
+    Setup("ragged", case, device).check_run(backend)
 
 
 @each_case([case for case in RIGHT_WINDOWS if "planned" not in case.name], interpreted=RIGHT_WINDOWS[:15:4])

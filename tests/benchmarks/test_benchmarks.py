@@ -292,7 +292,7 @@ def test_decode_rows_have_the_columns_of_the_report(timed: list[str], monkeypatc
     _on_cpu(monkeypatch, decode, "DecodeProblem")
     found = Comparison({decode.OURS: decode.ours}, {"good": decode.ours, "fails": _peer(_fails)})
     row = decode._measure(SMALL, found)
-    assert (row["row"], row["attn_ops"], row["good"], row["fails"]) == ("small (reference)", 8.0, 4.0, None)
+    assert (row["row"], row["attn_ops"], row["good"], row["fails"]) == ("small (cpu.sdpa)", 8.0, 4.0, None)
     assert row["of goal"] == 8.0
     assert row["share"] == pytest.approx(SMALL.bytes() / 8 / report.PEAK_BYTES_PER_US)
     assert report.fastest_peer(row, report.Columns((decode.OURS,), tuple(found.peers))) == ("good", 0.5)

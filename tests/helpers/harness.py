@@ -15,6 +15,9 @@ import attn_ops
 from helpers.cases import Case
 from helpers.oracle import GARBAGE, Expected, PagedBatch
 
+CPU_BACKENDS = ("reference", "auto")
+"""On the CPU ``auto`` is the kernel ``cpu.sdpa`` where it runs the call."""
+
 OPS = {"decode": "batch_decode", "prefill": "batch_prefill", "ragged": "ragged_prefill"}
 
 
@@ -39,6 +42,12 @@ class Setup:
         arguments = {**self.arguments, "backend": backend, **overrides}
         return getattr(torch.ops.attn, OPS[self.kind])(**arguments)
 
+    def check_run(self, backend: str) -> None:
+        """Call the op and compare the result with the oracle. For the reference, ``auto`` on the CPU as well."""
+        for name in CPU_BACKENDS if backend == "reference" else (backend,):
+            out, lse = self.run(name)
+            self.check(out, lse, **self.tolerance(name))
+
     def check_single(self, backend: str = "auto") -> None:
         """Call ``single_prefill`` for each request of a ragged batch, and compare it with the oracle."""
         options = {k: v for k, v in self.arguments.items() if k not in ("q", "k", "v", "plan", "workspace", "mask")}
@@ -48,9 +57,10 @@ class Setup:
         for rows, tokens, mask_bytes in zip(*ranges, strict=True):
             k, v = (t[tokens] if self.case.kv_layout == "NHD" else t[:, tokens] for t in (self.k, self.v))
             mask = None if self.packed_mask is None else self.packed_mask[mask_bytes]
-            out, lse = torch.ops.attn.single_prefill(self.q[rows], k, v, mask=mask, backend=backend, **options)
-            assert out.dtype == (self.case.out_dtype or self.case.dtype)
-            self.expected.rows(rows).check(out, lse, **self.tolerance(backend))
+            for name in CPU_BACKENDS if backend == "reference" else (backend,):
+                out, lse = torch.ops.attn.single_prefill(self.q[rows], k, v, mask=mask, backend=name, **options)
+                assert out.dtype == (self.case.out_dtype or self.case.dtype)
+                self.expected.rows(rows).check(out, lse, **self.tolerance(name))
 
     def tolerance(self, backend: str) -> dict[str, float]:
         """How much further than the reference the kernels of ``backend`` may be from the oracle.

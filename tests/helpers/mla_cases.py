@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import attn_ops
+from helpers.harness import CPU_BACKENDS
 from helpers.oracle import Expected
 from helpers.page_tables import indptr, page_table
 
@@ -135,25 +136,27 @@ def check(case: Mla, device: str = "cpu", backend: str = "auto") -> None:
         "logits_soft_cap": case.logits_soft_cap,
         "sinks": sinks,
     }
-    out, lse = torch.ops.attn.batch_mla(
-        q[..., :ckv_dim],
-        q[..., ckv_dim:],
-        ckv,
-        kpe,
-        plan,
-        planner.workspace,
-        kv_scale=None if case.kv_scale is None else torch.tensor(case.kv_scale, device=device),
-        return_lse=True,
-        out_dtype=case.out_dtype,
-        backend=backend,
-        **options,
-    )
     k_scale, v_scale = case.kv_scale or (1.0, 1.0)
-    options["sm_scale"] = 1 / math.sqrt(128 + 64) if case.sm_scale is None else case.sm_scale
     requests = [
         (rows, t.double()[:, None] * k_scale, t.double()[:, None, :ckv_dim] * v_scale)
         for rows, t in zip(q.split(case.qo_lens), tokens, strict=True)
     ]
-    assert out.dtype == (case.out_dtype or case.dtype)
+    exact = options | {"sm_scale": 1 / math.sqrt(128 + 64) if case.sm_scale is None else case.sm_scale}
     eps = 0.0 if case.dtype == torch.float32 else torch.finfo(case.dtype).eps
-    Expected.of(requests, **options).check(out, lse, eps=eps)
+    expected = Expected.of(requests, **exact)
+    for name in CPU_BACKENDS if backend == "reference" else (backend,):
+        out, lse = torch.ops.attn.batch_mla(
+            q[..., :ckv_dim],
+            q[..., ckv_dim:],
+            ckv,
+            kpe,
+            plan,
+            planner.workspace,
+            kv_scale=None if case.kv_scale is None else torch.tensor(case.kv_scale, device=device),
+            return_lse=True,
+            out_dtype=case.out_dtype,
+            backend=name,
+            **options,
+        )
+        assert out.dtype == (case.out_dtype or case.dtype)
+        expected.check(out, lse, eps=eps)

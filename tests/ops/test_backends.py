@@ -65,9 +65,13 @@ def test_all_unsupported_reasons_are_given_when_none_runs_it(monkeypatch: pytest
 
 @pytest.mark.parametrize("op", SCHEMAS)
 def test_explain_every_op(op: str) -> None:
-    """On the CPU the reference runs every op, and each entry of triton has a line with its reason."""
+    """On the CPU the reference runs every op, but eager attention, and each entry of triton has a reason."""
     *triton, reference = attn_ops.explain(op, **arguments(op)).splitlines()
-    assert reference == "reference: runs it"
+    if triton[-1].startswith("cpu.sdpa: "):
+        assert triton.pop() == "cpu.sdpa: runs it in eager calls, kernel sdpa; it reads lengths on the host"
+        assert reference == "reference: runs it in compiled graphs and packages"
+    else:
+        assert reference == "reference: runs it"
     assert triton[-1].startswith("triton: ")
     assert all("it runs on cuda, not cpu" in line for line in triton)
 
@@ -86,7 +90,7 @@ def test_explain_checks_the_call_and_does_not_run_it() -> None:
     ("backend", "error", "text"),
     [
         ("triton", BackendError, r"{op}: no backend runs this problem \(.*triton: .*it runs on cuda, not cpu.*\); .+"),
-        ("flash", OptionError, r"{op}: backend is flash; expected auto or one of cuda, triton, reference; .+"),
+        ("flash", OptionError, r"{op}: backend is flash; expected auto or one of cuda, triton, cpu, reference; .+"),
     ],
 )
 def test_a_named_backend_never_falls_back(op: str, backend: str, error: type[Exception], text: str) -> None:
@@ -112,7 +116,7 @@ def test_a_named_backend_runs_instead_of_the_preferred_one(op: str, monkeypatch:
     def call(kwargs: dict[str, Any], **options: str) -> list[Tensor]:
         return observed(op, kwargs, getattr(torch.ops.attn, op)(**kwargs, **options))
 
-    expected, preferred, named = call(make()), make(), make()
+    expected, preferred, named = call(make(), backend="reference"), make(), make()
     monkeypatch.setattr(backends, "BACKENDS", (_backend("missing"), *backends.BACKENDS))
     backends.choose.cache_clear()
     try:

@@ -99,7 +99,7 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     assert _chosen(*call, lowerable=True, images=True) == kernel
     lines = _lines(*call)
     others = [GLUON_MLA] if kernel == MLA else []
-    assert list(lines) == [kernel, *others, GENERAL, "reference"]
+    assert list(lines) == [kernel, *others, GENERAL, "cpu.sdpa", "reference"]
     assert lines[kernel] == f"runs it, kernel {kernel.partition('.')[2]}; packages launch its image"
     assert all(lines[other] == "can run it, kernel hopper_mla" for other in others)
     assert lines[GENERAL] == "can run it, kernel prefill"
@@ -135,7 +135,7 @@ def test_other_calls_run_the_general_kernel(call: tuple[str, dict[str, Any]], re
     op, arguments = call
     assert _chosen(*call) == GENERAL
     lines = _lines(op, arguments)
-    kernels = [name for name in lines if name not in (GENERAL, "reference")]
+    kernels = [name for name in lines if name not in (GENERAL, "cpu.sdpa", "reference")]
     assert kernels == ([MLA, GLUON_MLA] if op == "batch_mla" else [PREFILL])
     for kernel in kernels:
         assert reason in lines[kernel]

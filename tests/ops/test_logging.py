@@ -71,12 +71,15 @@ def test_the_log_says_which_kernel_runs_and_why() -> None:
     messages = [line.rpartition("] ")[2] for line in done.stderr.splitlines() if "/attn_ops/" in line]
     hopper, triton = REASONS
     traced = messages.index("single_prefill: reference runs the traced call")
-    eager = f"single_prefill: reference runs it; {hopper}; {triton}"
+    eager = f"single_prefill: cpu (kernel sdpa) runs it; {hopper}; {triton}"
     assert messages[0] == eager
-    assert set(messages[1:traced]) <= {eager}  # of the fake tensors
+    in_graphs = f"single_prefill: reference runs it; {hopper}; {triton}; cpu.sdpa: it runs eager calls only"
+    assert set(messages[1:traced]) <= {eager, in_graphs}  # of the fake tensors
     inlined = messages.index("single_prefill: a graph contains the kernels of reference")
     assert (
-        messages[inlined - 1] == f"single_prefill: reference runs it; {hopper}, Inductor does not generate it; {triton}"
+        messages[inlined - 1]
+        == f"single_prefill: reference runs it; {hopper}, Inductor does not generate it; {triton}; "
+        "cpu.sdpa: Inductor does not generate it"
     )
     called = "single_prefill: a graph calls the op, as Inductor does not generate the kernel reference"
     assert called in messages[inlined:]

@@ -1,0 +1,155 @@
+"""Eager attention on the CPU: every op beside PyTorch's scaled_dot_product_attention on the same numbers."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import attn_ops
+from benchmarks import report
+
+NOTE = (
+    "Eager calls on the CPU, in interleaved rounds. `op`, `reference` and `sdpa` are the shortest round, since other "
+    "load only adds to it. `sdpa` is scaled_dot_product_attention on dense tensors of the same lengths, prepared "
+    "outside of the measurement; `ratio` is `op` over `sdpa`."
+)
+PAGE = 16
+ROUND_SECONDS = 0.01
+Calls = dict[str, Callable[[], object]]
+
+
+class Shape(NamedTuple):
+    """``batch`` requests of ``rows`` query rows and ``length`` tokens; ``heads`` of queries, of KV, and their dim."""
+
+    batch: int
+    rows: int
+    length: int
+    heads: tuple[int, int, int] = (8, 2, 64)
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.batch} x ({self.rows} on {self.length}), heads {'/'.join(map(str, self.heads))}, {dtype}"
+
+
+LARGE = (32, 8, 128)
+SHAPES = {
+    "single_prefill": (Shape(1, 21, 21), Shape(1, 21, 21, LARGE), Shape(1, 512, 512, LARGE)),
+    "batch_decode": (Shape(4, 1, 128), Shape(4, 1, 128, LARGE), Shape(4, 1, 128, LARGE, torch.bfloat16)),
+    "batch_prefill": (Shape(2, 64, 64), Shape(2, 64, 64, LARGE)),
+    "batch_mla": (Shape(4, 1, 128, (16, 1, 576)),),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of each call")
+
+
+def _table(s: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    pages = -(-s.length // PAGE)
+    indptr = torch.arange(s.batch + 1, dtype=torch.int32) * pages
+    last = torch.full((s.batch,), (s.length - 1) % PAGE + 1, dtype=torch.int32)
+    return indptr, torch.randperm(s.batch * pages).int(), last
+
+
+def _paged(op: str, s: Shape) -> Callable[[str], object]:
+    """``call(backend)`` of an op over a paged cache."""
+    (heads, kv_heads, dim), table = s.heads, _table(s)
+    pages, rows = table[1].shape[0], s.batch * s.rows
+    sizes: dict[str, Any] = {"page_size": PAGE, "num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+    q, ops = torch.randn(rows, heads, dim, dtype=s.dtype), torch.ops.attn
+    if op == "batch_decode":
+        decode = attn_ops.DecodePlanner(s.batch, pages, **sizes)
+        k, v = torch.randn(pages, 2, PAGE, kv_heads, dim, dtype=s.dtype).unbind(1)
+        plan = decode.plan(*table)
+        return lambda backend: ops.batch_decode(q, k, v, plan, decode.workspace, backend=backend)
+    dim_vo = 512 if op == "batch_mla" else dim
+    prefill = attn_ops.PrefillPlanner(s.batch, rows, pages, head_dim_vo=dim_vo, **sizes)
+    planned = prefill.plan(torch.arange(s.batch + 1, dtype=torch.int32) * s.rows, *table)
+    if op == "batch_mla":
+        cache = torch.randn(pages, PAGE, dim, dtype=s.dtype)
+        parts = (*q.split((512, dim - 512), -1), *cache.split((512, dim - 512), -1))
+        return lambda backend: ops.batch_mla(*parts, planned, prefill.workspace, backend=backend)
+    k, v = torch.randn(pages, 2, PAGE, kv_heads, dim, dtype=s.dtype).unbind(1)
+    return lambda backend: ops.batch_prefill(q, k, v, planned, prefill.workspace, causal=True, backend=backend)
+
+
+def _single(s: Shape) -> Callable[[str], object]:
+    heads, kv_heads, dim = s.heads
+    q, k, v = (torch.randn(n, h, dim, dtype=s.dtype) for n, h in ((s.rows, heads), *[(s.length, kv_heads)] * 2))
+    return lambda backend: torch.ops.attn.single_prefill(q, k, v, causal=True, backend=backend)
+
+
+def _sdpa(s: Shape) -> Callable[[], object]:
+    heads, kv_heads, dim = s.heads
+    q, k, v = (
+        torch.randn(s.batch, h, n, dim, dtype=s.dtype) for n, h in ((s.rows, heads), *[(s.length, kv_heads)] * 2)
+    )
+    return lambda: scaled_dot_product_attention(q, k, v, is_causal=s.rows > 1, enable_gqa=heads > kv_heads)
+
+
+def _others() -> Calls:
+    """Ops around attention, which have no peer here."""
+    table = _table(Shape(4, 1, 128))
+    planner = attn_ops.DecodePlanner(4, 32, page_size=PAGE, num_qo_heads=8, num_kv_heads=2, head_dim=64)
+    k, v = torch.randn(32, 2, PAGE, 2, 64).unbind(1)
+    new, rows, ops = torch.randn(4, 2, 64), torch.arange(4, dtype=torch.int32), torch.ops.attn
+    states, lse = torch.randn(2, 64, 8, 64), torch.randn(2, 64, 8)
+    return {
+        "plan_decode 4 x 128": lambda: planner.plan(*table),
+        "append_kv 4 tokens": lambda: ops.append_kv(new, new, k, v, rows, rows, table[1], table[0]),
+        "merge_state 64 rows": lambda: ops.merge_state(states[0], lse[0], states[1], lse[1]),
+    }
+
+
+def _microseconds(calls: Calls, rounds: int) -> dict[str, tuple[float, float]]:
+    """Least and median time of each call over interleaved rounds."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            call()
+            count, start = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - start) < ROUND_SECONDS:
+                call()
+                count += 1
+            times[name].append(elapsed / count * 1e6)
+    return {name: (min(t), statistics.median(t)) for name, t in times.items()}
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> None:
+    """Measure and save, with one thread and with two."""
+    rows: list[report.Row] = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        for op, shapes in SHAPES.items():
+            for shape in shapes:
+                call = _single(shape) if op == "single_prefill" else _paged(op, shape)
+                calls: Calls = {
+                    "op": lambda call=call: call("auto"),  # type: ignore[misc]
+                    "reference": lambda call=call: call("reference"),  # type: ignore[misc]
+                    "sdpa": _sdpa(shape),
+                }
+                least = {name: t[0] for name, t in _microseconds(calls, args.rounds).items()}
+                ratio = least["op"] / least["sdpa"]
+                rows.append({"what": f"{op} {shape}", "threads": threads, **least, "ratio": ratio})
+                print(rows[-1])
+        for name, (least_time, _) in _microseconds(_others(), args.rounds).items():
+            rows.append(
+                {"what": name, "threads": threads, "op": least_time, "reference": None, "sdpa": None, "ratio": None}
+            )
+            print(rows[-1])
+    found = [row["ratio"] for row in rows if row["ratio"]]
+    headline = f"An op takes {min(found):.1f} to {max(found):.1f} times as long as scaled_dot_product_attention."
+    report.save("cpu", "Eager attention on the CPU", NOTE, rows, args.output, headline)

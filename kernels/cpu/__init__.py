@@ -1,0 +1,1 @@
+"""The ``cpu`` backend: kernels for eager calls on the CPU."""

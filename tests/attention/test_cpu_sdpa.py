@@ -1,0 +1,97 @@
+"""``cpu.sdpa``, the kernel of eager attention on the CPU: what the cases that run on every backend do not show."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_ops.kernels.cpu import sdpa
+from helpers.cases import DECODE_BASE, PREFILL_BASE
+from helpers.harness import Setup
+
+from attn_ops.errors import BackendError
+from attn_ops.ops import backends
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+CAUSAL = replace(PREFILL_BASE, name="causal", kv_lens=(37, 0, 130, 9), qo_lens=(5, 0, 33, 9), causal=True)
+
+
+@pytest.mark.parametrize("window_right", [-1, 0, 3])
+@pytest.mark.parametrize("kind", ["prefill", "ragged"])
+@pytest.mark.parametrize("of_values", [False, True], ids=["key", "value"])
+def test_a_nan_in_the_last_token_of_a_request(kind: str, window_right: int, of_values: bool) -> None:
+    """The reference computes the call, so that a mask or a triangle hides a key from rows that do not see it."""
+    setup = Setup(kind, replace(CAUSAL, causal=window_right < 0, window_right=window_right))
+    expected = setup.expected
+    cache, token = setup.v if of_values else setup.k, 37 - 1
+    if kind == "ragged":
+        cache[token] = math.nan
+    else:
+        page = int(setup.page_table[1][token // setup.case.page_size])
+        cache[page, token % setup.case.page_size] = math.nan
+    out, lse = setup.run("cpu")
+    see_it = slice(5 - 1 - max(window_right, 0), 5)
+    assert out[see_it].isnan().all()
+    others = [slice(5, None)] if of_values else [slice(0, see_it.start), slice(5, None)]
+    for rows in others:
+        expected.rows(rows).check(out[rows], lse[rows])
+    for actual, computed in zip((out, lse), setup.run("reference"), strict=True):
+        torch.testing.assert_close(actual, computed, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "ragged"])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window_left": 9}, {"window_left": 20, "window_right": 2}], ids=str
+)
+def test_rows_in_blocks_of_a_mask(kind: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "MASK_ROWS", 4)
+    setup = Setup(kind, replace(CAUSAL, **{"causal": False, **options}))  # type: ignore[arg-type]
+    setup.check(*setup.run("cpu"))
+
+
+def test_a_query_of_fewer_rows_than_planned() -> None:
+    """The rows that there are have the positions that are planned, also those of requests with one row each."""
+    setup = Setup("prefill", CAUSAL)
+    for rows in (1, 20):
+        setup.expected.rows(slice(rows)).check(*setup.run("cpu", q=setup.q[:rows]))
+    setup = Setup("prefill", replace(CAUSAL, kv_lens=(20, 20, 20), qo_lens=(1, 1, 1)))
+    setup.expected.rows(slice(2)).check(*setup.run("cpu", q=setup.q[:2]))
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_page_numbers_outside_of_the_cache_reach_no_other_request(kind: str) -> None:
+    base = DECODE_BASE if kind == "decode" else PREFILL_BASE
+    setup = Setup(kind, replace(base, kv_lens=(20, 37, 9), qo_lens=base.qo_lens[:3]))
+    others = slice(setup.qo_lens[0], None)
+    for page in ((1 << 30) + 7, -1):
+        setup.planner.state.kv_indices[0] = page
+        out, lse = setup.run("cpu")
+        setup.expected.rows(others).check(out[others], lse[others])
+
+
+def test_a_plan_of_anything_reads_within_bounds() -> None:
+    """The result means nothing; the process lives and the outputs have their shapes."""
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("decode", "prefill", "ragged"):
+        setup = Setup(kind, replace(CAUSAL, planner={"max_kv_len": 200}))
+        for _ in range(20):
+            for t in setup.planner.state[1:]:
+                limit = 1 << int(torch.randint(1, 31, (), generator=generator))
+                t.copy_(torch.randint(-limit, limit, t.shape, generator=generator))
+            out, lse = setup.run("cpu")
+            assert (out.shape, lse.shape) == (setup.expected.out.shape, setup.expected.lse.shape)
+
+
+def test_graphs_take_the_reference() -> None:
+    problem = backends.Problem("single_prefill", torch.device("cpu"))
+    assert backends.choose(problem).label(problem.op) == "cpu.sdpa"
+    assert backends.choose(problem, traced=True).name == "reference"
+    assert backends.choose(problem, "cpu", traced=True).name == "cpu"
+
+
+def test_what_it_does_not_implement_is_refused_by_name() -> None:
+    setup = Setup("prefill", replace(CAUSAL, logits_soft_cap=3.0))
+    with pytest.raises(BackendError, match=r"cpu\.sdpa: it does not implement logits_soft_cap"):
+        setup.run("cpu")
