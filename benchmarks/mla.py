@@ -20,9 +20,9 @@ NOTE = (
     "of all implementations are interleaved in one process, and the median is shown. "
     f"`{report.SPEEDUP}` is the time of the fastest peer divided by that of attn_ops. "
     "TFLOP/s counts 2 * heads * (576 + 512) operations per key; `share` is of 790 TFLOP/s, the measured peak, and "
-    "`of roofline` counts 4.45 TB/s too."
+    '`of roofline` counts 4.45 TB/s too. `in clusters` is `backend="cuda"`.'
 )
-OURS, GLUON = "attn_ops", "attn_ops in Gluon"
+OURS, CLUSTERS = "attn_ops", "in clusters"
 EXPECTED_FLOPS_PER_US = 500e6
 """Sizes the CUDA graphs."""
 
@@ -41,7 +41,7 @@ def _on(backend: str, p: MlaProblem) -> Call:
     )[0]
 
 
-KERNELS = {OURS: functools.partial(_on, "cuda"), GLUON: functools.partial(_on, "triton")}
+KERNELS = {OURS: functools.partial(_on, "auto"), CLUSTERS: functools.partial(_on, "cuda")}
 
 
 def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
@@ -67,5 +67,5 @@ def run(args: argparse.Namespace) -> None:
     for row in MLA_ROWS if args.rows is None else [MLA_ROWS[i] for i in args.rows]:
         results.append(_measure(row, comparison))
         release_memory()
-    columns = report.Columns(tuple(KERNELS), tuple(comparison.peers))
+    columns = report.Columns((OURS,), tuple(comparison.peers))
     report.save("mla", "MLA decode", NOTE, results, args.output, columns, comparison.not_measured)

@@ -132,16 +132,6 @@ BACKENDS: tuple[Backend, ...] = (
         capture="attn_ops.eager.launches:capture_launches",
     ),
     Backend(
-        "cuda",
-        "attn_ops.kernels.cuda.mla",
-        unsupported.cuda_mla,
-        kernels={"batch_mla": "mla"},
-        specialized=True,
-        inductor_lowerable=False,
-        has_images=True,
-        capture="attn_ops.eager.launches:capture_launches",
-    ),
-    Backend(
         "triton",
         "attn_ops.kernels.triton.hopper_mla",
         unsupported.hopper_mla,
@@ -150,6 +140,16 @@ BACKENDS: tuple[Backend, ...] = (
         inductor_lowerable=False,
         has_images=True,
         capture=_CAPTURE,
+    ),
+    Backend(
+        "cuda",
+        "attn_ops.kernels.cuda.mla",
+        unsupported.cuda_mla,
+        kernels={"batch_mla": "mla"},
+        specialized=True,
+        inductor_lowerable=False,
+        has_images=True,
+        capture="attn_ops.eager.launches:capture_launches",
     ),
     Backend(
         "triton",

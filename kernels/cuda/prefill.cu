@@ -486,8 +486,9 @@ DEVICE void store_rows(void* out, const Output& output, const int64 (&row)[2], c
   }
 }
 
-// The same for a partial result, one float at a time: a workspace may lie at any multiple of 4 bytes.
+// The same for a partial result: a workspace may lie at any multiple of 4 bytes.
 DEVICE void store_partial(float* partial, const Output& output, const int64 (&row)[2], const bool (&exists)[2]) {
+  if (reinterpret_cast<uint64>(partial) % 8 == 0) return store_rows<kFloat32>(partial, output, row, exists);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float* to = partial + row[r] * kDimVo + threadIdx.x % 4 * 2;

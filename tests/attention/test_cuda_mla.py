@@ -204,8 +204,3 @@ def test_compiled_graphs_call_the_op(mode: str | None, launches: list[int]) -> N
         for _ in range(4):
             assert torch.equal(compiled(*inputs).clone(), expected)
     assert launches
-
-
-def test_auto_takes_it(launches: list[int]) -> None:
-    check(BASE, "cuda", "auto")
-    assert launches == [2]

@@ -18,7 +18,7 @@ from attn_ops.ops import backends, unsupported
 from attn_ops.ops.checks import CHECKS
 
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
-GENERAL, PREFILL, MLA, GLUON_MLA = "triton", "cuda.prefill", "cuda.mla", "triton.hopper_mla"
+GENERAL, PREFILL, MLA, CUDA_MLA = "triton", "cuda.prefill", "triton.hopper_mla", "cuda.mla"
 
 
 @pytest.fixture(autouse=True)
@@ -98,10 +98,10 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     assert _chosen(*call, lowerable=True) == GENERAL
     assert _chosen(*call, lowerable=True, images=True) == kernel
     lines = _lines(*call)
-    others = [GLUON_MLA] if kernel == MLA else []
+    others = [CUDA_MLA] if kernel == MLA else []
     assert list(lines) == [kernel, *others, GENERAL, "cpu.sdpa", "reference"]
     assert lines[kernel] == f"runs it, kernel {kernel.partition('.')[2]}; packages launch its image"
-    assert all(lines[other] == "can run it, kernel hopper_mla" for other in others)
+    assert all(lines[other] == "can run it, kernel mla" for other in others)
     assert lines[GENERAL] == "can run it, kernel prefill"
     assert lines["reference"] == "can run it"
 
@@ -136,7 +136,7 @@ def test_other_calls_run_the_general_kernel(call: tuple[str, dict[str, Any]], re
     assert _chosen(*call) == GENERAL
     lines = _lines(op, arguments)
     kernels = [name for name in lines if name not in (GENERAL, "cpu.sdpa", "reference")]
-    assert kernels == ([MLA, GLUON_MLA] if op == "batch_mla" else [PREFILL])
+    assert kernels == ([MLA, CUDA_MLA] if op == "batch_mla" else [PREFILL])
     for kernel in kernels:
         assert reason in lines[kernel]
         entry = next(backend for backend in backends.BACKENDS if backend.has(op) and backend.label(op) == kernel)
@@ -158,7 +158,7 @@ def test_tokens_far_apart_are_refused_by_the_gluon_kernel_alone(name: str) -> No
     shape = arguments[name].shape
     with FakeTensorMode():
         far = torch.empty_strided(shape, (shape[1] << 21, 1 << 21, 1), dtype=torch.bfloat16, device="cuda")
-    assert _chosen(op, arguments | {name: far}) == MLA
+    assert _chosen(op, arguments | {name: far}) == CUDA_MLA
     assert _chosen(op, arguments | {name: far}, name="triton") == GENERAL
 
 
