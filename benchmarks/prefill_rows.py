@@ -96,8 +96,10 @@ def _prefill(
     name += "" if causal else ", not causal"
     name += "" if window_left < 0 else f", window {window_left}"
     name += "" if logits_soft_cap == 0 else f", soft cap {logits_soft_cap:g}"
-    options = {"window_left": window_left, "logits_soft_cap": logits_soft_cap}
-    return PrefillRow(name, (new,) * batch, (context,) * batch, goal, causal, *heads, *dims, **options)
+    lengths = (new,) * batch, (context,) * batch
+    return PrefillRow(
+        name, *lengths, goal, causal, *heads, *dims, window_left=window_left, logits_soft_cap=logits_soft_cap
+    )
 
 
 PREFILL_ROWS: tuple[PrefillRow, ...] = (

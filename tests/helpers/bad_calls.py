@@ -473,7 +473,7 @@ def _others() -> list[Bad]:
                 ("sm_scale", -1.0, "a positive number"),
                 ("logits_soft_cap", -2.0, "a positive number, or 0"),
                 ("kv_layout", "NDH", "NHD or HND"),
-                ("backend", "fa3", "auto or one of cuda, triton, reference"),
+                ("backend", "fa3", "auto or one of cuda, triton, cpu, reference"),
             )
         ),
         Bad("block_sparse_prefill", {"sinks": torch.zeros(3)}, ShapeError, "sinks has length 3", "4 as in the query"),
