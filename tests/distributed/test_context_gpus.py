@@ -49,17 +49,27 @@ def test_two_ranks_on_one_gpu(scatter: bool) -> None:
     def merge(rank: int, v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ops.attn.merge_context(v, s, buffers, epochs[rank], rank, half, scatter, sinks)
 
-    for t in memory:  # compile and load the kernel first, with flags that no launch waits for
-        t[:flags].view(torch.int32).fill_(1 << 20)
-    merge(0, *(torch.zeros(1, heads, dim, device="cuda", dtype=torch.bfloat16), torch.zeros(1, heads, device="cuda")))
-    torch.cuda.synchronize()
+    states_of_ranks = [
+        (
+            torch.randn(world, rows, heads, dim, generator=generator, device="cuda").bfloat16(),
+            torch.randn(world, rows, heads, generator=generator, device="cuda"),
+        )
+        for rows in (1, most, 3, 7, most)
+    ]
+    # Each launch once by itself, with flags that it does not wait for: a module that is loaded, or memory that is
+    # allocated, while the kernel of the other rank waits may wait for that kernel.
+    for v, s in states_of_ranks:
+        for rank, stream in enumerate(streams):
+            for t in memory:
+                t[:flags].view(torch.int32).fill_(1 << 20)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                merge(rank, v[rank], s[rank])
+            torch.cuda.synchronize()
     for t in (*memory, *epochs):
         t.zero_()
     torch.cuda.synchronize()
-    for rows in (1, most, 3, 7, most):
-        v = torch.randn(world, rows, heads, dim, generator=generator, device="cuda").bfloat16()
-        s = torch.randn(world, rows, heads, generator=generator, device="cuda")
-        torch.cuda.synchronize()
+    for v, s in states_of_ranks:
         results = []
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
