@@ -377,9 +377,10 @@ DEVICE void issue_pv(Output& output, const Probabilities& p, uint64 values) {
 }
 
 // The tanh of `to_cap` times each logit. Almost all logits of a model are far below the cap, where it needs no
-// exponential: the warp takes the exact form if one of its logits is not.
-DEVICE void soft_cap(Logits& logits, float to_cap) {
-  float largest = 0;
+// exponential: the warp takes the other form if one of its logits is not. So it does where logits are of other memory,
+// on which no bit of a result may depend.
+DEVICE void soft_cap(Logits& logits, float to_cap, bool all_visible) {
+  float largest = all_visible ? 0 : kInfinity;
 #pragma unroll
   for (int i = 0; i < kTile / 2; ++i) largest = fmaxf(largest, fabsf(logits[i]));
   if (__any_sync(~0u, largest * to_cap > kSmallTanh)) {
@@ -652,6 +653,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     const int first_row = p.row_of(first_packed_row), last_row = p.row_of(first_packed_row + kPackedRows - 1);
     const int visible_begin = p.window_left == kNone ? 0 : bound(position, last_row, -p.window_left);
     const int visible_end = min(end, bound(position, first_row + 1, p.window_right));
+    const bool all_rows = last_row < count;
 
     Output output;
 #pragma unroll
@@ -663,7 +665,8 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       Probabilities probabilities;
       float alpha[2];
       const auto softmax = [&](int first) {
-        if (arguments.cap > 0) soft_cap(logits, to_cap);
+        const bool all_visible = first + kTile <= visible_end && first >= visible_begin && all_rows;
+        if (arguments.cap > 0) soft_cap(logits, to_cap, all_visible);
         if (first + kTile > visible_end || first < visible_begin) mask(logits, rows, first);
         update(logits, rows, factor, alpha);
       };

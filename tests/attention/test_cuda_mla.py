@@ -183,8 +183,10 @@ def test_plan_and_workspace_may_lie_at_any_multiple_of_four_bytes(shift: str, la
     plan, workspace = step.planner.state, step.planner.workspace
     changed = type(plan)(*map(shifted, plan)) if shift == "plan" else shifted(workspace)
     assert (changed.work if shift == "plan" else changed).data_ptr() % 8
-    assert torch.equal(step.run(**{shift: changed}), step.run())
-    assert workspace.numel()
+    out, expected = step.run(**{shift: changed}), step.run()
+    torch.testing.assert_close(out, expected)  # the combine kernel adds splits in another order
+    if shift == "workspace":
+        assert torch.equal(changed.view(torch.int32), workspace.view(torch.int32))
     assert launches
 
 

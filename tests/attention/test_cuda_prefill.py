@@ -39,7 +39,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "page_size": (8, 48, 64, 256),
     "window_left": (0, 33, 127, 128, 1000),
     "sm_scale": (30.0,),
-    "logits_soft_cap": (5.0,),
+    "logits_soft_cap": (5.0, 50.0),
     "sinks": (1.0, 100.0),
     "kv_lens": ((5, 0, 33, 1, 1, 60), (0,) * 6, (2048, 3, 7, 64, 5, 300)),
     "planner": ({"tile_rows": 33}, {"tile_rows": 128}, {"causal": True}),
@@ -164,6 +164,24 @@ def test_alternating_warpgroups_give_the_same_bits_while_memory_is_busy(launches
     alone = run()
     torch.cuda.synchronize()
     assert all(torch.equal(alone, out) for out in [run() for _ in range(100)])
+    assert launches
+
+
+def test_capped_logits_depend_on_their_request_alone(launches: list[None]) -> None:
+    """Bit for bit, although tiles and query boxes of a request reach into the next one."""
+    device, qo_lens, kv_lens = "cuda", (20, 30), (70, 90)
+    sizes = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    planner = attn_ops.PrefillPlanner(2, 50, 0, max_kv_len=90, **sizes, causal=True, device=device)
+    plan = planner.plan(indptr(qo_lens), indptr(kv_lens))
+    q, k, v = (torch.randn(n, h, 128, device=device, dtype=torch.float16) for n, h in ((50, 8), (160, 2), (160, 2)))
+    outs = []
+    for factor in (1, 100):
+        rows, keys = q.clone(), k.clone()
+        rows[20:] *= factor
+        keys[70:] *= factor
+        options: dict[str, Any] = {"causal": True, "logits_soft_cap": 30.0, "out_dtype": torch.float32}
+        outs.append(torch.ops.attn.ragged_prefill(rows, keys, v, plan, planner.workspace, **options, backend="cuda")[0])
+    assert torch.equal(outs[0][:20], outs[1][:20])
     assert launches
 
 
