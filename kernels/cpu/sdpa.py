@@ -54,7 +54,7 @@ class Window(NamedTuple):
 
     def mask(self, rows: int, keys: int, ahead: int) -> Tensor:
         """``[rows, keys]``: 0 for a key that a row sees, else -inf. The first row is ``ahead`` of the first key."""
-        hidden = torch.full((rows, keys), -math.inf)
+        hidden = torch.full((rows, keys), -math.inf, dtype=torch.float32)
         return hidden.triu(ahead + self.right + 1) + hidden.tril(ahead - self.left - 1)
 
 
@@ -205,7 +205,8 @@ def _attend_batch(
 
 def _empty(q: Tensor, head_dim_vo: int) -> Result:
     """float32 output and natural LSE of rows that see no key."""
-    return torch.zeros((*q.shape[:2], head_dim_vo)), torch.full(q.shape[:2], -math.inf)
+    out = torch.zeros((*q.shape[:2], head_dim_vo), dtype=torch.float32)
+    return out, torch.full(q.shape[:2], -math.inf, dtype=torch.float32)
 
 
 def _finalize(out: Tensor, lse: Tensor, q: Tensor, o: AttentionOptions) -> Result | None:

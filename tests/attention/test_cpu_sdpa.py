@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -95,3 +96,22 @@ def test_what_it_does_not_implement_is_refused_by_name() -> None:
     setup = Setup("prefill", replace(CAUSAL, logits_soft_cap=3.0))
     with pytest.raises(BackendError, match=r"cpu\.sdpa: it does not implement logits_soft_cap"):
         setup.run("cpu")
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_left": 9}], ids=str)
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_another_default_dtype_changes_nothing(
+    kind: str, options: dict[str, object], default_dtype: torch.dtype
+) -> None:
+    setup = Setup(kind, replace(CAUSAL, **{"causal": False, "dtype": torch.float32, **options}))  # type: ignore[arg-type]
+    expected = setup.run("cpu")
+    torch.set_default_dtype(default_dtype)
+    actual = setup.run("cpu")
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
