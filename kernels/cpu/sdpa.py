@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from attn_ops.kernels import reference
 from attn_ops.kernels.reference.append import as_nhd, bits, gather
-from attn_ops.kernels.reference.attention import saturate
+from attn_ops.kernels.reference.attention import MAX_ELEMENTS, saturate
 from torch import Tensor
 
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
@@ -120,13 +120,17 @@ def _attend(q: Tensor, keys: Keys, position: int, length: int, o: AttentionOptio
         _flash(q[:, block], k[:, tokens], v[:, tokens], scale, mask, False, out[block], lse[block])
 
 
-def _groups(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of requests that attend together. Requests without query rows or keys are left out."""
+def _groups(rows: Sequence[int], lengths: Sequence[int], token_elements: int) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of requests that attend together. Requests without query rows or keys are left out.
+
+    The keys of several requests, of ``token_elements`` elements for each token, have at most ``MAX_ELEMENTS``.
+    """
     first = 0
     while first < len(lengths):
         end = first + 1
         if rows[end] - rows[first] == 1:
-            while end < len(lengths) and rows[end + 1] - rows[end] == 1 and lengths[end] == lengths[first]:
+            limit = min(len(lengths), first + MAX_ELEMENTS // max(1, lengths[first] * token_elements))
+            while end < limit and rows[end + 1] - rows[end] == 1 and lengths[end] == lengths[first]:
                 end += 1
         if rows[end] > rows[first] >= 0 and lengths[first] > 0:
             yield first, end
@@ -192,7 +196,7 @@ def _attend_batch(
     lengths = [min(length, most) for length in plan.kv_len.tolist()[: len(rows) - 1]]
     out, lse, q32 = *_empty(q, problem.head_dim_vo), q.float()
     keys = keys_of(plan, caches)
-    for first, end in _groups(rows, lengths):
+    for first, end in _groups(rows, lengths, problem.num_kv_heads * problem.head_dim_qk):
         target = slice(rows[first], rows[end])
         queries = q32[target]  # a plan may have more rows than the query
         alone = end - first == 1

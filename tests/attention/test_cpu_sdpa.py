@@ -115,3 +115,22 @@ def test_another_default_dtype_changes_nothing(
     actual = setup.run("cpu")
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+def test_requests_that_attend_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys that a call gathers, unless one request alone has more."""
+    setup = Setup("decode", replace(DECODE_BASE, kv_lens=(20,) * 5))
+    token = setup.num_kv_heads * setup.head_dim
+    sizes = []
+    gathered = sdpa.PlannedKeys._gather
+
+    def observed(self: sdpa.PlannedKeys, first: int, end: int, *tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(end - first)
+        return gathered(self, first, end, *tokens)
+
+    monkeypatch.setattr(sdpa.PlannedKeys, "_gather", observed)
+    for elements, groups in ((5 * 20 * token, [5]), (2 * 20 * token + 1, [2, 2, 1]), (1, [1] * 5)):
+        monkeypatch.setattr(sdpa, "MAX_ELEMENTS", elements)
+        setup.check(*setup.run("cpu"))
+        assert sizes == groups
+        sizes.clear()
