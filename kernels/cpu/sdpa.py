@@ -214,15 +214,21 @@ def _empty(q: Tensor, head_dim_vo: int) -> Result:
 
 
 def _finalize(out: Tensor, lse: Tensor, q: Tensor, o: AttentionOptions) -> Result | None:
-    """The output, with its sink and in its dtype, and the base-2 LSE; None if one is NaN or an LSE infinite."""
-    if math.isnan(float(out.sum())) or not float(lse.amax()) < math.inf:
+    """The output, with its sink and in its dtype, and the base-2 LSE; None if the reference may differ.
+
+    It may if a number is not finite, but for the LSE of a row that sees no key. Where every logit that a row sees is
+    -inf, the kernel gives an LSE of 0.
+    """
+    if (lse == 0).any():
         return None
     if o.kv_scale is not None:
         out *= _kv_scale(o)[1]
     if o.sinks is not None:
         with_sink = torch.logaddexp(lse, o.sinks)
-        out *= (lse - with_sink).exp().nan_to_num(0.0)[..., None]
+        out *= torch.where(lse == -math.inf, 0.0, (lse - with_sink).exp())[..., None]
         lse = with_sink
+    if not (math.isfinite(float(out.sum())) and float(lse.amax()) < math.inf):
+        return None
     return saturate(out, o.out_dtype or q.dtype), lse * LOG2E
 
 

@@ -134,3 +134,38 @@ def test_requests_that_attend_together_are_bounded(monkeypatch: pytest.MonkeyPat
         setup.check(*setup.run("cpu"))
         assert sizes == groups
         sizes.clear()
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
+def test_a_row_whose_logits_are_all_minus_infinity(kind: str) -> None:
+    """The reference computes the call: the kernel gives such a row an LSE of 0."""
+    setup = Setup(kind, replace(CAUSAL, causal=False))
+    setup.q.abs_().add_(1)
+    setup.k.fill_(-math.inf)
+    (out, lse), expected = setup.run("cpu"), setup.run("reference")
+    assert (lse[0] == -math.inf).all()
+    torch.testing.assert_close((out, lse), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("sink", [math.nan, math.inf], ids=str)
+def test_sinks_that_are_not_finite(sink: float) -> None:
+    """The reference computes the call. A NaN becomes no zero."""
+    setup = Setup("prefill", replace(CAUSAL, sinks=1.0))
+    setup.sinks[0] = sink
+    actual = setup.run("cpu")
+    assert actual[0][0, 0].isnan().all()
+    torch.testing.assert_close(actual, setup.run("reference"), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    setup = Setup("prefill", replace(CAUSAL, sinks=1.0))
+    setup.sinks[:] = -math.inf
+    setup.check(*setup.run("cpu"))
+
+
+def test_an_infinite_value_is_left_to_the_reference() -> None:
+    setup = Setup("ragged", CAUSAL)
+    setup.v[0, 0, 0] = math.inf
+    actual = setup.run("cpu")
+    assert (actual[0][:5, 0, 0] == math.inf).all()
+    torch.testing.assert_close(actual, setup.run("reference"), rtol=0, atol=0, equal_nan=True)
