@@ -13,7 +13,7 @@ from helpers.cases import DECODE_BASE, PREFILL_BASE
 from helpers.harness import Setup
 
 from attn_ops.errors import BackendError
-from attn_ops.ops import backends
+from attn_ops.ops import backends, unsupported
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 CAUSAL = replace(PREFILL_BASE, name="causal", kv_lens=(37, 0, 130, 9), qo_lens=(5, 0, 33, 9), causal=True)
@@ -169,3 +169,10 @@ def test_an_infinite_value_is_left_to_the_reference() -> None:
     actual = setup.run("cpu")
     assert (actual[0][:5, 0, 0] == math.inf).all()
     torch.testing.assert_close(actual, setup.run("reference"), rtol=0, atol=0, equal_nan=True)
+
+
+def test_torch_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, sdpa.FLASH.__name__)
+    assert unsupported.cpu_sdpa(backends.Problem("single_prefill", torch.device("cpu"))) == [
+        f"torch {torch.__version__} has no {sdpa.FLASH.__name__}"
+    ]
