@@ -28,7 +28,10 @@ FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 LOG2E = math.log2(math.e)
 
 MASK_ROWS = 512
-"""Query rows of a call with a mask, which has an element for each row and key."""
+"""Query rows of a call with a mask, which has an element for each row and key, at most."""
+
+MASK_ELEMENTS = 1 << 24
+"""Elements of a mask of more than one row."""
 
 Result = tuple[Tensor, Tensor]
 Keys = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -111,8 +114,10 @@ def _attend(q: Tensor, keys: Keys, position: int, length: int, o: AttentionOptio
     if causal or whole[0] == whole[1]:
         _flash(q, k, v, scale, None, causal, out, lse)
         return
-    for begin in range(0, rows, MASK_ROWS):
-        end = min(begin + MASK_ROWS, rows)
+    most_keys = min(kv_end - kv_begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
+    step = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
         (key, _), (_, last) = seen(begin, end)
         tokens = slice(key - kv_begin, last - kv_begin)
         mask = window.mask(end - begin, last - key, position + begin - key)

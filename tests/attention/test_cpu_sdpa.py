@@ -176,3 +176,22 @@ def test_torch_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unsupported.cpu_sdpa(backends.Problem("single_prefill", torch.device("cpu"))) == [
         f"torch {torch.__version__} has no {sdpa.FLASH.__name__}"
     ]
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_left": 9}], ids=str)
+def test_masks_are_bounded(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The elements of a mask, unless one row alone has more."""
+    setup = Setup("ragged", replace(CAUSAL, **{"causal": False, **options}))  # type: ignore[arg-type]
+    sizes = []
+    masked = sdpa.Window.mask
+
+    def observed(self: sdpa.Window, rows: int, keys: int, ahead: int) -> torch.Tensor:
+        sizes.append(rows * keys)
+        return masked(self, rows, keys, ahead)
+
+    monkeypatch.setattr(sdpa.Window, "mask", observed)
+    for elements in (1 << 24, 700, 1):
+        monkeypatch.setattr(sdpa, "MASK_ELEMENTS", elements)
+        setup.check(*setup.run("cpu"))
+        assert 0 < max(sizes) <= max(elements, 130)
+        sizes.clear()
