@@ -195,3 +195,15 @@ def test_masks_are_bounded(options: dict[str, object], monkeypatch: pytest.Monke
         setup.check(*setup.run("cpu"))
         assert 0 < max(sizes) <= max(elements, 130)
         sizes.clear()
+
+
+def test_a_decode_plan_without_pages_has_no_keys() -> None:
+    """Whatever its lengths are, as in the reference: the places of a decode plan are not tokens of ragged KV."""
+    setup = Setup("decode", replace(DECODE_BASE, page_size=1))
+    for cache in (setup.k, setup.v):
+        cache.nan_to_num_()
+    plan = setup.planner.state._replace(kv_indices=setup.planner.state.kv_indices[:0])
+    args = {k: v for k, v in setup.arguments.items() if k in ("q", "k_cache", "v_cache", "workspace", "kv_layout")}
+    out, lse = sdpa.batch_decode(plan=list(plan), return_lse=True, **args)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
