@@ -150,7 +150,8 @@ def test_a_row_whose_logits_are_all_minus_infinity(kind: str) -> None:
 @pytest.mark.parametrize("sink", [math.nan, math.inf], ids=str)
 def test_sinks_that_are_not_finite(sink: float) -> None:
     """The reference computes the call. A NaN becomes no zero."""
-    setup = Setup("prefill", replace(CAUSAL, sinks=1.0))
+    setup = Setup("prefill", CAUSAL)
+    setup.sinks = torch.randn(setup.num_qo_heads)
     setup.sinks[0] = sink
     actual = setup.run("cpu")
     assert actual[0][0, 0].isnan().all()
@@ -158,8 +159,8 @@ def test_sinks_that_are_not_finite(sink: float) -> None:
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
-    setup = Setup("prefill", replace(CAUSAL, sinks=1.0))
-    setup.sinks[:] = -math.inf
+    setup = Setup("prefill", CAUSAL)
+    setup.sinks = torch.full((setup.num_qo_heads,), -math.inf)
     setup.check(*setup.run("cpu"))
 
 
