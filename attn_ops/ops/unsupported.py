@@ -71,6 +71,9 @@ CUDA_MERGE_VECTORS = 128
 GLUON_TRITON_VERSIONS = (3, 6), (3, 9)
 """The oldest and the newest release of Triton whose Gluon the MLA kernel for Hopper is written in."""
 
+CPU_SDPA = "_scaled_dot_product_flash_attention_for_cpu"
+"""PyTorch's function, which a release may not have."""
+
 CPU_SDPA_OPTIONS = frozenset(
     {"sm_scale", "causal", "window_left", "window_right", "sinks", "kv_scale", "out_dtype", "rope_scale", "rope_theta"}
 )
@@ -149,6 +152,7 @@ def cpu_sdpa(p: Problem) -> list[str]:
                 f"head dimensions {p.head_dim_qk} and {p.head_dim_vo} differ",
             ),
             (p.head_dim_vo >= 1, "it needs head_dim at least 1"),
+            (hasattr(torch, CPU_SDPA), f"torch {torch.__version__} has no {CPU_SDPA}"),
             *_options(p, CPU_SDPA_OPTIONS),
         ]
     )

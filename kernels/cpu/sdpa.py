@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from attn_ops.kernels import reference
 from attn_ops.kernels.reference.append import as_nhd, bits, gather
-from attn_ops.kernels.reference.attention import saturate
+from attn_ops.kernels.reference.attention import MAX_ELEMENTS, saturate
 from torch import Tensor
 
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
@@ -28,7 +28,10 @@ FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 LOG2E = math.log2(math.e)
 
 MASK_ROWS = 512
-"""Query rows of a call with a mask, which has an element for each row and key."""
+"""Query rows of a call with a mask, which has an element for each row and key, at most."""
+
+MASK_ELEMENTS = 1 << 24
+"""Elements of a mask of more than one row."""
 
 Result = tuple[Tensor, Tensor]
 Keys = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -54,7 +57,7 @@ class Window(NamedTuple):
 
     def mask(self, rows: int, keys: int, ahead: int) -> Tensor:
         """``[rows, keys]``: 0 for a key that a row sees, else -inf. The first row is ``ahead`` of the first key."""
-        hidden = torch.full((rows, keys), -math.inf)
+        hidden = torch.full((rows, keys), -math.inf, dtype=torch.float32)
         return hidden.triu(ahead + self.right + 1) + hidden.tril(ahead - self.left - 1)
 
 
@@ -111,8 +114,10 @@ def _attend(q: Tensor, keys: Keys, position: int, length: int, o: AttentionOptio
     if causal or whole[0] == whole[1]:
         _flash(q, k, v, scale, None, causal, out, lse)
         return
-    for begin in range(0, rows, MASK_ROWS):
-        end = min(begin + MASK_ROWS, rows)
+    most_keys = min(kv_end - kv_begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
+    step = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
         (key, _), (_, last) = seen(begin, end)
         tokens = slice(key - kv_begin, last - kv_begin)
         mask = window.mask(end - begin, last - key, position + begin - key)
@@ -120,13 +125,17 @@ def _attend(q: Tensor, keys: Keys, position: int, length: int, o: AttentionOptio
         _flash(q[:, block], k[:, tokens], v[:, tokens], scale, mask, False, out[block], lse[block])
 
 
-def _groups(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of requests that attend together. Requests without query rows or keys are left out."""
+def _groups(rows: Sequence[int], lengths: Sequence[int], token_elements: int) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of requests that attend together. Requests without query rows or keys are left out.
+
+    The keys of several requests, of ``token_elements`` elements for each token, have at most ``MAX_ELEMENTS``.
+    """
     first = 0
     while first < len(lengths):
         end = first + 1
         if rows[end] - rows[first] == 1:
-            while end < len(lengths) and rows[end + 1] - rows[end] == 1 and lengths[end] == lengths[first]:
+            limit = min(len(lengths), first + MAX_ELEMENTS // max(1, lengths[first] * token_elements))
+            while end < limit and rows[end + 1] - rows[end] == 1 and lengths[end] == lengths[first]:
                 end += 1
         if rows[end] > rows[first] >= 0 and lengths[first] > 0:
             yield first, end
@@ -185,6 +194,8 @@ def _attend_batch(
     problem, places = PlanProblem.of(plan.problem), plan.kv_indices.shape[0]
     if problem.world > 1:  # rows have other positions than the last of the tokens
         return None
+    if isinstance(plan, DecodePlan) and not places:  # no keys, and no ragged KV
+        return None
     most = min(problem.max_kv_len, places * problem.page_size or problem.max_kv_len)
     rows: Sequence[int] = range(q.shape[0] + 1)
     if isinstance(plan, PrefillPlan):
@@ -192,7 +203,7 @@ def _attend_batch(
     lengths = [min(length, most) for length in plan.kv_len.tolist()[: len(rows) - 1]]
     out, lse, q32 = *_empty(q, problem.head_dim_vo), q.float()
     keys = keys_of(plan, caches)
-    for first, end in _groups(rows, lengths):
+    for first, end in _groups(rows, lengths, problem.num_kv_heads * problem.head_dim_qk):
         target = slice(rows[first], rows[end])
         queries = q32[target]  # a plan may have more rows than the query
         alone = end - first == 1
@@ -205,19 +216,26 @@ def _attend_batch(
 
 def _empty(q: Tensor, head_dim_vo: int) -> Result:
     """float32 output and natural LSE of rows that see no key."""
-    return torch.zeros((*q.shape[:2], head_dim_vo)), torch.full(q.shape[:2], -math.inf)
+    out = torch.zeros((*q.shape[:2], head_dim_vo), dtype=torch.float32)
+    return out, torch.full(q.shape[:2], -math.inf, dtype=torch.float32)
 
 
 def _finalize(out: Tensor, lse: Tensor, q: Tensor, o: AttentionOptions) -> Result | None:
-    """The output, with its sink and in its dtype, and the base-2 LSE; None if one is NaN or an LSE infinite."""
-    if math.isnan(float(out.sum())) or not float(lse.amax()) < math.inf:
+    """The output, with its sink and in its dtype, and the base-2 LSE; None if the reference may differ.
+
+    It may if a number is not finite, but for the LSE of a row that sees no key. Where every logit that a row sees is
+    -inf, the kernel gives an LSE of 0.
+    """
+    if (lse == 0).any():
         return None
     if o.kv_scale is not None:
         out *= _kv_scale(o)[1]
     if o.sinks is not None:
         with_sink = torch.logaddexp(lse, o.sinks)
-        out *= (lse - with_sink).exp().nan_to_num(0.0)[..., None]
+        out *= torch.where(lse == -math.inf, 0.0, (lse - with_sink).exp())[..., None]
         lse = with_sink
+    if not (math.isfinite(float(out.sum())) and float(lse.amax()) < math.inf):
+        return None
     return saturate(out, o.out_dtype or q.dtype), lse * LOG2E
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from helpers.cases import DECODE_BASE, PREFILL_BASE
 from helpers.harness import Setup
 
 from attn_ops.errors import BackendError
-from attn_ops.ops import backends
+from attn_ops.ops import backends, unsupported
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 CAUSAL = replace(PREFILL_BASE, name="causal", kv_lens=(37, 0, 130, 9), qo_lens=(5, 0, 33, 9), causal=True)
@@ -95,3 +96,115 @@ def test_what_it_does_not_implement_is_refused_by_name() -> None:
     setup = Setup("prefill", replace(CAUSAL, logits_soft_cap=3.0))
     with pytest.raises(BackendError, match=r"cpu\.sdpa: it does not implement logits_soft_cap"):
         setup.run("cpu")
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_left": 9}], ids=str)
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_another_default_dtype_changes_nothing(
+    kind: str, options: dict[str, object], default_dtype: torch.dtype
+) -> None:
+    setup = Setup(kind, replace(CAUSAL, **{"causal": False, "dtype": torch.float32, **options}))  # type: ignore[arg-type]
+    expected = setup.run("cpu")
+    torch.set_default_dtype(default_dtype)
+    actual = setup.run("cpu")
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+def test_requests_that_attend_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys that a call gathers, unless one request alone has more."""
+    setup = Setup("decode", replace(DECODE_BASE, kv_lens=(20,) * 5))
+    token = setup.num_kv_heads * setup.head_dim
+    sizes = []
+    gathered = sdpa.PlannedKeys._gather
+
+    def observed(self: sdpa.PlannedKeys, first: int, end: int, *tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(end - first)
+        return gathered(self, first, end, *tokens)
+
+    monkeypatch.setattr(sdpa.PlannedKeys, "_gather", observed)
+    for elements, groups in ((5 * 20 * token, [5]), (2 * 20 * token + 1, [2, 2, 1]), (1, [1] * 5)):
+        monkeypatch.setattr(sdpa, "MAX_ELEMENTS", elements)
+        setup.check(*setup.run("cpu"))
+        assert sizes == groups
+        sizes.clear()
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
+def test_a_row_whose_logits_are_all_minus_infinity(kind: str) -> None:
+    """The reference computes the call: the kernel gives such a row an LSE of 0."""
+    setup = Setup(kind, replace(CAUSAL, causal=False))
+    setup.q.abs_().add_(1)
+    setup.k.fill_(-math.inf)
+    (out, lse), expected = setup.run("cpu"), setup.run("reference")
+    assert (lse[0] == -math.inf).all()
+    torch.testing.assert_close((out, lse), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("sink", [math.nan, math.inf], ids=str)
+def test_sinks_that_are_not_finite(sink: float) -> None:
+    """The reference computes the call. A NaN becomes no zero."""
+    setup = Setup("prefill", CAUSAL)
+    setup.sinks = torch.randn(setup.num_qo_heads)
+    setup.sinks[0] = sink
+    actual = setup.run("cpu")
+    assert actual[0][0, 0].isnan().all()
+    torch.testing.assert_close(actual, setup.run("reference"), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    setup = Setup("prefill", CAUSAL)
+    setup.sinks = torch.full((setup.num_qo_heads,), -math.inf)
+    setup.check(*setup.run("cpu"))
+
+
+def test_an_infinite_value_is_left_to_the_reference() -> None:
+    setup = Setup("ragged", CAUSAL)
+    setup.v[0, 0, 0] = math.inf
+    actual = setup.run("cpu")
+    assert (actual[0][:5, 0, 0] == math.inf).all()
+    torch.testing.assert_close(actual, setup.run("reference"), rtol=0, atol=0, equal_nan=True)
+
+
+def test_torch_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, sdpa.FLASH.__name__)
+    assert unsupported.cpu_sdpa(backends.Problem("single_prefill", torch.device("cpu"))) == [
+        f"torch {torch.__version__} has no {sdpa.FLASH.__name__}"
+    ]
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_left": 9}], ids=str)
+def test_masks_are_bounded(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The elements of a mask, unless one row alone has more."""
+    setup = Setup("ragged", replace(CAUSAL, **{"causal": False, **options}))  # type: ignore[arg-type]
+    sizes = []
+    masked = sdpa.Window.mask
+
+    def observed(self: sdpa.Window, rows: int, keys: int, ahead: int) -> torch.Tensor:
+        sizes.append(rows * keys)
+        return masked(self, rows, keys, ahead)
+
+    monkeypatch.setattr(sdpa.Window, "mask", observed)
+    for elements in (1 << 24, 700, 1):
+        monkeypatch.setattr(sdpa, "MASK_ELEMENTS", elements)
+        setup.check(*setup.run("cpu"))
+        assert 0 < max(sizes) <= max(elements, 130)
+        sizes.clear()
+
+
+def test_a_decode_plan_without_pages_has_no_keys() -> None:
+    """Whatever its lengths are, as in the reference: the places of a decode plan are not tokens of ragged KV."""
+    setup = Setup("decode", replace(DECODE_BASE, page_size=1))
+    for cache in (setup.k, setup.v):
+        cache.nan_to_num_()
+    plan = setup.planner.state._replace(kv_indices=setup.planner.state.kv_indices[:0])
+    args = {k: v for k, v in setup.arguments.items() if k in ("q", "k_cache", "v_cache", "workspace", "kv_layout")}
+    out, lse = sdpa.batch_decode(plan=list(plan), return_lse=True, **args)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()

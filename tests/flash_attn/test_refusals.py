@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.flash_requests import DenseCache, dense
 from helpers.wrapper_requests import DEVICE, Requests
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attn_ops import errors, flash_attn
 from attn_ops.flash_attn import (
@@ -53,6 +54,15 @@ def test_options(options: dict[str, Any], message: str) -> None:
     r = Requests((9, 5), (4, 3))
     with pytest.raises(errors.AttnOpsError, match=message):
         flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, 4, 9, **options)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_tensor_of_windows_in_a_trace(mode: str) -> None:
+    """Its numbers are not those of later calls."""
+    with pytest.raises(errors.ArgumentError, match=r"window_size is .*; expected a pair"):
+        make_fx(lambda *t: flash_attn_func(*t[:3], window_size=t[3]), tracing_mode=mode)(
+            *dense(2, 5, 9), torch.tensor([3, 0])
+        )
 
 
 @pytest.mark.parametrize("positions", [(None, True), (None, False), (0.0, True), (None,)], ids=str)

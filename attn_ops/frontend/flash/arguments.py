@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import as_sinks
+from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import bounded, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
@@ -103,7 +104,7 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
 def _is_pair_on_host(window_size: Tensor) -> bool:
     """Whether the numbers of ``window_size [2]`` can be read: of a traced call they cannot."""
     integers = window_size.dtype in (torch.int32, torch.int64)
-    return integers and window_size.shape == (2,) and window_size.is_cpu and not torch.compiler.is_compiling()
+    return integers and window_size.shape == (2,) and window_size.is_cpu and not is_traced()
 
 
 def options(
