@@ -7,19 +7,32 @@ have the same page table; the number of a page is that of its owner's cache.
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attn_ops.errors import OptionError, fail
+from attn_ops.errors import ArgumentError, OptionError, RankError, fail
 from attn_ops.plan.plan_checks import MAX_SIZE
 
-__all__ = ["ContextShard"]
+__all__ = ["ContextShard", "context_group"]
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def context_group(where: str, group: ProcessGroup | None) -> ProcessGroup:
+    """``group``, by default that of all processes. Raises a RankError if there is none."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        what, fix = "there is no process group", "call torch.distributed.init_process_group"
+        fail(RankError, where, what, "a group of the ranks that share the keys", fix)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    return group
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,7 @@ class ContextShard:
 
     Raises:
         OptionError: one of the numbers is out of range.
+        ArgumentError: one of the first three is not an integer.
     """
 
     rank: int
@@ -46,6 +60,10 @@ class ContextShard:
 
     def __post_init__(self) -> None:
         where = "ContextShard"
+        for name in ("rank", "world", "interleave"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+                fail(ArgumentError, where, f"{name} is of type {type(value).__name__}", "an integer", "pass an int")
         if self.world < 1:
             fail(OptionError, where, f"world is {self.world}", "1 or more ranks", "pass the size of the group")
         if not 0 <= self.rank < self.world:
@@ -61,10 +79,13 @@ class ContextShard:
 
     @classmethod
     def of(cls, group: ProcessGroup | None = None, *, interleave: int) -> ContextShard:
-        """The shard of this process in ``group``, by default the group of all processes."""
+        """The shard of this process in ``group``, by default the group of all processes.
+
+        Raises a RankError if there is no process group.
+        """
         import torch.distributed as dist
 
-        group = dist.group.WORLD if group is None else group
+        group = context_group("ContextShard.of", group)
         return cls(dist.get_rank(group), dist.get_world_size(group), interleave, group)
 
     def check_page_size(self, where: str, page_size: int) -> None:
