@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from attn_ops.distributed.merge_one_shot import ContextExchange
@@ -182,7 +183,7 @@ def _packed(out: Tensor, lse: Tensor) -> Tensor:
     if rows.shape[-1] * rows.element_size() % 4:
         rows = rows.float()
     rows = rows.contiguous()
-    if rows.storage_offset() * rows.element_size() % 4:
+    if not is_compiling() and rows.storage_offset() * rows.element_size() % 4:  # which Dynamo does not trace
         rows = rows.clone()
     return torch.cat((rows.view(torch.float32), lse), -1)
 

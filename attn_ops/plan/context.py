@@ -44,7 +44,8 @@ class ContextShard:
         world: ranks of the group.
         interleave: tokens that a rank holds in a row, a multiple of the page size.
         group: if it is given, ``plan(validate=True)`` also compares the batch with those of the other ranks, which
-            must validate too.
+            must validate too. Whatever error a rank finds, all of them raise. After a rank did not answer in time, the
+            ranks are out of step: make a new group.
         timeout_s: seconds to wait for their answer.
 
     Raises:
@@ -102,6 +103,12 @@ class ContextShard:
     def owner(self, positions: Tensor) -> Tensor:
         """The rank that holds the token at each of ``positions``."""
         return positions // self.interleave % self.world
+
+    def owned_tokens(self, lengths: Tensor) -> Tensor:
+        """How many tokens of requests of these ``lengths`` this rank holds."""
+        turn = self.interleave * self.world
+        rest = lengths % turn - self.rank * self.interleave
+        return lengths // turn * self.interleave + rest.clamp(0, self.interleave)
 
     def owned(self, batch_indices: Tensor, positions: Tensor) -> Tensor:
         """``batch_indices`` of appended tokens with -1 for those of other ranks, which ``append_kv`` then skips.

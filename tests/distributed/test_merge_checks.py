@@ -53,7 +53,8 @@ def test_exchange_of_another_group(group: dist.ProcessGroup) -> None:
     other = dist.new_group([0])
     with pytest.raises(RankError, match="the exchange is of group"):
         merge_context(OUT, LSE, other, exchange=exchange)
-    merge_context(OUT, LSE, group, exchange=exchange)
+    for call in (merge_context, torch.compile(merge_context, backend="eager", fullgraph=True)):
+        assert torch.equal(call(OUT, LSE, group, exchange=exchange)[0], OUT)
 
 
 @pytest.mark.parametrize("make", [lambda: ContextShard.of(interleave=16), lambda: ContextExchange(3, 2, 4)])
