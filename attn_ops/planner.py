@@ -6,7 +6,7 @@ can be captured in a CUDA graph. Page tables on the host are accepted too, and c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -224,41 +224,53 @@ class _Planner:
             inputs[-3:] = self.context.page_table(self.problem.page_size, *inputs[-3:])
         return OpCall(op, (*inputs, self.state), {}, destinations=None if validate else ())
 
-    def _check(self, validate: bool | None, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
-        """Check the dtypes of a page table, and its contents if ``validate``, or if it is None and all on the host."""
-        for name, t in (*indptrs.items(), ("kv_indices", indices), ("kv_last_page_len", last)):
-            if t.dtype not in INTEGERS:
-                fail(
-                    DTypeError,
-                    "plan",
-                    f"{name} is {str(t.dtype).removeprefix('torch.')}",
-                    "an integer dtype",
-                    "convert it",
-                )
-        if validates(validate, *indptrs.values(), indices, last):
-            for name, indptr in indptrs.items():
-                check_indptr(name, indptr)
-            if self.context is None:
-                check_pages(self.problem, indptrs["kv_indptr"], indices, last, self.max_pages, self.cache_pages)
-            else:
-                self._check_shard(self.context, bool(validate), indptrs, indices, last)
-
-    def _check_shard(
-        self, context: ContextShard, compare: bool, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor
+    def _check(
+        self,
+        validate: bool | None,
+        indptrs: dict[str, Tensor],
+        indices: Tensor,
+        last: Tensor,
+        check_rows: Callable[[], None] | None = None,
     ) -> None:
-        """Check the page table of all ranks, the page numbers of this one, and that all ranks have the same batch."""
+        """Check the dtypes of a page table, and its contents if ``validate``, or if it is None and all on the host.
+
+        ``check_rows`` checks what else a planner does. With a group all of it runs before the ranks compare.
+        """
+        contents = validates(validate, *indptrs.values(), indices, last)
 
         def check() -> None:
-            kv_indptr, unnumbered = indptrs["kv_indptr"], torch.zeros_like(indices)
-            check_pages(self.problem, kv_indptr, unnumbered, last, self.max_pages, None)
-            table = [t.to("cpu", torch.int32) for t in (kv_indptr, indices, last)]
-            own_indptr, own_indices, _ = context.page_table(self.problem.page_size, *table)
-            check_indices(own_indices[: int(own_indptr[-1])], self.cache_pages)
+            check_integers({**indptrs, "kv_indices": indices, "kv_last_page_len": last})
+            if check_rows is not None:
+                check_rows()
+            if contents:
+                self._check_contents(indptrs, indices, last)
 
-        if compare and context.group is not None:
-            check_same_batch(context, context.group, (*indptrs.values(), last), check)
+        context = self.context
+        if validate and context is not None and context.group is not None:
+            check_same_batch(context, context.group, self.device, (*indptrs.values(), last), check)
         else:
             check()
+
+    def _check_contents(self, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
+        """Check the page table; with a context that of all ranks, and the page numbers of this one."""
+        for name, indptr in indptrs.items():
+            check_indptr(name, indptr)
+        kv_indptr = indptrs["kv_indptr"]
+        if self.context is None:
+            check_pages(self.problem, kv_indptr, indices, last, self.max_pages, self.cache_pages)
+            return
+        check_pages(self.problem, kv_indptr, torch.zeros_like(indices), last, self.max_pages, None)
+        table = [t.to("cpu", torch.int32) for t in (kv_indptr, indices, last)]
+        own_indptr, own_indices, _ = self.context.page_table(self.problem.page_size, *table)
+        check_indices(own_indices[: int(own_indptr[-1])], self.cache_pages)
+
+
+def check_integers(table: dict[str, Tensor]) -> None:
+    """Raise a DTypeError unless these tensors, by name, have integer dtypes."""
+    for name, t in table.items():
+        if t.dtype not in INTEGERS:
+            found = str(t.dtype).removeprefix("torch.")
+            fail(DTypeError, "plan", f"{name} is {found}", "an integer dtype", "convert it")
 
 
 class DecodePlanner(_Planner):
@@ -584,11 +596,14 @@ class PrefillPlanner(_Planner):
     def _check_batch(
         self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
     ) -> None:
-        if validates(validate, qo_indptr):
-            self._check_rows(qo_indptr)
-            if self.problem.split and validates(validate, kv_indptr, kv_last_page_len):
-                self._check_splits(qo_indptr, kv_indptr, kv_last_page_len)
-        self._check(validate, {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
+        def check_rows() -> None:
+            if validates(validate, qo_indptr):
+                self._check_rows(qo_indptr)
+                if self.problem.split and validates(validate, kv_indptr, kv_last_page_len):
+                    self._check_splits(qo_indptr, kv_indptr, kv_last_page_len)
+
+        indptrs = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
+        self._check(validate, indptrs, kv_indices, kv_last_page_len, check_rows)
 
     def _check_rows(self, qo_indptr: Tensor) -> None:
         check_indptr("qo_indptr", qo_indptr)
@@ -605,6 +620,8 @@ class PrefillPlanner(_Planner):
     def _check_splits(self, qo_indptr: Tensor, kv_indptr: Tensor, last: Tensor) -> None:
         pages, capacity = kv_indptr.cpu().long().diff(), num_partials(self.state)
         kv_len = torch.where(pages > 0, (pages - 1) * self.problem.page_size + last.cpu(), 0)
+        if self.context is not None:
+            kv_len = self.context.owned_tokens(kv_len)
         needed = count_splits(self.problem, qo_indptr.cpu().long().diff(), kv_len)
         if needed > capacity:
             fail(

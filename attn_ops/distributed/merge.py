@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from attn_ops.distributed.merge_one_shot import ContextExchange
-from attn_ops.errors import DTypeError, PlanError, RankError, ShapeError, fail
+from attn_ops.errors import DeviceError, DTypeError, PlanError, RankError, ShapeError, fail
 from attn_ops.ops.options import FLOATS
+from attn_ops.plan.context import context_group
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 from attn_ops.typed import typed
 
@@ -60,22 +62,20 @@ def merge_context(
             the heads evenly.
         CapacityError: ``out`` has more rows than ``exchange`` has capacity for.
         DTypeError: ``out`` is not one of the dtypes, or ``lse`` or ``sinks`` not float32.
-        RankError: there is no process group.
+        DeviceError: ``lse``, ``sinks``, ``replicated`` or ``exchange`` is on another device than ``out``.
+        RankError: there is no process group, or ``exchange`` is of another one.
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        what, fix = "there is no process group", "call torch.distributed.init_process_group"
-        fail(RankError, "merge_context", what, "a group of the ranks that share the keys", fix)
-    if group is None:
-        group = dist.group.WORLD if exchange is None else exchange.group
-    assert group is not None
+    group = context_group("merge_context", exchange.group if group is None and exchange is not None else group)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    _check(out, lse, sinks, world if scatter_heads else 1)
+    _check(out, lse, sinks, replicated, world if scatter_heads else 1)
     if plan is not None:
         _check_plan(plan, rank, world)
     if exchange is not None:
-        _check_exchange(exchange, rank, world)
+        _check_exchange(exchange, group, rank, world)
+    if exchange is not None and exchange.unavailable is None:
+        _check_device(out, "exchange.buffers", exchange.buffers)
     if exchange is not None and exchange.unavailable is None:
         out, lse = exchange.merge(out, lse, scatter_heads, sinks)
         sinks = None
@@ -90,13 +90,20 @@ def merge_context(
     return (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
 
 
-def _check(out: Tensor, lse: Tensor, sinks: Tensor | None, shares: int) -> None:
+def _check(
+    out: Tensor, lse: Tensor, sinks: Tensor | None, replicated: tuple[Tensor, Tensor] | None, shares: int
+) -> None:
     where = "merge_context"
     if out.dtype not in FLOATS:
         fail(DTypeError, where, f"out is {out.dtype}", "float16, bfloat16 or float32", "call attention for one of them")
     for name, t in (("lse", lse), ("sinks", sinks)):
         if t is not None and t.dtype != torch.float32:
             fail(DTypeError, where, f"{name} is {t.dtype}", "torch.float32", "convert it")
+    state, state_lse = (None, None) if replicated is None else replicated
+    others = {"lse": lse, "sinks": sinks, "the out of replicated": state, "the lse of replicated": state_lse}
+    for name, t in others.items():
+        if t is not None:
+            _check_device(out, name, t)
     if out.dim() != 3:
         fail(ShapeError, where, f"out is {list(out.shape)}", "[rows, num_heads, head_dim]", "reshape it")
     if lse.shape != out.shape[:2]:
@@ -121,6 +128,12 @@ def _check(out: Tensor, lse: Tensor, sinks: Tensor | None, shares: int) -> None:
         )
 
 
+def _check_device(out: Tensor, name: str, t: Tensor) -> None:
+    if t.device != out.device:
+        what, expected = f"{name} is on {t.device}", f"{out.device} as out"
+        fail(DeviceError, "merge_context", what, expected, "move it, or make it there")
+
+
 def _check_plan(plan: DecodePlan | PrefillPlan, rank: int, world: int) -> None:
     problem = PlanProblem.of(plan.problem)
     if (problem.rank, problem.world) != (rank, world):
@@ -133,7 +146,7 @@ def _check_plan(plan: DecodePlan | PrefillPlan, rank: int, world: int) -> None:
         )
 
 
-def _check_exchange(exchange: ContextExchange, rank: int, world: int) -> None:
+def _check_exchange(exchange: ContextExchange, group: ProcessGroup, rank: int, world: int) -> None:
     if (exchange.rank, exchange.world) != (rank, world):
         fail(
             RankError,
@@ -141,6 +154,14 @@ def _check_exchange(exchange: ContextExchange, rank: int, world: int) -> None:
             f"the exchange is of rank {exchange.rank} of {exchange.world}",
             f"that of rank {rank} of {world}, as in the group",
             "make the exchange with this group",
+        )
+    if exchange.group.group_name != group.group_name:
+        fail(
+            RankError,
+            "merge_context",
+            f"the exchange is of group {exchange.group.group_name}",
+            f"that of group {group.group_name}",
+            "make the exchange with this group, or leave group out",
         )
 
 
@@ -161,7 +182,10 @@ def _packed(out: Tensor, lse: Tensor) -> Tensor:
     rows = out.flatten(-2)
     if rows.shape[-1] * rows.element_size() % 4:
         rows = rows.float()
-    return torch.cat((rows.contiguous().view(torch.float32), lse), -1)
+    rows = rows.contiguous()
+    if not is_compiling() and rows.storage_offset() * rows.element_size() % 4:  # which Dynamo does not trace
+        rows = rows.clone()
+    return torch.cat((rows.view(torch.float32), lse), -1)
 
 
 def _unpacked(packed: Tensor, heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.library import Library
 
-from attn_ops.errors import BackendError, CapacityError, fail
+from attn_ops.errors import BackendError, CapacityError, RankError, fail
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import FLOATS
 from attn_ops.ops.unsupported import compute_capability, triton_installed
+from attn_ops.plan.context import context_group
 from attn_ops.typed import typed
 
 __all__ = ["ContextExchange"]
@@ -74,6 +75,7 @@ def _merge(
 
     _check(v, s, half_bytes)
     out, lse = _outputs(v, buffers, scatter_heads)
+    sinks = None if sinks is None else sinks.contiguous()
     merge_context(v.contiguous(), s.contiguous(), buffers, epochs, rank, half_bytes, out, lse, sinks)
     return out, lse
 
@@ -102,7 +104,8 @@ class ContextExchange:
     Collective: all ranks make it, alike and in the same order, outside of graphs. The kernel replaces the collective
     and the merge; all ranks compute the same bits. One exchange serves all layers, from one stream at a time, and all
     ranks call it the same number of times; the kernel of a rank waits on its GPU for those of the others, without a
-    time-out. Where this memory cannot be had, ``unavailable`` says why, on all ranks the
+    time-out. After an error of :func:`merge_context` on any rank, discard the exchange on all of them: the kernels of
+    the others wait, or are one step ahead. Where this memory cannot be had, ``unavailable`` says why, on all ranks the
     same, and :func:`merge_context` takes a collective.
 
     Args:
@@ -119,6 +122,7 @@ class ContextExchange:
 
     Raises:
         BackendError: ``required``, and there is no such memory.
+        RankError: there is no process group, or the ranks ask for different sizes. The latter on all ranks.
     """
 
     @typed
@@ -135,8 +139,7 @@ class ContextExchange:
     ) -> None:
         import torch.distributed as dist
 
-        group = dist.group.WORLD if group is None else group
-        assert group is not None
+        group = context_group("ContextExchange", group)
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         on = torch.empty(0, device=("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
         self.half_bytes = bytes_of_states(max_rows * num_heads, head_dim, dtype)
@@ -153,12 +156,21 @@ class ContextExchange:
             )
 
     def _agree(self, reason: str | None) -> str | None:
-        """The first reason of any rank, after all ranks have told theirs."""
+        """The first reason of any rank, after all ranks have told theirs, and their sizes."""
         import torch.distributed as dist
 
         reasons: list[Any] = [None] * self.world
-        dist.all_gather_object(reasons, (reason, socket.gethostname()), group=self.group)
-        for rank, (found, host) in enumerate(reasons):
+        dist.all_gather_object(reasons, (reason, socket.gethostname(), self.half_bytes), group=self.group)
+        for rank, (_, _, half_bytes) in enumerate(reasons):
+            if half_bytes != reasons[0][2]:
+                fail(
+                    RankError,
+                    "ContextExchange",
+                    f"rank {rank} asks for {half_bytes} bytes of states and rank 0 for {reasons[0][2]}",
+                    "the same sizes on all ranks",
+                    "pass the same max_rows, num_heads, head_dim and dtype on every rank",
+                )
+        for rank, (found, host, _) in enumerate(reasons):
             if found is not None:
                 return f"rank {rank}: {found}"
             if host != reasons[0][1]:

@@ -7,19 +7,32 @@ have the same page table; the number of a page is that of its owner's cache.
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attn_ops.errors import OptionError, fail
+from attn_ops.errors import ArgumentError, OptionError, RankError, fail
 from attn_ops.plan.plan_checks import MAX_SIZE
 
-__all__ = ["ContextShard"]
+__all__ = ["ContextShard", "context_group"]
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def context_group(where: str, group: ProcessGroup | None) -> ProcessGroup:
+    """``group``, by default that of all processes. Raises a RankError if there is none."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        what, fix = "there is no process group", "call torch.distributed.init_process_group"
+        fail(RankError, where, what, "a group of the ranks that share the keys", fix)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    return group
 
 
 @dataclass(frozen=True)
@@ -31,11 +44,13 @@ class ContextShard:
         world: ranks of the group.
         interleave: tokens that a rank holds in a row, a multiple of the page size.
         group: if it is given, ``plan(validate=True)`` also compares the batch with those of the other ranks, which
-            must validate too.
+            must validate too. Whatever error a rank finds, all of them raise. After a rank did not answer in time, the
+            ranks are out of step: make a new group.
         timeout_s: seconds to wait for their answer.
 
     Raises:
         OptionError: one of the numbers is out of range.
+        ArgumentError: one of the first three is not an integer.
     """
 
     rank: int
@@ -46,6 +61,10 @@ class ContextShard:
 
     def __post_init__(self) -> None:
         where = "ContextShard"
+        for name in ("rank", "world", "interleave"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+                fail(ArgumentError, where, f"{name} is of type {type(value).__name__}", "an integer", "pass an int")
         if self.world < 1:
             fail(OptionError, where, f"world is {self.world}", "1 or more ranks", "pass the size of the group")
         if not 0 <= self.rank < self.world:
@@ -61,10 +80,13 @@ class ContextShard:
 
     @classmethod
     def of(cls, group: ProcessGroup | None = None, *, interleave: int) -> ContextShard:
-        """The shard of this process in ``group``, by default the group of all processes."""
+        """The shard of this process in ``group``, by default the group of all processes.
+
+        Raises a RankError if there is no process group.
+        """
         import torch.distributed as dist
 
-        group = dist.group.WORLD if group is None else group
+        group = context_group("ContextShard.of", group)
         return cls(dist.get_rank(group), dist.get_world_size(group), interleave, group)
 
     def check_page_size(self, where: str, page_size: int) -> None:
@@ -81,6 +103,12 @@ class ContextShard:
     def owner(self, positions: Tensor) -> Tensor:
         """The rank that holds the token at each of ``positions``."""
         return positions // self.interleave % self.world
+
+    def owned_tokens(self, lengths: Tensor) -> Tensor:
+        """How many tokens of requests of these ``lengths`` this rank holds."""
+        turn = self.interleave * self.world
+        rest = lengths % turn - self.rank * self.interleave
+        return lengths // turn * self.interleave + rest.clamp(0, self.interleave)
 
     def owned(self, batch_indices: Tensor, positions: Tensor) -> Tensor:
         """``batch_indices`` of appended tokens with -1 for those of other ranks, which ``append_kv`` then skips.

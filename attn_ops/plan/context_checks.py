@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import AttnOpsError, RankError, fail
+from attn_ops.errors import RankError, fail
 from attn_ops.plan.context import ContextShard
 
 if TYPE_CHECKING:
@@ -31,24 +31,30 @@ class _Summary(NamedTuple):
 
 
 def check_same_batch(
-    context: ContextShard, group: ProcessGroup, lengths: Sequence[Tensor], check: Callable[[], None]
+    context: ContextShard,
+    group: ProcessGroup,
+    device: torch.device,
+    lengths: Sequence[Tensor],
+    check: Callable[[], None],
 ) -> None:
     """Run ``check`` and raise its error, or on every rank a RankError if the ranks of ``group`` do not agree.
 
     ``lengths`` are the indptrs of the batch, ``kv_indptr`` the last of them, and ``kv_last_page_len``.
+    ``device`` is this rank's, for a group of NCCL. After a time-out the ranks are out of step, and ``group`` cannot be
+    used any more.
     """
-    error: AttnOpsError | None = None
+    error: Exception | None = None
+    batch = digest = 0
     try:
         check()
-    except AttnOpsError as raised:
-        error = raised
-    batch, digest = len(lengths[-1]), 0
-    if error is None:
+        batch = lengths[-1].numel()
         *indptrs, last = (t.cpu().long() for t in lengths)
         used = torch.where(indptrs[-1].diff() > 0, last, 0)
         digest = _digest([t.tolist() for t in (*indptrs, used)])
+    except Exception as raised:  # whatever it is, the other ranks wait
+        error = raised
     own = _Summary(context.rank, context.world, context.interleave, batch, digest, int(error is not None))
-    summaries = _gather(own, group, context.timeout_s)
+    summaries = _gather(own, group, device, context.timeout_s)
     if error is not None:
         raise error
     _compare(summaries)
@@ -58,10 +64,11 @@ def _digest(lengths: list[list[int]]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(lengths).encode(), digest_size=7).digest(), "little")
 
 
-def _gather(own: _Summary, group: ProcessGroup, timeout_s: float) -> list[_Summary]:
+def _gather(own: _Summary, group: ProcessGroup, device: torch.device, timeout_s: float) -> list[_Summary]:
     import torch.distributed as dist
 
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    if dist.get_backend(group) != "nccl":
+        device = torch.device("cpu")
     sent = torch.tensor(own, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     try:
@@ -72,7 +79,8 @@ def _gather(own: _Summary, group: ProcessGroup, timeout_s: float) -> list[_Summa
         reason = str(raised).partition("\n")[0]
         raise RankError(
             f"plan: a rank of the context group did not answer within {timeout_s:g} s ({reason}); "
-            "expected plan(validate=True) on every rank; validate on all ranks or on none"
+            "expected plan(validate=True) on every rank; validate on all ranks or on none, and make "
+            "a new group, since the ranks of this one are out of step"
         ) from None
 
 

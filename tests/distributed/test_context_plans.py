@@ -34,6 +34,21 @@ def test_a_plan_has_the_keys_of_its_rank() -> None:
     assert other.plan(*page_table(KV_LENS, 16)).kv_len.tolist() == [64, 0, 5, 32]
 
 
+def test_splits_are_those_of_the_keys_of_a_rank() -> None:
+    lengths = int32([0, 1, 31, 32, 33, 64, 65, 100, 1000])
+    for world in (1, 2, 3):
+        shards = [ContextShard(rank, world, 16) for rank in range(world)]
+        owners = [shards[0].owner(torch.arange(n)) for n in lengths]
+        for shard in shards:
+            assert shard.owned_tokens(lengths).tolist() == [int((o == shard.rank).sum()) for o in owners]
+    sizes = {**SIZES, "fixed_split_size": 4, "max_kv_len": 512}
+    whole = PrefillPlanner(1, 1, 32, **sizes, num_ctas=4)
+    batch = int32([0, 1]), *page_table((512,), 16)
+    with pytest.raises(CapacityError, match="the batch makes 8 splits"):
+        whole.plan(*batch)
+    PrefillPlanner(1, 1, 32, **sizes, num_ctas=4, context=ContextShard(1, 2, 32)).plan(*batch)
+
+
 def test_one_rank_has_the_plan_of_all_keys() -> None:
     whole = _decode(context=None)
     alone = _decode(context=ContextShard(0, 1, 16))

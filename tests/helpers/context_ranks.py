@@ -21,7 +21,7 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops.distributed import ContextExchange, ContextShard, merge_context
-from attn_ops.errors import BackendError, PageTableError, PlanError, RankError
+from attn_ops.errors import BackendError, CapacityError, DTypeError, PageTableError, PlanError, RankError, ShapeError
 from helpers import oracle
 from helpers.oracle import Expected
 from helpers.page_tables import indptr, int32
@@ -315,6 +315,22 @@ def validated_batches(group: Group) -> None:
     error, words = (PageTableError, "kv_last_page_len") if other else (RankError, "rank 1 refused the batch")
     _raises(error, words, lambda: planner.plan(kv_indptr, kv_indices, wrong, validate=True))
     assert all(map(torch.equal, before, planner.state))
+    floats = last.float() if other else last
+    _raises(
+        *((DTypeError, "kv_last_page_len is float32") if other else (RankError, "rank 1 refused the batch")),
+        lambda: planner.plan(kv_indptr, kv_indices, floats, validate=True),
+    )
+    scalar = last[0] if other else last
+    _raises(
+        *((ShapeError, "kv_last_page_len") if other else (RankError, "rank 1 refused the batch")),
+        lambda: planner.plan(kv_indptr, kv_indices, scalar, validate=True),
+    )
+    prefill = attn_ops.PrefillPlanner(8, 8, 80, **batch.sizes(), context=batch.shard)
+    qo_indptr = indptr([2 if other else 1] * len(batch.lens)).to(DEVICE)
+    _raises(
+        *((CapacityError, "14 query rows") if other else (RankError, "rank 1 refused the batch")),
+        lambda: prefill.plan(qo_indptr, kv_indptr, kv_indices, last, validate=True),
+    )
     twice = _planner(batch, rank=0)
     _raises(RankError, "process 1 of 2 plans as rank 0", lambda: twice.plan(kv_indptr, kv_indices, last, validate=True))
     uneven = _planner(batch, interleave=PAGE * (2 if other else 1))

@@ -6,6 +6,7 @@ a group of its own, and writes what failed to ``FOLDER/RANK.json``.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -16,7 +17,6 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._inductor.config
@@ -25,6 +25,12 @@ import torch.distributed as dist
 TESTS = Path(__file__).parents[1]
 CASE_TIMEOUT = timedelta(seconds=60)
 """After which a collective that a rank does not join fails on the others."""
+
+AFTER_FAILURE_S = 10.0
+"""How long the other processes go on after one has failed."""
+
+STACKS_AFTER_S = 120
+"""After which, again and again, a process that has not ended writes its stacks to its log."""
 
 Case = Callable[[dist.ProcessGroup], None]
 
@@ -37,31 +43,69 @@ def run_ranks(module: str, world: int, folder: Path, timeout_s: float = 600) -> 
         log = (folder / f"{rank}.log").open("w")
         processes.append(subprocess.Popen(command, cwd=TESTS, stdout=log, stderr=subprocess.STDOUT))
     try:
-        for process in processes:
-            process.wait(timeout_s)
+        in_time = _wait(processes, timeout_s)
     finally:
         for process in processes:
             process.kill()
+            process.wait()
+    if not in_time:
+        logs = "\n".join(f"rank {rank}:\n{_tail(folder, rank)}" for rank in range(world))
+        raise AssertionError(f"the ranks did not end within {timeout_s:g} s:\n{logs}")
     results: dict[str, dict[str, str]] = {}
     for rank in range(world):
-        report, log_text = folder / f"{rank}.json", (folder / f"{rank}.log").read_text()[-4000:]
-        if not report.is_file():
-            raise AssertionError(f"rank {rank} ended without a report:\n{log_text}")
+        report, code = folder / f"{rank}.json", processes[rank].returncode
+        if code or not report.is_file():
+            others = "\n".join(f"rank {other}:\n{_tail(folder, other)}" for other in range(world))
+            raise AssertionError(f"rank {rank} ended with code {code}:\n{others}")
         for case, failure in json.loads(report.read_text()).items():
             results.setdefault(case, {})[str(rank)] = failure
     return results
 
 
-def _run_case(case: Case, group: Any) -> str:
+def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+    """Whether all end in time. Once one has failed, the others have a few seconds more to say so too."""
+    deadline = time.monotonic() + timeout_s
+    failed_at: float | None = None
+    while any(process.poll() is None for process in processes):
+        now = time.monotonic()
+        if now > deadline:
+            return False
+        if failed_at is None and any(process.poll() for process in processes):
+            failed_at = now
+        if failed_at is not None and now > failed_at + AFTER_FAILURE_S:
+            return True
+        time.sleep(0.05)
+    return True
+
+
+def _tail(folder: Path, rank: int) -> str:
+    return (folder / f"{rank}.log").read_text(errors="replace")[-4000:]
+
+
+def _run_case(case: Case, world: int) -> str:
     try:
-        case(group)
+        case(dist.new_group(list(range(world)), timeout=CASE_TIMEOUT))
     except Exception:
         return traceback.format_exc()
     return ""
 
 
 def main() -> None:
+    code = 1
+    try:
+        _run_cases()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a group in which a case failed may not shut down
+
+
+def _run_cases() -> None:
     module, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    faulthandler.dump_traceback_later(STACKS_AFTER_S, repeat=True)
     torch.set_num_threads(1)
     torch._inductor.config.cpp.simdlen = 1  # compiles in a third of the time
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= world and os.environ.get("RANKS_ON") == "cuda"
@@ -69,16 +113,16 @@ def main() -> None:
         torch.cuda.set_device(rank)
     store = dist.FileStore(str(folder / "store"), world)
     backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world, store=store, timeout=CASE_TIMEOUT)
+    device = torch.device("cuda", rank) if on_gpu else None
+    dist.init_process_group(backend, rank=rank, world_size=world, store=store, timeout=CASE_TIMEOUT, device_id=device)
+    dist.barrier()
     cases: dict[str, Case] = importlib.import_module(module).CASES
     failures = {}
     for name, case in cases.items():
         start = time.perf_counter()
-        failures[name] = _run_case(case, dist.new_group(list(range(world)), timeout=CASE_TIMEOUT))
+        failures[name] = _run_case(case, world)
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         (folder / f"{rank}.json").write_text(json.dumps(failures))
-    sys.stdout.flush()
-    os._exit(0)  # a group in which a case failed may not shut down
 
 
 if __name__ == "__main__":

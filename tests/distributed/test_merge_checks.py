@@ -1,0 +1,91 @@
+"""Checks of merging, in a group of one process."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attn_ops.distributed import ContextExchange, ContextShard, merge_context
+from attn_ops.distributed.merge_one_shot import _merge
+from attn_ops.errors import ArgumentError, DeviceError, RankError
+
+OUT, LSE = torch.ones(3, 2, 4), torch.zeros(3, 2)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"lse": LSE.to("meta")}, "lse"),
+        ({"sinks": torch.zeros(2, device="meta")}, "sinks"),
+        ({"replicated": (OUT.to("meta"), LSE)}, "the out of replicated"),
+        ({"replicated": (OUT, LSE.to("meta"))}, "the lse of replicated"),
+    ],
+)
+def test_devices(arguments: dict[str, Any], name: str, group: dist.ProcessGroup) -> None:
+    with pytest.raises(DeviceError, match=f"{name} is on meta; expected cpu as out"):
+        merge_context(**{"out": OUT, "lse": LSE, **arguments})
+
+
+def test_exchange_on_another_device(group: dist.ProcessGroup) -> None:
+    exchange = ContextExchange(3, 2, 4, torch.float32, device="cpu")
+    exchange.unavailable, exchange.buffers = None, torch.zeros(1, dtype=torch.int64, device="meta")
+    with pytest.raises(DeviceError, match=r"exchange\.buffers is on meta"):
+        merge_context(OUT, LSE, exchange=exchange)
+
+
+def test_exchange_of_another_group(group: dist.ProcessGroup) -> None:
+    exchange = ContextExchange(3, 2, 4, torch.float32, device="cpu")
+    other = dist.new_group([0])
+    with pytest.raises(RankError, match="the exchange is of group"):
+        merge_context(OUT, LSE, other, exchange=exchange)
+    for call in (merge_context, torch.compile(merge_context, backend="eager", fullgraph=True)):
+        assert torch.equal(call(OUT, LSE, group, exchange=exchange)[0], OUT)
+
+
+@pytest.mark.parametrize("make", [lambda: ContextShard.of(interleave=16), lambda: ContextExchange(3, 2, 4)])
+def test_without_a_group(make: Any) -> None:
+    with pytest.raises(RankError, match="there is no process group"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("values", "name"), [(("0", 2, 16), "rank"), ((0, 2.0, 16), "world"), ((0, 2, 16.0), "interleave")]
+)
+def test_numbers_of_shards(values: Any, name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} is of type"):
+        ContextShard(*values)
+
+
+def test_kernel_gets_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    module = types.ModuleType("merge_context")
+    module.merge_context = lambda *args: seen.extend(t for t in args if isinstance(t, Tensor))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "attn_ops.kernels.triton.merge_context", module)
+    sinks = torch.arange(4.0)[::2]
+    v, s = OUT.transpose(0, 1).contiguous().transpose(0, 1), LSE.t().contiguous().t()
+    _merge(v, s, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 1 << 20, False, sinks)
+    assert all(t.is_contiguous() for t in seen)
+    assert torch.equal(seen[-1], sinks)
+
+
+def test_message_of_states_at_an_odd_offset() -> None:
+    from attn_ops.distributed.merge import _packed, _unpacked
+
+    out = torch.randn(3 * 2 * 4 + 1).bfloat16()[1:].view(3, 2, 4)
+    merged, _ = _unpacked(_packed(out, LSE)[None], 2, 4, torch.bfloat16)
+    assert torch.equal(merged[:, 0], out)
