@@ -231,6 +231,21 @@ PLAN_ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: _bsr(indptr=int32(0, 3)), errors.ShapeError, r"indptr is \[2\]; expected \[3\]"),
     (lambda: _bsr(indices=int32(0, 1, 2)), errors.PageTableError, "the block column 2; expected 0 to 1"),
     (lambda: _bsr(indices=int32(0, -1, 1)), errors.PageTableError, "the block column -1"),
+    (
+        lambda: _bsr(indptr=int32(0, 1, 3)),
+        errors.PageTableError,
+        "the block column 1 more than once in block row 1; expected each block column at most once",
+    ),
+    (
+        lambda: planner().plan(int32(0, 0, 3, 3, 3, 3, 3), int32(4, 2, 4)),
+        errors.PageTableError,
+        "the block column 4 more than once in block row 1",
+    ),
+    (lambda: _flat(int32(0, 2)), errors.PageTableError, "indptr ends at 2 and mask has 3 blocks"),
+    (lambda: _flat(int32(0)), errors.PageTableError, "indptr ends at 0 and mask has 3 blocks"),
+    (lambda: _flat(int32()), errors.ShapeError, r"indptr is \[0\]"),
+    (lambda: _flat(int32(1, 3)), errors.PageTableError, "indptr starts at 1"),
+    (lambda: _flat(int32(0, 4, 3)), errors.PageTableError, "indptr falls from 4 to 3"),
     (lambda: _bsr(indptr=None), errors.ArgumentError, "indptr is missing"),
     (lambda: _bsr(N=15), errors.OptionError, "N is 15; expected a multiple of C, which is 8"),
     (lambda: _bsr(R=0), errors.OptionError, "R is 0"),
@@ -262,6 +277,10 @@ PLAN_ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 def _tensors(rows: int = 8, keys: int = 16) -> list[Tensor]:
     return [torch.zeros(n, h, DIM, device=DEVICE) for n, h in ((rows, 4), (keys, 2), (keys, 2))]
+
+
+def _flat(indptr: Tensor) -> Tensor:
+    return flashinfer.sparse.convert_bsr_mask_layout(torch.ones(3, 2, 2, dtype=torch.bool), indptr)
 
 
 def _bsr(**changes: Any) -> Any:
