@@ -219,6 +219,50 @@ def test_work_follows_the_blocks() -> None:
     assert int(plan.kv_indptr[-1]) == int(m.map.sum())
 
 
+def call_op(sparse: Any, keys: int = KEYS, heads: tuple[int, int] = HEADS, **options: Any) -> Any:
+    q, k = (torch.zeros(n, h, DIM, device=DEVICE) for n, h in ((ROWS, heads[0]), (keys, heads[1])))
+    return torch.ops.attn.block_sparse_prefill(q, k, k, sparse.state, sparse.workspace, **options)
+
+
+def maps_planner() -> flashinfer.VariableBlockSparsePlanner:
+    return flashinfer.VariableBlockSparsePlanner(ROWS // 2, KEYS, 4, 3, 99, device=DEVICE, **SIZES)
+
+
+MISMATCHES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: call_op(planner(), KEYS // 2), errors.ShapeError, "k has 48 tokens and the plan was made for 96"),
+    (lambda: call_op(planner(), 2 * KEYS), errors.ShapeError, "k has 192 tokens and the plan was made for 96"),
+    (lambda: call_op(maps_planner(), KEYS, (2, 1)), errors.ShapeError, "k has 96 tokens and the plan was made for 192"),
+    (lambda: call_op(planner(), causal=True), errors.PlanError, "causal is True and the plan was made without"),
+    (lambda: call_op(planner(causal=True)), errors.PlanError, "made with causal and the call is not causal"),
+    (
+        lambda: call_op(planner(causal=True), causal=True, mask=torch.zeros(9999, dtype=torch.uint8, device=DEVICE)),
+        errors.PlanError,
+        "expected causal=True and no mask",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), MISMATCHES)
+def test_a_call_is_of_the_planned_matrix(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.usefixtures("_cold")
+def test_a_traced_call_is_of_the_planned_matrix() -> None:
+    sparse = planner()
+
+    def attend(q: Tensor, k: Tensor, causal: bool) -> Any:
+        op = torch.ops.attn.block_sparse_prefill
+        return op(q, k, k, sparse.state, sparse.workspace, causal=causal)
+
+    q = torch.zeros(ROWS, HEADS[0], DIM, device=DEVICE)
+    traced = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    for keys, causal, words in ((48, False, "k has 48 tokens and the plan"), (KEYS, True, "causal is True and the")):
+        with pytest.raises(Exception, match=words):
+            traced(q, torch.zeros(keys, HEADS[1], DIM, device=DEVICE), causal)
+
+
 def int32(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
