@@ -48,6 +48,15 @@ class _SparsePlanner:
     def device(self) -> torch.device:
         return self._planner.device
 
+    def _hold(self, planner: PrefillPlanner, keys: int, causal: bool) -> None:
+        """Plan with ``planner``; the op compares ``keys``, those of all heads that are requests, and ``causal``."""
+        planner.problem = planner.problem._replace(matrix_keys=keys, placed=int(causal))
+        with torch.inference_mode(False):
+            problem = planner.problem.as_shape_tensor(planner.device)
+        mark_static(problem)
+        planner.state = planner.state._replace(problem=problem)
+        self._planner = planner
+
     def _constant(self, values: list[int]) -> Tensor:
         """int32 on the device of the plan; a compiled graph reads it at this address."""
         with torch.inference_mode(False):
@@ -89,6 +98,8 @@ class BlockSparsePlanner(_SparsePlanner):
         state: the :class:`~attn_ops.PrefillPlan`, with pages of ``col_block`` keys.
         workspace: float32 scratch memory, the op's next argument.
 
+    The op takes all keys of the matrix, and ``causal`` as planned; anything else is an error.
+
     Raises:
         OptionError, ShapeError: a size is out of range, or sizes do not agree.
     """
@@ -128,7 +139,7 @@ class BlockSparsePlanner(_SparsePlanner):
         self._cols, self._col_block = num_keys // col_block, col_block
         self._rows = -(-num_rows // row_block)
         self._max_pages = max_blocks * most_requests(block_rows)
-        self._planner = PrefillPlanner(
+        planner = PrefillPlanner(
             len(block_rows),
             num_rows,
             self._max_pages,
@@ -142,6 +153,7 @@ class BlockSparsePlanner(_SparsePlanner):
             num_ctas=num_ctas,
             device=device,
         )
+        self._hold(planner, num_keys, causal)
         self._qo_indptr = self._constant(offsets)
         self._last = self._constant([col_block] * len(block_rows))
         self._block_rows = self._constant(block_rows)
@@ -238,7 +250,7 @@ class VariableBlockSparsePlanner(_SparsePlanner):
         self.causal, self.num_rows, self.num_keys = causal, num_rows, num_keys
         self._shape = num_kv_heads, num_block_rows, num_block_cols
         group, rows = num_qo_heads // num_kv_heads, -(-num_rows // num_block_rows)
-        self._planner = PrefillPlanner(
+        planner = PrefillPlanner(
             num_kv_heads * (num_block_rows + (num_block_cols if causal else 0)),
             num_kv_heads * num_rows,
             max_pages,
@@ -252,6 +264,7 @@ class VariableBlockSparsePlanner(_SparsePlanner):
             num_ctas=num_ctas,
             device=device,
         )
+        self._hold(planner, num_kv_heads * num_keys, causal)
 
     @typed
     def plan(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import DTypeError, OptionError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import DTypeError, OptionError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked, refuse, required
 from attn_ops.frontend.base import Wrapper
 from attn_ops.frontend.outputs import OutputSpec, check_buffer
@@ -32,6 +32,7 @@ from attn_ops.plan.block_sparse import (
     uniform_rows,
 )
 from attn_ops.plan.page_table import INTEGERS, PageTable, index
+from attn_ops.plan.page_table_checks import check_indptr
 from attn_ops.plan.resizable import SizedPlanner
 from attn_ops.planner import PrefillPlanner
 from attn_ops.sparse_planner import fold_heads, unfold_heads
@@ -53,10 +54,19 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
 
     Returns:
         bool ``[blocks * R * C]``: for each block row its ``[R, blocks of the row * C]``, row by row.
+
+    Raises:
+        PageTableError: ``indptr`` does not go from 0 to ``blocks``, or decreases. Its contents are copied to the host.
+        ShapeError, DTypeError: a shape or a dtype is wrong.
     """
     where = "convert_bsr_mask_layout"
     ranked(where, "mask", mask, "[blocks, R, C]")
-    indptr = index(where, "indptr", indptr).to(mask.device).long()
+    indptr = index(where, "indptr", indptr)
+    check_indptr("indptr", indptr, where)
+    if int(indptr[-1]) != mask.shape[0]:
+        what = f"indptr ends at {int(indptr[-1])} and mask has {mask.shape[0]} blocks"
+        fail(PageTableError, where, what, "a mask for each block of the block rows", "make the two agree")
+    indptr = indptr.to(mask.device).long()
     (blocks, rows, cols), steps = mask.shape, indptr.diff()
     entry = torch.arange(blocks, device=mask.device)
     block_row = (torch.searchsorted(indptr, entry, right=True) - 1).clamp(0, max(0, steps.shape[0] - 1))

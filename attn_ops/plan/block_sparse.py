@@ -115,6 +115,23 @@ def check_bsr(where: str, indptr: Tensor, indices: Tensor, num_cols: int, max_bl
                 f"0 to {num_cols - 1}",
                 "pass block columns of this matrix",
             )
+        _check_repeats(where, indptr.cpu().long(), indices[:used].cpu().long(), num_cols)
+
+
+def _check_repeats(where: str, indptr: Tensor, indices: Tensor, num_cols: int) -> None:
+    """A block column is at most once in a block row; ``indptr`` and ``indices``, int64 on the host, are in range."""
+    rows = torch.arange(indptr.shape[0] - 1).repeat_interleave(indptr.diff())
+    blocks = (rows * num_cols + indices).sort().values
+    repeats = blocks[1:][blocks.diff() == 0]
+    if repeats.shape[0]:
+        row, column = divmod(int(repeats[0]), num_cols)
+        fail(
+            PageTableError,
+            where,
+            f"indices has the block column {column} more than once in block row {row}",
+            "each block column at most once in a block row",
+            "leave out the repeats",
+        )
 
 
 def check_sizes(where: str, name: str, sizes: Tensor, total: int | None, multiple: int = 1) -> int:

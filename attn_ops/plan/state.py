@@ -66,6 +66,9 @@ class PlanProblem(NamedTuple):
     rank          of the process that holds the keys, if each of several ranks holds a part of every request's
     world         ranks that hold the keys; 1 if this one holds all of them
     interleave    tokens that a rank holds in a row; 0 if ``world`` is 1
+    matrix_keys   keys of the block-sparse matrix that a sparse planner was made for, those of all heads if KV heads are
+                  requests; 0 for other plans
+    placed        1 if a sparse planner gives rows the positions of a causal matrix; else 0
     """
 
     page_size: int
@@ -81,6 +84,8 @@ class PlanProblem(NamedTuple):
     rank: int = 0
     world: int = 1
     interleave: int = 0
+    matrix_keys: int = 0
+    placed: int = 0
 
     @staticmethod
     def of(problem: Tensor) -> PlanProblem:

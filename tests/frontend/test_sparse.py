@@ -219,6 +219,50 @@ def test_work_follows_the_blocks() -> None:
     assert int(plan.kv_indptr[-1]) == int(m.map.sum())
 
 
+def call_op(sparse: Any, keys: int = KEYS, heads: tuple[int, int] = HEADS, **options: Any) -> Any:
+    q, k = (torch.zeros(n, h, DIM, device=DEVICE) for n, h in ((ROWS, heads[0]), (keys, heads[1])))
+    return torch.ops.attn.block_sparse_prefill(q, k, k, sparse.state, sparse.workspace, **options)
+
+
+def maps_planner() -> flashinfer.VariableBlockSparsePlanner:
+    return flashinfer.VariableBlockSparsePlanner(ROWS // 2, KEYS, 4, 3, 99, device=DEVICE, **SIZES)
+
+
+MISMATCHES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: call_op(planner(), KEYS // 2), errors.ShapeError, "k has 48 tokens and the plan was made for 96"),
+    (lambda: call_op(planner(), 2 * KEYS), errors.ShapeError, "k has 192 tokens and the plan was made for 96"),
+    (lambda: call_op(maps_planner(), KEYS, (2, 1)), errors.ShapeError, "k has 96 tokens and the plan was made for 192"),
+    (lambda: call_op(planner(), causal=True), errors.PlanError, "causal is True and the plan was made without"),
+    (lambda: call_op(planner(causal=True)), errors.PlanError, "made with causal and the call is not causal"),
+    (
+        lambda: call_op(planner(causal=True), causal=True, mask=torch.zeros(9999, dtype=torch.uint8, device=DEVICE)),
+        errors.PlanError,
+        "expected causal=True and no mask",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), MISMATCHES)
+def test_a_call_is_of_the_planned_matrix(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.usefixtures("_cold")
+def test_a_traced_call_is_of_the_planned_matrix() -> None:
+    sparse = planner()
+
+    def attend(q: Tensor, k: Tensor, causal: bool) -> Any:
+        op = torch.ops.attn.block_sparse_prefill
+        return op(q, k, k, sparse.state, sparse.workspace, causal=causal)
+
+    q = torch.zeros(ROWS, HEADS[0], DIM, device=DEVICE)
+    traced = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    for keys, causal, words in ((48, False, "k has 48 tokens and the plan"), (KEYS, True, "causal is True and the")):
+        with pytest.raises(Exception, match=words):
+            traced(q, torch.zeros(keys, HEADS[1], DIM, device=DEVICE), causal)
+
+
 def int32(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -231,6 +275,21 @@ PLAN_ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: _bsr(indptr=int32(0, 3)), errors.ShapeError, r"indptr is \[2\]; expected \[3\]"),
     (lambda: _bsr(indices=int32(0, 1, 2)), errors.PageTableError, "the block column 2; expected 0 to 1"),
     (lambda: _bsr(indices=int32(0, -1, 1)), errors.PageTableError, "the block column -1"),
+    (
+        lambda: _bsr(indptr=int32(0, 1, 3)),
+        errors.PageTableError,
+        "the block column 1 more than once in block row 1; expected each block column at most once",
+    ),
+    (
+        lambda: planner().plan(int32(0, 0, 3, 3, 3, 3, 3), int32(4, 2, 4)),
+        errors.PageTableError,
+        "the block column 4 more than once in block row 1",
+    ),
+    (lambda: _flat(int32(0, 2)), errors.PageTableError, "indptr ends at 2 and mask has 3 blocks"),
+    (lambda: _flat(int32(0)), errors.PageTableError, "indptr ends at 0 and mask has 3 blocks"),
+    (lambda: _flat(int32()), errors.ShapeError, r"indptr is \[0\]"),
+    (lambda: _flat(int32(1, 3)), errors.PageTableError, "indptr starts at 1"),
+    (lambda: _flat(int32(0, 4, 3)), errors.PageTableError, "indptr falls from 4 to 3"),
     (lambda: _bsr(indptr=None), errors.ArgumentError, "indptr is missing"),
     (lambda: _bsr(N=15), errors.OptionError, "N is 15; expected a multiple of C, which is 8"),
     (lambda: _bsr(R=0), errors.OptionError, "R is 0"),
@@ -262,6 +321,10 @@ PLAN_ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 def _tensors(rows: int = 8, keys: int = 16) -> list[Tensor]:
     return [torch.zeros(n, h, DIM, device=DEVICE) for n, h in ((rows, 4), (keys, 2), (keys, 2))]
+
+
+def _flat(indptr: Tensor) -> Tensor:
+    return flashinfer.sparse.convert_bsr_mask_layout(torch.ones(3, 2, 2, dtype=torch.bool), indptr)
 
 
 def _bsr(**changes: Any) -> Any:

@@ -215,7 +215,35 @@ def block_sparse_prefill(
             "whole pages",
             "pass all block columns, or make a planner for pages that divide the tokens",
         )
+    _of_matrix(op, PlanProblem.of(typed.problem), tokens, o.causal and o.mask is None)
     return problem
+
+
+def _of_matrix(op: OpChecker, planned: PlanProblem, tokens: Any, causal: bool) -> None:
+    """A sparse planner's plan is for one number of keys, and causal or not. Wrappers, whose plans vary, check both."""
+    if not planned.matrix_keys:
+        return
+    if tokens != planned.matrix_keys:
+        op.fail(
+            ShapeError,
+            f"k has {tokens} tokens and the plan was made for {planned.matrix_keys}",
+            f"{planned.matrix_keys}, those of all heads that are requests",
+            "pass all keys of the matrix, or make a planner for these",
+        )
+    if causal and not planned.placed:
+        op.fail(
+            PlanError,
+            "causal is True and the plan was made without causal",
+            "causal=False",
+            "make the planner with causal=True",
+        )
+    if planned.placed and not causal:
+        op.fail(
+            PlanError,
+            "the plan was made with causal and the call is not causal",
+            "causal=True and no mask",
+            "make the planner with causal=False",
+        )
 
 
 def batch_mla(
