@@ -61,6 +61,8 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     """
     where = "convert_bsr_mask_layout"
     ranked(where, "mask", mask, "[blocks, R, C]")
+    if mask.dtype != torch.bool:
+        fail(DTypeError, where, f"mask is {mask.dtype}", "torch.bool", "convert it")
     indptr = index(where, "indptr", indptr)
     check_indptr("indptr", indptr, where)
     if int(indptr[-1]) != mask.shape[0]:
@@ -128,10 +130,12 @@ class _SparseWrapper(Wrapper):
             return q, k
         from attn_ops.kernels.reference.rope_alibi import rotate_half
 
+        rope = float(options.rope_scale), float(options.rope_theta)
+
         def rotate(x: Tensor, first: int) -> Tensor:
             tokens = x if kv_layout == "NHD" else x.transpose(0, 1)
             position = torch.arange(tokens.shape[0], device=x.device) + first
-            rotated = rotate_half(tokens.float(), position, options.rope_scale, options.rope_theta).to(x.dtype)
+            rotated = rotate_half(tokens.float(), position, *rope).to(x.dtype)
             return rotated if kv_layout == "NHD" else rotated.transpose(0, 1)
 
         token = 0 if kv_layout == "NHD" else 1

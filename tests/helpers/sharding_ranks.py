@@ -352,7 +352,7 @@ def demo_serves_the_same_tokens(group: Group) -> None:
         "qkv_bias": True,
         "out_bias": True,
     }
-    model = demo_tiny.model(**sizes, out_bias=True, intermediate_size=64, qk_norm=True).to(device)
+    model = demo_tiny.model(**sizes, intermediate_size=64, qk_norm=True).to(device)
     capacity = Capacity(max_batch=3, page_size=4, num_pages=20, max_tokens=30, prefill_tokens=16)
     outputs = []
     for grid, served in ((mesh(), shard_model(model, mesh())), (None, model)):

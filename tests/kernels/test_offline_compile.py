@@ -82,6 +82,7 @@ WRITTEN = {
     "append_kernel": {"k_cache", "v_cache"},
     "batch_indices_positions_kernel": {"batch_indices", "positions"},
     "seq_lens_kernel": {"out"},
+    "shard_page_table_kernel": {"own_indptr", "own_indices", "own_last_page_len"},
     "page_table_kernel": {"kv_indptr", "kv_indices", "kv_last_page_len"},
     "packbits_kernel": {"out"},
     "segment_packbits_kernel": {"out", "byte_indptr"},

@@ -57,10 +57,10 @@ def images_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = backends.choose
 
     def first_if_packaged(
-        problem: Any, name: str = "auto", lowerable: bool = False, has_images: bool = False
+        problem: Any, name: str = "auto", lowerable: bool = False, images: bool = False, traced: bool = False
     ) -> backends.Backend:
         found = [entry for entry in backends.BACKENDS if entry.has(problem.op)]
-        return found[0] if has_images and problem.op == "batch_decode" else choose(problem, name, lowerable)
+        return found[0] if images and problem.op == "batch_decode" else choose(problem, name, lowerable, False, traced)
 
     monkeypatch.setattr(backends, "choose", first_if_packaged)
 
