@@ -358,6 +358,8 @@ def unavailable_exchange(group: Group) -> None:
     rank = dist.get_rank(group)
     out, lse = merge_context(v[:, rank].contiguous().to(DEVICE), s[:, rank].contiguous().to(DEVICE), exchange=exchange)
     torch.testing.assert_close((out.cpu().double(), lse.cpu().double()), oracle.merge(v, s), atol=1e-6, rtol=1e-6)
+    uneven = functools.partial(ContextExchange, 8 + 8 * rank, 4, 32, group=group, device="cpu")
+    _raises(RankError, "rank 1 asks for 4352 bytes of states and rank 0 for 2176", uneven)
     make = functools.partial(ContextExchange, 8, 4, 32, group=group, device="cpu", required=True)
     _raises(BackendError, "it runs on cuda, not cpu", make)
 
