@@ -315,20 +315,25 @@ def validated_batches(group: Group) -> None:
     error, words = (PageTableError, "kv_last_page_len") if other else (RankError, "rank 1 refused the batch")
     _raises(error, words, lambda: planner.plan(kv_indptr, kv_indices, wrong, validate=True))
     assert all(map(torch.equal, before, planner.state))
+
+    def refused(error: type[Exception], words: str) -> tuple[type[Exception], str]:
+        """What rank 1 raises, and what the others do."""
+        return (error, words) if other else (RankError, "rank 1 refused the batch")
+
     floats = last.float() if other else last
     _raises(
-        *((DTypeError, "kv_last_page_len is float32") if other else (RankError, "rank 1 refused the batch")),
+        *refused(DTypeError, "kv_last_page_len is float32"),
         lambda: planner.plan(kv_indptr, kv_indices, floats, validate=True),
     )
     scalar = last[0] if other else last
     _raises(
-        *((ShapeError, "kv_last_page_len") if other else (RankError, "rank 1 refused the batch")),
+        *refused(ShapeError, "kv_last_page_len"),
         lambda: planner.plan(kv_indptr, kv_indices, scalar, validate=True),
     )
     prefill = attn_ops.PrefillPlanner(8, 8, 80, **batch.sizes(), context=batch.shard)
     qo_indptr = indptr([2 if other else 1] * len(batch.lens)).to(DEVICE)
     _raises(
-        *((CapacityError, "14 query rows") if other else (RankError, "rank 1 refused the batch")),
+        *refused(CapacityError, "14 query rows"),
         lambda: prefill.plan(qo_indptr, kv_indptr, kv_indices, last, validate=True),
     )
     twice = _planner(batch, rank=0)
