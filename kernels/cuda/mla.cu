@@ -61,6 +61,7 @@
 // logits of the tile are complete, and no one else reads that half.
 #include "basics.cuh"
 #include "cluster.cuh"
+#include "epilogue.cuh"
 #include "hopper.cuh"
 
 namespace attn_ops {
@@ -84,7 +85,6 @@ constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
 constexpr int kMaxTokens = 0x7FF00000;          // of a request: sums with sizes of tiles fit in 32 bits
 constexpr bool kKeysFirst[2] = {false, true};  // by consumer
 enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
-enum OutType { kLikeQuery, kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
 enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
 
 struct Shared {
@@ -336,16 +336,6 @@ using Logits = float[kTile / 2];
 using Output = float[kHalf / 2];
 using Probabilities = uint32[kTile / 16][4];
 
-DEVICE float max_of_quad(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-DEVICE float sum_of_quad(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // Operands of matrix products by the lower halves of their descriptors: all have the same upper half, and an addition
 // to 32 bits takes one instruction.
 DEVICE uint32 lower(uint64 descriptor) { return static_cast<uint32>(descriptor); }
@@ -473,28 +463,6 @@ DEVICE void release(uint32 barrier) {
   }
 }
 
-// Two floats as a pair of another type. FP8 saturates.
-template <OutType TYPE>
-DEVICE auto pair_of(float x, float y) {
-  if constexpr (TYPE == kFloat32) {
-    return float2{x, y};
-  } else if constexpr (TYPE == kFloat16 || TYPE == kBFloat16) {
-    uint32 pair;
-    if constexpr (TYPE == kFloat16)
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-    else
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-    return pair;
-  } else {
-    unsigned short pair;
-    if constexpr (TYPE == kE4M3)
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
-    else
-      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
-    return pair;
-  }
-}
-
 // Stores this thread's columns of its two rows, whose first elements of 512 are at `row`.
 template <OutType TYPE>
 DEVICE void store_pairs(void* out, const Output& output, int first_column, const int64 (&row)[2],
@@ -521,15 +489,6 @@ DEVICE void store_partial(float* partial, const Output& output, int first_column
 #pragma unroll
       for (int i = 0; i < kHalf / 8; ++i) to[8 * i] = output[4 * i + 2 * r], to[8 * i + 1] = output[4 * i + 2 * r + 1];
   }
-}
-
-// Transposes four words of the four lanes of a quad: lane i gets word i of each.
-DEVICE uint4 transpose_quad(uint32 w0, uint32 w1, uint32 w2, uint32 w3) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  const uint32 a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
-  w0 = odd ? a : w0, w1 = odd ? w1 : a, w2 = odd ? b : w2, w3 = odd ? w3 : b;
-  const uint32 c = __shfl_xor_sync(~0u, upper ? w0 : w2, 2), d = __shfl_xor_sync(~0u, upper ? w1 : w3, 2);
-  return upper ? uint4{c, d, w2, w3} : uint4{w0, w1, c, d};
 }
 
 // In the type of the query, 16 bytes at a time.

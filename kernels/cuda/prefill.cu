@@ -48,6 +48,7 @@
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
 #include "basics.cuh"
+#include "epilogue.cuh"
 #include "hopper.cuh"
 
 namespace attn_ops {
@@ -67,7 +68,6 @@ constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
 constexpr int kNone = 1 << 30;         // a window without a bound
 constexpr int kMaxTokens = 0x7FF00000;  // of a request: sums with sizes of tiles fit in 32 bits
 enum NamedBarrier { kBothConsumers = 1 };
-enum OutType { kLikeQuery, kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
 enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
 
 struct Shared {
@@ -350,16 +350,6 @@ using Logits = float[kTile / 2];
 using Output = float[kDimVo / 2];
 using Probabilities = uint32[kTile / 16][4];
 
-DEVICE float max_of_quad(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-DEVICE float sum_of_quad(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
 #pragma unroll
   for (int column = 0; column < kDimQk; column += 16) {
@@ -452,28 +442,6 @@ DEVICE void release(uint32 empty) {
   if (threadIdx.x % 32 == 0) arrive(empty);
 }
 
-// Two floats as a pair of another type. FP8 saturates.
-template <OutType TYPE>
-DEVICE auto pair_of(float x, float y) {
-  if constexpr (TYPE == kFloat32) {
-    return float2{x, y};
-  } else if constexpr (TYPE == kFloat16 || TYPE == kBFloat16) {
-    uint32 pair;
-    if constexpr (TYPE == kFloat16)
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-    else
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-    return pair;
-  } else {
-    unsigned short pair;
-    if constexpr (TYPE == kE4M3)
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
-    else
-      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
-    return pair;
-  }
-}
-
 // Stores the two rows of this thread from registers.
 template <OutType TYPE>
 DEVICE void store_rows(void* out, const Output& output, const int64 (&row)[2], const bool (&exists)[2]) {
@@ -510,15 +478,6 @@ struct Arguments {
   float scale, cap;
   Results results;
 };
-
-// Transposes four words of the four lanes of a quad: lane i gets word i of each.
-DEVICE uint4 transpose_quad(uint32 w0, uint32 w1, uint32 w2, uint32 w3) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  const uint32 a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
-  w0 = odd ? a : w0, w1 = odd ? w1 : a, w2 = odd ? b : w2, w3 = odd ? w3 : b;
-  const uint32 c = __shfl_xor_sync(~0u, upper ? w0 : w2, 2), d = __shfl_xor_sync(~0u, upper ? w1 : w3, 2);
-  return upper ? uint4{c, d, w2, w3} : uint4{w0, w1, c, d};
-}
 
 // Stores the two rows of this thread in the type of the query, 16 bytes at a time.
 DEVICE void store_like_query(void* out, const Output& output, const int64 (&row)[2], const bool (&exists)[2]) {

@@ -56,7 +56,7 @@ def test_matches_oracle_on_the_gpu(name: str) -> None:
 
 
 def test_every_op_and_public_name_has_a_call() -> None:
-    planned = {"plan_decode", "plan_prefill", "shard_page_table"}  # by the planners of the other ops, or of ranks
+    planned = {"plan_decode", "plan_prefill"}  # by the planners of the other ops
     assert set(ops.OPS) | planned == set(SCHEMAS)
     source = "".join(map(inspect.getsource, (functions, wrappers, sparse)))
     elsewhere = {

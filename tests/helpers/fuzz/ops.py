@@ -479,6 +479,33 @@ def page_table(d: Draw) -> Call:
     )
 
 
+def shard_page_table(d: Draw) -> Call:
+    shape = Shape.draw(d)
+    batch = Batch(d, shape)
+    world = d.integer(1, 4)
+    rank, size = d.integer(0, world - 1), shape.page_size
+    interleave = size * d.pick(1, 1, 2, 5)
+    table = batch.page_table(wide=False)
+    indptr, flat, last = [0], [], []
+    for pages, n in zip(batch.pages, batch.kv_lens, strict=True):
+        owned = [p for p in range(-(-n // size)) if p * size // interleave % world == rank]
+        flat += [pages[p] for p in owned]
+        indptr.append(len(flat))
+        last.append(min(size, n - owned[-1] * size) if owned else 0)
+
+    def check(got: tuple[Tensor, Tensor, Tensor]) -> None:
+        _equal((got[0], got[1][: len(flat)], got[2]), (indptr, flat, last))
+        assert not got[1][len(flat) :].any()
+
+    return Call(
+        "shard_page_table",
+        f"{batch}, rank={rank}, world={world}, interleave={interleave}",
+        lambda: ops.shard_page_table(*table, size, rank, world, interleave, backend=d.backend),
+        check,
+        list(table),
+    )
+
+
 def _pack(bits: list[bool], bitorder: str) -> list[int]:
     padded = bits + [False] * (-len(bits) % 8)
     weights = [128 >> i for i in range(8)] if bitorder == "big" else [1 << i for i in range(8)]
@@ -529,6 +556,7 @@ OTHERS: dict[str, Callable[[Draw], Call]] = {
     "batch_indices_positions": batch_indices_positions,
     "seq_lens": seq_lens,
     "page_table": page_table,
+    "shard_page_table": shard_page_table,
     "block_sparse_table": SPARSE_OPS["block_sparse_table"],
     **{op: _merge(op) for op in ("merge_state", "merge_states", "merge_state_in_place", "merge_states_varlen")},
     "packbits": packbits,
