@@ -180,7 +180,8 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]
     assert waits == ["0", "1", "0", "0"]  # first tile; mainloop; last product
     (step,) = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", code, re.DOTALL)
     of_softmax = step.rpartition("MUFU.RCP")[2].count("MUFU.EX2")  # those before are of the soft cap
-    assert of_softmax >= tokens / 2 * 7 / 8  # of a thread: a warpgroup has 64 packed rows and a KV tile
+    least = 29 if key[:2] == (256, 256) else tokens / 2 * 15 / 16
+    assert of_softmax >= least  # of a thread: a warpgroup has 64 packed rows and a KV tile
 
 
 SMS = 132
