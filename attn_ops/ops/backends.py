@@ -158,6 +158,16 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=unsupported.TRITON_KERNELS,
         capture=_CAPTURE,
     ),
+    Backend(  # not measured yet: only for calls that ask for it
+        "cuda",
+        "attn_ops.kernels.cuda.prefill",
+        unsupported.cuda_prefill_fp8,
+        kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_fp8"),
+        specialized=True,
+        inductor_lowerable=False,
+        has_images=True,
+        capture="attn_ops.eager.launches:capture_launches",
+    ),
     Backend(
         "cpu",
         "attn_ops.kernels.cpu.sdpa",

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attn_ops.ops.options import FP8
+
 if TYPE_CHECKING:
     from attn_ops.ops.backends import Problem
 
@@ -269,26 +271,36 @@ def cuda_merge_states(p: Problem) -> list[str]:
     )
 
 
-def cuda_prefill(p: Problem) -> list[str]:
+def _cuda_prefill(p: Problem, fp8: bool, of_kv: list[tuple[bool, str]], options: frozenset[str]) -> list[str]:
+    """The reasons of the CUDA prefill kernel, with its checks of keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
     return _cuda(
         p,
         "prefill",
-        [(*dims, p.op in CUDA_PAGED_PREFILLS, p.dtype)],
+        [(*dims, p.op in CUDA_PAGED_PREFILLS, p.dtype, fp8)],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
-            (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
             (dims in CUDA_PREFILL_HEAD_DIMS, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
             (
                 p.page_size % CUDA_PREFILL_PAGE == 0,
                 f"pages of {p.page_size} tokens are not multiples of {CUDA_PREFILL_PAGE}",
             ),
             (p.layout.aligned, "rows are not aligned to 16 bytes"),
-            (
-                p.layout.mappable,
-                "keys and values have no elements, several at one address, or too many for a tensor map",
-            ),
-            *_options(p, CUDA_PREFILL_OPTIONS),
+            *of_kv,
+            *_options(p, options),
         ],
     )
+
+
+def cuda_prefill(p: Problem) -> list[str]:
+    """Keys and values of the query's dtype."""
+    mappable = "keys and values have no elements, several at one address, or too many for a tensor map"
+    checks = [(p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"), (p.layout.mappable, mappable)]
+    return _cuda_prefill(p, False, checks, CUDA_PREFILL_OPTIONS)
+
+
+def cuda_prefill_fp8(p: Problem) -> list[str]:
+    """FP8 keys and values."""
+    checks = [(p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8")]
+    return _cuda_prefill(p, True, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"})

@@ -49,7 +49,12 @@
 // Producers run ahead into the next unit while consumers are in their epilogue.
 #include "basics.cuh"
 #include "epilogue.cuh"
+#include "fp8.cuh"
 #include "hopper.cuh"
+
+#ifndef KV_FP8
+#define KV_FP8 0
+#endif
 
 namespace attn_ops {
 namespace {
@@ -64,8 +69,11 @@ constexpr int kPackedRows = 64;                                       // of a co
 constexpr int kRowBytes = 128;                                        // of 64 columns in shared memory
 constexpr int kGroupBytes = 8 * kRowBytes;                            // of 8 rows and 64 columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk * 2, kValueBytes = kTile * kDimVo * 2;
-constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
+constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
+// Of a thread of a producer and of a consumer. Converting producers hold a part of a KV tile.
+constexpr int kProducerRegisters = KV_FP8 ? 48 : 40, kConsumerRegisters = 232;
 constexpr int kNone = 1 << 30;         // a window without a bound
+constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits
 constexpr int kMaxTokens = 0x7FF00000;  // of a request: sums with sizes of tiles fit in 32 bits
 enum NamedBarrier { kBothConsumers = 1 };
 enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
@@ -307,8 +315,30 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
   fence_async_shared();
 }
 
-// Two warps, or a thread if TMA loads them: the packed rows of each unit, and the unit itself. One without rows is the
-// end.
+// The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does. Without a unit it is the end.
+DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, bool exists, uint32 n, Shared& shared,
+                         int thread) {
+  const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
+  wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
+  if (thread == 0) {
+    const int words[] = {unit.row,   exists ? unit.count : 0, unit.position,         unit.start,
+                         unit.end,   unit.slot,               unit.first_packed_row, unit.kv_head * p.group};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) shared.unit[buffer][i] = words[i];
+  }
+  const uint32 to = shared_address(shared.query[buffer][0]);
+  if (exists && q.box_rows) {
+    const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_packed_row / p.group;
+    arrive_expect(full, blocks * kQueryBytes);
+    for (int i = 0; i < blocks; ++i)
+      load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, full);
+  } else {
+    if (exists) copy_queries(p, q, unit, to, thread);
+    arrive(full);
+  }
+}
+
+// Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   if (q.box_rows && thread) return;
@@ -316,25 +346,161 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) 
   Unit unit;
   for (uint32 n = 0;; ++n) {
     const bool exists = schedule.next(p, unit);
-    const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
-    wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
-    if (thread == 0) {
-      const int words[] = {unit.row,   exists ? unit.count : 0, unit.position,         unit.start,
-                           unit.end,   unit.slot,               unit.first_packed_row, unit.kv_head * p.group};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) shared.unit[buffer][i] = words[i];
-    }
-    const uint32 to = shared_address(shared.query[buffer][0]);
-    if (exists && q.box_rows) {
-      const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_packed_row / p.group;
-      arrive_expect(full, blocks * kQueryBytes);
-      for (int i = 0; i < blocks; ++i)
-        load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, full);
-    } else {
-      if (exists) copy_queries(p, q, unit, to, thread);
-      arrive(full);
-    }
+    load_queries(p, q, unit, exists, n, shared, thread);
     if (!exists) return;
+  }
+}
+
+// FP8 keys or values in global memory. Strides are in bytes; that of pages is 0 for ragged KV.
+struct Fp8Source {
+  const char* first;
+  int64 page, token, head;
+};
+
+// Which tokens a KV tile has, and where they are.
+struct TileTokens {
+  int first;       // of the tile
+  int begin, end;  // those from `begin` to `end` are loaded
+  int page_start, kv_head;
+  uint32 page;      // of this lane's group of 8 tokens of those that the warp converts; paged KV alone
+  int row_of_page;  // the first of these tokens in its page
+};
+
+// What follows from `x` is computed here, not kept in registers from the start of the kernel on.
+DEVICE int recomputed(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// What a lane of a producer converts of a KV tile of DIM columns: of each group of 8 tokens of its warp, and of each 64
+// columns, 16 of one token. Eight lanes have chunks in all banks.
+template <int DIM>
+struct Fp8Part {
+  static constexpr int kGroups = kTile / 8 / kProducerWarps, kChunks = kGroups * (DIM / 64);
+
+  // The first of the two neighbouring chunks of 16 bytes in `tile` that 16 columns of FP8 become.
+  DEVICE static uint32 chunk(uint32 tile, int lane, int i) {
+    const int row = lane / 4, group = threadIdx.x / 32 * kGroups + i / (DIM / 64);
+    return tile + group * TileLayout<DIM>::kGroup + i % (DIM / 64) * TileLayout<DIM>::kColumn + row * kRowBytes +
+           (lane % 4 * 2 ^ row) * 16;
+  }
+
+  // Copies to these chunks. Zeros where no row sees a token.
+  DEVICE static void copy(const Problem& p, const Fp8Source& source, const TileTokens& tokens, uint32 tile) {
+    const int lane = recomputed(threadIdx.x % 32), first = tokens.first + uniform(threadIdx.x / 32) * kGroups * 8;
+    const char* from = source.first + tokens.kv_head * source.head + lane / 4 * source.token + lane % 4 * 16;
+    int64 offset = 0;
+    if (PAGED)
+      offset = min(tokens.page, uint32(p.num_pages) - 1) * source.page + tokens.row_of_page * source.token;
+    else
+      from += (int64(tokens.page_start) + first) * source.token;
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int token = first + i * 8 + lane / 4;
+      const bool exists = token >= tokens.begin && token < tokens.end;
+      const char* group = from + (PAGED ? __shfl_sync(~0u, offset, i) : i * 8 * source.token);
+#pragma unroll
+      for (int column = 0; column < DIM / 64; ++column)
+        copy_chunk(chunk(tile, lane, i * (DIM / 64) + column), exists ? group + column * 64 : source.first, exists);
+    }
+    commit_copies();
+  }
+
+  // Converts what this lane has copied, in place.
+  DEVICE static void convert(Fp8Type type, uint32 tile) {
+    if (type == kFp8E4M3)
+      convert<kFp8E4M3>(tile);
+    else
+      convert<kFp8E5M2>(tile);
+  }
+
+  template <Fp8Type TYPE>
+  DEVICE static void convert(uint32 tile) {
+    constexpr int kAtOnce = 2;
+    const int lane = recomputed(threadIdx.x % 32);
+#pragma unroll
+    for (int i = 0; i < kChunks; i += kAtOnce) {
+      uint4 x[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) x[j] = load_shared(chunk(tile, lane, i + j));
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const uint32 to = chunk(tile, lane, i + j);
+        store_shared(to, widen<TYPE>(x[j].x, x[j].y));
+        store_shared(to ^ 16, widen<TYPE>(x[j].z, x[j].w));
+      }
+    }
+  }
+};
+
+// A warpgroup: all producers at once for FP8 KV, which is converted to the type of the queries in the rings, each warp a
+// part of each KV tile. Two warps also load the queries of a unit.
+DEVICE void produce_fp8(const Problem& p, const Fp8Source& k, const Fp8Source& v, const Queries& q, Fp8Type type,
+                        Shared& shared) {
+  using Keys = Fp8Part<kDimQk>;
+  using Values = Fp8Part<kDimVo>;
+  const int lane = threadIdx.x % 32, thread = int(threadIdx.x) - 2 * 32;  // of producer Q
+  const uint32 keys = shared_address(shared.keys[0]), values = shared_address(shared.values[0]);
+  const uint32 k_full = shared_address(shared.k_full), k_empty = shared_address(shared.k_empty);
+  const uint32 v_full = shared_address(shared.v_full), v_empty = shared_address(shared.v_empty);
+  const auto find_page = [&](TileTokens& tokens) {
+    if (!PAGED) return;
+    const int token = tokens.first + (uniform(threadIdx.x / 32) * Keys::kGroups + lane) * 8;
+    const int index = tokens.page_start + token / p.page_size;
+    const bool exists = lane < Keys::kGroups && token < tokens.end && index < p.max_pages;
+    tokens.page = exists ? p.kv_indices[index] : 0, tokens.row_of_page = token % p.page_size;
+  };
+  const auto copy_keys = [&](const TileTokens& tokens, uint32 tile) {
+    wait(k_empty + tile % kKeyStages * 8, tile / kKeyStages & 1 ^ 1);
+    Keys::copy(p, k, tokens, keys + tile % kKeyStages * kKeyBytes);
+  };
+  const auto publish = [&](uint32 full) {
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) arrive(full);
+  };
+  const auto convert_keys = [&](uint32 tile) {
+    Keys::convert(type, keys + tile % kKeyStages * kKeyBytes);
+    publish(k_full + tile % (2 * kKeyStages) * 8);
+  };
+  Schedule schedule;
+  Unit unit;
+  uint32 tile = 0;
+  for (uint32 n = 0;; ++n) {
+    const bool exists = schedule.next(p, unit), empty = unit.start >= unit.end;
+    TileTokens tokens = {unit.start, unit.start + unit.hidden, exists ? unit.end : 0, unit.page_start, unit.kv_head};
+    if (exists && !empty) {
+      find_page(tokens);
+      copy_keys(tokens, tile);
+    }
+    if (thread >= 0 && !(q.box_rows && thread)) load_queries(p, q, unit, exists, n, shared, thread);
+    __syncwarp();
+    if (!exists) return;
+    if (empty) continue;
+    TileTokens next = tokens;
+    next.first += kTile, next.begin = 0;
+    find_page(next);
+    wait_for_copies<0>();
+    convert_keys(tile);
+    for (;; ++tile) {
+      const bool last = next.first >= next.end;
+      if (!last) copy_keys(next, tile + 1);
+      wait(v_empty + tile % kValueStages * 8, tile / kValueStages & 1 ^ 1);
+      const uint32 to = values + tile % kValueStages * kValueBytes;
+      Values::copy(p, v, tokens, to);
+      tokens = next;
+      next.first += kTile;
+      if (!last) {
+        find_page(next);
+        wait_for_copies<1>();
+        convert_keys(tile + 1);
+      }
+      wait_for_copies<0>();
+      Values::convert(type, to);
+      publish(v_full + tile % (2 * kValueStages) * 8);
+      if (last) break;
+    }
+    ++tile;
   }
 }
 
@@ -380,6 +546,11 @@ DEVICE void soft_cap(Logits& logits, float to_cap, bool all_visible) {
 #pragma unroll
     for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh_small(logits[i] * to_cap);
   }
+}
+
+DEVICE void multiply(Logits& logits, float scale) {
+#pragma unroll
+  for (int i = 0; i < kTile / 2; ++i) logits[i] *= scale;
 }
 
 DEVICE void mask(Logits& logits, const Rows& rows, int first) {
@@ -472,6 +643,7 @@ struct Results {
   void* out;
   float *lse, *partial;  // lse may be null
   int slots, out_type;
+  const float* kv_scale;  // of FP8 keys and values, or null
 };
 
 struct Arguments {
@@ -515,7 +687,7 @@ DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& t
       const float anchor = finite(joined);
       alpha = exp2f(row_max - anchor), sum = sum * alpha + exp2f(sink - anchor), row_max = joined;
     }
-    norm[r] = sum > 0 ? alpha / sum : 0.f;
+    norm[r] = (sum > 0 ? alpha / sum : 0.f) * (to.kv_scale ? to.kv_scale[1] : 1.f);
     to_row[r] = ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * num_heads + head;
     float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * num_heads * kDimVo;
     if (lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max + log2f(sum);
@@ -576,8 +748,13 @@ DEVICE void reduce(int consumer, Output& output, Rows& rows, Shared& shared, uin
 // One warpgroup: the attention of its packed rows, or of its KV tiles, for all units.
 DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, Shared& shared) {
   const bool split_kv = p.split_kv();
-  const float factor = arguments.cap > 0 ? arguments.cap * kLog2e : arguments.scale * kLog2e;
-  const float to_cap = arguments.cap > 0 ? arguments.scale / arguments.cap : 0.f;
+  // The scale of the keys is one of the logits, unless that is 0, negative or out of range: then it multiplies them.
+  const float* kv_scale = arguments.results.kv_scale;
+  const float of_both = arguments.scale * (kv_scale ? kv_scale[0] : 1.f);
+  const bool folded = !kv_scale || (of_both >= kLeastScale && of_both <= kMostScale);
+  const float scale = folded ? of_both : arguments.scale;
+  const float factor = arguments.cap > 0 ? arguments.cap * kLog2e : scale * kLog2e;
+  const float to_cap = arguments.cap > 0 ? scale / arguments.cap : 0.f;
   const int lane = threadIdx.x % 32, line = threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const uint64 keys = k_major(shared_address(shared.keys[0]), TileLayout<kDimQk>::kGroup);
   const uint64 values =
@@ -625,6 +802,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       float alpha[2];
       const auto softmax = [&](int first) {
         const bool all_visible = first + kTile <= visible_end && first >= visible_begin && all_rows;
+        if (!folded) multiply(logits, kv_scale[0]);
         if (arguments.cap > 0) soft_cap(logits, to_cap, all_visible);
         if (first + kTile > visible_end || first < visible_begin) mask(logits, rows, first);
         update(logits, rows, factor, alpha);
@@ -694,9 +872,14 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
 extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
     const __grid_constant__ TensorMap q_map,  // [HEAD_DIM_QK / 64, rows, num_kv_heads * group, 64]
+#if KV_FP8
+    const char* k,                            // [pages, page_size, num_kv_heads, HEAD_DIM_QK] or without pages
+    const char* v,                            // with HEAD_DIM_VO
+#else
     // [pages and heads, page_size / 8, HEAD_DIM_QK / 64, 8, 64]; ragged [num_kv_heads, HEAD_DIM_QK / 64, kv_rows, 64]
     const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v,      // with HEAD_DIM_VO
+#endif
     const float* sinks,                       // [num_kv_heads * group] or null
     void* out,                                // [rows, num_kv_heads * group, HEAD_DIM_VO]
     float* lse,                               // [rows, num_kv_heads * group] or null
@@ -711,8 +894,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     int q_box_rows,                           // rows of q in a box of its map, or 0
     int num_kv_heads, int group, int page_size,
     int box,                                  // tokens of a box of the maps of keys and values
+#if KV_FP8
+    int64 k_page, int64 k_token, int64 k_head,  // strides in bytes
+    int64 v_page, int64 v_token, int64 v_head,
+    const float* kv_scale,                    // [2] or null
+    int kv_type,                              // Fp8Type
+#else
     // What a page and a head add to the outermost index of the maps of paged KV:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
+#endif
     int tile_rows,                            // query rows of a work item
     int num_items,
     int num_units,                            // blocks of all items and KV heads
@@ -729,8 +919,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
     const int readers = kConsumerWarps * (p.split_kv() ? 1 : 2);
-    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), 1);
-    for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), 1);
+    const int writers = KV_FP8 ? kProducerWarps : 1;
+    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);
+    for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
     for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
     for (uint64& barrier : shared.q_full) init_barrier(shared_address(&barrier), q_box_rows ? 1 : kQueryThreads);
@@ -741,17 +932,26 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
   __syncthreads();
   wait_for_earlier_kernels();
   launch_later_kernels();
-  if (warp < 4) {
-    decrease_registers<40>();
+  const Queries queries = {&q_map, q_box_rows, q, stride_q_row, stride_q_head};
+  if (warp < kProducerWarps) {
+    decrease_registers<kProducerRegisters>();
+#if KV_FP8
+    const Fp8Source keys = {k, k_page, k_token, k_head}, values = {v, v_page, v_token, v_head};
+    produce_fp8(p, keys, values, queries, Fp8Type(kv_type), shared);
+#else
     if (warp == 0)
       produce<false>(p, {&k, k_page_step, k_head_step}, shared);
     else if (warp == 1)
       produce<true>(p, {&v, v_page_step, v_head_step}, shared);
     else
-      produce_queries(p, {&q_map, q_box_rows, q, stride_q_row, stride_q_head}, shared);
+      produce_queries(p, queries, shared);
+#endif
   } else {
-    increase_registers<232>();
-    consume(warp / 4 - 1, p, {scale, cap, {sinks, out, lse, partial, slots, out_type}}, shared);
+    increase_registers<kConsumerRegisters>();
+#if !KV_FP8
+    constexpr const float* kv_scale = nullptr;
+#endif
+    consume(warp / 4 - 1, p, {scale, cap, {sinks, out, lse, partial, slots, out_type, kv_scale}}, shared);
   }
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefi
 from torch import Tensor
 
 from attn_ops.native.images import NoImageError
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.ops.unsupported import CUDA_PREFILL_HEAD_DIMS
 from attn_ops.plan.state import KV_BLOCK, PlanProblem, PrefillPlan
 
@@ -35,23 +35,36 @@ DTYPES = {torch.float16: 1, torch.bfloat16: 2}
 OUT_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 """``OutType`` of the source, for outputs of another dtype than the query's."""
 
-KERNEL = Kernel(
-    "prefill.cu",
-    "prefill",
-    {
+FP8_TYPES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
+"""``Fp8Type`` of the source."""
+
+FP8_STRIDES = tuple(f"{t}_{of}" for t in ("k", "v") for of in ("page", "token", "head"))
+"""Parameters with the strides of FP8 keys and values."""
+
+
+def _kernel(kv: str, of_kv: Mapping[str, str], aligned: tuple[str, ...]) -> Kernel:
+    """The kernel whose keys and values are of kind ``kv``, with the parameters ``of_kv`` for them alone."""
+    parameters = {
         "q": "pointer",
-        **dict.fromkeys(("q_map", "k", "v"), "map"),
+        "q_map": "map",
+        **dict.fromkeys(("k", "v"), kv),
         **dict.fromkeys(("sinks", "out", "lse", "partial", "qo_indptr", "kv_indices", "work"), "pointer"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
         **dict.fromkeys(("window_left", "window_right", "rows", "kv_rows", "num_pages"), "i32"),
         **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
         **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size", "box"), "i32"),
-        **dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
+        **of_kv,
         **dict.fromkeys(("tile_rows", "num_items", "num_units", "out_type"), "i32"),
-    },
-    writes=("out", "lse", "partial"),
-    aligned=("q", "out"),
+    }
+    return Kernel("prefill.cu", "prefill", parameters, writes=("out", "lse", "partial"), aligned=aligned)
+
+
+KERNEL = _kernel(
+    "map", dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"), ("q", "out")
+)
+FP8_KERNEL = _kernel(
+    "pointer", {**dict.fromkeys(FP8_STRIDES, "i64"), "kv_scale": "pointer", "kv_type": "i32"}, ("q", "k", "v", "out")
 )
 
 
@@ -80,17 +93,18 @@ TILES = {
 assert TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 
 SPECIALIZATIONS = {
-    (*dims, paged, dtype): Specialization(
-        KERNEL,
-        {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "PAGED": paged, "DTYPE": number},
+    (*dims, paged, dtype, fp8): Specialization(
+        kernel,
+        {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "PAGED": paged, "DTYPE": number} | dict(macros),
         threads=384,
         shared_bytes=tile.shared_bytes(*dims),
     )
     for dims, tile in TILES.items()
     for paged in (False, True)
     for dtype, number in DTYPES.items()
+    for fp8, kernel, *macros in ((False, KERNEL), (True, FP8_KERNEL, ("KV_FP8", 1)))
 }
-"""By head dims, whether KV is paged, and dtype."""
+"""By head dims, whether KV is paged, dtype of the query, and whether KV is FP8."""
 
 
 def box_of_pages(page_size: int, tile_tokens: int) -> int:
@@ -126,6 +140,36 @@ def ragged_map(t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: 
     return TensorMap(t, shape, (head, COLUMNS, token, 1), boxes), 0, 1
 
 
+def kv_arguments(x: Operands, paged: bool, page_size: int, tokens: int) -> dict[str, Any]:
+    """The arguments of 16-bit keys and values, for KV tiles of ``tokens``."""
+    box = box_of_pages(page_size, tokens) if paged else tokens
+    make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
+    (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
+        make_map(t, strides, x.heads[1], extent, box) for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
+    )
+    return {
+        "k": k,
+        "v": v,
+        "box": box,
+        "k_page_step": k_page_step,
+        "k_head_step": k_head_step,
+        "v_page_step": v_page_step,
+        "v_head_step": v_head_step,
+    }
+
+
+def fp8_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
+    """The arguments of FP8 keys and values, which are copied in groups of 8 tokens."""
+    return {
+        "k": x.k,
+        "v": x.v,
+        "box": GROUP_TOKENS,
+        **dict(zip(FP8_STRIDES, (*x.k_strides, *x.v_strides), strict=True)),
+        "kv_scale": kv_scale,
+        "kv_type": FP8_TYPES[x.k.dtype],
+    }
+
+
 def query_map(q: Tensor, group: int) -> tuple[TensorMap, int]:
     """The map of queries, and its rows of a box: 64 packed rows, unless a group does not divide them."""
     box_rows = PACKED_ROWS // group if PACKED_ROWS % group == 0 else 0
@@ -149,22 +193,17 @@ def launch_tiles(
     group, dims = num_heads // num_kv_heads, (x.q.shape[2], x.dims[2])
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
-    tokens = TILES[dims].tokens
-    box = box_of_pages(page_size, tokens) if paged else tokens
-    make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
-    (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
-        make_map(t, strides, num_kv_heads, extent, box) for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
-    )
+    fp8 = x.k.dtype in FP8
+    of_kv = fp8_arguments(x, o.kv_scale) if fp8 else kv_arguments(x, paged, page_size, TILES[dims].tokens)
     q_map, q_box_rows = query_map(x.q, group)
     block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
     num_units = num_items * num_kv_heads * -(-tile_rows * group // block_rows)
     launch(
-        SPECIALIZATIONS[(*dims, paged, x.q.dtype)],
+        SPECIALIZATIONS[(*dims, paged, x.q.dtype, fp8)],
         (persistent_grid(num_units, x.q.device),),
         q=x.q,
         q_map=q_map,
-        k=k,
-        v=v,
+        **of_kv,
         sinks=o.sinks,
         out=out,
         lse=lse if lse.dim() > 1 else None,
@@ -183,11 +222,6 @@ def launch_tiles(
         num_kv_heads=num_kv_heads,
         group=group,
         page_size=page_size,
-        box=box,
-        k_page_step=k_page_step,
-        k_head_step=k_head_step,
-        v_page_step=v_page_step,
-        v_head_step=v_head_step,
         tile_rows=tile_rows,
         num_items=num_items,
         num_units=num_units,

@@ -32,8 +32,9 @@ from attn_ops.ops.backends import MemoryLayout, Problem
 
 PAGES, PAGE_SIZE, HEADS, DIM = 5, 24, 3, 128
 
-SPILL_BYTES = 16
-"""Of a thread that may be spilled: values that are needed again after a loop."""
+SPILL_BYTES = {False: 16, True: 96}
+"""By whether KV is FP8, of a thread that may be spilled: values that are needed again after a loop. Producers that
+convert have 48 registers, and what they need once for each unit may be spilled."""
 
 
 def _numbered(*shape: int) -> Tensor:
@@ -151,6 +152,8 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         "kRowBytes": 2 * prefill.COLUMNS,
         "kGroupBytes": 2 * prefill.COLUMNS * prefill.GROUP_TOKENS,
         "kNone": prefill.NO_WINDOW,
+        "kFp8E4M3": prefill.FP8_TYPES[torch.float8_e4m3fn],
+        "kFp8E5M2": prefill.FP8_TYPES[torch.float8_e5m2],
         "kLikeQuery": 0,
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
     }
@@ -174,7 +177,7 @@ def _compile(one: Specialization, more: str) -> None:
 def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]) -> None:
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
     one, tokens = prefill.SPECIALIZATIONS[key], prefill.TILES[key[:2]].tokens
-    assert usage_of(one).stack <= SPILL_BYTES
+    assert usage_of(one).stack <= SPILL_BYTES[key[4]]
     code = tool("nvdisasm", "-c", cubin=cubin_of(one))
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     assert waits == ["0", "1", "0", "0"]  # first tile; mainloop; last product
@@ -182,6 +185,11 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]
     of_softmax = step.rpartition("MUFU.RCP")[2].count("MUFU.EX2")  # those before are of the soft cap
     least = 29 if key[:2] == (256, 256) else tokens / 2 * 15 / 16
     assert of_softmax >= least  # of a thread: a warpgroup has 64 packed rows and a KV tile
+    assert not re.search(r"\b(LDL|STL)\b", step)
+    conversions = {f"{name}.UNPACK": code.count(f".{name}.UNPACK") for name in ("E4M3", "E5M2")}
+    # Of a thread: a part of the first keys of a unit, of the others, and of values, two numbers at once.
+    of_a_part = tokens * (2 * key[0] + key[1]) // 128 // 2
+    assert set(conversions.values()) == {of_a_part if key[4] else 0}
 
 
 SMS = 132
@@ -280,12 +288,46 @@ TAKEN: list[dict[str, Any]] = [
 ]
 
 
+FP8_TAKEN: list[dict[str, Any]] = [
+    {},
+    {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
+    {"op": "ragged_prefill", "page_size": 0},
+    {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS | {"kv_scale"}))},
+    {"layout": MemoryLayout(mappable=False)},  # it reads no tensor maps of keys and values
+]
+
+
+@pytest.mark.parametrize("fields", FP8_TAKEN, ids=str)
+def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
+    problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
+    assert unsupported.cuda_prefill_fp8(problem) == []
+    assert on_hopper == [prefill.SPECIALIZATIONS[128, 128, problem.op == "batch_prefill", problem.dtype, True]]
+
+
+FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
+    ({"kv_dtype": torch.bfloat16}, "the cache is torch.bfloat16, not FP8"),
+    ({"dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
+    ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
+    ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
+    ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
+    ({"options": ("mask",)}, "it does not implement mask"),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), FP8_REFUSED, ids=[reason for _, reason in FP8_REFUSED])
+def test_reasons_of_fp8_one_by_one(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
+    problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
+    assert unsupported.cuda_prefill_fp8(problem) == [reason]
+    assert not on_hopper
+
+
 @pytest.mark.parametrize("fields", TAKEN, ids=str)
 def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_prefill(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, problem.op == "batch_prefill", problem.dtype)]]
+    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, problem.op == "batch_prefill", problem.dtype, False)]]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -13,8 +13,9 @@ pytestmark = needs_nvrtc
 REGISTERS = 2
 """How many more registers a kernel may take: small changes of the source move a few."""
 
-SPILL_BYTES = 16
-"""Of a thread that may be spilled: values that are needed again after a loop."""
+SPILL_BYTES, FP8_SPILL_BYTES = 16, 96
+"""Of a thread that may be spilled: values that are needed again after a loop. Producers that convert FP8 have 48
+registers, and what they need once for each unit may be spilled."""
 
 SHARED_MEMORY, REGISTER_FILE = 227 << 10, 255
 """Of a CTA, in bytes; and of a thread."""
@@ -28,7 +29,7 @@ def measured() -> dict[str, Usage]:
 def test_kernels_fit_and_hardly_spill(measured: dict[str, Usage]) -> None:
     for name, row in measured.items():
         assert row.shared <= SHARED_MEMORY, name
-        assert row.stack <= SPILL_BYTES, name
+        assert row.stack <= (FP8_SPILL_BYTES if "KV_FP8=1" in name else SPILL_BYTES), name
         assert row.registers <= REGISTER_FILE, name
 
 

@@ -19,6 +19,7 @@ from attn_ops.ops.checks import CHECKS
 
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
 GENERAL, PREFILL, MLA, CUDA_MLA = "triton", "cuda.prefill", "triton.hopper_mla", "cuda.mla"
+FP8_PREFILL = "cuda.prefill_fp8"
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +99,8 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     assert _chosen(*call, lowerable=True) == GENERAL
     assert _chosen(*call, lowerable=True, images=True) == kernel
     lines = _lines(*call)
-    others = [CUDA_MLA] if kernel == MLA else []
-    assert list(lines) == [kernel, *others, GENERAL, "cpu.sdpa", "reference"]
+    others, refused = ([CUDA_MLA], []) if kernel == MLA else ([], [FP8_PREFILL])
+    assert list(lines) == [kernel, *others, GENERAL, *refused, "cpu.sdpa", "reference"]
     assert lines[kernel] == f"runs it, kernel {kernel.partition('.')[2]}; packages launch its image"
     assert all(lines[other] == "can run it, kernel mla" for other in others)
     assert lines[GENERAL] == "can run it, kernel prefill"
@@ -135,13 +136,30 @@ def test_other_calls_run_the_general_kernel(call: tuple[str, dict[str, Any]], re
     op, arguments = call
     assert _chosen(*call) == GENERAL
     lines = _lines(op, arguments)
-    kernels = [name for name in lines if name not in (GENERAL, "cpu.sdpa", "reference")]
+    kernels = [name for name in lines if name not in (GENERAL, FP8_PREFILL, "cpu.sdpa", "reference")]
     assert kernels == ([MLA, CUDA_MLA] if op == "batch_mla" else [PREFILL])
     for kernel in kernels:
         assert reason in lines[kernel]
         entry = next(backend for backend in backends.BACKENDS if backend.has(op) and backend.label(op) == kernel)
         assert len(entry.unsupported_reasons(CHECKS[op](**arguments))) == 1
     assert lines[GENERAL] == "runs it, kernel prefill"
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_scale": (1.0, 2.0)}, {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0}], ids=str
+)
+@pytest.mark.parametrize("kind", ["prefill", "ragged"])
+def test_an_fp8_cache_is_read_by_the_general_kernel_unless_cuda_is_asked_for(
+    kind: str, options: dict[str, Any], kv_dtype: torch.dtype
+) -> None:
+    call = _prefill(kind, kv_dtype=kv_dtype, **options)
+    assert _chosen(*call) == GENERAL
+    assert _chosen(*call, name="cuda") == FP8_PREFILL
+    assert _chosen(*call, name="cuda", lowerable=True, images=True) == FP8_PREFILL
+    lines = _lines(*call)
+    assert list(lines) == [PREFILL, GENERAL, FP8_PREFILL, "cpu.sdpa", "reference"]
+    assert lines[FP8_PREFILL] == "can run it, kernel prefill_fp8"
 
 
 def test_several_keys_at_one_address_have_no_tensor_map() -> None:
