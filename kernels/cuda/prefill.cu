@@ -48,8 +48,10 @@
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
 #include "basics.cuh"
+#include "descriptors.cuh"
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "tanh.cuh"
 
 namespace attn_ops {
 namespace {
@@ -717,8 +719,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     int num_items,
     int num_units,                            // blocks of all items and KV heads
     int out_type) {
-  extern __shared__ __align__(1024) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
       .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,
