@@ -33,19 +33,9 @@ DEVICE auto pair_of(float x, float y) {
   if constexpr (TYPE == kFloat32) {
     return float2{x, y};
   } else if constexpr (TYPE == kFloat16 || TYPE == kBFloat16) {
-    uint32 pair;
-    if constexpr (TYPE == kFloat16)
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-    else
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-    return pair;
+    return TYPE == kFloat16 ? float16_pair(x, y) : bfloat16_pair(x, y);
   } else {
-    unsigned short pair;
-    if constexpr (TYPE == kE4M3)
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
-    else
-      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
-    return pair;
+    return TYPE == kE4M3 ? e4m3_pair(x, y) : e5m2_pair(x, y);
   }
 }
 

@@ -8,8 +8,6 @@
 
 #include "basics.cuh"
 
-#define DEVICE __device__ __forceinline__
-
 #if DTYPE == 2
 #define DTYPE_NAME "bf16"
 #else
@@ -18,9 +16,13 @@
 
 namespace attn_ops {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 DEVICE uint32 shared_address(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }
+
+// The dynamic shared memory of the CTA.
+DEVICE char* dynamic_shared() {
+  extern __shared__ __align__(1024) char memory[];
+  return memory;
+}
 
 // The value of lane 0, which all lanes of the warp have: the compiler keeps it and what follows from it in uniform
 // registers.
@@ -119,44 +121,20 @@ DEVICE uint4 load_shared(uint32 from) {
   return v;
 }
 
-// ---- Arithmetic ---------------------------------------------------------------------------------------------------
-
-// tanh(x), by an exponential that may overflow. The hardware's tanh is off by 2^-11, too much for logits.
-DEVICE float tanh_exact(float x) {
-  return __fmaf_rn(-2.0f, reciprocal_approx(1 + exp2_approx(x * (2 * kLog2e))), 1.0f);
-}
-
-constexpr float kSmallTanh = 0.75f;
-
-// tanh(x) for |x| <= kSmallTanh, by the polynomial in x^2 of least relative error, 7e-7.
-DEVICE float tanh_small(float x) {
-  const float square = x * x;
-  float ratio = 0.01292963068f;
-  ratio = __fmaf_rn(ratio, square, -0.05005630073f);
-  ratio = __fmaf_rn(ratio, square, 0.1325898315f);
-  ratio = __fmaf_rn(ratio, square, -0.3332825152f);
-  return x * __fmaf_rn(ratio, square, 0.9999994349f);
+// Four matrices of 8 x 8 16-bit elements, of which each lane has two neighbours: lane l columns 2 (l % 4) and the next one
+// of row l / 4. Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m.
+DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
+               "r"(m[2]), "r"(m[3])
+               : "memory");
 }
 
 // Two floats in the 16-bit type of the query, the first in the lower half.
 DEVICE uint32 pack(float low, float high) {
-  uint32 packed;
-  asm("cvt.rn." DTYPE_NAME "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
+  return DTYPE == 2 ? bfloat16_pair(low, high) : float16_pair(low, high);
 }
 
 // ---- WGMMA --------------------------------------------------------------------------------------------------------
-
-// A matrix in shared memory, of groups of 8 rows. `group` and `column` are the bytes from a group to the next 8 rows,
-// and to the same rows of the next 64 columns. K-major, the rows run along the result (queries, keys); MN-major, along
-// the reduction (values).
-DEVICE uint64 k_major(uint32 address, uint32 group) {
-  return (address & 0x3FFFF) >> 4 | uint64(1) << 16 | uint64(group >> 4) << 32 | uint64(1) << 62;
-}
-
-DEVICE uint64 mn_major(uint32 address, uint32 group, uint32 column) {
-  return (address & 0x3FFFF) >> 4 | uint64(column >> 4) << 16 | uint64(group >> 4) << 32 | uint64(1) << 62;
-}
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -6,6 +6,7 @@
 // Compiled for DTYPE (basics.cuh). Head counts, head dimension and strides are parameters. A thread owns one Vector, 16
 // bytes, of a packed row (a row and a head), and reads the row's s itself: no thread waits for another's.
 #include "basics.cuh"
+#include "elements.cuh"
 
 namespace attn_ops {
 

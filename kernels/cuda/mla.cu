@@ -61,6 +61,7 @@
 // logits of the tile are complete, and no one else reads that half.
 #include "basics.cuh"
 #include "cluster.cuh"
+#include "descriptors.cuh"
 #include "epilogue.cuh"
 #include "hopper.cuh"
 
@@ -430,10 +431,7 @@ DEVICE void store_probabilities(uint32 to, const Probabilities& p) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % kConsumerThreads / 32 * 16 + lane % 16;
 #pragma unroll
   for (int i = 0; i < kTile / 16; ++i)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     to + row * kRowBytes + ((2 * i + lane / 16) ^ (row & 7)) * 16),
-                 "r"(p[i][0]), "r"(p[i][1]), "r"(p[i][2]), "r"(p[i][3])
-                 : "memory");
+    store_matrices(to + row * kRowBytes + ((2 * i + lane / 16) ^ (row & 7)) * 16, p[i]);
   fence_async_shared();
 }
 
@@ -732,8 +730,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     int causal,
     int early,                                     // whether the plan may be read before earlier kernels end
     int out_type) {
-  extern __shared__ __align__(1024) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .rows = rows, .num_pages = num_pages,
       .max_pages = max_pages, .max_items = max_items, .max_batch = max_batch, .heads = heads, .page_size = page_size,

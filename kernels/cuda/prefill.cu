@@ -48,9 +48,11 @@
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
 #include "basics.cuh"
+#include "descriptors.cuh"
 #include "epilogue.cuh"
 #include "fp8.cuh"
 #include "hopper.cuh"
+#include "tanh.cuh"
 
 #ifndef KV_FP8
 #define KV_FP8 0
@@ -907,8 +909,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     int num_items,
     int num_units,                            // blocks of all items and KV heads
     int out_type) {
-  extern __shared__ __align__(1024) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
       .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,

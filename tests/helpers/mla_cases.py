@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,8 +104,8 @@ def paged_cache(case: Mla, tokens: list[Tensor], table: tuple[Tensor, Tensor, Te
     return cache.to(dtype)
 
 
-def check(case: Mla, device: str = "cpu", backend: str = "auto") -> None:
-    """Run the case and compare the result with the oracle."""
+def check(case: Mla, device: str = "cpu", backend: str = "auto", op: Callable[..., Any] | None = None) -> None:
+    """Run the case and compare the result with the oracle. ``op`` is called in place of the registered one."""
     ckv_dim, kpe_dim = case.dims
     width, dtype = ckv_dim + kpe_dim, case.kv_dtype or case.dtype
     tokens = [random_tensor((n, width), dtype, 10 + b) for b, n in enumerate(case.kv_lens)]
@@ -145,7 +146,7 @@ def check(case: Mla, device: str = "cpu", backend: str = "auto") -> None:
     eps = 0.0 if case.dtype == torch.float32 else torch.finfo(case.dtype).eps
     expected = Expected.of(requests, **exact)
     for name in CPU_BACKENDS if backend == "reference" else (backend,):
-        out, lse = torch.ops.attn.batch_mla(
+        out, lse = (op or torch.ops.attn.batch_mla)(
             q[..., :ckv_dim],
             q[..., ckv_dim:],
             ckv,

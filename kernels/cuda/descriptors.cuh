@@ -1,0 +1,19 @@
+// Descriptors of WGMMA's operands in shared memory.
+#pragma once
+
+#include "types.cuh"
+
+namespace attn_ops {
+
+// A matrix in shared memory, of groups of 8 rows. `group` and `column` are the bytes from a group to the next 8 rows,
+// and to the same rows of the next 64 columns. K-major, the rows run along the result (queries, keys); MN-major, along
+// the reduction (values).
+DEVICE uint64 k_major(uint32 address, uint32 group) {
+  return (address & 0x3FFFF) >> 4 | uint64(1) << 16 | uint64(group >> 4) << 32 | uint64(1) << 62;
+}
+
+DEVICE uint64 mn_major(uint32 address, uint32 group, uint32 column) {
+  return (address & 0x3FFFF) >> 4 | uint64(column >> 4) << 16 | uint64(group >> 4) << 32 | uint64(1) << 62;
+}
+
+}  // namespace attn_ops

@@ -1,0 +1,45 @@
+// kernels/cuda/basics.cuh on the host.
+#pragma once
+
+#include "cuda.h"
+#include "types.cuh"
+
+namespace attn_ops {
+
+DEVICE void wait_for_earlier_kernels() { host::wait_for_earlier_kernels(); }
+DEVICE void launch_later_kernels() {}
+DEVICE void acquire_plan() {}
+
+DEVICE Vector load_streaming(const void* address) { return *static_cast<const Vector*>(address); }
+DEVICE void store(void* address, const Vector& x) { *static_cast<Vector*>(address) = x; }
+
+DEVICE void copy_async(Vector* shared, const void* global, bool exists) {
+  host::copy_async(shared, global, sizeof(Vector), exists);
+}
+DEVICE void copy_async(float* shared, const float* global, bool exists) {
+  host::copy_async(shared, global, sizeof(float), exists);
+}
+DEVICE void commit_copies() { host::commit_copies(); }
+template <int kPending>
+DEVICE void wait_for_copies() {
+  host::wait_for_copies(kPending);
+}
+
+DEVICE float without_denormals(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+DEVICE float exp2_approx(float x) { return without_denormals(std::exp2(without_denormals(x))); }
+DEVICE float log2_approx(float x) { return std::log2(x); }
+DEVICE float reciprocal_approx(float x) { return without_denormals(1 / without_denormals(x)); }
+
+DEVICE uint32 float16_pair(float low, float high) { 
+  return host::to_float16(low) | uint32(host::to_float16(high)) << 16;
+}
+DEVICE uint32 bfloat16_pair(float low, float high) {
+  return host::to_bfloat16(low) | uint32(host::to_bfloat16(high)) << 16;
+}
+DEVICE uint16 e4m3_pair(float low, float high) { return uint16(host::to_e4m3(low) | host::to_e4m3(high) << 8); }
+DEVICE uint16 e5m2_pair(float low, float high) { return uint16(host::to_e5m2(low) | host::to_e5m2(high) << 8); }
+DEVICE void float16_values(uint32 pair, float& low, float& high) {
+  low = host::from_float16(uint16(pair)), high = host::from_float16(uint16(pair >> 16));
+}
+
+}  // namespace attn_ops

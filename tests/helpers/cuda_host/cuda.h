@@ -1,0 +1,60 @@
+// The part of CUDA's language that kernels here use, for a C++ compiler of the host.
+#pragma once
+
+#include <math.h>
+
+#include <bit>
+#include <cmath>
+#include <initializer_list>
+#include <type_traits>
+
+#include "interface.h"
+#include "numbers.h"
+
+#define __device__
+#define __global__ __attribute__((noinline))
+#define __forceinline__ inline __attribute__((always_inline))
+#define __grid_constant__
+#define __launch_bounds__(...)
+// Static shared memory: CTAs that have it run one after the other. The section says where it is.
+#define __shared__ static __attribute__((section("cuda_shared"), aligned(16)))
+
+#define threadIdx host::registers.thread
+#define blockIdx host::registers.block
+#define gridDim host::registers.grid
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+template <class A, class B>
+constexpr std::common_type_t<A, B> min(A a, B b) {
+  return b < a ? b : a;
+}
+template <class A, class B>
+constexpr std::common_type_t<A, B> max(A a, B b) {
+  return a < b ? b : a;
+}
+
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+
+// Of the whole warp: kernels here pass ~0u.
+#define __syncthreads host::sync_threads
+#define __syncwarp host::sync_warp
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+  static_assert(sizeof(T) == 4);
+  return std::bit_cast<T>(unsigned(host::exchange(std::bit_cast<unsigned>(x), lane, "__shfl_sync")));
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  static_assert(sizeof(T) == 4);
+  const int lane = int(threadIdx.x % 32) ^ mask;
+  return std::bit_cast<T>(unsigned(host::exchange(std::bit_cast<unsigned>(x), lane, "__shfl_xor_sync")));
+}
+inline bool __any_sync(unsigned, bool x) { return host::any(x); }

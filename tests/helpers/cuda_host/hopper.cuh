@@ -1,0 +1,71 @@
+// kernels/cuda/hopper.cuh on the host.
+#pragma once
+
+#include "basics.cuh"
+
+namespace attn_ops {
+
+DEVICE uint32 shared_address(const void* p) { return host::shared_address(p); }
+DEVICE char* dynamic_shared() { return host::shared_memory(); }
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+DEVICE bool elect() { return host::elect(); }
+
+DEVICE void init_barrier(uint32 barrier, uint32 arrivals) { host::init_barrier(barrier, arrivals); }
+DEVICE void fence_barrier_init() { host::fence_barrier_init(); }
+DEVICE void arrive(uint32 barrier) { host::arrive(barrier); }
+DEVICE void arrive_expect(uint32 barrier, uint32 bytes) { host::arrive(barrier, bytes); }
+DEVICE void wait(uint32 barrier, uint32 parity) { host::wait(barrier, parity); }
+
+DEVICE void named_sync(int id, int threads) { host::sync_named(id, threads); }
+template <int N>
+DEVICE void increase_registers() {}
+template <int N>
+DEVICE void decrease_registers() {}
+
+DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, uint32 barrier) {
+  host::load_box(0, to, map, std::initializer_list<int>{c0, c1, c2, c3}.begin(), 4, barrier);
+}
+DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, uint32 barrier) {
+  host::load_box(0, to, map, std::initializer_list<int>{c0, c1, c2, c3, c4}.begin(), 5, barrier);
+}
+DEVICE void copy_chunk(uint32 to, const void* from, bool exists) {
+  host::copy_async(host::from_shared_address(to), from, 16, exists);
+}
+DEVICE void wait_for_chunks() { host::wait_for_copies(-1); }
+DEVICE void fence_async_shared() { host::fence_async_proxy(); }
+DEVICE void store_shared(uint32 to, uint4 v) { *static_cast<uint4*>(host::from_shared_address(to)) = v; }
+DEVICE uint4 load_shared(uint32 from) { return *static_cast<const uint4*>(host::from_shared_address(from)); }
+DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    const uint32 to = uint32(host::exchange(row, 8 * i + lane / 4, "stmatrix")) + lane % 4 * 4;
+    *static_cast<uint32*>(host::from_shared_address(to)) = m[i];
+  }
+}
+
+DEVICE uint32 pack(float low, float high) { return DTYPE == 2 ? bfloat16_pair(low, high) : float16_pair(low, high); }
+
+DEVICE void wgmma_fence() { host::wgmma_fence(); }
+DEVICE void wgmma_commit() { host::wgmma_commit(); }
+template <int PENDING>
+DEVICE void wgmma_wait() {
+  host::wgmma_wait(PENDING);
+}
+template <int N>
+DEVICE void fence_registers(float (&d)[N]) {
+  host::check_registers(d, N);
+}
+template <int N>
+DEVICE void wgmma_ss(float (&d)[N], uint64 a, uint64 b, bool accumulate) {
+  host::wgmma({d, 2 * N, nullptr, a, b, false, accumulate, DTYPE == 2});
+}
+template <int N>
+DEVICE void wgmma_ss_mn(float (&d)[N], uint64 a, uint64 b) {
+  host::wgmma({d, 2 * N, nullptr, a, b, true, true, DTYPE == 2});
+}
+template <int N>
+DEVICE void wgmma_rs(float (&d)[N], const uint32 (&a)[4], uint64 b) {
+  host::wgmma({d, 2 * N, a, 0, b, true, true, DTYPE == 2});
+}
+
+}  // namespace attn_ops

@@ -1,0 +1,68 @@
+// What kernels ask of the machine: the headers here that stand for those of kernels/cuda call these functions, and
+// machine.cpp has them. Each is called by one thread of the running kernel, and returns when that thread may go on.
+//
+// Addresses in shared memory are 32-bit, as on the GPU: of the own CTA, or with a CTA's rank for all of the cluster.
+#pragma once
+
+#include <cstdint>
+
+namespace host {
+
+struct Index {
+  unsigned x, y, z;
+};
+
+// Of the running thread.
+struct SpecialRegisters {
+  Index thread, block, grid;
+  unsigned cluster_rank;
+};
+extern SpecialRegisters registers;
+
+// ---- Threads that meet ----
+
+void sync_threads();                      // all threads of the CTA
+void sync_named(int id, int threads);     // bar.sync
+void sync_warp();
+void sync_cluster();                      // without order of memory, but for fenced initialisations of mbarriers
+std::uint64_t exchange(std::uint64_t value, int lane, const char* instruction);  // what `lane` of the warp gave
+bool any(bool value);
+bool elect();
+
+// ---- Memory ----
+
+char* shared_memory();                                        // dynamic, of the CTA
+std::uint32_t shared_address(const void* p);
+void* from_shared_address(std::uint32_t address);             // of the own CTA
+std::uint32_t address_in(std::uint32_t address, std::uint32_t rank);
+void copy_async(void* shared, const void* global, int bytes, bool exists);  // cp.async
+void commit_copies();
+void wait_for_copies(int pending);                            // -1: for all, committed or not
+void fence_async_proxy();
+void wait_for_earlier_kernels();
+
+// ---- mbarriers and TMA ----
+
+void init_barrier(std::uint32_t barrier, std::uint32_t arrivals);
+void fence_barrier_init();
+void arrive(std::uint32_t barrier, std::uint32_t bytes = 0);
+void wait(std::uint32_t barrier, std::uint32_t parity);
+void load_box(std::uint32_t ctas, std::uint32_t to, const void* map, const int* coordinates, int rank,
+              std::uint32_t barrier);  // ctas: a bit mask, 0 for the own one
+
+// ---- WGMMA ----
+
+struct Product {
+  float* d;                       // this thread's part of the accumulator [64, columns]
+  int columns;
+  const std::uint32_t* a;         // A [64, 16] in registers, or null
+  std::uint64_t a_descriptor, b_descriptor;
+  bool b_mn_major, accumulate, bfloat16;
+};
+void wgmma(const Product& product);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(int pending);
+void check_registers(const float* d, int count);  // that no product in flight has them
+
+}  // namespace host

@@ -1,0 +1,283 @@
+"""CUDA kernels run on the host (``helpers/cuda_host``): results against the oracle, and faults that are noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
+
+from attn_ops.kernels.cuda import mla, prefill
+from helpers import mla_cases, oracle
+from helpers.cases import Case
+from helpers.cuda_host import Fault, Host, HostError, needs_a_compiler
+from helpers.harness import Setup
+
+merges = importlib.import_module("attn_ops.kernels.cuda.merge_states")
+
+pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
+
+OPS = {"prefill": prefill.batch_prefill, "ragged": prefill.ragged_prefill}
+
+TENSORS = {"prefill": ("q", "k_cache", "v_cache", "plan", "workspace"), "ragged": ("q", "k", "v", "plan", "workspace")}
+
+
+def _case(name: str, **fields: Any) -> Case:
+    sizes: dict[str, Any] = {"kv_lens": (70, 0, 150, 2), "qo_lens": (40, 0, 33, 2), "heads": (8, 2)}
+    return Case(name, **(sizes | {"dtype": torch.bfloat16, "head_dims": (128, 128)} | fields))
+
+
+SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 300, 2), "planner": {"num_ctas": 12, "tile_rows": 8}}
+F16_64: dict[str, Any] = {"dtype": torch.float16, "head_dims": (64, 64)}
+F16_256: dict[str, Any] = {"dtype": torch.float16, "head_dims": (256, 256), "heads": (4, 2)}
+
+PREFILL = [
+    ("prefill", _case("causal", causal=True)),
+    ("prefill", _case("rows after the last", causal=True, padding=3, spare_batch=2, storage="padded", page_size=8)),
+    ("prefill", _case("window, cap, sinks", window_left=33, logits_soft_cap=5.0, sinks=1.0, page_size=8)),
+    ("prefill", _case("both windows", window_left=20, window_right=9, heads=(7, 1), out_dtype=torch.float32)),
+    ("prefill", _case("splits", **SPLIT, sinks=1.0, page_size=64, storage="fused", kv_layout="HND")),
+    ("prefill", _case("splits, window", **SPLIT, causal=True, window_left=200, heads=(10, 2), page_size=24)),
+    ("prefill", _case("FP8", out_dtype=torch.float8_e4m3fn, heads=(5, 1), planner={"tile_rows": 64})),
+    ("prefill", _case("256", **F16_256, causal=True, logits_soft_cap=5.0, page_size=16)),
+    ("prefill", _case("256, splits", **F16_256 | SPLIT, sinks=1.0, window_left=300)),
+    ("ragged", _case("ragged", **F16_64, causal=True, storage="padded", planner={"tile_rows": 32})),
+    ("ragged", _case("ragged, windows", **F16_64, window_left=40, window_right=3, heads=(6, 2), kv_layout="HND")),
+    ("ragged", _case("ragged, E5M2", **F16_64 | SPLIT, causal=True, out_dtype=torch.float8_e5m2)),
+    ("ragged", _case("192/128", head_dims=(192, 128), heads=(4, 1), causal=True, sinks=1.0, logits_soft_cap=30.0)),
+]
+
+
+def _attend(kind: str, case: Case, host: Host) -> None:
+    """Run the case on the host and compare it with the oracle."""
+    setup = Setup(kind, case)
+    arguments = setup.arguments
+    positional = [arguments.pop(name) for name in TENSORS[kind]]
+    with host.installed():
+        out, lse = OPS[kind](*positional, **arguments)
+    setup.check(out, lse, **setup.tolerance("cuda"))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("kind", "case"), PREFILL, ids=[case.name for _, case in PREFILL])
+def test_prefill(kind: str, case: Case, seed: int) -> None:
+    host = Host(sms=3, seed=seed)
+    _attend(kind, case, host)
+    assert len(host.launched) == 1
+
+
+@pytest.mark.parametrize("rows", [0, 1, 70, 300])
+def test_single_prefill(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 64, generator=generator).half() for n, h in ((rows, 4), (210, 2), (210, 2)))
+    with Host(sms=2).installed():
+        out, lse = prefill.single_prefill(q, k, v, causal=True, return_lse=True)
+    oracle.Expected.of([(q, k, v)], causal=True).check(out, lse)
+
+
+MLA = [
+    case
+    for case in mla_cases.CASES
+    if case.dims == (512, 64) and case.dtype == torch.bfloat16 and case.page_size % mla.TILE == 0
+]
+
+
+def _mla_op(*tensors: Any, backend: str, kv_scale: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    return mla.batch_mla(*tensors, **options)
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(MLA)), ids=str)
+def test_mla(seed: int, case: mla_cases.Mla) -> None:
+    host = Host(sms=4, seed=seed)
+    with host.installed():
+        mla_cases.check(case, op=_mla_op)
+    assert len(host.launched) == 1
+
+
+def test_clusters_of_one_and_two_ctas_run() -> None:
+    """Among the cases above."""
+    sizes = {mla.units_of(case.heads * case.planner.get("tile_rows", 1)).cluster for case in MLA}
+    assert sizes == {1, 2}
+
+
+def _states(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of which some have no keys, and NaN in place of an output."""
+    generator = torch.Generator().manual_seed(len(shape))
+    v, s = (torch.randn(one, generator=generator) for one in (shape, shape[:-1]))
+    empty = torch.rand(s.shape, generator=generator) < 0.3
+    v[empty], s[empty] = math.nan, -math.inf
+    return v.to(dtype), s
+
+
+def _check_merge(out: Tensor, lse: Tensor, v: Tensor, s: Tensor) -> None:
+    expected, expected_lse = oracle.merge(v, s)
+    spread = v.double().abs().nan_to_num(0).amax(1)
+    eps = max(torch.finfo(out.dtype).eps, 2**-20)
+    assert ((out.double() - expected).abs() <= eps * spread).all()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("states", [1, 3, 4, 9])
+@pytest.mark.parametrize("dtype", merges.DTYPES, ids=str)
+def test_merge_states(dtype: torch.dtype, states: int) -> None:
+    v, s = _states(7, states, 3, 48, dtype=dtype)
+    with Host(seed=states).installed():
+        _check_merge(*merges.merge_states(v, s), v, s)
+
+
+@pytest.mark.parametrize("dtype", merges.DTYPES, ids=str)
+def test_merge_state(dtype: torch.dtype) -> None:
+    v, s = _states(9, 2, 5, 64, dtype=dtype)
+    (v_a, v_b), (s_a, s_b) = v.unbind(1), s.unbind(1)
+    merged = torch.arange(9) % 3 != 1
+    with Host(seed=1).installed():
+        _check_merge(*merges.merge_state(v_a, s_a, v_b, s_b), v, s)
+        out, lse = v_a.clone(), s_a.clone()
+        merges.merge_state_in_place(out, lse, v_b, s_b, merged)
+    _check_merge(out[merged], lse[merged], v[merged], s[merged])
+    assert torch.equal(out[~merged].nan_to_num(7), v_a[~merged].nan_to_num(7))
+    assert torch.equal(lse[~merged], s_a[~merged])
+
+
+class Planted(NamedTuple):
+    """A fault, what the machine says of it, and whether the case is one of an odd group."""
+
+    fault: Fault
+    message: str
+    odd: bool = False
+
+
+PREFILL_FAULTS = {
+    "no arrival": Planted(
+        Fault("release(k_empty + number % kKeyStages * 8);", "", 2), "deadlock(.|\n)*wait at prefill.cu"
+    ),
+    "another parity": Planted(
+        Fault("wait(empty + stage * 8, tile / kStages & 1 ^ 1);", "wait(empty + stage * 8, tile / kStages & 1);"),
+        "deadlock",
+    ),
+    "no wait for a stage": Planted(
+        Fault("wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);", ""), "race|more arrivals"
+    ),
+    "another number of bytes": Planted(
+        Fault("arrive_expect(full, blocks * kQueryBytes);", "arrive_expect(full, 64);"), "lacks 0 of 1 arrivals and -"
+    ),
+    "no wait for values": Planted(
+        Fault("wait(v_full.of(number), v_full.parity(number));\n      wgmma_fence();", "wgmma_fence();"),
+        r"race: (.|\n)*TMA(.|\n)*wgmma",
+    ),
+    "a stage is released before its last product": Planted(
+        Fault(
+            "wgmma_wait<0>();\n        fence_registers(output);\n        "
+            "release(v_empty + previous % kValueStages * 8);",
+            "release(v_empty + previous % kValueStages * 8);\n        wgmma_wait<0>();",
+        ),
+        r"race: (.|\n)*read by wgmma(.|\n)*TMA",
+    ),
+    "logits are used in flight": Planted(Fault("wgmma_wait<1>();", ""), "before wgmma.wait_group"),
+    "no fence of registers": Planted(
+        Fault(
+            "wgmma_fence();\n      issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));",
+            "issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));",
+        ),
+        "without wgmma.fence",
+    ),
+    "no proxy fence after zeros": Planted(
+        Fault("fence_async_shared();\n          __syncwarp();", "__syncwarp();"), "no proxy fence"
+    ),
+    "no proxy fence after copies": Planted(
+        Fault("wait_for_chunks();\n  fence_async_shared();", "wait_for_chunks();"), "no proxy fence", odd=True
+    ),
+    "arrival before copies": Planted(
+        Fault(
+            "if (exists) copy_queries(p, q, unit, to, thread);\n      arrive(full);",
+            "arrive(full);\n      if (exists) copy_queries(p, q, unit, to, thread);",
+        ),
+        "race|uninitialised",
+        odd=True,
+    ),
+    "no barrier between stores and loads": Planted(
+        Fault(
+            "named_sync(kBothConsumers, 2 * kConsumerThreads);\n  if (consumer == 1) return fence_async_shared();",
+            "if (consumer == 1) return fence_async_shared();",
+        ),
+        "race|uninitialised",
+        odd=True,
+    ),
+    "lane 0 arrives for lanes that still read": Planted(
+        Fault(
+            "__syncwarp();\n  if (threadIdx.x % 32 == 0) arrive(empty);", "if (threadIdx.x % 32 == 0) arrive(empty);"
+        ),
+        "race",
+    ),
+    "rows after the last": Planted(
+        Fault(
+            "if (lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max + log2f(sum);",
+            "if (lane % 4 == 0 && lse) lse[to_row[r]] = row_max + log2f(sum);",
+        ),
+        "outside of all tensors(.|\n)* of lse|race between clusters: (.|\n)* of lse",
+    ),
+    "no wait for earlier kernels": Planted(Fault("wait_for_earlier_kernels();", ""), "before griddepcontrol.wait"),
+}
+
+MLA_FAULTS = {
+    "the other CTA's consumers are not waited for": Planted(
+        Fault("arrive_in_cluster(address_in(barrier, lane));", "arrive_in_cluster(address_in(barrier, 0));"),
+        "race|more arrivals|deadlock",
+    ),
+    "P is stored over keys that are read": Planted(
+        Fault(
+            "named_sync(kBarrier, kConsumerThreads);\n    store_probabilities(own_stage + kRotary * kBlockBytes, "
+            "probabilities);",
+            "store_probabilities(own_stage + kRotary * kBlockBytes, probabilities);",
+        ),
+        r"race: (.|\n)*read by wgmma",
+    ),
+    "no proxy fence after P": Planted(
+        Fault(
+            "store_matrices(to + row * kRowBytes + ((2 * i + lane / 16) ^ (row & 7)) * 16, p[i]);\n  "
+            "fence_async_shared();",
+            "store_matrices(to + row * kRowBytes + ((2 * i + lane / 16) ^ (row & 7)) * 16, p[i]);",
+        ),
+        "no proxy fence",
+    ),
+    "a CTA ends before the others' arrivals": Planted(
+        Fault("for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);", ""),
+        "a CTA of the cluster may end before",
+    ),
+}
+
+
+def _faulty(planted: dict[str, Planted], name: str) -> Host:
+    faults = [one.fault for one in planted.values()]
+    return Host(sms=2, faults=faults, planted=1 + list(planted).index(name) if name else 0)
+
+
+@pytest.mark.parametrize("name", ["", *PREFILL_FAULTS])
+def test_faults_of_prefill_are_noticed(name: str) -> None:
+    """And the same source without one is not."""
+    sizes: dict[str, Any] = {"kv_lens": (280, 70), "qo_lens": (70, 33)}
+    even, odd = _case("even", **sizes, heads=(4, 2)), _case("odd", **sizes, heads=(3, 1), planner={"tile_rows": 20})
+    host = _faulty(PREFILL_FAULTS, name)
+    if not name:
+        _attend("prefill", even, host)
+        _attend("prefill", odd, host)
+        return
+    planted = PREFILL_FAULTS[name]
+    with pytest.raises(HostError, match=planted.message):
+        _attend("prefill", odd if planted.odd else even, host)
+
+
+@pytest.mark.parametrize("name", ["", *MLA_FAULTS])
+def test_faults_of_mla_are_noticed(name: str) -> None:
+    (case,) = (one for one in MLA if str(one) == "512/64 decode")
+    case = replace(case, qo_lens=(1, 1), kv_lens=(300, 70))
+    noticed = pytest.raises(HostError, match=MLA_FAULTS[name].message) if name else contextlib.nullcontext()
+    with _faulty(MLA_FAULTS, name).installed(), noticed:
+        mla_cases.check(case, op=_mla_op)
