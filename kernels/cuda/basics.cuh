@@ -108,6 +108,19 @@ DEVICE uint16 e5m2_pair(float low, float high) {
   return pair;
 }
 
+// A pair of FP8 numbers as one of float16.
+DEVICE uint32 float16_of_e4m3(uint16 pair) {
+  uint32 wide;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(pair));
+  return wide;
+}
+
+DEVICE uint32 float16_of_e5m2(uint16 pair) {
+  uint32 wide;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(wide) : "h"(pair));
+  return wide;
+}
+
 DEVICE void float16_values(uint32 pair, float& low, float& high) {
   asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
       : "=f"(low), "=f"(high)

@@ -28,6 +28,12 @@ DEVICE char* dynamic_shared() {
 // registers.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
+// `x`. What follows from it is computed where it is used, not kept in registers from the start of the kernel on.
+DEVICE int recomputed(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // True in one lane of the warp.
 DEVICE bool elect() {
   uint32 elected;

@@ -368,12 +368,6 @@ struct TileTokens {
   int row_of_page;  // the first of these tokens in its page
 };
 
-// What follows from `x` is computed here, not kept in registers from the start of the kernel on.
-DEVICE int recomputed(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // What a lane of a producer converts of a KV tile of DIM columns: of each group of 8 tokens of its warp, and of each 64
 // columns, 16 of one token. Eight lanes have chunks in all banks.
 template <int DIM>

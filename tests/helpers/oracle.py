@@ -270,7 +270,7 @@ class PagedBatch:
         elif self.storage == "fused":
             self.memory = [torch.full((k[0], 2, *k[1:]), math.nan)]
         else:
-            padded = (k[0], k[1] + 1, k[2], k[3] + 8), (v[0], v[1], v[2] + 2, v[3] + 16)
+            padded = (k[0], k[1] + 1, k[2], k[3] + max(8, 16 // self.dtype.itemsize)), (v[0], v[1], v[2] + 2, v[3] + 16)
             self.memory = [torch.full(shape, math.nan) for shape in padded]
         self._views()
 

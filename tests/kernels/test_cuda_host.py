@@ -54,6 +54,12 @@ PREFILL = [
     ("ragged", _case("192/128", head_dims=(192, 128), heads=(4, 1), causal=True, sinks=1.0, logits_soft_cap=30.0)),
 ]
 
+FP8_KV: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 3.0)}
+FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.25)}
+
+FP8_PREFILL = [(kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV))) for i, (kind, case) in enumerate(PREFILL)]
+"""The same cases with FP8 keys and values."""
+
 
 def _attend(kind: str, case: Case, host: Host) -> None:
     """Run the case on the host and compare it with the oracle."""
@@ -71,6 +77,37 @@ def test_prefill(kind: str, case: Case, seed: int) -> None:
     host = Host(sms=3, seed=seed)
     _attend(kind, case, host)
     assert len(host.launched) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("kind", "case"), FP8_PREFILL, ids=[case.name for _, case in FP8_PREFILL])
+def test_fp8_prefill(kind: str, case: Case, seed: int) -> None:
+    host = Host(sms=3, seed=seed)
+    _attend(kind, case, host)
+    (name,) = host.launched
+    assert "KV_FP8=1" in name
+
+
+@pytest.mark.parametrize("kv_scale", [None, (0.0, 1.0), (-2.0, -0.5), (2.0**-120, 1.0)], ids=str)
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_scales_of_fp8_are_any_numbers(kv_scale: tuple[float, float] | None, cap: float) -> None:
+    fields = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": kv_scale, "logits_soft_cap": cap, "causal": True}
+    _attend("prefill", _case("scales", **fields, window_left=50), Host())
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_fp8_number_is_converted_exactly(dtype: torch.dtype, fp8: torch.dtype) -> None:
+    """One key, of which every query has one column: its logit is a number of the key, and its output is the value."""
+    values = torch.arange(256, dtype=torch.uint8).view(fp8).view(1, 2, 128)
+    keys = torch.where(values.float().isfinite(), values.float(), 0.0).to(fp8)
+    q = torch.eye(128, dtype=dtype).unsqueeze(1).repeat(1, 2, 1)
+    with Host().installed():
+        options: dict[str, Any] = {"sm_scale": 1.0, "return_lse": True, "out_dtype": torch.float32}
+        out, lse = prefill.single_prefill(q, keys, values, **options)
+    assert torch.equal(out.nan_to_num(-1e9), values.float().nan_to_num(-1e9).expand(128, 2, 128))
+    assert out.isnan().sum() == 128 * values.float().isnan().sum() > 0
+    torch.testing.assert_close(lse.T, keys[0].float() / math.log(2), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 70, 300])
@@ -196,8 +233,8 @@ PREFILL_FAULTS = {
     ),
     "arrival before copies": Planted(
         Fault(
-            "if (exists) copy_queries(p, q, unit, to, thread);\n      arrive(full);",
-            "arrive(full);\n      if (exists) copy_queries(p, q, unit, to, thread);",
+            "if (exists) copy_queries(p, q, unit, to, thread);\n    arrive(full);",
+            "arrive(full);\n    if (exists) copy_queries(p, q, unit, to, thread);",
         ),
         "race|uninitialised",
         odd=True,
@@ -224,6 +261,25 @@ PREFILL_FAULTS = {
         "outside of all tensors(.|\n)* of lse|race between clusters: (.|\n)* of lse",
     ),
     "no wait for earlier kernels": Planted(Fault("wait_for_earlier_kernels();", ""), "before griddepcontrol.wait"),
+}
+
+PUBLISH = "fence_async_shared();\n    __syncwarp();\n    if (lane == 0) arrive(full);"
+
+FP8_FAULTS = {
+    "no proxy fence after conversions": Planted(
+        Fault(PUBLISH, "__syncwarp();\n    if (lane == 0) arrive(full);"), "no proxy fence"
+    ),
+    "lane 0 arrives for lanes that still convert": Planted(
+        Fault(PUBLISH, "fence_async_shared();\n    if (lane == 0) arrive(full);"), "race|no proxy fence"
+    ),
+    "keys are converted before they have arrived": Planted(Fault("wait_for_copies<1>();", ""), "race"),
+    "values are converted before they have arrived": Planted(
+        Fault("wait_for_copies<0>();\n      Values::convert(type, to);", "Values::convert(type, to);"), "race"
+    ),
+    "no wait for a stage of values": Planted(
+        Fault("wait(v_empty + tile % kValueStages * 8, tile / kValueStages & 1 ^ 1);", ""), "race|more arrivals"
+    ),
+    "no queries": Planted(Fault("load_queries(p, q, unit, exists, n, shared, thread);", "", 2), "deadlock"),
 }
 
 MLA_FAULTS = {
@@ -272,6 +328,14 @@ def test_faults_of_prefill_are_noticed(name: str) -> None:
     planted = PREFILL_FAULTS[name]
     with pytest.raises(HostError, match=planted.message):
         _attend("prefill", odd if planted.odd else even, host)
+
+
+@pytest.mark.parametrize("name", ["", *FP8_FAULTS])
+def test_faults_of_fp8_are_noticed(name: str) -> None:
+    sizes: dict[str, Any] = {"kv_lens": (400, 70), "qo_lens": (70, 33), "heads": (4, 2)}
+    noticed = pytest.raises(HostError, match=FP8_FAULTS[name].message) if name else contextlib.nullcontext()
+    with noticed:
+        _attend("prefill", _case("FP8 KV", **sizes, **FP8_KV), _faulty(FP8_FAULTS, name))
 
 
 @pytest.mark.parametrize("name", ["", *MLA_FAULTS])

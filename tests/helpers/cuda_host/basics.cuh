@@ -38,6 +38,10 @@ DEVICE uint32 bfloat16_pair(float low, float high) {
 }
 DEVICE uint16 e4m3_pair(float low, float high) { return uint16(host::to_e4m3(low) | host::to_e4m3(high) << 8); }
 DEVICE uint16 e5m2_pair(float low, float high) { return uint16(host::to_e5m2(low) | host::to_e5m2(high) << 8); }
+DEVICE uint32 float16_of_e4m3(uint16 pair) {
+  return float16_pair(host::from_e4m3(uint8_t(pair)), host::from_e4m3(uint8_t(pair >> 8)));
+}
+DEVICE uint32 float16_of_e5m2(uint16 pair) { return uint32(pair & 0xFF) << 8 | uint32(pair & 0xFF00) << 16; }
 DEVICE void float16_values(uint32 pair, float& low, float& high) {
   low = host::from_float16(uint16(pair)), high = host::from_float16(uint16(pair >> 16));
 }

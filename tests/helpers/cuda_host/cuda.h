@@ -48,8 +48,8 @@ inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 #define __syncwarp host::sync_warp
 template <class T>
 T __shfl_sync(unsigned, T x, int lane) {
-  static_assert(sizeof(T) == 4);
-  return std::bit_cast<T>(unsigned(host::exchange(std::bit_cast<unsigned>(x), lane, "__shfl_sync")));
+  using Bits = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
+  return std::bit_cast<T>(Bits(host::exchange(std::bit_cast<Bits>(x), lane, "__shfl_sync")));
 }
 template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {

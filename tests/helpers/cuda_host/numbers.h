@@ -33,6 +33,12 @@ inline std::uint8_t to_e4m3(float x) {
   if (std::isnan(x)) return 0x7F;
   return std::uint8_t(sign_of(x, 8) | (std::fabs(x) >= 448 ? 0x7E : to_bits<4, 3>(x)));
 }
+inline float from_e4m3(std::uint8_t x) {
+  const int exponent = x >> 3 & 15, mantissa = x & 7;
+  const float magnitude = (x & 0x7F) == 0x7F ? NAN : exponent ? std::ldexp(8.f + mantissa, exponent - 10)
+                                                              : std::ldexp(float(mantissa), -9);
+  return x & 0x80 ? -magnitude : magnitude;
+}
 inline std::uint8_t to_e5m2(float x) {
   if (std::isnan(x)) return 0x7F;
   return std::uint8_t(sign_of(x, 8) | (std::fabs(x) >= 57344 ? 0x7B : to_bits<5, 2>(x)));
