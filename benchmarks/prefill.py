@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import report
-from benchmarks.comparison import Comparison, add_peers, release_memory, selected
+from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, Prepare, add_peers, release_memory, selected
+from benchmarks.decode import MAX_FP8_ERROR
 from benchmarks.prefill_peers import PREFILL_PEERS
 from benchmarks.prefill_problem import PrefillProblem
-from benchmarks.prefill_rows import PREFILL_ROWS, PrefillRow
+from benchmarks.prefill_rows import PREFILL_FP8_ROWS, PREFILL_ROWS, PrefillRow
 from benchmarks.timing import Call
 
 NOTE = (
@@ -30,40 +33,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to measure; default: all")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
-    parser.add_argument("--name", default="prefill", help="name of the result files; default: %(default)s")
+    parser.add_argument("--fp8", action="store_true", help="the rows with FP8 keys and values, on two backends")
+    parser.add_argument("--name", help="name of the result files; default: prefill, or prefill_fp8")
     add_peers(parser)
 
 
-def _options(row: PrefillRow) -> dict[str, Any]:
-    return {"causal": row.causal, "window_left": row.window_left, "logits_soft_cap": row.logits_soft_cap}
+def _options(p: PrefillProblem, backend: str) -> dict[str, Any]:
+    row = p.row
+    options = {"causal": row.causal, "window_left": row.window_left, "logits_soft_cap": row.logits_soft_cap}
+    return options | {"out_dtype": p.dtype if row.fp8_query else None, "backend": backend}
 
 
-def _paged(p: PrefillProblem) -> Call:
+def _query(p: PrefillProblem) -> Tensor:
+    """Of an op, which takes no FP8 query: the public functions convert it to float16 in the same way."""
+    return p.q.half() if p.row.fp8_query else p.q
+
+
+def _paged(p: PrefillProblem, backend: str = "auto") -> Call:
     planner = p.planner(paged=True)
     return lambda i: torch.ops.attn.batch_prefill(
-        p.q, p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, **_options(p.row)
+        _query(p), p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, **_options(p, backend)
     )[0]
 
 
-def _ragged(p: PrefillProblem) -> Call:
+def _ragged(p: PrefillProblem, backend: str = "auto") -> Call:
     planner = p.planner(paged=False)
     return lambda i: torch.ops.attn.ragged_prefill(
-        p.q, p.keys[i], p.values[i], planner.state, planner.workspace, **_options(p.row)
+        _query(p), p.keys[i], p.values[i], planner.state, planner.workspace, **_options(p, backend)
     )[0]
 
 
-OURS = {"paged": _paged, "ragged": _ragged}
+OURS: dict[str, Prepare] = {"paged": _paged, "ragged": _ragged}
+
+FP8_OURS: dict[str, Prepare] = {
+    f"{backend} {name}": functools.partial(prepare, backend=backend)
+    for backend in ("triton", "cuda")
+    for name, prepare in (("paged", _paged), ("ragged", _ragged))
+}
+"""With FP8 keys and values."""
 
 
 def _measure(row: PrefillRow, comparison: Comparison) -> report.Row:
-    times = comparison.times(row.name, PrefillProblem(row), row.flops() / EXPECTED_FLOPS_PER_US + 10)
+    max_error = MAX_FP8_ERROR if row.fp8 else MAX_RELATIVE_ERROR
+    expected = row.flops() / EXPECTED_FLOPS_PER_US + 10
+    times = comparison.times(row.name, PrefillProblem(row), expected, max_error)
     rates = {name: row.flops() / time / 1e6 for name, time in times.items()}
-    ours = min(times[name] for name in OURS)
+    ours = min(times[name] for name in comparison.ours)
     return {
         "row": row.name,
         "goal": row.goal,
-        **{name: rates[name] for name in OURS},
-        "of goal": rates["paged"] / row.goal if row.goal else None,
+        **{name: rates[name] for name in comparison.ours},
+        "of goal": rates["paged"] / row.goal if row.goal else None,  # rows with FP8 have none
         "share": row.flops() / ours / report.PEAK_FLOPS_PER_US,
         "of roofline": report.of_roofline(row.flops(), row.bytes(), ours),
         **{name: rates.get(name) for name in comparison.peers},
@@ -73,10 +93,12 @@ def _measure(row: PrefillRow, comparison: Comparison) -> report.Row:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
-    comparison = Comparison(OURS, selected(PREFILL_PEERS, args), PREFILL_PEERS)
+    rows, ours = (PREFILL_FP8_ROWS, FP8_OURS) if args.fp8 else (PREFILL_ROWS, OURS)
+    name = args.name or ("prefill_fp8" if args.fp8 else "prefill")
+    comparison = Comparison(ours, selected(PREFILL_PEERS, args), PREFILL_PEERS)
     results = []
-    for row in PREFILL_ROWS if args.rows is None else [PREFILL_ROWS[i] for i in args.rows]:
+    for row in rows if args.rows is None else [rows[i] for i in args.rows]:
         results.append(_measure(row, comparison))
         release_memory()
-    columns = report.Columns(tuple(OURS), tuple(comparison.peers), higher_is_better=True)
-    report.save(args.name, report.title_of(args.name), NOTE, results, args.output, columns, comparison.not_measured)
+    columns = report.Columns(tuple(ours), tuple(comparison.peers), higher_is_better=True)
+    report.save(name, report.title_of(name), NOTE, results, args.output, columns, comparison.not_measured)

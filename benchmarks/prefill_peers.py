@@ -90,6 +90,18 @@ def varlen(problem: PrefillProblem) -> Call:
     return call
 
 
+def _dtypes(problem: PrefillProblem) -> dict[str, torch.dtype]:
+    of_16_bits = {"q_data_type": problem.dtype}
+    fp8 = {"q_data_type": problem.q.dtype, "kv_data_type": problem.kv_dtype, "o_data_type": problem.dtype}
+    return fp8 if problem.row.fp8 else of_16_bits
+
+
+def _scales(problem: PrefillProblem) -> list[Tensor]:
+    """What FlashInfer takes by position with an FP8 query: scales of queries, keys and values, per head."""
+    heads = (problem.row.num_qo_heads, problem.row.num_kv_heads, problem.row.num_kv_heads)
+    return [torch.ones(n, device=problem.device) for n in heads] if problem.row.fp8_query else []
+
+
 def flashinfer_paged(backend: str) -> Prepare:
     """``BatchPrefillWithPagedKVCacheWrapper`` with one of its backends."""
 
@@ -108,11 +120,12 @@ def flashinfer_paged(backend: str) -> Prepare:
             causal=row.causal,
             window_left=row.window_left,
             logits_soft_cap=row.logits_soft_cap,
-            q_data_type=problem.dtype,
+            **_dtypes(problem),
         )
         out = problem.empty_out()
         caches = list(zip(problem.k_caches, problem.v_caches, strict=True))
-        return lambda copy: wrapper.run(problem.q, caches[copy], out=out)
+        scales = _scales(problem)
+        return lambda copy: wrapper.run(problem.q, caches[copy], *scales, out=out)
 
     return prepare
 
@@ -134,10 +147,11 @@ def flashinfer_ragged(backend: str) -> Prepare:
             causal=row.causal,
             window_left=row.window_left,
             logits_soft_cap=row.logits_soft_cap,
-            q_data_type=problem.dtype,
+            **_dtypes(problem),
         )
         out = problem.empty_out()
-        return lambda copy: wrapper.run(problem.q, problem.keys[copy], problem.values[copy], out=out)
+        scales = _scales(problem)
+        return lambda copy: wrapper.run(problem.q, problem.keys[copy], problem.values[copy], *scales, out=out)
 
     return prepare
 

@@ -54,12 +54,16 @@ class PrefillProblem:
         pages = (self.table.num_pages, row.page_size, row.num_kv_heads)
         self.k_caches = [random(*pages, row.head_dim) for _ in range(self.copies)]
         self.v_caches = [random(*pages, row.head_dim_vo) for _ in range(self.copies)]
-        self.q = random(sum(row.qo_lens), row.num_qo_heads, row.head_dim)
+        q = random(sum(row.qo_lens), row.num_qo_heads, row.head_dim)
+        self.q = q.to(torch.float8_e4m3fn) if row.fp8_query else q
         self.qo_indptr, self.kv_indptr = indptr(row.qo_lens, device), indptr(row.kv_lens, device)
         self.keys, self.values = (
             [torch.cat([self.table.tokens(c, b, n) for b, n in enumerate(row.kv_lens)]) for c in caches]
             for caches in (self.k_caches, self.v_caches)
         )
+        self.kv_dtype = torch.float8_e4m3fn if row.fp8 else dtype
+        for tensors in (self.k_caches, self.v_caches, self.keys, self.values):
+            tensors[:] = [t.to(self.kv_dtype) for t in tensors]
 
     def planner(self, paged: bool) -> attn_ops.PrefillPlanner:
         """A planner of exactly this batch, with its plan made."""
@@ -82,7 +86,7 @@ class PrefillProblem:
         return planner
 
     def empty_out(self) -> Tensor:
-        return self.q.new_empty(*self.q.shape[:-1], self.row.head_dim_vo)
+        return self.q.new_empty(*self.q.shape[:-1], self.row.head_dim_vo, dtype=self.dtype)
 
     def dense(self, copy: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """``q, k, v`` as views ``[batch, heads, rows, head_dim]``, None if requests differ in size."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class PrefillRow:
     page_size: int = 16
     window_left: int = -1
     logits_soft_cap: float = 0.0
+    fp8: bool = False  # keys and values
+    fp8_query: bool = False
 
     @property
     def batch(self) -> int:
@@ -44,13 +46,13 @@ class PrefillRow:
         most = keys if self.window_left < 0 else self.window_left + 1
         return sum(min(keys - rows + row + 1, most) for row in range(rows))
 
-    def kv_bytes(self, element: int = 2) -> int:
-        return sum(self.kv_lens) * self.num_kv_heads * (self.head_dim + self.head_dim_vo) * element
+    def kv_bytes(self) -> int:
+        return sum(self.kv_lens) * self.num_kv_heads * (self.head_dim + self.head_dim_vo) * (1 if self.fp8 else 2)
 
-    def bytes(self, element: int = 2) -> int:
+    def bytes(self) -> int:
         """Bytes of keys, values and queries, each read once, and of outputs, written once."""
-        rows = sum(self.qo_lens) * self.num_qo_heads * (self.head_dim + self.head_dim_vo)
-        return self.kv_bytes(element) + rows * element
+        of_row = self.head_dim * (1 if self.fp8_query else 2) + self.head_dim_vo * 2
+        return self.kv_bytes() + sum(self.qo_lens) * self.num_qo_heads * of_row
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,19 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(1, 16384, 16384, None, dims=(64, 64)),
     _prefill(1, 8192, 8192, None, dims=(256, 256), heads=(16, 4)),
     _prefill(1, 8192, 8192, None, dims=(192, 128), heads=(16, 16)),
+)
+
+
+def _fp8(row: PrefillRow, query: bool = False) -> PrefillRow:
+    return replace(row, name=f"{row.name}, fp8 {'query and ' * query}cache", goal=None, fp8=True, fp8_query=query)
+
+
+PREFILL_FP8_ROWS: tuple[PrefillRow, ...] = (
+    _fp8(_prefill(1, 8192, 8192, None)),
+    _fp8(_prefill(1, 8192, 8192, None), query=True),
+    _fp8(_prefill(8, 512, 8192, None)),
+    _fp8(_prefill(64, 512, 512, None)),
+    _fp8(_prefill(32, 16, 4096, None)),
 )
 
 MLA_ROWS: tuple[MlaRow, ...] = (

@@ -1,7 +1,8 @@
 // Prefill on Hopper: persistent and warp-specialised, one producer and two consumer warpgroups in each CTA.
 //
-// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED and DTYPE (1 float16, 2 bfloat16). Head counts, strides, page size,
-// windows, soft cap, sinks and the type of the output are parameters.
+// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16) and KV_FP8: 1 if keys and values
+// are FP8 and not DTYPE. Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output
+// are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
 // unit is a block of packed rows of one work item for one KV head: 128 of them, 64 for each consumer. If a work item
@@ -47,6 +48,15 @@
 //                       split_kv consumer 0 alone
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
+//
+// FP8 keys and values
+// -------------------
+// The rings have 16-bit tiles as otherwise, and consumers do the same. The four producer warps convert: each has a
+// quarter of the tokens of every tile. Steps 3 and 4 are these, in which a lane reads and writes chunks of its own:
+//     3.  wait for k_empty[j+1]; copy 16 bytes of FP8 each to the first of the two chunks that they become (cp.async);
+//         wait for v_empty[j]; copy v_j; wait for the keys, convert them in place; proxy fence; arrive on k_full[j+1]
+//     4.  the same with v_j, behind a load of the next page numbers
+// Tokens that no row sees are copied as zeros. Warps 2 and 3 also do step 1, while the first keys of the unit arrive.
 #include "basics.cuh"
 #include "descriptors.cuh"
 #include "epilogue.cuh"
@@ -72,7 +82,7 @@ constexpr int kRowBytes = 128;                                        // of 64 c
 constexpr int kGroupBytes = 8 * kRowBytes;                            // of 8 rows and 64 columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk * 2, kValueBytes = kTile * kDimVo * 2;
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
-// Of a thread of a producer and of a consumer. Converting producers hold a part of a KV tile.
+// Of a thread.
 constexpr int kProducerRegisters = KV_FP8 ? 48 : 40, kConsumerRegisters = 232;
 constexpr int kNone = 1 << 30;         // a window without a bound
 constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits
@@ -369,7 +379,7 @@ struct TileTokens {
 };
 
 // What a lane of a producer converts of a KV tile of DIM columns: of each group of 8 tokens of its warp, and of each 64
-// columns, 16 of one token. Eight lanes have chunks in all banks.
+// columns, 16 of one token. The chunks of 8 lanes are in different banks.
 template <int DIM>
 struct Fp8Part {
   static constexpr int kGroups = kTile / 8 / kProducerWarps, kChunks = kGroups * (DIM / 64);
@@ -429,8 +439,8 @@ struct Fp8Part {
   }
 };
 
-// A warpgroup: all producers at once for FP8 KV, which is converted to the type of the queries in the rings, each warp a
-// part of each KV tile. Two warps also load the queries of a unit.
+// A warpgroup, all producers at once: FP8 KV, which is converted to the type of the queries in the rings, each warp a
+// part of each KV tile, and the queries.
 DEVICE void produce_fp8(const Problem& p, const Fp8Source& k, const Fp8Source& v, const Queries& q, Fp8Type type,
                         Shared& shared) {
   using Keys = Fp8Part<kDimQk>;
@@ -859,11 +869,11 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
 // Owns: the rows of its units in `out` and `lse`, or their partial results in `partial`.
 // Loop invariant of a consumer, before it takes KV tile j: P holds the probabilities of its last tile, row_max and
 //     row_sum include that tile, O includes those before it and is relative to row_max.
-// Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes of the tile. k_empty and
-//     v_empty, one for each stage: an arrival of each warp that reads the tile. q_full, one for each query buffer: an
-//     arrival and the bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer warp.
-//     staging: an arrival of producer V, and the bytes. A named barrier of all consumer threads, around the exchange of
-//     step 11.
+// Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes of the tile; with FP8 KV
+//     an arrival of each producer warp. k_empty and v_empty, one for each stage: an arrival of each warp that reads
+//     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
+//     q_empty: an arrival of each consumer warp. staging: an arrival of producer V, and the bytes. A named barrier of
+//     all consumer threads, around the exchange of step 11.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]

@@ -66,6 +66,9 @@ KERNEL = _kernel(
 FP8_KERNEL = _kernel(
     "pointer", {**dict.fromkeys(FP8_STRIDES, "i64"), "kv_scale": "pointer", "kv_type": "i32"}, ("q", "k", "v", "out")
 )
+KERNELS: dict[bool, Kernel] = {False: KERNEL, True: FP8_KERNEL}
+FP8_MACROS: dict[bool, dict[str, int]] = {False: {}, True: {"KV_FP8": 1}}
+"""By whether keys and values are FP8."""
 
 
 class Tile(NamedTuple):
@@ -94,15 +97,15 @@ assert TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 
 SPECIALIZATIONS = {
     (*dims, paged, dtype, fp8): Specialization(
-        kernel,
-        {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "PAGED": paged, "DTYPE": number} | dict(macros),
+        KERNELS[fp8],
+        {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "PAGED": paged, "DTYPE": number} | FP8_MACROS[fp8],
         threads=384,
         shared_bytes=tile.shared_bytes(*dims),
     )
     for dims, tile in TILES.items()
     for paged in (False, True)
     for dtype, number in DTYPES.items()
-    for fp8, kernel, *macros in ((False, KERNEL), (True, FP8_KERNEL, ("KV_FP8", 1)))
+    for fp8 in (False, True)
 }
 """By head dims, whether KV is paged, dtype of the query, and whether KV is FP8."""
 

@@ -314,6 +314,21 @@ def test_prefill_rows_have_the_columns_of_the_report(timed: list[str], monkeypat
     assert row["flex"] is None
 
 
+@pytest.mark.parametrize("query", [False, True])
+def test_fp8_rows_compare_backends(query: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _on_cpu(monkeypatch, prefill, "PrefillProblem")
+    assert list(prefill.FP8_OURS) == ["triton paged", "triton ragged", "cuda paged", "cuda ragged"]
+    ours = {name: functools.partial(prepare, backend="reference") for name, prepare in prefill.FP8_OURS.items()}
+    small = replace(STEP, fp8=True, fp8_query=query)
+    row = prefill._measure(small, Comparison(ours, {}))
+    assert all(row[name] for name in prefill.FP8_OURS)
+    assert small.kv_bytes() * 2 == STEP.kv_bytes()
+    problem = prefill_problem.PrefillProblem(small, device="cpu")
+    assert (problem.q.dtype == torch.float8_e4m3fn) == query
+    assert problem.k_caches[0].dtype == problem.values[0].dtype == torch.float8_e4m3fn
+    assert problem.empty_out().dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("variable", [False, True])
 def test_sparse_rows_have_the_columns_of_the_report(
     variable: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch
