@@ -158,10 +158,11 @@ def _ordinary(op: str, device: str) -> Problem:
     return Problem(op=op, device=torch.device(device), **{**ORDINARY, **sizes})
 
 
-def _machines(entry: Backend, op: str) -> list[str]:
-    """Where the entry runs an ordinary call."""
-    found = [] if _reasons(entry, _ordinary(op, "cpu")) else ["CPU"]
-    capabilities = [c for c in CAPABILITIES if not _reasons(entry, _ordinary(op, "cuda"), c)]
+def _machines(entry: Backend, op: str, **fields: Any) -> list[str]:
+    """Where the entry runs an ordinary call, or one with other ``fields``."""
+    cpu, cuda = (replace(_ordinary(op, device), **fields) for device in ("cpu", "cuda"))
+    found = [] if _reasons(entry, cpu) else ["CPU"]
+    capabilities = [c for c in CAPABILITIES if not _reasons(entry, cuda, c)]
     if capabilities == CAPABILITIES:
         found.append("CUDA")
     elif capabilities:
@@ -188,21 +189,27 @@ def _backends(op: OpText) -> list[str]:
     """A line per entry of the backend table: where it runs the op, and which of ``problems`` it refuses."""
     words = data("ops.toml")
     names = {argument.name for argument in op.schema.arguments}
-    tried = [p for p in words["problems"] if names & set(p["argument"].split(", "))]
+    tried = {
+        p["text"]: {k: getattr(torch, v) if k.endswith("dtype") else v for k, v in p["fields"].items()}
+        for p in words["problems"]
+        if names & set(p["argument"].split(", "))
+    }
     lines = []
     for entry in backends.BACKENDS:
         if not entry.has(op.name):
             continue
         machines, label = _machines(entry, op.name), code(entry.label(op.name))
         if not machines:
-            reasons = _reasons(entry, _ordinary(op.name, "cuda"))
-            lines.append(f"{label}: does not run it ({', '.join(reasons)})")
+            of_some = {text: found for text, fields in tried.items() if (found := _machines(entry, op.name, **fields))}
+            if of_some:
+                some = ", ".join(dict.fromkeys(machine for found in of_some.values() for machine in found))
+                lines.append(f"{label}: on {some}, but only {', '.join(of_some)}")
+            else:
+                reasons = _reasons(entry, _ordinary(op.name, "cuda"))
+                lines.append(f"{label}: does not run it ({', '.join(reasons)})")
             continue
         device = "cpu" if machines == ["CPU"] else "cuda"
-        refused = []
-        for problem in tried:
-            fields = {k: getattr(torch, v) if k.endswith("dtype") else v for k, v in problem["fields"].items()}
-            if _reasons(entry, replace(_ordinary(op.name, device), **fields)):
-                refused.append(problem["text"])
+        problems = {text: replace(_ordinary(op.name, device), **fields) for text, fields in tried.items()}
+        refused = [text for text, problem in problems.items() if _reasons(entry, problem)]
         lines.append(f"{label}: on {', '.join(machines)}" + (f", but not {', '.join(refused)}" if refused else ""))
     return lines

@@ -113,6 +113,12 @@ CASES = [
     ),
 ]
 
+FP8: tuple[dict[str, Any], ...] = (
+    {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 3.0)},
+    {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
+)
+CASES += [replace(case, name=f"FP8 KV, {case}", **FP8[i % 2]) for i, case in enumerate(CASES)]
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[None]:
@@ -135,9 +141,9 @@ def test_paged_matches_oracle(case: Case, launches: list[None]) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.storage != "fused" and c.page_size == 16], ids=str)
 def test_ragged_matches_oracle(case: Case, launches: list[None]) -> None:
     setup = Setup("ragged", case, "cuda")
-    backend = "cuda" if any(case.kv_lens) else "auto"  # there is no tensor map of no tokens
-    setup.check(*setup.run(backend), **setup.tolerance("cuda"))
-    assert bool(launches) == any(case.kv_lens)
+    runs = any(case.kv_lens) or case.kv_dtype is not None  # there is no tensor map of no tokens
+    setup.check(*setup.run("cuda" if runs else "auto"), **setup.tolerance("cuda"))
+    assert bool(launches) == runs
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         "batch_prefill",
         SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 8}},
     ),
+    "prefill of 128, FP8 cache": (
+        "batch_prefill",
+        SPLIT | BF16 | FP8 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 32}},
+    ),
     "ragged of 128": (
         "ragged_prefill",
         SPLIT | ROWS | {"dtype": torch.float16, "window_left": 300, "padding": 3, "planner": {"tile_rows": 32}},
@@ -68,7 +72,8 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 PREFILLS = (
-    *("prefill of 128", "prefill of 128, alternating warpgroups", "prefill of 256, options"),
+    *("prefill of 128", "prefill of 128, alternating warpgroups", "prefill of 128, FP8 cache"),
+    "prefill of 256, options",
     *("ragged of 128", "ragged of 192/128", "single"),
 )
 

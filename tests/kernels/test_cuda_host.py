@@ -95,6 +95,23 @@ def test_scales_of_fp8_are_any_numbers(kv_scale: tuple[float, float] | None, cap
     _attend("prefill", _case("scales", **fields, window_left=50), Host())
 
 
+@pytest.mark.parametrize("kind", ["prefill", "ragged"])
+def test_fp8_tokens_before_the_window_may_be_nan(kind: str) -> None:
+    case = _case("hidden", kv_lens=(300,), qo_lens=(40,), causal=True, window_left=33, **FP8_KV)
+    setup = Setup(kind, case)
+    hidden = torch.arange(300 - 40 - 33)
+    at: Any = hidden
+    if kind == "prefill":
+        at = setup.page_table[1].long()[hidden // case.page_size], hidden % case.page_size
+    for t in (setup.k, setup.v):
+        t.view(torch.uint8)[at] = 0x7F
+    positional = [setup.arguments[name] for name in TENSORS[kind]]
+    options = {name: value for name, value in setup.arguments.items() if name not in TENSORS[kind]}
+    with Host().installed():
+        out, lse = OPS[kind](*positional, **options)
+    setup.check(out, lse, **setup.tolerance("cuda"))
+
+
 @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_fp8_number_is_converted_exactly(dtype: torch.dtype, fp8: torch.dtype) -> None:
