@@ -1,10 +1,7 @@
-"""FlashInfer's block-sparse wrappers: block rows become the requests of a prefill plan, over dense keys as pages."""
+"""FlashInfer's wrapper for a BSR matrix of blocks of one size, and its mask layout."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,34 +11,16 @@ from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import DTypeError, OptionError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked, refuse, required
-from attn_ops.frontend.base import Wrapper
-from attn_ops.frontend.outputs import OutputSpec, check_buffer
+from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors
-from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.plan.block_sparse import (
-    bsr_map,
-    check_bsr,
-    check_sizes,
-    divide_rows,
-    offsets_of,
-    place_rows,
-    query_offsets,
-    uniform_rows,
-)
-from attn_ops.plan.page_table import INTEGERS, PageTable, index
+from attn_ops.frontend.sparse_base import SparseWrapper, check_encoding, fitted_table
+from attn_ops.plan.block_sparse import bsr_map, check_bsr, uniform_rows
+from attn_ops.plan.page_table import index
 from attn_ops.plan.page_table_checks import check_indptr
-from attn_ops.plan.resizable import SizedPlanner
-from attn_ops.planner import PrefillPlanner
-from attn_ops.sparse_planner import fold_heads, unfold_heads
 from attn_ops.typed import typed
-
-_OP = "block_sparse_prefill"
-
-MAX_PAGE = 64
-"""Keys of the largest page of variable blocks, a power of 2. A kernel is compiled for each size of pages."""
 
 
 @typed
@@ -79,85 +58,7 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     return torch.empty_like(mask).view(-1).scatter_(0, place.flatten(), mask.flatten())
 
 
-@dataclass(eq=False)
-class Positions:
-    """The positions of the first rows of the requests of a causal plan, ``[requests]``. Equal to itself alone."""
-
-    tensor: Tensor
-
-
-class _SparseWrapper(Wrapper):
-    """A wrapper whose requests are block rows. Its plan is for one number of keys, ``_keys``."""
-
-    _keys: int
-
-    @typed
-    def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
-        super().__init__(float_workspace_buffer, backend=backend)
-
-    def _write(self, sized: SizedPlanner, table: PageTable, state: Mapping[str, Any]) -> None:
-        super()._write(sized, table, state)
-        if state["_positions"] is not None:
-            assert isinstance(sized.planner, PrefillPlanner)
-            place_rows(sized.planner.state, state["_positions"].tensor)
-
-    def _prepare_table(
-        self, where: str, table: tuple[Tensor, ...], positions: Tensor | None, keys: int, *args: Any, **kwargs: Any
-    ) -> PreparedPlan:
-        """``table`` is ``qo_indptr, kv_indptr, kv_indices, kv_last_page_len`` of the requests."""
-        qo_indptr, kv_indptr, kv_indices, kv_last_page_len = table
-        pages = PageTable.of(where, kv_indptr, kv_indices, kv_last_page_len, qo_indptr)
-        prepared = self._prepare(where, _OP, pages, *args, **kwargs)
-        return prepared.with_state(_positions=None if positions is None else Positions(positions), _keys=keys)
-
-    def _check_kv(self, where: str, k: Tensor, v: Tensor, dims: str) -> None:
-        for name, t in (("k", k), ("v", v)):
-            ranked(where, name, t, dims)
-            keys = t.shape[0 if dims.startswith("[keys") else 1]
-            if self._planned is not None and keys != self._keys:
-                fix = "call plan() for this matrix first"
-                fail(ShapeError, where, f"{name} has {keys} keys", f"{self._keys} as planned", fix)
-
-    def _rotated(
-        self, where: str, q: Tensor, k: Tensor, changes: Mapping[str, Any], kv_layout: str = "NHD"
-    ) -> tuple[Tensor, Tensor]:
-        """Query and keys, rotated by their positions in the matrix if the mode is ROPE_LLAMA."""
-        if self._planned is None:
-            return q, k  # the call says so
-        options = self._planned.options._replace(**changes)
-        _check_encoding(where, options, q, k)
-        if options.pos_encoding != "ROPE_LLAMA":
-            return q, k
-        from attn_ops.kernels.reference.rope_alibi import rotate_half
-
-        rope = float(options.rope_scale), float(options.rope_theta)
-
-        def rotate(x: Tensor, first: int) -> Tensor:
-            tokens = x if kv_layout == "NHD" else x.transpose(0, 1)
-            position = torch.arange(tokens.shape[0], device=x.device) + first
-            rotated = rotate_half(tokens.float(), position, *rope).to(x.dtype)
-            return rotated if kv_layout == "NHD" else rotated.transpose(0, 1)
-
-        token = 0 if kv_layout == "NHD" else 1
-        return rotate(q, k.shape[token] - q.shape[token]), rotate(k, 0)
-
-
-def _check_encoding(where: str, options: AttentionOptions, *tensors: Tensor) -> None:
-    if options.pos_encoding == "ALIBI":
-        raise UnsupportedError(
-            f"{where}: pos_encoding_mode is 'ALIBI', which is not supported: its bias needs the positions of keys in "
-            "the matrix; use NONE or ROPE_LLAMA, or a prefill wrapper with a custom_mask"
-        )
-    if options.pos_encoding == "ROPE_LLAMA":
-        for name, t in zip(("q", "k"), tensors, strict=False):
-            if t.dtype in FP8:
-                what = f"{name} is {str(t.dtype).removeprefix('torch.')} with ROPE_LLAMA"
-                fail(UnsupportedError, where, what, "a dtype that holds what is rotated", "rotate it before")
-            if t.shape[-1] % 2:
-                fail(ShapeError, where, f"{name} has head_dim {t.shape[-1]}", "an even one for ROPE_LLAMA", "pad it")
-
-
-class BlockSparseAttentionWrapper(_SparseWrapper):
+class BlockSparseAttentionWrapper(SparseWrapper):
     """Attention over the blocks of a BSR matrix, the same for all heads: plan() once, run() in every layer.
 
     Args:
@@ -248,7 +149,7 @@ class BlockSparseAttentionWrapper(_SparseWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        _check_encoding(where, options)
+        check_encoding(where, options)
         spec = prefill_spec(where, num_qo_heads, num_kv_heads, None, head_dim, page_size=C)
         divided = causal and mask is None and packed_mask is None
         offsets, block_rows = uniform_rows(M, N, R, C, divided)
@@ -365,216 +266,3 @@ def _flat_mask(where: str, mask: Tensor | None, indptr: Tensor, sizes: tuple[int
         fail(ShapeError, where, f"mask is {list(mask.shape)}", expected, "pass the masks of all blocks")
     missing = -rows % row_block * int(steps[-1]) * col_block
     return convert_bsr_mask_layout(mask, indptr)[: mask.numel() - missing]
-
-
-def fitted_table(
-    block_mask: Tensor, row_indptr: Tensor, col_indptr: Tensor, page_size: int, *, causal: bool
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The page table of a block map and the positions of its block rows, with as many pages as there are."""
-
-    def table(max_pages: int) -> tuple[Tensor, ...]:
-        op = torch.ops.attn.block_sparse_table
-        return op(block_mask, row_indptr, col_indptr, page_size, max_pages, causal=causal)
-
-    *pages, positions = table(int(table(0)[0][-1]))
-    return tuple(pages), positions
-
-
-class VariableBlockSparseAttentionWrapper(_SparseWrapper):
-    """Attention over the blocks of a map of each KV head, with blocks of any sizes: plan() once, run() in every layer.
-
-    Args:
-        float_workspace_buffer: scratch memory on the device of the query, any dtype.
-        backend: no effect on results (:mod:`attn_ops.frontend.policy`).
-
-    run() traces, as one ``attn.block_sparse_prefill`` node between views and copies.
-    """
-
-    _rows: int
-    _heads: tuple[int, int]
-
-    def prepare_plan(
-        self,
-        block_mask_map: Tensor,
-        block_row_sz: Tensor,
-        block_col_sz: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        q_data_type: DType = "float16",
-        kv_data_type: DType | None = None,
-    ) -> PreparedPlan:
-        """Plan block maps. Eager, never inside a graph; reads the sizes of blocks on the host.
-
-        Args:
-            block_mask_map: bool ``[num_kv_heads, MB, NB]``, the selected blocks of each KV head.
-            block_row_sz: int ``[num_kv_heads, MB]``, the rows of block rows, with one sum for all heads.
-            block_col_sz: int ``[num_kv_heads, NB]``, the keys of block columns, with one sum for all heads. Sizes
-                that are all multiples of 8 or more are faster.
-            causal, pos_encoding_mode, q_data_type, kv_data_type: as for :class:`BlockSparseAttentionWrapper`.
-
-        Raises:
-            ShapeError, OptionError, DTypeError: shapes, sizes, options or dtypes are wrong.
-        """
-        where = f"{self._name}.plan"
-        ranked(where, "block_mask_map", block_mask_map, "[num_kv_heads, block rows, block columns]")
-        heads, rows, cols = block_mask_map.shape
-        for name, t, blocks in (("block_row_sz", block_row_sz, rows), ("block_col_sz", block_col_sz, cols)):
-            if tuple(t.shape) != (heads, blocks):
-                expected = f"[{heads}, {blocks}] as in block_mask_map"
-                fail(ShapeError, where, f"{name} is {list(t.shape)}", expected, "make the two agree")
-            if t.dtype not in INTEGERS:
-                what = f"{name} is {str(t.dtype).removeprefix('torch.')}"
-                fail(DTypeError, where, what, "an integer dtype", "convert it")
-        positive(where, num_kv_heads=num_kv_heads, num_qo_heads=num_qo_heads)
-        if heads != num_kv_heads or num_qo_heads % num_kv_heads:
-            what = f"num_qo_heads is {num_qo_heads}, num_kv_heads {num_kv_heads} and the maps are of {heads} heads"
-            fail(ShapeError, where, what, "a map for each KV head, and a multiple of it in query heads", "correct them")
-        num_rows = check_sizes(where, "block_row_sz", block_row_sz, None)
-        num_keys = check_sizes(where, "block_col_sz", block_col_sz, None)
-        if not (num_rows and num_keys):
-            what = f"the blocks have {num_rows} rows and {num_keys} keys"
-            fail(ShapeError, where, what, "1 or more of both", "pass the sizes of all blocks")
-        options = attention_options(
-            where,
-            pos_encoding_mode=pos_encoding_mode,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        _check_encoding(where, options)
-        divisor = math.gcd(MAX_PAGE, *block_col_sz.flatten().tolist())
-        spec = prefill_spec(where, num_qo_heads // num_kv_heads, 1, None, head_dim, page_size=divisor)
-        device = block_mask_map.device
-        row_indptr, col_indptr = offsets_of(block_row_sz.to(device)), offsets_of(block_col_sz.to(device))
-        block_mask = block_mask_map.bool()
-        if causal:
-            block_mask, row_indptr = divide_rows(block_mask, row_indptr, col_indptr)
-        table, positions = fitted_table(block_mask, row_indptr, col_indptr, divisor, causal=causal)
-        prepared_plan = self._prepare_table(
-            where,
-            (query_offsets(row_indptr), *table),
-            positions if causal else None,
-            num_keys,
-            spec,
-            options._replace(causal=causal),
-            DTypes(where, q_data_type, kv_data_type),
-        )
-        state = {**prepared_plan.state, "_rows": num_rows, "_heads": (num_qo_heads, num_kv_heads)}
-        return prepared_plan.with_state(**state)
-
-    begin_forward = plan = committing(prepare_plan)
-
-    @typed
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-    ) -> Any:
-        """Attend as planned.
-
-        Args:
-            q: ``[num_qo_heads, rows, head_dim]``.
-            k, v: ``[num_kv_heads, keys, head_dim]``. No key outside of the selected blocks is read.
-            out, lse: buffers of the result, in the shapes that are returned; also ``[num_kv_heads * rows, group, ...]``
-                as FlashInfer takes them.
-
-        Returns:
-            ``out [num_qo_heads, rows, head_dim]``, with ``return_lse`` also float32 ``lse [num_qo_heads, rows]``.
-        """
-        return self._folded(f"{self._name}.run", q, k, v, out, lse, return_lse)
-
-    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`run` with ``return_lse``."""
-        return self.run(q, k, v, *args, **{**kwargs, "return_lse": True})
-
-    @typed
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
-        """:meth:`run` of the 0.1 interface: an option that is not at its default replaces the planned one."""
-        where = f"{self._name}.forward"
-        changes = forward_changes(
-            where,
-            pos_encoding_mode=pos_encoding_mode,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        return self._folded(where, q, k, v, None, None, False, **changes)
-
-    def _folded(
-        self,
-        where: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor | None,
-        return_lse: bool,
-        **changes: Any,
-    ) -> Any:
-        """The call over all heads as requests, with its result by heads."""
-        ranked(where, "q", q, "[num_qo_heads, rows, head_dim]")
-        self._check_kv(where, k, v, "[num_kv_heads, keys, head_dim]")
-        if self._planned is not None:
-            heads, kv_heads = self._heads
-            for name, t, wanted in (
-                ("q", q, (heads, self._rows, q.shape[2])),
-                ("k", k, (kv_heads, *k.shape[1:])),
-                ("v", v, (kv_heads, *v.shape[1:])),
-            ):
-                if tuple(t.shape) != tuple(wanted):
-                    fix = "call plan() for these sizes first"
-                    fail(ShapeError, where, f"{name} is {list(t.shape)}", f"{list(wanted)} as planned", fix)
-        q, k = self._rotated(where, q, k, changes, "HND")
-        output = OutputSpec(return_lse=return_lse or lse is not None)
-        call = self._call(where, fold_heads(q, k, v), output, ScaleFactors(), **changes)
-        kv_heads, dtype = k.shape[0], call.output.dtype_for(q.dtype)
-        buffers = (
-            None if out is None else _by_head(where, "out", out, (*q.shape[:2], v.shape[2]), dtype, kv_heads, q),
-            None if lse is None else _by_head(where, "lse", lse, tuple(q.shape[:2]), torch.float32, kv_heads, q),
-        )
-        results = call.execute()
-        by_head = []
-        for x, buffer in zip(results if isinstance(results, tuple) else (results,), buffers, strict=False):
-            unfolded = unfold_heads(x, kv_heads)
-            by_head.append((unfolded if buffer is None else buffer.copy_(unfolded)).flatten(0, 1))
-        return tuple(by_head) if return_lse else by_head[0]
-
-
-def _by_head(
-    where: str, name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, num_kv_heads: int, q: Tensor
-) -> Tensor:
-    """A buffer ``[num_qo_heads, rows, ...]``, or as FlashInfer takes it, as ``[num_kv_heads, group, rows, ...]``."""
-    heads, rows, *dims = shape
-    group = heads // num_kv_heads
-    if tuple(buffer.shape) == (num_kv_heads * rows, group, *dims) != shape:
-        check_buffer(where, name, buffer, tuple(buffer.shape), dtype, q.device)
-        return unfold_heads(buffer, num_kv_heads)
-    check_buffer(where, name, buffer, shape, dtype, q.device)
-    return buffer.unflatten(0, (num_kv_heads, group))

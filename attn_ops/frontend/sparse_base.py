@@ -1,0 +1,114 @@
+"""What both block-sparse wrappers share: block rows become the requests of a prefill plan, over dense keys as pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import ShapeError, UnsupportedError, fail
+from attn_ops.frontend.arguments import ranked
+from attn_ops.frontend.base import Wrapper
+from attn_ops.frontend.prepared_plan import PreparedPlan
+from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.plan.block_sparse import place_rows
+from attn_ops.plan.page_table import PageTable
+from attn_ops.plan.resizable import SizedPlanner
+from attn_ops.planner import PrefillPlanner
+from attn_ops.typed import typed
+
+_OP = "block_sparse_prefill"
+
+
+@dataclass(eq=False)
+class Positions:
+    """The positions of the first rows of the requests of a causal plan, ``[requests]``. Equal to itself alone."""
+
+    tensor: Tensor
+
+
+class SparseWrapper(Wrapper):
+    """A wrapper whose requests are block rows. Its plan is for one number of keys, ``_keys``."""
+
+    _keys: int
+
+    @typed
+    def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
+        super().__init__(float_workspace_buffer, backend=backend)
+
+    def _write(self, sized: SizedPlanner, table: PageTable, state: Mapping[str, Any]) -> None:
+        super()._write(sized, table, state)
+        if state["_positions"] is not None:
+            assert isinstance(sized.planner, PrefillPlanner)
+            place_rows(sized.planner.state, state["_positions"].tensor)
+
+    def _prepare_table(
+        self, where: str, table: tuple[Tensor, ...], positions: Tensor | None, keys: int, *args: Any, **kwargs: Any
+    ) -> PreparedPlan:
+        """``table`` is ``qo_indptr, kv_indptr, kv_indices, kv_last_page_len`` of the requests."""
+        qo_indptr, kv_indptr, kv_indices, kv_last_page_len = table
+        pages = PageTable.of(where, kv_indptr, kv_indices, kv_last_page_len, qo_indptr)
+        prepared = self._prepare(where, _OP, pages, *args, **kwargs)
+        return prepared.with_state(_positions=None if positions is None else Positions(positions), _keys=keys)
+
+    def _check_kv(self, where: str, k: Tensor, v: Tensor, dims: str) -> None:
+        for name, t in (("k", k), ("v", v)):
+            ranked(where, name, t, dims)
+            keys = t.shape[0 if dims.startswith("[keys") else 1]
+            if self._planned is not None and keys != self._keys:
+                fix = "call plan() for this matrix first"
+                fail(ShapeError, where, f"{name} has {keys} keys", f"{self._keys} as planned", fix)
+
+    def _rotated(
+        self, where: str, q: Tensor, k: Tensor, changes: Mapping[str, Any], kv_layout: str = "NHD"
+    ) -> tuple[Tensor, Tensor]:
+        """Query and keys, rotated by their positions in the matrix if the mode is ROPE_LLAMA."""
+        if self._planned is None:
+            return q, k  # the call says so
+        options = self._planned.options._replace(**changes)
+        check_encoding(where, options, q, k)
+        if options.pos_encoding != "ROPE_LLAMA":
+            return q, k
+        from attn_ops.kernels.reference.rope_alibi import rotate_half
+
+        rope = float(options.rope_scale), float(options.rope_theta)
+
+        def rotate(x: Tensor, first: int) -> Tensor:
+            tokens = x if kv_layout == "NHD" else x.transpose(0, 1)
+            position = torch.arange(tokens.shape[0], device=x.device) + first
+            rotated = rotate_half(tokens.float(), position, *rope).to(x.dtype)
+            return rotated if kv_layout == "NHD" else rotated.transpose(0, 1)
+
+        token = 0 if kv_layout == "NHD" else 1
+        return rotate(q, k.shape[token] - q.shape[token]), rotate(k, 0)
+
+
+def check_encoding(where: str, options: AttentionOptions, *tensors: Tensor) -> None:
+    if options.pos_encoding == "ALIBI":
+        raise UnsupportedError(
+            f"{where}: pos_encoding_mode is 'ALIBI', which is not supported: its bias needs the positions of keys in "
+            "the matrix; use NONE or ROPE_LLAMA, or a prefill wrapper with a custom_mask"
+        )
+    if options.pos_encoding == "ROPE_LLAMA":
+        for name, t in zip(("q", "k"), tensors, strict=False):
+            if t.dtype in FP8:
+                what = f"{name} is {str(t.dtype).removeprefix('torch.')} with ROPE_LLAMA"
+                fail(UnsupportedError, where, what, "a dtype that holds what is rotated", "rotate it before")
+            if t.shape[-1] % 2:
+                fail(ShapeError, where, f"{name} has head_dim {t.shape[-1]}", "an even one for ROPE_LLAMA", "pad it")
+
+
+def fitted_table(
+    block_mask: Tensor, row_indptr: Tensor, col_indptr: Tensor, page_size: int, *, causal: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The page table of a block map and the positions of its block rows, with as many pages as there are."""
+
+    def table(max_pages: int) -> tuple[Tensor, ...]:
+        op = torch.ops.attn.block_sparse_table
+        return op(block_mask, row_indptr, col_indptr, page_size, max_pages, causal=causal)
+
+    *pages, positions = table(int(table(0)[0][-1]))
+    return tuple(pages), positions
