@@ -20,7 +20,7 @@ NAME = "attn_ops"
 """``attn_implementation`` of models."""
 
 PAGED_NAME = "attn_ops_flash_3"
-"""The same for continuous batching, which takes names with "flash" alone, and block tables with "flash" and 2 or 3."""
+"""The same in continuous batching, which takes names with "flash" alone, and block tables with "flash" and 2 or 3."""
 
 
 def register() -> str:
@@ -35,6 +35,7 @@ def register() -> str:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers import modeling_flash_attention_utils as flash
+        from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
         from transformers.modeling_utils import PreTrainedModel
     except ImportError as error:
         raise ImportError(
@@ -48,6 +49,8 @@ def register() -> str:
         flash._lazy_imports = _lazy_imports(flash._lazy_imports)
         models: Any = PreTrainedModel
         models._check_and_adjust_attn_implementation = _adjusted(models._check_and_adjust_attn_implementation)
+        managers: Any = ContinuousBatchingManager
+        managers.switch_to_cb_friendly_attn = _switched(managers.switch_to_cb_friendly_attn)
     return NAME
 
 
@@ -77,6 +80,19 @@ def _adjusted(original: Any) -> Any:
         return original(self, attn_implementation, *args, **kwargs)
 
     return check_and_adjust
+
+
+def _switched(original: Any) -> Any:
+    """Continuous batching refuses NAME, or takes an installed flash_attn instead: give it PAGED_NAME until it stops."""
+
+    @functools.wraps(original)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.config._attn_implementation == NAME:
+            model.set_attn_implementation(PAGED_NAME)
+            self._original_attn_impl = NAME  # which the manager sets when it stops
+        return original(self, model, *args, **kwargs)
+
+    return switch
 
 
 # ----------------------------------------------------------------------------------------------------------- attention

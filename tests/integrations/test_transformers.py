@@ -167,6 +167,25 @@ def test_continuous_batching(name: str, transformers: Any, model: Model) -> None
         assert found[tuple(prompt)] == expected.tolist()
 
 
+def test_continuous_batching_of_a_model_with_the_other_name(
+    transformers: Any, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where flash_attn is installed, which transformers prefers to names that it does not know."""
+    from transformers.generation.continuous_batching import continuous_api
+
+    from attn_ops.integrations import transformers as integration
+
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
+    counts = {"calls": 0}
+    varlen = counted(counts, "calls", integration.flash_attn_varlen_func)
+    monkeypatch.setattr(integration, "flash_attn_varlen_func", varlen)
+    found, prompt = model("llama", "attn_ops"), tokens()[1].tolist()
+    expected = generate(model("llama", "eager"), torch.tensor([prompt]))[0, len(prompt) :]
+    assert continuous(transformers, found, [prompt])[tuple(prompt)] == expected.tolist()
+    assert counts["calls"] >= 2 * STEPS
+    assert found.config._attn_implementation == "attn_ops"
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_block_tables_of_continuous_batching(
     name: str, transformers: Any, model: Model, lengths: str, monkeypatch: pytest.MonkeyPatch
