@@ -109,7 +109,8 @@ def make_models(size: str, device: str, dtype: torch.dtype, names: Iterable[str]
     config = LlamaConfig(**SIZES[size], pad_token_id=0, bos_token_id=1, eos_token_id=None)
     with torch.device(device):
         torch.manual_seed(0)
-        first = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+        first: Any = LlamaForCausalLM(config)
+        first = first.to(dtype).eval().requires_grad_(False)
     shared = (*first.parameters(), *first.buffers())
     found = {name: copy.deepcopy(first, {id(t): t for t in shared}) for name in names}
     for name, model in found.items():
@@ -121,16 +122,16 @@ def tokens_of(mode: str, model: Any, work: Workload, backend: str = "inductor", 
     """Prompts and new tokens, ``[batch, prompt + new]``."""
     from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
-    options = {"max_new_tokens": work.new, "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": work.new, "do_sample": False, "pad_token_id": 0}
     prompts = work.prompts
     if mode != BATCH:
         if "static" in mode:
             options |= {"cache_implementation": "static", "disable_compile": mode != COMPILED}
         if mode == COMPILED:
-            graphs = prompts.is_cuda and backend == "inductor"
-            config = CompileConfig(backend=backend, mode="reduce-overhead" if graphs else None)
-            config._compile_all_devices = True
-            options["compile_config"] = config
+            graphs: Any = "reduce-overhead" if prompts.is_cuda and backend == "inductor" else None
+            compiling: Any = CompileConfig(backend=backend, mode=graphs)
+            compiling._compile_all_devices = True
+            options["compile_config"] = compiling
         return model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
     batch, length = prompts.shape
     blocks = batch * -(-(length + work.new) // BLOCK) + 1

@@ -5,7 +5,7 @@ a published package of that name: they find one without a version, and go on wit
 """
 
 if __name__ != "attn_ops.kernels":
-    __path__: list[str] = []
+    __path__ = []
 
     def __getattr__(name: str) -> object:
         if name.startswith("__"):
