@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import platform
 import statistics
@@ -90,10 +91,16 @@ def _output(*command: str) -> str:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
 
 
+def version_of(module: str) -> str:
+    """The version of an optional library. A folder of its name is not one."""
+    try:
+        return str(importlib.import_module(module).__version__)
+    except (ImportError, AttributeError):
+        return "not installed"
+
+
 def environment() -> dict[str, str]:
     """Device and versions that a result holds for."""
-    import triton
-
     device = {"cpu": torch.backends.cpu.get_cpu_capability()}
     if torch.cuda.is_available():
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -101,16 +108,11 @@ def environment() -> dict[str, str]:
     found = {
         **device,
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": version_of("triton"),
         "python": platform.python_version(),
         "attn_ops": f"{attn_ops.__version__}, sources {sources_tag().removeprefix('attn_ops-')}",
+        "flashinfer": version_of("flashinfer"),
     }
-    try:
-        import flashinfer
-
-        found["flashinfer"] = flashinfer.__version__
-    except ImportError:
-        found["flashinfer"] = "not installed"
     return found
 
 
@@ -160,12 +162,15 @@ def save(
     folder: Path,
     columns: Columns | str,
     not_measured: Sequence[NotMeasured] = (),
+    libraries: Sequence[str] = (),
 ) -> None:
     """Write ``NAME.json`` and ``NAME.md`` to ``folder``, and print the table.
 
     ``columns`` says what the headline compares; a table without peers in its columns gives the headline itself.
+    ``libraries`` are further modules whose versions the result holds for.
     """
-    data: dict[str, Any] = {"title": title, "headline": columns, "note": note, "environment": environment()}
+    versions = {**environment(), **{name: version_of(name) for name in libraries}}
+    data: dict[str, Any] = {"title": title, "headline": columns, "note": note, "environment": versions}
     if isinstance(columns, Columns):
         data |= {"headline": headline(rows, columns, not_measured), "columns": columns._asdict()}
         rows = [with_fastest_peer(row, columns) for row in rows]

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import ShapeError, fail
 from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from attn_ops.integrations import transformers_mla as mla
 from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attention_bounds, is_bounds, step_of
 from attn_ops.integrations.transformers_refusals import refuse, refuse_mask
 
@@ -20,7 +21,7 @@ NAME = "attn_ops"
 """``attn_implementation`` of models."""
 
 PAGED_NAME = "attn_ops_flash_3"
-"""The same for continuous batching, which takes names with "flash" alone, and block tables with "flash" and 2 or 3."""
+"""The same in continuous batching, which takes names with "flash" alone, and block tables with "flash" and 2 or 3."""
 
 
 def register() -> str:
@@ -35,7 +36,9 @@ def register() -> str:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers import modeling_flash_attention_utils as flash
+        from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
         from transformers.modeling_utils import PreTrainedModel
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
     except ImportError as error:
         raise ImportError(
             "attn_ops.integrations.transformers needs transformers 5: pip install transformers"
@@ -48,6 +51,9 @@ def register() -> str:
         flash._lazy_imports = _lazy_imports(flash._lazy_imports)
         models: Any = PreTrainedModel
         models._check_and_adjust_attn_implementation = _adjusted(models._check_and_adjust_attn_implementation)
+        managers: Any = ContinuousBatchingManager
+        managers.switch_to_cb_friendly_attn = _switched(managers.switch_to_cb_friendly_attn)
+        mla.keep_latents(DeepseekV3Attention, NAME)
     return NAME
 
 
@@ -79,6 +85,19 @@ def _adjusted(original: Any) -> Any:
     return check_and_adjust
 
 
+def _switched(original: Any) -> Any:
+    """Continuous batching refuses NAME, or takes an installed flash_attn instead: give it PAGED_NAME until it stops."""
+
+    @functools.wraps(original)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.config._attn_implementation == NAME:
+            model.set_attn_implementation(PAGED_NAME)
+            self._original_attn_impl = NAME  # which the manager sets when it stops
+        return original(self, model, *args, **kwargs)
+
+    return switch
+
+
 # ----------------------------------------------------------------------------------------------------------- attention
 
 
@@ -102,7 +121,8 @@ def attention_forward(
 
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``.
-        key, value: ``[batch, num_kv_heads, seqlen_k, head_dim]``, all that the cache holds.
+        key, value: ``[batch, num_kv_heads, seqlen_k, head_dim]``, all that the cache holds; of DeepSeek-V3,
+            rotary parts and latents ``[batch, 1, seqlen_k, *]``.
         attention_mask: of :func:`attn_ops.integrations.transformers_masks.attention_bounds`, which decides what is
             seen. Without a mask ``sliding_window`` and ``is_causal`` decide.
         scaling, softcap: of the logits. ``s_aux``: ``[num_heads]``, attention sinks.
@@ -124,6 +144,11 @@ def attention_forward(
         "s_aux": None if s_aux is None else s_aux.detach().float(),
     }
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if mla.has_latents(module, query, key):
+        if query.shape[2] > 1 or not is_bounds(attention_mask):
+            key, value = mla.expand(module, key, value)
+        else:
+            query, options["qv"] = mla.absorb(module, query)
     if cache is not None:
         return _continuous(module, query, key, value, cache, causal, sliding_window, options, kwargs), None
     if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
@@ -141,7 +166,8 @@ def attention_forward(
         refuse_mask(attention_mask)
     assert attention_mask is not None
     with step_of(attention_mask).plans():
-        return _bounded(query, key, value, attention_mask, options), None
+        out = _bounded(query, key, value, attention_mask, options)
+    return (mla.project(module, out) if "qv" in options else out), None
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:

@@ -81,6 +81,7 @@ class Lowerings:
 
 
 def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[..., bool]) -> None:
+    from torch._dynamo.utils import counters
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import fallback_handler, process_subgraph_nodes, register_lowering
     from torch._inductor.virtualized import V
@@ -99,6 +100,8 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
         if made is not None:
             V.graph.env.update(zip(_fields(call, names), made.fields, strict=True))
             return made.result
+        if op._opname.startswith("plan_"):
+            counters["attn_ops"]["plans"] += 1  # as Inductor counts what it does
         fields = named.get("plan", ())
         args, kwargs = tuple(named[name] for name in names[: len(call[0])]), {name: named[name] for name in call[1]}
         fake_call = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], call)

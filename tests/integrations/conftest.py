@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.transformers_models import CONFIGS, SIZES
 
-ROOT = str(Path(__file__).parents[2])
-
 
 @pytest.fixture(scope="session")
 def transformers() -> Any:
     """The library, with ``attn_ops`` registered."""
-    kept = sys.path[:]
-    # transformers looks for a package `kernels`, and a checkout has a folder of that name.
-    sys.path[:] = [path for path in sys.path if path and Path(path).resolve() != Path(ROOT)]
-    try:
-        library = pytest.importorskip("transformers", reason="transformers is not installed")
-        from transformers.utils import is_kernels_available
+    library = pytest.importorskip("transformers", reason="transformers is not installed")
+    from attn_ops.integrations.transformers import register
 
-        is_kernels_available()
-        from attn_ops.integrations.transformers import register
-
-        register()
-    finally:
-        sys.path[:] = kept
+    register()
     return library
 
 

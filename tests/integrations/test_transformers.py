@@ -127,6 +127,40 @@ def test_a_chunk_over_a_cache(model: Model) -> None:
     torch.testing.assert_close(logits["attn_ops"], logits["eager"], **TOLERANCE)
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("padding", [0, 4])
+def test_decoding_absorbs_the_weights_of_latents(
+    cache: str | None, padding: int, transformers: Any, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt alone is expanded, once in each of two layers. Tokens are those of the model's own attention."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    found, counts = model("deepseek-v3", "attn_ops"), {"expanded": 0}
+    expand = counted(counts, "expanded", DeepseekV3Attention.attn_ops_expand_kv)
+    monkeypatch.setattr(DeepseekV3Attention, "attn_ops_expand_kv", expand)
+    ids, mask = padded(tokens(), padding)
+    expected = generate(model("deepseek-v3", "eager"), ids, mask, cache_implementation=cache)
+    assert torch.equal(generate(found, ids, mask, cache_implementation=cache), expected)
+    assert counts["expanded"] == 2
+
+
+def test_weights_that_cannot_be_absorbed(model: Model) -> None:
+    """Such as quantized ones, for which a subclass of Linear stands."""
+    found = model("deepseek-v3", "attn_ops")
+    with torch.no_grad():
+        cached = found(tokens()[:, :-1]).past_key_values
+        expected = model("deepseek-v3", "eager")(tokens()).logits[:, -1]
+        projections = [layer.self_attn.kv_b_proj for layer in found.model.layers]
+        try:
+            for each in projections:
+                each.__class__ = type("Quantized", (torch.nn.Linear,), {})
+            logits = found(tokens()[:, -1:], past_key_values=cached).logits[:, -1]
+        finally:
+            for each in projections:
+                each.__class__ = torch.nn.Linear
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_packed_sequences(given: bool, model: Model) -> None:
     """Sequences in one row, found by their positions or given by their lengths."""
@@ -165,6 +199,25 @@ def test_continuous_batching(name: str, transformers: Any, model: Model) -> None
     for prompt in prompts:
         expected = generate(model(name, "eager"), torch.tensor([prompt]))[0, len(prompt) :]
         assert found[tuple(prompt)] == expected.tolist()
+
+
+def test_continuous_batching_of_a_model_with_the_other_name(
+    transformers: Any, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where flash_attn is installed, which transformers prefers to names that it does not know."""
+    from transformers.generation.continuous_batching import continuous_api
+
+    from attn_ops.integrations import transformers as integration
+
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
+    counts = {"calls": 0}
+    varlen = counted(counts, "calls", integration.flash_attn_varlen_func)
+    monkeypatch.setattr(integration, "flash_attn_varlen_func", varlen)
+    found, prompt = model("llama", "attn_ops"), tokens()[1].tolist()
+    expected = generate(model("llama", "eager"), torch.tensor([prompt]))[0, len(prompt) :]
+    assert continuous(transformers, found, [prompt])[tuple(prompt)] == expected.tolist()
+    assert counts["calls"] >= 2 * STEPS
+    assert found.config._attn_implementation == "attn_ops"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 BUDGET = 0.150
 """Seconds that the import may add to that of torch."""
 
@@ -71,3 +72,30 @@ def test_collect_env_works_where_triton_is_broken(tmp_path: Path) -> None:
     (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1 is missing')")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport attn_ops; print(attn_ops.collect_env().images)"
     assert _python(code).strip() == "none: triton cannot be imported (libcuda.so.1 is missing)"
+
+
+FOLDER = """
+import kernels
+for use in "kernels.reference", "kernels.get_kernel", "from kernels import reference":
+    try:
+        exec(use)
+    except ImportError as error:
+        assert "is attn_ops.kernels: import attn_ops" in str(error), error
+    else:
+        raise AssertionError(use)
+try:
+    import kernels.reference
+except ModuleNotFoundError:
+    pass
+import attn_ops.kernels.reference
+try:
+    from transformers import LlamaForCausalLM
+except ModuleNotFoundError as error:
+    assert error.name == "transformers"
+"""
+
+
+def test_the_folder_kernels_of_a_checkout_is_no_package() -> None:
+    """In the root it can be imported, as transformers does when it looks for a published package of that name."""
+    done = subprocess.run([sys.executable, "-c", FOLDER], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontend.block_sparse", "frontend.variable_block_sparse"),
     ("attention", "cascade", "decode", "flash_attn", "mla", "page", "pod", "prefill", "quantization", "sparse", "xqa"),
     ("", "demo", "cpp_serving"),
-    ("integrations.transformers_masks",),
+    ("integrations.transformers_masks", "integrations.transformers_mla"),
     ("integrations.transformers_refusals",),
     ("integrations",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 import zipfile
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import attn_ops
-from attn_ops import cpp
+from attn_ops import cpp, packaging
 
 HELPERS = Path(cpp_runner.__file__).parent
 PAGES, PAGE, QO_HEADS, KV_HEADS, DIM = 24, 4, 4, 2, 16
@@ -479,11 +480,38 @@ def test_page_table_in_a_cmake_project(tmp_path: Path) -> None:
 def test_a_file_that_is_no_package_of_export_package(tmp_path: Path) -> None:
     program = cpp_runner.build(HELPERS / "cpp_api.cpp", *cpp_runner.sanitizer())
     (tmp_path / "text.pt2").write_text("no archive")
-    for name in ("absent.pt2", "text.pt2"):
-        words = [str(program), str(tmp_path / name), "cases.pt", "results.pt"]
+    planner = attn_ops.DecodePlanner(2, 4, page_size=4, num_qo_heads=2, num_kv_heads=1, head_dim=16)
+    whole = packaging._plan_metadata(planner)
+    absent, text, *archives = (tmp_path / f"{name}.pt2" for name in ("absent", "text", "format", "number", "plain"))
+    refused = [(absent, f"PackageError: package: cannot load {absent}: "), (text, f"cannot load {text}: ")]
+    for path, metadata, message in (
+        (archives[0], {**whole, "attn_ops.format": "9"}, "its metadata has format 9, these headers 2"),
+        (archives[1], {**whole, "attn_ops.workspace": "-1"}, "its metadata has '-1' for a number"),
+        (archives[2], {"AOTI_DEVICE_KEY": "cpu"}, "it has no metadata of attn_ops"),
+    ):
+        _archive(path, metadata)
+        refused.append((path, f"PackageError: package: {path} cannot be used: {message}; expected a package that "))
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() == "x86_64" and "AVX512" not in capability:
+        cpu = _archive(tmp_path / "cpu.pt2", {**whole, "AOTI_CPU_ISA": "AVX512"})
+        refused.append((cpu, f"PackageError: package: {cpu} is compiled for a CPU with AVX512; expected "))
+    if not torch.cuda.is_available():
+        gpu = _archive(tmp_path / "gpu.pt2", {**whole, "attn_ops.device": "cuda"})
+        refused.append((gpu, "DeviceError: Planner: there is no device of type cuda: "))
+    for path, message in refused:
+        words = [str(program), str(path), "cases.pt", "results.pt"]
         done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 1
-        assert f"PackageError: package: cannot load {tmp_path / name}: " in done.stderr
+        assert message in done.stderr
+
+
+def _archive(path: Path, metadata: dict[str, str]) -> Path:
+    """A package without code: it is refused before its code would be loaded."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("package/archive_format", "pt2")
+        archive.writestr("package/data/aotinductor/plan/x.wrapper_metadata.json", json.dumps(metadata))
+        archive.writestr("package/data/aotinductor/plan/x.wrapper.so", b"")
+    return path
 
 
 def test_the_folders_exist(capsys: pytest.CaptureFixture[str]) -> None:

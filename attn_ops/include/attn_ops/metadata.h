@@ -39,6 +39,7 @@ class Metadata {
     for (const std::string& name : words(text("fields"))) fields.push_back({name, sizes(text("field." + name))});
     plan = text("plan");
     device = text("device");
+    if (const auto found = entries_.find("AOTI_CPU_ISA"); found != entries_.end()) cpu = found->second;
     problem = named(text("problem"));
     capacity = named(text("capacity"));
     kv_block = number(text("kv_block"));
@@ -57,6 +58,7 @@ class Metadata {
 
   std::string plan;    // DecodePlan or PrefillPlan
   std::string device;  // its device type
+  std::string cpu;     // vector instructions of the code on the host, such as AVX2, as Inductor names them
   std::vector<std::pair<std::string, Sizes>> fields;
   std::map<std::string, int64_t> problem, capacity;
   int64_t kv_block = 0;   // KV tokens in a KV block

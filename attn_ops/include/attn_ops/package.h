@@ -41,9 +41,9 @@ class Package {
  public:
   // On the device that the package was compiled for. On CUDA that is the current one, or `device`.
   explicit Package(const std::string& path, std::optional<c10::Device> device = std::nullopt, size_t num_runners = 1)
-      : loader_(detail::load(path, "model", device, num_runners)),
-        metadata_(path, loader_->get_metadata()),
+      : metadata_(detail::metadata_of(path, "model")),
         device_(detail::device_of("Package", metadata_, device)),
+        loader_(detail::load(path, "model", device_, num_runners)),
         one_runner_(num_runners == 1) {}
 
   // The step on the batch that `planner` has planned. `inputs` are the tensors of forward() in order, without plan and
@@ -144,9 +144,9 @@ class Package {
     detail::check_alignment(spec, t);
   }
 
-  std::unique_ptr<Loader> loader_;
   Metadata metadata_;
   c10::Device device_;
+  std::unique_ptr<Loader> loader_;
   bool one_runner_;
   std::mutex running_;  // the one runner is for one thread at a time
 };

@@ -42,15 +42,48 @@ inline std::string message(const std::exception& error) {
   return of_torch ? of_torch->what_without_backtrace() : error.what();
 }
 
-// One runner is single-threaded: otherwise the loader waits on the host for a runner whose work on the GPU has ended.
-inline std::unique_ptr<Loader> load(
-    const std::string& path, const char* model, std::optional<c10::Device> device, size_t runners) {
-  try {
-    return std::make_unique<Loader>(path, model, runners == 1, runners, device ? device->index() : -1);
-  } catch (const std::exception& error) {
+[[noreturn]] inline void cannot_load(const std::string& path, const std::exception& error) {
+  fail<PackageError>(
+      "package", "cannot load " + path + ": " + message(error),
+      "a package that attn_ops.export_package wrote for this version of PyTorch", "correct the path, or export it again");
+}
+
+// Raise for code with instructions that this CPU does not have, which would end the process.
+inline void check_cpu(const std::string& path, const std::string& isa) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool runs = isa.find("AVX512") != std::string::npos ? avx512 : isa.find("AVX2") == std::string::npos || avx2;
+  if (!runs)
     fail<PackageError>(
-        "package", "cannot load " + path + ": " + message(error),
-        "a package that attn_ops.export_package wrote for this version of PyTorch", "correct the path, or export it again");
+        "package", path + " is compiled for a CPU with " + isa, avx2 ? "AVX2, as this CPU has" : "no vector instructions",
+        std::string("export it on a CPU like this one, or with inductor_configs={'cpp.simdlen': ") + (avx2 ? "256}" : "1}"));
+#else
+  (void)path, (void)isa;
+#endif
+}
+
+// What a package says of `model`, read and checked before anything of it is loaded.
+inline Metadata metadata_of(const std::string& path, const char* model) {
+  std::unordered_map<std::string, std::string> entries;
+  try {
+    entries = Loader::load_metadata_from_package(path, model);
+  } catch (const std::exception& error) {
+    cannot_load(path, error);
+  }
+  Metadata metadata(path, std::move(entries));
+  check_cpu(path, metadata.cpu);
+  return metadata;
+}
+
+// One runner is single-threaded: otherwise the loader waits on the host for a runner whose work on the GPU has ended.
+inline std::unique_ptr<Loader> load(const std::string& path, const char* model, c10::Device device, size_t runners) {
+  try {
+    return std::make_unique<Loader>(path, model, runners == 1, runners, device.index());
+  } catch (const std::exception& error) {
+    cannot_load(path, error);
   }
 }
 
@@ -74,7 +107,14 @@ inline c10::Device device_of(const char* where, const Metadata& metadata, std::o
     fail<DeviceError>(
         where, "the device is " + name, metadata.device + ", which the package was compiled for",
         "use that device, or export the package on the other");
-  return device.is_cpu() || device.has_index() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  if (device.is_cpu() || device.has_index()) return device;
+  try {
+    return c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  } catch (const std::exception& error) {
+    fail<DeviceError>(
+        where, "there is no device of type " + name + ": " + message(error), "one, which the package was compiled for",
+        "run it on a machine with a GPU and with a PyTorch for it, or export it on the CPU");
+  }
 }
 
 // A tensor that planning reads.
@@ -151,9 +191,9 @@ class Planner {
  public:
   // On the device that the package was compiled for. On CUDA that is the current one, or `device`.
   explicit Planner(const std::string& path, std::optional<c10::Device> device = std::nullopt)
-      : loader_(detail::load(path, "plan", device, 1)),
-        metadata_(path, loader_->get_metadata()),
-        device_(detail::device_of("Planner", metadata_, device)) {
+      : metadata_(detail::metadata_of(path, "plan")),
+        device_(detail::device_of("Planner", metadata_, device)),
+        loader_(detail::load(path, "plan", device_, 1)) {
     const auto options = at::TensorOptions().device(device_);
     for (const auto& [name, sizes] : metadata_.fields) {
       // Only `problem` has no elements and large sizes: contiguous strides would overflow.
@@ -333,9 +373,9 @@ class Planner {
           "make the planner with that num_ctas, or with a larger fixed_split_size");
   }
 
-  std::unique_ptr<Loader> loader_;
   Metadata metadata_;
   c10::Device device_;
+  std::unique_ptr<Loader> loader_;
   std::vector<at::Tensor> state_;
   at::Tensor workspace_;
 };

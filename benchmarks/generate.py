@@ -1,0 +1,284 @@
+"""Tokens per second of transformers' ``generate`` and ``generate_batch``, beside its own attention functions.
+
+Every implementation has a model of its own over the same random weights. They take turns in one process. Their tokens
+are checked, and for this library also how often it plans and compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import report
+from benchmarks.comparison import NotMeasured, add_peers
+
+OURS = "attn_ops"
+PEERS = ("sdpa", "flash_attention_2", "flash_attention_3")
+LIBRARIES = ("transformers", "flash_attn", "flash_attn_interface")
+
+SIZES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+    },
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    },
+}
+"""Fields of a LlamaConfig."""
+
+KINDS_OF_LAYERS = 1
+"""Of a Llama: all layers see all keys, so a step has one plan."""
+
+MODES = ("generate, dynamic cache", "generate, static cache", "generate, static cache, compiled", "generate_batch")
+COMPILED, BATCH = MODES[2:]
+
+BLOCK = 256
+"""Tokens in a block of transformers' paged cache."""
+
+STEPS = 20
+"""Steps after the warm-up, in which nothing may compile."""
+
+MAX_REGRET = 0.1
+"""Largest regret of a generated token, in standard deviations of the logits."""
+
+NOTE = (
+    "Generated tokens per second of transformers, prompts included: `batch` requests with prompts of `prompt` random "
+    "tokens, each continued by `new` tokens, greedily. Random weights. The median of rounds in which implementations "
+    "take turns. `generate_batch` starts its manager in each round. `plans per step` and `recompiles` are those of "
+    "attn_ops over at least 20 steps after warm-up; of compiled code, the plans in a graph. On a CPU plans of equal "
+    "lengths are used again."
+)
+
+
+class Workload(NamedTuple):
+    """Prompts ``[batch, tokens]`` and the number of new tokens of each."""
+
+    prompts: Tensor
+    new: int
+
+
+class Checks(NamedTuple):
+    """What this library did in a run: plans in each step or graph, if counted, and graphs that were compiled."""
+
+    plans_per_step: float | None
+    recompiles: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--size", choices=SIZES, default="8b", help="of the model; default: 8b, as Llama-3-8B")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32], help="batch sizes; default: 1 8 32")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt; default: 1024")
+    parser.add_argument("--new", type=int, default=128, help="tokens that are generated; default: 128")
+    parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES, help="default: all")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--compile-backend", default="inductor", help="of torch.compile; default: inductor")
+    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    add_peers(parser)
+
+
+def make_models(size: str, device: str, dtype: torch.dtype, names: Iterable[str]) -> dict[str, Any]:
+    """A model for each attention implementation, over the same weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SIZES[size], pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    with torch.device(device):
+        torch.manual_seed(0)
+        first: Any = LlamaForCausalLM(config)
+        first = first.to(dtype).eval().requires_grad_(False)
+    shared = (*first.parameters(), *first.buffers())
+    found = {name: copy.deepcopy(first, {id(t): t for t in shared}) for name in names}
+    for name, model in found.items():
+        model.set_attn_implementation(name)
+    return found
+
+
+def tokens_of(mode: str, model: Any, work: Workload, backend: str = "inductor", **batching: Any) -> Tensor:
+    """Prompts and new tokens, ``[batch, prompt + new]``."""
+    from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+
+    options: dict[str, Any] = {"max_new_tokens": work.new, "do_sample": False, "pad_token_id": 0}
+    prompts = work.prompts
+    if mode != BATCH:
+        if "static" in mode:
+            options |= {"cache_implementation": "static", "disable_compile": mode != COMPILED}
+        if mode == COMPILED:
+            graphs: Any = "reduce-overhead" if prompts.is_cuda and backend == "inductor" else None
+            compiling: Any = CompileConfig(backend=backend, mode=graphs)
+            compiling._compile_all_devices = True
+            options["compile_config"] = compiling
+        return model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    batch, length = prompts.shape
+    blocks = batch * -(-(length + work.new) // BLOCK) + 1
+    config = ContinuousBatchingConfig(
+        page_size=BLOCK,
+        num_blocks=blocks,
+        max_batch_tokens=batch * length,
+        auto_switch_to_flash=False,
+        **batching,
+    )
+    results = model.generate_batch(
+        prompts.tolist(),
+        generation_config=GenerationConfig(**options, eos_token_id=-1),
+        continuous_batching_config=config,
+    )
+    new = {tuple(r.prompt_ids): r.generated_tokens for r in results.values()}
+    generated = [new[tuple(prompt)] for prompt in prompts.tolist()]
+    return torch.cat((prompts, torch.tensor(generated, device=prompts.device)), 1)
+
+
+def regret(model: Any, tokens: Tensor, new: int) -> float:
+    """Largest gap of the logits of the last ``new`` tokens to the greatest logits, in standard deviations."""
+    logits = model(tokens, logits_to_keep=new + 1, use_cache=False).logits[:, :-1].float()
+    gap = logits.amax(-1) - logits.gather(-1, tokens[:, -new:, None])[..., 0]
+    return float((gap / logits.std(-1)).max())
+
+
+def check_tokens(name: str, mode: str, reference: Any, tokens: Tensor, new: int) -> None:
+    """Raise AssertionError if tokens are not those of the model ``reference``, beyond rounding."""
+    if not (found := regret(reference, tokens, new)) < MAX_REGRET:
+        raise AssertionError(
+            f"{mode}: logits of tokens of {name} are {found:.2f} standard deviations below the greatest, expected less "
+            f"than {MAX_REGRET}"
+        )
+
+
+def check_plans(mode: str, model: Any, work: Workload, backend: str) -> Checks:
+    """Run warm-up and steps.
+
+    Raises:
+        AssertionError: a step has more plans than the model has kinds of layers, or something was compiled after the
+            warm-up.
+    """
+    steps = [0]
+    counters.clear()
+    short = work._replace(new=STEPS + 2)
+    for _ in range(2):
+        tokens_of(mode, model, short, backend)
+    graphs, planned = counters["stats"]["unique_graphs"], counters["attn_ops"]["plans"]
+    assert (graphs > 0) == (mode == COMPILED), f"{mode}: {graphs} graphs were compiled"
+
+    def count(module: Any, args: Any) -> None:
+        steps[0] += 1
+
+    if mode == COMPILED:
+        tokens_of(mode, model, short, backend)
+        plans = planned / graphs if backend == "inductor" else None
+    else:
+        every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # generate_batch has one of its own
+        hook = model.get_input_embeddings().register_forward_pre_hook(count)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=every) as measured:
+            tokens_of(mode, model, short, backend, **({"use_cuda_graph": False} if mode == BATCH else {}))
+        hook.remove()
+        assert steps[0] >= STEPS, f"{mode}: {steps[0]} steps"
+        plans = sum(e.count for e in measured.key_averages() if e.key.startswith("attn::plan_")) / steps[0]
+    recompiles = counters["stats"]["unique_graphs"] - graphs
+    if recompiles:
+        raise AssertionError(f"{mode}: {recompiles} graphs were compiled in {STEPS} steps after warm-up, expected 0")
+    if plans is not None and plans > KINDS_OF_LAYERS:
+        raise AssertionError(f"{mode}: {plans:g} plans per step, expected {KINDS_OF_LAYERS}, for all layers")
+    return Checks(plans, recompiles)
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of one call."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
+
+
+def measure(
+    mode: str, models: dict[str, Any], work: Workload, rounds: int, not_measured: list[NotMeasured], backend: str
+) -> report.Row:
+    """Check and time all implementations that run ``mode``.
+
+    Raises:
+        AssertionError: tokens of this library are wrong, or it plans or compiles too often.
+    """
+    batch, prompt = work.prompts.shape
+    what = f"{mode}, batch {batch}"
+    checks = check_plans(mode, models[OURS], work, backend)
+    running = {}
+    for name, model in models.items():
+        try:
+            for _ in range(2):
+                tokens = tokens_of(mode, model, work, backend)
+            check_tokens(name, mode, models["sdpa"], tokens, work.new)
+            running[name] = model
+        except Exception as error:  # other libraries raise any type
+            if name == OURS:
+                raise
+            not_measured.append(NotMeasured(name, what, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"))
+    times: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(rounds):
+        for name, model in running.items():
+            call = lambda model=model: tokens_of(mode, model, work, backend)  # noqa: E731
+            times[name].append(seconds(call, work.prompts.device))
+    rates = {name: batch * work.new / statistics.median(found) for name, found in times.items()}
+    return {
+        "what": what,
+        **{name: rates.get(name) for name in models},
+        "prompt": prompt,
+        "new": work.new,
+        "plans per step": checks.plans_per_step,
+        "recompiles": checks.recompiles,
+    }
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Of each implementation that transformers cannot run here, why."""
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    found = {"flash_attention_2": is_flash_attn_2_available(), "flash_attention_3": is_flash_attn_3_available()}
+    return {name: "not installed, or without CUDA" for name in names if not found.get(name, True)}
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> None:
+    """Measure and save."""
+    from attn_ops.integrations.transformers import register
+
+    selected = [name for name in PEERS if name.startswith(tuple(args.peers))]
+    absent = installed(selected)
+    names = [register(), "sdpa", *(name for name in selected if name not in absent and name != "sdpa")]
+    rows: list[report.Row] = []
+    not_measured = [NotMeasured(name, "every row", reason) for name, reason in absent.items()]
+    models = make_models(args.size, args.device, getattr(torch, args.dtype), names)
+    vocabulary = SIZES[args.size]["vocab_size"]
+    columns = report.Columns((OURS,), PEERS, higher_is_better=True)
+    title = f"Tokens per second of generate, Llama of size {args.size}, {args.dtype}"
+    for mode in args.modes:
+        for batch in args.batches:
+            prompts = torch.randint(2, vocabulary, (batch, args.prompt), device=args.device)
+            work = Workload(prompts, args.new)
+            rows.append(measure(mode, models, work, args.rounds, not_measured, args.compile_backend))
+            torch._dynamo.reset()
+            report.save("generate", title, NOTE, rows, args.output, columns, not_measured, LIBRARIES)
