@@ -14,7 +14,14 @@ project = "attn_ops"
 author = "attn_ops contributors"
 version = release = attn_ops.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "generated"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "generated",
+    "own_host",
+]
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
 

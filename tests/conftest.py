@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 import torch._inductor.config as inductor
+from helpers import cpp_runner
 from helpers.backends import INTERPRETED, cpu_calls_on_each_backend, install_interpreter  # noqa: F401  a fixture
 from helpers.fake_driver import fake_driver, fake_driver_library  # noqa: F401  fixtures
 
@@ -45,6 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, (skipped, reason) in SKIPPED.items():
             if skipped and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folder_of_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One for all processes of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    cpp_runner.folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+    cpp_runner.folder.mkdir(exist_ok=True)
 
 
 @pytest.fixture

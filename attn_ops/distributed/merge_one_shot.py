@@ -101,12 +101,12 @@ torch.library.register_fake("attn::merge_context", _fake, lib=LIBRARY)
 class ContextExchange:
     """Memory through which the ranks of one host merge their states in one kernel, for :func:`merge_context`.
 
-    Collective: all ranks make it, alike and in the same order, outside of graphs. The kernel replaces the collective
-    and the merge; all ranks compute the same bits. One exchange serves all layers, from one stream at a time, and all
-    ranks call it the same number of times; the kernel of a rank waits on its GPU for those of the others, without a
-    time-out. After an error of :func:`merge_context` on any rank, discard the exchange on all of them: the kernels of
-    the others wait, or are one step ahead. Where this memory cannot be had, ``unavailable`` says why, on all ranks the
-    same, and :func:`merge_context` takes a collective.
+    Collective: all ranks make it with the same arguments and in the same order, outside of graphs. The kernel replaces
+    the collective and the merge; all ranks compute the same bits. One exchange serves all layers, from one stream at a
+    time, and all ranks call it the same number of times; the kernel of a rank waits on its GPU for those of the others,
+    without a time-out. After an error of :func:`merge_context` on any rank, discard the exchange on all of them: the
+    kernels of the others wait, or are one step ahead. Where this memory cannot be had, ``unavailable`` says why, on all
+    ranks the same, and :func:`merge_context` takes a collective.
 
     Args:
         max_rows: capacity for query rows.
@@ -156,7 +156,7 @@ class ContextExchange:
             )
 
     def _agree(self, reason: str | None) -> str | None:
-        """The first reason of any rank, after all ranks have told theirs, and their sizes."""
+        """The first reason of any rank, after all ranks have exchanged reasons and sizes."""
         import torch.distributed as dist
 
         reasons: list[Any] = [None] * self.world

@@ -2,8 +2,8 @@
 
 :func:`register` gives every op a rule for DTensors, all of them :func:`dispatch`: it checks the placements against
 :data:`~attn_ops.distributed.sharding_table.SHARDED_DIMS`, calls the op on the local tensors and wraps the outputs. A
-rule never communicates. Where the placements do not fit, it raises on every rank alike, since it reads nothing but
-placements and global sizes.
+rule never communicates. Where the placements do not fit, it raises the same error on every rank, since it reads nothing
+but placements and global sizes.
 """
 
 from __future__ import annotations

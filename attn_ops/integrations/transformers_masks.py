@@ -205,7 +205,7 @@ def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: i
 def _assert_causal(
     function: Callable[..., Any], batch: int, length: int, kv_length: int, offset: int | Tensor, device: Any
 ) -> None:
-    """No row sees the key after its own: traced, functions that are combined cannot be told by their names."""
+    """No row sees the key after its own: traced, functions that are combined cannot be recognized by their names."""
     request, rows = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)[None] + offset
     after = (rows + 1).clamp(max=kv_length - 1)
     later = function(request, torch.zeros_like(request), rows, after) & (after > rows)

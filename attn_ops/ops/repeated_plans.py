@@ -1,4 +1,4 @@
-"""One plan for layers that plan alike: Inductor lowers the planning of equal lengths in a graph once.
+"""One plan for layers with equal planning: Inductor lowers the planning of equal lengths in a graph once.
 
 Every layer of a model may call a function that plans. The graph then has a planning op per layer, and PyTorch does not
 merge them, since it merges nothing in graphs for inference and nothing that mutates. Here the nodes are compared before

@@ -18,6 +18,15 @@ PATH = re.compile(r"`((?:attn_ops|kernels|meta|examples|tests|docs|benchmarks|\.
 ARCHITECTURE = ROOT / "docs" / "contributing" / "architecture.md"
 
 
+def test_the_architecture_has_every_module() -> None:
+    """Each module and folder of ``attn_ops`` is in the tree or in the table of layers."""
+    text = ARCHITECTURE.read_text(encoding="utf-8").partition("## Layers")[2].partition("## One call")[0]
+    named = set(re.findall(r"\w+", text))
+    private = {"exports", "version", "share"}  # names of public modules, a number, CMake's file
+    found = {path.stem for path in (ROOT / "attn_ops").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not sorted(name for name in found - named - private if not name.startswith("_"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_paths_exist(page: Path) -> None:
     named = set(PATH.findall(page.read_text(encoding="utf-8"))) - {"docs/_build/html"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -10,18 +11,33 @@ import tempfile
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from attn_ops import cpp
 
-SOURCE = Path(__file__).with_name("run_package.cpp")
+PROGRAMS = Path(__file__).with_name("cpp_programs.cpp")
 CASES_SOURCE = Path(__file__).with_name("run_package_cases.cpp")
+
+
+folder = Path(tempfile.gettempdir())
+"""Where programs are built. A fixture of ``tests/conftest.py`` sets one that all processes of a test run share."""
 
 
 @functools.cache
 def build(source: Path, *options: str) -> Path:
-    """A program that links libtorch and includes the C++ API."""
-    return cpp.build(source, Path(tempfile.mkdtemp(prefix="attn_ops-")) / source.stem, ("-O0", *options))
+    """A program that links libtorch and includes the C++ API, compiled once in a test run."""
+    name = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:16]
+    program = folder / f"{source.stem}-{name}"
+    with FileLock(f"{program}.lock"):
+        if not program.exists():
+            cpp.build(source, program, ("-O0", "-pthread", *options))
+    return program
+
+
+def program(name: str, *options: str) -> list[str]:
+    """The command of a program of ``cpp_programs.cpp``, before its arguments."""
+    return [str(build(PROGRAMS, *options)), name]
 
 
 def find_package_works() -> bool:
@@ -53,8 +69,9 @@ def environment() -> dict[str, str]:
 def _run(package: str, inputs: list[Tensor], folder: Path) -> tuple[int, str, tuple[Tensor, ...]]:
     device = inputs[0].device.type
     torch.save([t.cpu() for t in inputs], folder / "inputs.pt")
-    command = [build(SOURCE), package, folder / "inputs.pt", folder / "outputs.pt", device]
-    words = [str(word) for word in command]
+    options = () if torch.version.cuda else sanitizer()  # which does not run beside a driver of CUDA
+    files = [package, folder / "inputs.pt", folder / "outputs.pt", device]
+    words = [*program("package", *options), *map(str, files)]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode in (0, 4), done.stderr
     return done.returncode, done.stderr, torch.load(folder / "outputs.pt")

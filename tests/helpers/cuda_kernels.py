@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -34,12 +35,27 @@ C_TYPES = {
 """Types of parameters in C++, but for pointers -> kinds."""
 
 
+def virtual_options(one: Specialization) -> list[str]:
+    """The options of a kernel for a virtual architecture: the compiler stops before the assembler."""
+    return [word.replace(ARCHITECTURE, ARCHITECTURE.replace("sm", "compute")) for word in options(one)]
+
+
+def check_syntax(one: Specialization, more: str) -> None:
+    """Compile the source of a kernel and ``more`` in its namespace, as far as the compiler reports errors."""
+    found_compiler, _ = nvrtc.find()
+    assert found_compiler is not None
+    source, headers = sources(one)
+    text = source + f"\nnamespace attn_ops {{\n{more}}}\n".encode()
+    words = [*virtual_options(one), "--fdevice-syntax-only"]
+    found_compiler.compile(one.kernel.source, text, headers, words, "PTX")
+
+
 def compiled_parameters(one: Specialization) -> list[str]:
     """The types of the kernel's parameters in the compiler's output, of :data:`PTX_TYPES`."""
     found_compiler, _ = nvrtc.find()
     assert found_compiler is not None
     source, headers = sources(one)
-    words = [word.replace(ARCHITECTURE, ARCHITECTURE.replace("sm", "compute")) for word in options(one)]
+    words = [*virtual_options(one), "--device-debug"]  # without optimization, which takes most of the time
     ptx = found_compiler.compile(one.kernel.source, source, headers, words, "PTX").decode()
     found = re.search(rf"\.entry {one.kernel.function}\((.*?)\)", ptx, re.DOTALL)
     assert found is not None, f"{one.kernel.source} has no function {one.kernel.function}"
@@ -86,13 +102,20 @@ def tool(name: str, *words: str, cubin: bytes) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@functools.cache
+def disassembly(one: Specialization) -> str:
+    """The code of every function in the kernel's cubin."""
+    return tool("nvdisasm", "-c", cubin=cubin_of(one))
+
+
+@functools.cache
 def usage_of(one: Specialization) -> Usage:
     cubin, function = cubin_of(one), one.kernel.function
     report = tool("cuobjdump", "--dump-resource-usage", cubin=cubin).split(f"Function {function}:")[1]
     used: dict[str, Any] = {
         n: int(v) for n, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report.split("Function")[0])
     }
-    code = tool("nvdisasm", "-c", cubin=cubin).split(f".text.{function}:")[1].split(".text.")[0]
+    code = disassembly(one).split(f".text.{function}:")[1].split(".text.")[0]
     return Usage(
         used["REG"],
         used["STACK"] + used["LOCAL"],

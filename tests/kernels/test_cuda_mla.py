@@ -14,10 +14,9 @@ pytest.importorskip("triton")  # whose kernel combines partial results, and for 
 
 from attn_ops.kernels.cuda import compile as compile_module
 from attn_ops.kernels.cuda import launch as launch_module
-from attn_ops.kernels.cuda import mla, nvrtc, prefill
-from attn_ops.kernels.cuda.compile import ARCHITECTURE, cubin_of, options, sources
+from attn_ops.kernels.cuda import mla, prefill
 from attn_ops.kernels.cuda.kernel import Specialization
-from helpers.cuda_kernels import needs_nvrtc, tool, usage_of
+from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -108,18 +107,9 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
     }
     checks = "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items())
-    _compile(one, checks)
+    check_syntax(one, checks)
     with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
-        _compile(one, 'static_assert(kTile == 1, "");\n')
-
-
-def _compile(one: Specialization, more: str) -> None:
-    compiler, _ = nvrtc.find()
-    assert compiler is not None
-    source, headers = sources(one)
-    words = [word.replace(ARCHITECTURE, ARCHITECTURE.replace("sm", "compute")) for word in options(one)]
-    text = source + f"\nnamespace attn_ops {{\n{more}}}\n".encode()
-    compiler.compile(one.kernel.source, text, headers, words, "PTX")
+        check_syntax(one, 'static_assert(kTile == 1, "");\n')
 
 
 @needs_nvrtc
@@ -128,7 +118,7 @@ def test_registers_suffice_and_products_overlap(key: tuple[Any, ...]) -> None:
     """Where the assembler does not see that products can overlap, it adds waits between them."""
     one = mla.SPECIALIZATIONS[key]
     assert usage_of(one).stack <= SPILL_BYTES
-    code = tool("nvdisasm", "-c", cubin=cubin_of(one))
+    code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     keys_first = ["0", "0", "1", "0", "0", "0"]  # a first tile; S, peer's P V, own P V; the peer's last tile
     keys_last = ["0", "0", "2", "0", "0", "0"]

@@ -15,11 +15,10 @@ pytest.importorskip("triton")  # whose kernel combines partial results, and for 
 from attn_ops.kernels.cuda import compile as compile_module
 from attn_ops.kernels.cuda import kernel as kernel_module
 from attn_ops.kernels.cuda import launch as launch_module
-from attn_ops.kernels.cuda import nvrtc, prefill
-from attn_ops.kernels.cuda.compile import ARCHITECTURE, cubin_of, options, sources
+from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.kernels.triton import prefill_call
-from helpers.cuda_kernels import needs_nvrtc, tool, usage_of
+from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -158,18 +157,9 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
     }
     checks = "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items())
-    _compile(one, checks)
+    check_syntax(one, checks)
     with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
-        _compile(one, 'static_assert(kTile == 1, "");\n')
-
-
-def _compile(one: Specialization, more: str) -> None:
-    compiler, _ = nvrtc.find()
-    assert compiler is not None
-    source, headers = sources(one)
-    words = [word.replace(ARCHITECTURE, ARCHITECTURE.replace("sm", "compute")) for word in options(one)]
-    text = source + f"\nnamespace attn_ops {{\n{more}}}\n".encode()
-    compiler.compile(one.kernel.source, text, headers, words, "PTX")
+        check_syntax(one, 'static_assert(kTile == 1, "");\n')
 
 
 @needs_nvrtc
@@ -178,7 +168,7 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
     one, tokens = prefill.SPECIALIZATIONS[key], prefill.TILES[key[:2]].tokens
     assert usage_of(one).stack <= SPILL_BYTES[key[4]]
-    code = tool("nvdisasm", "-c", cubin=cubin_of(one))
+    code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     assert waits == ["0", "1", "0", "0"]  # first tile; mainloop; last product
     (step,) = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", code, re.DOTALL)

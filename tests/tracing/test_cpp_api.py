@@ -40,8 +40,8 @@ Case = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 def _run(package: str, cases: Sequence[Case], folder: Path, *planner: str) -> list[Result]:
     torch.save([[list(table), list(inputs)] for table, inputs in cases], folder / "cases.pt")
-    program = cpp_runner.build(HELPERS / "cpp_api.cpp", *cpp_runner.sanitizer())
-    words = [str(program), package, str(folder / "cases.pt"), str(folder / "results.pt"), *planner]
+    program = cpp_runner.program("calls", *cpp_runner.sanitizer())
+    words = [*program, package, str(folder / "cases.pt"), str(folder / "results.pt"), *planner]
     done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     messages = done.stdout.splitlines()
@@ -238,8 +238,8 @@ MISALIGNED = (
 
 def test_a_misaligned_tensor_that_a_step_on_a_gpu_writes_is_refused() -> None:
     """Inductor's code would write to a copy of it. Tensors on the CPU stand for those on a GPU in these checks."""
-    program = cpp_runner.build(HELPERS / "cpp_alignment.cpp", *cpp_runner.sanitizer())
-    done = subprocess.run([program], env=cpp_runner.environment(), capture_output=True, text=True, check=False)
+    program = cpp_runner.program("alignment", *cpp_runner.sanitizer())
+    done = subprocess.run(program, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     written = ["ok", MISALIGNED, "ok", "ok"]
     assert done.stdout.splitlines() == [*written, *["ok"] * 8]
@@ -258,15 +258,8 @@ def test_threads_share_a_package(runners: int, decode: tuple[str, attn_ops.Decod
         cache = torch.randn(PAGES, 2, PAGE, KV_HEADS, DIM, generator=torch.Generator().manual_seed(10 + i))
         cases.append((page_table(batch, PAGE), [_q(len(batch)) + i, cache]))
     torch.save([[list(table), inputs] for table, inputs in cases], tmp_path / "cases.pt")
-    program = cpp_runner.build(HELPERS / "cpp_threads.cpp", "-pthread", *cpp_runner.sanitizer())
-    words = [
-        str(program),
-        decode[0],
-        str(tmp_path / "cases.pt"),
-        str(tmp_path / "results.pt"),
-        str(runners),
-        str(CALLS),
-    ]
+    files = [decode[0], str(tmp_path / "cases.pt"), str(tmp_path / "results.pt")]
+    words = [*cpp_runner.program("threads", *cpp_runner.sanitizer()), *files, str(runners), str(CALLS)]
     done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     results = torch.load(tmp_path / "results.pt")
@@ -478,7 +471,7 @@ def test_page_table_in_a_cmake_project(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_file_that_is_no_package_of_export_package(tmp_path: Path) -> None:
-    program = cpp_runner.build(HELPERS / "cpp_api.cpp", *cpp_runner.sanitizer())
+    program = cpp_runner.program("calls", *cpp_runner.sanitizer())
     (tmp_path / "text.pt2").write_text("no archive")
     planner = attn_ops.DecodePlanner(2, 4, page_size=4, num_qo_heads=2, num_kv_heads=1, head_dim=16)
     whole = packaging._plan_metadata(planner)
@@ -499,7 +492,7 @@ def test_a_file_that_is_no_package_of_export_package(tmp_path: Path) -> None:
         gpu = _archive(tmp_path / "gpu.pt2", {**whole, "attn_ops.device": "cuda"})
         refused.append((gpu, "DeviceError: Planner: there is no device of type cuda: "))
     for path, message in refused:
-        words = [str(program), str(path), "cases.pt", "results.pt"]
+        words = [*program, str(path), "cases.pt", "results.pt"]
         done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert message in done.stderr

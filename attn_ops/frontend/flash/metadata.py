@@ -129,7 +129,7 @@ class SharedPlans:
     tensors that were made in inference mode, which have no version counters.
 
     Plans live until the block ends. An object may be entered again, also in one block within another; :meth:`clear`
-    forgets its plans. Blocks belong to a thread. A block that captures a CUDA graph must begin within the capture:
+    drops its plans. Blocks belong to a thread. A block that captures a CUDA graph must begin within the capture:
     otherwise calls in the capture plan for themselves. Traced code does too.
     """
 
@@ -151,7 +151,7 @@ class SharedPlans:
             self.clear()
 
     def clear(self) -> None:
-        """Forget the plans."""
+        """Drop the plans."""
         self._entries.clear()
 
     def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make) -> SchedulerMetadata:
