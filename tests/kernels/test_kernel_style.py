@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from attn_ops.kernels.cuda.build import specializations
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "triton"
 MAX_PARAMETERS = 40
@@ -64,23 +65,24 @@ def cuda_kernels(source: str) -> dict[str, str]:
     return {name: re.sub(r"^// ?", "", comment, flags=re.MULTILINE) for comment, name in found}
 
 
-def parameter_count(source: str, kernel: str) -> int:
-    """How many parameters a CUDA kernel has."""
-    text = re.sub(r"//.*", "", source)
-    found = re.search(rf'extern "C" __global__[^;{{]*?\b{kernel}\(([^)]*)\)\s*{{', text)
-    assert found is not None, f"there is no kernel {kernel}"
-    return found[1].count(",") + 1
-
-
 @pytest.mark.parametrize("path", sorted((FOLDER.parent / "cuda").glob("*.cu")), ids=lambda path: path.stem)
-def test_cuda_kernels_have_comments_and_few_parameters(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    found = cuda_kernels(source)
+def test_cuda_kernels_have_comments(path: Path) -> None:
+    found = cuda_kernels(path.read_text(encoding="utf-8"))
     assert found
     for name, comment in found.items():
-        assert parameter_count(source, name) <= MAX_PARAMETERS, name
         for part in (r"\AGrid: ", r"^Owns: ", r"^Bound by: "):
             assert re.search(part, comment, re.MULTILINE), f"the comment of {name} has no {part}"
+
+
+TOO_MANY = {("prefill", 41)}
+"""Kernels with more parameters, and their number. FP8 keys and values have strides in the place of tensor maps."""
+
+
+def test_cuda_kernels_have_few_parameters() -> None:
+    """``tests/kernels/test_cuda_launch.py`` compares these parameters with those of the source."""
+    pytest.importorskip("triton")  # whose kernel combines partial results
+    found = {(one.kernel.function, len(one.kernel.parameters)) for one in specializations()}
+    assert {(name, count) for name, count in found if count > MAX_PARAMETERS} == TOO_MANY
 
 
 def test_what_is_missing_is_found() -> None:
@@ -102,5 +104,3 @@ def copy_kernel(x, n):
     (found,) = kernels(f"@gluon.jit\ndef wide_kernel({parameters}): ...")
     assert missing(found)[-1] == "41 parameters, at most 40"
     assert len(missing(found)) == 4
-    source = 'extern "C" __global__ void __launch_bounds__(64, 1) add(\n  float* a,  // [n, m]\n  int n) {'
-    assert parameter_count(source, "add") == 2
