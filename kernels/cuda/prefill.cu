@@ -899,13 +899,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     int64 stride_q_row, int64 stride_q_head,  // elements
     int q_box_rows,                           // rows of q in a box of its map, or 0
     int num_kv_heads, int group, int page_size,
-    int box,                                  // tokens of a box of the maps of keys and values
 #if KV_FP8
     int64 k_page, int64 k_token, int64 k_head,  // strides in bytes
     int64 v_page, int64 v_token, int64 v_head,
     const float* kv_scale,                    // [2] or null
     int kv_type,                              // Fp8Type
 #else
+    int box,                                  // tokens of a box of the maps of keys and values
     // What a page and a head add to the outermost index of the maps of paged KV:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
 #endif
@@ -914,6 +914,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     int num_units,                            // blocks of all items and KV heads
     int out_type) {
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
+#if KV_FP8
+  constexpr int box = 8;  // tokens that are copied at once
+#endif
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
       .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,

@@ -53,7 +53,7 @@ def _kernel(kv: str, of_kv: Mapping[str, str], aligned: tuple[str, ...]) -> Kern
         **dict.fromkeys(("window_left", "window_right", "rows", "kv_rows", "num_pages"), "i32"),
         **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
-        **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size", "box"), "i32"),
+        **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size"), "i32"),
         **of_kv,
         **dict.fromkeys(("tile_rows", "num_items", "num_units", "out_type"), "i32"),
     }
@@ -61,7 +61,7 @@ def _kernel(kv: str, of_kv: Mapping[str, str], aligned: tuple[str, ...]) -> Kern
 
 
 KERNEL = _kernel(
-    "map", dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"), ("q", "out")
+    "map", dict.fromkeys(("box", "k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"), ("q", "out")
 )
 FP8_KERNEL = _kernel(
     "pointer", {**dict.fromkeys(FP8_STRIDES, "i64"), "kv_scale": "pointer", "kv_type": "i32"}, ("q", "k", "v", "out")
@@ -162,11 +162,10 @@ def kv_arguments(x: Operands, paged: bool, page_size: int, tokens: int) -> dict[
 
 
 def fp8_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
-    """The arguments of FP8 keys and values, which are copied in groups of 8 tokens."""
+    """The arguments of FP8 keys and values."""
     return {
         "k": x.k,
         "v": x.v,
-        "box": GROUP_TOKENS,
         **dict(zip(FP8_STRIDES, (*x.k_strides, *x.v_strides), strict=True)),
         "kv_scale": kv_scale,
         "kv_type": FP8_TYPES[x.k.dtype],

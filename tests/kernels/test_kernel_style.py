@@ -74,15 +74,11 @@ def test_cuda_kernels_have_comments(path: Path) -> None:
             assert re.search(part, comment, re.MULTILINE), f"the comment of {name} has no {part}"
 
 
-TOO_MANY = {("prefill", 41)}
-"""Kernels with more parameters, and their number. FP8 keys and values have strides in the place of tensor maps."""
-
-
 def test_cuda_kernels_have_few_parameters() -> None:
     """``tests/kernels/test_cuda_launch.py`` compares these parameters with those of the source."""
     pytest.importorskip("triton")  # whose kernel combines partial results
-    found = {(one.kernel.function, len(one.kernel.parameters)) for one in specializations()}
-    assert {(name, count) for name, count in found if count > MAX_PARAMETERS} == TOO_MANY
+    for one in specializations():
+        assert len(one.kernel.parameters) <= MAX_PARAMETERS, one.name
 
 
 def test_what_is_missing_is_found() -> None:
