@@ -91,7 +91,7 @@ def check_pages(
             longest = max(longest, (count - 1) * problem.page_size + tokens)
     used = indptr[-1]
     if max_pages:
-        check_entries(indptr, kv_indices, where)
+        check_entries(kv_indptr, kv_indices, where)
         if used > max_pages:  # before the length of a request, which more pages may allow
             fail(
                 CapacityError,
