@@ -16,25 +16,20 @@ from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
-from attn_ops.frontend.flash.calls import (
-    DENSE,
-    VARLEN,
+from attn_ops.frontend.flash.cache import (
     CacheBatch,
     CacheLengths,
     CacheTensors,
-    Result,
     cache_spec,
     check_latent,
-    check_table,
-    dense_attention,
+    check_tables,
     new_tokens,
     one_of,
-    requests_of,
     rotate,
-    unpack,
-    varlen_attention,
 )
+from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, dense_attention, requests_of, unpack, varlen_attention
 from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
+from attn_ops.frontend.flash.padded import Used
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.scales import Scale
 from attn_ops.plan.page_table import INT32_MAX
@@ -69,6 +64,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    qv: Tensor | None = None,
     q_descale: Scale = None,
     k_descale: Scale = None,
     v_descale: Scale = None,
@@ -92,6 +88,10 @@ def flash_attn_func(
         window_size: ``(left, right)``: row i sees keys from ``i + seqlen_k - seqlen_q - left`` to the same ``+ right``,
             both included; -1 or None for no limit. ``causal`` limits the right side to 0.
         softcap: ``softcap * tanh(logits / softcap)``; 0 is off.
+        qv: ``[batch, seqlen_q, num_heads, head_dim of v]``: logits are ``q k + qv v``, as of MLA before absorption is
+            undone. The default scale is ``1 / sqrt(head_dim + head_dim of v)``.
+        attention_chunk: row i sees the keys of its chunk alone: those with ``(i + seqlen_k - seqlen_q) //
+            attention_chunk`` as their own position has; 0 is off.
         q_descale, k_descale, v_descale: scales of FP8 tensors: a number, or a tensor of one element, which may be
             expanded.
         s_aux: ``[num_heads]``, attention sinks: a natural-log logit per head that joins the denominator, with value 0.
@@ -99,7 +99,7 @@ def flash_attn_func(
         return_softmax_lse: return ``(out, lse)``.
         out: buffer of the result, filled and returned.
         deterministic, num_splits, pack_gqa, sm_margin: without effect.
-        dropout_p, alibi_slopes, return_attn_probs, attention_chunk: refused unless they change nothing.
+        dropout_p, alibi_slopes, return_attn_probs: refused unless they change nothing.
 
     Returns:
         ``out [batch, seqlen_q, num_heads, head_dim]`` in the dtype of ``q``, bfloat16 of an FP8 query; float32 ``lse
@@ -110,13 +110,7 @@ def flash_attn_func(
         GradientError: a tensor requires grad. There is no backward.
     """
     where = "flash_attn_func"
-    arguments.refuse(
-        where,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-        return_attn_probs=return_attn_probs,
-        attention_chunk=attention_chunk,
-    )
+    arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     options = arguments.options(
         where,
         q.device,
@@ -128,7 +122,8 @@ def flash_attn_func(
         learnable_sink=learnable_sink,
     )
     scales = arguments.descales(where, q_descale, k_descale, v_descale)
-    return dense_attention(where, q, k, v, options, scales, return_softmax_lse, out)
+    chunk = arguments.chunk_of(where, attention_chunk)
+    return dense_attention(where, q, k, v, options, scales, return_softmax_lse, out, qv=qv, chunk=chunk)
 
 
 @typed
@@ -150,6 +145,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
+    qv: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     q_descale: Scale = None,
@@ -177,7 +173,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: without effect, the lengths are known.
         block_table: int ``[batch, max_pages_per_sequence]``, page numbers.
         scheduler_metadata: of :func:`get_scheduler_metadata` for this batch, with ``block_table`` alone.
-        seqused_q: refused; ``seqused_k`` is without ``block_table``.
+        seqused_q, seqused_k: int ``[batch]``: the tokens of each sequence that count, its first ones; other rows give 0
+            and -inf. Without ``block_table`` what counts is copied.
 
     The other arguments and errors are those of :func:`flash_attn_func`.
 
@@ -185,14 +182,9 @@ def flash_attn_varlen_func(
         ``out [total_q, num_heads, head_dim]``; with ``return_softmax_lse`` also float32 ``lse [num_heads, total_q]``.
     """
     where = "flash_attn_varlen_func"
-    arguments.refuse(
-        where,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-        return_attn_probs=return_attn_probs,
-        attention_chunk=attention_chunk,
-        seqused_q=seqused_q,
-    )
+    arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    if qv is not None and block_table is not None and softmax_scale is None:
+        softmax_scale = (q.shape[-1] + qv.shape[-1]) ** -0.5
     options = arguments.options(
         where,
         q.device,
@@ -204,9 +196,14 @@ def flash_attn_varlen_func(
         learnable_sink=learnable_sink,
     )
     scales = arguments.descales(where, q_descale, k_descale, v_descale)
-    check_table(where, "block_table", block_table)
+    chunk = arguments.chunk_of(where, attention_chunk)
+    check_tables(where, "block_table", block_table)
+    ranked(where, "q", q, VARLEN)
+    rows, filled = None, out
+    if seqused_q is not None:
+        rows, filled = Used.of(where, "q", cu_seqlens_q, seqused_q, q), None
+        q, qv, cu_seqlens_q = q[rows.source], None if qv is None else qv[rows.source], rows.cu_seqlens
     if block_table is None:
-        arguments.refuse(where, seqused_k=seqused_k)
         required(where, cu_seqlens_k=cu_seqlens_k)
         assert cu_seqlens_k is not None
         if scheduler_metadata is not None:
@@ -217,28 +214,36 @@ def flash_attn_varlen_func(
                 "a paged cache",
                 "drop it: calls that pass the same cu_seqlens share a plan in attn_ops.flash_attn.SharedPlans",
             )
-        return varlen_attention(where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, scales, return_softmax_lse, out)
-    if seqused_k is None:
-        required(where, cu_seqlens_k=cu_seqlens_k)
-    ranked(where, "q", q, VARLEN)
-    for name, t in (("k", k), ("v", v)):
-        ranked(where, name, t, "[pages, page_size, num_kv_heads, head_dim]")
-    positive(where, num_heads=q.shape[1])
-    cached = CacheLengths.of(where, "seqused_k", seqused_k, None if seqused_k is not None else cu_seqlens_k)
-    spec = cache_spec(q, k, v, None, options, decode=False)
-    batch = CacheBatch(
-        spec,
-        block_table,
-        block_table.shape[0],
-        cached,
-        q.shape[0],
-        q.device,
-        cu_seqlens_q=cu_seqlens_q,
-        places=k.shape[0],
-    )
-    metadata = batch.metadata(where, scheduler_metadata)
-    tensors = CacheTensors.of(q, None, (k, v), None, decode=False)
-    return tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, out))
+        for name, t in (("k", k), ("v", v)):
+            ranked(where, name, t, VARLEN)
+        if seqused_k is not None:
+            keys = Used.of(where, "k", cu_seqlens_k, seqused_k, k)
+            k, v, cu_seqlens_k = k[keys.source], v[keys.source], keys.cu_seqlens
+        result = varlen_attention(
+            where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, scales, return_softmax_lse, filled, qv=qv, chunk=chunk
+        )
+    else:
+        if seqused_k is None:
+            required(where, cu_seqlens_k=cu_seqlens_k)
+        for name, t in (("k", k), ("v", v)):
+            ranked(where, name, t, "[pages, page_size, num_kv_heads, head_dim]")
+        positive(where, num_heads=q.shape[1])
+        check_latent(where, q, qv, k, options)
+        batch = CacheBatch(
+            cache_spec(q, k, v, qv, options, decode=False),
+            block_table,
+            block_table.shape[0],
+            CacheLengths.of(where, "seqused_k", seqused_k, None if seqused_k is not None else cu_seqlens_k),
+            q.shape[0],
+            q.device,
+            cu_seqlens_q=cu_seqlens_q,
+            places=k.shape[0],
+            chunk=chunk,
+        )
+        metadata = batch.metadata(where, scheduler_metadata)
+        tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, metadata, k.shape[1])
+        result = tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, filled))
+    return result if rows is None else rows.spread(result, return_softmax_lse, out)
 
 
 @typed
@@ -294,13 +299,15 @@ def flash_attn_with_kvcache(
             ``rotary_interleaved`` pairs dimensions 2i and 2i + 1, otherwise the halves of ``rotary_dim``.
             ``rotary_seqlens``, int ``[batch]``, takes the place of ``cache_seqlens`` in positions.
         cache_seqlens: tokens in the cache before the append: int ``[batch]``, or one number; None for a full cache.
-        cache_batch_idx: int ``[batch]``: the row of the dense cache of each sequence; default in order.
+        cache_batch_idx: int ``[batch]``: the row of the dense cache, or of ``block_table``, of each sequence; default
+            in order.
+        cache_leftpad: int ``[batch]``: the place in the cache of the first token of each sequence; default 0. Positions
+            of ``rotary_cos`` are places.
         block_table: int ``[batch, max_pages_per_sequence]``. ``page_table`` is another name of it.
         qv: ``[..., num_heads, head_dim_v]`` as ``q``: the latent query of absorbed MLA. ``v_cache`` has the latents of
             one KV head, and ``k_cache`` its rotary keys. The default scale is ``1 / sqrt(head_dim + head_dim_v)``.
         scheduler_metadata: of :func:`get_scheduler_metadata` for this batch. Lengths and ``block_table`` are then read
-            from it.
-        cache_leftpad: refused unless None.
+            from it, unless it was made without one of the tables of this call.
 
     The other arguments and errors are those of :func:`flash_attn_func`.
 
@@ -309,7 +316,7 @@ def flash_attn_with_kvcache(
         num_heads, seqlen_q]``, or ``[num_heads, total_q]`` with ``cu_seqlens_q``.
     """
     where = "flash_attn_with_kvcache"
-    arguments.refuse(where, alibi_slopes=alibi_slopes, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk)
+    arguments.refuse(where, alibi_slopes=alibi_slopes)
     if qv is not None and softmax_scale is None:
         softmax_scale = (q.shape[-1] + qv.shape[-1]) ** -0.5
     options = arguments.options(
@@ -323,8 +330,9 @@ def flash_attn_with_kvcache(
         learnable_sink=learnable_sink,
     )
     scales = arguments.descales(where, q_descale, k_descale, v_descale)
-    table_name, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
-    check_table(where, table_name, table)
+    chunk = arguments.chunk_of(where, attention_chunk)
+    table_name, table = one_of(where, block_table=block_table, page_table=page_table)
+    check_tables(where, table_name, table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     ranked(where, "q", q, DENSE if cu_seqlens_q is None else VARLEN)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         ranked(where, name, t, "[batch_cache, seqlen_cache, num_kv_heads, head_dim]")
@@ -332,9 +340,12 @@ def flash_attn_with_kvcache(
     check_latent(where, q, qv, k_cache, options)
     shape = None if cu_seqlens_q is not None else (q.shape[0], q.shape[1])
     requests = q.shape[0] if cu_seqlens_q is None else requests_of(where, "cu_seqlens_q", cu_seqlens_q)
-    if table is not None and table.shape[0] != requests:
-        fail(ShapeError, where, f"the table has {table.shape[0]} rows", f"{requests}, as q has requests", "correct it")
-    if table is None and scheduler_metadata is None and requests > k_cache.shape[0]:
+    rows_of = table if cache_batch_idx is None else cache_batch_idx
+    if rows_of is not None and rows_of.shape[0] != requests:
+        fail(
+            ShapeError, where, f"the table has {rows_of.shape[0]} rows", f"{requests}, as q has requests", "correct it"
+        )
+    if rows_of is None and scheduler_metadata is None and requests > k_cache.shape[0]:
         fail(
             ShapeError,
             where,
@@ -346,7 +357,9 @@ def flash_attn_with_kvcache(
     latents = qv if qv is None or shape is None else qv.flatten(0, 1)
     cached = CacheLengths.of(where, "cache_seqlens", cache_seqlens)
     new = new_tokens(where, k, v, cache_seqlens, cu_seqlens_k_new, requests)
-    decode = shape is not None and shape[1] == 1 and qv is None
+    decode = False
+    if qv is None and not chunk and shape is not None and shape[1] == 1:  # a branch, as traced sizes are no bool
+        decode = True
     batch = CacheBatch(
         cache_spec(q, k_cache, v_cache, qv, options, decode=decode),
         table,
@@ -358,6 +371,9 @@ def flash_attn_with_kvcache(
         0 if new is None else new[0].shape[0],
         cu_seqlens_k_new,
         k_cache.shape[0],
+        cache_batch_idx,
+        cache_leftpad,
+        chunk,
     )
     rotary = Rotary.of(where, rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1], q.device)
     metadata = batch.metadata(where, scheduler_metadata)
@@ -369,7 +385,9 @@ def flash_attn_with_kvcache(
         by_row = options.causal or max(options.window_left, options.window_right) >= 0
         rows, key = rotate(where, rotary, rows, new[0], batch, begin, by_row)
         new = key, new[1]
-    tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode)
+    tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode).for_plan(
+        where, metadata, k_cache.shape[1]
+    )
     return tensors.attend(where, metadata, options, scales, Result(shape, return_softmax_lse, out))
 
 
@@ -420,31 +438,22 @@ def get_scheduler_metadata(
         max_seqlen_k_new: tokens that each request appends, unless ``cu_seqlens_k_new``, int ``[batch + 1]``, gives
             them; ``total_k_new`` are then the rows of ``k``.
         page_size, block_table: of a paged cache: a plan holds the page table, which FlashAttention's metadata does not.
-            ``page_table`` is another name of ``block_table``.
-        cache_batch_idx: int ``[batch]``, of a dense cache.
+            Without it each call plans for its own. ``page_table`` is another name of ``block_table``.
+        cache_batch_idx, cache_leftpad, attention_chunk: those of the calls.
         causal, window_size: those of the calls, or less restrictive.
         device: of the plan; default that of the tensors among the arguments, else PyTorch's default.
-        cache_leftpad, attention_chunk: refused unless they change nothing.
         qkv_dtype, has_softcap, num_splits, pack_gqa, sm_margin: without effect.
     """
     where = "get_scheduler_metadata"
-    arguments.refuse(where, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk)
+    chunk = arguments.chunk_of(where, attention_chunk)
     positive(where, batch_size=batch_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, headdim=headdim)
     rows = batch_size * max_seqlen_q if total_q is None else total_q
     appended = batch_size * max_seqlen_k_new if total_k_new is None else total_k_new
     if rows < 0 or appended < 0 or any(type(n) is int and n > INT32_MAX for n in (rows, appended)):
         numbers, change = f"{rows} query rows and {appended} appended tokens", "max_seqlen_q, total_q, max_seqlen_k_new"
         fail(OptionError, where, numbers, f"0 to {INT32_MAX}, an int32", f"change {change} or total_k_new")
-    table_name, table = one_of(where, block_table=block_table, page_table=page_table, cache_batch_idx=cache_batch_idx)
-    check_table(where, table_name, table)
-    if page_size is not None and (table is None or table.dim() != 2):
-        fail(
-            ArgumentError,
-            where,
-            "page_size is given without block_table",
-            "both, since the plan holds the page table",
-            "pass block_table too, or neither for a dense cache",
-        )
+    table_name, table = one_of(where, block_table=block_table, page_table=page_table)
+    check_tables(where, table_name, table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     window = arguments.window(where, window_size, causal)
     value_dim = headdim if headdim_v is None else headdim_v
     tensors = (cache_seqlens, table, cu_seqlens_q)
@@ -454,7 +463,9 @@ def get_scheduler_metadata(
         required(where, total_q=total_q)
     if cu_seqlens_k_new is not None:
         required(where, total_k_new=total_k_new)
-    decode = cu_seqlens_q is None and max_seqlen_q == 1 and not has_qv
+    decode = False
+    if cu_seqlens_q is None and not has_qv and not chunk and max_seqlen_q == 1:  # a branch, as in the call
+        decode = True
     spec = PlanSpec(
         decode=decode,
         paged=True,
@@ -477,7 +488,12 @@ def get_scheduler_metadata(
         cu_seqlens_q,
         appended,
         cu_seqlens_k_new,
+        cache_batch_idx=cache_batch_idx,
+        leftpad=cache_leftpad,
+        chunk=chunk,
     )
+    if page_size is not None and table is None:
+        return batch.without_table()
     batch.check_places(where)
     return batch.make(where)
 

@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_ops
+from attn_ops.demo.memory import Capacity, Memory, run_decode
+from attn_ops.demo.model import LanguageModel, ModelConfig
+from attn_ops.demo.steps import DecodeStep
+from attn_ops.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from benchmarks import report
 
 NOTE = (
@@ -98,15 +102,64 @@ def _sdpa(s: Shape) -> Callable[[], object]:
     return lambda: scaled_dot_product_attention(q, k, v, is_causal=s.rows > 1, enable_gqa=heads > kv_heads)
 
 
+def _functions() -> dict[str, Calls]:
+    """Public functions, on what a first script passes to them."""
+    heads, kv_heads, dim = 8, 2, 64
+    lengths = torch.full((4,), 128, dtype=torch.int32)
+    q, cache = torch.randn(4, heads, dim), torch.randn(32, 2, PAGE, kv_heads, dim)
+    wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    wrapper.plan(*_table(Shape(4, 1, 128)), heads, kv_heads, dim, PAGE, data_type=torch.float32)
+    dense, k_cache, v_cache = torch.randn(4, 1, heads, dim), *torch.randn(2, 4, 256, kv_heads, dim)
+    decode = _sdpa(Shape(4, 1, 128))
+    single = [torch.randn(21, h, dim) for h in (heads, kv_heads, kv_heads)]
+    batch = [torch.randn(2, 128, heads, dim) for _ in range(3)]
+    return {
+        "BatchDecodeWithPagedKVCacheWrapper.run 4 x 128": {"op": lambda: wrapper.run(q, cache), "sdpa": decode},
+        "single_prefill_with_kv_cache 21": {
+            "op": lambda: attn_ops.single_prefill_with_kv_cache(*single, causal=True),
+            "sdpa": _sdpa(Shape(1, 21, 21)),
+        },
+        "flash_attn_func 2 x 128 x 8 x 64": {
+            "op": lambda: flash_attn_func(*batch, causal=True),
+            "sdpa": _sdpa(Shape(2, 128, 128, (heads, heads, dim))),
+        },
+        "flash_attn_with_kvcache 4 x 128": {
+            "op": lambda: flash_attn_with_kvcache(dense, k_cache, v_cache, cache_seqlens=lengths),
+            "sdpa": decode,
+        },
+    }
+
+
+def _demo_step() -> Callable[[], object]:
+    """Planning and one eager decode step of the demo's model: four requests of 128 tokens."""
+    config = ModelConfig(1024, 512, 1024, num_layers=4, num_qo_heads=8, num_kv_heads=2, head_dim=64, windows=(-1,) * 4)
+    capacity = Capacity(max_batch=4, page_size=PAGE, num_pages=64, max_tokens=256, prefill_tokens=64)
+    memory = Memory(config, capacity, torch.float32, torch.device("cpu"))
+    step, tokens = DecodeStep(LanguageModel(config).eval()), torch.zeros(4, dtype=torch.int64)
+    pages = torch.randperm(32).view(4, 8).tolist()
+
+    def call() -> object:
+        memory.plan_decode(pages, [128] * 4)
+        return run_decode(step, memory, tokens)
+
+    return call
+
+
 def _others() -> Calls:
-    """Ops around attention, which have no peer here."""
+    """Planning, ops around attention and the demo, which have no peer here."""
     table = _table(Shape(4, 1, 128))
     planner = attn_ops.DecodePlanner(4, 32, page_size=PAGE, num_qo_heads=8, num_kv_heads=2, head_dim=64)
     k, v = torch.randn(32, 2, PAGE, 2, 64).unbind(1)
+    prefill = attn_ops.PrefillPlanner(4, 64, 32, page_size=PAGE, num_qo_heads=8, num_kv_heads=2, head_dim=64)
+    qo_indptr = torch.arange(5, dtype=torch.int32) * 16
+    wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     new, rows, ops = torch.randn(4, 2, 64), torch.arange(4, dtype=torch.int32), torch.ops.attn
     states, lse = torch.randn(2, 64, 8, 64), torch.randn(2, 64, 8)
     return {
-        "plan_decode 4 x 128": lambda: planner.plan(*table),
+        "DecodePlanner.plan 4 x 128": lambda: planner.plan(*table),
+        "PrefillPlanner.plan 4 x (16 on 128)": lambda: prefill.plan(qo_indptr, *table),
+        "BatchDecodeWithPagedKVCacheWrapper.plan 4 x 128": lambda: wrapper.plan(*table, 8, 2, 64, PAGE),
+        "demo: plan and decode step of 4 requests, 4 layers": _demo_step(),
         "append_kv 4 tokens": lambda: ops.append_kv(new, new, k, v, rows, rows, table[1], table[0]),
         "merge_state 64 rows": lambda: ops.merge_state(states[0], lse[0], states[1], lse[1]),
     }
@@ -145,6 +198,10 @@ def run(args: argparse.Namespace) -> None:
                 ratio = least["op"] / least["sdpa"]
                 rows.append({"what": f"{op} {shape}", "threads": threads, **least, "ratio": ratio})
                 print(rows[-1])
+        for name, calls in _functions().items():
+            least = {name: t[0] for name, t in _microseconds(calls, args.rounds).items()}
+            rows.append({"what": name, "threads": threads, **least, "ratio": least["op"] / least["sdpa"]})
+            print(rows[-1])
         for name, (least_time, _) in _microseconds(_others(), args.rounds).items():
             rows.append(
                 {"what": name, "threads": threads, "op": least_time, "reference": None, "sdpa": None, "ratio": None}

@@ -193,7 +193,7 @@ class OpCache:
         """For each entry, the tensors of its plans, with callbacks that evict the entry."""
         self.op: Callable[..., Any] = self._uncached
         if _C is not None:
-            self.op = _C.CallCache(self._entries, torch.is_grad_enabled, self._on_miss, (), False)
+            self.op = _C.CallCache(self._entries, torch.is_grad_enabled, self._on_miss, (), False, True)
 
     @property
     def num_entries(self) -> int:
@@ -322,7 +322,7 @@ def _method_cache(method: Callable[..., Executable]) -> Any:
         entries[key] = prepared_call or uncached
         return result if op_call.finalize is None else op_call.finalize(*result)
 
-    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, True)
+    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, True, True)
 
 
 def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:

@@ -118,7 +118,7 @@ class PlannedBatch:
                 ShapeError,
                 where,
                 f"q has {rows} rows",
-                f"{planned} as planned{'' if self.exact else ', or more'}",
+                f"{planned} as planned{self._rows_of_a_request()}{'' if self.exact else ', or more'}",
                 "call plan() for this batch first",
             )
         if self.spec.paged and kv.dim() == 4:
@@ -139,6 +139,10 @@ class PlannedBatch:
                 f"{planned[0]} tokens and {planned[1]} heads as planned",
                 f"name kv_layout={other!r}, or pass a cache in {kv_layout}",
             )
+
+    def _rows_of_a_request(self) -> str:
+        rows = self.state.get("_q_len_per_req", 1)
+        return f", q_len_per_req {rows} of each request" if rows > 1 else ""
 
     def _check_keys(self, where: str, keys: int, planned: int) -> None:
         if keys < planned:

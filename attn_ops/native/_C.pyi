@@ -59,6 +59,7 @@ class CallCache:
         on_miss: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         interposition_checks: tuple[Callable[[], Any], ...],
         of_method: bool,
+        on_cuda: bool,
     ) -> None:
         """Make a cache.
 
@@ -70,6 +71,8 @@ class CallCache:
             interposition_checks: if any returns true, a mode, transform or profiler must observe the op: a miss.
             of_method: the cache is called as ``cache(number, owner, args, kwargs)``. The owner is no part of the key;
                 calls with lists miss.
+            on_cuda: the device and whether its stream is captured are part of the key, and tensors of lists by
+                identity; otherwise neither, and these tensors by their sizes, as all others.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

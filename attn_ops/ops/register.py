@@ -1,6 +1,7 @@
 """Registration of every op: schema, implementations, fake implementation, Inductor lowering.
 
-Eager     check -> choose a backend -> its function; on CUDA by prepared calls (:mod:`attn_ops.eager.prepared_call`)
+Eager     check -> choose a backend -> its function; repeated calls on CUDA are prepared
+          (:mod:`attn_ops.eager.prepared_call`), on the CPU checked once (:mod:`attn_ops.eager.checked_call`)
 Traced    check -> output allocation (:mod:`attn_ops.meta`)
 Inductor  check -> choose a backend -> its function, inlined (:mod:`attn_ops.ops.inductor`)
 
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from attn_ops.eager.checked_call import CHECKED_CALLS, Check, CheckedCalls
 from attn_ops.eager.prepared_call import OP_CACHES, OpCache
 from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
@@ -39,26 +41,40 @@ def _run(function: Callable[..., Any], device: torch.device, args: Sequence[Any]
         return function(*args, **kwargs)
 
 
-def _implementation(op: str, *, lowerable: bool = False) -> Callable[..., Any]:
-    """Check the call and run the chosen backend.
+def _checked(op: str) -> Check:
+    """Check the call; the function that it returns chooses the backend and runs it."""
+    check = CHECKS[op]
 
-    If ``lowerable``, of those that Inductor can inline or, where a package collects images, launch as images.
+    def checked(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        options = dict(kwargs)
+        name = options.pop("backend", "auto")
+        problem = check(*args, backend=name, **options)
+
+        def call(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
+            return _run(backends.choose(problem, name).implementation(op), problem.device, args, kwargs)
+
+        return call
+
+    return checked
+
+
+def _lowering(op: str) -> Callable[..., Any]:
+    """Check the call and run the chosen backend: of those that Inductor can inline or, where a package collects images,
+    launch as images.
     """
     check = CHECKS[op]
 
     def implementation(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         problem = check(*args, backend=backend, **kwargs)
-        has_images = images.collecting() is not None
-        chosen = backends.choose(problem, backend, lowerable, has_images)
-        if lowerable:
-            LOG.debug("%s: a graph contains the kernels of %s", op, chosen.label(op))
+        chosen = backends.choose(problem, backend, True, images.collecting() is not None)
+        LOG.debug("%s: a graph contains the kernels of %s", op, chosen.label(op))
         return _run(chosen.implementation(op), problem.device, args, kwargs)
 
     return implementation
 
 
 def _op_cache(op: str) -> OpCache:
-    """As :func:`_implementation`, with the launches of each call captured where its backend can."""
+    """Check the call and run the chosen backend, and capture the launches where it can."""
     check = CHECKS[op]
 
     def first_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -108,14 +124,15 @@ def register() -> None:
     """Define every op of :data:`~attn_ops.ops.schemas.SCHEMAS`, once, on import of the package."""
     for op, schema in SCHEMAS.items():
         LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        LIBRARY.impl(op, _implementation(op), "CPU")
+        CHECKED_CALLS[op] = CheckedCalls(_checked(op))
+        LIBRARY.impl(op, CHECKED_CALLS[op].op, "CPU")
         OP_CACHES[op] = _op_cache(op)
         LIBRARY.impl(op, OP_CACHES[op].op, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op), lib=LIBRARY)
         packet = getattr(getattr(torch.ops, NAMESPACE), op)
         packet.__doc__ = getattr(functions, op).__doc__
         overload = packet.default
-        LOWERINGS.add(overload, _implementation(op, lowerable=True), _is_lowerable(op))
+        LOWERINGS.add(overload, _lowering(op), _is_lowerable(op))
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> str:

@@ -5,6 +5,8 @@ They copy the contents to the host. Each raises before anything is written.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -16,25 +18,24 @@ def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool 
     """``indptr [batch + 1]`` starts at 0 and never decreases. ``later`` requests of a batch may start above 0."""
     if indptr.dim() != 1 or not indptr.numel():
         fail(ShapeError, where, f"{name} is {list(indptr.shape)}", "[batch + 1]", "pass cumulative lengths")
-    values = indptr.cpu().long()
-    if int(values[0]) and not (later and int(values[0]) > 0):
+    values = indptr.tolist()
+    if values[0] and not (later and values[0] > 0):
         fail(
             PageTableError,
             where,
-            f"{name} starts at {int(values[0])}",
+            f"{name} starts at {values[0]}",
             "0 or more" if later else "0",
             "pass cumulative lengths from 0",
         )
-    falls = values.diff() < 0
-    if falls.any():
-        b = int(falls.int().argmax())
-        fail(
-            PageTableError,
-            where,
-            f"{name} falls from {int(values[b])} to {int(values[b + 1])} at request {b}",
-            "values that never decrease",
-            "pass cumulative lengths",
-        )
+    for b, (value, following) in enumerate(pairwise(values)):
+        if following < value:
+            fail(
+                PageTableError,
+                where,
+                f"{name} falls from {value} to {following} at request {b}",
+                "values that never decrease",
+                "pass cumulative lengths",
+            )
 
 
 def check_entries(kv_indptr: Tensor, kv_indices: Tensor, where: str = "plan") -> None:
@@ -66,29 +67,31 @@ def check_pages(
     ``last [batch]`` is ``kv_last_page_len``. ``max_pages`` 0 means ragged KV, which has no page numbers. Page numbers
     are checked against ``cache_pages``; if it is None, only negative ones are found.
     """
-    indptr, last = kv_indptr.cpu().long(), last.cpu().long()
-    pages = indptr.diff()
-    if last.shape != pages.shape:
+    indptr = kv_indptr.tolist()
+    pages = [end - begin for begin, end in pairwise(indptr)]
+    if last.shape != (len(pages),):
         fail(
             ShapeError,
             where,
             f"kv_last_page_len is {list(last.shape)}",
-            f"[{pages.shape[0]}], one per request as in kv_indptr",
+            f"[{len(pages)}], one per request as in kv_indptr",
             "make the two agree",
         )
-    wrong = (pages > 0) & ((last < 1) | (last > problem.page_size))
-    if wrong.any():
-        b = int(wrong.int().argmax())
-        fail(
-            PageTableError,
-            where,
-            f"kv_last_page_len[{b}] is {int(last[b])}",
-            f"1 to page_size {problem.page_size}",
-            "a request whose last page is full has page_size there, an empty one has no page",
-        )
-    used = int(indptr[-1])
+    longest = 0
+    for b, (count, tokens) in enumerate(zip(pages, last.tolist(), strict=True)):
+        if count > 0 and not 1 <= tokens <= problem.page_size:
+            fail(
+                PageTableError,
+                where,
+                f"kv_last_page_len[{b}] is {tokens}",
+                f"1 to page_size {problem.page_size}",
+                "a request whose last page is full has page_size there, an empty one has no page",
+            )
+        if count > 0:
+            longest = max(longest, (count - 1) * problem.page_size + tokens)
+    used = indptr[-1]
     if max_pages:
-        check_entries(indptr, kv_indices, where)
+        check_entries(kv_indptr, kv_indices, where)
         if used > max_pages:  # before the length of a request, which more pages may allow
             fail(
                 CapacityError,
@@ -97,7 +100,6 @@ def check_pages(
                 f"max_pages of at least {used}",
                 "make the planner with that max_pages",
             )
-    longest = int(torch.where(pages > 0, (pages - 1) * problem.page_size + last, 0).amax()) if pages.numel() else 0
     if longest > problem.max_kv_len:
         fail(
             CapacityError,
@@ -114,9 +116,9 @@ def check_indices(kv_indices: Tensor, cache_pages: int | None, where: str = "pla
     """Page numbers in use are pages of the cache; if its size is not known, they are not negative."""
     listed = kv_indices.cpu().long()
     bound = torch.iinfo(torch.int32).max if cache_pages is None else cache_pages
-    wrong = (listed < 0) | (listed >= bound)
-    if wrong.any():
-        i = int(wrong.int().argmax())
+    least, most = listed.aminmax() if listed.numel() else (0, 0)
+    if least < 0 or most >= bound:
+        i = int(((listed < 0) | (listed >= bound)).int().argmax())
         fail(
             PageTableError,
             where,

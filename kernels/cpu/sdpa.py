@@ -1,8 +1,8 @@
 """Attention by PyTorch's flash attention for the CPU, the kernel of ``scaled_dot_product_attention``.
 
-One call of it attends for a request, or for successive requests with one query row and equal lengths. Lengths and page
+One call of it attends for a request, or for successive requests of equal sizes if it needs no mask. Lengths and page
 numbers are read from the plan on the host, so these functions run eager calls alone. It computes in float32: in other
-dtypes the kernel's exponential is less exact.
+dtypes the kernel's exponential is less exact. Pages that lie in order are read in place, others are gathered.
 
 The kernel hides a key by a logit of -inf, and so multiplies its value by 0. Where such a key or value is NaN or
 infinite, the LSE or the output may be: then the reference computes the call.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from attn_ops.kernels import reference
-from attn_ops.kernels.reference.append import as_nhd, bits, gather
+from attn_ops.kernels.reference.append import as_nhd, bits
 from attn_ops.kernels.reference.attention import MAX_ELEMENTS, saturate
 from torch import Tensor
 
@@ -35,7 +35,36 @@ MASK_ELEMENTS = 1 << 24
 
 Result = tuple[Tensor, Tensor]
 Keys = Callable[[int, int], tuple[Tensor, Tensor]]
-"""``keys(begin, end)``: the keys and values at these positions, ``[N, L, num_kv_heads, dim]``."""
+"""``keys(begin, end)``: the keys and values at these positions of ``N`` requests, ``[N, L, num_kv_heads, dim]``."""
+
+
+class Rows(NamedTuple):
+    """Successive query rows: of one request, or as many of each of several requests of equal lengths.
+
+    first     the first row in the batch
+    q         float32 ``[rows, num_qo_heads, dim]``
+    requests  their number
+    position  of each request's first row
+    length    tokens of each request
+    """
+
+    first: int
+    q: Tensor
+    requests: int
+    position: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """Attention of successive query rows from ``first`` on.
+
+    out  float32 ``[rows, num_kv_heads, group, dim]``
+    lse  natural, ``[rows, num_kv_heads, group]``
+    """
+
+    first: int
+    out: Tensor
+    lse: Tensor
 
 
 class Window(NamedTuple):
@@ -55,90 +84,120 @@ class Window(NamedTuple):
         """Half-open range of the keys that the row at ``position`` sees."""
         return max(0, position - self.left), min(self.length, position + self.right + 1)
 
+    def seen(self, position: int, rows: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The keys of the first and of the last of ``rows`` rows from ``position`` on."""
+        return self.keys(position), self.keys(position + rows - 1)
+
+    def is_triangle(self, position: int, rows: int) -> bool:
+        """Whether ``rows`` rows from ``position`` on see the keys up to their own: the kernel can hide the others."""
+        return rows > 1 and position == 0 and self.seen(0, rows) == ((0, 1), (0, self.length))
+
     def mask(self, rows: int, keys: int, ahead: int) -> Tensor:
         """``[rows, keys]``: 0 for a key that a row sees, else -inf. The first row is ``ahead`` of the first key."""
         hidden = torch.full((rows, keys), -math.inf, dtype=torch.float32)
         return hidden.triu(ahead + self.right + 1) + hidden.tril(ahead - self.left - 1)
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool, out: Tensor, lse: Tensor
-) -> None:
-    """Query heads of a KV head become rows if all rows see the same keys, else a batch, and ``N`` is 1."""
-    requests, rows, num_qo_heads, _ = q.shape
-    num_kv_heads = k.shape[2]
-    group = num_qo_heads // num_kv_heads
-    k, v, heads = k.transpose(1, 2), v.transpose(1, 2), (requests, rows, num_kv_heads, group)
-    q = q.view(*heads, -1)
-    if mask is None and not causal:
-        found, found_lse = FLASH(q.transpose(1, 2).flatten(2, 3), k, v, scale=scale)
-        packed = (requests, num_kv_heads, rows, group)
-        found, found_lse = found.view(*packed, -1).transpose(1, 2), found_lse.view(packed).transpose(1, 2)
-    else:
-        if group > 1:
-            k, v = k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1)
-        found, found_lse = FLASH(q[0].permute(2, 1, 0, 3), k, v, is_causal=causal, attn_mask=mask, scale=scale)
-        found, found_lse = found.permute(2, 1, 0, 3), found_lse.permute(2, 1, 0)
-    width = out.shape[-1]
-    out.view(*heads, width).copy_(found if found.shape[-1] == width else found[..., :width])
-    lse.view(heads).copy_(found_lse)
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Result:
+    """Output and LSE of a :class:`Piece`: ``q [rows, num_qo_heads, dim]`` over the keys of ``N`` requests.
 
-
-def _kv_scale(o: AttentionOptions) -> Sequence[float]:
-    return (1.0, 1.0) if o.kv_scale is None else o.kv_scale.tolist()
-
-
-def _attend(q: Tensor, keys: Keys, position: int, length: int, o: AttentionOptions, out: Tensor, lse: Tensor) -> None:
-    """Attention of rows from ``position`` on in requests of ``length`` tokens.
-
-    ``q [N, R, num_qo_heads, dim]``, where ``N`` or R is 1. Writes ``out [N * R, num_qo_heads, head_dim_vo]`` and the
-    natural ``lse [N * R, num_qo_heads]``, but not to rows that see no key.
+    With a mask ``N`` is 1, with a triangle ``N`` or the query heads of a KV head.
     """
-    scale = (1 / math.sqrt(q.shape[3]) if o.sm_scale is None else o.sm_scale) * _kv_scale(o)[0]
-    window = Window.of(o, max(0, -position) + q.shape[1], length)
+    (requests, _, num_kv_heads, dim), (rows, num_qo_heads, _) = k.shape, q.shape
+    group, each = num_qo_heads // num_kv_heads, rows // requests
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if mask is None and not causal:  # the query heads of a KV head become rows, since all rows see the same keys
+        if each == 1:
+            out, lse = FLASH(q.view(requests, num_kv_heads, group, dim), k, v, scale=scale)
+            return out, lse
+        q = q.view(requests, each, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
+        out, lse = FLASH(q, k, v, scale=scale)
+        heads = requests, num_kv_heads, each, group
+        return out.view(*heads, -1).transpose(1, 2).flatten(0, 1), lse.view(heads).transpose(1, 2).flatten(0, 1)
+    if requests > 1:
+        q = q.view(requests, each, num_qo_heads, dim).transpose(1, 2)
+        out, lse = FLASH(q, k, v, is_causal=causal, scale=scale)
+        return out.transpose(1, 2).flatten(0, 1)[:, :, None], lse.transpose(1, 2).flatten(0, 1)[..., None]
+    if group > 1:
+        k, v = k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1)
+    q = q.view(rows, num_kv_heads, group, dim).permute(2, 1, 0, 3)
+    out, lse = FLASH(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
+    return out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
+
+
+def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[Piece]:
+    """Attention of ``r``. Rows that see no key are in no piece."""
+    first, q, requests, position, length = r
+    window = Window.of(o, max(0, -position) + q.shape[0], length)
     without_keys = max(0, -position - window.right)
     if without_keys:
-        q, out, lse = q[:, without_keys:], out[without_keys:], lse[without_keys:]
-    rows, position = q.shape[1], position + without_keys
+        q, first, position = q[without_keys:], first + without_keys, position + without_keys
+    rows = q.shape[0] // requests
     if not rows:
         return
 
-    def seen(begin: int, end: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The keys of the first and of the last of these rows."""
-        return window.keys(position + begin), window.keys(position + end - 1)
-
-    (kv_begin, _), (_, kv_end) = whole = seen(0, rows)
+    (kv_begin, _), (_, kv_end) = whole = window.seen(position, rows)
     k, v = keys(kv_begin, kv_end)
     k, v = (k.float(), v.float()) if k is not v else (k.float(),) * 2
-    causal = rows > 1 and position == 0 and whole == ((0, 1), (0, length))  # the triangle that the kernel can hide
+    causal = window.is_triangle(position, rows)
     if causal or whole[0] == whole[1]:
-        _flash(q, k, v, scale, None, causal, out, lse)
+        yield Piece(first, *_flash(q, k, v, scale, None, causal))
         return
     most_keys = min(kv_end - kv_begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
     step = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
-        (key, _), (_, last) = seen(begin, end)
+        (key, _), (_, last) = window.seen(position + begin, end - begin)
         tokens = slice(key - kv_begin, last - kv_begin)
         mask = window.mask(end - begin, last - key, position + begin - key)
-        block = slice(begin, end)
-        _flash(q[:, block], k[:, tokens], v[:, tokens], scale, mask, False, out[block], lse[block])
+        yield Piece(first + begin, *_flash(q[begin:end], k[:, tokens], v[:, tokens], scale, mask))
 
 
-def _groups(rows: Sequence[int], lengths: Sequence[int], token_elements: int) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of requests that attend together. Requests without query rows or keys are left out.
+def _collect(pieces: Iterator[Piece], q: Tensor, head_dim_vo: int) -> Result:
+    """Output and LSE of all rows of ``q``, as of one :class:`Piece`: 0 and -inf in rows of no piece."""
+    (rows, num_qo_heads, _), result = q.shape, None
+    for first, out, lse in pieces:
+        if out.shape[-1] != head_dim_vo:
+            out = out[..., :head_dim_vo]
+        if out.shape[0] == rows:
+            return out, lse
+        if result is None:
+            result = _without_keys(rows, *out.shape[1:])
+        block = slice(first, first + out.shape[0])
+        result[0][block], result[1][block] = out, lse
+    return _without_keys(rows, num_qo_heads, 1, head_dim_vo) if result is None else result
 
-    The keys of several requests, of ``token_elements`` elements for each token, have at most ``MAX_ELEMENTS``.
+
+def _without_keys(rows: int, num_kv_heads: int, group: int, head_dim_vo: int) -> Result:
+    out = torch.zeros((rows, num_kv_heads, group, head_dim_vo), dtype=torch.float32)
+    return out, torch.full(out.shape[:-1], -math.inf, dtype=torch.float32)
+
+
+def _attend_together(o: AttentionOptions, group: int, rows: int, length: int) -> bool:
+    """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask."""
+    if rows == 1:
+        return True
+    window = Window.of(o, rows, length)
+    first, last = window.seen(length - rows, rows)
+    return first == last or (group == 1 and window.is_triangle(length - rows, rows))
+
+
+def _groups(
+    rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, together: Callable[[int, int], bool]
+) -> Iterator[range]:
+    """Requests that attend together. Those without query rows or keys are left out.
+
+    Several requests have all their rows among ``num_rows``, and ``most_tokens`` tokens at most.
     """
     first = 0
     while first < len(lengths):
-        end = first + 1
-        if rows[end] - rows[first] == 1:
-            limit = min(len(lengths), first + MAX_ELEMENTS // max(1, lengths[first] * token_elements))
-            while end < limit and rows[end + 1] - rows[end] == 1 and lengths[end] == lengths[first]:
-                end += 1
-        if rows[end] > rows[first] >= 0 and lengths[first] > 0:
-            yield first, end
+        end, count, length = first + 1, rows[first + 1] - rows[first], lengths[first]
+        if count > 0 <= rows[first] and length > 0:
+            if together(count, length):
+                limit = min(len(lengths), first + most_tokens // length)
+                while end < limit and rows[end + 1] == rows[end] + count <= num_rows and lengths[end] == length:
+                    end += 1
+            yield range(first, end)
         first = end
 
 
@@ -149,34 +208,50 @@ class PlannedKeys:
     one token, in order.
     """
 
-    def __init__(self, plan: DecodePlan | PrefillPlan, caches: tuple[Tensor, Tensor]) -> None:
-        self.page_size, self.caches, self.kv_indices = PlanProblem.of(plan.problem).page_size, caches, plan.kv_indices
+    def __init__(self, plan: DecodePlan | PrefillPlan, page_size: int, caches: tuple[Tensor, Tensor]) -> None:
+        self.page_size, self.caches, self.kv_indices = page_size, caches, plan.kv_indices
         self.starts = plan.kv_indptr.tolist()
 
-    def of(self, first: int, end: int) -> Keys:
-        """Those of requests ``first`` to ``end``."""
-        return functools.partial(self._gather, first, end)
+    def of(self, requests: range) -> Keys:
+        return functools.partial(self._read, requests)
 
-    def _gather(self, first: int, end: int, token: int, token_end: int) -> tuple[Tensor, Tensor]:
+    def _pages(self, requests: range, page: int, count: int) -> slice | Tensor:
+        """Numbers of ``count`` pages of each request, from its ``page`` on: a slice if they are in order."""
+        places, num_pages = self.kv_indices.shape[0], self.caches[0].shape[0]
+        begins = [start + page for start in self.starts[requests.start : requests.stop]]
+        begin, end = begins[0], begins[0] + count * len(begins)
+        if begins != list(range(begin, end, count)) or not 0 <= begin < end <= (places or num_pages):
+            index = (torch.tensor(begins)[:, None] + torch.arange(count)).flatten()
+            index = self.kv_indices[index.clamp_(0, places - 1)] if places else index
+            return index.clamp(0, num_pages - 1)
+        if not places:
+            return slice(begin, end)
+        index = self.kv_indices[begin:end]
+        numbers = index.tolist()
+        if min(numbers) < 0 or max(numbers) >= num_pages:
+            return index.clamp(0, num_pages - 1)
+        first, last = numbers[0], numbers[-1] + 1
+        return slice(first, last) if numbers == list(range(first, last)) else index
+
+    def _read(self, requests: range, token: int, token_end: int) -> tuple[Tensor, Tensor]:
         (page, skipped), page_end = divmod(token, self.page_size), -(-token_end // self.page_size)
-        num_pages, places, start = self.caches[0].shape[0], self.kv_indices.shape[0], self.starts[first]
-        if end - first == 1 and not places and 0 <= start <= num_pages - token_end:  # ragged KV of one request: views
-            k, v = (cache[start + token : start + token_end, 0][None] for cache in self.caches)
-            return k, v
-        pages = torch.tensor(self.starts[first:end])[:, None] + torch.arange(page, page_end)
-        if places:
-            pages = self.kv_indices[pages.clamp_(0, places - 1)]
-        pages = pages.clamp_(0, num_pages - 1)
-        tokens = slice(skipped, skipped + token_end - token)
-        k, v = (gather(cache, pages).flatten(1, 2)[:, tokens] for cache in self.caches)
-        return k, v
+        count, tokens, found = page_end - page, slice(skipped, skipped + token_end - token), []
+        whole, pages = token_end - token == count * self.page_size, self._pages(requests, page, count)
+        for cache in self.caches:
+            t = cache if whole or count > 1 else cache[:, tokens]  # of a single page no more than its tokens are copied
+            t = t[pages] if isinstance(pages, slice) else bits(t).index_select(0, pages).view(t.dtype)
+            if count > 1:
+                t = t.reshape(len(requests), count * self.page_size, *t.shape[2:])
+                t = t if whole else t[:, tokens]
+            found.append(t)
+        return found[0], found[1]
 
 
 class LatentKeys(PlannedKeys):
     """Keys ``[ckv, kpe]`` of MLA, which are the values too: columns past ``ckv`` of the output are dropped."""
 
-    def _gather(self, first: int, end: int, token: int, token_end: int) -> tuple[Tensor, Tensor]:
-        keys = torch.cat([bits(part) for part in super()._gather(first, end, token, token_end)], -1)
+    def _read(self, requests: range, token: int, token_end: int) -> tuple[Tensor, Tensor]:
+        keys = torch.cat([bits(part) for part in super()._read(requests, token, token_end)], -1)
         keys = keys.view(self.caches[0].dtype)
         return keys, keys
 
@@ -187,6 +262,7 @@ def _attend_batch(
     keys_of: type[PlannedKeys],
     caches: tuple[Tensor, Tensor],
     o: AttentionOptions,
+    return_lse: bool,
 ) -> Result | None:
     """``out [rows, num_qo_heads, head_dim_vo]`` and ``lse [rows, num_qo_heads]``; None if a number is not finite."""
     if q.shape[0] == 0 or caches[0].shape[0] == 0:
@@ -201,53 +277,63 @@ def _attend_batch(
     if isinstance(plan, PrefillPlan):
         rows = plan.qo_indptr.tolist()
     lengths = [min(length, most) for length in plan.kv_len.tolist()[: len(rows) - 1]]
-    out, lse, q32 = *_empty(q, problem.head_dim_vo), q.float()
-    keys = keys_of(plan, caches)
-    for first, end in _groups(rows, lengths, problem.num_kv_heads * problem.head_dim_qk):
-        target = slice(rows[first], rows[end])
-        queries = q32[target]  # a plan may have more rows than the query
-        alone = end - first == 1
-        end, queries = (end, queries[None]) if alone else (first + queries.shape[0], queries[:, None])
-        position = lengths[first] - (rows[end] - rows[first] if alone else 1)
-        if queries.numel():
-            _attend(queries, keys.of(first, end), position, lengths[first], o, out[target], lse[target])
-    return _finalize(out, lse, q, o)
+    keys, factors = keys_of(plan, problem.page_size, caches), _kv_scale(o)
+    together = functools.partial(_attend_together, o, problem.num_qo_heads // problem.num_kv_heads)
+    most_tokens = MAX_ELEMENTS // (problem.num_kv_heads * problem.head_dim_qk)
+
+    def pieces(q: Tensor, scale: float) -> Iterator[Piece]:
+        for group in _groups(rows, lengths, q.shape[0], most_tokens, together):
+            first, length = rows[group.start], lengths[group.start]
+            count = rows[group.start + 1] - first
+            queries = q[first : rows[group.stop]]  # a plan may have more rows than the query
+            if queries.shape[0]:
+                yield from _attend(Rows(first, queries, len(group), length - count, length), keys.of(group), scale, o)
+
+    found = _collect(pieces(q.float(), _scale(q, o, factors)), q, problem.head_dim_vo)
+    return _finalize(*found, q, factors, o, return_lse)
 
 
-def _empty(q: Tensor, head_dim_vo: int) -> Result:
-    """float32 output and natural LSE of rows that see no key."""
-    out = torch.zeros((*q.shape[:2], head_dim_vo), dtype=torch.float32)
-    return out, torch.full(q.shape[:2], -math.inf, dtype=torch.float32)
+def _kv_scale(o: AttentionOptions) -> Sequence[float]:
+    return (1.0, 1.0) if o.kv_scale is None else o.kv_scale.tolist()
 
 
-def _finalize(out: Tensor, lse: Tensor, q: Tensor, o: AttentionOptions) -> Result | None:
+def _scale(q: Tensor, o: AttentionOptions, factors: Sequence[float]) -> float:
+    return (1 / math.sqrt(q.shape[2]) if o.sm_scale is None else o.sm_scale) * factors[0]
+
+
+def _finalize(
+    out: Tensor, lse: Tensor, q: Tensor, factors: Sequence[float], o: AttentionOptions, return_lse: bool
+) -> Result | None:
     """The output, with its sink and in its dtype, and the base-2 LSE; None if the reference may differ.
 
     It may if a number is not finite, but for the LSE of a row that sees no key. Where every logit that a row sees is
     -inf, the kernel gives an LSE of 0.
     """
-    if (lse == 0).any():
+    if int(lse.count_nonzero()) < lse.numel():
         return None
-    if o.kv_scale is not None:
-        out *= _kv_scale(o)[1]
+    rows, num_qo_heads, _ = q.shape
+    out = out.reshape(rows, num_qo_heads, out.shape[-1])
+    if factors[1] != 1.0:
+        out *= factors[1]
     if o.sinks is not None:
+        lse = lse.reshape(rows, num_qo_heads)
         with_sink = torch.logaddexp(lse, o.sinks)
         out *= torch.where(lse == -math.inf, 0.0, (lse - with_sink).exp())[..., None]
         lse = with_sink
     if not (math.isfinite(float(out.sum())) and float(lse.amax()) < math.inf):
         return None
-    return saturate(out, o.out_dtype or q.dtype), lse * LOG2E
+    lse = (lse.reshape(rows, num_qo_heads) * LOG2E).contiguous() if return_lse else lse.new_empty(0)
+    dtype = o.out_dtype or q.dtype
+    return (out if dtype == torch.float32 else saturate(out, dtype)).contiguous(), lse
 
 
 def _or_reference(run: Callable[..., Result | None]) -> Callable[..., Result]:
     """The op that ``run`` computes, unless it returns None: then the reference does."""
 
     @functools.wraps(run)
-    def op(*args: Any, return_lse: bool = False, **kwargs: Any) -> Result:
+    def op(*args: Any, **kwargs: Any) -> Result:
         result = run(*args, **kwargs)
-        if result is None:
-            return getattr(reference, run.__name__)(*args, return_lse=return_lse, **kwargs)
-        return result if return_lse else (result[0], result[1].new_empty(0))
+        return getattr(reference, run.__name__)(*args, **kwargs) if result is None else result
 
     return op
 
@@ -261,10 +347,11 @@ def batch_decode(
     workspace: Tensor,
     *,
     kv_layout: str = "NHD",
+    return_lse: bool = False,
     **options: Any,
 ) -> Result | None:
     caches = as_nhd(k_cache, kv_layout), as_nhd(v_cache, kv_layout)
-    return _attend_batch(q, DecodePlan(*plan), PlannedKeys, caches, AttentionOptions(**options))
+    return _attend_batch(q, DecodePlan(*plan), PlannedKeys, caches, AttentionOptions(**options), return_lse)
 
 
 @_or_reference
@@ -276,18 +363,27 @@ def batch_prefill(
     workspace: Tensor,
     *,
     kv_layout: str = "NHD",
+    return_lse: bool = False,
     **options: Any,
 ) -> Result | None:
     caches = as_nhd(k_cache, kv_layout), as_nhd(v_cache, kv_layout)
-    return _attend_batch(q, PrefillPlan(*plan), PlannedKeys, caches, AttentionOptions(**options))
+    return _attend_batch(q, PrefillPlan(*plan), PlannedKeys, caches, AttentionOptions(**options), return_lse)
 
 
 @_or_reference
 def ragged_prefill(
-    q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], workspace: Tensor, *, kv_layout: str = "NHD", **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor],
+    workspace: Tensor,
+    *,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    **options: Any,
 ) -> Result | None:
     keys, values = (t[:, None] if kv_layout == "NHD" else t.transpose(0, 1)[:, None] for t in (k, v))
-    return _attend_batch(q, PrefillPlan(*plan), PlannedKeys, (keys, values), AttentionOptions(**options))
+    return _attend_batch(q, PrefillPlan(*plan), PlannedKeys, (keys, values), AttentionOptions(**options), return_lse)
 
 
 @_or_reference
@@ -300,22 +396,26 @@ def batch_mla(
     workspace: Tensor,
     *,
     sm_scale: float | None = None,
+    return_lse: bool = False,
     **options: Any,
 ) -> Result | None:
     o = AttentionOptions(sm_scale=MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
     caches = ckv_cache[:, :, None], kpe_cache[:, :, None]
-    return _attend_batch(torch.cat((q_nope, q_pe), -1), PrefillPlan(*plan), LatentKeys, caches, o)
+    return _attend_batch(torch.cat((q_nope, q_pe), -1), PrefillPlan(*plan), LatentKeys, caches, o, return_lse)
 
 
 @_or_reference
-def single_prefill(q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", **options: Any) -> Result | None:
+def single_prefill(
+    q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
+) -> Result | None:
     k, v = (t[None] if kv_layout == "NHD" else t.transpose(0, 1)[None] for t in (k, v))
-    if q.shape[0] == 0 or k.shape[1] == 0:
+    (rows, length), o = (q.shape[0], k.shape[1]), AttentionOptions(**options)
+    if rows == 0 or length == 0:
         return None
-    (out, lse), o = _empty(q, v.shape[-1]), AttentionOptions(**options)
+    factors = _kv_scale(o)
 
     def keys(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        return k[:, begin:end], v[:, begin:end]
+        return (k, v) if end - begin == length else (k[:, begin:end], v[:, begin:end])
 
-    _attend(q.float()[None], keys, k.shape[1] - q.shape[0], k.shape[1], o, out, lse)
-    return _finalize(out, lse, q, o)
+    pieces = _attend(Rows(0, q.float(), 1, length - rows, length), keys, _scale(q, o, factors), o)
+    return _finalize(*_collect(pieces, q, v.shape[-1]), q, factors, o, return_lse)

@@ -122,13 +122,13 @@ def test_requests_that_attend_together_are_bounded(monkeypatch: pytest.MonkeyPat
     setup = Setup("decode", replace(DECODE_BASE, kv_lens=(20,) * 5))
     token = setup.num_kv_heads * setup.head_dim
     sizes = []
-    gathered = sdpa.PlannedKeys._gather
+    read = sdpa.PlannedKeys._read
 
-    def observed(self: sdpa.PlannedKeys, first: int, end: int, *tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes.append(end - first)
-        return gathered(self, first, end, *tokens)
+    def observed(self: sdpa.PlannedKeys, requests: range, *tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(len(requests))
+        return read(self, requests, *tokens)
 
-    monkeypatch.setattr(sdpa.PlannedKeys, "_gather", observed)
+    monkeypatch.setattr(sdpa.PlannedKeys, "_read", observed)
     for elements, groups in ((5 * 20 * token, [5]), (2 * 20 * token + 1, [2, 2, 1]), (1, [1] * 5)):
         monkeypatch.setattr(sdpa, "MAX_ELEMENTS", elements)
         setup.check(*setup.run("cpu"))
@@ -208,3 +208,75 @@ def test_a_decode_plan_without_pages_has_no_keys() -> None:
     out, lse = sdpa.batch_decode(plan=list(plan), return_lse=True, **args)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
+
+
+def _in_order(setup: Setup) -> None:
+    """Move the pages of the batch to the places that the page table names in order."""
+    indptr, indices = setup.plan_inputs[-3:-1]
+    indices = indices[: int(indptr[-1])]
+    order = torch.argsort(indices)
+    taken, places = indices.long(), indices[order]
+    for cache in (setup.k, setup.v):
+        cache[places.long()] = cache[taken].clone()
+    indices.copy_(places)
+    setup.replan()
+
+
+@pytest.mark.parametrize("lengths", [(37, 0, 130, 9), (64, 64, 64), (33,), (16, 16, 16)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_layout": "HND"}, {"storage": "fused"}, {"page_size": 257}, {"window_left": 20}], ids=str
+)
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_pages_in_order_are_read_in_place(kind: str, options: dict[str, object], lengths: tuple[int, ...]) -> None:
+    qo_lens = () if kind == "decode" else tuple(min(5, length) for length in lengths)
+    case = replace(DECODE_BASE, kv_lens=lengths, qo_lens=qo_lens, causal=kind == "prefill", **options)  # type: ignore[arg-type]
+    setup = Setup(kind, case)
+    _in_order(setup)
+    setup.check(*setup.run("cpu"))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (7, 1)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_left": 9}, {"window_right": 2}, {"window_left": 200}], ids=str
+)
+@pytest.mark.parametrize("sizes", [(7, 7), (7, 20), (20, 7)], ids=str)
+@pytest.mark.parametrize("kind", ["prefill", "ragged"])
+def test_requests_of_equal_sizes(
+    kind: str, sizes: tuple[int, int], options: dict[str, object], heads: tuple[int, int]
+) -> None:
+    """They attend together where no mask is needed; a query of fewer rows than planned ends within one of them."""
+    rows, length = sizes
+    case = replace(PREFILL_BASE, heads=heads, kv_lens=(length,) * 3 + (5,), qo_lens=(rows,) * 3 + (5,))
+    setup = Setup(kind, replace(case, **options))  # type: ignore[arg-type]
+    setup.check(*setup.run("cpu"))
+    for given in (2 * rows, 2 * rows + 1):
+        setup.expected.rows(slice(given)).check(*setup.run("cpu", q=setup.q[:given]))
+
+
+def test_requests_of_equal_sizes_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, flash = [], sdpa.FLASH
+
+    def observed(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        return flash(*args, **kwargs)
+
+    monkeypatch.setattr(sdpa, "FLASH", observed)
+    for heads, causal, expected in (((4, 4), True, 1), ((4, 2), False, 1), ((4, 2), True, 3)):
+        case = replace(PREFILL_BASE, heads=heads, causal=causal, kv_lens=(20,) * 3, qo_lens=(20,) * 3)
+        setup = Setup("ragged", case)
+        setup.check(*setup.run("cpu"))
+        assert len(calls) == expected
+        calls.clear()
+
+
+def test_a_page_that_is_longer_than_its_tokens_is_read_as_far_as_they_go() -> None:
+    """A cache without a block table has a page for each request, whose end may hold anything."""
+    case = replace(DECODE_BASE, page_size=257, kv_lens=(37, 37, 130))
+    for in_order in (False, True):
+        setup = Setup("decode", case)
+        if in_order:
+            _in_order(setup)
+        k, _ = sdpa.PlannedKeys(setup.planner.state, 257, (setup.k, setup.v))._read(range(2), 0, 37)
+        assert k.shape[:2] == (2, 37)
+        assert k.isfinite().all()
+        setup.check(*setup.run("cpu"))

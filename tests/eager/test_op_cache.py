@@ -265,9 +265,9 @@ IMAGE_ROW = ("k", "k", b"", 90, 128, 0, False, (1, 1, 1))
         (lambda c, i: c.Image(*IMAGE_ROW, ((0, 6, 0, 2, (1,) * 6),), ()), ValueError),
         (lambda c, i: c.Image(*IMAGE_ROW, (), ((0, 0, "x"),) * 129), ValueError),
         (lambda c, i: i.load(64), RuntimeError),
-        (lambda c, i: c.CallCache({}, torch.is_grad_enabled, print, (), True)(0, None, ()), TypeError),
-        (lambda c, i: c.CallCache({}, torch.is_grad_enabled, print, (), True)(0, None, [], {}), TypeError),
-        (lambda c, i: c.CallCache({}, torch.is_grad_enabled, print, (), True)(0, None, (), None), TypeError),
+        (lambda c, i: c.CallCache({}, torch.is_grad_enabled, print, (), True, True)(0, None, ()), TypeError),
+        (lambda c, i: c.CallCache({}, torch.is_grad_enabled, print, (), True, True)(0, None, [], {}), TypeError),
+        (lambda c, i: c.CallCache({}, torch.is_grad_enabled, print, (), True, True)(0, None, (), None), TypeError),
     ],
 )
 def test_the_module_refuses_what_does_not_fit(make: Any, error: type[Exception]) -> None:

@@ -22,7 +22,8 @@ from attn_ops.flash_attn import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from attn_ops.frontend.flash import calls, metadata
+from attn_ops.frontend import one_shot
+from attn_ops.frontend.flash import metadata
 
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="lengths on the host")
 
@@ -41,7 +42,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return count
 
-    for source in (calls.RaggedLengths, calls.BlockTables):
+    for source in (one_shot.RaggedLengths, one_shot.BlockTables):
         monkeypatch.setattr(source, "plan", counted(source))
     metadata.host_plans().entries.clear()
     yield made
@@ -325,7 +326,7 @@ def test_metadata_of_varlen_calls_over_pages(plans: list[str]) -> None:
     ("q_len", "made", "options", "message"),
     [
         (1, {}, {"q": 3}, "scheduler_metadata was made for 4 query rows; expected 12, which the tensors have"),
-        (1, {"max_seqlen_k_new": 1}, {}, "scheduler_metadata was made for 4 appended tokens; expected 0"),
+        (1, {"attention_chunk": 8}, {}, "scheduler_metadata was made for 8 keys of a chunk; expected 0"),
         (3, {}, {"causal": False}, "the plan was made for causal attention and causal is False"),
         (3, {"window_size": (5, 0)}, {}, "window_left is -1 and the plan was made for window_left 5"),
         (1, {"page_size": 32}, {}, "the plan was made for page_size 32; expected a plan for page_size 16"),
@@ -338,6 +339,27 @@ def test_metadata_of_another_batch(q_len: int, made: dict[str, Any], options: di
         step.q = torch.randn(4, options.pop("q"), 4, 64, device=DEVICE).half()
     with pytest.raises(errors.PlanError, match=message):
         step.run(of, **options)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [{"block_table": None}, {"block_table": None, "causal": False}, {"max_seqlen_k_new": 1}],
+    ids=["without the table", "without the table, not causal", "for an append"],
+)
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_calls_plan_for_themselves_if_the_metadata_cannot(q_len: int, made: dict[str, Any], plans: list[str]) -> None:
+    """FlashAttention's metadata is made without the page table."""
+    step = Pages(q_len)
+    of = step.metadata(**made)
+    for _ in range(2):
+        step.check(step.run(of))
+    assert len(plans) == (2 if DEVICE == "cpu" else 3)
+
+
+def test_metadata_without_the_table_and_a_call_without_it() -> None:
+    step = Pages()
+    with pytest.raises(errors.ArgumentError, match="scheduler_metadata was made without the block table"):
+        step.run(step.metadata(block_table=None), block_table=None)
 
 
 def test_metadata_of_another_library() -> None:

@@ -133,6 +133,11 @@ CASES: dict[str, Case] = {
         "o_data_type is float64; expected float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
     ),
     "rows": (lambda: decode().run(R.q[:3], R.cache()), errors.ShapeError, "q has 3 rows; expected 4 as planned"),
+    "rows of speculation": (
+        lambda: decode(q_len_per_req=2).run(R.q, R.cache()),
+        errors.ShapeError,
+        "q has 4 rows; expected 8 as planned, q_len_per_req 2 of each request; call plan()",
+    ),
     "rows of prefill": (lambda: prefill().run(P.q[1:], P.cache()), errors.ShapeError, "45 rows; expected 46"),
     "keys of ragged prefill": (
         lambda: ragged().run(P.q, *(t[:-1] for t in P.ragged())),

@@ -13,8 +13,13 @@ from helpers.oracle import Expected
 from helpers.wrapper_requests import DEVICE, ln
 
 
-def visible(q_len: int, kv_len: int, causal: bool, window_size: tuple[int | None, int | None]) -> Tensor:
-    """bool ``[q_len, kv_len]`` by FlashAttention's definition: row i sees ``[i + shift - left, i + shift + right]``."""
+def visible(
+    q_len: int, kv_len: int, causal: bool, window_size: tuple[int | None, int | None], attention_chunk: int = 0
+) -> Tensor:
+    """bool ``[q_len, kv_len]`` by FlashAttention's definition: row i sees ``[i + shift - left, i + shift + right]``.
+
+    With chunks it sees the keys of its own, those from the multiple of ``attention_chunk`` at or before ``i + shift``.
+    """
     left, right = (-1 if side is None else side for side in window_size)
     right = 0 if causal else right
     row, key = torch.arange(q_len)[:, None] + kv_len - q_len, torch.arange(kv_len)
@@ -23,6 +28,9 @@ def visible(q_len: int, kv_len: int, causal: bool, window_size: tuple[int | None
         seen &= key >= row - left
     if right >= 0:
         seen &= key <= row + right
+    if attention_chunk:
+        begin = row - row % attention_chunk
+        seen &= (key >= begin) & (key < begin + attention_chunk)
     return seen
 
 
@@ -34,10 +42,11 @@ def expected(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     s_aux: Tensor | None = None,
+    attention_chunk: int = 0,
     padding: int = 0,
 ) -> Expected:
     """Of ``(q [n, heads, dim], k [m, ...], v [m, ...])`` of each request, under FlashAttention's names."""
-    masked = [(*r, visible(r[0].shape[0], r[1].shape[0], causal, window_size)) for r in requests]
+    masked = [(*r, visible(r[0].shape[0], r[1].shape[0], causal, window_size, attention_chunk)) for r in requests]
     return Expected.of(masked, padding, sm_scale=softmax_scale, logits_soft_cap=softcap, sinks=s_aux)
 
 

@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("plan.state", "ops.options", "native"),
     ("eager.prepared_call",),
+    ("eager.checked_call",),
     ("plan", "meta", "eager.startup", "eager.launches"),
     ("kernels",),
     ("ops.schemas", "ops.backends", "ops.checks", "ops.inductor", "flops"),

@@ -13,6 +13,7 @@ from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedE
 from attn_ops.frontend.arguments import bounded, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.ops.options import BOUNDS, AttentionOptions
+from attn_ops.plan.page_table import INT32_MAX
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 
@@ -35,25 +36,12 @@ NO_EFFECT: dict[str, str] = {
 _TRAINING = "there is no backward and no dropout; pass 0.0, and use the flash_attn package to train"
 _PROBABILITIES = "attention probabilities are never stored; for the log-sum-exp pass return_softmax_lse=True"
 _ALIBI = "slopes are not an argument; for the standard slopes use pos_encoding_mode='ALIBI' of the prefill wrappers"
-_LEFTPAD = "keys of a request begin at its first place; use block_table, or cu_seqlens with the padding removed"
-_CHUNK = "there is no chunked mask; use a window, or pass the mask as custom_mask to a prefill wrapper"
-_SEQUSED = (
-    "the rows of a sequence are those of its cu_seqlens; remove the padding, or use a paged cache and block_table"
-)
-
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "dropout_p": ((0, 0.0), _TRAINING),
     "alibi_slopes": ((), _ALIBI),
     "return_attn_probs": ((False,), _PROBABILITIES),
-    "cache_leftpad": ((), _LEFTPAD),
-    "leftpad_k": ((), _LEFTPAD),
-    "attention_chunk": ((0,), _CHUNK),
-    "seqused_q": ((), _SEQUSED),
-    "seqused_k": ((), _SEQUSED),
 }
-"""name -> (values that change nothing, reason); None changes nothing, but is no ``dropout_p``. ``seqused_k`` is taken
-with a block table.
-"""
+"""name -> (values that change nothing, reason); None changes nothing, but is no ``dropout_p``."""
 
 _BY_NAME = "pass arguments in FlashAttention 3's order by name: by position they are those of FlashAttention 2"
 
@@ -68,6 +56,13 @@ def refuse(where: str, **arguments: Any) -> None:
             continue
         shown = "given" if isinstance(value, Tensor) else f"{value!r}"
         raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
+
+
+def chunk_of(where: str, attention_chunk: int) -> int:
+    """Keys of a chunk, 0 for no chunks."""
+    if not 0 <= attention_chunk <= INT32_MAX:
+        fail(OptionError, where, f"attention_chunk is {attention_chunk}", f"0 to {INT32_MAX}", "change it")
+    return attention_chunk
 
 
 class Window(NamedTuple):

@@ -33,27 +33,46 @@ class SchedulerMetadata(NamedTuple):
     """The plan of a batch, and the places of the tokens that the step appends. All int32, on the query's device.
 
     plan           a :class:`~attn_ops.DecodePlan` or :class:`~attn_ops.PrefillPlan`
-    form           ``[0, requests, query rows, appended tokens]``: no data; the shape says what batch this is for
+    form           ``[0, *BatchForm]``: no data; the shape says what batch this is for
     batch_indices  ``[appended tokens]``: the request of each token
     positions      ``[appended tokens]``: its position
+    kv_indices, kv_indptr
+                   page table of the appended tokens, where the requests of the plan are chunks; else empty: the plan's
     """
 
     plan: DecodePlan | PrefillPlan
     form: Tensor
     batch_indices: Tensor
     positions: Tensor
+    kv_indices: Tensor
+    kv_indptr: Tensor
 
 
 pytree._register_namedtuple(SchedulerMetadata, serialized_type_name="attn_ops.SchedulerMetadata")
 torch.serialization.add_safe_globals([SchedulerMetadata])
 
 
+PAGES, ROWS, LEFTPAD, MISSING = 1, 2, 4, 8
+"""What says where the tokens of a batch are, beside their lengths: a block table, ``cache_batch_idx``,
+``cache_leftpad``, and a block table that the calls alone have. Plain integers, which trace."""
+
+
 class BatchForm(NamedTuple):
-    """Sizes of a batch that a plan's own shapes do not tell exactly."""
+    """What a plan's own shapes do not tell exactly: sizes of its batch, and what it knows."""
 
     requests: int
     rows: int
     appended: int = 0
+    chunk: int = 0
+    tables: int = 0
+
+    @classmethod
+    def of(cls, metadata: SchedulerMetadata) -> BatchForm:
+        return cls(*metadata.form.shape[1:])
+
+    def plans_for_others(self, batch: BatchForm) -> bool:
+        """Whether calls of ``batch`` plan for themselves: what they append, or where, the metadata does not know."""
+        return bool(batch.tables & ~self.tables) or self.appended > batch.appended == 0
 
     def as_shape_tensor(self, device: torch.device) -> Tensor:
         return torch.empty((0, *self), dtype=torch.int32, device=device)
@@ -83,17 +102,17 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
             "make it with attn_ops.flash_attn.get_scheduler_metadata",
         )
     dims = list(given.form.shape) if isinstance(given.form, Tensor) else type(given.form).__name__
-    if not isinstance(dims, list) or len(dims) != 4:
+    if not isinstance(dims, list) or len(dims) != 1 + len(BatchForm._fields):
         fail(
             ArgumentError,
             where,
             f"form of scheduler_metadata is {dims}",
-            "a tensor [0, requests, query rows, appended tokens]",
+            "a tensor [0, requests, query rows, appended tokens, keys of a chunk, tables]",
             "make it with attn_ops.flash_attn.get_scheduler_metadata",
         )
-    made = BatchForm(*dims[1:])
-    for name, size, wanted in zip(BatchForm._fields, made, form, strict=True):
-        if size != wanted:
+    made = BatchForm.of(given)
+    for name, size, wanted in zip(_FORM, made, form, strict=False):
+        if size != wanted and not made.plans_for_others(form):
             fail(
                 PlanError,
                 where,
@@ -101,13 +120,21 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
                 f"{wanted}, which the tensors have",
                 "make it for this batch",
             )
+    if made.tables & MISSING and not form.tables & PAGES:
+        fail(
+            ArgumentError,
+            where,
+            "scheduler_metadata was made without the block table",
+            "block_table in the call, or in get_scheduler_metadata, so that all layers share the plan",
+            "pass it",
+        )
     if isinstance(given.plan, DecodePlan) != decode:
         rows = "one query row per request" if isinstance(given.plan, DecodePlan) else "cumulative query rows"
         fail(PlanError, where, f"scheduler_metadata was made for {rows}", "a plan of this query", "make it for it")
     return given
 
 
-_FORM = {"requests": "requests", "rows": "query rows", "appended": "appended tokens"}
+_FORM = {"requests": "requests", "rows": "query rows", "appended": "appended tokens", "chunk": "keys of a chunk"}
 
 Make = Callable[[], SchedulerMetadata]
 

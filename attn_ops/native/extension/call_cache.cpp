@@ -6,6 +6,7 @@ namespace {
 struct CallCache {
   Ref entries, grad_mode, on_miss, interposition_checks;
   bool of_method = false;  // calls are (number, owner, args, kwargs); the owner is no part of the key
+  bool on_cuda = true;     // the key has the device and its capture, and a list's tensors by identity, else by sizes
 };
 
 enum class Argument : uint64_t { kOption, kList, kTuple, kTensor };
@@ -15,12 +16,15 @@ struct NotCacheable {};
 
 // The arguments and the context of a call. The words, and the options as Python objects, are its key.
 struct Arguments {
+  const CallCache& cache;
   uint64_t words[kMaxWords], addresses[kMaxTensors], ends[kMaxTensors];
   PyObject *tensors[kMaxTensors], *options[kMaxOptions];  // borrowed
   size_t num_words = 0, num_tensors = 0, num_options = 0;
   void* stream = nullptr;
   int device = -1;
   bool grad_mode = false;
+
+  explicit Arguments(const CallCache& of) : cache(of) {}
 
   void add_word(uint64_t word) {
     if (num_words == kMaxWords) throw NotCacheable();
@@ -38,11 +42,16 @@ struct Arguments {
     add_word(reinterpret_cast<uintptr_t>(Py_TYPE(x)));
   }
 
-  // A list is a plan: the identity of its tensors is part of the key, so that launches may contain their addresses.
+  // A list is a plan. On CUDA the identity of its tensors is part of the key, so that launches may contain their
+  // addresses. Nothing keeps the tensors of a list given to a method.
   void add_list(PyObject* list) {
+    if (cache.of_method) throw NotCacheable();
     const Py_ssize_t size = PyList_Size(list);
     add_size(Argument::kList, size);
-    for (Py_ssize_t i = 0; i < size; ++i) add_word(reinterpret_cast<uintptr_t>(PyList_GetItem(list, i)));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* x = PyList_GetItem(list, i);
+      cache.on_cuda ? add_word(reinterpret_cast<uintptr_t>(x)) : add(x);
+    }
   }
 
   void add_tensor(PyObject* tensor) {
@@ -67,27 +76,27 @@ struct Arguments {
     addresses[num_tensors++] = address;
   }
 
-  void add(PyObject* x, bool of_method) {
+  void add(PyObject* x) {
     if (Py_TYPE(x) == torch.tensor || Py_TYPE(x) == torch.parameter) return add_tensor(x);
-    if (PyTuple_Check(x)) return add_tuple(x, of_method);
-    const bool is_list = PyList_Check(x);
-    // A subclass of Tensor may override what the op does. Nothing keeps the tensors of a list given to a method.
-    if ((is_list && of_method) || PyObject_TypeCheck(x, torch.tensor)) throw NotCacheable();
-    is_list ? add_list(x) : add_option(x);
+    if (PyTuple_Check(x)) return add_tuple(x);
+    if (PyList_Check(x)) return add_list(x);
+    if (PyObject_TypeCheck(x, torch.tensor)) throw NotCacheable();  // a subclass may override what the op does
+    add_option(x);
   }
 
-  void add_tuple(PyObject* tuple, bool of_method) {
+  void add_tuple(PyObject* tuple) {
     const Py_ssize_t size = PyTuple_Size(tuple);
     add_size(Argument::kTuple, size);
-    for (Py_ssize_t i = 0; i < size; ++i) add(PyTuple_GetItem(tuple, i), of_method);
+    for (Py_ssize_t i = 0; i < size; ++i) add(PyTuple_GetItem(tuple, i));
   }
 
-  void add_context(PyObject* grad_mode_function) {
-    grad_mode = Ref(PyObject_CallNoArgs(grad_mode_function)).get() == Py_True;
+  void add_context() {
+    grad_mode = Ref(PyObject_CallNoArgs(cache.grad_mode.get())).get() == Py_True;
+    add_word(grad_mode);
+    if (!cache.on_cuda) return;
     device = current_device();
     if (device < 0 || torch.exchange->current_stream(kDLCUDA, device, &stream)) throw NotCacheable();
-    add_word(static_cast<uint64_t>(device));
-    add_word(static_cast<uint64_t>(grad_mode) << 1 | static_cast<uint64_t>(is_capturing(stream)));
+    add_word(static_cast<uint64_t>(device) << 1 | static_cast<uint64_t>(is_capturing(stream)));
   }
 
   Ref key() const {
@@ -102,28 +111,29 @@ struct Arguments {
   }
 };
 
-void add_call(const CallCache& cache, Arguments& call, PyObject* args, PyObject* kwargs) {
+void add_call(Arguments& call, PyObject* args, PyObject* kwargs) {
+  const CallCache& cache = call.cache;
   for_each(cache.interposition_checks.get(), [](PyObject* check) {
     if (PyObject_IsTrue(Ref(PyObject_CallNoArgs(check)).get())) throw NotCacheable();
   });
-  call.add_context(cache.grad_mode.get());
+  call.add_context();
   if (cache.of_method) {
     call.add_option(PyTuple_GetItem(args, 0));
     kwargs = PyTuple_GetItem(args, 3), args = PyTuple_GetItem(args, 2);
   }
-  call.add_tuple(args, cache.of_method);
+  call.add_tuple(args);
   PyObject *name, *x;
   for (Py_ssize_t at = 0; kwargs && PyDict_Next(kwargs, &at, &name, &x);)
-    call.add_option(name), call.add(x, cache.of_method);
+    call.add_option(name), call.add(x);
 }
 
 // The entry of a call, or null; and its key, or null if the call cannot be cached.
-PyObject* find(const CallCache& cache, Arguments& call, PyObject* args, PyObject* kwargs, Ref& key) {
+PyObject* find(Arguments& call, PyObject* args, PyObject* kwargs, Ref& key) {
   PyObject* entry = nullptr;
   try {
-    add_call(cache, call, args, kwargs);
+    add_call(call, args, kwargs);
     key = call.key();
-    entry = PyDict_GetItemWithError(cache.entries.get(), key.get());
+    entry = PyDict_GetItemWithError(call.cache.entries.get(), key.get());
   } catch (const NotCacheable&) {
   } catch (const PythonError&) {
   }
@@ -152,9 +162,9 @@ PyObject* call_cached(PyObject* self, PyObject* args, PyObject* kwargs) {
     if (cache.of_method && (PyTuple_Size(args) != 4 || !PyTuple_Check(PyTuple_GetItem(args, 2)) ||
                             !PyDict_Check(PyTuple_GetItem(args, 3))))
       raise(PyExc_TypeError, "expected (number, owner, args, kwargs)");
-    Arguments call;
+    Arguments call(cache);
     Ref key;
-    const Ref entry = Ref::of(find(cache, call, args, kwargs, key) ?: Py_None);
+    const Ref entry = Ref::of(find(call, args, kwargs, key) ?: Py_None);
     if (PyObject_TypeCheck(entry.get(), prepared_call_type)) {
       const PreparedCall& prepared = value_of<PreparedCall>(entry.get());
       if (!output_overlaps(prepared, call)) return prepared.launch(call.device, call.stream, call.addresses, call.tensors);
@@ -170,11 +180,11 @@ PyObject* call_cached(PyObject* self, PyObject* args, PyObject* kwargs) {
 
 std::unique_ptr<CallCache> make_call_cache(PyObject* args) {
   PyObject *entries, *grad_mode, *on_miss, *checks;
-  int of_method;
-  require(PyArg_ParseTuple(args, "O!OOO!p", &PyDict_Type, &entries, &grad_mode, &on_miss, &PyTuple_Type, &checks,
-                           &of_method));
+  int of_method, on_cuda;
+  require(PyArg_ParseTuple(args, "O!OOO!pp", &PyDict_Type, &entries, &grad_mode, &on_miss, &PyTuple_Type, &checks,
+                           &of_method, &on_cuda));
   auto cache = std::make_unique<CallCache>();
-  cache->of_method = of_method;
+  cache->of_method = of_method, cache->on_cuda = on_cuda;
   cache->entries = Ref::of(entries), cache->grad_mode = Ref::of(grad_mode);
   cache->on_miss = Ref::of(on_miss), cache->interposition_checks = Ref::of(checks);
   return cache;

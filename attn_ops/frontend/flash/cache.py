@@ -1,0 +1,441 @@
+"""Calls of FlashAttention's functions over a KV cache: their batches, the plans of these, and the ops that run them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.call import AttentionCall
+from attn_ops.eager.prepared_call import is_traced
+from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
+from attn_ops.frontend.arguments import ranked, required
+from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, nothing_appended, plan_spec
+from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
+from attn_ops.frontend.flash.metadata import (
+    LEFTPAD,
+    MISSING,
+    PAGES,
+    ROWS,
+    BatchForm,
+    Scheduled,
+    SchedulerMetadata,
+    check_given,
+    shared,
+)
+from attn_ops.frontend.flash.rotary import Rotary
+from attn_ops.frontend.one_shot import BlockTables, block_table, lengths, uniform_indptr
+from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen
+from attn_ops.plan.page_table_checks import check_indices
+from attn_ops.plan.resizable import PlanSpec
+
+
+class CacheLengths(NamedTuple):
+    """Lengths of the requests of a batch in their cache.
+
+    seqlens     int ``[batch]``, or one number for all; None for the whole capacity. Of tokens before an append
+    cumulative  int ``[batch + 1]``: lengths as differences, in the place of ``seqlens``
+    """
+
+    seqlens: Tensor | int | None
+    cumulative: Tensor | None = None
+
+    @classmethod
+    def of(cls, where: str, name: str, seqlens: Any, cumulative: Tensor | None = None) -> CacheLengths:
+        """Of an argument ``name``, a tensor, an integer of any type, or None."""
+        taken = seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int)
+        if not taken and not hasattr(seqlens, "__index__"):
+            shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
+            fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
+        return cls(seqlens if taken else operator.index(seqlens), cumulative)
+
+    def key(self) -> Hashable:
+        return None if isinstance(self.seqlens, Tensor) else self.seqlens
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (self.seqlens if isinstance(self.seqlens, Tensor) else None, self.cumulative)
+
+    def before(self, where: str, batch: int, capacity: int, device: torch.device) -> Tensor:
+        """int32 ``[batch]`` on ``device``. Numbers on the host are checked against ``capacity``."""
+        if self.cumulative is not None:
+            given: Tensor = index(where, "cu_seqlens_k", self.cumulative).diff()
+            return lengths(where, "cu_seqlens_k", given, batch, device, capacity)
+        if isinstance(self.seqlens, Tensor):
+            return lengths(where, "cache_seqlens", self.seqlens, batch, device, capacity)
+        number = capacity if self.seqlens is None else self.seqlens
+        if not 0 <= number <= capacity:
+            fail(
+                CapacityError,
+                where,
+                f"cache_seqlens is {number} and a request has room for {capacity} tokens",
+                f"0 to {capacity}",
+                "pass a larger cache or wider block_table",
+            )
+        return torch.full((batch,), number, dtype=torch.int32, device=device)
+
+
+class CacheBatch(NamedTuple):
+    """A batch over a KV cache, as ``flash_attn_with_kvcache`` describes it.
+
+    spec             what to plan for, by the pages of the cache
+    table            int ``[batch, pages]``, the block table; None for a dense cache, whose rows are pages
+    requests         number of requests
+    lengths          tokens in the cache
+    rows             query rows of the batch
+    cu_seqlens_q     int ``[batch + 1]``; None for the same number of rows per request
+    appended         new tokens of the batch
+    cu_new           int ``[batch + 1]``: their cumulative numbers; None for the same number per request
+    places           pages, or rows of a dense cache, that ``table`` may name
+    cache_batch_idx  int ``[batch]``: the row of the table, or of the dense cache, of each request; None: in order
+    leftpad          int ``[batch]``: the place of a request's first token; None: 0
+    chunk            keys of a chunk, to whose rows alone they are visible; 0: all
+    """
+
+    spec: PlanSpec
+    table: Tensor | None
+    requests: int
+    lengths: CacheLengths
+    rows: int
+    device: torch.device
+    cu_seqlens_q: Tensor | None = None
+    appended: int = 0
+    cu_new: Tensor | None = None
+    places: int = INT32_MAX
+    cache_batch_idx: Tensor | None = None
+    leftpad: Tensor | None = None
+    chunk: int = 0
+
+    @property
+    def form(self) -> BatchForm:
+        return BatchForm(self.requests, self.rows, self.appended, self.chunk, self.tables)
+
+    @property
+    def tables(self) -> int:
+        """What the batch says of its places."""
+        given = ((self.table, PAGES), (self.cache_batch_idx, ROWS), (self.leftpad, LEFTPAD))
+        return sum(flag for t, flag in given if t is not None)
+
+    def block_table(self, where: str) -> Tensor:
+        """int32 ``[batch, pages]`` on the device."""
+        rows = None
+        if self.cache_batch_idx is not None:
+            rows = lengths(where, "cache_batch_idx", self.cache_batch_idx, self.requests, self.device)
+        if self.table is None:
+            return (torch.arange(self.requests, dtype=torch.int32, device=self.device) if rows is None else rows)[
+                :, None
+            ]
+        table = block_table(where, "block_table", self.table, self.device)
+        if rows is None and table.shape[0] != self.requests:
+            expected = f"{self.requests}, one per request"
+            fail(ShapeError, where, f"block_table has {table.shape[0]} rows", expected, "correct it")
+        return table if rows is None else table[rows.clamp(0, max(0, table.shape[0] - 1)).long()]
+
+    def new_indptr(self, where: str) -> Tensor:
+        """int32 ``[batch + 1]``: the appended tokens of each request."""
+        if self.cu_new is not None:
+            indptr = offsets(where, "cu_seqlens_k_new", self.cu_new, self.requests, "k", self.appended)
+            return indptr.to(self.device)
+        return uniform_indptr(self.requests, self.appended // max(1, self.requests), self.device)
+
+    def qo_indptr(self, where: str) -> Tensor:
+        """int32 ``[batch + 1]``: the query rows of each request."""
+        if self.cu_seqlens_q is not None:
+            return offsets(where, "cu_seqlens_q", self.cu_seqlens_q, self.requests, "q", self.rows).to(self.device)
+        return uniform_indptr(self.requests, self.rows // max(1, self.requests), self.device)
+
+    def make(self, where: str) -> SchedulerMetadata:
+        table = self.block_table(where)
+        capacity, new = table.shape[1] * self.spec.page_size, nothing_appended(self.device)
+        self._check_number(where, capacity)
+        after, spec = self.after(where, capacity), self.spec
+        if by_tokens(self.tables, self.chunk, spec.page_size):
+            table, spec = by_token(table, spec.page_size), spec._replace(page_size=1)
+        if self.leftpad is not None:
+            leftpad = lengths(where, "cache_leftpad", self.leftpad, self.requests, self.device)
+            table, after = without_padding(table, leftpad), (after - leftpad).clamp(min=0)
+        if self.appended:
+            new = torch.ops.attn.batch_indices_positions(self.new_indptr(where), after, self.appended)
+        qo_indptr, pages = None if spec.decode else self.qo_indptr(where), nothing_appended(self.device)
+        if self.chunk:
+            assert qo_indptr is not None
+            if self.appended:
+                kv_indptr, kv_indices, _ = torch.ops.attn.page_table(table.contiguous(), after, spec.page_size)
+                pages = kv_indices, kv_indptr
+            qo_indptr, table, after = PagedChunks.of(qo_indptr, table, after, spec.page_size, self.chunk, self.rows)
+        plan = BlockTables(spec, table.contiguous(), after, qo_indptr, self.rows).plan()
+        return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new, *pages)
+
+    def without_table(self) -> SchedulerMetadata:
+        """Of a batch whose block table the calls alone have: these plan."""
+        table = torch.empty((self.requests, 0), dtype=torch.int32, device=self.device)
+        qo_indptr = None if self.spec.decode else uniform_indptr(self.requests, 0, self.device)
+        plan = BlockTables(self.spec, table, table.new_zeros(self.requests), qo_indptr, self.rows).plan()
+        form = self.form._replace(tables=self.tables | MISSING).as_shape_tensor(self.device)
+        return SchedulerMetadata(plan, form, *nothing_appended(self.device), *nothing_appended(self.device))
+
+    def after(self, where: str, capacity: int) -> Tensor:
+        """int32 ``[batch]``: the lengths after the append, which are checked on the host."""
+        before = self.lengths.before(where, self.requests, capacity, self.device)
+        if not self.appended:
+            return before
+        after = before + self.new_indptr(where).diff()
+        return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity)
+
+    def check_places(self, where: str) -> None:
+        """A table on the host names places of the cache, as far as tokens of known lengths are there.
+
+        In every call: layers share a plan, and their caches may have different sizes.
+        """
+        given = [t for t in (*self._tensors(), *self.lengths.tensors()) if t is not None]
+        if not self.tables or is_traced() or not all(map(seen, given)):
+            return
+        host = self._replace(device=torch.device("cpu"))
+        if self.cache_batch_idx is not None:
+            rows, what = (self.places, "cache") if self.table is None else (self.table.shape[0], "block table")
+            wrong = (self.cache_batch_idx < 0) | (self.cache_batch_idx >= rows)
+            if wrong.any():
+                b = int(wrong.nonzero()[0])
+                shown, expected = f"cache_batch_idx[{b}] is {int(self.cache_batch_idx[b])}", f"0 to {rows - 1}"
+                fail(PageTableError, where, shown, f"a row of the {what}, {expected}", f"pass rows of this {what}")
+        table = host.block_table(where)
+        capacity = table.shape[1] * self.spec.page_size
+        self._check_number(where, capacity)
+        after = host.after(where, capacity)
+        first = self._check_leftpad(where, host) // max(1, self.spec.page_size)
+        pages, column = -(-after // max(1, self.spec.page_size)), torch.arange(table.shape[1])
+        wrong = (column < pages[:, None]) & (column >= first) & ((table < 0) | (table >= self.places))
+        if wrong.any():
+            b, i = wrong.nonzero()[0].tolist()
+            fail(
+                PageTableError,
+                where,
+                f"block_table[{b}, {i}] is {int(table[b, i])}",
+                f"a page of the cache, 0 to {self.places - 1}",
+                "pass numbers of this cache",
+            )
+
+    def _check_leftpad(self, where: str, host: CacheBatch) -> Tensor:
+        """int32 ``[batch, 1]`` on the host: padding, which ends where the cache does at the latest."""
+        if self.leftpad is None:
+            return torch.zeros(1, 1, dtype=torch.int32)
+        leftpad = lengths(where, "cache_leftpad", self.leftpad, self.requests, host.device)
+        before = host.lengths.before(where, self.requests, INT32_MAX, host.device)
+        wrong = leftpad > before
+        if wrong.any():
+            b = int(wrong.nonzero()[0])
+            shown, expected = f"cache_leftpad[{b}] is {int(leftpad[b])}", f"0 to {int(before[b])}, its cache_seqlens"
+            fail(PageTableError, where, shown, expected, "pass the place of the first token")
+        return leftpad[:, None]
+
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        """What says where the tokens are, beside their lengths."""
+        return self.table, self.cache_batch_idx, self.leftpad, self.cu_new
+
+    def _check_number(self, where: str, capacity: int) -> None:
+        """A number of tokens is on the host, where the lengths after an append may not be."""
+        if isinstance(self.lengths.seqlens, int) and self.cu_new is None:
+            after = self.lengths.seqlens + self.appended // max(1, self.requests)
+            if self.lengths.seqlens <= capacity < after:
+                fail(
+                    PageTableError,
+                    where,
+                    f"a request has {after} tokens and its row of the page table holds {capacity}",
+                    f"at most {capacity}",
+                    "pass a larger cache or wider block_table",
+                )
+
+    def metadata(self, where: str, given: Any) -> SchedulerMetadata:
+        """``given``, which is checked, or shared or new metadata.
+
+        Metadata that was made without a table of this call is of no use to it: its results do not depend on it.
+        """
+        if given is not None:
+            made = check_given(where, given, self.form, self.spec.decode)
+            known = BatchForm.of(made)
+            if not known.plans_for_others(self.form):
+                if seen(made.plan.kv_indices) and not is_traced():
+                    page_size, planned = self.spec.page_size, made.plan.kv_indptr.shape[0] - 1
+                    used = int(made.plan.kv_indptr[planned if self.chunk else self.requests])
+                    split = by_tokens(known.tables, self.chunk, page_size)
+                    check_indices(made.plan.kv_indices[:used], self.places * (page_size if split else 1), where)
+                return made
+        self.check_places(where)
+        sizes = (self.spec, self.form, self.lengths.key())
+        tensors = (*self._tensors(), self.cu_seqlens_q, *self.lengths.tensors())
+        return shared(("cache", sizes), tensors, self.device, lambda: self.make(where))
+
+
+def by_tokens(tables: int, chunk: int, page_size: int) -> bool:
+    """Whether pages of the plan are of one token: requests, or their chunks, begin within pages of the cache."""
+    return bool(tables & LEFTPAD) or (chunk > 0 and chunk % max(1, page_size) != 0)
+
+
+def pages_of_one(where: str, name: str, cache: Tensor) -> Tensor:
+    """``cache [pages, page_size, ...]`` as pages of one token, in the same memory."""
+    if cache.shape[0] > 1 and cache.stride(0) != cache.shape[1] * cache.stride(1):
+        fail(
+            UnsupportedError,
+            where,
+            f"{name} has strides {list(cache.stride())}",
+            f"pages without gaps, of {cache.shape[1] * cache.stride(1)}, for cache_leftpad or attention_chunk",
+            "pass a contiguous cache, or pages that divide attention_chunk",
+        )
+    return cache.flatten(0, 1).unsqueeze(1)
+
+
+class CacheTensors(NamedTuple):
+    """What a call attends to, as its op takes it, and what it appends.
+
+    queries  ``[rows, num_heads, head_dim]``, one, or the two of MLA
+    caches   keys and values, NHD; of MLA latents and rotary keys, of 3 dimensions
+    new      tokens to append to each cache, ``[appended, ...]``
+    """
+
+    op: str
+    queries: tuple[Tensor, ...]
+    caches: tuple[Tensor, Tensor]
+    new: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        qv: Tensor | None,
+        caches: tuple[Tensor, Tensor],
+        new: tuple[Tensor, Tensor] | None,
+        decode: bool,
+    ) -> CacheTensors:
+        """Of FlashAttention's arguments. ``qv`` is the latent query of MLA, whose values are the latents."""
+        if qv is None:
+            return cls("batch_decode" if decode else "batch_prefill", (q,), caches, new)
+        kpe, ckv = (t.squeeze(-2) for t in caches)
+        latents = None if new is None else (new[1].squeeze(-2), new[0].squeeze(-2))
+        return cls("batch_mla", (qv, q), (ckv, kpe), latents)
+
+    def for_plan(self, where: str, metadata: SchedulerMetadata, page_size: int) -> CacheTensors:
+        """The caches by the pages of the plan, which may be of one token."""
+        form = BatchForm.of(metadata)
+        if page_size == 1 or not by_tokens(form.tables, form.chunk, page_size):
+            return self
+        k, v = (pages_of_one(where, "a cache", t) for t in self.caches)
+        return self._replace(caches=(k, v))
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        width = sum(q.shape[-1] for q in self.queries)
+        return width, self.caches[0 if self.op == "batch_mla" else 1].shape[-1]
+
+    def append(self, metadata: SchedulerMetadata) -> None:
+        assert self.new is not None
+        op = torch.ops.attn.append_mla_kv if self.op == "batch_mla" else torch.ops.attn.append_kv
+        pages = metadata if metadata.kv_indptr.shape[0] else metadata.plan
+        table = pages.kv_indices, pages.kv_indptr
+        op(*self.new, *self.caches, metadata.batch_indices, metadata.positions, *table)
+
+    def attend(
+        self, where: str, metadata: SchedulerMetadata, options: AttentionOptions, scales: ScaleFactors, result: Result
+    ) -> Any:
+        """Append the new tokens, and attend to the caches."""
+        source = Scheduled(metadata.plan, self.head_dims)
+        tensors = (*self.queries, *self.caches)
+        call = AttentionCall(where, self.op, tensors, source, options, result.spec(tensors[0]), scales)
+        if self.new is None:
+            return result.of(call.execute())
+        return result.of(call.execute_after(functools.partial(self.append, metadata)))
+
+
+def rotate(
+    where: str, rotary: Rotary, q: Tensor, k: Tensor, batch: CacheBatch, starts: Tensor, by_row: bool
+) -> tuple[Tensor, Tensor]:
+    """The query rows and the new keys at their positions.
+
+    starts  int32 ``[batch]``: the position of each request's first new token
+    by_row  row i of a request has position ``start + i``; otherwise all its rows have position ``start``
+    """
+    qo_indptr, new_indptr = batch.qo_indptr(where), batch.new_indptr(where)
+
+    def places(indptr: Tensor, rows: int, steps: bool) -> Tensor:
+        request, position = torch.ops.attn.batch_indices_positions(indptr, starts + indptr.diff(), rows)
+        return position if steps else starts[request.clamp(min=0)]
+
+    new = places(new_indptr, batch.appended, True)
+    rotary.check(where, new)
+    return rotary.apply(q, places(qo_indptr, batch.rows, by_row)), rotary.apply(k, new)
+
+
+def one_of(where: str, **given: Any) -> tuple[str, Any]:
+    """The name and the value of the one argument that is given, of several that exclude each other."""
+    found = [(name, value) for name, value in given.items() if value is not None]
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        fail(ArgumentError, where, f"{names} are both given", "one of them", "drop one")
+    return found[0] if found else (next(iter(given)), None)
+
+
+def check_tables(where: str, name: str, table: Tensor | None, **by_request: Tensor | None) -> None:
+    """The rank of a block table, and of tensors ``[batch]``."""
+    if table is not None:
+        ranked(where, name, table, "[batch, max_pages_per_sequence]")
+    for other, t in by_request.items():
+        if t is not None:
+            ranked(where, other, t, "[batch]")
+
+
+def cache_spec(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, options: AttentionOptions, *, decode: bool
+) -> PlanSpec:
+    """Of caches ``[places, page_size, num_kv_heads, head_dim]``. A decoded row has no keys after it."""
+    return plan_spec(q, k, v, options, decode=decode, paged=True, page_size=k.shape[1])._replace(
+        head_dim_qk=q.shape[-1] + (0 if qv is None else qv.shape[-1]),
+        causal=options.causal and not decode,
+        window_right=-1 if decode else options.window_right,
+    )
+
+
+def check_latent(where: str, q: Tensor, qv: Tensor | None, k_cache: Tensor, options: AttentionOptions) -> None:
+    """Of a latent query and its cache, if there is one."""
+    if qv is None:
+        return
+    if options.window_right >= 0:
+        raise UnsupportedError(
+            f"{where}: window_size has a right side of {options.window_right} with qv, which is not supported: MLA has "
+            "no window on the right; pass causal=True or a right side of -1"
+        )
+    if qv.shape[:-1] != q.shape[:-1]:
+        fail(ShapeError, where, f"qv is {list(qv.shape)}", f"{[*q.shape[:-1], 'head_dim_v']}, as q", "correct it")
+    if k_cache.shape[2] != 1:
+        fail(
+            ShapeError,
+            where,
+            f"qv is given and k_cache has {k_cache.shape[2]} KV heads",
+            "1, the latent that all heads share",
+            "pass caches of one head",
+        )
+
+
+def new_tokens(
+    where: str,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    requests: int,
+) -> tuple[Tensor, Tensor] | None:
+    """The tokens to append, ``[appended, num_kv_heads, head_dim]``."""
+    if k is None and v is None:
+        return None
+    required(where, k=k, v=v, cache_seqlens=cache_seqlens)
+    assert k is not None
+    assert v is not None
+    for name, t in (("k", k), ("v", v)):
+        ranked(where, name, t, DENSE if cu_seqlens_k_new is None else VARLEN)
+        if cu_seqlens_k_new is None and (t.shape[0] != requests or t.shape[1] != k.shape[1]):
+            expected = f"[{requests}, {k.shape[1]}, ...], with the requests of q and the tokens of k"
+            fail(ShapeError, where, f"{name} is {list(t.shape)}", expected, "make them agree")
+    return (k, v) if cu_seqlens_k_new is not None else (k.flatten(0, 1), v.flatten(0, 1))

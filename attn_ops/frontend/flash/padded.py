@@ -1,0 +1,62 @@
+"""Sequences that use fewer tokens than ``cu_seqlens`` has places for: ``seqused_q`` and ``seqused_k``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import PageTableError, fail
+from attn_ops.frontend.flash.calls import requests_of
+from attn_ops.frontend.one_shot import lengths
+from attn_ops.plan.page_table import offsets, seen
+
+
+class Used(NamedTuple):
+    """The first ``seqused[b]`` tokens of each sequence b, without those behind them.
+
+    cu_seqlens  int32 ``[batch + 1]``: cumulative used tokens
+    source      int64 ``[tokens]``: the token of each used one; any behind the last
+    place       int64 ``[tokens]``: the used token of each
+    used        bool ``[tokens]``
+    """
+
+    cu_seqlens: Tensor
+    source: Tensor
+    place: Tensor
+    used: Tensor
+
+    @classmethod
+    def of(cls, where: str, side: str, cu_seqlens: Tensor, seqused: Tensor, t: Tensor) -> Used:
+        """Of the tokens of ``t``, by ``cu_seqlens_{side}`` and ``seqused_{side}``."""
+        name = f"cu_seqlens_{side}"
+        batch, tokens, device = requests_of(where, name, cu_seqlens), t.shape[0], t.device
+        begins = offsets(where, name, cu_seqlens, batch, side, tokens).to(device)
+        used, most = lengths(where, f"seqused_{side}", seqused, batch, device), begins.diff()
+        if seen(used) and seen(most) and bool((used > most).any()):
+            b = int((used > most).nonzero()[0])
+            shown, expected = f"seqused_{side}[{b}] is {int(used[b])}", f"0 to {int(most[b])}, as {name} has tokens"
+            fail(PageTableError, where, shown, expected, "correct it")
+        used = used.minimum(most)
+        packed = torch.nn.functional.pad(used.cumsum(0), (1, 0)).int()
+        token = torch.arange(tokens, device=device)
+
+        def sequence(indptr: Tensor) -> Tensor:
+            return (torch.searchsorted(indptr, token, right=True) - 1).clamp(0, batch)
+
+        last, of_packed, of_token = max(0, tokens - 1), sequence(packed), sequence(begins)
+        source = (begins[of_packed] + token - packed[of_packed]).clamp(0, last)
+        number = token - begins[of_token]
+        padded = torch.nn.functional.pad(used, (0, 1))  # tokens behind the last sequence are of one without any
+        place = (packed[of_token] + number).clamp(0, last)
+        return cls(packed, source.long(), place.long(), number < padded[of_token])
+
+    def spread(self, result: Any, return_lse: bool, out: Tensor | None) -> Any:
+        """Of results of used rows those of all rows: 0 and -inf for the others."""
+        packed, lse = result if return_lse else (result, None)
+        spread = torch.where(self.used[:, None, None], packed[self.place], 0)
+        if out is not None:
+            spread = out.copy_(spread)
+        return spread if lse is None else (spread, torch.where(self.used, lse[:, self.place], -math.inf))
