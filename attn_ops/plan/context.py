@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attn_ops.errors import ArgumentError, OptionError, RankError, fail
 from attn_ops.plan.plan_checks import MAX_SIZE
+from attn_ops.plan.state import PlanProblem
 
 __all__ = ["ContextShard", "context_group"]
 
@@ -79,6 +80,11 @@ class ContextShard:
             )
 
     @classmethod
+    def of_problem(cls, problem: PlanProblem) -> ContextShard | None:
+        """That of a plan; None if it is for whole requests."""
+        return cls(problem.rank, problem.world, problem.interleave) if problem.world > 1 else None
+
+    @classmethod
     def of(cls, group: ProcessGroup | None = None, *, interleave: int) -> ContextShard:
         """The shard of this process in ``group``, by default the group of all processes.
 
@@ -103,6 +109,10 @@ class ContextShard:
     def owner(self, positions: Tensor) -> Tensor:
         """The rank that holds the token at each of ``positions``."""
         return positions // self.interleave % self.world
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Positions in the whole request of this rank's ``tokens``, which are counted from 0."""
+        return (tokens // self.interleave * self.world + self.rank) * self.interleave + tokens % self.interleave
 
     def owned_tokens(self, lengths: Tensor) -> Tensor:
         """How many tokens of requests of these ``lengths`` this rank holds."""
