@@ -25,7 +25,6 @@ from attn_ops.errors import (
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.context_checks import check_same_batch
 from attn_ops.plan.page_table import INTEGERS, real, seen
 from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages
 from attn_ops.plan.plan_checks import (
@@ -242,7 +241,9 @@ class _Planner:
 
         context = self.context
         if validate and context is not None and context.group is not None:
-            check_same_batch(context, context.group, self.device, (*indptrs.values(), last), check)
+            from attn_ops.plan.context_checks import check_same_batch  # imports torch.distributed
+
+            check_same_batch(context, context.group, (*indptrs.values(), last), check)
         else:
             check()
 

@@ -46,7 +46,7 @@ class ContextShard:
         interleave: tokens that a rank holds in a row, a multiple of the page size.
         group: if it is given, ``plan(validate=True)`` also compares the batch with those of the other ranks, which
             must validate too. Whatever error a rank finds, all of them raise. After a rank did not answer in time, the
-            ranks are out of step: make a new group.
+            next plan starts afresh.
         timeout_s: seconds to wait for their answer.
 
     Raises:
