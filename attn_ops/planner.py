@@ -212,10 +212,8 @@ class _Planner:
         """The call that writes the plan. Contents that are read are read again in every call."""
         inputs = [t.to(self.device, torch.int32, non_blocking=True) for t in table]
         lengths: dict[str, Tensor] = {}
-        if self.problem.world > 1 and self.context is not None:
-            kv_indptr, _, last = inputs[-3:]
-            lengths["seq_lens"] = torch.ops.attn.seq_lens(kv_indptr, last, self.problem.page_size)
-            inputs[-3:] = self.context.page_table(self.problem.page_size, *inputs[-3:])
+        if self.context is not None:
+            inputs[-3:], lengths = self.context.planned(self.problem.page_size, *inputs[-3:])
         return OpCall(op, (*inputs, self.state), lengths, destinations=None if validate else ())
 
     def _check(

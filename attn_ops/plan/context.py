@@ -131,6 +131,15 @@ class ContextShard:
         """
         return torch.where(self.owner(positions) == self.rank, batch_indices, -1)
 
+    def planned(
+        self, page_size: int, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+        """What the planning ops take: this rank's part of the page table, and ``seq_lens`` if there are other ranks."""
+        own = self.page_table(page_size, kv_indptr, kv_indices, kv_last_page_len)
+        if self.world == 1:
+            return own, {}
+        return own, {"seq_lens": torch.ops.attn.seq_lens(kv_indptr, kv_last_page_len, page_size)}
+
     def page_table(
         self, page_size: int, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,6 @@ import torch
 from helpers.page_tables import int32, page_table
 from torch import Tensor
 
-import attn_ops
 from attn_ops import DecodePlanner, PrefillPlanner
 from attn_ops.distributed import ContextShard, merge_context
 from attn_ops.errors import (
@@ -179,9 +178,3 @@ class _Module(torch.nn.Module):
 
     def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Any:
         return self.function(a, b, c)
-
-
-def test_packages_are_refused() -> None:
-    planner = _decode()
-    with pytest.raises(OptionError, match="is given a planner with context"):
-        attn_ops.export_package(_Module(lambda a, b, c: a), planner, (), "unused.pt2")
