@@ -77,7 +77,7 @@ def measure(device: torch.device) -> tuple[list[str], list[report.Row]]:
 
 
 def _row(row: HeadsRow, mesh: DeviceMesh, device: torch.device) -> report.Row:
-    world, times = mesh.size(), {}
+    world, times = mesh.size(), dict[str, float]()
     for name, grid in (("one GPU", None), (f"{world} GPUs", mesh)):
         problem = HeadsProblem(row, grid, device)
         expected = row.kv_bytes(1 if grid is None else world) / BYTES_PER_US

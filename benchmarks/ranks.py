@@ -48,7 +48,7 @@ def _worker(
 ) -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # peer loads alone
     device = torch.device(on, rank) if on == "cuda" else torch.device(on)
-    ours = {"rank": rank, "world_size": world, "init_method": f"file://{folder}/rendezvous"}
+    ours: dict[str, Any] = {"rank": rank, "world_size": world, "init_method": f"file://{folder}/rendezvous"}
     if on == "cuda":
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", device_id=device, **ours)

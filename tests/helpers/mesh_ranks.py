@@ -116,7 +116,7 @@ def compiled_steps(group: Group) -> None:
         return merge_context(*torch.ops.attn.batch_decode(*call, window_left=40, return_lse=True), rank.group)
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
         for _ in range(2):
             rank.batch.grow([1] * len(LENS))
