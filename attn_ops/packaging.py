@@ -36,7 +36,8 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from attn_ops.errors import ArgumentError, OptionError, UnsupportedError, fail
-from attn_ops.plan.state import KV_BLOCK, DecodePlan, PrefillPlan, num_partials
+from attn_ops.plan.context import ContextShard
+from attn_ops.plan.state import KV_BLOCK, DecodePlan, PlanProblem, PrefillPlan, num_partials
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 from attn_ops.typed import typed
 from attn_ops.version import __version__
@@ -66,7 +67,8 @@ def export_package(
     """Export ``module`` and the planning of ``planner``, compile both, and write them to one package.
 
     The package is one for ``attn_ops/attn_ops.h`` in C++. In Python,
-    ``torch._inductor.package.load_package(path, "model")`` loads the step.
+    ``torch._inductor.package.load_package(path, "model")`` loads the step. With ``context`` in the planner it is that
+    of one rank, and plans from the page table of all ranks.
 
     Args:
         module: a step, which takes the plan and the workspace as arguments of ``forward``.
@@ -85,8 +87,7 @@ def export_package(
     Raises:
         ArgumentError: ``inputs`` do not fit ``forward`` or do not contain the plan; ``dynamic_shapes`` names no
             argument.
-        OptionError: ``path`` does not end with ``.pt2``; ``dynamic_shapes`` has an entry for the plan or the workspace;
-            ``planner`` was made with ``context``.
+        OptionError: ``path`` does not end with ``.pt2``; ``dynamic_shapes`` has an entry for the plan or the workspace.
         UnsupportedError: an input is not a tensor, or metadata is no mapping of strings.
     """
     from torch._inductor.package import package_aoti
@@ -94,14 +95,6 @@ def export_package(
     target = os.fspath(path)
     if not target.endswith(".pt2"):
         fail(OptionError, WHERE, f"path is {target!r}", "a name that ends with .pt2", "rename the file")
-    if planner.context is not None:
-        fail(
-            OptionError,
-            WHERE,
-            "it is given a planner with context, whose plan a package does not make",
-            "a planner of all keys",
-            "plan in Python, or export a step that calls torch.ops.attn.shard_page_table",
-        )
     arguments = _arguments(module, planner, inputs)
     shapes = _dynamic_shapes(planner, arguments, dynamic_shapes or {})
     configs = dict(inductor_configs or {})
@@ -174,16 +167,30 @@ def _dynamic_shapes(
     )
 
 
-class _PlanDecode(nn.Module):
+class _Plan(nn.Module):
+    def __init__(self, context: ContextShard | None) -> None:
+        super().__init__()
+        self.context = context
+
+    def table(self, plan: DecodePlan | PrefillPlan, *table: Tensor) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        """The page table that ``plan`` is for, and its lengths on all ranks."""
+        if self.context is None:
+            return table, {}
+        return self.context.planned(PlanProblem.of(plan.problem).page_size, *table)
+
+
+class _PlanDecode(_Plan):
     def forward(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: DecodePlan) -> None:
-        torch.ops.attn.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan)
+        table, lengths = self.table(plan, kv_indptr, kv_indices, kv_last_page_len)
+        torch.ops.attn.plan_decode(*table, plan, **lengths)
 
 
-class _PlanPrefill(nn.Module):
+class _PlanPrefill(_Plan):
     def forward(
         self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: PrefillPlan
     ) -> None:
-        torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan)
+        table, lengths = self.table(plan, kv_indptr, kv_indices, kv_last_page_len)
+        torch.ops.attn.plan_prefill(qo_indptr, *table, plan, **lengths)
 
 
 def _export_plan(planner: DecodePlanner | PrefillPlanner) -> ExportedProgram:
@@ -196,9 +203,9 @@ def _export_plan(planner: DecodePlanner | PrefillPlanner) -> ExportedProgram:
     pages = {0: Dim("pages", min=0, max=max_pages)} if max_pages > 1 else {}
     table_shapes: tuple[Any, ...] = (many[0], pages, many[1], pytree.tree_map(lambda t: {}, planner.state))
     if isinstance(planner, DecodePlanner):
-        return torch.export.export(_PlanDecode(), (*table, planner.state), dynamic_shapes=table_shapes)
+        return torch.export.export(_PlanDecode(planner.context), (*table, planner.state), dynamic_shapes=table_shapes)
     inputs = (torch.zeros_like(indptr), *table, planner.state)
-    return torch.export.export(_PlanPrefill(), inputs, dynamic_shapes=(many[0], *table_shapes))
+    return torch.export.export(_PlanPrefill(planner.context), inputs, dynamic_shapes=(many[0], *table_shapes))
 
 
 def _plan_metadata(planner: DecodePlanner | PrefillPlanner) -> dict[str, str]:
@@ -208,7 +215,7 @@ def _plan_metadata(planner: DecodePlanner | PrefillPlanner) -> dict[str, str]:
         "max_batch": max_batch,
         "max_pages": planner.max_pages,
         "max_tokens": planner.max_tokens if isinstance(planner, PrefillPlanner) else max_batch,
-        "cache_pages": planner.cache_pages or 0,
+        "cache_pages": planner.cache_pages or 0 if planner.problem.world == 1 else 0,  # a page is its owner's
         "max_splits": num_partials(plan) if isinstance(plan, PrefillPlan) else 0,
     }
     entries = {

@@ -25,7 +25,6 @@ from attn_ops.errors import (
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.context_checks import check_same_batch
 from attn_ops.plan.page_table import INTEGERS, real, seen
 from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages
 from attn_ops.plan.plan_checks import (
@@ -95,14 +94,6 @@ def _problem(
     problem = PlanProblem(**sizes, window=window_left + 1, ahead=ahead, split=split)
     if context is not None:
         context.check_page_size("planner", problem.page_size)
-        if problem.window or problem.ahead:
-            fail(
-                OptionError,
-                "planner",
-                f"context with causal {causal}, window_left {window_left} and window_right {window_right}",
-                "neither a causal bound nor a window, since this rank's keys are not consecutive",
-                "plan the keys before the new rows with context and the new rows among themselves without, and merge",
-            )
         if context.world > 1:
             problem = problem._replace(rank=context.rank, world=context.world, interleave=context.interleave)
     if problem.num_qo_heads % problem.num_kv_heads:
@@ -220,9 +211,10 @@ class _Planner:
     def _planning(self, op: str, validate: bool | None, *table: Tensor) -> OpCall:
         """The call that writes the plan. Contents that are read are read again in every call."""
         inputs = [t.to(self.device, torch.int32, non_blocking=True) for t in table]
+        lengths: dict[str, Tensor] = {}
         if self.context is not None:
-            inputs[-3:] = self.context.page_table(self.problem.page_size, *inputs[-3:])
-        return OpCall(op, (*inputs, self.state), {}, destinations=None if validate else ())
+            inputs[-3:], lengths = self.context.planned(self.problem.page_size, *inputs[-3:])
+        return OpCall(op, (*inputs, self.state), lengths, destinations=None if validate else ())
 
     def _check(
         self,
@@ -247,7 +239,9 @@ class _Planner:
 
         context = self.context
         if validate and context is not None and context.group is not None:
-            check_same_batch(context, context.group, self.device, (*indptrs.values(), last), check)
+            from attn_ops.plan.context_checks import check_same_batch  # imports torch.distributed
+
+            check_same_batch(context, context.group, (*indptrs.values(), last), check)
         else:
             check()
 
@@ -292,7 +286,7 @@ class DecodePlanner(_Planner):
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: CTAs that divide the work of one KV head; default by the device.
         context: the part of every request's keys that this rank holds, if several ranks share them. The page table that
-            plan() takes and the capacities are those of all ranks; the plan has this rank's pages. Not with a window.
+            plan() takes and the capacities are those of all ranks; the plan has this rank's pages.
         head_shards: ranks that the heads are divided over (:mod:`attn_ops.distributed`). The head counts are those of
             all ranks; CTAs and workspace are sized for the heads of one rank.
         fixed_split_size: split every request each ``fixed_split_size`` pages, rounded up to whole KV blocks of
@@ -433,7 +427,7 @@ class PrefillPlanner(_Planner):
             the capacities. A batch that needs more splits is refused if its lengths are on the host; with lengths on
             the device it is planned without splits.
         storage: as for :class:`DecodePlanner`, with the fields of :class:`~attn_ops.PrefillPlan`.
-        context: as for :class:`DecodePlanner`; neither with ``causal`` nor with ragged KV.
+        context: as for :class:`DecodePlanner`; not with ragged KV.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """
@@ -620,9 +614,8 @@ class PrefillPlanner(_Planner):
     def _check_splits(self, qo_indptr: Tensor, kv_indptr: Tensor, last: Tensor) -> None:
         pages, capacity = kv_indptr.cpu().long().diff(), num_partials(self.state)
         kv_len = torch.where(pages > 0, (pages - 1) * self.problem.page_size + last.cpu(), 0)
-        if self.context is not None:
-            kv_len = self.context.owned_tokens(kv_len)
-        needed = count_splits(self.problem, qo_indptr.cpu().long().diff(), kv_len)
+        own = kv_len if self.context is None else self.context.owned_tokens(kv_len)
+        needed = count_splits(self.problem, qo_indptr.cpu().long().diff(), own, kv_len)
         if needed > capacity:
             fail(
                 CapacityError,

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +11,9 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops.distributed import ContextExchange, ContextShard, merge_context
-from benchmarks import report
+from benchmarks import ranks, report
 from benchmarks.comparison import MAX_RELATIVE_ERROR, release_memory
-from benchmarks.timing import Call, copies_for, device_microseconds
+from benchmarks.timing import Call, copies_for
 
 HEADS, DIM, PAGE = (32, 8), 128, 16
 BYTES_PER_US = 4.2e6
@@ -40,7 +36,7 @@ class ContextRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.batch} x {self.length // 1024}k"
+        return f"{self.batch} x {self.length // 1024}k" if self.length >= 1024 else f"{self.batch} x {self.length}"
 
     def kv_bytes(self, world: int) -> int:
         """On each of ``world`` GPUs."""
@@ -55,11 +51,14 @@ ROWS = (
 )
 
 
+CPU_ROWS = (ContextRow(2, 64, None),)
+
+
 class ContextProblem:
     """The caches, page table and query of one rank, whose part of the keys is random."""
 
-    def __init__(self, row: ContextRow, rank: int, world: int) -> None:
-        device, pages = torch.device("cuda", torch.cuda.current_device()), row.length // PAGE
+    def __init__(self, row: ContextRow, rank: int, world: int, device: torch.device) -> None:
+        pages = row.length // PAGE
         generator = torch.Generator(device).manual_seed(rank)
         self.row, self.shard = row, ContextShard(rank, world, PAGE)
         owned = torch.arange(pages, device=device).repeat(row.batch) % world == rank
@@ -68,7 +67,7 @@ class ContextProblem:
         self.kv_indices[owned] = torch.randperm(num_pages, generator=generator, device=device).int()
         self.kv_indptr = torch.arange(row.batch + 1, device=device, dtype=torch.int32) * pages
         self.last = torch.full((row.batch,), PAGE, device=device, dtype=torch.int32)
-        self.copies = copies_for(row.kv_bytes(world))
+        self.copies = copies_for(row.kv_bytes(world)) if device.type == "cuda" else 1
         shape = (self.copies, 2, num_pages, PAGE, HEADS[1], DIM)
         self.caches = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
         same = torch.Generator(device).manual_seed(99)
@@ -117,67 +116,44 @@ def _check(calls: dict[str, Call]) -> None:
             raise RuntimeError(f"{name} differs from all-gather by {error}")
 
 
-def _slowest(times: dict[str, float]) -> dict[str, float]:
-    values = torch.tensor(list(times.values()), device="cuda")
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return dict(zip(times, values.tolist(), strict=True))
-
-
-@torch.no_grad()
-def _measure(row: ContextRow, rank: int, world: int, exchange: ContextExchange) -> report.Row:
+def _measure(row: ContextRow, rank: int, world: int, exchange: ContextExchange, device: torch.device) -> report.Row:
     expected = row.kv_bytes(world) / BYTES_PER_US + EXCHANGE_US
-    problem = ContextProblem(row, rank, world)
+    problem = ContextProblem(row, rank, world, device)
     calls = calls_of(problem, exchange)
     _check(calls)
-    times = _slowest(device_microseconds(calls, problem.copies, expected))
+    times = ranks.slowest(ranks.microseconds(calls, problem.copies, expected, device), device)
     del problem, calls
-    release_memory()
     alone = 0.0
     if rank == 0:
-        whole = ContextProblem(row, 0, 1)
-        alone = device_microseconds({"one GPU": whole.local}, whole.copies, expected * world)["one GPU"]
+        _release(device)
+        whole = ContextProblem(row, 0, 1, device)
+        alone = ranks.microseconds({"one GPU": whole.local}, whole.copies, expected * world, device)["one GPU"]
         del whole
-        release_memory()
+    _release(device)
     dist.barrier()
     fastest = min(time for name, time in times.items() if name != "local")
     return {"row": row.name, "one GPU": alone, **times, "speed-up": alone / fastest, "goal on 4": row.goal}
 
 
-def _worker(rank: int, world: int, folder: str, output: Path | None) -> None:
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # peer loads alone
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        device_id=torch.device("cuda", rank),
-    )
-    most = max(row.batch for row in ROWS)
-    exchange = ContextExchange(most, HEADS[0], DIM)
-    rows = [_measure(row, rank, world, exchange) for row in ROWS]
-    if rank == 0:
-        where = ", ".join(f"{name} {value}" for name, value in report.environment().items())
-        missing = [] if exchange.unavailable is None else [f"No one-shot merge: {exchange.unavailable}.", ""]
-        lines = [f"# Context parallel decode on {world} GPUs", "", NOTE, "", where, "", *missing, *report.table(rows)]
-        print("\n".join(lines), flush=True)
-        if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / f"context_{world}.md").write_text("\n".join(lines) + "\n")
-    dist.barrier()
-    torch.cuda.synchronize()
-    os._exit(0)  # a communicator that CUDA graphs captured does not shut down before they do
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        release_memory()
+
+
+def measure(device: torch.device) -> tuple[list[str], list[report.Row]]:
+    """The rows, from every rank."""
+    rows = ROWS if device.type == "cuda" else CPU_ROWS
+    rank, world = dist.get_rank(), dist.get_world_size()
+    exchange = ContextExchange(max(row.batch for row in rows), HEADS[0], DIM, device=device)
+    missing = [] if exchange.unavailable is None else [f"No one-shot merge: {exchange.unavailable}.", ""]
+    return missing, [_measure(row, rank, world, exchange, device) for row in rows]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs; default all of this host")
-    parser.add_argument("--output", type=Path, default=None, help="folder of the table; default none")
+    ranks.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure the rows, with a process for each GPU."""
-    world = args.gpus or torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder:
-        spawn: Callable[..., Any] = torch.multiprocessing.spawn
-        spawn(_worker, (world, folder, args.output), nprocs=world)
+    ranks.run(args, "context", measure, "Context parallel decode", NOTE)

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Iterator
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attn_ops.errors import RankError, fail
+from attn_ops.plan.rank_answers import RankAnswers, fingerprint
 
 __all__ = ["RankAgreement"]
-
-MESSAGE_BYTES = 480
-"""Bytes of an error's message that other ranks see."""
-
-_OK = 0
-_HEADER = 4  # int64: status, fingerprint, bytes of the message, one unused
 
 
 class RankAgreement:
@@ -32,15 +25,16 @@ class RankAgreement:
         with agreement.step(kv_indptr, kv_indices, kv_last_page_len):  # every step
             plan = planner.plan(kv_indptr, kv_indices, kv_last_page_len)
 
-    Creating it and the end of every block are collectives of all ranks of the mesh, over gloo on the host. Do not
-    capture them in a CUDA graph.
+    All ranks of the mesh make it, and end every block, in the same order. They wait for each other on the host, through
+    the store of the process group. Do not capture that in a CUDA graph. After a rank did not answer in time, the next
+    block starts afresh.
 
     Args:
         mesh: the ranks.
         timeout: seconds that a rank waits for the others.
 
     Raises:
-        RankError: there is no process group, this rank is not in the mesh, or the others do not answer in time.
+        RankError: there is no process group, this rank is not in the mesh, or the store is out of reach.
     """
 
     def __init__(self, mesh: DeviceMesh, timeout: float = 60.0) -> None:
@@ -51,13 +45,7 @@ class RankAgreement:
             what, fix = "this rank is not in the mesh", "create it on those ranks alone"
             fail(RankError, "RankAgreement", what, "a rank of the mesh", fix)
         self.ranks, self.timeout = sorted(mesh.mesh.flatten().tolist()), timeout
-        with self._answers("RankAgreement"):
-            self._group = dist.new_group(
-                self.ranks,
-                timeout=datetime.timedelta(seconds=timeout),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+        self._answers = RankAnswers(f"mesh {self.ranks}", self.ranks)
 
     @contextlib.contextmanager
     def step(self, *same: Tensor) -> Iterator[None]:
@@ -71,53 +59,13 @@ class RankAgreement:
             RankError: another rank raised in its block, the tensors differ, or a rank does not answer in time. A rank
                 that raised itself raises that error.
         """
+        error: Exception | None = None
         try:
             yield
-        except Exception as error:
-            self._exchange(f"{type(error).__name__}: {error}", same)
-            raise
-        rows = self._exchange("", same)
-        for rank, (status, _, size, _), message in rows:
-            if status != _OK:
-                text = bytes(message[:size].tolist()).decode(errors="replace")
-                fail(RankError, "step", f"rank {rank} failed with {text}", "success on every rank", "see that rank")
-        first = rows[0]
-        for rank, (_, fingerprint, _, _), _ in rows:
-            if fingerprint != first[1][1]:
-                what = f"rank {rank} has other values than rank {first[0]}"
+        except Exception as raised:
+            error = raised
+        values = self._answers.exchange("step", error, "" if error else fingerprint(same), self.timeout)
+        for rank, value in zip(self.ranks, values, strict=True):
+            if value != values[0]:
+                what = f"rank {rank} has other values than rank {self.ranks[0]}"
                 fail(RankError, "step", what, "the same tensors on every rank", "give every rank the same batch")
-
-    def _exchange(self, error: str, same: tuple[Tensor, ...]) -> list[tuple[int, list[int], Tensor]]:
-        """Rank, header and message of every rank."""
-        text = error.encode()[:MESSAGE_BYTES]
-        row = torch.zeros(8 * _HEADER + MESSAGE_BYTES, dtype=torch.uint8)
-        row[: 8 * _HEADER].view(torch.int64)[:3] = torch.tensor([bool(error), _fingerprint(same), len(text)])
-        row[8 * _HEADER : 8 * _HEADER + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        rows = [torch.empty_like(row) for _ in self.ranks]
-        with self._answers("step"):
-            dist.all_gather(rows, row, group=self._group)
-        return [
-            (rank, r[: 8 * _HEADER].view(torch.int64).tolist(), r[8 * _HEADER :])
-            for rank, r in zip(self.ranks, rows, strict=True)
-        ]
-
-    @contextlib.contextmanager
-    def _answers(self, where: str) -> Iterator[None]:
-        """Turns a time-out, or a connection that closed, into a RankError."""
-        try:
-            yield
-        except (RuntimeError, dist.DistError) as error:
-            line = next(iter(str(error).splitlines()), type(error).__name__)
-            what = f"a rank of {self.ranks} did not answer ({line})"
-            fail(RankError, where, what, f"an answer within {self.timeout:g} s", "see the log of every rank")
-
-
-def _fingerprint(tensors: tuple[Tensor, ...]) -> int:
-    """A 64-bit hash of the contents and sizes of integer tensors."""
-    total = torch.zeros((), dtype=torch.int64)
-    for t in tensors:
-        values = t.detach().cpu().flatten().to(torch.int64)
-        weights = torch.arange(1, values.numel() + 1) * 0x1E3779B97F4A7C15 + 0x3F58476D1CE4E5B9
-        mixed = (values + weights) * 0x14D049BB133111EB
-        total = total * 0x2545F4914F6CDD1D + ((mixed ^ (mixed >> 29)) * 0x1B03738712FAD5C9).sum() + values.numel()
-    return int(total)

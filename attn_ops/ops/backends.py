@@ -45,6 +45,8 @@ class Problem:
 
     page_size   tokens of a page, 0 without pages
     options     names of the :class:`~attn_ops.ops.options.AttentionOptions` that are not at their defaults
+    context_ranks
+                ranks that hold the keys of a plan
     """
 
     op: str
@@ -59,6 +61,7 @@ class Problem:
     page_size: int = 0
     options: tuple[str, ...] = ()
     layout: MemoryLayout = ORDINARY
+    context_ranks: int = 1
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ def plan_decode(
     kv_last_page_len: Tensor,
     plan: Plan,
     *,
+    seq_lens: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """Fill a decode plan from a page table. Nothing is copied to the host, so planning can be captured in a CUDA graph.
@@ -34,9 +35,11 @@ def plan_decode(
             request without pages.
         plan: the fields of a ``DecodePlan``; int32. The plan to fill. Its shapes hold its capacity and the problem that
             it is for. Written.
+        seq_lens: ``[batch]``; int32. Tokens of each request on all ranks, if the page table and the plan are those of
+            one rank's keys.
         backend: ``auto``, or the name of the one backend to use.
     """
-    return torch.ops.attn.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan, backend=backend)
+    return torch.ops.attn.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens, backend=backend)
 
 
 @typed_op
@@ -47,6 +50,7 @@ def plan_prefill(
     kv_last_page_len: Tensor,
     plan: Plan,
     *,
+    seq_lens: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """Fill a prefill plan from a page table, or from the lengths of ragged keys if the plan was made with ``max_pages``
@@ -59,9 +63,18 @@ def plan_prefill(
         kv_indices: ``[pages]``; int32. Page numbers; ``[0]`` for ragged keys.
         kv_last_page_len: ``[batch]``; int32. As in ``plan_decode``; ones for ragged keys.
         plan: the fields of a ``PrefillPlan``; int32. The plan to fill. Written.
+        seq_lens: ``[batch]``; int32. As in ``plan_decode``.
         backend: ``auto``, or the name of the one backend to use.
     """
-    return torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan, backend=backend)
+    return torch.ops.attn.plan_prefill(
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_len,
+        plan,
+        seq_lens=seq_lens,
+        backend=backend,
+    )
 
 
 @typed_op

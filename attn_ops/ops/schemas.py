@@ -23,11 +23,12 @@ _LAYOUT = f'str kv_layout="NHD", {_RESULT}'
 
 SCHEMAS: dict[str, str] = {
     "plan_decode": (
-        '(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, Tensor(a!)[] plan, *, str backend="auto") -> ()'
+        "(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, Tensor(a!)[] plan, *, "
+        'Tensor? seq_lens=None, str backend="auto") -> ()'
     ),
     "plan_prefill": (
         "(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, "
-        'Tensor(a!)[] plan, *, str backend="auto") -> ()'
+        'Tensor(a!)[] plan, *, Tensor? seq_lens=None, str backend="auto") -> ()'
     ),
     "batch_decode": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, *, "

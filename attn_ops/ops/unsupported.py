@@ -81,6 +81,9 @@ CPU_SDPA_OPTIONS = frozenset(
 )
 """Options that the kernel for the CPU implements; those of RoPE have no effect without ``pos_encoding``."""
 
+POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right"})
+"""Options that depend on the positions of keys: on one of several ranks those are not consecutive."""
+
 HOPPER_MLA_PAGE = 64
 """Tokens that a page is a multiple of: those of a KV tile."""
 
@@ -127,8 +130,14 @@ def _failed(checks: list[tuple[bool, str]]) -> list[str]:
 
 
 def _options(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
-    """A check for each option of the call that a kernel does not implement."""
-    return [(False, f"it does not implement {name}") for name in p.options if name not in implemented]
+    """A check for each option of the call that a kernel does not implement, on one rank's part of the keys too."""
+    unknown = [(False, f"it does not implement {name}") for name in p.options if name not in implemented]
+    if p.context_ranks == 1:
+        return unknown
+    positional = [name for name in p.options if name in POSITIONAL_OPTIONS & implemented]
+    if p.op == "batch_decode":  # whose row is behind all keys
+        positional.remove("causal")
+    return unknown + [(False, f"it does not implement {name} on the keys of one rank") for name in positional]
 
 
 def _machine_of_hopper(p: Problem) -> list[str]:

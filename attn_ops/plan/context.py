@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attn_ops.errors import ArgumentError, OptionError, RankError, fail
 from attn_ops.plan.plan_checks import MAX_SIZE
+from attn_ops.plan.state import PlanProblem
 
 __all__ = ["ContextShard", "context_group"]
 
@@ -45,7 +46,7 @@ class ContextShard:
         interleave: tokens that a rank holds in a row, a multiple of the page size.
         group: if it is given, ``plan(validate=True)`` also compares the batch with those of the other ranks, which
             must validate too. Whatever error a rank finds, all of them raise. After a rank did not answer in time, the
-            ranks are out of step: make a new group.
+            next plan starts afresh.
         timeout_s: seconds to wait for their answer.
 
     Raises:
@@ -79,6 +80,11 @@ class ContextShard:
             )
 
     @classmethod
+    def of_problem(cls, problem: PlanProblem) -> ContextShard | None:
+        """That of a plan; None if it is for whole requests."""
+        return cls(problem.rank, problem.world, problem.interleave) if problem.world > 1 else None
+
+    @classmethod
     def of(cls, group: ProcessGroup | None = None, *, interleave: int) -> ContextShard:
         """The shard of this process in ``group``, by default the group of all processes.
 
@@ -104,6 +110,10 @@ class ContextShard:
         """The rank that holds the token at each of ``positions``."""
         return positions // self.interleave % self.world
 
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Positions in the whole request of this rank's ``tokens``, which are counted from 0."""
+        return (tokens // self.interleave * self.world + self.rank) * self.interleave + tokens % self.interleave
+
     def owned_tokens(self, lengths: Tensor) -> Tensor:
         """How many tokens of requests of these ``lengths`` this rank holds."""
         turn = self.interleave * self.world
@@ -120,6 +130,15 @@ class ContextShard:
         ``append_kv`` takes the result, the same positions and the page table of all ranks.
         """
         return torch.where(self.owner(positions) == self.rank, batch_indices, -1)
+
+    def planned(
+        self, page_size: int, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+        """What the planning ops take: this rank's part of the page table, and ``seq_lens`` if there are other ranks."""
+        own = self.page_table(page_size, kv_indptr, kv_indices, kv_last_page_len)
+        if self.world == 1:
+            return own, {}
+        return own, {"seq_lens": torch.ops.attn.seq_lens(kv_indptr, kv_last_page_len, page_size)}
 
     def page_table(
         self, page_size: int, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor

@@ -55,6 +55,9 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
     if min(problem[:7]) < 1 or problem.split % KV_BLOCK:
         expected = f"sizes of 1 or more and a split that is a multiple of {KV_BLOCK}"
         fail(PlanError, where, f"plan.problem is {problem}", expected, AS_MADE)
+    if problem.world != 1 and not (problem.rank < problem.world and 0 < problem.interleave * problem.world <= MAX_SIZE):
+        expected = "a rank below world and an interleave, or world 1"
+        fail(PlanError, where, f"plan.problem is {problem}", expected, AS_MADE)
     capacities = _capacities(plan)
     if not (_holds(capacities.max_batch >= 1) and _agrees(plan, capacities.shapes(problem))):
         _fail_plan(where, plan, problem)

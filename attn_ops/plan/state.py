@@ -27,7 +27,7 @@ WORK_FIELDS = ("row", "rows", "kv_begin", "kv_end", "position", "page_start", "s
 
 row, rows         first query row of the query tile, and number of query rows
 kv_begin, kv_end  half-open range of the request's KV tokens
-position          position of the tile's first row in the request's KV sequence
+position          position of the tile's first row in the request's KV sequence, on all ranks together
 page_start        offset in ``kv_indices`` of the request's first page
 slot              workspace slot of the partial result; -1 if the item covers all KV of its tile
 request           index of the request in the batch
@@ -126,7 +126,8 @@ class DecodePlan(NamedTuple):
     problem         ``[0, *PlanProblem]``: no data; the shape says what the plan was made for
     kv_indptr       ``[max_batch + 1]``: the pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``
     kv_indices      ``[max_pages]``: page numbers
-    kv_len          ``[max_batch]``: KV tokens of each request, 0 if it is empty or beyond the batch
+    kv_len          ``[max_batch]``: KV tokens of each request, 0 if it is empty or beyond the batch, or if none of a
+                    rank's tokens is in the window
     work            ``[max_batch + num_ctas, 8]``: work items, columns :data:`WORK_FIELDS`. With a fixed split size
                     ``[max_batch + max_splits, 8]``, where ``max_splits`` is the number of splits in ``max_pages``
     cta_indptr      ``[num_ctas + 1]``: CTA c of each KV head runs ``work[cta_indptr[c]:cta_indptr[c + 1]]``

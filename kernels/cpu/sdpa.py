@@ -268,8 +268,6 @@ def _attend_batch(
     if q.shape[0] == 0 or caches[0].shape[0] == 0:
         return None
     problem, places = PlanProblem.of(plan.problem), plan.kv_indices.shape[0]
-    if problem.world > 1:  # rows have other positions than the last of the tokens
-        return None
     if isinstance(plan, DecodePlan) and not places:  # no keys, and no ragged KV
         return None
     most = min(problem.max_kv_len, places * problem.page_size or problem.max_kv_len)

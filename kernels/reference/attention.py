@@ -19,7 +19,8 @@ from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
+from attn_ops.plan.context import ContextShard
+from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
 
 LOG2E = math.log2(math.e)
 MAX_ELEMENTS = 1 << 26
@@ -33,6 +34,7 @@ class Tiles(NamedTuple):
     row       ``[N, R]``: index of the row among the request's query rows
     position  ``[N, R]``: position of the row in the request's KV sequence
     kv_len    ``[N]``: KV tokens of the request
+    shard     the part of the request's tokens that these are; None for all
     custom_mask
               bool ``[N, R, L]``: True for a key that the row sees; or None
     """
@@ -41,13 +43,20 @@ class Tiles(NamedTuple):
     row: Tensor
     position: Tensor
     kv_len: Tensor
+    shard: ContextShard | None = None
     custom_mask: Tensor | None = None
+
+    def key_positions(self, length: int) -> Tensor:
+        """``[length]``: positions of the keys in the request's KV sequence."""
+        token = torch.arange(length, device=self.q.device)
+        return token if self.shard is None else self.shard.positions(token)
 
 
 def _mask(t: Tiles, length: int, opts: AttentionOptions) -> Tensor:
     """bool ``[N, R, length]``: which keys a row sees."""
-    token = torch.arange(length, device=t.q.device)
-    mask = (token < t.kv_len[:, None])[:, None, :].expand(*t.position.shape, length)
+    exists = torch.arange(length, device=t.q.device) < t.kv_len[:, None]
+    mask = exists[:, None, :].expand(*t.position.shape, length)
+    token = t.key_positions(length)
     if t.custom_mask is not None:
         mask = mask & t.custom_mask
     elif opts.causal:
@@ -65,7 +74,7 @@ def _logits(t: Tiles, keys: Tensor, opts: AttentionOptions) -> Tensor:
     num_qo_heads, dim = q.shape[2:]
     length, num_kv_heads = k.shape[1:3]
     heads = (num_kv_heads, num_qo_heads // num_kv_heads)
-    token = torch.arange(length, device=q.device)
+    token = t.key_positions(length)
     if opts.pos_encoding == "ROPE_LLAMA":
         q = rotate_half(q, t.position, opts.rope_scale, opts.rope_theta)
         k = rotate_half(k, token, opts.rope_scale, opts.rope_theta)
@@ -156,15 +165,23 @@ def batch_decode(
     if k_cache.shape[0] == 0 or p.kv_indices.shape[0] == 0:
         return _without_keys(q, k_cache, v_cache, return_lse, opts)
     request = torch.arange(batch, device=q.device)
-    kv_len = p.kv_len[:batch]
-    position, length = (kv_len - 1)[:, None], _max_kv_len(p)
+    kv_len, length = p.kv_len[:batch], _max_kv_len(p)
+    shard = ContextShard.of_problem(PlanProblem.of(p.problem))
+    position = (kv_len - 1 if shard is None else _positions(p)[:batch])[:, None]
     out, lse = _attend(
-        Tiles(q[:, None], torch.zeros_like(position), position, kv_len),
+        Tiles(q[:, None], torch.zeros_like(position), position, kv_len, shard),
         _gather_pages(as_nhd(k_cache, kv_layout), p, request, length),
         _gather_pages(as_nhd(v_cache, kv_layout), p, request, length),
         opts,
     )
     return saturate(out[:, 0], opts.out_dtype or q.dtype), lse[:, 0] if return_lse else lse.new_empty(0)
+
+
+def _positions(plan: DecodePlan) -> Tensor:
+    """``[max_batch]``: the position of each request's row. All of its work items have it."""
+    position, request = (plan.work[:, WORK_FIELDS.index(name)].long() for name in ("position", "request"))
+    zeros = torch.zeros_like(plan.kv_len, dtype=torch.int64)
+    return zeros.scatter_reduce(0, request.clamp(0, zeros.shape[0] - 1), position, "amax")
 
 
 def _without_keys(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, opts: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -189,6 +206,7 @@ def prefill(
     out, lse = _without_keys(q, k, v, True, opts)
     if not any_zero(q.shape[0], k.shape[0]):
         problem, length = PlanProblem.of(plan.problem), _max_kv_len(plan)
+        shard = ContextShard.of_problem(problem)
         logits, key_elements = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
         items = max(1, MAX_ELEMENTS // (max(logits, key_elements) * length))
         offsets = None if mask is None else byte_offsets(plan)
@@ -207,7 +225,8 @@ def prefill(
             custom_mask = None
             if mask is not None and offsets is not None:
                 custom_mask = unpack(mask, offsets[request], torch.where(inside, row, 0), kv_len, keys.shape[1])
-            tiles = Tiles(q[torch.where(inside, source, 0)], row, position[:, None] + offset, kv_len, custom_mask)
+            queries = q[torch.where(inside, source, 0)]
+            tiles = Tiles(queries, row, position[:, None] + offset, kv_len, shard, custom_mask)
             tile_out, tile_lse = _attend(tiles, keys, _gather_pages(v, plan, request, length), opts)
             target = torch.where(inside, source, q.shape[0])
             out = out.index_put((target,), saturate(tile_out, out.dtype))
@@ -293,7 +312,7 @@ def single_prefill(
     for begin, end in _row_ranges(rows, length * q.shape[1]):
         row = torch.arange(begin, end, device=q.device)[None]
         custom_mask = None if mask is None else unpack(mask, kv_len * 0, row, kv_len, length)
-        tiles = Tiles(q[None, begin:end], row, row + length - rows, kv_len, custom_mask)
+        tiles = Tiles(q[None, begin:end], row, row + length - rows, kv_len, custom_mask=custom_mask)
         out, lse = _attend(tiles, keys, values, opts)
         outs.append(saturate(out[0], opts.out_dtype or q.dtype))
         lses.append(lse[0])

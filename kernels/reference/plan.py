@@ -15,10 +15,12 @@ With a fixed split size all tiles are divided into splits of that size, if the p
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from attn_ops.plan.sizing import fixed_split_counts, query_tiles
+from attn_ops.plan.sizing import fixed_split_counts, query_tiles, tokens_before
 from attn_ops.plan.state import (
     IMBALANCE_DENOM,
     KV_BLOCK,
@@ -72,30 +74,53 @@ def _add_launch(plan: DecodePlan | PrefillPlan) -> None:
         plan.kv_len.add_(0)
 
 
-def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
+class _Requests(NamedTuple):
+    """What each request's query row reads, int64 ``[max_batch]`` each.
+
+    kv_len       KV tokens
+    position     of the row in the request's KV sequence
+    first_token  in the window
+    """
+
+    kv_len: Tensor
+    position: Tensor
+    first_token: Tensor
+
+    def kv_blocks(self) -> tuple[Tensor, Tensor]:
+        """``(first KV block, number of KV blocks)``."""
+        first_block = self.first_token // KV_BLOCK
+        return first_block, (self.kv_len + KV_BLOCK - 1) // KV_BLOCK - first_block
+
+
+def plan_decode(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    plan: list[Tensor],
+    *,
+    seq_lens: Tensor | None = None,
+) -> None:
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
     kv_len = _kv_lengths(kv_indptr, kv_last_page_len, problem.page_size, p.kv_indices.shape[0])
+    length = kv_len if seq_lens is None else seq_lens
+    first_token = tokens_before(problem, length - problem.window) if problem.window else torch.zeros_like(kv_len)
+    if seq_lens is not None:  # whose last token another rank may hold
+        kv_len = torch.where(first_token < kv_len, kv_len, 0)
+        first_token = torch.minimum(first_token, kv_len)
     _copy_page_table(p, kv_indptr, kv_indices, kv_len)
     p.split_counters.zero_()
+    requests = _Requests(*(_pad(t, p.kv_len.shape[0], 0).long() for t in (kv_len, length - 1, first_token)))
     if problem.split:
-        _plan_fixed_splits(p, problem)
+        _plan_fixed_splits(p, problem, requests)
     else:
-        _plan_balanced_splits(p, problem)
+        _plan_balanced_splits(p, requests)
     _add_launch(p)
 
 
-def _work_of_requests(p: DecodePlan, problem: PlanProblem) -> tuple[Tensor, Tensor, Tensor]:
-    """``(first token, first KV block, number of KV blocks)`` that each request's query row reads."""
-    kv_len = p.kv_len.long()
-    first_token = (kv_len - problem.window).clamp(min=0) if problem.window else torch.zeros_like(kv_len)
-    first_block = first_token // KV_BLOCK
-    return first_token, first_block, (kv_len + KV_BLOCK - 1) // KV_BLOCK - first_block
-
-
-def _plan_balanced_splits(p: DecodePlan, problem: PlanProblem) -> None:
-    kv_len, num_ctas, capacity = p.kv_len.long(), p.cta_indptr.shape[0] - 1, p.work.shape[0]
-    first_token, first_block, kv_blocks = _work_of_requests(p, problem)
+def _plan_balanced_splits(p: DecodePlan, requests: _Requests) -> None:
+    kv_len, num_ctas, capacity = requests.kv_len, p.cta_indptr.shape[0] - 1, p.work.shape[0]
+    first_token, (first_block, kv_blocks) = requests.first_token, requests.kv_blocks()
     request_end = kv_blocks.cumsum(0)
     request_begin = request_end - kv_blocks
     nonempty = (kv_blocks > 0).long()
@@ -142,7 +167,7 @@ def _plan_balanced_splits(p: DecodePlan, problem: PlanProblem) -> None:
         torch.ones_like(r),
         torch.maximum((item_begin + offset) * KV_BLOCK, first_token[r]),
         torch.minimum((item_end + offset) * KV_BLOCK, kv_len[r]),
-        kv_len[r] - 1,
+        requests.position[r],
         p.kv_indptr[r].long(),
         torch.where(splits[r] > 0, slot_end[r] - splits[r] + item - first_item[r], -1),
         r,
@@ -150,9 +175,9 @@ def _plan_balanced_splits(p: DecodePlan, problem: PlanProblem) -> None:
     p.work.copy_(torch.where(used[:, None], torch.stack(fields, 1), 0))
 
 
-def _plan_fixed_splits(p: DecodePlan, problem: PlanProblem) -> None:
-    kv_len, num_ctas, capacity = p.kv_len.long(), p.cta_indptr.shape[0] - 1, p.work.shape[0]
-    first_token, first_block, kv_blocks = _work_of_requests(p, problem)
+def _plan_fixed_splits(p: DecodePlan, problem: PlanProblem, requests: _Requests) -> None:
+    kv_len, num_ctas, capacity = requests.kv_len, p.cta_indptr.shape[0] - 1, p.work.shape[0]
+    first_token, (first_block, kv_blocks) = requests.first_token, requests.kv_blocks()
     split_blocks = problem.split // KV_BLOCK
     splits = torch.where(kv_blocks > 0, fixed_split_counts(problem, kv_blocks), 0)
     item_end, slots = splits.cumsum(0), torch.where(splits > 1, splits, 0)
@@ -168,7 +193,7 @@ def _plan_fixed_splits(p: DecodePlan, problem: PlanProblem) -> None:
         torch.ones_like(r),
         torch.maximum(begin, first_token[r]),
         torch.minimum(begin + problem.split, kv_len[r]),
-        kv_len[r] - 1,
+        requests.position[r],
         p.kv_indptr[r].long(),
         torch.where(slots[r] > 0, slot_end[r] - slots[r] + split, -1),
         r,
@@ -186,7 +211,13 @@ def _plan_fixed_splits(p: DecodePlan, problem: PlanProblem) -> None:
 
 
 def plan_prefill(
-    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    plan: list[Tensor],
+    *,
+    seq_lens: Tensor | None = None,
 ) -> None:
     p = PrefillPlan(*plan)
     problem = PlanProblem.of(p.problem)
@@ -206,7 +237,8 @@ def plan_prefill(
     capacity = p.work.shape[0]
     kv_len, qo_begin = p.kv_len.long(), p.qo_indptr[:-1].long()
     qo_len = p.qo_indptr.long().diff().clamp(min=0)
-    tiles = query_tiles(problem, qo_len, kv_len, capacity)
+    lengths = None if seq_lens is None else _pad(seq_lens, p.kv_len.shape[0], 0).long()
+    tiles = query_tiles(problem, qo_len, kv_len, capacity, lengths)
     used, r, rows, position = tiles.used, tiles.request, tiles.rows, tiles.position
     kv_begin, kv_end = tiles.begin, tiles.end
     first_row = qo_begin[r] + tiles.offset

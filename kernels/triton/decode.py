@@ -24,6 +24,7 @@ import triton.language as tl
 from attn_ops.kernels.triton.combine_decode import combine_slots, combine_split_rows, store_heads
 from attn_ops.kernels.triton.config_decode import decode_tile, min_shared_for_even_spread, short_stages
 from attn_ops.kernels.triton.config_tuned import tuned
+from attn_ops.kernels.triton.context import shard_of, token_position, tokens_before
 from attn_ops.kernels.triton.fp8 import float16_scale, readable_in_pairs, unpack
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import constexpr_table, is_eager, launch
@@ -64,6 +65,9 @@ class Shape(NamedTuple):
     DIM_QK: int
     DIM_VO: int
     PAGE_SIZE: int  # tokens
+    RANK: int = 0  # and those below: of :class:`.context.Shard`
+    WORLD: int = 1
+    INTERLEAVE: int = 0
 
 
 @constexpr_table
@@ -106,7 +110,7 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def load_kv_range(item_at, mask, max_pages, window_left, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr):
+def load_kv_range(item_at, mask, max_pages, window_left, SHAPE: tl.constexpr, WINDOW: tl.constexpr):
     """``(begin, end, page_start)`` of the work items at ``item_at``; ``begin == end`` where masked.
 
     ``begin`` is not before the window, and ``end`` not behind the page table.
@@ -116,20 +120,21 @@ def load_kv_range(item_at, mask, max_pages, window_left, PAGE_SIZE: tl.constexpr
     page_start = tl.load(item_at + WORK_PAGE_START, mask=mask, other=0)
     page_start = tl.minimum(tl.maximum(page_start, 0), max_pages)
     if WINDOW:
-        begin = tl.maximum(begin, tl.load(item_at + WORK_POSITION, mask=mask, other=0) - window_left)
-    return begin, tl.maximum(tl.minimum(end, (max_pages - page_start) * PAGE_SIZE), begin), page_start
+        first = tl.load(item_at + WORK_POSITION, mask=mask, other=0) - window_left
+        begin = tl.maximum(begin, tokens_before(first, SHAPE))
+    return begin, tl.maximum(tl.minimum(end, (max_pages - page_start) * SHAPE.PAGE_SIZE), begin), page_start
 
 
 @triton.jit
 def count_kv_tiles(
-    work, first, stop, max_pages, window_left, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr
+    work, first, stop, max_pages, window_left, SHAPE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
     """KV tiles of the work items ``[first, stop)``, at least one each."""
     num_tiles = 0
     for i in range(first, stop, BLOCK_ITEMS):
         item = i + tl.arange(0, BLOCK_ITEMS)
         item_at = work + item * WORK_STRIDE
-        begin, end, _ = load_kv_range(item_at, item < stop, max_pages, window_left, PAGE_SIZE, WINDOW)
+        begin, end, _ = load_kv_range(item_at, item < stop, max_pages, window_left, SHAPE, WINDOW)
         count = tl.maximum(tl.cdiv(end, BLOCK_KV) - begin // BLOCK_KV, 1)
         num_tiles += tl.sum(tl.where(item < stop, count, 0), 0)
     return num_tiles
@@ -210,14 +215,15 @@ def attend_tile(
     if FEATURES.ROPE:
         log2_theta, inverse_rope_scale = rope
         k_high = tl.load(k_cache + DIM_PART + k_at[:, None], mask=visible[:, None] & (d_qk < DIM_PART), other=0.0)
-        k, k_high = rotate_halves(k, k_high, tile_start + n, d_qk, log2_theta, inverse_rope_scale, SHAPE.DIM_QK)
+        position = token_position(tile_start + n, SHAPE)
+        k, k_high = rotate_halves(k, k_high, position, d_qk, log2_theta, inverse_rope_scale, SHAPE.DIM_QK)
 
     logits = tl.dot(q, tl.trans(k.to(DTYPE)), input_precision="ieee")
     if FEATURES.ROPE:
         logits = tl.dot(q_high, tl.trans(k_high.to(DTYPE)), logits, input_precision="ieee")
     logits *= logit_scale / query_scale if PREPARED else logit_scale
     if FEATURES.ALIBI:
-        logits += slope[:, None] * (tile_start + n).to(tl.float32)[None, :]
+        logits += slope[:, None] * token_position(tile_start + n, SHAPE).to(tl.float32)[None, :]
     if FEATURES.CAP:
         logits = soft_cap(logits, tl.cast(cap, tl.float32)) * LOG2E
     logits = tl.where(visible[None, :], logits, float("-inf"))
@@ -390,7 +396,7 @@ def decode_kernel(
     item_at, listed = work + cta * WORK_STRIDE, cta < max_items
     row = tl.load(item_at + WORK_ROW, mask=listed, other=-1)
     slot = tl.load(item_at + WORK_SLOT, mask=listed, other=-1)
-    begin, end, page_start = load_kv_range(item_at, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
+    begin, end, page_start = load_kv_range(item_at, listed, max_pages, window_left, SHAPE, WINDOW)
     first_item = tl.maximum(tl.load(cta_indptr + cta), 0)
     item = first_item
     stop = tl.minimum(tl.load(cta_indptr + cta + 1), max_items)
@@ -398,10 +404,10 @@ def decode_kernel(
         item_at, listed = work + item * WORK_STRIDE, item < stop
         row = tl.load(item_at + WORK_ROW, mask=listed, other=-1)
         slot = tl.load(item_at + WORK_SLOT, mask=listed, other=-1)
-        begin, end, page_start = load_kv_range(item_at, listed, max_pages, window_left, PAGE_SIZE, WINDOW)
+        begin, end, page_start = load_kv_range(item_at, listed, max_pages, window_left, SHAPE, WINDOW)
     tile_start = begin // BLOCK_KV * BLOCK_KV
     pages = load_tile_pages(kv_indices, max_pages, page_start, tile_start, PAGE_SIZE, BLOCK_KV)
-    num_tiles = count_kv_tiles(work, item, stop, max_pages, window_left, PAGE_SIZE, WINDOW, BLOCK_KV)
+    num_tiles = count_kv_tiles(work, item, stop, max_pages, window_left, SHAPE, WINDOW, BLOCK_KV)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -437,9 +443,7 @@ def decode_kernel(
             item_at, more = work + next_item * WORK_STRIDE, next_item < stop
             next_row = tl.load(item_at + WORK_ROW, mask=more, other=-1)
             next_slot = tl.load(item_at + WORK_SLOT, mask=more, other=-1)
-            next_begin, next_end, next_page_start = load_kv_range(
-                item_at, more, max_pages, window_left, PAGE_SIZE, WINDOW
-            )
+            next_begin, next_end, next_page_start = load_kv_range(item_at, more, max_pages, window_left, SHAPE, WINDOW)
             next_start = next_begin // BLOCK_KV * BLOCK_KV
             if PREPARE:
                 position = tl.load(item_at + WORK_POSITION, mask=more, other=0) if ROPE else 0
@@ -528,7 +532,7 @@ def batch_decode(
     problem = PlanProblem.of(p.problem)
     out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse, out_dtype=out_dtype)
     rows, group = q.shape[0], problem.num_qo_heads // problem.num_kv_heads
-    rope = pos_encoding == "ROPE_LLAMA"
+    rope, positional = pos_encoding == "ROPE_LLAMA", pos_encoding != "NONE" or window_left >= 0
     token_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
     short = short_stages(k_cache.dtype, p.kv_indices.shape[0] * problem.page_size, num_ctas)
@@ -575,7 +579,7 @@ def batch_decode(
         "max_items": p.work.shape[0],
         "slots": num_slots(p),
         "STRIDES": Strides(*map(int, strides)),
-        "SHAPE": Shape(problem.num_kv_heads, group, *dims, problem.page_size),
+        "SHAPE": Shape(problem.num_kv_heads, group, *dims, problem.page_size, *shard_of(problem, positional)),
         "FEATURES": Features(
             CAP=bool(logits_soft_cap > 0),
             WINDOW=bool(window_left >= 0),

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.triton.context import tokens_before
+
+from attn_ops.plan.plan_checks import MAX_KV_TOKENS
+
+MAX_POSITION = tl.constexpr(MAX_KV_TOKENS)
+"""Bound of the position of a query row in the KV."""
 
 
 @triton.jit
@@ -45,27 +51,32 @@ def causal_or_window(
 
 
 @triton.jit
-def end_of_window(end, position, window_right):
-    """``min(end, position + 1 + window_right)``, a sum that would exceed int32."""
-    return position + 1 + tl.minimum(window_right, end - (position + 1))
+def end_of_window(end, position, window_right, SHARD: tl.constexpr):
+    """``min(end, position + 1 + window_right)``, a sum that would exceed int32; of a rank's tokens, those before it."""
+    if SHARD.WORLD == 1:
+        return position + 1 + tl.minimum(window_right, end - (position + 1))
+    else:  # noqa: RET505  what follows a return is compiled too
+        behind = position + 1 + tl.minimum(window_right, -(position + 1) + MAX_POSITION)
+        return tl.minimum(end, tokens_before(behind, SHARD))
 
 
 @triton.jit
 def full_blocks(
     begin, end, first_position, last_position, window_left, window_right,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
     """``(first, stop, blocks)`` of the KV tiles of BLOCK tokens from ``begin`` on: ``[first, stop)`` need no mask.
 
     ``blocks`` is their number. ``first_position`` and ``last_position`` are those of the first and the last row.
     """
     blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
-    seen_by_all = tl.minimum(end, first_position + 1) if CAUSAL else end
+    seen_by_all = tl.minimum(end, tokens_before(first_position + 1, SHARD)) if CAUSAL else end
     if RIGHT:
-        seen_by_all = end_of_window(end, first_position, window_right)
+        seen_by_all = end_of_window(end, first_position, window_right, SHARD)
     stop = tl.maximum(seen_by_all - begin, 0) // BLOCK
     if WINDOW:
-        first = tl.minimum(tl.cdiv(tl.maximum(last_position - window_left - begin, 0), BLOCK), blocks)
+        seen_by_last = tokens_before(last_position - window_left, SHARD)
+        first = tl.minimum(tl.cdiv(tl.maximum(seen_by_last - begin, 0), BLOCK), blocks)
     else:
         first = blocks * 0
     return first, tl.maximum(stop, first), blocks

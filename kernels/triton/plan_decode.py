@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_decode as plan_in_closed_form
+from attn_ops.kernels.triton.context import shard_of, tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
 from attn_ops.kernels.triton.work_item import WORK_STRIDE, store_work_item, store_work_items_wide
@@ -122,15 +123,16 @@ def both_sums(a, b, more_a, more_b):
 
 @triton.jit
 def store_items(
-    work, item, mask, request, begin, end, offset, start, kv_len, page_start, slot,
+    work, item, mask, request, begin, end, offset, start, kv_len, seq_len, page_start, slot,
     KV_BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write work items; ``begin`` and ``end`` are on the line, ``offset`` later in the request, all in KV blocks.
 
-    ``start`` is the first token inside the window. A decode row has the number of its request.
+    ``start`` is the first token inside the window, ``seq_len`` the length on all ranks. A decode row has the number of
+    its request.
     """
     kv_begin, kv_end = tl.maximum((begin + offset) * KV_BLOCK, start), tl.minimum((end + offset) * KV_BLOCK, kv_len)
-    position, rows = kv_len - 1, tl.zeros_like(request) + 1
+    position, rows = seq_len - 1, tl.zeros_like(request) + 1
     if WIDE:
         store_work_items_wide(work, item, request, rows, kv_begin, kv_end, position, page_start, slot, request, mask)
     else:
@@ -142,6 +144,7 @@ def plan_decode_kernel(
     kv_indptr,  # [batch + 1]
     kv_indices,  # [num_indices]
     last_page_len,  # [batch]
+    seq_lens,  # [batch], or None for the lengths of the page table
     plan_kv_indptr,  # [max_batch + 1]; this and those below are written
     plan_kv_indices,  # [max_pages]
     plan_kv_len,  # [max_batch]
@@ -157,6 +160,7 @@ def plan_decode_kernel(
     num_split_counters,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHARD: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     IMBALANCE_DENOM: tl.constexpr,
     B: tl.constexpr,  # power of 2, at least max_batch
@@ -184,7 +188,13 @@ def plan_decode_kernel(
     end_page = tl.load(kv_indptr + tl.minimum(b + 1, batch))
     last_len = tl.load(last_page_len + b, mask=b < batch, other=1)
     kv_len = tl.where(b < batch, count_tokens(first_page, end_page, last_len, max_pages, PAGE_SIZE), 0)
-    start = tl.maximum(kv_len - WINDOW, 0) if WINDOW else tl.zeros_like(kv_len)
+    seq_len = kv_len
+    if seq_lens is not None:
+        seq_len = tl.load(seq_lens + b, mask=b < batch, other=0)
+    start = tl.maximum(tokens_before(seq_len - WINDOW, SHARD), 0) if WINDOW else tl.zeros_like(kv_len)
+    if seq_lens is not None:  # whose last token another rank may hold
+        kv_len = tl.where(start < kv_len, kv_len, 0)
+        start = tl.minimum(start, kv_len)
     first_block = start // KV_BLOCK
     blocks = tl.cdiv(kv_len, KV_BLOCK) - first_block
     nonempty = (blocks > 0).to(tl.int32)
@@ -218,7 +228,7 @@ def plan_decode_kernel(
         next_split_point = tl.associative_scan(tl.where(inside, boundary, total), 0, smaller, reverse=True)
         end = tl.minimum(ends, tl.gather(next_split_point, first_c, 0))
         store_items(
-            work, item, nonempty > 0, b, begins, end, offset, start, kv_len, first_page, slot,
+            work, item, nonempty > 0, b, begins, end, offset, start, kv_len, seq_len, first_page, slot,
             KV_BLOCK, B > WIDE_STORE_REQUESTS,
         )  # fmt: skip
         publish(work)
@@ -228,13 +238,18 @@ def plan_decode_kernel(
     request = tl.minimum(passed, B - 1)
     end = tl.minimum(request_end, tl.maximum(at_next(boundary, c, C), boundary + 1))
     length, page = tl.gather(kv_len, request, 0), tl.gather(first_page, request, 0)
-    start = tl.maximum(length - WINDOW, 0) if WINDOW else tl.zeros_like(length)
+    whole = length
+    if seq_lens is not None:
+        whole = tl.gather(seq_len, request, 0)
+    start = tl.maximum(tokens_before(whole - WINDOW, SHARD), 0) if WINDOW else tl.zeros_like(length)
     offset = start // KV_BLOCK - request_begin
     slot = tl.gather(first_slot - item, request, 0) + boundary_item
     # The sums of page tables that overlap may exceed int32; there is no item behind the last in any case.
     max_items = max_batch + num_ctas
     inside = inside & (boundary_item < max_items)
-    store_items(work, boundary_item, inside, request, boundary, end, offset, start, length, page, slot, KV_BLOCK, False)
+    store_items(
+        work, boundary_item, inside, request, boundary, end, offset, start, length, whole, page, slot, KV_BLOCK, False
+    )
 
     CLEAR_ITEMS: tl.constexpr = max(B, C)
     column = tl.arange(0, WORK_STRIDE)
@@ -249,13 +264,20 @@ def plan_decode_kernel(
     publish(merge_indptr + max_batch)
 
 
-def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
+def plan_decode(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    plan: list[Tensor],
+    *,
+    seq_lens: Tensor | None = None,
+) -> None:
     """Fill ``plan`` with splits for load balance; above MAX_PUBLISHED_REQUESTS by tensor operations."""
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
     max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
     if max_batch > MAX_PUBLISHED_REQUESTS:
-        plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan)
+        plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
     block_batch, num_indices = triton.next_power_of_2(max_batch), kv_indices.shape[0]
     pdl = supports_pdl(kv_indptr)
@@ -267,6 +289,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
         last_page_len=kv_last_page_len,
+        seq_lens=seq_lens,
         plan_kv_indptr=p.kv_indptr,
         plan_kv_indices=p.kv_indices,
         plan_kv_len=p.kv_len,
@@ -282,6 +305,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         num_split_counters=p.split_counters.numel(),
         PAGE_SIZE=problem.page_size,
         WINDOW=problem.window,
+        SHARD=shard_of(problem, problem.window > 0),
         KV_BLOCK=KV_BLOCK,
         IMBALANCE_DENOM=IMBALANCE_DENOM,
         B=block_batch,

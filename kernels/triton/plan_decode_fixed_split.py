@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from attn_ops.kernels.triton.context import shard_of, tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
 from attn_ops.kernels.triton.plan_decode import COPY_PAGES, clear, copy_page_numbers, count_tokens
@@ -33,6 +34,7 @@ def plan_decode_fixed_split_kernel(
     kv_indptr,  # [batch + 1]
     kv_indices,  # [num_indices]
     last_page_len,  # [batch]
+    seq_lens,  # [batch], or None for the lengths of the page table
     plan_kv_indptr,  # [max_batch + 1]; this and those below are written
     plan_kv_indices,  # [max_pages]
     plan_kv_len,  # [max_batch]
@@ -49,6 +51,7 @@ def plan_decode_fixed_split_kernel(
     num_split_counters,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHARD: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,  # KV blocks of every split but a request's last
     KV_BLOCK: tl.constexpr,
     B: tl.constexpr,  # power of 2, at least max_batch
@@ -77,7 +80,13 @@ def plan_decode_fixed_split_kernel(
     end_page = tl.load(kv_indptr + tl.minimum(b + 1, batch))
     last_len = tl.load(last_page_len + b, mask=b < batch, other=1)
     kv_len = tl.where(b < batch, count_tokens(first_page, end_page, last_len, max_pages, PAGE_SIZE), 0)
-    start = tl.maximum(kv_len - WINDOW, 0) if WINDOW else tl.zeros_like(kv_len)
+    seq_len = kv_len
+    if seq_lens is not None:
+        seq_len = tl.load(seq_lens + b, mask=b < batch, other=0)
+    start = tl.maximum(tokens_before(seq_len - WINDOW, SHARD), 0) if WINDOW else tl.zeros_like(kv_len)
+    if seq_lens is not None:  # whose last token another rank may hold
+        kv_len = tl.where(start < kv_len, kv_len, 0)
+        start = tl.minimum(start, kv_len)
     first_block = start // KV_BLOCK
     blocks = tl.cdiv(kv_len, KV_BLOCK) - first_block
     splits = tl.cdiv(blocks, SPLIT_BLOCKS)
@@ -101,7 +110,7 @@ def plan_decode_fixed_split_kernel(
             used.to(tl.int32),
             tl.where(used, tl.maximum(begin, tl.gather(start, request, 0)), 0),
             tl.where(used, tl.minimum(begin + SPLIT_BLOCKS * KV_BLOCK, length), 0),
-            tl.where(used, length - 1, 0),
+            tl.where(used, tl.gather(seq_len, request, 0) - 1, 0),
             tl.where(used, tl.gather(first_page, request, 0), 0),
             tl.where(used, tl.where(slot < 0, -1, slot + split), 0),
             row,
@@ -125,13 +134,20 @@ def plan_decode_fixed_split_kernel(
     publish(merge_indptr)
 
 
-def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]) -> None:
+def plan_decode(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    plan: list[Tensor],
+    *,
+    seq_lens: Tensor | None = None,
+) -> None:
     """Fill ``plan`` with splits of the size in its problem, or for load balance if that has none."""
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
     max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
     if not problem.split or max_batch > MAX_PUBLISHED_REQUESTS:
-        plan_balanced(kv_indptr, kv_indices, kv_last_page_len, plan)
+        plan_balanced(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
     block_batch, num_indices = triton.next_power_of_2(max_batch), kv_indices.shape[0]
     pdl = supports_pdl(kv_indptr)
@@ -142,6 +158,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
         last_page_len=kv_last_page_len,
+        seq_lens=seq_lens,
         plan_kv_indptr=p.kv_indptr,
         plan_kv_indices=p.kv_indices,
         plan_kv_len=p.kv_len,
@@ -158,6 +175,7 @@ def plan_decode(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
         num_split_counters=p.split_counters.numel(),
         PAGE_SIZE=problem.page_size,
         WINDOW=problem.window,
+        SHARD=shard_of(problem, problem.window > 0),
         SPLIT_BLOCKS=problem.split // KV_BLOCK,
         KV_BLOCK=KV_BLOCK,
         B=block_batch,

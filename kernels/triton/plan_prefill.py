@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
+from attn_ops.kernels.triton.context import shard_of, tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
 from attn_ops.kernels.triton.plan_decode import COPY_PAGES, at_previous, copy_page_numbers, count_tokens
@@ -27,8 +28,8 @@ TILES = 256
 
 @triton.jit
 def tile_extent(
-    tile, tiles_end, qo_len, kv_len, ROWS: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
-    B: tl.constexpr, LOG_B: tl.constexpr,
+    tile, tiles_end, qo_len, kv_len, seq_len, ROWS: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
+    SHARD: tl.constexpr, B: tl.constexpr, LOG_B: tl.constexpr,
 ):  # fmt: skip
     """``(request, offset, rows, position, kv_begin, kv_end)`` of each query tile.
 
@@ -41,11 +42,18 @@ def tile_extent(
     qo, kv = tl.gather(qo_len, request, 0), tl.gather(kv_len, request, 0)
     offset = (tile - at_previous(tiles_end, request, 0)) * ROWS
     rows = tl.minimum(qo - offset, ROWS)
-    position = kv - qo + offset
+    whole = kv
+    if SHARD.WORLD > 1:
+        whole = tl.gather(seq_len, request, 0)
+    position = whole - qo + offset
     # Keys after those that the tile's last row sees; a sum of a position and a window would exceed int32.
     hidden = tl.maximum(qo - offset - (ROWS + AHEAD - 1), 0)
-    end = tl.maximum(kv - hidden, 0) if AHEAD else kv
-    begin = tl.minimum(tl.maximum(position + 1 - WINDOW, 0), end) if WINDOW else tl.zeros_like(end)
+    end = tl.maximum(tokens_before(whole - hidden, SHARD), 0) if AHEAD else kv
+    if SHARD.WORLD > 1:
+        end = tl.minimum(end, kv)
+    begin = (
+        tl.minimum(tl.maximum(tokens_before(position + 1 - WINDOW, SHARD), 0), end) if WINDOW else tl.zeros_like(end)
+    )
     return request, offset, rows, position, begin, end
 
 
@@ -100,6 +108,7 @@ def plan_prefill_kernel(
     kv_indptr,  # [batch + 1]
     kv_indices,  # [num_indices]
     last_page_len,  # [batch]
+    seq_lens,  # [batch], or None for the lengths of the page table
     plan_qo_indptr,  # [max_batch + 1]; these and those below are written
     plan_kv_indptr,  # [max_batch + 1]
     plan_kv_indices,  # [max_pages]
@@ -116,6 +125,7 @@ def plan_prefill_kernel(
     ROWS: tl.constexpr,  # query rows of a tile
     WINDOW: tl.constexpr,
     AHEAD: tl.constexpr,
+    SHARD: tl.constexpr,
     BUCKETS: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     MIN_SPLIT_BLOCKS: tl.constexpr,
@@ -144,6 +154,9 @@ def plan_prefill_kernel(
     end_page = tl.load(kv_indptr + tl.minimum(b + 1, batch))
     last_len = tl.load(last_page_len + b, mask=b < batch, other=1)
     kv_len = tl.where(b < batch, count_tokens(first_page, end_page, last_len, max_pages, PAGE_SIZE), 0)
+    seq_len = kv_len
+    if seq_lens is not None:
+        seq_len = tl.load(seq_lens + b, mask=b < batch, other=0)
     # As many rows as the tiles hold however they are divided into requests; attention writes zeros to the rest.
     max_rows = (max_items - max_batch - 2 * max_split_tiles) * ROWS
     first_row = tl.minimum(tl.maximum(tl.load(qo_indptr + tl.minimum(b, batch)), 0), max_rows)
@@ -159,7 +172,9 @@ def plan_prefill_kernel(
         total = tl.full((), 0, tl.int64)
         for first in range(0, num_tiles, TILES):
             tile = first + t
-            _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, AHEAD, B, LOG_B)
+            _, _, _, _, begin, end = tile_extent(
+                tile, tiles_end, qo_len, kv_len, seq_len, ROWS, WINDOW, AHEAD, SHARD, B, LOG_B
+            )
             _, blocks, _, _ = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, False)
             if SPLIT_BLOCKS:
                 blocks = tl.where(blocks > SPLIT_BLOCKS, tl.cdiv(blocks, SPLIT_BLOCKS), 0)
@@ -172,14 +187,18 @@ def plan_prefill_kernel(
     longest = 0
     for first in range(0, num_tiles, TILES):
         tile = first + t
-        _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, AHEAD, B, LOG_B)
+        _, _, _, _, begin, end = tile_extent(
+            tile, tiles_end, qo_len, kv_len, seq_len, ROWS, WINDOW, AHEAD, SHARD, B, LOG_B
+        )
         _, _, _, extent = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
         longest = tl.maximum(longest, tl.max(extent, 0))
     # Pass 3: the work items of each length bucket.
     count = tl.zeros((BUCKETS,), tl.int32)
     for first in range(0, num_tiles, TILES):
         tile = first + t
-        _, _, _, _, begin, end = tile_extent(tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, AHEAD, B, LOG_B)
+        _, _, _, _, begin, end = tile_extent(
+            tile, tiles_end, qo_len, kv_len, seq_len, ROWS, WINDOW, AHEAD, SHARD, B, LOG_B
+        )
         _, _, splits, extent = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
         bucket = length_bucket(extent, longest, tile < num_tiles, BUCKETS)
         count += tl.sum(tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0), 0)
@@ -190,7 +209,7 @@ def plan_prefill_kernel(
         tile = first + t
         used = tile < num_tiles
         request, offset, rows, position, begin, end = tile_extent(
-            tile, tiles_end, qo_len, kv_len, ROWS, WINDOW, AHEAD, B, LOG_B
+            tile, tiles_end, qo_len, kv_len, seq_len, ROWS, WINDOW, AHEAD, SHARD, B, LOG_B
         )
         first_block, blocks, splits, extent = count_splits(begin, end, used, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
         bucket = length_bucket(extent, longest, used, BUCKETS)
@@ -226,13 +245,19 @@ def plan_prefill_kernel(
 
 
 def plan_prefill(
-    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: list[Tensor]
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    plan: list[Tensor],
+    *,
+    seq_lens: Tensor | None = None,
 ) -> None:
     p = PrefillPlan(*plan)
     problem = PlanProblem.of(p.problem)
     max_batch, max_pages = p.kv_len.shape[0], p.kv_indices.shape[0]
     if max_batch > MAX_PUBLISHED_REQUESTS:
-        plan_in_closed_form(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan)
+        plan_in_closed_form(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
     block_batch = triton.next_power_of_2(max_batch)
     num_indices, pdl = kv_indices.shape[0], supports_pdl(kv_indptr)
@@ -244,6 +269,7 @@ def plan_prefill(
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
         last_page_len=kv_last_page_len,
+        seq_lens=seq_lens,
         plan_qo_indptr=p.qo_indptr,
         plan_kv_indptr=p.kv_indptr,
         plan_kv_indices=p.kv_indices,
@@ -260,6 +286,7 @@ def plan_prefill(
         ROWS=problem.tile_rows,
         WINDOW=problem.window,
         AHEAD=problem.ahead,
+        SHARD=shard_of(problem),
         BUCKETS=LENGTH_BUCKETS,
         KV_BLOCK=KV_BLOCK,
         MIN_SPLIT_BLOCKS=MIN_SPLIT_BLOCKS,

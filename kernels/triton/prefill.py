@@ -21,9 +21,17 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.triton.config_prefill import pad, prefill_tile, run_length
 from attn_ops.kernels.triton.config_tuned import tuned
+from attn_ops.kernels.triton.context import shard_of, token_position, tokens_before
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import constexpr_table, launch
-from attn_ops.kernels.triton.masks import causal_or_window, end_of_window, full_blocks, mask_bits, mask_offset
+from attn_ops.kernels.triton.masks import (
+    MAX_POSITION,
+    causal_or_window,
+    end_of_window,
+    full_blocks,
+    mask_bits,
+    mask_offset,
+)
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_partner
 from attn_ops.kernels.triton.softmax import (
@@ -49,11 +57,11 @@ from attn_ops.kernels.triton.work_item import (
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
+from attn_ops.plan.plan_checks import MAX_QUERY_ROWS
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
-MIN_POSITION, MAX_POSITION = tl.constexpr(-MAX_QUERY_ROWS), tl.constexpr(MAX_KV_TOKENS)
-"""Bounds of the position of a query row in the KV: that of a request's first row is the KV length minus the rows."""
+MIN_POSITION = tl.constexpr(-MAX_QUERY_ROWS)
+"""Bound of the position of a query row in the KV: that of a request's first row is the KV length minus the rows."""
 
 
 @constexpr_table
@@ -68,6 +76,9 @@ class Shape(NamedTuple):
     PAGE_SIZE: int
     TILE_ROWS: int  # query rows of a work item
     LOG2_HEADS: int  # floor of the logarithm of the number of query heads
+    RANK: int = 0  # and those below: of :class:`.context.Shard`
+    WORLD: int = 1
+    INTERLEAVE: int = 0
 
 
 @constexpr_table
@@ -171,7 +182,7 @@ def rotate_query(query, q, at, exists, position, d, rope, END: tl.constexpr, DIM
 def load_keys(
     x, runs, stride_token, k, k_runs, stride_k_token, first, count, d, rope,
     END: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr,
-    RUN: tl.constexpr,
+    RUN: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """``[tokens, d]`` of part ``x`` of the keys from token ``first`` on, rotated if ROPE.
 
@@ -180,7 +191,7 @@ def load_keys(
     key = load_runs(x, runs, stride_token, count, d, END, PADDED, MASKED, RUN)
     if ROPE:
         log2_theta, inverse_rope_scale = rope
-        tokens = first + tl.arange(0, runs.shape[0] * RUN)
+        tokens = token_position(first + tl.arange(0, runs.shape[0] * RUN), SHAPE)
         partner_d = tl.where(d < END, rotation_partner(d, DIM), DIM)
         partner = load_runs(k, k_runs, stride_k_token, count, partner_d, DIM, True, MASKED, RUN)
         key = rotate(key, partner, tokens, d, log2_theta, inverse_rope_scale, DIM)
@@ -211,14 +222,14 @@ def qk_product(
     runs = run_offsets(pages, page_start, first, stride_page, stride_token, SHAPE, FEATURES.PAGED, TILE)
     key_a = load_keys(
         k, runs, stride_token, k, runs, stride_token, first, count, d_a, rope,
-        SHAPE.DIM_A, SHAPE.DIM_A < TILE.BLOCK_A, MASKED, FEATURES.ROPE, DIM, TILE.RUN,
+        SHAPE.DIM_A, SHAPE.DIM_A < TILE.BLOCK_A, MASKED, FEATURES.ROPE, DIM, TILE.RUN, SHAPE,
     ).to(query_a.dtype)  # fmt: skip
     logits = tl.dot(query_a, tl.trans(key_a), input_precision="ieee")
     if SHAPE.DIM_B > 0:
         b_runs = run_offsets(pages, page_start, first, stride_b_page, stride_b_token, SHAPE, FEATURES.PAGED, TILE)
         key_b = load_keys(
             k_b, b_runs, stride_b_token, k, runs, stride_token, first, count, d_b, rope,
-            END_B, SHAPE.DIM_B < TILE.BLOCK_B, MASKED, FEATURES.ROPE, DIM, TILE.RUN,
+            END_B, SHAPE.DIM_B < TILE.BLOCK_B, MASKED, FEATURES.ROPE, DIM, TILE.RUN, SHAPE,
         )  # fmt: skip
         logits = tl.dot(query_b, tl.trans(key_b.to(query_b.dtype)), logits, input_precision="ieee")
     return logits, key_a
@@ -363,11 +374,11 @@ def prefill_kernel(
     if first_row > last_row:
         return
     if FEATURES.CAUSAL:
-        end = tl.minimum(end, position + last_row + 1)
+        end = tl.minimum(end, tokens_before(position + last_row + 1, SHAPE))
     if FEATURES.RIGHT:
-        end = end_of_window(end, position + last_row, window_right)
+        end = end_of_window(end, position + last_row, window_right, SHAPE)
     if FEATURES.WINDOW:
-        begin = tl.maximum(begin, position + first_row - window_left)
+        begin = tl.maximum(begin, tokens_before(position + first_row - window_left, SHAPE))
     row_position = position + tile_row
 
     # Load the query.
@@ -407,7 +418,7 @@ def prefill_kernel(
     start = begin // TILE.RUN * TILE.RUN if FEATURES.PAGED else begin
     full, after_full, tiles = full_blocks(
         start, end, position + first_row, position + last_row, window_left, window_right,
-        FEATURES.CAUSAL, FEATURES.WINDOW, FEATURES.RIGHT, BLOCK_N,
+        FEATURES.CAUSAL, FEATURES.WINDOW, FEATURES.RIGHT, BLOCK_N, SHAPE,
     )  # fmt: skip
     ONE_PHASE: tl.constexpr = MASK or FEATURES.SHARED  # two would not fit in the registers of large shared values
     if ONE_PHASE:
@@ -424,12 +435,13 @@ def prefill_kernel(
                 rope, phase != 1, SHAPE, FEATURES, TILE,
             )  # fmt: skip
             if not FOLD_SCALE:
-                distance = tokens[None, :] - row_in_request[:, None]
+                distance = token_position(tokens, SHAPE)[None, :] - row_in_request[:, None]
                 logits = bias_and_cap(logits, logit_scale, cap, slope, distance, FEATURES.ALIBI, FEATURES.CAP)
             if phase != 1:
                 visible = causal_or_window(
-                    tokens, row_position, window_left, window_right, FEATURES.CAUSAL, FEATURES.WINDOW, FEATURES.RIGHT
-                )
+                    token_position(tokens, SHAPE), row_position, window_left, window_right,
+                    FEATURES.CAUSAL, FEATURES.WINDOW, FEATURES.RIGHT,
+                )  # fmt: skip
                 visible = visible & (n < tile_tokens)[None, :]
                 if MASK:
                     visible = visible & mask_bits(mask, bits_at, row_in_request, length, tokens, mask_bytes)
@@ -485,6 +497,7 @@ def launch_tiles(
     blocks = triton.cdiv(tile_rows * group, tile.rows)
     paged = plan is not None and bool(plan.kv_indices.shape[0] > 0)
     causal = o.causal and o.mask is None
+    positional = causal or o.window_left >= 0 or o.window_right >= 0 or o.pos_encoding != "NONE"
     run = run_length(problem.page_size, tile.kv) if problem is not None and paged else tile.kv
     if any(type(stride) is int and stride * run >= 1 << 31 for stride in (x.k_strides[1], x.v_strides[1])):
         run = 1  # within a run, offsets have 32 bits
@@ -532,6 +545,7 @@ def launch_tiles(
             PAGE_SIZE=1 if problem is None else problem.page_size,
             TILE_ROWS=tile_rows,
             LOG2_HEADS=num_heads.bit_length() - 1,
+            **shard_of(problem, positional)._asdict(),
         ),
         FEATURES=Features(
             PAGED=paged,

@@ -10,10 +10,17 @@ import torch
 from helpers.page_tables import int32, page_table
 from torch import Tensor
 
-import attn_ops
 from attn_ops import DecodePlanner, PrefillPlanner
 from attn_ops.distributed import ContextShard, merge_context
-from attn_ops.errors import AttnOpsError, CapacityError, OptionError, PageTableError, PlanError, RankError
+from attn_ops.errors import (
+    AttnOpsError,
+    CapacityError,
+    OptionError,
+    PageTableError,
+    PlanError,
+    RankError,
+    ShapeError,
+)
 
 SIZES: dict[str, Any] = {"page_size": 16, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SHARD = ContextShard(1, 2, 32)
@@ -67,10 +74,7 @@ def test_appended_tokens_of_other_ranks_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: _decode(window_left=8), "context with causal False, window_left 8"),
         (lambda: _decode(page_size=64), "interleave of context is 32 tokens with page_size 64"),
-        (lambda: PrefillPlanner(4, 9, 20, **SIZES, causal=True, context=SHARD), "context with causal True"),
-        (lambda: PrefillPlanner(4, 9, 20, **SIZES, window_right=2, context=SHARD), "window_right 2"),
         (
             lambda: PrefillPlanner(4, 9, 0, **SIZES | {"page_size": 1}, max_kv_len=9, context=SHARD),
             "context with ragged KV",
@@ -110,31 +114,43 @@ def _attend(planner: DecodePlanner, options: dict[str, Any]) -> Any:
     return torch.ops.attn.batch_decode(q, cache, cache, planner.state, planner.workspace, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"window_left": 3}, {"sinks": torch.zeros(4)}, {"pos_encoding": "ROPE_LLAMA"}, {"pos_encoding": "ALIBI"}],
-    ids=str,
-)
-def test_options_that_need_all_keys(options: dict[str, Any]) -> None:
-    (name,) = options
-    words = f"batch_decode: {name} is given and the plan has the keys of one of 2 ranks"
+def test_sinks_count_once_for_all_ranks() -> None:
+    words, sinks = "batch_decode: sinks is given and the plan has the keys of one of 2 ranks", torch.zeros(4)
     planner = _decode()
     _attend(planner, {})
     with pytest.raises(PlanError, match=words):
-        _attend(planner, options)
+        _attend(planner, {"sinks": sinks})
     with pytest.raises(Exception, match=words):
-        torch.compile(lambda: _attend(planner, options), backend="eager", fullgraph=True)()
+        torch.compile(lambda: _attend(planner, {"sinks": sinks}), backend="eager", fullgraph=True)()
 
 
-def test_causal_attention_needs_all_keys() -> None:
-    planner = PrefillPlanner(4, 9, 20, **SIZES, context=SHARD)
-    plan = planner.plan(int32([0, 3, 3, 3, 9]), *page_table(KV_LENS, 16))
-    q, cache = torch.zeros(9, 4, 16), torch.zeros(20, 16, 2, 16)
-    call = (q, cache, cache, plan, planner.workspace)
-    torch.ops.attn.batch_prefill(*call)
-    for options in ({"causal": True}, {"window_right": 0}):
-        with pytest.raises(PlanError, match="keys of one of 2 ranks"):
-            torch.ops.attn.batch_prefill(*call, **options)
+def test_a_request_without_keys_in_the_window_is_empty() -> None:
+    plan = _decode(window_left=3).plan(*page_table((70, 0, 5, 64), 16))
+    assert plan.kv_len.tolist() == [0, 0, 0, 32]  # tokens 64 to 69 are those of rank 0
+    assert plan.work[:1].tolist() == [[3, 1, 28, 32, 63, 2, -1, 3]]
+
+
+def test_planning_ops_take_the_lengths_on_all_ranks() -> None:
+    table = page_table(KV_LENS, 16)
+    own, plan = SHARD.page_table(16, *table), _decode().state
+    lengths = torch.ops.attn.seq_lens(table[0], table[2], 16)
+    with pytest.raises(PlanError, match="keys of one of 2 ranks; expected seq_lens"):
+        torch.ops.attn.plan_decode(*own, plan)
+    with pytest.raises(ShapeError, match="seq_lens has length 3; expected 4"):
+        torch.ops.attn.plan_decode(*own, plan, seq_lens=lengths[1:])
+    with pytest.raises(PlanError, match="the plan is for whole requests"):
+        torch.ops.attn.plan_decode(*table, _decode(context=None).state, seq_lens=lengths)
+    torch.ops.attn.plan_decode(*own, plan, seq_lens=lengths)
+    assert plan.kv_len.tolist() == [36, 0, 0, 32]
+
+
+@pytest.mark.parametrize(("rank", "world", "interleave"), [(2, 2, 16), (0, 2, 0), (0, 0, 0), (0, 1 << 20, 1 << 20)])
+def test_hostile_shards(rank: int, world: int, interleave: int) -> None:
+    planner = _decode()
+    problem = planner.problem._replace(rank=rank, world=world, interleave=interleave)
+    planner.state = planner.state._replace(problem=problem.as_shape_tensor(torch.device("cpu")))
+    with pytest.raises(PlanError, match="expected a rank below world and an interleave"):
+        _attend(planner, {})
 
 
 def test_merging_needs_a_group() -> None:
@@ -162,9 +178,3 @@ class _Module(torch.nn.Module):
 
     def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Any:
         return self.function(a, b, c)
-
-
-def test_packages_are_refused() -> None:
-    planner = _decode()
-    with pytest.raises(OptionError, match="is given a planner with context"):
-        attn_ops.export_package(_Module(lambda a, b, c: a), planner, (), "unused.pt2")

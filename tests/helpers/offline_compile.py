@@ -18,6 +18,7 @@ from attn_ops.kernels.triton import config_decode, config_prefill, launch
 from attn_ops.kernels.triton import decode as backend_decode
 
 import attn_ops
+from attn_ops.distributed import ContextShard
 
 Compiled = list[tuple[Any, dict[str, Any]]]
 
@@ -197,3 +198,20 @@ def small_ops() -> None:
         prefills = attn_ops.PrefillPlanner(5, 500, 100, **sizes, fixed_split_size=split)
         backend.plan_decode(i, i, i[1:], list(decodes.state))
         backend.plan_prefill(i, i, i, i[1:], list(prefills.state))
+
+
+def context_ops() -> None:
+    """Planning and attention on the keys of one rank, with every option that depends on positions."""
+    i = torch.zeros(6, dtype=torch.int32)
+    sizes: dict[str, Any] = {"page_size": 16, "num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "num_ctas": 33}
+    sizes |= {"context": ContextShard(1, 3, 48), "window_left": 100}
+    cache, q = torch.zeros(10, 16, 2, 64, dtype=torch.bfloat16), torch.zeros(5, 8, 64, dtype=torch.bfloat16)
+    for split in (None, 8):
+        decodes = attn_ops.DecodePlanner(5, 100, **sizes, fixed_split_size=split)
+        prefills = attn_ops.PrefillPlanner(5, 500, 100, **sizes, fixed_split_size=split, window_right=50)
+        backend.plan_decode(i, i, i[1:], list(decodes.state), seq_lens=i[1:])
+        backend.plan_prefill(i, i, i, i[1:], list(prefills.state), seq_lens=i[1:])
+    options: dict[str, Any] = {"window_left": 100, "pos_encoding": "ROPE_LLAMA"}
+    backend.batch_decode(q, cache, cache, list(decodes.state), decodes.workspace, **options)
+    options = {"window_left": 100, "window_right": 50, "pos_encoding": "ALIBI"}
+    backend.batch_prefill(q, cache, cache, list(prefills.state), prefills.workspace, **options)

@@ -15,7 +15,15 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from attn_ops.kernels import triton as backend  # noqa: E402
 from attn_ops.kernels.triton.config_decode import decode_tile, shared_bytes, short_stages  # noqa: E402
-from helpers.offline_compile import compiling_for, decode, eager, mla, prefill, small_ops  # noqa: E402
+from helpers.offline_compile import (  # noqa: E402
+    compiling_for,
+    context_ops,
+    decode,
+    eager,
+    mla,
+    prefill,
+    small_ops,
+)
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
@@ -129,3 +137,12 @@ def test_inductor_can_embed_the_sources() -> None:
     for text in (*sources, *map(repr, texts)):
         assert "\\" not in text, text
         assert "'''" not in text, text
+
+
+@pytest.mark.slow
+def test_kernels_on_the_keys_of_one_rank() -> None:
+    with compiling_for(90) as compiled:
+        context_ops()
+    names = {kernel.metadata.name for kernel, _ in compiled}
+    plans = {"plan_decode_kernel", "plan_decode_fixed_split_kernel", "plan_prefill_kernel"}
+    assert names >= {"decode_kernel", "prefill_kernel", *plans}

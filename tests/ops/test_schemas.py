@@ -30,10 +30,10 @@ class Snapshot(TestCase):
         self.assertExpectedInline(
             "\n".join(wrapped),
             """\
-attn::plan_decode(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, Tensor(a!)[] plan, *, str
-    backend="auto") -> ()
+attn::plan_decode(Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, Tensor(a!)[] plan, *, Tensor?
+    seq_lens=None, str backend="auto") -> ()
 attn::plan_prefill(Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, Tensor(a!)[]
-    plan, *, str backend="auto") -> ()
+    plan, *, Tensor? seq_lens=None, str backend="auto") -> ()
 attn::batch_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] plan, Tensor(a!) workspace, *, float?
     sm_scale=None, float logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str
     pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., ScalarType? out_dtype=None, str

@@ -13,6 +13,7 @@ from helpers.backends import each_triton
 from torch import Tensor
 
 import attn_ops
+from attn_ops.distributed import ContextShard
 
 HEADS: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
@@ -21,7 +22,7 @@ MakePlanner = Callable[[str], Any]
 
 
 def assert_planned_as_by_the_reference(
-    kind: str, make: MakePlanner, inputs: Sequence[Tensor], device: str, backend: str
+    kind: str, make: MakePlanner, inputs: Sequence[Tensor], device: str, backend: str, seq_lens: Tensor | None = None
 ) -> None:
     """Plan ``inputs`` with ``plan_<kind>`` into tensors that hold 7, and compare every field."""
     plans = []
@@ -29,7 +30,8 @@ def assert_planned_as_by_the_reference(
         state = make(where).state
         for field in state:
             field.fill_(7)
-        getattr(torch.ops.attn, f"plan_{kind}")(*(t.to(where) for t in inputs), state, backend=name)
+        lengths = None if seq_lens is None else seq_lens.to(where)
+        getattr(torch.ops.attn, f"plan_{kind}")(*(t.to(where) for t in inputs), state, seq_lens=lengths, backend=name)
         plans.append(state)
     for field, expected, actual in zip(plans[0]._fields, *plans, strict=True):
         assert torch.equal(expected, actual.cpu()), (kind, field)
@@ -213,3 +215,35 @@ def test_a_batch_beyond_the_capacity_stays_within_the_plan(options: dict[str, in
     for name, t in guarded.items():
         assert (t[-4096:] == -7).all(), name
     assert planner.state.qo_indptr.tolist() == [0, 1, 32], "rows beyond the capacity are left out, not dropped unseen"
+
+
+@each_triton
+@pytest.mark.parametrize("seed", range(16))
+def test_keys_of_one_rank(seed: int, device: str, backend: str) -> None:
+    """Windows and causal bounds by position on the part of the keys that a rank holds."""
+    draw = random.Random(seed)
+    world, page_size, batch = draw.choice([2, 3, 8]), draw.choice([1, 16]), draw.choice([1, 5, 20])
+    shard = ContextShard(draw.randrange(world), world, page_size * draw.choice([1, 3]))
+    table = _page_table(draw, batch, page_size, draw.choice([30, 700]))
+    seq_lens = torch.ops.attn.seq_lens(table[0], table[2], page_size)
+    own = shard.page_table(page_size, *table)
+    rows = torch.tensor([draw.choice([0, 1, 7, 40]) for _ in range(batch)])
+    rows[0] = 1
+    sizes: dict[str, Any] = {
+        "page_size": page_size,
+        "window_left": draw.choice([-1, 0, 63, 300]),
+        "num_ctas": draw.choice([1, 6]),
+        "fixed_split_size": draw.choice([None, None, 128 // page_size]),
+        "context": shard,
+        **HEADS,
+    }
+    pages, bounds = table[1].shape[0], {"causal": draw.random() < 0.5, "window_right": draw.choice([-1, 0, 63])}
+
+    def decode(where: str) -> Any:
+        return attn_ops.DecodePlanner(batch, pages, device=where, **sizes)
+
+    def prefill(where: str) -> Any:
+        return attn_ops.PrefillPlanner(batch, int(rows.sum()), pages, device=where, tile_rows=7, **bounds, **sizes)
+
+    assert_planned_as_by_the_reference("decode", decode, own, device, backend, seq_lens)
+    assert_planned_as_by_the_reference("prefill", prefill, (_qo_indptr(rows), *own), device, backend, seq_lens)

@@ -283,7 +283,8 @@ class Planner {
     check_sizes(
         prefill ? std::optional(static_cast<int64_t>(values[0].size())) : std::nullopt, static_cast<int64_t>(last.size()),
         static_cast<int64_t>(indices.size()));
-    if (prefill && metadata_.of_problem("split") > 0) check_splits(values[0], lengths);
+    const bool alone = metadata_.of_problem("world") == 1;  // splits are those of one rank's keys
+    if (prefill && alone && metadata_.of_problem("split") > 0) check_splits(values[0], lengths);
     return detail::upload(values, device_);
   }
 

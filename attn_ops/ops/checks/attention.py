@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -70,17 +71,17 @@ def _planned(
     plan: Sequence[Tensor],
     workspace: Tensor,
     options: AttentionOptions,
-) -> Any:
-    """The plan, which must be one for this problem, and its workspace large enough."""
+) -> tuple[Any, Problem]:
+    """The plan, which must be one for this problem, and its workspace large enough; and the problem with its ranks."""
     typed = op.plan(plan, kind, q)
     if kind is PrefillPlan:
         op.limit("q_nope" if op.name == "batch_mla" else "q", "query rows", q.shape[0], MAX_QUERY_ROWS)
     sizes = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
     op.planned_for(typed, page_size=problem.page_size or 1, **{size: getattr(problem, size) for size in sizes})
     op.covered(typed, options)
-    op.whole(typed, options)
+    op.without_sinks(typed, options)
     op.workspace(workspace, workspace_size(typed), q)
-    return typed
+    return typed, replace(problem, context_ranks=PlanProblem.of(typed.problem).world)
 
 
 def batch_decode(
@@ -100,7 +101,7 @@ def batch_decode(
     op.tensor("q", q, "[batch, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
     problem = _attention(op, q, k_cache, v_cache, kv_layout, page_size, heads, o)
-    typed = _planned(op, DecodePlan, problem, q, plan, workspace, o)
+    typed, problem = _planned(op, DecodePlan, problem, q, plan, workspace, o)
     op.capacity(
         q.shape[0],
         typed.kv_len.shape[0],
@@ -128,8 +129,7 @@ def batch_prefill(
     op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
     problem = _attention(op, q, k_cache, v_cache, kv_layout, page_size, heads, o)
-    _planned(op, PrefillPlan, problem, q, plan, workspace, o)
-    return problem
+    return _planned(op, PrefillPlan, problem, q, plan, workspace, o)[1]
 
 
 def _dense_kv(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> int:
@@ -160,7 +160,7 @@ def ragged_prefill(
     op = OpChecker("ragged_prefill")
     o = AttentionOptions(**options)
     problem = _attention(op, q, k, v, kv_layout, 0, _dense_kv(op, q, k, v, kv_layout), o)
-    typed = _planned(op, PrefillPlan, problem, q, plan, workspace, o)
+    typed, problem = _planned(op, PrefillPlan, problem, q, plan, workspace, o)
     if typed.kv_indices.shape[0]:
         op.fail(PlanError, "the plan is for a paged cache", "one for ragged KV", "make the planner with max_pages=0")
     return problem
@@ -203,7 +203,7 @@ def block_sparse_prefill(
     heads = _dense_kv(op, q, k, v, kv_layout)
     page_size = PlanProblem.of(op.plan(plan, PrefillPlan, q).problem).page_size
     problem = _attention(op, q, k, v, kv_layout, page_size, heads, o)
-    typed = _planned(op, PrefillPlan, problem, q, plan, workspace, o)
+    typed, problem = _planned(op, PrefillPlan, problem, q, plan, workspace, o)
     if not typed.kv_indices.shape[0]:
         fix = "make the planner with BlockSparsePlanner"
         op.fail(PlanError, "the plan is for ragged KV", "one with a page for each block column", fix)
@@ -285,5 +285,4 @@ def batch_mla(
         head_dim_vo=dims[0],
         page_size=int(ckv_cache.shape[1]),
     )
-    _planned(op, PrefillPlan, problem, q_nope, plan, workspace, o)
-    return problem
+    return _planned(op, PrefillPlan, problem, q_nope, plan, workspace, o)[1]

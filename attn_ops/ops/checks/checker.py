@@ -29,16 +29,6 @@ PLAN_RANKS = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles":
 """Ranks of the fields of a plan that are not vectors."""
 
 
-NEED_ALL_KEYS: dict[str, str] = {
-    "causal": "attend to the new rows apart, without context, and merge",
-    "window_left": "keep the keys of layers with a window on every rank, and plan without context",
-    "window_right": "keep the keys of layers with a window on every rank, and plan without context",
-    "pos_encoding": "rotate queries and keys before they are appended",
-    "sinks": "pass them to merge_context",
-}
-"""Options that a call on one rank's part of the keys does not take, and what to do."""
-
-
 class OpChecker:
     """The checks of one call, each naming the op in its message."""
 
@@ -233,20 +223,16 @@ class OpChecker:
             "make the planner with causal=False",
         )
 
-    def whole(self, plan: DecodePlan | PrefillPlan, o: AttentionOptions) -> None:
-        """A plan of one rank's keys goes without options that need the positions of keys, or all keys."""
+    def without_sinks(self, plan: DecodePlan | PrefillPlan, o: AttentionOptions) -> None:
+        """A call on the keys of one of several ranks has no sinks."""
         world = PlanProblem.of(plan.problem).world
-        if world == 1:
-            return
-        given = o.given()
-        for name, fix in NEED_ALL_KEYS.items():
-            if name in given and not (name == "causal" and isinstance(plan, DecodePlan)):
-                self.fail(
-                    PlanError,
-                    f"{name} is given and the plan has the keys of one of {world} ranks",
-                    f"no {name}, which needs the positions of keys or counts once for all ranks",
-                    fix,
-                )
+        if world > 1 and o.sinks is not None:
+            self.fail(
+                PlanError,
+                f"sinks is given and the plan has the keys of one of {world} ranks",
+                "no sinks, which count once for all ranks",
+                "pass them to merge_context",
+            )
 
     def workspace(self, workspace: Tensor, needed: int, like: Tensor) -> None:
         self.tensor("workspace", workspace, "[elements]", (torch.float32,), like)

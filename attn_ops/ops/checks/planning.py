@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.errors import PlanError
 from attn_ops.ops.backends import Problem
 from attn_ops.ops.checks.checker import OpChecker
-from attn_ops.plan.state import DecodePlan, PrefillPlan
+from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 
 
-def _page_table(op: OpChecker, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: Any) -> None:
+def _page_table(
+    op: OpChecker,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    plan: Any,
+    seq_lens: Tensor | None,
+) -> None:
     device = plan.kv_len
     op.indptr("kv_indptr", kv_indptr, "[batch + 1]", device)
     op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), device)
@@ -30,6 +38,17 @@ def _page_table(op: OpChecker, kv_indptr: Tensor, kv_indices: Tensor, kv_last_pa
             f"{name} of at least {{needed}}",
             f"make the planner with that {name}",
         )
+    world = PlanProblem.of(plan.problem).world
+    if seq_lens is None:
+        if world > 1:
+            what, expected = f"the plan is for the keys of one of {world} ranks", "seq_lens, the lengths on all ranks"
+            op.fail(PlanError, what, expected, "plan with a planner, or pass the result of attn::seq_lens")
+        return
+    if world == 1:
+        what = "seq_lens is given and the plan is for whole requests"
+        op.fail(PlanError, what, "a plan for the keys of one of several ranks", "leave seq_lens out")
+    op.tensor("seq_lens", seq_lens, "[batch]", (torch.int32,), device)
+    op.size("seq_lens", "length", seq_lens.shape[0], kv_last_page_len.shape[0], "kv_last_page_len")
 
 
 def plan_decode(
@@ -38,11 +57,12 @@ def plan_decode(
     kv_last_page_len: Tensor,
     plan: Sequence[Tensor],
     *,
+    seq_lens: Tensor | None = None,
     backend: str = "auto",
 ) -> Problem:
     op = OpChecker("plan_decode")
     typed = op.plan(plan, DecodePlan, plan[0] if plan else None)
-    _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed)
+    _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed, seq_lens)
     return Problem("plan_decode", typed.kv_len.device)
 
 
@@ -53,11 +73,12 @@ def plan_prefill(
     kv_last_page_len: Tensor,
     plan: Sequence[Tensor],
     *,
+    seq_lens: Tensor | None = None,
     backend: str = "auto",
 ) -> Problem:
     op = OpChecker("plan_prefill")
     typed = op.plan(plan, PrefillPlan, plan[0] if plan else None)
     op.indptr("qo_indptr", qo_indptr, "[batch + 1]", typed.kv_len)
-    _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed)
+    _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed, seq_lens)
     op.size("qo_indptr", "length", qo_indptr.shape[0], kv_indptr.shape[0], "kv_indptr")
     return Problem("plan_prefill", typed.kv_len.device)

@@ -1,0 +1,110 @@
+"""The ranks of a group answer a question each, and all of them get all answers, or all of them raise.
+
+The answers go through the store of the process group: no collective that a rank could leave unmatched. So the next
+question finds the ranks in step again after one did not answer in time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from attn_ops.errors import RankError, fail
+
+__all__ = ["RankAnswers", "fingerprint"]
+
+COMPLETE = "complete"
+"""The outcome of a question that every rank answered in time. Any other outcome is an error."""
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> str:
+    """A hash of the contents and sizes of integer tensors, of any integer dtypes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for t in tensors:
+        values = t.detach().to("cpu", torch.int64).contiguous()
+        digest.update(repr(tuple(values.shape)).encode() + values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+class RankAnswers:
+    """The questions of a group, which all ranks are asked in the same order.
+
+    A question has one outcome, which the first rank to see all answers or to run out of time decides. A rank that
+    answers later reads it, and raises with the others.
+
+    Args:
+        name: of the group, the same on every rank. All ranks make the same number of these of one name.
+        ranks: of the group, in the world.
+
+    Raises:
+        RankError: the store is out of reach.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self.ranks, self._questions = list(ranks), 0
+        store, self._rank = distributed_c10d._get_default_store(), dist.get_rank()
+        try:
+            made = store.add(f"attn_ops/{name}/{self._rank}", 1)
+        except (RuntimeError, dist.DistError) as error:
+            self._fail("RankAnswers", str(error), 0)
+        self._store = dist.PrefixStore(f"attn_ops/{name}/{made}", store)
+
+    def exchange(self, where: str, error: Exception | None, answer: Any, timeout: float) -> list[Any]:
+        """The answers of all ranks, each of which JSON can represent, in the order of ``ranks``.
+
+        ``error`` is what a rank raises in the place of an answer: it raises that, and the others a RankError that
+        quotes it. The ranks wait ``timeout`` seconds for each other.
+
+        Raises:
+            RankError: another rank has an error, or a rank did not answer in time, on all ranks.
+        """
+        question, self._questions = self._questions, self._questions + 1
+        keys, outcome = [f"{question}/{rank}" for rank in self.ranks], COMPLETE
+        message = "" if error is None else f"{type(error).__name__}: {error}"
+        try:
+            self._store.set(f"{question}/{self._rank}", json.dumps([message, answer]))
+            try:
+                self._store.wait(keys, timedelta(seconds=timeout))
+            except (RuntimeError, dist.DistError):
+                late = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key])]
+                outcome = f"rank {late[0] if late else self._rank} did not answer"
+            outcome = self._store.compare_set(f"{question}/outcome", "", outcome).decode()
+            answers = [json.loads(self._store.get(key)) for key in keys] if outcome == COMPLETE else []
+            if answers and question:  # no rank is at the last question any more
+                self._forget(question - 1)
+        except (RuntimeError, dist.DistError) as raised:
+            if error is not None:
+                raise error from None
+            self._fail(where, str(raised), timeout)
+        if error is not None:
+            raise error
+        if outcome != COMPLETE:
+            self._fail(where, outcome, timeout)
+        for rank, (text, _) in zip(self.ranks, answers, strict=True):
+            if text:
+                fail(RankError, where, f"rank {rank} failed with {text}", "success on every rank", "see that rank")
+        return [values for _, values in answers]
+
+    def _forget(self, question: int) -> None:
+        """Delete the keys of a question that every rank has the outcome of."""
+        self._store.delete_key(f"{question}/{self._rank}")
+        if self._rank == self.ranks[0]:
+            self._store.delete_key(f"{question}/outcome")
+
+    def _fail(self, where: str, what: str, timeout: float) -> NoReturn:
+        reason = next(iter(what.splitlines()), "")
+        fail(
+            RankError,
+            where,
+            f"{reason} (ranks {self.ranks})",
+            f"an answer of every rank within {timeout:g} s",
+            "take this step on all ranks or on none, and see the log of every rank",
+        )
