@@ -64,6 +64,7 @@
 #include "descriptors.cuh"
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "schedule.cuh"
 
 namespace attn_ops {
 namespace {
@@ -83,10 +84,8 @@ constexpr int kHalfBytes = kHalf / 64 * kBlockBytes;
 constexpr int kQuarters = 4;  // of the latent columns, two blocks each
 constexpr int kQueryBoxBlocks = 4;
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
-constexpr int kMaxTokens = 0x7FF00000;          // of a request: sums with sizes of tiles fit in 32 bits
 constexpr bool kKeysFirst[2] = {false, true};  // by consumer
 enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
-enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
 
 struct Shared {
   alignas(1024) char query[kTileBytes];
@@ -106,13 +105,7 @@ struct Problem {
   DEVICE int row_of(int packed_row) const { return uint32(packed_row) / uint32(heads); }
 };
 
-struct Unit {
-  int row;         // of q: the first query row of the item
-  int count;       // query rows of the item
-  int position;    // of the first query row in the KV sequence
-  int start, end;  // KV tokens; start is the first of a tile
-  int page_start;  // of the request in kv_indices
-  int slot;        // of the partial result, negative without a split
+struct Unit : Item {  // `start` is the first token of a tile
   int first_packed_row;
 
   DEVICE int tiles() const { return (end - start + kTile - 1) / kTile; }
@@ -124,56 +117,21 @@ DEVICE int causal_end(int position, int row) {
 }
 
 // Units of this cluster in their order.
-struct Schedule {
-  int wave = 0;
-
-  // Items without rows divide the query rows after the last request's among them. The plan lists them last: after the
-  // first of them, those without such rows are skipped.
+struct Schedule : Walk<true> {
   DEVICE bool next(const Problem& p, Unit& unit) {
-    const int blocks = p.blocks(), total = p.rows > 0 ? p.num_units : 0;
-    const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
-    for (;; ++wave) {
-      const int64 u = int64(wave) * clusters + (wave & 1 ? clusters - 1 - cluster : cluster);
-      if (int64(wave) * clusters >= total) return false;
-      if (u >= total) continue;
-      const int item = int(u) / blocks, first_padding = locate(p, item, unit);
-      if (first_padding > item) {
-        wave = max(wave, int(int64(first_padding) * blocks / clusters) - 1);
-        continue;
-      }
-      unit.first_packed_row = int(u) % blocks * kUnitRows;
-      const int first = unit.first_packed_row / p.heads;
-      const int last = min((unit.first_packed_row + kUnitRows - 1) / p.heads, unit.count - 1);
-      if (first > last) continue;
-      if (p.causal) unit.end = min(unit.end, causal_end(unit.position, last));
-      unit.end = max(min(unit.end, kMaxTokens), 0);
-      unit.start = max(min(unit.start / kTile * kTile, unit.end), 0);
-      ++wave;
-      return true;
-    }
+    const int units = p.rows > 0 ? p.num_units : 0;
+    return next_unit(*this, p, unit, blockIdx.x / CLUSTER, gridDim.x / CLUSTER, units, p.blocks());
   }
 
-  // Reads an item, bounded by the capacities. Returns the item itself, or a later one that is the next to have rows.
-  DEVICE int locate(const Problem& p, int item, Unit& unit) const {
-    // No wider loads: a plan may lie at any multiple of 4 bytes.
-    const int* record = p.work + int64(item) * kWorkStride;
-    const bool listed = item < p.max_items;
-    const auto column = [&](Work name, int otherwise) { return listed ? record[name] : otherwise; };
-    unit.row = column(kRow, 0), unit.count = column(kRows, 0);
-    unit.start = column(kKvBegin, 0), unit.end = column(kKvEnd, 0), unit.position = column(kPosition, 0);
-    unit.page_start = max(column(kPageStart, 0), 0), unit.slot = column(kSlot, -1);
-    const int64 pages = p.num_pages > 0 ? max(p.max_pages - unit.page_start, 0) : 0;
-    unit.end = static_cast<int>(min(int64(unit.end), pages * p.page_size));
-    if (unit.count <= 0) {
-      const int used = max(p.qo_indptr[p.max_batch], 0), padding = max(p.rows - used, 0);
-      const int first = p.num_items - (padding + p.tile_rows - 1) / p.tile_rows;
-      if (item < first) return first;
-      unit.row = used + (p.num_items - 1 - item) * p.tile_rows;
-      unit.count = p.rows - unit.row;
-      unit.end = min(unit.start, 0), unit.slot = -1;
-    }
-    unit.count = min(unit.count, p.tile_rows);
-    return item;
+  DEVICE bool take(const Problem& p, int u, Unit& unit) const {
+    unit.first_packed_row = u % p.blocks() * kUnitRows;
+    const int first = unit.first_packed_row / p.heads;
+    const int last = min((unit.first_packed_row + kUnitRows - 1) / p.heads, unit.count - 1);
+    if (first > last) return false;
+    if (p.causal) unit.end = min(unit.end, causal_end(unit.position, last));
+    unit.end = max(min(unit.end, kMaxTokens), 0);
+    unit.start = max(min(unit.start / kTile * kTile, unit.end), 0);
+    return true;
   }
 
   // The first unit, and the end of the prologue that overlaps the preceding kernel.

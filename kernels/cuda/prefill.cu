@@ -62,6 +62,7 @@
 #include "epilogue.cuh"
 #include "fp8.cuh"
 #include "hopper.cuh"
+#include "schedule.cuh"
 #include "tanh.cuh"
 
 #ifndef KV_FP8
@@ -84,11 +85,9 @@ constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 // Of a thread.
 constexpr int kProducerRegisters = KV_FP8 ? 48 : 40, kConsumerRegisters = 232;
-constexpr int kNone = 1 << 30;         // a window without a bound
+constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits
-constexpr int kMaxTokens = 0x7FF00000;  // of a request: sums with sizes of tiles fit in 32 bits
 enum NamedBarrier { kBothConsumers = 1 };
-enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
 
 struct Shared {
   alignas(1024) char query[kQueries][2][kQueryBytes];
@@ -120,14 +119,8 @@ struct Source {
   int page_step, head_step;
 };
 
-struct Unit {
-  int row;               // of q: the first query row of the item
-  int count;             // query rows of the item
-  int position;          // of the first query row in the KV sequence
-  int start, end;        // KV tokens that are loaded
+struct Unit : Item {     // `start` to `end` are loaded
   int hidden;            // tokens from start on that no row sees, less than a box
-  int page_start;        // of the request in kv_indices; its first token in ragged KV
-  int slot;              // of the partial result, negative without a split
   int first_packed_row;
   int kv_head;
 };
@@ -139,68 +132,32 @@ DEVICE int bound(int position, int rows, int window) {
 }
 
 // Units of this CTA in their order.
-struct Schedule {
-  int wave = 0;
-
-  // Items without rows divide the query rows after the last request's among them. The plan lists them last: after the
-  // first of them, those without such rows are skipped.
+struct Schedule : Walk<PAGED> {
   DEVICE bool next(const Problem& p, Unit& unit) {
-    const int blocks = p.blocks(), of_item = p.num_kv_heads * blocks, total = p.num_units;
-    const int ctas = gridDim.x;
-    for (;; ++wave) {
-      const int64 u = int64(wave) * ctas + (wave & 1 ? ctas - 1 - int(blockIdx.x) : int(blockIdx.x));
-      if (int64(wave) * ctas >= total) return false;
-      if (u >= total) continue;
-      const int item = int(u) / of_item, first_padding = locate(p, item, unit);
-      if (first_padding > item) {
-        wave = max(wave, int(int64(first_padding) * of_item / ctas) - 1);
-        continue;
-      }
-      unit.kv_head = int(u) / blocks % p.num_kv_heads;
-      unit.first_packed_row = int(u) % blocks * p.block_rows();
-      const int first = unit.first_packed_row / p.group;
-      const int last = min((unit.first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
-      if (first > last) continue;
-      unit.end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
-      int begin = max(unit.start, p.window_left == kNone ? 0 : bound(unit.position, first, -p.window_left));
-      unit.start = PAGED ? begin / p.box * p.box : begin;
-      unit.start = max(min(unit.start, unit.end), 0);
-      unit.hidden = max(begin - unit.start, 0);
-      ++wave;
-      return true;
-    }
+    return next_unit(*this, p, unit, blockIdx.x, gridDim.x, p.num_units, p.num_kv_heads * p.blocks());
   }
 
-  // Reads an item, bounded by the capacities. Returns the item itself, or a later one that is the next to have rows.
+  DEVICE bool take(const Problem& p, int u, Unit& unit) const {
+    const int blocks = p.blocks();
+    unit.kv_head = u / blocks % p.num_kv_heads;
+    unit.first_packed_row = u % blocks * p.block_rows();
+    const int first = unit.first_packed_row / p.group;
+    const int last = min((unit.first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
+    if (first > last) return false;
+    unit.end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
+    int begin = max(unit.start, p.window_left == kNone ? 0 : bound(unit.position, first, -p.window_left));
+    unit.start = PAGED ? begin / p.box * p.box : begin;
+    unit.start = max(min(unit.start, unit.end), 0);
+    unit.hidden = max(begin - unit.start, 0);
+    return true;
+  }
+
   DEVICE int locate(const Problem& p, int item, Unit& unit) const {
-    if (!p.planned) {
-      unit.row = (p.num_items - 1 - item) * p.tile_rows;
-      unit.count = min(p.rows - unit.row, p.tile_rows);
-      unit.start = 0, unit.end = p.kv_rows, unit.position = p.kv_rows - p.rows + unit.row;
-      unit.page_start = 0, unit.slot = -1;
-      return item;
-    }
-    // No wider loads: a plan may lie at any multiple of 4 bytes.
-    const int* record = p.work + int64(item) * kWorkStride;
-    const bool listed = item < p.max_items;
-    const auto column = [&](Work name, int otherwise) { return listed ? record[name] : otherwise; };
-    unit.row = column(kRow, 0), unit.count = column(kRows, 0), unit.start = column(kKvBegin, 0), unit.end = column(kKvEnd, 0);
-    unit.position = column(kPosition, 0), unit.page_start = max(column(kPageStart, 0), 0), unit.slot = column(kSlot, -1);
-    if (PAGED) {
-      const int64 pages = p.num_pages > 0 ? max(p.max_pages - unit.page_start, 0) : 0;
-      unit.end = static_cast<int>(min(int64(unit.end), pages * p.page_size));
-    } else {
-      unit.end = min(unit.end, p.kv_rows - unit.page_start);
-    }
-    if (unit.count <= 0) {
-      const int used = max(p.qo_indptr[p.max_batch], 0), padding = max(p.rows - used, 0);
-      const int first = p.num_items - (padding + p.tile_rows - 1) / p.tile_rows;
-      if (item < first) return first;
-      unit.row = used + (p.num_items - 1 - item) * p.tile_rows;
-      unit.count = p.rows - unit.row;
-      unit.end = min(unit.start, 0), unit.slot = -1;
-    }
-    unit.count = min(unit.count, p.tile_rows);
+    if (p.planned) return Walk::locate(p, item, unit);
+    unit.row = (p.num_items - 1 - item) * p.tile_rows;
+    unit.count = min(p.rows - unit.row, p.tile_rows);
+    unit.start = 0, unit.end = p.kv_rows, unit.position = p.kv_rows - p.rows + unit.row;
+    unit.page_start = 0, unit.slot = -1;
     return item;
   }
 };

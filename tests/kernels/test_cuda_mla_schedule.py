@@ -1,15 +1,15 @@
-"""Units of the CUDA MLA kernel: the part of its source that walks a plan, compiled for the host."""
+"""Units of the CUDA MLA kernel, by its walk of a plan on the host."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from attn_ops.kernels.cuda.compile import FOLDER
+import torch
+from helpers import cuda_host
 from helpers.page_tables import indptr, page_table
 
 import attn_ops
@@ -17,38 +17,28 @@ from attn_ops.plan.state import PlanProblem, num_partials
 
 mla = pytest.importorskip("attn_ops.kernels.cuda.mla", exc_type=ImportError)
 
-PRELUDE = """
-#include <algorithm>
-#include <cstdio>
-#include <vector>
-#define DEVICE inline
-using int64 = long long;
-using uint32 = unsigned int;
-template <class A, class B> auto min(A a, B b) { return b < a ? b : a; }
-template <class A, class B> auto max(A a, B b) { return a < b ? b : a; }
-struct Index { int x; } gridDim, blockIdx;
-void acquire_plan() {}
-void wait_for_earlier_kernels() {}
-void launch_later_kernels() {}
-"""
+pytestmark = cuda_host.needs_a_compiler
 
 MAIN = """
+#include <cstdio>
+#include <vector>
+using namespace attn_ops;
+
 int main() {
   std::vector<int> n;
   for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
   const int* at = n.data();
   const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
-  const int *const qo_indptr = array(), *const kv_indices = nullptr, *const work = array();
-  int rows, num_pages, max_pages, max_items, max_batch, heads, page_size, tile_rows, num_items, num_units;
-  int causal, early;
-  for (int* parameter : {&rows, &num_pages, &max_pages, &max_items, &max_batch, &heads, &page_size, &tile_rows,
-                         &num_items, &num_units, &gridDim.x, &causal, &early})
-    *parameter = *at++;
-  MAKE_PROBLEM
+  Problem p = {.qo_indptr = array(), .work = array()};
+  for (int* field : {&p.rows, &p.num_pages, &p.max_pages, &p.max_items, &p.max_batch, &p.heads, &p.page_size,
+                     &p.tile_rows, &p.num_items, &p.num_units})
+    *field = *at++;
+  gridDim.x = *at++;
+  p.causal = *at++;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     Schedule schedule;
     Unit unit;
-    for (bool exists = schedule.first(p, unit); exists; exists = schedule.next(p, unit))
+    while (schedule.next(p, unit))
       std::printf("%d %d %d %d %d %d %d %d %d %d\\n", blockIdx.x, unit.row, unit.count, unit.position, unit.start,
                   unit.end, unit.page_start, unit.slot, unit.first_packed_row, unit.tiles());
   }
@@ -70,33 +60,9 @@ class Unit(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def programs() -> dict[int, Path]:
     """Programs that print the units of a plan, by the CTAs of a cluster."""
-    source = (FOLDER / "mla.cu").read_text()
-    names = "kTile|kPackedRows|kUnitRows|kMaxTokens"
-    constants = re.findall(rf"^(?:constexpr int (?:{names}) |enum Work).*$", source, re.MULTILINE)
-    assert len(constants) == 5
-    walk = source[source.index("struct Problem {") : source.index("// ---- Producers")]
-    make_problem = source[(begin := source.index("  const Problem p = {")) : source.index("};", begin) + 2]
-    folder, made = tmp_path_factory.mktemp("schedule"), {}
-    for cluster in (1, 2):
-        text = "\n".join([PRELUDE, f"#define CLUSTER {cluster}", *constants, walk])
-        text += MAIN.replace("MAKE_PROBLEM", make_problem)
-        (folder / f"{cluster}.cpp").write_text(text)
-        made[cluster] = folder / str(cluster)
-        sanitizers = "-fsanitize=undefined,address", "-fno-sanitize-recover"
-        words = [
-            "g++",
-            "-std=c++20",
-            "-O1",
-            "-w",
-            *sanitizers,
-            str(folder / f"{cluster}.cpp"),
-            "-o",
-            str(made[cluster]),
-        ]
-        subprocess.run(words, check=True)
-    return made
+    return {n: cuda_host.program(mla.SPECIALIZATIONS[n, torch.bfloat16], MAIN) for n in (1, 2)}
 
 
 def _units(programs: dict[int, Path], plan: attn_ops.PrefillPlan, rows: int, clusters: int, causal: bool) -> list[Unit]:
@@ -106,7 +72,7 @@ def _units(programs: dict[int, Path], plan: attn_ops.PrefillPlan, rows: int, clu
     numbers = [plan.qo_indptr.numel(), *plan.qo_indptr.tolist(), plan.work.numel(), *plan.work.flatten().tolist()]
     numbers += [rows, 1 << 20, plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0]]
     numbers += [problem.num_qo_heads, problem.page_size, problem.tile_rows, items, items * blocks]
-    numbers += [min(clusters, items * blocks) * cluster, int(causal), 1]
+    numbers += [min(clusters, items * blocks) * cluster, int(causal)]
     words = " ".join(map(str, numbers))
     run = subprocess.run([programs[cluster]], input=words, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

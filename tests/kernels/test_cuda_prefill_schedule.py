@@ -1,15 +1,15 @@
-"""Units of the CUDA prefill kernel: the part of its source that walks a plan, compiled for the host."""
+"""Units of the CUDA prefill kernel, by its walk of a plan on the host."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from attn_ops.kernels.cuda.compile import FOLDER
+import torch
+from helpers import cuda_host
 from helpers.page_tables import indptr, page_table
 
 import attn_ops
@@ -17,35 +17,26 @@ from attn_ops.plan.state import PlanProblem, num_partials
 
 prefill = pytest.importorskip("attn_ops.kernels.cuda.prefill", exc_type=ImportError)
 
+pytestmark = cuda_host.needs_a_compiler
+
 HEADS, NO_WINDOW, TILE, PACKED_ROWS = 2, 1 << 30, 128, 64
 
-PRELUDE = """
-#include <algorithm>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <vector>
-#define DEVICE inline
-using int64 = long long;
-using uint32 = unsigned int;
-template <class A, class B> auto min(A a, B b) { return b < a ? b : a; }
-template <class A, class B> auto max(A a, B b) { return a < b ? b : a; }
-struct Index { int x; } gridDim, blockIdx;
-"""
-
 MAIN = """
-int main(int argc, char** argv) {
+#include <cstdio>
+#include <vector>
+using namespace attn_ops;
+
+int main() {
   std::vector<int> n;
   for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
   const int* at = n.data();
   const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
-  const int *const qo_indptr = array(), *const kv_indices = nullptr, *const work = array();
-  int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
-  int page_size, box, tile_rows, num_items, num_units;
-  for (int* parameter : {&window_left, &window_right, &rows, &kv_rows, &num_pages, &max_pages, &max_items, &max_batch,
-                         &num_kv_heads, &group, &page_size, &box, &tile_rows, &num_items, &num_units, &gridDim.x})
-    *parameter = *at++;
-  MAKE_PROBLEM
+  Problem p = {.qo_indptr = array(), .work = array(), .planned = true};
+  for (int* field : {&p.window_left, &p.window_right, &p.rows, &p.kv_rows, &p.num_pages, &p.max_pages, &p.max_items,
+                     &p.max_batch, &p.num_kv_heads, &p.group, &p.page_size, &p.box, &p.tile_rows, &p.num_items,
+                     &p.num_units})
+    *field = *at++;
+  gridDim.x = *at++;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     Schedule schedule;
     Unit unit;
@@ -72,23 +63,9 @@ class Unit(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+def programs() -> dict[bool, Path]:
     """Programs that print the units of a plan, by whether KV is paged."""
-    source = (FOLDER / "prefill.cu").read_text()
-    constants = re.findall(r"^(?:constexpr int k(?:None|MaxTokens|PackedRows)|enum Work) .*$", source, re.MULTILINE)
-    assert len(constants) == 4
-    walk = source[source.index("struct Problem {") : source.index("// ---- Producers")]
-    make_problem = source[(begin := source.index("  const Problem p = {")) : source.index("};", begin) + 2]
-    folder, made = tmp_path_factory.mktemp("schedule"), {}
-    for paged in (False, True):
-        text = "\n".join([PRELUDE, f"#define PAGED {int(paged)}", "struct TensorMap;", *constants, walk])
-        text += MAIN.replace("MAKE_PROBLEM", make_problem)
-        (folder / f"{paged}.cpp").write_text(text)
-        made[paged] = folder / str(paged)
-        sanitizers = "-fsanitize=undefined,address", "-fno-sanitize-recover"
-        words = ["g++", "-std=c++20", "-O1", "-w", *sanitizers, str(folder / f"{paged}.cpp"), "-o", str(made[paged])]
-        subprocess.run(words, check=True)
-    return made
+    return {p: cuda_host.program(prefill.SPECIALIZATIONS[128, 128, p, torch.bfloat16], MAIN) for p in (False, True)}
 
 
 def _units(program: Path, plan: attn_ops.PrefillPlan, rows: int, box: int, ctas: int, **p: int) -> list[Unit]:

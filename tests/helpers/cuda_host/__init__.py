@@ -41,10 +41,7 @@ HERE = Path(__file__).parent
 
 FLAGS = ("-std=c++20", "-g1", "-fPIC", "-march=native", "-U_FORTIFY_SOURCE", "-w")
 
-KERNEL_FLAGS = (
-    "-fsanitize=thread,signed-integer-overflow,integer-divide-by-zero,shift,bounds,alignment",
-    "--param=tsan-instrument-func-entry-exit=0",
-)
+KERNEL_FLAGS = ("-fsanitize=thread,signed-integer-overflow,integer-divide-by-zero,shift,bounds,alignment",)
 """The compiler calls functions of ``machine.cpp`` at each access to memory, and where behaviour is undefined."""
 
 SOURCE = """
@@ -76,7 +73,7 @@ FUNCTION = "void call_{name}(void** arguments) {{ call(attn_ops::{name}, argumen
 PLAN = ("qo_indptr", "kv_indices", "work")
 """Parameters that are tensors of a plan."""
 
-C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+C_TYPES = {"pointer": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 MAX_BOX, MAX_STRIDE, ALIGNMENT = 256, 1 << 40, 16
 
@@ -164,18 +161,33 @@ def machine() -> Path:
     )
 
 
+def _with_host_headers(one: Specialization) -> tuple[dict[str, str], list[str]]:
+    """The files that the source of ``one`` needs on the host, and the options of its macros."""
+    source, headers = sources(one)
+    texts = {name: text.decode() for name, text in headers.items()} | {one.kernel.source: source.decode()}
+    texts |= _own("cuda.h", "interface.h", "numbers.h", *(path.name for path in HERE.glob("*.cuh")))
+    return texts, [f"-D{name}={value}" for name, value in one.macros]
+
+
 def library_of(one: Specialization, faults: Sequence[Fault] = ()) -> Path:
     """The shared library of a kernel's file, for the macros of ``one``."""
     names = {other.kernel.function for other in specializations() if other.kernel.source == one.kernel.source}
-    source, headers = sources(one)
-    texts = {name: text.decode() for name, text in headers.items()}
-    texts |= _own("cuda.h", "interface.h", "numbers.h", "basics.cuh", "hopper.cuh", "cluster.cuh")
-    texts[one.kernel.source] = _plant(source.decode(), faults)
+    texts, macros = _with_host_headers(one)
+    texts[one.kernel.source] = _plant(texts[one.kernel.source], faults)
     calls = "\n".join(FUNCTION.format(name=name) for name in sorted(names))
     texts["kernel.cpp"] = SOURCE.format(source=one.kernel.source, functions=calls)
-    macros = [f"-D{name}={value}" for name, value in one.macros]
-    made = _compile("kernel.cpp", texts, *KERNEL_FLAGS, *macros, "-O1", "-c")
-    return _link(made)
+    return _link(_compile("kernel.cpp", texts, *KERNEL_FLAGS, *macros, "-O1", "-c"))
+
+
+def program(one: Specialization, main: str) -> Path:
+    """An executable of C++ that calls device functions of a kernel's file which wait for no other thread.
+
+    It ends with an error where behaviour is undefined.
+    """
+    texts, macros = _with_host_headers(one)
+    texts["main.cpp"] = f'#include "{one.kernel.source}"\n{main}'
+    sanitizers = "-fsanitize=undefined,address", "-fsanitize-undefined-trap-on-error"
+    return _compile("main.cpp", texts, str(machine()), *sanitizers, *macros, "-O1", "-D__global__=inline")
 
 
 @functools.cache
@@ -283,11 +295,10 @@ class Host:
             else:
                 if kind == "pointer" and value is not None and name in kernel.aligned:
                     assert value.data_ptr() % ALIGNMENT == 0, name
-                number = (
-                    C_TYPES[kind](value)
-                    if kind in C_TYPES
-                    else ctypes.c_void_p(value.data_ptr() if value is not None and value.numel() else None)
-                )
+                number: Any = value
+                if kind == "pointer":
+                    number = None if value is None or not value.numel() else value.data_ptr()
+                number = C_TYPES[kind](number)
                 kept.append((number, ctypes.addressof(number)))
         regions = _regions(specialization, values)
         one = _Launch(

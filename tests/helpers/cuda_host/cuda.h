@@ -12,7 +12,9 @@
 #include "numbers.h"
 
 #define __device__
+#ifndef __global__  // programs that call device functions alone leave kernels out
 #define __global__ __attribute__((noinline))
+#endif
 #define __forceinline__ inline __attribute__((always_inline))
 #define __grid_constant__
 #define __launch_bounds__(...)

@@ -1,0 +1,80 @@
+// Work items of a plan, and the walk of a persistent kernel over their units.
+#pragma once
+
+#include "basics.cuh"
+
+namespace attn_ops {
+namespace {
+
+constexpr int kMaxTokens = 0x7FF00000;  // of a request: sums with sizes of tiles fit in 32 bits
+enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
+
+struct Item {
+  int row;         // of q: the first query row
+  int count;       // query rows
+  int position;    // of the first query row in the KV sequence
+  int start, end;  // KV tokens
+  int page_start;  // of the request in kv_indices; its first token in ragged KV
+  int slot;        // of the partial result, negative without a split
+};
+
+// The walk of a CTA or cluster over a plan, whose KV is paged or ragged.
+template <bool kPaged>
+struct Walk {
+  int wave = 0;
+
+  // Reads an item, bounded by the capacities. Returns the item itself, or a later one that is the next to have rows.
+  //
+  // Items without rows divide the query rows after the last request's among them. The plan lists them last: after the
+  // first of them, those without such rows are skipped.
+  template <class Problem>
+  DEVICE int locate(const Problem& p, int item, Item& to) const {
+    // No wider loads: a plan may lie at any multiple of 4 bytes.
+    const int* record = p.work + int64(item) * kWorkStride;
+    const bool listed = item < p.max_items;
+    const auto column = [&](Work name, int otherwise) { return listed ? record[name] : otherwise; };
+    to.row = column(kRow, 0), to.count = column(kRows, 0), to.start = column(kKvBegin, 0), to.end = column(kKvEnd, 0);
+    to.position = column(kPosition, 0), to.page_start = max(column(kPageStart, 0), 0), to.slot = column(kSlot, -1);
+    if constexpr (kPaged) {
+      const int64 pages = p.num_pages > 0 ? max(p.max_pages - to.page_start, 0) : 0;
+      to.end = static_cast<int>(min(int64(to.end), pages * p.page_size));
+    } else {
+      to.end = min(to.end, p.kv_rows - to.page_start);
+    }
+    if (to.count <= 0) {
+      const int used = max(p.qo_indptr[p.max_batch], 0), padding = max(p.rows - used, 0);
+      const int first = p.num_items - (padding + p.tile_rows - 1) / p.tile_rows;
+      if (item < first) return first;
+      to.row = used + (p.num_items - 1 - item) * p.tile_rows;
+      to.count = p.rows - to.row;
+      to.end = min(to.start, 0), to.slot = -1;
+    }
+    to.count = min(to.count, p.tile_rows);
+    return item;
+  }
+};
+
+// Of `walkers` CTAs or clusters, walker w runs units w, 2 * walkers - 1 - w, 2 * walkers + w and so on: plans sort their
+// items by length, so waves in turn forwards and backwards balance. An item has `of_item` units.
+//
+// The next unit that has anything to do. `schedule.locate(p, item, unit)` reads the item, or returns a later one to go
+// on with, and `schedule.take(p, number, unit)` the rest of the unit, or returns false.
+template <class Schedule, class Problem, class Unit>
+DEVICE bool next_unit(Schedule& schedule, const Problem& p, Unit& unit, int walker, int walkers, int units, int of_item) {
+  for (;; ++schedule.wave) {
+    const int64 u = int64(schedule.wave) * walkers + (schedule.wave & 1 ? walkers - 1 - walker : walker);
+    if (int64(schedule.wave) * walkers >= units) return false;
+    if (u >= units) continue;
+    const int item = int(u) / of_item, first_padding = schedule.locate(p, item, unit);
+    if (first_padding > item) {
+      schedule.wave = max(schedule.wave, int(int64(first_padding) * of_item / walkers) - 1);
+      continue;
+    }
+    if (!schedule.take(p, int(u), unit)) continue;
+    ++schedule.wave;
+    return true;
+  }
+}
+
+}  // namespace
+}  // namespace attn_ops
