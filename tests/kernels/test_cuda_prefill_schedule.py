@@ -65,7 +65,8 @@ class Unit(NamedTuple):
 @pytest.fixture(scope="module")
 def programs() -> dict[bool, Path]:
     """Programs that print the units of a plan, by whether KV is paged."""
-    return {p: cuda_host.program(prefill.SPECIALIZATIONS[128, 128, p, torch.bfloat16], MAIN) for p in (False, True)}
+    chosen = {paged: prefill.SPECIALIZATIONS[128, 128, paged, torch.bfloat16, False] for paged in (False, True)}
+    return {paged: cuda_host.program(one, MAIN) for paged, one in chosen.items()}
 
 
 def _units(program: Path, plan: attn_ops.PrefillPlan, rows: int, box: int, ctas: int, **p: int) -> list[Unit]:
