@@ -1,7 +1,7 @@
 // Descriptors of WGMMA's operands in shared memory.
 #pragma once
 
-#include "types.cuh"
+#include "basics.cuh"
 
 namespace attn_ops {
 

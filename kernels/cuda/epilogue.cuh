@@ -18,6 +18,21 @@ DEVICE float sum_of_quad(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// An arrival of this warp.
+DEVICE void arrive_by_warp(uint32 barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+// Probabilities as an operand in registers, of 16 tokens in each row.
+template <int N>
+DEVICE void round(uint32 (&p)[N / 8][4], const float (&logits)[N]) {
+#pragma unroll
+  for (int i = 0; i < N / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) p[i][j] = pack(logits[8 * i + 2 * j], logits[8 * i + 2 * j + 1]);
+}
+
 // Transposes four words of the four lanes of a quad: lane i gets word i of each.
 DEVICE uint4 transpose_quad(uint32 w0, uint32 w1, uint32 w2, uint32 w3) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
@@ -36,6 +51,70 @@ DEVICE auto pair_of(float x, float y) {
     return TYPE == kFloat16 ? float16_pair(x, y) : bfloat16_pair(x, y);
   } else {
     return TYPE == kE4M3 ? e4m3_pair(x, y) : e5m2_pair(x, y);
+  }
+}
+
+// ---- Stores -------------------------------------------------------------------------------------------------------
+
+// Stores N / 2 columns of the two rows of this thread from `first_column` on, from registers. A row has WIDTH columns, and
+// `row` counts them in the whole result.
+template <OutType TYPE, int WIDTH, int N>
+DEVICE void store_rows(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
+                       const bool (&exists)[2]) {
+  using Pair = decltype(pair_of<TYPE>(0, 0));
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    Pair* to = static_cast<Pair*>(out) + row[r] * (WIDTH / 2) + first_column / 2 + threadIdx.x % 4;
+    if (exists[r])
+#pragma unroll
+      for (int i = 0; i < N / 4; ++i) to[4 * i] = pair_of<TYPE>(output[4 * i + 2 * r], output[4 * i + 2 * r + 1]);
+  }
+}
+
+// The same for a partial result: a workspace may lie at any multiple of 4 bytes.
+template <int WIDTH, int N>
+DEVICE void store_partial(float* partial, const float (&output)[N], int first_column, const int64 (&row)[2],
+                          const bool (&exists)[2]) {
+  if (reinterpret_cast<uint64>(partial) % 8 == 0)
+    return store_rows<kFloat32, WIDTH>(partial, output, first_column, row, exists);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float* to = partial + row[r] * WIDTH + first_column + threadIdx.x % 4 * 2;
+    if (exists[r])
+#pragma unroll
+      for (int i = 0; i < N / 4; ++i) to[8 * i] = output[4 * i + 2 * r], to[8 * i + 1] = output[4 * i + 2 * r + 1];
+  }
+}
+
+// The same in the type of the query, 16 bytes at a time.
+template <int WIDTH, int N>
+DEVICE void store_like_query(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
+                             const bool (&exists)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    uint4* to = static_cast<uint4*>(out) + row[r] * (WIDTH / 8) + first_column / 8 + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < N / 4; i += 4) {
+      uint32 words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = pack(output[4 * (i + j) + 2 * r], output[4 * (i + j) + 2 * r + 1]);
+      const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3]);
+      if (exists[r]) to[i] = chunk;
+    }
+  }
+}
+
+// The same in any type.
+template <int WIDTH, int N>
+DEVICE void store_as(int type, void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
+                     const bool (&exists)[2]) {
+  switch (type) {
+    case kLikeQuery: return store_like_query<WIDTH>(out, output, first_column, row, exists);
+    case kFloat32: return store_rows<kFloat32, WIDTH>(out, output, first_column, row, exists);
+    case kFloat16: return store_rows<kFloat16, WIDTH>(out, output, first_column, row, exists);
+    case kBFloat16: return store_rows<kBFloat16, WIDTH>(out, output, first_column, row, exists);
+    case kE4M3: return store_rows<kE4M3, WIDTH>(out, output, first_column, row, exists);
+    case kE5M2: return store_rows<kE5M2, WIDTH>(out, output, first_column, row, exists);
   }
 }
 

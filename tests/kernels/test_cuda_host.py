@@ -216,7 +216,8 @@ class Planted(NamedTuple):
 
 PREFILL_FAULTS = {
     "no arrival": Planted(
-        Fault("release(k_empty + number % kKeyStages * 8);", "", 2), "deadlock(.|\n)*wait at prefill.cu"
+        Fault("arrive_by_warp(k_empty + number % kKeyStages * 8);", "", 2),
+        "deadlock(.|\n)*wait at prefill_producer.cuh",
     ),
     "another parity": Planted(
         Fault("wait(empty + stage * 8, tile / kStages & 1 ^ 1);", "wait(empty + stage * 8, tile / kStages & 1);"),
@@ -235,8 +236,8 @@ PREFILL_FAULTS = {
     "a stage is released before its last product": Planted(
         Fault(
             "wgmma_wait<0>();\n        fence_registers(output);\n        "
-            "release(v_empty + previous % kValueStages * 8);",
-            "release(v_empty + previous % kValueStages * 8);\n        wgmma_wait<0>();",
+            "arrive_by_warp(v_empty + previous % kValueStages * 8);",
+            "arrive_by_warp(v_empty + previous % kValueStages * 8);\n        wgmma_wait<0>();",
         ),
         r"race: (.|\n)*read by wgmma(.|\n)*TMA",
     ),
@@ -272,7 +273,8 @@ PREFILL_FAULTS = {
     ),
     "lane 0 arrives for lanes that still read": Planted(
         Fault(
-            "__syncwarp();\n  if (threadIdx.x % 32 == 0) arrive(empty);", "if (threadIdx.x % 32 == 0) arrive(empty);"
+            "__syncwarp();\n  if (threadIdx.x % 32 == 0) arrive(barrier);",
+            "if (threadIdx.x % 32 == 0) arrive(barrier);",
         ),
         "race",
     ),

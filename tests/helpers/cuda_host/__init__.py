@@ -111,20 +111,32 @@ class _Launch(ctypes.Structure):
 
 
 class Fault(NamedTuple):
-    """A change of statements of a kernel's source: ``old`` occurs ``times`` times."""
+    """A change of statements of a kernel's files: ``old`` occurs ``times`` times."""
 
     old: str
     new: str
     times: int = 1
 
 
-def _plant(source: str, faults: Sequence[Fault]) -> str:
+def _included(name: str, texts: dict[str, str]) -> set[str]:
+    """The file ``name`` and what it includes of ``texts``."""
+    found, following = set(), {name}
+    while following:
+        found |= following
+        names = {one for file in following for one in re.findall(r'#include "(.*)"', texts[file])}
+        following = (names & texts.keys()) - found
+    return found
+
+
+def _plant(texts: dict[str, str], faults: Sequence[Fault]) -> dict[str, str]:
     """Every fault at once: ``planted`` is the number of the one that is there, from 1 on."""
+    texts = dict(texts)
     for number, fault in enumerate(faults, 1):
-        found = source.count(fault.old)
+        found = sum(text.count(fault.old) for text in texts.values())
         assert found == fault.times, f"{fault.old!r} occurs {found} times"
-        source = source.replace(fault.old, f"if (planted == {number}) {{ {fault.new} }} else {{ {fault.old} }}")
-    return source
+        here = f"if (planted == {number}) {{ {fault.new} }} else {{ {fault.old} }}"
+        texts = {name: text.replace(fault.old, here) for name, text in texts.items()}
+    return texts
 
 
 @functools.cache
@@ -173,7 +185,8 @@ def library_of(one: Specialization, faults: Sequence[Fault] = ()) -> Path:
     """The shared library of a kernel's file, for the macros of ``one``."""
     names = {other.kernel.function for other in specializations() if other.kernel.source == one.kernel.source}
     texts, macros = _with_host_headers(one)
-    texts[one.kernel.source] = _plant(texts[one.kernel.source], faults)
+    of_kernel = _included(one.kernel.source, texts) - {path.name for path in HERE.iterdir()}
+    texts |= _plant({name: texts[name] for name in of_kernel}, faults)
     calls = "\n".join(FUNCTION.format(name=name) for name in sorted(names))
     texts["kernel.cpp"] = SOURCE.format(source=one.kernel.source, functions=calls)
     return _link(_compile("kernel.cpp", texts, *KERNEL_FLAGS, *macros, "-O1", "-c"))

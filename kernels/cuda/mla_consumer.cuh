@@ -1,0 +1,313 @@
+// MLA: the consumers.
+#pragma once
+
+#include "cluster.cuh"
+#include "descriptors.cuh"
+#include "epilogue.cuh"
+#include "hopper.cuh"
+#include "mla_problem.cuh"
+
+namespace attn_ops {
+namespace {
+
+// A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.
+struct Rows {
+  float row_max[2], row_sum[2];  // row_sum over the columns of this thread, and own tiles
+  int end[2];                    // of the tokens that the row sees, relative to this thread's first column
+};
+
+using Logits = float[kTile / 2];
+using Output = float[kHalf / 2];
+using Probabilities = uint32[kTile / 16][4];
+
+// Operands of matrix products by the lower halves of their descriptors: all have the same upper half, and an addition
+// to 32 bits takes one instruction.
+DEVICE uint32 lower(uint64 descriptor) { return static_cast<uint32>(descriptor); }
+DEVICE uint64 operand(uint32 lower) { return k_major(0, kGroupBytes) >> 32 << 32 | lower; }
+
+// Step 5: the quarters of the owner's half are loaded first. Calls `between` when half of it is issued, as two groups.
+template <int SELF, class Between>
+DEVICE void issue_qk(Logits& logits, uint32 query, uint32 keys, uint32 full, uint32 parity, Between between) {
+#pragma unroll
+  for (int i = 0; i < kQuarters; ++i) {
+    const int quarter = i ^ SELF * 2, blocks = i == kQuarters - 1 ? 3 : 2;
+    wait(full + quarter * 8, parity);
+    wgmma_fence();
+#pragma unroll
+    for (int b = 0; b < blocks; ++b) {
+      const int block = b == 2 ? kRotary : quarter * 2 + b;
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        const int at = block * (kBlockBytes / 16) + step * 2;
+        wgmma_ss(logits, operand(query + at), operand(keys + at), i > 0 || b > 0 || step > 0);
+      }
+    }
+    wgmma_commit();
+    if (i == 1) between();
+  }
+}
+
+// Sets the values of this consumer's half to 0 from token `visible` of the tile on. No warp may read them meanwhile.
+DEVICE void zero_values(uint32 values, int visible, int barrier) {
+  constexpr int kChunks = kHalf / 8;
+  for (int i = visible * kChunks + threadIdx.x % kConsumerThreads; i < kTile * kChunks; i += kConsumerThreads) {
+    const int token = i / kChunks, chunk = i % kChunks;
+    store_shared(values + chunk / 8 * kBlockBytes + token * kRowBytes + chunk % 8 * 16, uint4{0, 0, 0, 0});
+  }
+  fence_async_shared();
+  named_sync(barrier, kConsumerThreads);
+}
+
+DEVICE void mask(Logits& logits, const Rows& rows, int first) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int count = rows.end[r] - first;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (8 * i + c >= count) logits[4 * i + 2 * r + c] = -kInfinity;
+  }
+}
+
+// What rescales sums relative to the old row_max.
+DEVICE float rescale_factor(float old_max, float new_max) { return exp2_approx(old_max - finite(new_max)); }
+
+// Step 6: logits become probabilities; `alpha` rescales sums of the tiles before. `to` is where the peer finds row_max.
+DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2], float* to) {
+  float anchor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i)
+      largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * r], logits[4 * i + 2 * r + 1]));
+    const float row_max = fmaxf(rows.row_max[r], max_of_quad(largest) * factor);
+    if (threadIdx.x % 4 == 0) to[8 * r] = row_max;
+    anchor[r] = finite(row_max), alpha[r] = exp2_approx(rows.row_max[r] - anchor[r]);
+    rows.row_max[r] = row_max;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = rows.row_sum[r] * alpha[r];
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = logits[4 * i + 2 * r + c];
+        x = exp2_approx(x * factor - anchor[r]);
+        sum += x;
+      }
+    rows.row_sum[r] = sum;
+  }
+}
+
+// Step 7: P as the K-major operand of the peer. Lanes 8 m to 8 m + 7 have the addresses of the rows of matrix m.
+DEVICE void store_probabilities(uint32 to, const Probabilities& p) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % kConsumerThreads / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int i = 0; i < kTile / 16; ++i)
+    store_matrices(to + row * kRowBytes + ((2 * i + lane / 16) ^ (row & 7)) * 16, p[i]);
+  fence_async_shared();
+}
+
+DEVICE void rescale(Output& output, const float (&alpha)[2]) {
+  if (!__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) return;
+#pragma unroll
+  for (int i = 0; i < kHalf / 8; ++i)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) output[4 * i + 2 * r + c] *= alpha[r];
+}
+
+// An arrival of this warp on the barrier at this place of each CTA of the cluster.
+DEVICE void release(uint32 barrier) {
+  __syncwarp();
+  const uint32 lane = threadIdx.x % 32;
+  if (CLUSTER == 1) {
+    if (lane == 0) arrive(barrier);
+  } else if (lane < CLUSTER) {
+    arrive_in_cluster(address_in(barrier, lane));
+  }
+}
+
+struct Results {
+  void* out;
+  float *lse, *partial;  // lse may be null
+  int slots, out_type;
+};
+
+struct Arguments {
+  float factor;  // of the logits, in base 2
+  Results results;
+};
+
+// Step 11: divides by the row sums and stores half of the output columns, and the LSE; or the partial result.
+DEVICE void store(int consumer, Output& output, const Rows& rows, const float (&sums)[2], const Problem& p,
+                  const Results& to, const int (&unit)[7]) {
+  const int lane = threadIdx.x % 32, first = unit[6] + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
+  const int row = unit[0], count = unit[1], slot = unit[5], first_column = consumer * kHalf;
+  float norm[2];
+  int64 to_row[2];
+  bool exists[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int packed = first + 8 * r, tile_row = p.row_of(packed);
+    const int head = packed - tile_row * p.heads;
+    exists[r] = tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
+    norm[r] = sums[r] > 0 ? 1 / sums[r] : 0.f;
+    to_row[r] = ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * p.heads + head;
+    float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
+    if (consumer == 0 && lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = rows.row_max[r] + log2f(sums[r]);
+  }
+  rescale(output, norm);
+  if (slot >= 0) return store_partial<kLatent>(to.partial, output, first_column, to_row, exists);
+  store_as<kLatent>(to.out_type, to.out, output, first_column, to_row, exists);
+}
+
+// One warpgroup: the logits of every second KV tile, and half of the value columns of all, for all units.
+template <int SELF>
+struct Consumer {
+  static constexpr int kPeer = 1 - SELF;
+  static constexpr int kBarrier = kOneConsumer + SELF;
+
+  const Problem& p;
+  const Arguments& arguments;
+  Shared& shared;
+  const int line = threadIdx.x % kConsumerThreads / 32 * 16 + threadIdx.x % 32 / 4;  // of the first of two rows
+  // Shared-memory addresses, and lower halves of descriptors.
+  const uint32 own_stage = shared_address(shared.kv[SELF]), peer_stage = shared_address(shared.kv[kPeer]);
+  const uint32 query = lower(k_major(shared_address(shared.query), kGroupBytes));
+  const uint32 keys = lower(k_major(own_stage, kGroupBytes));
+  const uint32 peer_p = lower(k_major(peer_stage + kRotary * kBlockBytes, kGroupBytes));
+  const uint32 own_values = lower(mn_major(own_stage + SELF * kHalfBytes, kGroupBytes, kBlockBytes));
+  const uint32 peer_values = lower(mn_major(peer_stage + SELF * kHalfBytes, kGroupBytes, kBlockBytes));
+  const uint32 full = shared_address(shared.full[SELF]), p_stored = shared_address(shared.p_stored);
+
+  uint32 base = 0;      // number of the unit's first KV tile among all of this CTA
+  int start, end;       // of the unit's KV tokens
+  int visible_end;      // all rows of this CTA see the tiles before this token
+  Rows rows;
+  Output output;
+
+  DEVICE uint32 parity(int i) const { return base + i >> 1 & 1; }
+
+  // Step 9 of tile `i` of the unit, but for the wait and the arrival.
+  DEVICE void issue_peer_pv(int i) {
+    wait(p_stored + kPeer * 8, parity(i));
+    float alpha[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float row_max = shared.row_max[kPeer][line + 8 * r];
+      alpha[r] = rescale_factor(rows.row_max[r], row_max);
+      rows.row_max[r] = row_max, rows.row_sum[r] *= alpha[r];
+    }
+    const int visible = end - start - i * kTile;
+    if (visible < kTile) zero_values(peer_stage + SELF * kHalfBytes, visible, kBarrier);
+    rescale(output, alpha);
+    fence_registers(output);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTile / 16; ++k)
+      wgmma_ss_mn(output, operand(peer_p + k * 2), operand(peer_values + k * (2 * kGroupBytes / 16)));
+    wgmma_commit();
+  }
+
+  template <int PENDING>
+  DEVICE void end_peer_pv() {
+    wgmma_wait<PENDING>();
+    fence_registers(output);
+    release(shared_address(&shared.empty[kPeer][SELF]));
+  }
+
+  // Steps 5 to 8 of tile `i` of the unit, which this consumer owns, and step 9 of the one before it if FOLLOWS.
+  template <bool FOLLOWS>
+  DEVICE void attend(int i) {
+    constexpr bool kKeys = kKeysFirst[SELF];
+    Logits logits;
+    if (FOLLOWS && !kKeys) issue_peer_pv(i - 1);
+    issue_qk<SELF>(logits, query, keys, full, parity(i), [&] {
+      if (FOLLOWS && !kKeys) end_peer_pv<2>();
+    });
+    if (FOLLOWS && kKeys) {
+      issue_peer_pv(i - 1);
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
+    fence_registers(logits);
+    const int first = start + i * kTile, visible = end - first;
+    if (first + kTile > visible_end) mask(logits, rows, first);
+    float alpha[2];
+    update(logits, rows, arguments.factor, alpha, &shared.row_max[SELF][line]);
+    Probabilities probabilities;
+    round(probabilities, logits);
+    named_sync(kBarrier, kConsumerThreads);
+    store_probabilities(own_stage + kRotary * kBlockBytes, probabilities);
+    arrive_by_warp(p_stored + SELF * 8);
+    if (visible < kTile) zero_values(own_stage + SELF * kHalfBytes, visible, kBarrier);
+    if (FOLLOWS && kKeys) end_peer_pv<0>();
+    rescale(output, alpha);
+    fence_registers(output);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTile / 16; ++k)
+      wgmma_rs(output, probabilities[k], operand(own_values + k * (2 * kGroupBytes / 16)));
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_registers(output);
+    release(shared_address(&shared.empty[SELF][SELF]));
+  }
+
+  DEVICE void run() {
+    const uint32 q_full = shared_address(&shared.q_full), q_empty = shared_address(&shared.q_empty);
+    const int lane = threadIdx.x % 32;
+    for (uint32 n = 0;; ++n) {
+      wait(q_full, n & 1);
+      int unit[7];
+#pragma unroll
+      for (int i = 0; i < 7; ++i) unit[i] = uniform(shared.unit[i]);
+      const int count = unit[1], position = unit[2], first_packed_row = unit[6];
+      if (count <= 0) return;
+      start = unit[3], end = unit[4];
+      visible_end = p.causal ? min(end, causal_end(position, p.row_of(first_packed_row))) : end;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = p.row_of(first_packed_row + line + 8 * r);
+        rows.end[r] = (p.causal ? min(end, causal_end(position, row)) : end) - lane % 4 * 2;
+        rows.row_max[r] = -kInfinity, rows.row_sum[r] = 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kHalf / 2; ++i) output[i] = 0;
+
+      const int tiles = (end - start + kTile - 1) / kTile;
+      int i = (base ^ SELF) & 1;
+      if (i == 0 && tiles > 0) {
+        attend<false>(0);
+        i = 2;
+      }
+      for (; i < tiles; i += 2) attend<true>(i);
+      arrive_by_warp(q_empty);
+      if (tiles > 0 && (base + tiles - 1 & 1) != SELF) {
+        issue_peer_pv(tiles - 1);
+        end_peer_pv<0>();
+      }
+      base += max(tiles, 0);
+
+      float sums[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sums[r] = sum_of_quad(rows.row_sum[r]);
+        if (lane % 4 == 0) shared.row_sum[n & 1][SELF][line + 8 * r] = sums[r];
+      }
+      named_sync(kBothConsumers, 2 * kConsumerThreads);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sums[r] += shared.row_sum[n & 1][kPeer][line + 8 * r];
+      store(SELF, output, rows, sums, p, arguments.results, unit);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace attn_ops

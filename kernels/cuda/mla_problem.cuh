@@ -1,0 +1,90 @@
+// MLA: sizes, shared memory, and which units a cluster has. `mla.cu` has the schedule.
+#pragma once
+
+#include "schedule.cuh"
+
+namespace attn_ops {
+namespace {
+
+constexpr int kLatent = 512;                      // columns of a value, and of the first part of a key
+constexpr int kHalf = kLatent / 2;                // columns of a consumer's accumulator
+constexpr int kTile = 64;                         // tokens of a KV tile
+constexpr int kPackedRows = 64;                   // of a CTA
+constexpr int kUnitRows = CLUSTER * kPackedRows;  // packed rows of a unit
+constexpr int kRowBytes = 128;                    // of 64 columns in shared memory
+constexpr int kGroupBytes = 8 * kRowBytes;        // of 8 rows and 64 columns
+constexpr int kBlockBytes = 64 * kRowBytes;       // a block: 64 rows of 64 columns
+constexpr int kBlocks = 9;                        // of a query or key: 8 of the latent columns, then the rotary ones
+constexpr int kRotary = kBlocks - 1;              // the block of the rotary columns, and later of P
+constexpr int kTileBytes = kBlocks * kBlockBytes;
+constexpr int kHalfBytes = kHalf / 64 * kBlockBytes;
+constexpr int kQuarters = 4;  // of the latent columns, two blocks each
+constexpr int kQueryBoxBlocks = 4;
+constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
+constexpr bool kKeysFirst[2] = {false, true};  // by consumer
+enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
+
+struct Shared {
+  alignas(1024) char query[kTileBytes];
+  alignas(1024) char kv[2][kTileBytes];
+  float row_max[2][kPackedRows];     // of each consumer's latest tile
+  float row_sum[2][2][kPackedRows];  // of even and odd units, of each consumer
+  int unit[8];
+  uint64 full[2][kQuarters], empty[2][2], p_stored[2], q_full, q_empty;
+};
+
+struct Problem {
+  const int *qo_indptr, *kv_indices, *work;
+  int rows, num_pages, max_pages, max_items, max_batch, heads, page_size, tile_rows, num_items, num_units;
+  bool causal, early;  // early: the plan may be read before earlier kernels end
+
+  DEVICE int blocks() const { return (tile_rows * heads + kUnitRows - 1) / kUnitRows; }
+  DEVICE int row_of(int packed_row) const { return uint32(packed_row) / uint32(heads); }
+};
+
+struct Unit : Item {  // `start` is the first token of a tile
+  int first_packed_row;
+
+  DEVICE int tiles() const { return (end - start + kTile - 1) / kTile; }
+};
+
+// One past the last token that query row `row` sees, whose item begins at `position`.
+DEVICE int causal_end(int position, int row) {
+  return static_cast<int>(max(min(int64(position) + row + 1, int64(kMaxTokens)), int64(0)));
+}
+
+// Units of this cluster in their order.
+struct Schedule : Walk<true> {
+  DEVICE bool next(const Problem& p, Unit& unit) {
+    const int units = p.rows > 0 ? p.num_units : 0;
+    return next_unit(*this, p, unit, blockIdx.x / CLUSTER, gridDim.x / CLUSTER, units, p.blocks());
+  }
+
+  DEVICE bool take(const Problem& p, int u, Unit& unit) const {
+    unit.first_packed_row = u % p.blocks() * kUnitRows;
+    const int first = unit.first_packed_row / p.heads;
+    const int last = min((unit.first_packed_row + kUnitRows - 1) / p.heads, unit.count - 1);
+    if (first > last) return false;
+    if (p.causal) unit.end = min(unit.end, causal_end(unit.position, last));
+    unit.end = max(min(unit.end, kMaxTokens), 0);
+    unit.start = max(min(unit.start / kTile * kTile, unit.end), 0);
+    return true;
+  }
+
+  // The first unit, and the end of the prologue that overlaps the preceding kernel.
+  DEVICE bool first(const Problem& p, Unit& unit) {
+    if (!p.early) {
+      wait_for_earlier_kernels();
+      launch_later_kernels();
+      return next(p, unit);
+    }
+    acquire_plan();
+    const bool exists = next(p, unit);
+    wait_for_earlier_kernels();
+    launch_later_kernels();
+    return exists;
+  }
+};
+
+}  // namespace
+}  // namespace attn_ops

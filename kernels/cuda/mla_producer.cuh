@@ -1,0 +1,144 @@
+// MLA: the producers of KV tiles and of queries.
+#pragma once
+
+#include "cluster.cuh"
+#include "hopper.cuh"
+#include "mla_problem.cuh"
+
+namespace attn_ops {
+namespace {
+
+struct Cache {
+  const TensorMap *latent, *rotary;  // [num_pages, page_size, columns], boxes of a block
+};
+
+// A block to all CTAs of the cluster, by the CTA `loader`.
+DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, int column, int token, int page,
+                       uint32 barrier) {
+  if (CLUSTER == 1)
+    load_box(to, map, column, token, page, barrier);
+  else if (loader == rank)
+    load_box_in(uint16((1 << CLUSTER) - 1), to, map, column, token, page, barrier);
+}
+
+// One warp: the KV tiles of all units. Page numbers are loaded for 32 tiles at a time, and 32 tiles ahead. At the end
+// it waits until all CTAs of the cluster have read what it loaded, and their arrivals at barriers of this one are here.
+DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int rank) {
+  const int lane = threadIdx.x % 32;
+  const uint32 stages = shared_address(shared.kv[0]), full = shared_address(shared.full);
+  const uint32 empty = shared_address(shared.empty);
+  Schedule schedule;
+  Unit unit;
+  uint32 tile = 0;
+  for (bool exists = schedule.first(p, unit); exists; exists = schedule.next(p, unit)) {
+    const int tiles = unit.tiles();
+    // The page number of this lane's tile, of those from tile `i` on.
+    const auto load_number = [&](int i) -> uint32 {
+      if (i + lane >= tiles) return 0;
+      const int index = unit.page_start + (unit.start + (i + lane) * kTile) / p.page_size;
+      return index < p.max_pages ? p.kv_indices[index] : 0;
+    };
+    uint32 numbers = load_number(0), following = load_number(32);
+    int token = unit.start % p.page_size;
+    for (int i = 0; i < tiles; ++i, ++tile) {
+      if (i && i % 32 == 0) numbers = following, following = load_number(i + 32);
+      const int page = static_cast<int>(min(__shfl_sync(~0u, numbers, i % 32), uint32(p.num_pages) - 1));
+      const int stage = tile & 1;
+      const uint32 to = stages + stage * kTileBytes, parity = tile >> 1 & 1 ^ 1;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int half = stage ^ h;
+        wait(empty + (stage * 2 + half) * 8, parity);
+        if (elect()) {
+#pragma unroll
+          for (int q = 0; q < 2; ++q) {
+            const int quarter = half * 2 + q;
+            const bool last = h == 1 && q == 1;
+            const uint32 barrier = full + (stage * kQuarters + quarter) * 8;
+            arrive_expect(barrier, (last ? 3 : 2) * kBlockBytes);
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+              const int block = quarter * 2 + b;
+              load_block(b, rank, to + block * kBlockBytes, cache.latent, block * 64, token, page, barrier);
+            }
+            if (last) load_block(tile >> 1 & 1, rank, to + kRotary * kBlockBytes, cache.rotary, 0, token, page, barrier);
+          }
+        }
+        __syncwarp();
+      }
+      token += kTile;
+      if (token >= p.page_size) token = 0;
+    }
+  }
+  if (CLUSTER > 1)
+    for (int i = 0; i < 2; ++i, ++tile)
+      for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);
+}
+
+// Queries in global memory, in two parts. The maps' boxes are 64 packed rows if `boxed`.
+struct Queries {
+  const TensorMap *latent_map, *rotary_map;
+  const char *latent, *rotary;
+  int64 latent_row, latent_head, rotary_row, rotary_head;  // strides in elements
+  bool boxed;
+};
+
+// Copies 64 packed rows: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each block.
+DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, int first_packed_row, uint32 to,
+                         int thread) {
+  const uint32 swizzled = thread / 8 * kRowBytes + (thread % 8 ^ thread / 8) * 16;
+  for (int row = thread / 8; row < kPackedRows; row += 8) {
+    const int packed = first_packed_row + row, tile_row = p.row_of(packed);
+    const int64 head = packed - tile_row * p.heads, q_row = int64(unit.row) + tile_row;
+    const bool exists = tile_row < unit.count && q_row >= 0 && q_row < p.rows;
+    const char* latent = q.latent + (q_row * q.latent_row + head * q.latent_head) * 2 + thread % 8 * 16;
+    const char* rotary = q.rotary + (q_row * q.rotary_row + head * q.rotary_head) * 2 + thread % 8 * 16;
+    const uint32 row_to = to + row / 8 * kGroupBytes + swizzled;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      copy_chunk(row_to + block * kBlockBytes,
+                 !exists ? q.latent : block == kRotary ? rotary : latent + block * kRowBytes, exists);
+  }
+  wait_for_chunks();
+  fence_async_shared();
+}
+
+// Two warps, or a thread if TMA loads them: this CTA's packed rows of each unit, and the unit itself. One without rows
+// is the end.
+DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, int rank) {
+  const int thread = threadIdx.x % kQueryThreads;
+  if (q.boxed && thread) {
+    wait_for_earlier_kernels();
+    return launch_later_kernels();
+  }
+  const uint32 full = shared_address(&shared.q_full), empty = shared_address(&shared.q_empty);
+  const uint32 to = shared_address(shared.query);
+  Schedule schedule;
+  Unit unit;
+  for (uint32 n = 0;; ++n) {
+    const bool exists = n == 0 ? schedule.first(p, unit) : schedule.next(p, unit);
+    const int first_packed_row = unit.first_packed_row + rank * kPackedRows;
+    wait(empty, n & 1 ^ 1);
+    if (thread == 0) {
+      const int words[] = {unit.row,   exists ? unit.count : 0, unit.position, unit.start,
+                           unit.end,   unit.slot,               first_packed_row};
+#pragma unroll
+      for (int i = 0; i < 7; ++i) shared.unit[i] = words[i];
+    }
+    if (exists && q.boxed) {
+      const int row = unit.row + first_packed_row / p.heads, head = first_packed_row % p.heads;
+      arrive_expect(full, kTileBytes);
+#pragma unroll
+      for (int block = 0; block < kRotary; block += kQueryBoxBlocks)
+        load_box(to + block * kBlockBytes, q.latent_map, 0, head, row, block, full);
+      load_box(to + kRotary * kBlockBytes, q.rotary_map, 0, head, row, 0, full);
+    } else {
+      if (exists) copy_queries(p, q, unit, first_packed_row, to, thread);
+      arrive(full);
+    }
+    if (!exists) return;
+  }
+}
+
+}  // namespace
+}  // namespace attn_ops

@@ -1,0 +1,312 @@
+// Prefill: the consumers.
+#pragma once
+
+#include "descriptors.cuh"
+#include "epilogue.cuh"
+#include "hopper.cuh"
+#include "prefill_problem.cuh"
+#include "tanh.cuh"
+
+namespace attn_ops {
+namespace {
+
+// The full barriers of a ring, by the number of a KV tile among all of this CTA.
+template <int STAGES>
+struct FullBarriers {
+  uint32 first;
+
+  DEVICE uint32 of(uint32 tile) const { return first + tile % (2 * STAGES) * 8; }
+  DEVICE uint32 parity(uint32 tile) const { return tile / (2 * STAGES) & 1; }
+};
+
+// A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.
+struct Rows {
+  float row_max[2], row_sum[2];  // row_sum over the columns of this thread
+  int low[2], high[2];           // tokens that the row sees
+};
+
+using Logits = float[kTile / 2];
+using Output = float[kDimVo / 2];
+using Probabilities = uint32[kTile / 16][4];
+
+DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
+#pragma unroll
+  for (int column = 0; column < kDimQk; column += 16) {
+    const int box = column / 64, step = column % 64 * 2 / 16;
+    wgmma_ss(logits, query + (box * kPackedRows * kRowBytes / 16 + step),
+             keys + (box * TileLayout<kDimQk>::kColumn / 16 + step), column > 0);
+  }
+  wgmma_commit();
+}
+
+DEVICE void issue_pv(Output& output, const Probabilities& p, uint64 values) {
+#pragma unroll
+  for (int i = 0; i < kTile / 16; ++i) wgmma_rs(output, p[i], values + i * 2 * TileLayout<kDimVo>::kGroup / 16);
+  wgmma_commit();
+}
+
+// The tanh of `to_cap` times each logit. Almost all logits of a model are far below the cap, where it needs no
+// exponential: the warp takes the other form if one of its logits is not. So it does where logits are of other memory,
+// on which no bit of a result may depend.
+DEVICE void soft_cap(Logits& logits, float to_cap, bool all_visible) {
+  float largest = all_visible ? 0 : kInfinity;
+#pragma unroll
+  for (int i = 0; i < kTile / 2; ++i) largest = fmaxf(largest, fabsf(logits[i]));
+  if (__any_sync(~0u, largest * to_cap > kSmallTanh)) {
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh_exact(logits[i] * to_cap);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh_small(logits[i] * to_cap);
+  }
+}
+
+DEVICE void multiply(Logits& logits, float scale) {
+#pragma unroll
+  for (int i = 0; i < kTile / 2; ++i) logits[i] *= scale;
+}
+
+DEVICE void mask(Logits& logits, const Rows& rows, int first) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int low = rows.low[r] - first, count = rows.high[r] - first;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int token = 8 * i + c;
+        if (token < low || token >= count) logits[4 * i + 2 * r + c] = -kInfinity;
+      }
+  }
+}
+
+// The online softmax over one more KV tile: logits become probabilities. `alpha` rescales sums of the tiles before.
+DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i)
+      largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * r], logits[4 * i + 2 * r + 1]));
+    const float row_max = fmaxf(rows.row_max[r], max_of_quad(largest) * factor);
+    const float anchor = finite(row_max);
+    alpha[r] = exp2_approx(rows.row_max[r] - anchor);
+    rows.row_max[r] = row_max;
+    float sum = rows.row_sum[r] * alpha[r];
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = logits[4 * i + 2 * r + c];
+        x = exp2_approx(x * factor - anchor);
+        sum += x;
+      }
+    rows.row_sum[r] = sum;
+  }
+}
+
+DEVICE void rescale(Output& output, const float (&alpha)[2]) {
+#pragma unroll
+  for (int i = 0; i < kDimVo / 8; ++i)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) output[4 * i + 2 * r + c] *= alpha[r];
+}
+
+struct Results {
+  const float* sinks;  // of each head, or null
+  void* out;
+  float *lse, *partial;  // lse may be null
+  int slots, out_type;
+  const float* kv_scale;  // of FP8 keys and values, or null
+};
+
+struct Arguments {
+  float scale, cap;
+  Results results;
+};
+
+// Divides by the row sums and stores output and LSE, or the partial result.
+DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& to, const int (&unit)[8],
+                  int first_packed_row) {
+  const int lane = threadIdx.x % 32, first = first_packed_row + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
+  const int row = unit[0], count = unit[1], slot = unit[5], first_head = unit[7];
+  const int num_heads = p.num_kv_heads * p.group;
+  float norm[2];
+  int64 to_row[2];
+  bool exists[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int packed = first + 8 * r, tile_row = p.row_of(packed);
+    const int head = first_head + packed - tile_row * p.group;
+    exists[r] = tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
+    float row_max = rows.row_max[r], sum = sum_of_quad(rows.row_sum[r]), alpha = 1;
+    if (to.sinks && slot < 0) {  // the combine kernel adds the sink to split tiles
+      const float sink = (exists[r] ? to.sinks[head] : -kInfinity) * kLog2e, joined = fmaxf(row_max, sink);
+      const float anchor = finite(joined);
+      alpha = exp2f(row_max - anchor), sum = sum * alpha + exp2f(sink - anchor), row_max = joined;
+    }
+    norm[r] = (sum > 0 ? alpha / sum : 0.f) * (to.kv_scale ? to.kv_scale[1] : 1.f);
+    to_row[r] = ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * num_heads + head;
+    float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * num_heads * kDimVo;
+    if (lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max + log2f(sum);
+  }
+  rescale(output, norm);
+  if (slot >= 0) return store_partial<kDimVo>(to.partial, output, 0, to_row, exists);
+  store_as<kDimVo>(to.out_type, to.out, output, 0, to_row, exists);
+}
+
+// Adds the state of consumer 1 to that of consumer 0, through the query buffer, which neither reads any more.
+DEVICE void reduce(int consumer, Output& output, Rows& rows, Shared& shared, uint32 memory) {
+  const int thread = threadIdx.x % kConsumerThreads, lane = thread % 32;
+  float sums[2] = {sum_of_quad(rows.row_sum[0]), sum_of_quad(rows.row_sum[1])};
+  named_sync(kBothConsumers, 2 * kConsumerThreads);
+  const int line = thread / 32 * 16 + lane / 4;
+  if (consumer == 1) {
+#pragma unroll
+    for (int i = 0; i < kDimVo / 8; ++i)
+      store_shared(memory + (i * kConsumerThreads + thread) * 16,
+                   uint4{__float_as_uint(output[4 * i]), __float_as_uint(output[4 * i + 1]),
+                         __float_as_uint(output[4 * i + 2]), __float_as_uint(output[4 * i + 3])});
+    if (lane % 4 == 0)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        shared.peer_max[line + 8 * r] = rows.row_max[r], shared.peer_sum[line + 8 * r] = sums[r];
+  }
+  named_sync(kBothConsumers, 2 * kConsumerThreads);
+  if (consumer == 1) return fence_async_shared();  // TMA writes here next
+  float alpha[2], peer_alpha[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float peer_max = shared.peer_max[line + 8 * r], row_max = fmaxf(rows.row_max[r], peer_max);
+    const float anchor = finite(row_max);
+    alpha[r] = exp2_approx(rows.row_max[r] - anchor), peer_alpha[r] = exp2_approx(peer_max - anchor);
+    rows.row_max[r] = row_max;
+    const float sum = sums[r] * alpha[r] + shared.peer_sum[line + 8 * r] * peer_alpha[r];
+    rows.row_sum[r] = lane % 4 == 0 ? sum : 0.f;
+  }
+  rescale(output, alpha);
+#pragma unroll
+  for (int i = 0; i < kDimVo / 8; ++i) {
+    const uint4 peer = load_shared(memory + (i * kConsumerThreads + thread) * 16);
+    output[4 * i] += __uint_as_float(peer.x) * peer_alpha[0];
+    output[4 * i + 1] += __uint_as_float(peer.y) * peer_alpha[0];
+    output[4 * i + 2] += __uint_as_float(peer.z) * peer_alpha[1];
+    output[4 * i + 3] += __uint_as_float(peer.w) * peer_alpha[1];
+  }
+  fence_async_shared();
+}
+
+// One warpgroup: the attention of its packed rows, or of its KV tiles, for all units.
+DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, Shared& shared) {
+  const bool split_kv = p.split_kv();
+  // The scale of the keys is one of the logits, unless that is 0, negative or out of range: then it multiplies them.
+  const float* kv_scale = arguments.results.kv_scale;
+  const float of_both = arguments.scale * (kv_scale ? kv_scale[0] : 1.f);
+  const bool folded = !kv_scale || (of_both >= kLeastScale && of_both <= kMostScale);
+  const float scale = folded ? of_both : arguments.scale;
+  const float factor = arguments.cap > 0 ? arguments.cap * kLog2e : scale * kLog2e;
+  const float to_cap = arguments.cap > 0 ? scale / arguments.cap : 0.f;
+  const int lane = threadIdx.x % 32, line = threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
+  const uint64 keys = k_major(shared_address(shared.keys[0]), TileLayout<kDimQk>::kGroup);
+  const uint64 values =
+      mn_major(shared_address(shared.values[0]), TileLayout<kDimVo>::kGroup, TileLayout<kDimVo>::kColumn);
+  const FullBarriers<kKeyStages> k_full = {shared_address(shared.k_full)};
+  const FullBarriers<kValueStages> v_full = {shared_address(shared.v_full)};
+  const uint32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
+  uint32 base = 0;  // number of the unit's first KV tile among all of this CTA
+  for (uint32 n = 0;; ++n) {
+    const uint32 buffer = n % kQueries;
+    wait(shared_address(&shared.q_full[buffer]), n / kQueries & 1);
+    int unit[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) unit[i] = uniform(shared.unit[buffer][i]);
+    const int count = unit[1], position = unit[2], start = unit[3], end = unit[4];
+    if (count <= 0) return;
+    const int first_packed_row = unit[6] + (split_kv ? 0 : consumer * kPackedRows);
+    const uint32 q_empty = shared_address(&shared.q_empty[buffer]);
+    const uint32 query_memory = shared_address(shared.query[buffer][split_kv ? 0 : consumer]);
+    const uint64 query = k_major(query_memory, kGroupBytes);
+
+    Rows rows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = p.row_of(first_packed_row + line + 8 * r);
+      // Relative to this thread's first column of a tile.
+      rows.low[r] = (p.window_left == kNone ? 0 : bound(position, row, -p.window_left)) - lane % 4 * 2;
+      rows.high[r] = min(end, bound(position, row + 1, p.window_right)) - lane % 4 * 2;
+      rows.row_max[r] = -kInfinity, rows.row_sum[r] = 0;
+    }
+    // Tiles within these bounds are visible to all rows of this consumer.
+    const int first_row = p.row_of(first_packed_row), last_row = p.row_of(first_packed_row + kPackedRows - 1);
+    const int visible_begin = p.window_left == kNone ? 0 : bound(position, last_row, -p.window_left);
+    const int visible_end = min(end, bound(position, first_row + 1, p.window_right));
+    const bool all_rows = last_row < count;
+
+    Output output;
+#pragma unroll
+    for (int i = 0; i < kDimVo / 2; ++i) output[i] = 0;
+    const int tiles = (end - start + kTile - 1) / kTile, step = split_kv ? 2 : 1;
+    int tile = split_kv ? (base ^ consumer) & 1 : 0;  // which full barriers a consumer waits for depends on this
+    if (tile < tiles) {
+      Logits logits;
+      Probabilities probabilities;
+      float alpha[2];
+      const auto softmax = [&](int first) {
+        const bool all_visible = first + kTile <= visible_end && first >= visible_begin && all_rows;
+        if (!folded) multiply(logits, kv_scale[0]);
+        if (arguments.cap > 0) soft_cap(logits, to_cap, all_visible);
+        if (first + kTile > visible_end || first < visible_begin) mask(logits, rows, first);
+        update(logits, rows, factor, alpha);
+      };
+      uint32 number = base + tile;  // of the KV tile whose logits are computed, among all of this CTA
+      wait(k_full.of(number), k_full.parity(number));
+      wgmma_fence();
+      issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));
+      wgmma_wait<0>();
+      fence_registers(logits);
+      arrive_by_warp(k_empty + number % kKeyStages * 8);
+      softmax(start + tile * kTile);
+      round(probabilities, logits);
+      for (tile += step; tile < tiles; tile += step) {
+        const uint32 previous = number;
+        number = base + tile;
+        wait(k_full.of(number), k_full.parity(number));
+        wgmma_fence();
+        issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));
+        wait(v_full.of(previous), v_full.parity(previous));
+        fence_registers(output);
+        wgmma_fence();
+        issue_pv(output, probabilities, values + previous % kValueStages * (kValueBytes / 16));
+        wgmma_wait<1>();
+        fence_registers(logits);
+        arrive_by_warp(k_empty + number % kKeyStages * 8);
+        softmax(start + tile * kTile);
+        fence_registers(logits);
+        // Complete already. Without a loop here, the assembler may move the exponentials behind the wait for O.
+        wait(v_full.of(previous), v_full.parity(previous));
+        wgmma_wait<0>();
+        fence_registers(output);
+        arrive_by_warp(v_empty + previous % kValueStages * 8);
+        if (__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) rescale(output, alpha);
+        round(probabilities, logits);
+      }
+      if (!split_kv) arrive_by_warp(q_empty);
+      wait(v_full.of(number), v_full.parity(number));
+      wgmma_fence();
+      issue_pv(output, probabilities, values + number % kValueStages * (kValueBytes / 16));
+      wgmma_wait<0>();
+      fence_registers(output);
+      arrive_by_warp(v_empty + number % kValueStages * 8);
+    }
+    base += tiles;
+
+    if (split_kv) reduce(consumer, output, rows, shared, query_memory);
+    if (split_kv || tiles <= 0) arrive_by_warp(q_empty);
+    if (!split_kv || consumer == 0) store(output, rows, p, arguments.results, unit, first_packed_row);
+  }
+}
+
+}  // namespace
+}  // namespace attn_ops

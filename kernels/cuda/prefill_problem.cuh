@@ -1,0 +1,112 @@
+// Prefill: sizes, shared memory, and which units a CTA has. `prefill.cu` has the schedule.
+#pragma once
+
+#include "schedule.cuh"
+
+#ifndef KV_FP8
+#define KV_FP8 0
+#endif
+
+namespace attn_ops {
+namespace {
+
+constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
+// Sizes by head dims are those of TILES in prefill.py.
+constexpr int kTile = kDimVo > 128 ? 64 : 128;                        // tokens of a KV tile
+constexpr int kKeyStages = kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;  // KV tiles of the ring of keys
+constexpr int kValueStages = kDimQk == 64 ? 4 : 2;                    // and of values
+constexpr int kQueries = kDimQk > 128 ? 1 : 2;                        // query buffers
+constexpr int kPackedRows = 64;                                       // of a consumer
+constexpr int kRowBytes = 128;                                        // of 64 columns in shared memory
+constexpr int kGroupBytes = 8 * kRowBytes;                            // of 8 rows and 64 columns
+constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk * 2, kValueBytes = kTile * kDimVo * 2;
+constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
+// Of a thread.
+constexpr int kProducerRegisters = KV_FP8 ? 48 : 40, kConsumerRegisters = 232;
+constexpr int kNone = 1 << 30;                                   // a window without a bound
+constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits
+enum NamedBarrier { kBothConsumers = 1 };
+
+struct Shared {
+  alignas(1024) char query[kQueries][2][kQueryBytes];
+  alignas(1024) char keys[kKeyStages][kKeyBytes];
+  alignas(1024) char values[kValueStages][kValueBytes];
+  float peer_max[kPackedRows], peer_sum[kPackedRows];
+  int unit[kQueries][8];
+  // There are twice as many full barriers as stages, so that each is always waited for by the same consumer when they
+  // take alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
+  uint64 k_full[2 * kKeyStages], k_empty[kKeyStages], v_full[2 * kValueStages], v_empty[kValueStages];
+  uint64 q_full[kQueries], q_empty[kQueries], staging;
+};
+
+struct Problem {
+  const int *qo_indptr, *kv_indices, *work;
+  int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
+  int page_size, box, tile_rows, num_items, num_units;
+  bool planned;
+
+  DEVICE bool split_kv() const { return tile_rows * group <= kPackedRows; }
+  DEVICE int block_rows() const { return split_kv() ? kPackedRows : 2 * kPackedRows; }
+  DEVICE int blocks() const { return (tile_rows * group + block_rows() - 1) / block_rows(); }
+  DEVICE int row_of(int packed_row) const { return uint32(packed_row) / uint32(group); }
+};
+
+// Keys or values in global memory. A page adds `page_step` and a head `head_step` to the outermost index.
+struct Source {
+  const TensorMap* map;
+  int page_step, head_step;
+};
+
+struct Unit : Item {     // `start` to `end` are loaded
+  int hidden;            // tokens from start on that no row sees, less than a box
+  int first_packed_row;
+  int kv_head;
+};
+
+// `position + rows + window`, with a position that may be negative and a sum that may not fit in 32 bits, as a token.
+DEVICE int bound(int position, int rows, int window) {
+  if (window == kNone) return kMaxTokens;
+  return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(0)));
+}
+
+// Units of this CTA in their order.
+struct Schedule : Walk<PAGED> {
+  DEVICE bool next(const Problem& p, Unit& unit) {
+    return next_unit(*this, p, unit, blockIdx.x, gridDim.x, p.num_units, p.num_kv_heads * p.blocks());
+  }
+
+  DEVICE bool take(const Problem& p, int u, Unit& unit) const {
+    const int blocks = p.blocks();
+    unit.kv_head = u / blocks % p.num_kv_heads;
+    unit.first_packed_row = u % blocks * p.block_rows();
+    const int first = unit.first_packed_row / p.group;
+    const int last = min((unit.first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
+    if (first > last) return false;
+    unit.end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
+    int begin = max(unit.start, p.window_left == kNone ? 0 : bound(unit.position, first, -p.window_left));
+    unit.start = PAGED ? begin / p.box * p.box : begin;
+    unit.start = max(min(unit.start, unit.end), 0);
+    unit.hidden = max(begin - unit.start, 0);
+    return true;
+  }
+
+  DEVICE int locate(const Problem& p, int item, Unit& unit) const {
+    if (p.planned) return Walk::locate(p, item, unit);
+    unit.row = (p.num_items - 1 - item) * p.tile_rows;
+    unit.count = min(p.rows - unit.row, p.tile_rows);
+    unit.start = 0, unit.end = p.kv_rows, unit.position = p.kv_rows - p.rows + unit.row;
+    unit.page_start = 0, unit.slot = -1;
+    return item;
+  }
+};
+
+// Where a KV tile of DIM columns has what, in bytes. A page is loaded by one TMA: its tokens are in groups of 8, each
+// with all its columns. Ragged KV begins at any token: all tokens of 64 columns, then those of the next.
+template <int DIM>
+struct TileLayout {
+  static constexpr int kGroup = PAGED ? DIM / 64 * kGroupBytes : kGroupBytes;  // to the next 8 tokens
+  static constexpr int kColumn = PAGED ? kGroupBytes : kTile * kRowBytes;      // to the next 64 columns
+};
+
+}  // namespace
+}  // namespace attn_ops

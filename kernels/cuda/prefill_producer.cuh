@@ -1,0 +1,150 @@
+// Prefill: the producers of 16-bit keys and values, and of queries.
+#pragma once
+
+#include "hopper.cuh"
+#include "prefill_problem.cuh"
+
+namespace attn_ops {
+namespace {
+
+DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
+  using Layout = TileLayout<kDimVo>;
+  constexpr int kChunks = kDimVo / 8;
+  for (int i = begin * kChunks + lane; i < end * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    store_shared(values + row / 8 * Layout::kGroup + chunk / 8 * Layout::kColumn + row % 8 * kRowBytes + chunk % 8 * 16,
+                 uint4{0, 0, 0, 0});
+  }
+}
+
+// One warp: the KV tiles of all units into a ring. Boxes after the end lie outside of the tensor map and read as zeros.
+// Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
+// 0, since a probability of 0 times NaN is NaN.
+template <bool VALUES>
+DEVICE void produce(const Problem& p, Source source, Shared& shared) {
+  constexpr int kDim = VALUES ? kDimVo : kDimQk, kBytes = VALUES ? kValueBytes : kKeyBytes;
+  constexpr int kStages = VALUES ? kValueStages : kKeyStages;
+  const int lane = threadIdx.x % 32, box = p.box, boxes = kTile / box;
+  const uint32 ring = shared_address(VALUES ? shared.values[0] : shared.keys[0]);
+  const uint32 full = shared_address(VALUES ? shared.v_full : shared.k_full);
+  const uint32 empty = shared_address(VALUES ? shared.v_empty : shared.k_empty);
+  const uint32 staging = shared_address(&shared.staging);
+  // The page number of this lane's box of the KV tile from token `first` on.
+  const auto load_page = [&](const Unit& unit, int first) -> uint32 {
+    if (!PAGED) return 0;
+    const int token = first + lane * box, index = unit.page_start + token / p.page_size;
+    return lane < boxes && token < unit.end && index < p.max_pages ? p.kv_indices[index] : 0;
+  };
+  Schedule schedule;
+  Unit unit, following;
+  bool exists = schedule.next(p, unit);
+  uint32 number = exists ? load_page(unit, unit.start) : 0, tile = 0, staged = 0;
+  while (exists) {
+    int first = unit.start;
+    do {
+      if (first < unit.end) {
+        const uint32 stage = tile % kStages, to = ring + stage * kBytes;
+        const int token = first + lane * box, visible = unit.end - first;
+        // After the end, outside of the map.
+        const int page = PAGED ? min(number, uint32(p.num_pages) - 1) : 0;
+        const int row = PAGED ? (token < unit.end ? token % p.page_size : p.page_size) / 8
+                              : (token < unit.end ? unit.page_start + token : p.kv_rows);
+        const int head = PAGED ? page * source.page_step + unit.kv_head * source.head_step : unit.kv_head;
+        const bool zero = VALUES && ((visible < kTile && visible % box) || (first == unit.start && unit.hidden));
+        const uint32 loaded = full + tile % (2 * kStages) * 8, barrier = zero ? staging : loaded;
+        wait(empty + stage * 8, tile / kStages & 1 ^ 1);
+        if (lane == 0) arrive_expect(barrier, kBytes);
+        __syncwarp();
+        for (int i = 0; i < boxes; ++i) {
+          const int row_of_box = __shfl_sync(~0u, row, i), head_of_box = __shfl_sync(~0u, head, i);
+          if (elect()) {
+            if (PAGED)
+              load_box(to + i * box / 8 * TileLayout<kDim>::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box,
+                       barrier);
+            else
+              load_box(to + i * box * kRowBytes, source.map, 0, row_of_box, 0, head_of_box, barrier);
+          }
+        }
+        if (zero) {
+          wait(staging, staged & 1);
+          ++staged;
+          if (first == unit.start) zero_rows(to, 0, unit.hidden, lane);
+          if (visible < kTile) zero_rows(to, visible, (visible + box - 1) / box * box, lane);
+          fence_async_shared();
+          __syncwarp();
+          if (lane == 0) arrive(loaded);
+        }
+        ++tile;
+      }
+      if (first == unit.start) exists = schedule.next(p, following);  // while the first tile is loaded
+      first += kTile;
+      number = first < unit.end ? load_page(unit, first) : exists ? load_page(following, following.start) : 0;
+    } while (first < unit.end);
+    unit = following;
+  }
+}
+
+// Queries in global memory: the map's boxes are 64 packed rows, or 0 rows of q if a group is not a divisor of 64.
+struct Queries {
+  const TensorMap* map;
+  int box_rows;
+  const char* first;
+  int64 stride_row, stride_head;  // elements
+};
+
+// Copies the packed rows of a unit: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each 64 columns.
+DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 to, int thread) {
+  const char* from = q.first + (unit.row * q.stride_row + unit.kv_head * p.group * q.stride_head) * 2 + thread % 8 * 16;
+  const uint32 swizzled = thread / 8 * kRowBytes + (thread % 8 ^ thread / 8) * 16;
+  for (int row = thread / 8; row < p.block_rows(); row += 8) {
+    const int packed = unit.first_packed_row + row, tile_row = p.row_of(packed);
+    const int head = packed - tile_row * p.group;
+    const bool exists = tile_row < unit.count && uint32(unit.row + tile_row) < uint32(p.rows);
+    const char* row_from = exists ? from + (tile_row * q.stride_row + head * q.stride_head) * 2 : q.first;
+    const uint32 row_to = to + row / kPackedRows * kQueryBytes + row % kPackedRows / 8 * kGroupBytes + swizzled;
+#pragma unroll
+    for (int column = 0; column < kDimQk / 64; ++column)
+      copy_chunk(row_to + column * kPackedRows * kRowBytes, exists ? row_from + column * kRowBytes : q.first, exists);
+  }
+  wait_for_chunks();
+  fence_async_shared();
+}
+
+// The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does. Without a unit it is the end.
+DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, bool exists, uint32 n, Shared& shared,
+                         int thread) {
+  const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
+  wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
+  if (thread == 0) {
+    const int words[] = {unit.row,   exists ? unit.count : 0, unit.position,         unit.start,
+                         unit.end,   unit.slot,               unit.first_packed_row, unit.kv_head * p.group};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) shared.unit[buffer][i] = words[i];
+  }
+  const uint32 to = shared_address(shared.query[buffer][0]);
+  if (exists && q.box_rows) {
+    const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_packed_row / p.group;
+    arrive_expect(full, blocks * kQueryBytes);
+    for (int i = 0; i < blocks; ++i)
+      load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, full);
+  } else {
+    if (exists) copy_queries(p, q, unit, to, thread);
+    arrive(full);
+  }
+}
+
+// Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end.
+DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
+  const int thread = threadIdx.x % kQueryThreads;
+  if (q.box_rows && thread) return;
+  Schedule schedule;
+  Unit unit;
+  for (uint32 n = 0;; ++n) {
+    const bool exists = schedule.next(p, unit);
+    load_queries(p, q, unit, exists, n, shared, thread);
+    if (!exists) return;
+  }
+}
+
+}  // namespace
+}  // namespace attn_ops
