@@ -199,10 +199,11 @@ def flash_attn_varlen_func(
     chunk = arguments.chunk_of(where, attention_chunk)
     check_tables(where, "block_table", block_table)
     ranked(where, "q", q, VARLEN)
-    rows, filled = None, out
+    rows = None
     if seqused_q is not None:
-        rows, filled = Used.of(where, "q", cu_seqlens_q, seqused_q, q), None
-        q, qv, cu_seqlens_q = q[rows.source], None if qv is None else qv[rows.source], rows.cu_seqlens
+        rows = Used.of(where, "q", cu_seqlens_q, seqused_q, q)
+        q, qv = rows.take(where, q=q, qv=qv)
+        cu_seqlens_q = rows.cu_seqlens
     if block_table is None:
         required(where, cu_seqlens_k=cu_seqlens_k)
         assert cu_seqlens_k is not None
@@ -218,9 +219,10 @@ def flash_attn_varlen_func(
             ranked(where, name, t, VARLEN)
         if seqused_k is not None:
             keys = Used.of(where, "k", cu_seqlens_k, seqused_k, k)
-            k, v, cu_seqlens_k = k[keys.source], v[keys.source], keys.cu_seqlens
+            k, v = keys.take(where, k=k, v=v)
+            cu_seqlens_k = keys.cu_seqlens
         result = varlen_attention(
-            where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, scales, return_softmax_lse, filled, qv=qv, chunk=chunk
+            where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, scales, return_softmax_lse, out, qv=qv, chunk=chunk
         )
     else:
         if seqused_k is None:
@@ -228,7 +230,7 @@ def flash_attn_varlen_func(
         for name, t in (("k", k), ("v", v)):
             ranked(where, name, t, "[pages, page_size, num_kv_heads, head_dim]")
         positive(where, num_heads=q.shape[1])
-        check_latent(where, q, qv, k, options)
+        check_latent(where, q, qv, (k, v), options)
         batch = CacheBatch(
             cache_spec(q, k, v, qv, options, decode=False),
             block_table,
@@ -242,7 +244,7 @@ def flash_attn_varlen_func(
         )
         metadata = batch.metadata(where, scheduler_metadata)
         tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, metadata, k.shape[1])
-        result = tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, filled))
+        result = tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, out))
     return result if rows is None else rows.spread(result, return_softmax_lse, out)
 
 
@@ -295,8 +297,8 @@ def flash_attn_with_kvcache(
         k, v: tokens to append in place: ``[batch, seqlen_new, num_kv_heads, head_dim]``, or ``[total_new, num_kv_heads,
             head_dim]`` with ``cu_seqlens_k_new``, int ``[batch + 1]``.
         rotary_cos, rotary_sin: ``[max_position, rotary_dim / 2]``: rotate ``k`` at its positions, from
-            ``cache_seqlens`` on, and ``q`` from the same position, row by row if the call is causal or has a window.
-            ``rotary_interleaved`` pairs dimensions 2i and 2i + 1, otherwise the halves of ``rotary_dim``.
+            ``cache_seqlens`` on, and ``q`` from the same position, row by row if the call is causal or has a window
+            or chunks. ``rotary_interleaved`` pairs dimensions 2i and 2i + 1, otherwise the halves of ``rotary_dim``.
             ``rotary_seqlens``, int ``[batch]``, takes the place of ``cache_seqlens`` in positions.
         cache_seqlens: tokens in the cache before the append: int ``[batch]``, or one number; None for a full cache.
         cache_batch_idx: int ``[batch]``: the row of the dense cache, or of ``block_table``, of each sequence; default
@@ -337,7 +339,7 @@ def flash_attn_with_kvcache(
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         ranked(where, name, t, "[batch_cache, seqlen_cache, num_kv_heads, head_dim]")
     positive(where, num_heads=q.shape[-2])
-    check_latent(where, q, qv, k_cache, options)
+    check_latent(where, q, qv, (k_cache, v_cache), options)
     shape = None if cu_seqlens_q is not None else (q.shape[0], q.shape[1])
     requests = q.shape[0] if cu_seqlens_q is None else requests_of(where, "cu_seqlens_q", cu_seqlens_q)
     rows_of = table if cache_batch_idx is None else cache_batch_idx
@@ -381,8 +383,8 @@ def flash_attn_with_kvcache(
         required(where, k=new)
         assert new is not None
         starts = cached if rotary_seqlens is None else CacheLengths.of(where, "rotary_seqlens", rotary_seqlens)
-        begin = starts.before(where, requests, rotary.cos.shape[0], q.device)
-        by_row = options.causal or max(options.window_left, options.window_right) >= 0
+        begin = starts.before(where, requests, INT32_MAX, q.device)
+        by_row = options.causal or chunk > 0 or max(options.window_left, options.window_right) >= 0
         rows, key = rotate(where, rotary, rows, new[0], batch, begin, by_row)
         new = key, new[1]
     tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode).for_plan(

@@ -8,9 +8,9 @@ if __name__ != "attn_ops.kernels":
     __path__ = []
 
     def __getattr__(name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        raise ImportError(
-            f"{__file__} is attn_ops.kernels: import attn_ops, installed by pip install -e . in that checkout; "
-            "for the published package of that name, take the root of the checkout from sys.path"
+        # An AttributeError: pickle and hasattr() ask every module for names.
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}: {__file__} is attn_ops.kernels: import attn_ops, "
+            "installed by pip install -e . in that checkout; for the published package of that name, take the root of "
+            "the checkout from sys.path"
         )

@@ -160,6 +160,18 @@ def test_ragged_queries_and_new_tokens() -> None:
     check_varlen(expected(requests, causal=True), out, lse)
 
 
+def test_rows_of_chunks_have_positions_of_their_own() -> None:
+    """A chunk is a window: rows are rotated row by row, as in FlashAttention 3, also without a causal mask."""
+    lens = (17, 4)
+    c, step = DenseCache(tuple(n + 3 for n in lens), dtype=torch.float32), Step(lens, 3, 3, False, True)
+    requests = step.requests([t[:-3] for t in c.keys], [t[:-3] for t in c.values])
+    out = flash_attn_with_kvcache(
+        step.q, c.k, c.v, step.k, step.v, cache_seqlens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+        **{**step.options, "causal": False}, attention_chunk=64,
+    )  # fmt: skip
+    check_dense(expected(requests), out)
+
+
 def test_positions_by_rotary_seqlens() -> None:
     lens, starts = (17, 4), (5, 9)
     c, step = DenseCache(lens, dtype=torch.float32), Step(lens, 1, 1, False, True)

@@ -130,6 +130,10 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"rotary_cos": torch.ones(64, 40), "rotary_sin": torch.ones(64, 40)}, "rotary_dim at most 64"),
     ({"rotary_cos": torch.ones(64, 4), "rotary_sin": torch.ones(64, 4), "k": None, "v": None}, "k is missing"),
     ({"qv": torch.ones(2, 1, 4, 64).half()}, "qv is given and k_cache has 2 KV heads; expected 1"),
+    (
+        {"qv": torch.ones(2, 1, 4, 64).half(), "k_cache": torch.ones(2, 40, 1, 64).half()},
+        "qv is given and v_cache has 2 KV heads; expected 1",
+    ),
     ({"q": torch.ones(2, 1, 4, 64, dtype=torch.float32)}, "the keys are float16 and q float32"),
     ({"q": torch.ones(2, 1, 3, 64).half()}, "3 query heads do not share 2 KV heads evenly"),
     ({"q": torch.ones(2, 4, 64).half()}, r"q is \[2, 4, 64\]; expected \[batch, seqlen, num_heads, head_dim\]"),
@@ -149,8 +153,17 @@ def test_cache_calls(options: dict[str, Any], message: str) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="positions on the host")
 def test_positions_beyond_the_rotary_tables() -> None:
     table = torch.ones(9, 4)
+    tables = {"rotary_cos": table, "rotary_sin": table}
     with pytest.raises(errors.PageTableError, match="a token has position 9 and the rotary tables 9 rows"):
-        cache_call(rotary_cos=table, rotary_sin=table)
+        cache_call(**tables)
+    for starts in (12, torch.tensor([12, 3])):
+        with pytest.raises(errors.PageTableError, match="a token has position 12 and the rotary tables 9 rows"):
+            cache_call(**tables, rotary_seqlens=starts)
+    with pytest.raises(errors.PageTableError, match="rotary_seqlens has a length of -1"):
+        cache_call(**tables, rotary_seqlens=torch.tensor([-1, 3]))
+    q = torch.ones(2, 4, 4, 64)
+    with pytest.raises(errors.PageTableError, match="a token has position 11 and the rotary tables 9 rows"):
+        cache_call(**tables, q=q, cache_seqlens=8, causal=True)
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k", "max_seqlen_k_new", "total_q", "total_k_new"])
@@ -165,6 +178,31 @@ def test_metadata_without_a_form(form: Any) -> None:
     made = get_scheduler_metadata(**given)._replace(form=form)
     with pytest.raises(errors.ArgumentError, match=r"form of scheduler_metadata is .*get_scheduler_metadata"):
         cache_call(scheduler_metadata=made)
+
+
+USED: list[tuple[dict[str, Any], str]] = [
+    ({"out": torch.ones(2, 7, 4, 64)}, r"out is \[2, 7, 4, 64\]; expected \[7, 4, 64\]"),
+    ({"out": torch.ones(5, 4, 64)}, r"out is \[5, 4, 64\]; expected \[7, 4, 64\]"),
+    ({"out": torch.ones(7, 4, 64, dtype=torch.int32)}, "out is int32"),
+    ({"v": torch.ones(12, 2, 64).half()}, r"v is \[12, 2, 64\]; expected 14 tokens, as k"),
+    ({"qv": torch.ones(6, 4, 64).half()}, r"qv is \[6, 4, 64\]; expected 7 tokens, as q"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), USED, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def test_used_lengths_of_other_tensors(options: dict[str, Any], message: str) -> None:
+    r = Requests((9, 5), (4, 3))
+    given = dict(zip(("k", "v"), r.ragged(), strict=True)) | {name: t.to(DEVICE) for name, t in options.items()}
+    used = {"seqused_q": r.qo_indptr.diff(), "seqused_k": r.kv_indptr.diff()}
+    with pytest.raises(errors.AttnOpsError, match=message):
+        flash_attn_varlen_func(q=r.q, cu_seqlens_q=r.qo_indptr, cu_seqlens_k=r.kv_indptr, **given, **used)
+
+
+@pytest.mark.parametrize("option", [{"cache_leftpad": torch.zeros(2, dtype=torch.int32)}, {"attention_chunk": 3}])
+def test_a_cache_without_room(option: dict[str, Any]) -> None:
+    empty = {"k_cache": torch.ones(2, 0, 2, 64).half(), "cache_seqlens": 0, "k": None, "v": None, **option}
+    with pytest.raises(errors.OptionError, match="page_size is 0"):
+        cache_call(**{name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in empty.items()})
 
 
 def test_other_errors() -> None:

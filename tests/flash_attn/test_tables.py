@@ -274,13 +274,16 @@ def test_used_lengths(run: Callable[..., Any], paged: bool, options: dict[str, A
     assert bool((lse[:, others] == -math.inf).all())
 
 
-def test_used_lengths_fill_the_buffer() -> None:
-    r, out = Requests((9, 5), (4, 3)), torch.full((7, 4, 64), math.nan, device=DEVICE, dtype=torch.float16)
-    given = {"seqused_q": int32(2, 3), "out": out}
-    got = flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, **given)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_used_lengths_fill_the_buffer(dtype: torch.dtype) -> None:
+    r, out = Requests((9, 5), (4, 3)), torch.full((7, 4, 64), math.nan, device=DEVICE).to(dtype)
+    arguments, used = (r.q, *r.ragged(), r.qo_indptr, r.kv_indptr), torch.tensor([0, 1, 4, 5, 6], device=DEVICE)
+    scale = {"v_descale": 1e4} if dtype != torch.float16 else {}  # the largest of FP8
+    got = flash_attn_varlen_func(*arguments, seqused_q=int32(2, 3), out=out, **scale)
     assert got is out
-    assert not out[2:4].any()
-    assert out[:2].isfinite().all()
+    assert not out.float()[2:4].any()
+    whole = flash_attn_varlen_func(*arguments, out=torch.empty_like(out), **scale).float()
+    torch.testing.assert_close(out.float()[used], whole[used], rtol=1e-2, atol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------ latent queries

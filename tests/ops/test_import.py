@@ -78,16 +78,24 @@ def test_collect_env_works_where_triton_is_broken(tmp_path: Path) -> None:
 
 FOLDER = """
 import kernels
-for use in "kernels.reference", "kernels.get_kernel", "from kernels import reference":
+import pickle
+for use, raised, words in (
+    ("kernels.get_kernel", AttributeError, "is attn_ops.kernels: import attn_ops"),
+    ("from kernels import reference", ImportError, kernels.__file__),
+    ("import kernels.reference", ModuleNotFoundError, "kernels.reference"),
+):
     try:
         exec(use)
-    except ImportError as error:
-        assert "is attn_ops.kernels: import attn_ops" in str(error), error
+    except raised as error:
+        assert words in str(error), error
     else:
         raise AssertionError(use)
+assert not hasattr(kernels, "get_kernel")
+function = lambda: None
+function.__module__ = None  # of which pickle asks every module
 try:
-    import kernels.reference
-except ModuleNotFoundError:
+    pickle.dumps(function)
+except pickle.PicklingError:
     pass
 import attn_ops.kernels.reference
 try:

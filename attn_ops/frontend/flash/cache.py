@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import ranked, required
+from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, nothing_appended, plan_spec
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
@@ -41,10 +41,12 @@ class CacheLengths(NamedTuple):
 
     seqlens     int ``[batch]``, or one number for all; None for the whole capacity. Of tokens before an append
     cumulative  int ``[batch + 1]``: lengths as differences, in the place of ``seqlens``
+    name        of the argument ``seqlens``
     """
 
     seqlens: Tensor | int | None
     cumulative: Tensor | None = None
+    name: str = "cache_seqlens"
 
     @classmethod
     def of(cls, where: str, name: str, seqlens: Any, cumulative: Tensor | None = None) -> CacheLengths:
@@ -53,7 +55,7 @@ class CacheLengths(NamedTuple):
         if not taken and not hasattr(seqlens, "__index__"):
             shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
             fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
-        return cls(seqlens if taken else operator.index(seqlens), cumulative)
+        return cls(seqlens if taken else operator.index(seqlens), cumulative, name)
 
     def key(self) -> Hashable:
         return None if isinstance(self.seqlens, Tensor) else self.seqlens
@@ -67,13 +69,13 @@ class CacheLengths(NamedTuple):
             given: Tensor = index(where, "cu_seqlens_k", self.cumulative).diff()
             return lengths(where, "cu_seqlens_k", given, batch, device, capacity)
         if isinstance(self.seqlens, Tensor):
-            return lengths(where, "cache_seqlens", self.seqlens, batch, device, capacity)
+            return lengths(where, self.name, self.seqlens, batch, device, capacity)
         number = capacity if self.seqlens is None else self.seqlens
         if not 0 <= number <= capacity:
             fail(
                 CapacityError,
                 where,
-                f"cache_seqlens is {number} and a request has room for {capacity} tokens",
+                f"{self.name} is {number} and a request has room for {capacity} tokens",
                 f"0 to {capacity}",
                 "pass a larger cache or wider block_table",
             )
@@ -150,6 +152,7 @@ class CacheBatch(NamedTuple):
         return uniform_indptr(self.requests, self.rows // max(1, self.requests), self.device)
 
     def make(self, where: str) -> SchedulerMetadata:
+        positive(where, page_size=self.spec.page_size)
         table = self.block_table(where)
         capacity, new = table.shape[1] * self.spec.page_size, nothing_appended(self.device)
         self._check_number(where, capacity)
@@ -364,9 +367,10 @@ def rotate(
         request, position = torch.ops.attn.batch_indices_positions(indptr, starts + indptr.diff(), rows)
         return position if steps else starts[request.clamp(min=0)]
 
-    new = places(new_indptr, batch.appended, True)
-    rotary.check(where, new)
-    return rotary.apply(q, places(qo_indptr, batch.rows, by_row)), rotary.apply(k, new)
+    old, new = places(qo_indptr, batch.rows, by_row), places(new_indptr, batch.appended, True)
+    for positions in (new, old):
+        rotary.check(where, positions)
+    return rotary.apply(q, old), rotary.apply(k, new)
 
 
 def one_of(where: str, **given: Any) -> tuple[str, Any]:
@@ -398,8 +402,10 @@ def cache_spec(
     )
 
 
-def check_latent(where: str, q: Tensor, qv: Tensor | None, k_cache: Tensor, options: AttentionOptions) -> None:
-    """Of a latent query and its cache, if there is one."""
+def check_latent(
+    where: str, q: Tensor, qv: Tensor | None, caches: tuple[Tensor, Tensor], options: AttentionOptions
+) -> None:
+    """Of a latent query and its caches, if there is one."""
     if qv is None:
         return
     if options.window_right >= 0:
@@ -409,14 +415,15 @@ def check_latent(where: str, q: Tensor, qv: Tensor | None, k_cache: Tensor, opti
         )
     if qv.shape[:-1] != q.shape[:-1]:
         fail(ShapeError, where, f"qv is {list(qv.shape)}", f"{[*q.shape[:-1], 'head_dim_v']}, as q", "correct it")
-    if k_cache.shape[2] != 1:
-        fail(
-            ShapeError,
-            where,
-            f"qv is given and k_cache has {k_cache.shape[2]} KV heads",
-            "1, the latent that all heads share",
-            "pass caches of one head",
-        )
+    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+        if cache.shape[2] != 1:
+            fail(
+                ShapeError,
+                where,
+                f"qv is given and {name} has {cache.shape[2]} KV heads",
+                "1, the latent that all heads share",
+                "pass caches of one head",
+            )
 
 
 def new_tokens(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import PageTableError, fail
+from attn_ops.errors import DeviceError, PageTableError, ShapeError, fail
 from attn_ops.frontend.flash.calls import requests_of
 from attn_ops.frontend.one_shot import lengths
+from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import offsets, seen
 
 
@@ -53,10 +54,21 @@ class Used(NamedTuple):
         place = (packed[of_token] + number).clamp(0, last)
         return cls(packed, source.long(), place.long(), number < padded[of_token])
 
+    def take(self, where: str, **tensors: Any) -> tuple[Any, ...]:
+        """The used tokens of tensors of all tokens, which may be None."""
+        (first, of), *_ = tensors.items()
+        for name, t in tensors.items():
+            if t is not None and t.shape[:1] != of.shape[:1]:
+                fail(ShapeError, where, f"{name} is {list(t.shape)}", f"{of.shape[0]} tokens, as {first}", "correct it")
+            if t is not None and t.device != of.device:
+                fail(DeviceError, where, f"{name} is on {t.device}", f"{of.device}, where {first} is", "move it")
+        return tuple(None if t is None else t[self.source] for t in tensors.values())
+
     def spread(self, result: Any, return_lse: bool, out: Tensor | None) -> Any:
-        """Of results of used rows those of all rows: 0 and -inf for the others."""
+        """Of results of used rows, which ``out`` may hold, those of all rows: 0 and -inf for the others."""
         packed, lse = result if return_lse else (result, None)
-        spread = torch.where(self.used[:, None, None], packed[self.place], 0)
+        bits = packed.view(torch.uint8) if packed.dtype in FP8 else packed  # bits of 0 are 0
+        spread = torch.where(self.used[:, None, None], bits[self.place], 0).view(packed.dtype)
         if out is not None:
             spread = out.copy_(spread)
         return spread if lse is None else (spread, torch.where(self.used, lse[:, self.place], -math.inf))
