@@ -270,7 +270,8 @@ def test_the_kernel_of_the_documentation_compiles(monkeypatch: pytest.MonkeyPatc
     page = Path(__file__).parents[2] / "docs" / "contributing" / "backend.md"
     fences = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     texts = {language: text for language, text in fences if "kernels/cuda/scale" in text.splitlines()[0]}
-    shutil.copy(compile_module.FOLDER / "basics.cuh", tmp_path)
+    for header in compile_module.FOLDER.glob("*.cuh"):
+        shutil.copy(header, tmp_path)
     (tmp_path / "scale.cu").write_text(texts["cuda"])
     monkeypatch.setattr(compile_module, "FOLDER", tmp_path)
     namespace: dict[str, Any] = {}
