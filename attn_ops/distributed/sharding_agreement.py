@@ -45,7 +45,7 @@ class RankAgreement:
             what, fix = "this rank is not in the mesh", "create it on those ranks alone"
             fail(RankError, "RankAgreement", what, "a rank of the mesh", fix)
         self.ranks, self.timeout = sorted(mesh.mesh.flatten().tolist()), timeout
-        self._answers = RankAnswers(f"mesh {self.ranks}", self.ranks)
+        self._answers = RankAnswers("mesh", self.ranks)
 
     @contextlib.contextmanager
     def step(self, *same: Tensor) -> Iterator[None]:

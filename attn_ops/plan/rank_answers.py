@@ -38,10 +38,11 @@ class RankAnswers:
     """The questions of a group, which all ranks are asked in the same order.
 
     A question has one outcome, which the first rank to see all answers or to run out of time decides. A rank that
-    answers later reads it, and raises with the others.
+    answers later reads it, and raises with the others. Each of these has a connection to the store of its own, since
+    one that waits is not free for other threads.
 
     Args:
-        name: of the group, the same on every rank. All ranks make the same number of these of one name.
+        name: the same on every rank. All ranks make the same number of these of one name and the same ``ranks``.
         ranks: of the group, in the world.
 
     Raises:
@@ -50,12 +51,14 @@ class RankAnswers:
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.ranks, self._questions = list(ranks), 0
-        store, self._rank = distributed_c10d._get_default_store(), dist.get_rank()
+        self._rank, prefix = dist.get_rank(), f"attn_ops/{name}/{fingerprint([torch.tensor(self.ranks)])}"
         try:
-            made = store.add(f"attn_ops/{name}/{self._rank}", 1)
+            shared: Any = distributed_c10d._get_default_store()  # PyTorch's types lack clone()
+            store = shared.clone()
+            made = store.add(f"{prefix}/{self._rank}", 1)
         except (RuntimeError, dist.DistError) as error:
-            self._fail("RankAnswers", str(error), 0)
-        self._store = dist.PrefixStore(f"attn_ops/{name}/{made}", store)
+            self._fail("RankAnswers", str(error), "a store that all ranks reach")
+        self._store = dist.PrefixStore(f"{prefix}/{made}", store)
 
     def exchange(self, where: str, error: Exception | None, answer: Any, timeout: float) -> list[Any]:
         """The answers of all ranks, each of which JSON can represent, in the order of ``ranks``.
@@ -68,6 +71,7 @@ class RankAnswers:
         """
         question, self._questions = self._questions, self._questions + 1
         keys, outcome = [f"{question}/{rank}" for rank in self.ranks], COMPLETE
+        expected = f"an answer of every rank within {timeout:g} s"
         message = "" if error is None else f"{type(error).__name__}: {error}"
         try:
             self._store.set(f"{question}/{self._rank}", json.dumps([message, answer]))
@@ -77,17 +81,17 @@ class RankAnswers:
                 late = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key])]
                 outcome = f"rank {late[0] if late else self._rank} did not answer"
             outcome = self._store.compare_set(f"{question}/outcome", "", outcome).decode()
-            answers = [json.loads(self._store.get(key)) for key in keys] if outcome == COMPLETE else []
+            answers = [json.loads(text) for text in self._store.multi_get(keys)] if outcome == COMPLETE else []
             if answers and question:  # no rank is at the last question any more
                 self._forget(question - 1)
         except (RuntimeError, dist.DistError) as raised:
             if error is not None:
                 raise error from None
-            self._fail(where, str(raised), timeout)
+            self._fail(where, str(raised), expected)
         if error is not None:
             raise error
         if outcome != COMPLETE:
-            self._fail(where, outcome, timeout)
+            self._fail(where, outcome, expected)
         for rank, (text, _) in zip(self.ranks, answers, strict=True):
             if text:
                 fail(RankError, where, f"rank {rank} failed with {text}", "success on every rank", "see that rank")
@@ -99,12 +103,12 @@ class RankAnswers:
         if self._rank == self.ranks[0]:
             self._store.delete_key(f"{question}/outcome")
 
-    def _fail(self, where: str, what: str, timeout: float) -> NoReturn:
+    def _fail(self, where: str, what: str, expected: str) -> NoReturn:
         reason = next(iter(what.splitlines()), "")
         fail(
             RankError,
             where,
             f"{reason} (ranks {self.ranks})",
-            f"an answer of every rank within {timeout:g} s",
+            expected,
             "take this step on all ranks or on none, and see the log of every rank",
         )

@@ -111,7 +111,7 @@ def _run_cases() -> None:
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= world and os.environ.get("RANKS_ON") == "cuda"
     if on_gpu:
         torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / "store"), world)
+    store = _store(rank, world, folder)
     backend = "nccl" if on_gpu else "gloo"
     device = torch.device("cuda", rank) if on_gpu else None
     dist.init_process_group(backend, rank=rank, world_size=world, store=store, timeout=CASE_TIMEOUT, device_id=device)
@@ -123,6 +123,19 @@ def _run_cases() -> None:
         failures[name] = _run_case(case, world)
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         (folder / f"{rank}.json").write_text(json.dumps(failures))
+    store.set(f"done/{rank}", "")
+    if rank == 0:  # its process is the server
+        store.wait([f"done/{other}" for other in range(world)], CASE_TIMEOUT)
+
+
+def _store(rank: int, world: int, folder: Path) -> dist.Store:
+    """A TCPStore, as torchrun gives, on a free port."""
+    ports = dist.FileStore(str(folder / "store"), world)
+    port = 0 if rank == 0 else int(ports.get("port"))
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, CASE_TIMEOUT, wait_for_workers=False)
+    if rank == 0:
+        ports.set("port", str(store.port))
+    return store
 
 
 if __name__ == "__main__":

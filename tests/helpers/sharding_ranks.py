@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -501,6 +502,33 @@ def agreement(group: Group) -> None:
     plan(swapped)
 
 
+def agreements_of_threads(group: Group) -> None:
+    """A thread that waits for the other ranks keeps no other thread from the store, whose keys do not add up."""
+    first, second = (RankAgreement(mesh(), timeout=10) for _ in range(2))
+    turns = (first, second) if dist.get_rank() == 0 else (second, first)
+
+    def steps(agreement: RankAgreement) -> None:
+        for i in range(3):
+            with agreement.step(int32([i])):
+                pass
+
+    def keys() -> int:
+        dist.barrier(group)  # each rank deletes its own
+        number: int = torch.distributed.distributed_c10d._get_default_store().num_keys()
+        dist.barrier(group)
+        return number
+
+    numbers = []
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(steps, turns[0])
+            time.sleep(1)  # by then it waits
+            pool.submit(steps, turns[1]).result()
+            waiting.result()
+        numbers.append(keys())
+    assert numbers[0] == numbers[1]
+
+
 def a_rank_that_does_not_answer(group: Group) -> None:
     """All ranks raise, those too that come late, and the next step is a new one."""
     others, start = RankAgreement(mesh(), timeout=1), time.monotonic()
@@ -521,6 +549,7 @@ DEVICE_INDEPENDENT = (
     "refusals",
     "shard_plans",
     "agreement",
+    "agreements_of_threads",
     "a_rank_that_does_not_answer",
     "eager layer, local tensors",
 )
@@ -550,6 +579,7 @@ ALL_CASES: dict[str, Callable[[Group], None]] = {
             refusals,
             shard_plans,
             agreement,
+            agreements_of_threads,
             a_rank_that_does_not_answer,
         )
     },
