@@ -24,13 +24,19 @@ def keep_latents(attention: Any, implementation: str) -> None:
 
     def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         expansion = self.kv_b_proj
-        plain = type(expansion) is nn.Linear and expansion.bias is None and expansion.weight.dtype == kv_nope.dtype
-        if self.config._attn_implementation != implementation or not plain:  # quantized weights cannot be absorbed
+        if self.config._attn_implementation != implementation or not _is_plain(expansion, kv_nope):
             expanded: tuple[Tensor, Tensor] = original(self, kv_nope, k_rot)
             return expanded
         return k_rot, kv_nope
 
     attention.expand_kv = expand_kv
+
+
+def _is_plain(expansion: Any, latents: Tensor) -> bool:
+    """Whether the weight itself can be absorbed: it is not quantized, adapted, sharded or offloaded."""
+    if type(expansion) is not nn.Linear or expansion.bias is not None or type(expansion.weight) is not nn.Parameter:
+        return False
+    return expansion.weight.dtype == latents.dtype and expansion.weight.device == latents.device
 
 
 def has_latents(module: Any, query: Tensor, key: Tensor) -> bool:

@@ -144,6 +144,32 @@ def test_decoding_absorbs_the_weights_of_latents(
     assert counts["expanded"] == 2
 
 
+class Packed(torch.Tensor):
+    """Weights that a layer can multiply by, and that have no heads, as quantized tensors are."""
+
+    @classmethod
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert f is not torch.Tensor.unflatten
+        return super().__torch_function__(f, types, args, kwargs)
+
+
+def test_weights_of_other_types_cannot_be_absorbed(model: Model) -> None:
+    found = model("deepseek-v3", "attn_ops")
+    projections = [layer.self_attn.kv_b_proj for layer in found.model.layers]
+    weights = [each.weight for each in projections]
+    with torch.no_grad():
+        cached = found(tokens()[:, :-1]).past_key_values
+        expected = model("deepseek-v3", "eager")(tokens()).logits[:, -1]
+        try:
+            for each in projections:
+                each.weight = torch.nn.Parameter(each.weight.detach().as_subclass(Packed), requires_grad=False)
+            logits = found(tokens()[:, -1:], past_key_values=cached).logits[:, -1]
+        finally:
+            for each, weight in zip(projections, weights, strict=True):
+                each.weight = weight
+    torch.testing.assert_close(logits.as_subclass(torch.Tensor), expected, **TOLERANCE)
+
+
 def test_weights_that_cannot_be_absorbed(model: Model) -> None:
     """Such as quantized ones, for which a subclass of Linear stands."""
     found = model("deepseek-v3", "attn_ops")
