@@ -45,6 +45,8 @@ def _attention(
     """What every attention op checks once its keys and values are well formed; ``page_size`` 0: no pages."""
     op.heads(int(q.shape[1]), num_kv_heads)
     op.size("k", "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
+    if int(q.shape[2]) < 1:
+        op.fail(ShapeError, "q has head_dim 0", "at least 1", "pass queries and keys with elements")
     op.kv_dtype(q, k, v)
     op.options(q, options)
     if options.pos_encoding == "ROPE_LLAMA" and int(q.shape[2]) % 2:

@@ -114,11 +114,11 @@ class OpChecker:
             self.fail(OptionError, f"kv_layout is {kv_layout}", "NHD or HND", "pass one of the two")
 
     def heads(self, num_qo_heads: int, num_kv_heads: int) -> None:
-        if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
+        if min(num_qo_heads, num_kv_heads) < 1 or num_qo_heads % num_kv_heads:
             self.fail(
                 ShapeError,
                 f"{num_qo_heads} query heads do not share {num_kv_heads} KV heads evenly",
-                "a query head count that is a multiple of the KV head count",
+                "a query head count that is a multiple of the KV head count, both at least 1",
                 "repeat or regroup the heads, or name the other kv_layout",
             )
 
