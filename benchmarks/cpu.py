@@ -112,7 +112,7 @@ def _functions() -> dict[str, Calls]:
     dense, k_cache, v_cache = torch.randn(4, 1, heads, dim), *torch.randn(2, 4, 256, kv_heads, dim)
     decode = _sdpa(Shape(4, 1, 128))
     single = [torch.randn(21, h, dim) for h in (heads, kv_heads, kv_heads)]
-    batch = [torch.randn(2, 128, heads, dim) for _ in range(3)]
+    q_batch, k_batch, v_batch = torch.randn(3, 2, 128, heads, dim)
     return {
         "BatchDecodeWithPagedKVCacheWrapper.run 4 x 128": {"op": lambda: wrapper.run(q, cache), "sdpa": decode},
         "single_prefill_with_kv_cache 21": {
@@ -120,7 +120,7 @@ def _functions() -> dict[str, Calls]:
             "sdpa": _sdpa(Shape(1, 21, 21)),
         },
         "flash_attn_func 2 x 128 x 8 x 64": {
-            "op": lambda: flash_attn_func(*batch, causal=True),
+            "op": lambda: flash_attn_func(q_batch, k_batch, v_batch, causal=True),
             "sdpa": _sdpa(Shape(2, 128, 128, (heads, heads, dim))),
         },
         "flash_attn_with_kvcache 4 x 128": {

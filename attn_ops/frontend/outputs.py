@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, fail
 from attn_ops.frontend.arguments import output_dtype
+from attn_ops.ops.checks.checker import known
 from attn_ops.ops.options import FP8
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
@@ -128,7 +129,7 @@ class OutputSpec(NamedTuple):
 def check_buffer(
     where: str, name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise unless a buffer of the caller is of this shape and dtype, and on the device of the query."""
+    """Raise unless a buffer of the caller is of this shape and dtype, on the query's device, and not expanded."""
     if tuple(buffer.shape) != tuple(shape):
         fail(
             ShapeError, where, f"{name} is {list(buffer.shape)}", f"{list(shape)}", f"pass such a buffer, or no {name}"
@@ -145,3 +146,12 @@ def check_buffer(
         fail(DeviceError, where, f"{name} is on {buffer.device}", f"{device}, where the query is", "move it")
     if buffer.requires_grad and torch.is_grad_enabled():
         fail(GradientError, where, f"{name} requires grad", "inference, there is no backward", f"detach {name}")
+    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        if known(stride == 0) and known(size > 1):
+            fail(
+                ShapeError,
+                where,
+                f"{name} is expanded, with stride 0 in dimension {dim}",
+                "memory of its own for each element",
+                f"use {name}.contiguous(), or pass no {name}",
+            )

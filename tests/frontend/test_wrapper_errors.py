@@ -379,6 +379,16 @@ CASES: dict[str, Case] = {
         errors.GradientError,
         "lse requires grad; expected inference",
     ),
+    "expanded out": (
+        lambda: run_decode(out=empty(1, 4, 64).expand(4, 4, 64)),
+        errors.ShapeError,
+        "out is expanded, with stride 0 in dimension 0; expected memory of its own for each element",
+    ),
+    "expanded lse": (
+        lambda: run_decode(lse=empty(4, 1, dtype=torch.float32).expand(4, 4)),
+        errors.ShapeError,
+        "lse is expanded, with stride 0 in dimension 1; expected memory of its own for each element",
+    ),
     "MLA pages missing": (
         lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
             P.qo_indptr.cpu(), P.table[0].cpu(), P.table[1].cpu(), P.seq_lens.cpu() + 16, 4, 512, 64, 16
@@ -489,6 +499,8 @@ def test_failed_calls_write_nothing() -> None:
     plan = [t.clone() for t in wrapper._planned.plan]
     with pytest.raises(errors.ShapeError):
         wrapper.run(R.q, R.cache(), out=out, lse=empty(3, 4, dtype=torch.float32))
+    with pytest.raises(errors.ShapeError):
+        wrapper.run(R.q, R.cache(), out=out, lse=empty(1, 4, dtype=torch.float32).expand(4, 4))
     with pytest.raises(errors.PageTableError):
         wrapper.plan(torch.tensor([0, 1, 1, 0, 2]), *(t.cpu() for t in R.table[1:]), *R.sizes)
     with pytest.raises(errors.ArgumentError):
