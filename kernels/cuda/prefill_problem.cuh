@@ -21,8 +21,9 @@ constexpr int kRowBytes = 128;                                        // of 64 c
 constexpr int kGroupBytes = 8 * kRowBytes;                            // of 8 rows and 64 columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk * 2, kValueBytes = kTile * kDimVo * 2;
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
-// Of a thread.
-constexpr int kProducerRegisters = KV_FP8 ? 48 : 40, kConsumerRegisters = 232;
+// Of a thread. More than the CTA has from its launch would never become free: 168 for each of its 384 threads.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits
 enum NamedBarrier { kBothConsumers = 1 };

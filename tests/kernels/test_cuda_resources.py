@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("triton")  # for its disassembler
 
-from helpers.cuda_kernels import Usage, compiler_version, measure, needs_nvrtc, read
+from attn_ops.kernels.cuda.build import specializations
+from attn_ops.kernels.cuda.kernel import Specialization
+from helpers.cuda_kernels import Usage, compiler_version, disassembly, measure, needs_nvrtc, read, usage_of
 
 pytestmark = needs_nvrtc
 
@@ -14,7 +18,7 @@ REGISTERS = 2
 """How many more registers a kernel may take: small changes of the source move a few."""
 
 SPILL_BYTES, FP8_SPILL_BYTES = 16, 96
-"""Of a thread that may be spilled: values that are needed again after a loop. Producers that convert FP8 have 48
+"""Of a thread that may be spilled: values that are needed again after a loop. Producers that convert FP8 have 40
 registers, and what they need once for each unit may be spilled."""
 
 SHARED_MEMORY, REGISTER_FILE = 227 << 10, 255
@@ -31,6 +35,14 @@ def test_kernels_fit_and_hardly_spill(measured: dict[str, Usage]) -> None:
         assert row.shared <= SHARED_MEMORY, name
         assert row.stack <= (FP8_SPILL_BYTES if "KV_FP8=1" in name else SPILL_BYTES), name
         assert row.registers <= REGISTER_FILE, name
+
+
+@pytest.mark.parametrize("one", [s for s in specializations() if s.threads == 384], ids=lambda one: one.name)
+def test_warpgroups_take_the_registers_of_the_launch(one: Specialization) -> None:
+    """One of producers and two of consumers: ``setmaxnreg`` waits for ever for more than the CTA has."""
+    taken = [int(n, 16) for n in re.findall(r"USETMAXREG\S* .*?0x([0-9a-f]+)", disassembly(one))]
+    assert all(n % 8 == 0 for n in taken)
+    assert min(taken) + 2 * max(taken) <= 3 * usage_of(one).registers
 
 
 @pytest.mark.skipif(compiler_version() not in read(), reason=f"resources_cuda.json has no {compiler_version()}")
