@@ -22,7 +22,9 @@ constexpr int kGroupBytes = 8 * kRowBytes;                            // of 8 ro
 constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk * 2, kValueBytes = kTile * kDimVo * 2;
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 // Of a thread. More than the CTA has from its launch would never become free: 168 for each of its 384 threads.
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+// Producers that convert FP8 spill less with more, which consumers of heads of 64 can spare.
+constexpr bool kSparesRegisters = KV_FP8 && kDimQk == 64;
+constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConsumerRegisters = kSparesRegisters ? 224 : 232;
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits

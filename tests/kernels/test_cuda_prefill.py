@@ -33,7 +33,7 @@ PAGES, PAGE_SIZE, HEADS, DIM = 5, 24, 3, 128
 
 SPILL_BYTES = {False: 16, True: 96}
 """By whether KV is FP8, of a thread that may be spilled: values that are needed again after a loop. Producers that
-convert have 48 registers, and what they need once for each unit may be spilled."""
+convert have 40 or 56 registers, and what they need once for each unit may be spilled."""
 
 
 def _numbered(*shape: int) -> Tensor:
