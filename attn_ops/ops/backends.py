@@ -43,10 +43,9 @@ ORDINARY = MemoryLayout()
 class Problem:
     """What decides which kernel runs an op. Fields that an op does not have keep their defaults.
 
-    page_size   tokens of a page, 0 without pages
-    options     names of the :class:`~attn_ops.ops.options.AttentionOptions` that are not at their defaults
-    context_ranks
-                ranks that hold the keys of a plan
+    page_size      tokens of a page, 0 without pages
+    options        names of the :class:`~attn_ops.ops.options.AttentionOptions` that are not at their defaults
+    context_ranks  ranks that hold the keys of a plan
     """
 
     op: str

@@ -36,8 +36,8 @@ class SchedulerMetadata(NamedTuple):
     form           ``[0, *BatchForm]``: no data; the shape says what batch this is for
     batch_indices  ``[appended tokens]``: the request of each token
     positions      ``[appended tokens]``: its position
-    kv_indices, kv_indptr
-                   page table of the appended tokens, where the requests of the plan are chunks; else empty: the plan's
+    kv_indices     page table of the appended tokens, where the requests of the plan are chunks; else empty: the plan's
+    kv_indptr      offsets of each request in it
     """
 
     plan: DecodePlan | PrefillPlan
