@@ -65,15 +65,15 @@ def test_all_unsupported_reasons_are_given_when_none_runs_it(monkeypatch: pytest
 
 @pytest.mark.parametrize("op", SCHEMAS)
 def test_explain_every_op(op: str) -> None:
-    """On the CPU the reference runs every op, but eager attention, and each entry of triton has a reason."""
-    *triton, reference = attn_ops.explain(op, **arguments(op)).splitlines()
-    if triton[-1].startswith("cpu.sdpa: "):
-        assert triton.pop() == "cpu.sdpa: runs it in eager calls, kernel sdpa; it reads lengths on the host"
+    """On the CPU the reference runs every op, but eager attention, and each entry for GPUs has a reason."""
+    *on_gpus, reference = attn_ops.explain(op, **arguments(op)).splitlines()
+    if on_gpus[-1].startswith("cpu.sdpa: "):
+        assert on_gpus.pop() == "cpu.sdpa: runs it in eager calls, kernel sdpa; it reads lengths on the host"
         assert reference == "reference: runs it in compiled graphs and packages"
     else:
         assert reference == "reference: runs it"
-    assert triton[-1].startswith("triton: ")
-    assert all("it runs on cuda, not cpu" in line for line in triton)
+    assert any(line.startswith("triton: ") for line in on_gpus)
+    assert all("it runs on cuda, not cpu" in line for line in on_gpus)
 
 
 def test_explain_checks_the_call_and_does_not_run_it() -> None:
