@@ -1,4 +1,4 @@
-"""Tokens per second of transformers' ``generate`` and ``generate_batch``, beside its own attention functions.
+"""Tokens per second of transformers' ``generate`` and ``generate_batch``, compared with its own attention.
 
 Every implementation has a model of its own over the same random weights. They take turns in one process. Their tokens
 are checked, and for this library also how often it plans and compiles.

@@ -1,4 +1,4 @@
-"""Decode with the heads of a layer divided over several GPUs, beside one GPU. Run on N GPUs."""
+"""Decode with the heads of a layer divided over several GPUs, compared with one GPU. Run on N GPUs."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class RankAgreement:
             plan = planner.plan(kv_indptr, kv_indices, kv_last_page_len)
 
     All ranks of the mesh make it, and end every block, in the same order. They wait for each other on the host, through
-    the store of the process group. Do not capture that in a CUDA graph. After a rank did not answer in time, the next
-    block starts afresh.
+    the store of the process group. Do not capture that in a CUDA graph. After a rank did not answer in time, all raise
+    at the end of that block, and the next block works.
 
     Args:
         mesh: the ranks.

@@ -134,9 +134,8 @@ def _options(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
     unknown = [(False, f"it does not implement {name}") for name in p.options if name not in implemented]
     if p.context_ranks == 1:
         return unknown
-    positional = [name for name in p.options if name in POSITIONAL_OPTIONS & implemented]
-    if p.op == "batch_decode":  # whose row is behind all keys
-        positional.remove("causal")
+    needed = POSITIONAL_OPTIONS - {"causal"} if p.op == "batch_decode" else POSITIONAL_OPTIONS  # a decode row sees all
+    positional = [name for name in p.options if name in needed & implemented]
     return unknown + [(False, f"it does not implement {name} on the keys of one rank") for name in positional]
 
 

@@ -55,7 +55,7 @@ class Rows(NamedTuple):
     length: int
 
 
-class Piece(NamedTuple):
+class RowBlock(NamedTuple):
     """Attention of successive query rows from ``first`` on.
 
     out  float32 ``[rows, num_kv_heads, group, dim]``
@@ -99,7 +99,7 @@ class Window(NamedTuple):
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Result:
-    """Output and LSE of a :class:`Piece`: ``q [rows, num_qo_heads, dim]`` over the keys of ``N`` requests.
+    """Output and LSE of a :class:`RowBlock`: ``q [rows, num_qo_heads, dim]`` over the keys of ``N`` requests.
 
     With a mask ``N`` is 1, with a triangle ``N`` or the query heads of a KV head.
     """
@@ -125,8 +125,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
     return out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
 
 
-def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[Piece]:
-    """Attention of ``r``. Rows that see no key are in no piece."""
+def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[RowBlock]:
+    """Attention of ``r``. Rows that see no key are in no block."""
     first, q, requests, position, length = r
     window = Window.of(o, max(0, -position) + q.shape[0], length)
     without_keys = max(0, -position - window.right)
@@ -141,7 +141,7 @@ def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[
     k, v = (k.float(), v.float()) if k is not v else (k.float(),) * 2
     causal = window.is_triangle(position, rows)
     if causal or whole[0] == whole[1]:
-        yield Piece(first, *_flash(q, k, v, scale, None, causal))
+        yield RowBlock(first, *_flash(q, k, v, scale, None, causal))
         return
     most_keys = min(kv_end - kv_begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
     step = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
@@ -150,13 +150,13 @@ def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[
         (key, _), (_, last) = window.seen(position + begin, end - begin)
         tokens = slice(key - kv_begin, last - kv_begin)
         mask = window.mask(end - begin, last - key, position + begin - key)
-        yield Piece(first + begin, *_flash(q[begin:end], k[:, tokens], v[:, tokens], scale, mask))
+        yield RowBlock(first + begin, *_flash(q[begin:end], k[:, tokens], v[:, tokens], scale, mask))
 
 
-def _collect(pieces: Iterator[Piece], q: Tensor, head_dim_vo: int) -> Result:
-    """Output and LSE of all rows of ``q``, as of one :class:`Piece`: 0 and -inf in rows of no piece."""
+def _collect(blocks: Iterator[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
+    """Output and LSE of all rows of ``q``, as of one :class:`RowBlock`: 0 and -inf in rows of no block."""
     (rows, num_qo_heads, _), result = q.shape, None
-    for first, out, lse in pieces:
+    for first, out, lse in blocks:
         if out.shape[-1] != head_dim_vo:
             out = out[..., :head_dim_vo]
         if out.shape[0] == rows:
@@ -279,7 +279,7 @@ def _attend_batch(
     together = functools.partial(_attend_together, o, problem.num_qo_heads // problem.num_kv_heads)
     most_tokens = MAX_ELEMENTS // (problem.num_kv_heads * problem.head_dim_qk)
 
-    def pieces(q: Tensor, scale: float) -> Iterator[Piece]:
+    def blocks(q: Tensor, scale: float) -> Iterator[RowBlock]:
         for group in _groups(rows, lengths, q.shape[0], most_tokens, together):
             first, length = rows[group.start], lengths[group.start]
             count = rows[group.start + 1] - first
@@ -287,7 +287,7 @@ def _attend_batch(
             if queries.shape[0]:
                 yield from _attend(Rows(first, queries, len(group), length - count, length), keys.of(group), scale, o)
 
-    found = _collect(pieces(q.float(), _scale(q, o, factors)), q, problem.head_dim_vo)
+    found = _collect(blocks(q.float(), _scale(q, o, factors)), q, problem.head_dim_vo)
     return _finalize(*found, q, factors, o, return_lse)
 
 
@@ -415,5 +415,5 @@ def single_prefill(
     def keys(begin: int, end: int) -> tuple[Tensor, Tensor]:
         return (k, v) if end - begin == length else (k[:, begin:end], v[:, begin:end])
 
-    pieces = _attend(Rows(0, q.float(), 1, length - rows, length), keys, _scale(q, o, factors), o)
-    return _finalize(*_collect(pieces, q, v.shape[-1]), q, factors, o, return_lse)
+    blocks = _attend(Rows(0, q.float(), 1, length - rows, length), keys, _scale(q, o, factors), o)
+    return _finalize(*_collect(blocks, q, v.shape[-1]), q, factors, o, return_lse)

@@ -129,9 +129,8 @@ class CacheBatch(NamedTuple):
         if self.cache_batch_idx is not None:
             rows = lengths(where, "cache_batch_idx", self.cache_batch_idx, self.requests, self.device)
         if self.table is None:
-            return (torch.arange(self.requests, dtype=torch.int32, device=self.device) if rows is None else rows)[
-                :, None
-            ]
+            in_order = torch.arange(self.requests, dtype=torch.int32, device=self.device)
+            return (in_order if rows is None else rows)[:, None]
         table = block_table(where, "block_table", self.table, self.device)
         if rows is None and table.shape[0] != self.requests:
             expected = f"{self.requests}, one per request"
@@ -237,7 +236,7 @@ class CacheBatch(NamedTuple):
         return leftpad[:, None]
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        """What says where the tokens are, beside their lengths."""
+        """The tensors that place the tokens in the cache, apart from their lengths."""
         return self.table, self.cache_batch_idx, self.leftpad, self.cu_new
 
     def _check_number(self, where: str, capacity: int) -> None:

@@ -53,8 +53,8 @@ torch.serialization.add_safe_globals([SchedulerMetadata])
 
 
 PAGES, ROWS, LEFTPAD, MISSING = 1, 2, 4, 8
-"""What says where the tokens of a batch are, beside their lengths: a block table, ``cache_batch_idx``,
-``cache_leftpad``, and a block table that the calls alone have. Plain integers, which trace."""
+"""Flags of what places the tokens of a batch in the cache, apart from their lengths: a block table,
+``cache_batch_idx``, ``cache_leftpad``, and a block table that the calls alone have. Plain integers, which trace."""
 
 
 class BatchForm(NamedTuple):
