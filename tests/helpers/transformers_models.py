@@ -1,8 +1,12 @@
-"""Small models of transformers: their configurations."""
+"""Small models of transformers: their configurations, and runs of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -50,3 +54,55 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3Config", LATENT),
 }
 """Windows are shorter than the prompts of the tests."""
+
+STEPS = 12
+TOLERANCE = {"atol": 5e-5, "rtol": 5e-5}
+"""Of logits in float32, which are of the size of 10."""
+
+
+def tokens(batch: int = 2, length: int = 9, device: str = "cpu") -> Tensor:
+    """A batch of prompts."""
+    return torch.randint(2, 64, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def padded(ids: Tensor, padding: int = 4) -> tuple[Tensor, Tensor]:
+    """The first request begins with padding. Returns the tokens and their mask."""
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return ids * mask, mask
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Prompts and greedy tokens."""
+    return model.generate(ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, **options)
+
+
+def continuous(
+    transformers: Any, model: Any, prompts: list[list[int]], **options: Any
+) -> dict[tuple[int, ...], list[int]]:
+    """Greedy tokens of each prompt by continuous batching."""
+    results = model.generate_batch(
+        inputs=prompts,
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, **options),
+        progress_bar=False,
+    )
+    return {tuple(result.prompt_ids): result.generated_tokens for result in results.values()}
+
+
+def decode(model: Any, step: Callable[..., Any], cache: Any) -> Tensor:
+    """Logits of steps over a static cache, whose mask has the size of the cache."""
+    ids, mask = padded(tokens(device=model.device))
+    length = 9
+    token = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:].argmax(-1)
+    logits = []
+    for _ in range(STEPS):
+        mask, length = torch.nn.functional.pad(mask, (0, 1), value=1), length + 1
+        whole = torch.nn.functional.pad(mask, (0, 32 - length))
+        positions = mask.cumsum(1)[:, -1:] - 1
+        out = step(token, attention_mask=whole, position_ids=positions, past_key_values=cache)
+        logits.append(out.logits)
+        token = out.logits.argmax(-1)
+    return torch.cat(logits, 1)

@@ -21,12 +21,13 @@ def transformers() -> Any:
 
 
 @pytest.fixture(scope="session")
-def model(transformers: Any) -> Callable[[str, str], Any]:
-    """``model(name, implementation)``: with weights that depend on the name alone."""
-    made: dict[tuple[str, str], Any] = {}
+def model(transformers: Any) -> Callable[..., Any]:
+    """``model(name, implementation, device="cpu")``: with weights that depend on the name alone."""
+    made: dict[tuple[str, ...], Any] = {}
 
-    def make(name: str, implementation: str) -> Any:
-        if (name, implementation) not in made:
+    def make(name: str, implementation: str, device: str = "cpu") -> Any:
+        key = name, implementation, device
+        if key not in made:
             kind, sizes = CONFIGS[name]
             config = getattr(transformers, kind)(**{**SIZES, **sizes})
             found = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
@@ -35,7 +36,7 @@ def model(transformers: Any) -> Callable[[str, str], Any]:
                 weight.requires_grad_(False).copy_(torch.randn(weight.shape, generator=generator) * 0.2)
                 if "norm" in parameter and "gemma" not in name:
                     weight.add_(1)  # Gemma adds it itself
-            made[name, implementation] = found
-        return made[name, implementation]
+            made[key] = found.to(device)
+        return made[key]
 
     return make

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.transformers_models import CONFIGS
+from helpers.transformers_models import CONFIGS, STEPS, TOLERANCE, continuous, decode, generate, padded, tokens
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,24 +20,6 @@ from attn_ops.frontend.one_shot import BlockTables, RaggedLengths
 Model = Callable[[str, str], Any]
 
 MODELS = tuple(CONFIGS)
-STEPS = 12
-TOLERANCE = {"atol": 5e-5, "rtol": 5e-5}
-"""Of logits in float32, which are of the size of 10."""
-
-
-def tokens(batch: int = 2, length: int = 9) -> Tensor:
-    return torch.randint(2, 64, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
-def padded(ids: Tensor, padding: int = 4) -> tuple[Tensor, Tensor]:
-    """The first request begins with padding."""
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
-    return ids * mask, mask
-
-
-def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    return model.generate(ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, **options)
 
 
 def plans(run: Callable[[], Any]) -> int:
@@ -202,21 +184,6 @@ def test_packed_sequences(given: bool, model: Model) -> None:
         torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
-def continuous(
-    transformers: Any, model: Any, prompts: list[list[int]], **options: Any
-) -> dict[tuple[int, ...], list[int]]:
-    """Generated tokens of each prompt."""
-    results = model.generate_batch(
-        inputs=prompts,
-        generation_config=transformers.GenerationConfig(
-            max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0
-        ),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, **options),
-        progress_bar=False,
-    )
-    return {tuple(result.prompt_ids): result.generated_tokens for result in results.values()}
-
-
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v3"])
 def test_continuous_batching(name: str, transformers: Any, model: Model) -> None:
     """transformers' paged cache takes no keys and values of different head dims, as DeepSeek's are."""
@@ -303,22 +270,6 @@ def test_compiled(name: str, model: Model) -> None:
     for more, rows in (({}, mask >= 0), ({"attention_mask": mask}, mask.bool()), (packed, mask >= 0)):
         expected = model(name, "eager")(ids, **more).logits
         torch.testing.assert_close(compiled(ids, **more).logits[rows], expected[rows], **TOLERANCE)
-
-
-def decode(model: Any, step: Callable[..., Any], cache: Any) -> Tensor:
-    """Logits of steps over a static cache, whose mask has the size of the cache."""
-    ids, mask = padded(tokens())
-    length = 9
-    token = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:].argmax(-1)
-    logits = []
-    for _ in range(STEPS):
-        mask, length = torch.nn.functional.pad(mask, (0, 1), value=1), length + 1
-        whole = torch.nn.functional.pad(mask, (0, 32 - length))
-        positions = mask.cumsum(1)[:, -1:] - 1
-        out = step(token, attention_mask=whole, position_ids=positions, past_key_values=cache)
-        logits.append(out.logits)
-        token = out.logits.argmax(-1)
-    return torch.cat(logits, 1)
 
 
 @pytest.mark.parametrize(
