@@ -26,7 +26,7 @@ from attn_ops.frontend.arguments import (
     required,
 )
 from attn_ops.frontend.base import graph_buffers
-from attn_ops.frontend.cudnn import cudnn_batch_prefill_with_kv_cache
+from attn_ops.frontend.cudnn import cudnn_batch_prefill_with_kv_cache, token_offsets
 from attn_ops.frontend.deepseek import trtllm_ragged_attention_deepseek
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.masks import multi_item_mask, packed_single_mask
@@ -197,7 +197,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ),
         )
         renamed(self._name, "qk_indptr_buf", qk_indptr_buf, "mask_indptr_buf", mask_indptr_buf)
-        if backend == "cudnn":
+        self._element_offsets = backend == "cudnn"
+        if self._element_offsets:
             self._kv_layout = "HND"
 
     def prepare_plan(
@@ -247,6 +248,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             qo_indptr: int ``[batch + 1]``: the query rows of request b are ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
+                With ``backend="cudnn"`` and ``seq_lens_q`` or ``seq_lens`` it may count elements, as in FlashInfer.
             paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: the page table, as for decoding.
             head_dim_qk: alias ``head_dim``; ``head_dim_vo`` is the same unless given.
             custom_mask: bool, for every request ``[qo_len * kv_len]`` row by row, concatenated; True keeps. Overrides
@@ -277,6 +279,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             paged_kv_indices=paged_kv_indices,
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
+        if self._element_offsets:
+            rows_of = seq_lens if seq_lens_q is None else seq_lens_q
+            qo_indptr = token_offsets(qo_indptr, rows_of, spec.num_qo_heads * spec.head_dim_qk)
         table = PageTable.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
         custom_mask = multi_item_mask(
             where,

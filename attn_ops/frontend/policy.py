@@ -60,7 +60,8 @@ NO_EFFECT: dict[str, str] = {
     "mask_indptr_buf": "the offsets of the masks follow from the lengths",
     "kv_last_page_len": "a token's place follows from kv_indptr and its position",
 }
-"""name -> why. ``block_tables`` and the lengths matter where a function takes what it attends to from them."""
+"""name -> why. ``block_tables`` and the lengths matter where a function takes what it attends to from them, and the
+lengths tell offsets in elements from those in tokens where ``backend`` is ``cudnn``."""
 
 _FOLLOW = "dtypes follow the tensors of run()"
 _NO_ROTATION = "no positional encoding is applied"
@@ -124,8 +125,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_dcp": ((False,), _CONTEXT),
     "causal_seqlens_kv_global": ((), _CONTEXT),
     "window_right": ((0,), "keys after the query are causal's business; pass causal or is_causal"),
-    "v_indptr": ((), "values lie where the keys do; kv_indptr holds for both"),
-    "o_indptr": ((), "the output lies as the query does; qo_indptr holds for both"),
     "uses_shared_paged_kv_idx": ((True,), "keys and values share one page table; pass two caches of one numbering"),
     "kv_scale_format": (("auto",), "MLA caches are float16, bfloat16, float32 or plain FP8"),
     "metadata": ((), "give the arguments of plan() themselves"),

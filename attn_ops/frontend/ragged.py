@@ -10,6 +10,7 @@ from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, refuse, renamed, required
 from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
+from attn_ops.frontend.cudnn import check_repeated, token_offsets
 from attn_ops.frontend.masks import multi_item_mask
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
@@ -68,6 +69,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             ),
         )
         renamed(self._name, "qk_indptr_buf", qk_indptr_buf, "mask_indptr_buf", mask_indptr_buf)
+        self._element_offsets = backend == "cudnn"
 
     def prepare_plan(
         self,
@@ -112,15 +114,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     ) -> PreparedPlan:
         """Plan a batch. Eager, never inside a graph.
 
-        ``qo_indptr`` and ``kv_indptr``, int ``[batch + 1]``, are the cumulative query rows and keys. The other
-        arguments and errors are those of the paged wrapper's plan().
+        ``qo_indptr`` and ``kv_indptr``, int ``[batch + 1]``, are the cumulative query rows and keys. With
+        ``backend="cudnn"``, ``seq_lens`` and ``seq_lens_q`` they may count elements, as in FlashInfer. ``v_indptr`` and
+        ``o_indptr`` say the same again, in tokens or elements. The other arguments and errors are those of the paged
+        wrapper's plan().
         """
         where = f"{self._name}.plan"
-        refuse(
-            where,
-            v_indptr=v_indptr,
-            o_indptr=o_indptr,
-        )
         renamed(
             where,
             "allow_fp16_qk_reduction",
@@ -133,6 +132,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         split = splitting(where, fixed_split_size, disable_split_kv)
         spec = spec._replace(paged=False, causal=causal, window_left=window_left, window_right=window_right, **split)
         required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+        qo_heads, kv_heads = spec.num_qo_heads, spec.num_kv_heads
+        if self._element_offsets:
+            rows_of = seq_lens if seq_lens_q is None else seq_lens_q
+            qo_indptr = token_offsets(qo_indptr, rows_of, qo_heads * spec.head_dim_qk)
+            kv_indptr = token_offsets(kv_indptr, seq_lens, kv_heads * spec.head_dim_qk)
+        check_repeated(where, "v_indptr", v_indptr, "kv_indptr", kv_indptr, kv_heads * spec.head_dim_vo)
+        check_repeated(where, "o_indptr", o_indptr, "qo_indptr", qo_indptr, qo_heads * spec.head_dim_vo)
         table = PageTable.of(where, kv_indptr, qo_indptr=qo_indptr)
         custom_mask = multi_item_mask(
             where,

@@ -337,3 +337,47 @@ def test_cudnn_takes_heads_before_places_whatever_the_layout(kv_layout: str) -> 
     strided = k.transpose(1, 2).contiguous().transpose(1, 2), v
     for cache in ((k, v), strided, r.cache("tensor")):
         r.expected(causal=True).check(wrapper.run(r.q, cache))
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+@pytest.mark.parametrize("shape", [(4,), (4, 1, 1, 1)])
+def test_cudnn_plans_take_offsets_in_elements(kind: str, shape: tuple[int, ...]) -> None:
+    """Offsets in elements and in tokens plan the same batch, with the lengths that FlashInfer requires there."""
+    r = requests(kind, head_dims=(64, 32) if kind == "ragged" else (64, 64), kv_layout="HND")
+    (heads, kv_heads, dim), v_dim = r.sizes[:3], r.head_dims[1]
+    q_lens, kv_lens = (torch.tensor(x, device=DEVICE).view(shape) for x in (r.qo_lens, r.kv_lens))
+    options: dict[str, Any] = {"causal": True, "seq_lens": kv_lens, "seq_lens_q": q_lens}
+    for unit in (1, dim):
+        if kind == "paged":
+            paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="cudnn")
+            paged.plan(r.qo_indptr * (heads * unit if unit > 1 else 1), *r.table, *r.sizes, **options)
+            out = paged.run(r.q, r.cache())
+        else:
+            ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend="cudnn")
+            elements = unit > 1
+            ragged.plan(
+                r.qo_indptr * (heads * dim if elements else 1),
+                r.kv_indptr * (kv_heads * dim if elements else 1),
+                *r.sizes[:3],
+                head_dim_vo=v_dim,
+                v_indptr=r.kv_indptr * (kv_heads * v_dim if elements else 1),
+                o_indptr=r.qo_indptr * (heads * v_dim if elements else 1),
+                **options,
+            )
+            out = ragged.run(r.q, *r.ragged())
+        r.expected(causal=True).check(out)
+
+
+def test_cudnn_plans_take_lengths_of_keys_for_those_of_queries() -> None:
+    r = requests("ragged", kv_lens=(7, 3, 9), qo_lens=(7, 3, 9))
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend="cudnn")
+    wrapper.plan(r.qo_indptr * 4 * 64, r.kv_indptr * 2 * 64, *r.sizes[:3], seq_lens=r.seq_lens)
+    r.expected().check(wrapper.run(r.q, *r.ragged()))
+
+
+def test_offsets_of_values_or_output_that_differ_are_refused() -> None:
+    r = requests("ragged")
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend="cudnn")
+    for name, indptr in (("v_indptr", r.kv_indptr * 100), ("o_indptr", r.qo_indptr + 1)):
+        with pytest.raises(errors.UnsupportedError, match=f"{name} differs from .*; omit {name}"):
+            wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], **{name: indptr})

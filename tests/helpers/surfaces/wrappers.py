@@ -139,7 +139,7 @@ WRAPPERS = [
         },
         {
             "init": {"kv_layout": Raises("HND"), **GRAPH},
-            "plan": PREFILL_OPTIONS,
+            "plan": {**PREFILL_OPTIONS, **dict.fromkeys(("v_indptr", "o_indptr"), Raises(P.kv_indptr + 1))},
             "run": {**PREFILL_RUN, **LSE_FORM, "o_scale": 2.0},
         },
     ),
