@@ -28,7 +28,7 @@ from attn_ops.frontend.flash.cache import (
     rotate,
 )
 from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, dense_attention, requests_of, unpack, varlen_attention
-from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
+from attn_ops.frontend.flash.metadata import MISSING, UNCOUNTED, SchedulerMetadata, SharedPlans
 from attn_ops.frontend.flash.padded import Used
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.scales import Scale
@@ -433,12 +433,12 @@ def get_scheduler_metadata(
     Args:
         batch_size: requests.
         max_seqlen_q: query rows of each request, unless ``cu_seqlens_q``, int ``[batch + 1]``, gives them; ``total_q``
-            are then the rows of ``q``.
+            are then the rows of ``q``. Without ``total_q`` each call plans for its own.
         max_seqlen_k: the size ``seqlen_cache`` of a dense cache; without effect for a paged one.
         headdim, headdim_v: of the keys and the values. ``has_qv``: for calls with ``qv`` of ``headdim_v``.
         cache_seqlens: tokens in the cache before the append, int ``[batch]`` or a number; None for a full cache.
         max_seqlen_k_new: tokens that each request appends, unless ``cu_seqlens_k_new``, int ``[batch + 1]``, gives
-            them; ``total_k_new`` are then the rows of ``k``.
+            them; ``total_k_new`` are then the rows of ``k``. Without it each call plans for its own.
         page_size, block_table: of a paged cache: a plan holds the page table, which FlashAttention's metadata does not.
             Without it each call plans for its own. ``page_table`` is another name of ``block_table``.
         cache_batch_idx, cache_leftpad, attention_chunk: those of the calls.
@@ -461,10 +461,9 @@ def get_scheduler_metadata(
     tensors = (cache_seqlens, table, cu_seqlens_q)
     found = next((t.device for t in tensors if isinstance(t, Tensor)), None)
     on = torch.device(device) if device is not None else found or torch.empty(0).device
-    if cu_seqlens_q is not None:
-        required(where, total_q=total_q)
-    if cu_seqlens_k_new is not None:
-        required(where, total_k_new=total_k_new)
+    missing = MISSING if page_size is not None and table is None else 0
+    if (cu_seqlens_q is not None and total_q is None) or (cu_seqlens_k_new is not None and total_k_new is None):
+        missing |= UNCOUNTED
     decode = False
     if cu_seqlens_q is None and not has_qv and not chunk and max_seqlen_q == 1:  # a branch, as in the call
         decode = True
@@ -494,8 +493,8 @@ def get_scheduler_metadata(
         leftpad=cache_leftpad,
         chunk=chunk,
     )
-    if page_size is not None and table is None:
-        return batch.without_table()
+    if missing:
+        return batch.unplanned(missing)
     batch.check_places(where)
     return batch.make(where)
 

@@ -356,6 +356,37 @@ def test_calls_plan_for_themselves_if_the_metadata_cannot(q_len: int, made: dict
     assert len(plans) == (2 if DEVICE == "cpu" else 3)
 
 
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "dense"])
+@pytest.mark.parametrize("appends", [False, True])
+def test_metadata_of_varlen_calls_without_totals(paged: bool, appends: bool, plans: list[str]) -> None:
+    """FlashAttention's metadata knows ``cu_seqlens_q`` and ``cu_seqlens_k_new``, and no totals."""
+    r = Requests((33, 3, 9, 70), (4, 3, 2, 40))
+    table = r.block_tables()
+    k, v = r.cache()
+    if not paged:
+        k, v = (t[table.long()].flatten(1, 2) for t in (k, v))
+    new_k, new_v = (torch.cat([x[-n:] for x, n in zip(y, r.rows, strict=True)]) for y in (r.batch.keys, r.batch.values))
+    before = r.seq_lens - (r.qo_indptr.diff() if appends else 0)
+    sizes: dict[str, Any] = {"page_size": 16} if paged else {}
+    pages: dict[str, Any] = {"page_table": table} if paged else {}
+    varlen: dict[str, Any] = {"cu_seqlens_q": r.qo_indptr}
+    if appends:
+        varlen["cu_seqlens_k_new"] = r.qo_indptr
+    made = get_scheduler_metadata(
+        4, 40, k.shape[1] if not paged else table.shape[1] * 16, 4, 2, 64, before, causal=True, max_seqlen_k_new=40,
+        **varlen, **sizes, **pages,
+    )  # fmt: skip
+    requests = list(zip(r.q.split(r.rows), r.batch.keys, r.batch.values, strict=True))
+    for _ in range(2):
+        given: dict[str, Any] = {"k": new_k, "v": new_v} if appends else {}
+        out = flash_attn_with_kvcache(
+            r.q, k, v, **given, cache_seqlens=before, max_seqlen_q=40, causal=True, scheduler_metadata=made,
+            **varlen, **pages,
+        )  # fmt: skip
+        check_varlen(expected(requests, causal=True), out)
+    assert len(plans) >= 2
+
+
 def test_metadata_without_the_table_and_a_call_without_it() -> None:
     step = Pages()
     with pytest.raises(errors.ArgumentError, match="scheduler_metadata was made without the block table"):

@@ -18,7 +18,6 @@ from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, nothing_appende
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
     LEFTPAD,
-    MISSING,
     PAGES,
     ROWS,
     BatchForm,
@@ -173,12 +172,12 @@ class CacheBatch(NamedTuple):
         plan = BlockTables(spec, table.contiguous(), after, qo_indptr, self.rows).plan()
         return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new, *pages)
 
-    def without_table(self) -> SchedulerMetadata:
-        """Of a batch whose block table the calls alone have: these plan."""
+    def unplanned(self, missing: int) -> SchedulerMetadata:
+        """Of a batch of which the calls alone have what the flags of ``missing`` say: these plan."""
         table = torch.empty((self.requests, 0), dtype=torch.int32, device=self.device)
         qo_indptr = None if self.spec.decode else uniform_indptr(self.requests, 0, self.device)
         plan = BlockTables(self.spec, table, table.new_zeros(self.requests), qo_indptr, self.rows).plan()
-        form = self.form._replace(tables=self.tables | MISSING).as_shape_tensor(self.device)
+        form = self.form._replace(tables=self.tables | missing).as_shape_tensor(self.device)
         return SchedulerMetadata(plan, form, *nothing_appended(self.device), *nothing_appended(self.device))
 
     def after(self, where: str, capacity: int) -> Tensor:
