@@ -33,20 +33,31 @@ DEVICE void arrive_in_cluster(uint32 barrier) {
 // Reads a map ahead of the first load through it.
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
+// What L2 is to do with the lines of a load. Those that are read once leave it first, before what other kernels left
+// there: partial results, plans, code.
+DEVICE uint64 policy_of(bool read_once) {
+  uint64 first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return read_once ? first : normal;
+}
+
 // A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.
-DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier) {
+DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier, uint64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;"
+      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "l"(policy)
       : "memory");
 }
 
 // The same to this place of each CTA of `ctas`, a bit mask; completes the bytes on the barrier at this place of each.
-DEVICE void load_box_in(uint16 ctas, uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier) {
+DEVICE void load_box_in(uint16 ctas, uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier,
+                        uint64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4}], [%5], %6;"
-      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(ctas)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6, %7;"
+      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(ctas), "l"(policy)
       : "memory");
 }
 

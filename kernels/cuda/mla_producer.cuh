@@ -14,11 +14,11 @@ struct Cache {
 
 // A block to all CTAs of the cluster, by the CTA `loader`.
 DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, int column, int token, int page,
-                       uint32 barrier) {
+                       uint32 barrier, uint64 policy) {
   if (CLUSTER == 1)
-    load_box(to, map, column, token, page, barrier);
+    load_box(to, map, column, token, page, barrier, policy);
   else if (loader == rank)
-    load_box_in(uint16((1 << CLUSTER) - 1), to, map, column, token, page, barrier);
+    load_box_in(uint16((1 << CLUSTER) - 1), to, map, column, token, page, barrier, policy);
 }
 
 // One warp: the KV tiles of all units. Page numbers are loaded for 32 tiles at a time, and 32 tiles ahead. At the end
@@ -27,6 +27,7 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
   const int lane = threadIdx.x % 32;
   const uint32 stages = shared_address(shared.kv[0]), full = shared_address(shared.full);
   const uint32 empty = shared_address(shared.empty);
+  const uint64 policy = policy_of(p.blocks() == 1);  // one cluster reads a tile
   Schedule schedule;
   Unit unit;
   uint32 tile = 0;
@@ -59,9 +60,10 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
 #pragma unroll
             for (int b = 0; b < 2; ++b) {
               const int block = quarter * 2 + b;
-              load_block(b, rank, to + block * kBlockBytes, cache.latent, block * 64, token, page, barrier);
+              load_block(b, rank, to + block * kBlockBytes, cache.latent, block * 64, token, page, barrier, policy);
             }
-            if (last) load_block(tile >> 1 & 1, rank, to + kRotary * kBlockBytes, cache.rotary, 0, token, page, barrier);
+            if (last)
+              load_block(tile >> 1 & 1, rank, to + kRotary * kBlockBytes, cache.rotary, 0, token, page, barrier, policy);
           }
         }
         __syncwarp();
