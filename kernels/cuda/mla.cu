@@ -139,13 +139,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     else if (warp >= 2)
       produce_queries(p, queries, shared, rank);
     else
-      wait_for_earlier_kernels(), launch_later_kernels();
+      end_prologue();
   } else {
     increase_registers<232>();
     const Results results = {.out = out, .lse = lse, .partial = partial, .slots = slots, .out_type = out_type};
     const Arguments arguments = {.factor = scale * kLog2e, .results = results};
-    wait_for_earlier_kernels();
-    launch_later_kernels();
+    end_prologue();
     if (warp < 8)
       Consumer<0>{p, arguments, shared}.run();
     else

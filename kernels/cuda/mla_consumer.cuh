@@ -50,6 +50,7 @@ DEVICE void issue_qk(Logits& logits, uint32 query, uint32 keys, uint32 full, uin
 // Sets the values of this consumer's half to 0 from token `visible` of the tile on. No warp may read them meanwhile.
 DEVICE void zero_values(uint32 values, int visible, int barrier) {
   constexpr int kChunks = kHalf / 8;
+#pragma unroll 1
   for (int i = visible * kChunks + threadIdx.x % kConsumerThreads; i < kTile * kChunks; i += kConsumerThreads) {
     const int token = i / kChunks, chunk = i % kChunks;
     store_shared(values + chunk / 8 * kBlockBytes + token * kRowBytes + chunk % 8 * 16, uint4{0, 0, 0, 0});

@@ -53,6 +53,12 @@ DEVICE int causal_end(int position, int row) {
   return static_cast<int>(max(min(int64(position) + row + 1, int64(kMaxTokens)), int64(0)));
 }
 
+// Until here a kernel may read only the plan, if that. Later kernels may start.
+DEVICE void end_prologue() {
+  wait_for_earlier_kernels();
+  launch_later_kernels();
+}
+
 // Units of this cluster in their order.
 struct Schedule : Walk<true> {
   DEVICE bool next(const Problem& p, Unit& unit) {
@@ -71,17 +77,16 @@ struct Schedule : Walk<true> {
     return true;
   }
 
-  // The first unit, and the end of the prologue that overlaps the preceding kernel.
-  DEVICE bool first(const Problem& p, Unit& unit) {
-    if (!p.early) {
-      wait_for_earlier_kernels();
-      launch_later_kernels();
-      return next(p, unit);
-    }
-    acquire_plan();
+  // The same; the first call ends the prologue, which overlaps the preceding kernel. `next` is in the code of a role once:
+  // the first tile of a launch waits until these instructions are fetched.
+  DEVICE bool next_in_order(const Problem& p, Unit& unit) {
+    const bool first = wave == 0;
+    if (first && p.early)
+      acquire_plan();
+    else if (first)
+      end_prologue();
     const bool exists = next(p, unit);
-    wait_for_earlier_kernels();
-    launch_later_kernels();
+    if (first && p.early) end_prologue();
     return exists;
   }
 };

@@ -31,7 +31,7 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
   Schedule schedule;
   Unit unit;
   uint32 tile = 0;
-  for (bool exists = schedule.first(p, unit); exists; exists = schedule.next(p, unit)) {
+  while (schedule.next_in_order(p, unit)) {
     const int tiles = unit.tiles();
     // The page number of this lane's tile, of those from tile `i` on.
     const auto load_number = [&](int i) -> uint32 {
@@ -109,16 +109,13 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, i
 // is the end.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, int rank) {
   const int thread = threadIdx.x % kQueryThreads;
-  if (q.boxed && thread) {
-    wait_for_earlier_kernels();
-    return launch_later_kernels();
-  }
+  if (q.boxed && thread) return end_prologue();
   const uint32 full = shared_address(&shared.q_full), empty = shared_address(&shared.q_empty);
   const uint32 to = shared_address(shared.query);
   Schedule schedule;
   Unit unit;
   for (uint32 n = 0;; ++n) {
-    const bool exists = n == 0 ? schedule.first(p, unit) : schedule.next(p, unit);
+    const bool exists = schedule.next_in_order(p, unit);
     const int first_packed_row = unit.first_packed_row + rank * kPackedRows;
     wait(empty, n & 1 ^ 1);
     if (thread == 0) {
