@@ -52,7 +52,9 @@ def combine_row(
     """
     OUTPUT_ROWS: tl.constexpr = TILE_ROWS * HEADS
     first_slot, head, d = tl.maximum(first_slot, 0), output_row % HEADS, first_d + tl.arange(0, BLOCK_DIM)
-    end_slot = tl.minimum(first_slot + num_splits, slots)
+    exists = (output_row < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + output_row // HEADS, rows)
+    # Of a row that the tile lacks nothing is loaded: tiles of decode may have one row of several.
+    end_slot = tl.where(exists, tl.minimum(first_slot + num_splits, slots), first_slot)
     partial_lse = partial + tl.cast(slots, tl.int64) * (OUTPUT_ROWS * DIM)
     row_max = tl.full((1,), float("-inf"), tl.float32)
     row_sum = tl.zeros((1,), tl.float32)
@@ -68,7 +70,7 @@ def combine_row(
         acc = acc * alpha[:, None] + tl.sum(weights[:, None] * split_out, 0, keep_dims=True)
     if SINKS:
         row_max, row_sum, acc = add_sink(row_max, row_sum, acc, tl.load(sinks + head) * LOG2E)
-    if (output_row < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + output_row // HEADS, rows):
+    if exists:
         at = row.to(tl.int64) * HEADS + output_row + tl.zeros((1,), tl.int64)
         value = saturate(acc * inverse(row_sum)[:, None], out.dtype.element_ty)
         tl.store(out + at[:, None] * DIM + d[None, :], value, mask=(d < DIM)[None, :])
