@@ -17,6 +17,27 @@ DEVICE void launch_later_kernels() { asm volatile("griddepcontrol.launch_depende
 // Lets this thread read a plan that a finished kernel has published, before it waits.
 DEVICE void acquire_plan() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// ---- Clocks (clocks.cuh) ------------------------------------------------------------------------------------------
+
+// Of this SM, modulo 2^32.
+DEVICE uint32 cycles() {
+  uint32 x;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(x)::"memory");
+  return x;
+}
+
+// Of the GPU.
+DEVICE uint64 nanoseconds() {
+  uint64 x;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(x)::"memory");
+  return x;
+}
+
+// Waits for no answer.
+DEVICE void add_to(uint64* sum, uint64 x) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(sum), "l"(x) : "memory");
+}
+
 // ---- Memory -------------------------------------------------------------------------------------------------------
 
 // 16 bytes that are read once: they are not kept in L1.

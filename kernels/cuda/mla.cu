@@ -102,7 +102,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     int num_units,                                 // blocks of all items
     int causal,
     int early,                                     // whether the plan may be read before earlier kernels end
+#if CLOCKS
+    int out_type, uint64* clocks) {
+  start_clocks(clocks, 12);
+#else
     int out_type) {
+#endif
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .rows = rows, .num_pages = num_pages,
@@ -150,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     else
       Consumer<1>{p, arguments, shared}.run();
   }
+  stop_clocks();
 }
 
 }  // namespace attn_ops

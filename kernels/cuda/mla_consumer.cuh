@@ -32,6 +32,7 @@ DEVICE void issue_qk(Logits& logits, uint32 query, uint32 keys, uint32 full, uin
   for (int i = 0; i < kQuarters; ++i) {
     const int quarter = i ^ SELF * 2, blocks = i == kQuarters - 1 ? 3 : 2;
     wait(full + quarter * 8, parity);
+    mark(kWaitKeys);
     wgmma_fence();
 #pragma unroll
     for (int b = 0; b < blocks; ++b) {
@@ -43,6 +44,7 @@ DEVICE void issue_qk(Logits& logits, uint32 query, uint32 keys, uint32 full, uin
       }
     }
     wgmma_commit();
+    mark(kQk);
     if (i == 1) between();
   }
 }
@@ -197,6 +199,7 @@ struct Consumer {
   // Step 9 of tile `i` of the unit, but for the wait and the arrival.
   DEVICE void issue_peer_pv(int i) {
     wait(p_stored + kPeer * 8, parity(i));
+    mark(kWaitPeer);
     float alpha[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -213,6 +216,7 @@ struct Consumer {
     for (int k = 0; k < kTile / 16; ++k)
       wgmma_ss_mn(output, operand(peer_p + k * 2), operand(peer_values + k * (2 * kGroupBytes / 16)));
     wgmma_commit();
+    mark(kPv);
   }
 
   template <int PENDING>
@@ -220,6 +224,7 @@ struct Consumer {
     wgmma_wait<PENDING>();
     fence_registers(output);
     release(shared_address(&shared.empty[kPeer][SELF]));
+    mark(kPv);
   }
 
   // Steps 5 to 8 of tile `i` of the unit, which this consumer owns, and step 9 of the one before it if FOLLOWS.
@@ -238,6 +243,7 @@ struct Consumer {
       wgmma_wait<0>();
     }
     fence_registers(logits);
+    mark(kQk);
     const int first = start + i * kTile, visible = end - first;
     if (first + kTile > visible_end) mask(logits, rows, first);
     float alpha[2];
@@ -247,6 +253,7 @@ struct Consumer {
     named_sync(kBarrier, kConsumerThreads);
     store_probabilities(own_stage + kRotary * kBlockBytes, probabilities);
     arrive_by_warp(p_stored + SELF * 8);
+    mark(kSoftmax);
     if (visible < kTile) zero_values(own_stage + SELF * kHalfBytes, visible, kBarrier);
     if (FOLLOWS && kKeys) end_peer_pv<0>();
     rescale(output, alpha);
@@ -259,6 +266,8 @@ struct Consumer {
     wgmma_wait<0>();
     fence_registers(output);
     release(shared_address(&shared.empty[SELF][SELF]));
+    mark(kPv);
+    tally(kTiles);
   }
 
   DEVICE void run() {
@@ -270,7 +279,9 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 7; ++i) unit[i] = uniform(shared.unit[i]);
       const int count = unit[1], position = unit[2], first_packed_row = unit[6];
+      mark(count > 0 ? kWaitUnit : kIdle);
       if (count <= 0) return;
+      tally(kUnits);
       start = unit[3], end = unit[4];
       visible_end = p.causal ? min(end, causal_end(position, p.row_of(first_packed_row))) : end;
 #pragma unroll
@@ -306,6 +317,7 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) sums[r] += shared.row_sum[n & 1][kPeer][line + 8 * r];
       store(SELF, output, rows, sums, p, arguments.results, unit);
+      mark(kEpilogue);
     }
   }
 };

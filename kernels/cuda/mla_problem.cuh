@@ -1,6 +1,7 @@
 // MLA: sizes, shared memory, and which units a cluster has. `mla.cu` has the schedule.
 #pragma once
 
+#include "clocks.cuh"
 #include "schedule.cuh"
 
 namespace attn_ops {
@@ -57,6 +58,7 @@ DEVICE int causal_end(int position, int row) {
 DEVICE void end_prologue() {
   wait_for_earlier_kernels();
   launch_later_kernels();
+  mark(kPrologue);
 }
 
 // Units of this cluster in their order.

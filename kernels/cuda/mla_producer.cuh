@@ -32,6 +32,7 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
   Unit unit;
   uint32 tile = 0;
   while (schedule.next_in_order(p, unit)) {
+    mark(kSchedule);
     const int tiles = unit.tiles();
     // The page number of this lane's tile, of those from tile `i` on.
     const auto load_number = [&](int i) -> uint32 {
@@ -50,6 +51,7 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
       for (int h = 0; h < 2; ++h) {
         const int half = stage ^ h;
         wait(empty + (stage * 2 + half) * 8, parity);
+        mark(kWaitEmpty);
         if (elect()) {
 #pragma unroll
           for (int q = 0; q < 2; ++q) {
@@ -67,14 +69,17 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
           }
         }
         __syncwarp();
+        mark(kIssue);
       }
       token += kTile;
       if (token >= p.page_size) token = 0;
     }
   }
+  mark(kSchedule);
   if (CLUSTER > 1)
     for (int i = 0; i < 2; ++i, ++tile)
       for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);
+  mark(kWaitEmpty);
 }
 
 // Queries in global memory, in two parts. The maps' boxes are 64 packed rows if `boxed`.
@@ -117,7 +122,9 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, 
   for (uint32 n = 0;; ++n) {
     const bool exists = schedule.next_in_order(p, unit);
     const int first_packed_row = unit.first_packed_row + rank * kPackedRows;
+    mark(kSchedule);
     wait(empty, n & 1 ^ 1);
+    mark(kWaitEmpty);
     if (thread == 0) {
       const int words[] = {unit.row,   exists ? unit.count : 0, unit.position, unit.start,
                            unit.end,   unit.slot,               first_packed_row};
@@ -135,6 +142,7 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, 
       if (exists) copy_queries(p, q, unit, first_packed_row, to, thread);
       arrive(full);
     }
+    mark(kIssue);
     if (!exists) return;
   }
 }

@@ -113,7 +113,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     int tile_rows,                            // query rows of a work item
     int num_items,
     int num_units,                            // blocks of all items and KV heads
+#if CLOCKS
+    int out_type, uint64* clocks) {
+  start_clocks(clocks, 12);
+#else
     int out_type) {
+#endif
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
 #if KV_FP8
   constexpr int box = 8;  // tokens that are copied at once
@@ -141,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
   __syncthreads();
   wait_for_earlier_kernels();
   launch_later_kernels();
+  mark(kPrologue);
   const Queries queries = {&q_map, q_box_rows, q, stride_q_row, stride_q_head};
   if (warp < kProducerWarps) {
     decrease_registers<kProducerRegisters>();
@@ -162,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
 #endif
     consume(warp / 4 - 1, p, {scale, cap, {sinks, out, lse, partial, slots, out_type, kv_scale}}, shared);
   }
+  stop_clocks();
 }
 
 }  // namespace attn_ops

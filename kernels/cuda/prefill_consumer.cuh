@@ -223,7 +223,9 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
 #pragma unroll
     for (int i = 0; i < 8; ++i) unit[i] = uniform(shared.unit[buffer][i]);
     const int count = unit[1], position = unit[2], start = unit[3], end = unit[4];
+    mark(count > 0 ? kWaitUnit : kIdle);
     if (count <= 0) return;
+    tally(kUnits);
     const int first_packed_row = unit[6] + (split_kv ? 0 : consumer * kPackedRows);
     const uint32 q_empty = shared_address(&shared.q_empty[buffer]);
     const uint32 query_memory = shared_address(shared.query[buffer][split_kv ? 0 : consumer]);
@@ -262,28 +264,37 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       };
       uint32 number = base + tile;  // of the KV tile whose logits are computed, among all of this CTA
       wait(k_full.of(number), k_full.parity(number));
+      mark(kWaitKeys);
       wgmma_fence();
       issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));
       wgmma_wait<0>();
       fence_registers(logits);
       arrive_by_warp(k_empty + number % kKeyStages * 8);
+      mark(kQk);
       softmax(start + tile * kTile);
       round(probabilities, logits);
+      mark(kSoftmax);
+      tally(kTiles);
       for (tile += step; tile < tiles; tile += step) {
         const uint32 previous = number;
         number = base + tile;
         wait(k_full.of(number), k_full.parity(number));
+        mark(kWaitKeys);
         wgmma_fence();
         issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));
+        mark(kQk);
         wait(v_full.of(previous), v_full.parity(previous));
+        mark(kWaitValues);
         fence_registers(output);
         wgmma_fence();
         issue_pv(output, probabilities, values + previous % kValueStages * (kValueBytes / 16));
         wgmma_wait<1>();
         fence_registers(logits);
         arrive_by_warp(k_empty + number % kKeyStages * 8);
+        mark(kQk);
         softmax(start + tile * kTile);
         fence_registers(logits);
+        mark(kSoftmax);
         // Complete already. Without a loop here, the assembler may move the exponentials behind the wait for O.
         wait(v_full.of(previous), v_full.parity(previous));
         wgmma_wait<0>();
@@ -291,20 +302,25 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         arrive_by_warp(v_empty + previous % kValueStages * 8);
         if (__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) rescale(output, alpha);
         round(probabilities, logits);
+        mark(kPv);
+        tally(kTiles);
       }
       if (!split_kv) arrive_by_warp(q_empty);
       wait(v_full.of(number), v_full.parity(number));
+      mark(kWaitValues);
       wgmma_fence();
       issue_pv(output, probabilities, values + number % kValueStages * (kValueBytes / 16));
       wgmma_wait<0>();
       fence_registers(output);
       arrive_by_warp(v_empty + number % kValueStages * 8);
+      mark(kPv);
     }
     base += tiles;
 
     if (split_kv) reduce(consumer, output, rows, shared, query_memory);
     if (split_kv || tiles <= 0) arrive_by_warp(q_empty);
     if (!split_kv || consumer == 0) store(output, rows, p, arguments.results, unit, first_packed_row);
+    mark(kEpilogue);
   }
 }
 

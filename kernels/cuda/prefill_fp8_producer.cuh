@@ -102,12 +102,14 @@ DEVICE void produce_fp8(const Problem& p, const Fp8Source& k, const Fp8Source& v
   };
   const auto copy_keys = [&](const TileTokens& tokens, uint32 tile) {
     wait(k_empty + tile % kKeyStages * 8, tile / kKeyStages & 1 ^ 1);
+    mark(kWaitEmpty);
     Keys::copy(p, k, tokens, keys + tile % kKeyStages * kKeyBytes);
   };
   const auto publish = [&](uint32 full) {
     fence_async_shared();
     __syncwarp();
     if (lane == 0) arrive(full);
+    mark(kIssue);
   };
   const auto convert_keys = [&](uint32 tile) {
     Keys::convert(type, keys + tile % kKeyStages * kKeyBytes);
@@ -118,6 +120,7 @@ DEVICE void produce_fp8(const Problem& p, const Fp8Source& k, const Fp8Source& v
   uint32 tile = 0;
   for (uint32 n = 0;; ++n) {
     const bool exists = schedule.next(p, unit), empty = unit.start >= unit.end;
+    mark(kSchedule);
     TileTokens tokens = {unit.start, unit.start + unit.hidden, exists ? unit.end : 0, unit.page_start, unit.kv_head};
     if (exists && !empty) {
       find_page(tokens);
@@ -136,6 +139,7 @@ DEVICE void produce_fp8(const Problem& p, const Fp8Source& k, const Fp8Source& v
       const bool last = next.first >= next.end;
       if (!last) copy_keys(next, tile + 1);
       wait(v_empty + tile % kValueStages * 8, tile / kValueStages & 1 ^ 1);
+      mark(kWaitEmpty);
       const uint32 to = values + tile % kValueStages * kValueBytes;
       Values::copy(p, v, tokens, to);
       tokens = next;

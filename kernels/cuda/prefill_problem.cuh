@@ -1,6 +1,7 @@
 // Prefill: sizes, shared memory, and which units a CTA has. `prefill.cu` has the schedule.
 #pragma once
 
+#include "clocks.cuh"
 #include "schedule.cuh"
 
 #ifndef KV_FP8

@@ -39,6 +39,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   Unit unit, following;
   bool exists = schedule.next(p, unit);
   uint32 number = exists ? load_page(unit, unit.start) : 0, tile = 0, staged = 0;
+  mark(kSchedule);
   while (exists) {
     int first = unit.start;
     do {
@@ -53,6 +54,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
         const bool zero = VALUES && ((visible < kTile && visible % box) || (first == unit.start && unit.hidden));
         const uint32 loaded = full + tile % (2 * kStages) * 8, barrier = zero ? staging : loaded;
         wait(empty + stage * 8, tile / kStages & 1 ^ 1);
+        mark(kWaitEmpty);
         if (lane == 0) arrive_expect(barrier, kBytes);
         __syncwarp();
         for (int i = 0; i < boxes; ++i) {
@@ -75,10 +77,12 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
           if (lane == 0) arrive(loaded);
         }
         ++tile;
+        mark(kIssue);
       }
       if (first == unit.start) exists = schedule.next(p, following);  // while the first tile is loaded
       first += kTile;
       number = first < unit.end ? load_page(unit, first) : exists ? load_page(following, following.start) : 0;
+      mark(kSchedule);
     } while (first < unit.end);
     unit = following;
   }
@@ -114,7 +118,9 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
 DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, bool exists, uint32 n, Shared& shared,
                          int thread) {
   const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
+  mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
+  mark(kWaitEmpty);
   if (thread == 0) {
     const int words[] = {unit.row,   exists ? unit.count : 0, unit.position,         unit.start,
                          unit.end,   unit.slot,               unit.first_packed_row, unit.kv_head * p.group};
@@ -131,6 +137,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, b
     if (exists) copy_queries(p, q, unit, to, thread);
     arrive(full);
   }
+  mark(kIssue);
 }
 
 // Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end.

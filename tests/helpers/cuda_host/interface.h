@@ -28,6 +28,7 @@ void sync_cluster();                      // without order of memory, but for fe
 std::uint64_t exchange(std::uint64_t value, int lane, const char* instruction);  // what `lane` of the warp gave
 bool any(bool value);
 bool elect();
+std::uint64_t nanoseconds();
 
 // ---- Memory ----
 

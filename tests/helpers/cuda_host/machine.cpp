@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <list>
@@ -573,6 +574,8 @@ bool any(bool value) {
   const std::uint64_t* values = gather(value, "__any_sync", PC);
   return std::any_of(values, values + 32, [](std::uint64_t x) { return x != 0; });
 }
+
+std::uint64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 // Any lane may be elected. One is for the whole kernel, which relies on that: its loads and their arrival are in order.
 bool elect() {
