@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks import (
+    clocks,
     context,
     cpu,
     decode,
@@ -24,6 +25,7 @@ from benchmarks import (
 )
 
 COMMANDS = {
+    "clocks": clocks,
     "cpu": cpu,
     "decode": decode,
     "prefill": prefill,

@@ -33,6 +33,7 @@ enum ClockColumn { kWhole = kNumPhases, kUnits, kTiles, kBeginNs, kEndNs, kClock
 
 struct WarpClock {
   uint64* row;         // of this warp in clocks [CTAs, warps, kClockColumns]
+  uint64 begin;        // nanoseconds
   uint32 first, last;  // cycles at the start, and at the end of the latest phase
 };
 
@@ -46,7 +47,7 @@ DEVICE void tally(ClockColumn column) {
   if (keeps_clock()) add_to(warp_clock().row + column, 1);
 }
 
-// What this warp did since the last call was `phase`.
+// What this warp did since the last call was `phase`. Not before the wait for earlier kernels, which may clear clocks.
 DEVICE void mark(Phase phase) {
   if (!keeps_clock()) return;
   WarpClock& clock = warp_clock();
@@ -59,14 +60,14 @@ DEVICE void start_clocks(uint64* clocks, int warps) {
   if (!keeps_clock()) return;
   uint64* row = clocks + (int64(blockIdx.x) * warps + threadIdx.x / 32) * kClockColumns;
   const uint32 now = cycles();
-  warp_clock() = {row, now, now};
-  add_to(row + kBeginNs, nanoseconds());
+  warp_clock() = {row, nanoseconds(), now, now};
 }
 
 DEVICE void stop_clocks() {
   if (!keeps_clock()) return;
   const WarpClock& clock = warp_clock();
   add_to(clock.row + kWhole, cycles() - clock.first);
+  add_to(clock.row + kBeginNs, clock.begin);
   add_to(clock.row + kEndNs, nanoseconds());
 }
 

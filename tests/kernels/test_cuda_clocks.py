@@ -1,0 +1,107 @@
+"""The clock-based accounts of the CUDA kernels, which run on the host (``helpers/cuda_host``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
+
+from attn_ops.kernels.cuda import mla, prefill
+from helpers.cuda_host import Host, needs_a_compiler
+from helpers.cuda_kernels import check_syntax, compiled_parameters, declared_parameters, needs_nvrtc, PTX_TYPES
+from helpers.page_tables import indptr, page_table
+
+import attn_ops
+from benchmarks import clocks
+
+KV_LENS, TILES = (300, 64, 129), 5 + 1 + 3
+
+KERNELS = {
+    "mla": mla.SPECIALIZATIONS[2, torch.bfloat16],
+    "prefill": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, False],
+    "prefill FP8": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, True],
+}
+
+
+def _planner(heads: int, kv_heads: int, head_dim: int, head_dim_vo: int, rows: int) -> attn_ops.PrefillPlanner:
+    tables = page_table(KV_LENS, 64)
+    batch = len(KV_LENS)
+    planner = attn_ops.PrefillPlanner(
+        batch,
+        batch * rows,
+        tables[1].shape[0],
+        page_size=64,
+        num_qo_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_vo=head_dim_vo,
+        max_kv_len=max(KV_LENS),
+    )
+    planner.plan(indptr((rows,) * batch), *tables)
+    return planner
+
+
+def _mla() -> tuple[Tensor, Tensor]:
+    planner = _planner(128, 1, 576, 512, 1)
+    q_nope, q_pe = torch.randn(3, 128, 512).bfloat16(), torch.randn(3, 128, 64).bfloat16()
+    ckv, kpe = (torch.randn(planner.max_pages, 64, columns).bfloat16() for columns in (512, 64))
+    return mla.batch_mla(q_nope, q_pe, ckv, kpe, list(planner.state), planner.workspace)
+
+
+def _prefill() -> tuple[Tensor, Tensor]:
+    planner = _planner(2, 1, 128, 128, 100)
+    q = torch.randn(300, 2, 128).bfloat16()
+    k, v = (torch.randn(planner.max_pages, 64, 1, 128).bfloat16() for _ in range(2))
+    return prefill.batch_prefill(q, k, v, list(planner.state), planner.workspace)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(("kernel", "call"), [("mla", _mla), ("prefill", _prefill)], ids=["mla", "prefill"])
+def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
+    results = []
+    with Host(sms=4, seed=1).installed():
+        for record in (False, True):
+            torch.manual_seed(0)
+            if not record:
+                results.append(call())
+                continue
+            with clocks.recording() as launches:
+                results.append(call())
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    (found,) = launches
+    phases, others = clocks.columns()
+    of = dict(zip((*phases, *others), found.unbind(2), strict=True))
+    assert (found >= 0).all()
+    assert (found[:, :, : len(phases)].sum(2) <= of["Whole"]).all()
+    assert (of["Whole"] <= of["EndNs"] - of["BeginNs"]).all(), "the host's cycles are nanoseconds"
+    roles = clocks.ROLES[kernel]
+    for name, warps in roles.items():
+        producer = name.startswith("producer")
+        waits = {"Prologue", "Schedule", "WaitEmpty", "Issue"} if producer else {"WaitUnit", "Qk", "Softmax", "Pv", "Idle"}
+        seen = {phase for phase in phases if of[phase][:, list(warps)].any()}
+        assert waits <= seen, name
+        assert producer != bool(of["Tiles"][:, list(warps)].any())
+    consumers = [of["Tiles"][:, roles[f"consumer {c}"][0]].sum().item() for c in range(2)]
+    if kernel == "mla":  # two CTAs, in which consumers have tiles in turn
+        assert sum(consumers) == 2 * TILES
+    else:  # tiles of 128 tokens; 200 packed rows, of which each consumer has 64 of every 128
+        assert consumers == [2 * (3 + 1 + 2)] * 2
+    assert len(clocks.account(found[None], roles)) == len(roles)
+    assert clocks.span(found[None]).startswith("last start ")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernel_with_clocks_has_the_parameters_that_it_is_launched_with(name: str) -> None:
+    one = clocks.clocked(KERNELS[name])
+    phases, others = clocks.columns()
+    size = len(phases) + len(others)
+    check_syntax(one, f"static_assert(kClockColumns == {size} && sizeof(WarpClock) == {clocks.CLOCK_BYTES});\n")
+    kinds = declared_parameters(one)
+    assert kinds == dict(one.kernel.parameters)
+    assert compiled_parameters(one) == [PTX_TYPES[kind] for kind in kinds.values()]
+    assert declared_parameters(KERNELS[name]) == dict(KERNELS[name].kernel.parameters)
