@@ -53,7 +53,10 @@ def columns() -> tuple[list[str], list[str]]:
     """The names of the phases, and of the further columns, in the order of ``clocks.cuh``."""
     text = re.sub(r"//.*", "", (FOLDER / "clocks.cuh").read_text())
     phases, others = (
-        [name.split("=")[0].strip()[1:] for name in re.findall(rf"enum {enum} {{(.*?)}}", text, re.DOTALL)[0].split(",")]
+        [
+            name.split("=")[0].strip()[1:]
+            for name in re.findall(rf"enum {enum} {{(.*?)}}", text, re.DOTALL)[0].split(",")
+        ]
         for enum in ("Phase", "ClockColumn")
     )
     return phases[:-1], others[:-1]
@@ -92,8 +95,9 @@ def recording(count: int = 1) -> Iterator[list[Tensor]]:
         launches.append(unused.pop(0))
         launch(clocked(one), grid, **arguments, clocks=launches[-1])
 
-    with mock.patch.object(mla, "launch", functools.partial(with_clocks, mla.launch)), mock.patch.object(
-        prefill, "launch", functools.partial(with_clocks, prefill.launch)
+    with (
+        mock.patch.object(mla, "launch", functools.partial(with_clocks, mla.launch)),
+        mock.patch.object(prefill, "launch", functools.partial(with_clocks, prefill.launch)),
     ):
         yield launches
 

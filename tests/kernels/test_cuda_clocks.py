@@ -12,7 +12,7 @@ pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kern
 
 from attn_ops.kernels.cuda import mla, prefill
 from helpers.cuda_host import Host, needs_a_compiler
-from helpers.cuda_kernels import check_syntax, compiled_parameters, declared_parameters, needs_nvrtc, PTX_TYPES
+from helpers.cuda_kernels import PTX_TYPES, check_syntax, compiled_parameters, declared_parameters, needs_nvrtc
 from helpers.page_tables import indptr, page_table
 
 import attn_ops
@@ -81,7 +81,9 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
     roles = clocks.ROLES[kernel]
     for name, warps in roles.items():
         producer = name.startswith("producer")
-        waits = {"Prologue", "Schedule", "WaitEmpty", "Issue"} if producer else {"WaitUnit", "Qk", "Softmax", "Pv", "Idle"}
+        waits = (
+            {"Prologue", "Schedule", "WaitEmpty", "Issue"} if producer else {"WaitUnit", "Qk", "Softmax", "Pv", "Idle"}
+        )
         seen = {phase for phase in phases if of[phase][:, list(warps)].any()}
         assert waits <= seen, name
         assert producer != bool(of["Tiles"][:, list(warps)].any())
