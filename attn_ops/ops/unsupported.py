@@ -64,6 +64,9 @@ CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 
 CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
 
+CUDA_PREFILL_GROUP = 1 << 15
+"""Query heads of a KV head, at most: a multiplication stands for the division by them."""
+
 CUDA_PREFILL_PAGE = 8
 """Tokens that a page is a multiple of: those of a swizzled group of rows."""
 
@@ -293,6 +296,10 @@ def _cuda_prefill(p: Problem, fp8: bool, of_kv: list[tuple[bool, str]], options:
             (
                 p.page_size % CUDA_PREFILL_PAGE == 0,
                 f"pages of {p.page_size} tokens are not multiples of {CUDA_PREFILL_PAGE}",
+            ),
+            (
+                p.num_qo_heads // p.num_kv_heads <= CUDA_PREFILL_GROUP,
+                f"it needs at most {CUDA_PREFILL_GROUP} query heads per KV head",
             ),
             (p.layout.aligned, "rows are not aligned to 16 bytes"),
             *of_kv,

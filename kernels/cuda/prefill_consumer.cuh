@@ -19,6 +19,16 @@ struct FullBarriers {
   DEVICE uint32 parity(uint32 tile) const { return tile / (2 * STAGES) & 1; }
 };
 
+// Division of packed rows by the group, by a multiplication: with inverse = ceil(2^31 / group), 2 i inverse / 2^32 exceeds
+// i / group by less than i / 2^31, so that it has the same integer part while i * group < 2^31. A packed row of a unit
+// with its remainder is less than group + 128, which holds for every group up to kMaxGroup.
+struct DivideByGroup {
+  uint32 inverse;
+
+  DEVICE explicit DivideByGroup(int group) : inverse(((uint32(1) << 31) - 1) / uint32(group) + 1) {}
+  DEVICE int operator()(int packed_row) const { return __umulhi(2 * uint32(packed_row), inverse); }
+};
+
 // A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.
 struct Rows {
   float row_max[2], row_sum[2];  // row_sum over the columns of this thread
@@ -127,20 +137,19 @@ struct Arguments {
   Results results;
 };
 
-// Divides by the row sums and stores output and LSE, or the partial result.
-DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& to, const int (&unit)[8],
-                  int first_packed_row) {
-  const int lane = threadIdx.x % 32, first = first_packed_row + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
-  const int row = unit[0], count = unit[1], slot = unit[5], first_head = unit[7];
-  const int num_heads = p.num_kv_heads * p.group;
+// Divides by the row sums and stores output and LSE, or the partial result. `line` is this thread's first packed row of the unit.
+DEVICE void store(Output& output, Rows& rows, const Problem& p, DivideByGroup row_of, const Results& to,
+                  const QueryBlock& block, int line) {
+  const int lane = threadIdx.x % 32, first = uniform(block.remainder) + line;
+  const int slot = block.slot, num_heads = p.num_kv_heads * p.group;
+  const int64 first_row = slot < 0 ? int64(block.row) : int64(slot) * p.tile_rows + block.row_of_item;
   float norm[2];
   int64 to_row[2];
   bool exists[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int packed = first + 8 * r, tile_row = p.row_of(packed);
-    const int head = first_head + packed - tile_row * p.group;
-    exists[r] = tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
+    const int packed = first + 8 * r, row = row_of(packed), head = block.head + packed - row * p.group;
+    exists[r] = row < block.count && uint32(block.row + row) < uint32(p.rows) && slot < to.slots;
     float row_max = rows.row_max[r], sum = sum_of_quad(rows.row_sum[r]), alpha = 1;
     if (to.sinks && slot < 0) {  // the combine kernel adds the sink to split tiles
       const float sink = (exists[r] ? to.sinks[head] : -kInfinity) * kLog2e, joined = fmaxf(row_max, sink);
@@ -148,7 +157,7 @@ DEVICE void store(Output& output, Rows& rows, const Problem& p, const Results& t
       alpha = exp2f(row_max - anchor), sum = sum * alpha + exp2f(sink - anchor), row_max = joined;
     }
     norm[r] = (sum > 0 ? alpha / sum : 0.f) * (to.kv_scale ? to.kv_scale[1] : 1.f);
-    to_row[r] = ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * num_heads + head;
+    to_row[r] = (first_row + row) * num_heads + head;
     float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * num_heads * kDimVo;
     if (lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max + log2f(sum);
   }
@@ -201,6 +210,7 @@ DEVICE void reduce(int consumer, Output& output, Rows& rows, Shared& shared, uin
 // One warpgroup: the attention of its packed rows, or of its KV tiles, for all units.
 DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, Shared& shared) {
   const bool split_kv = p.split_kv();
+  const DivideByGroup row_of(p.group);
   // The scale of the keys is one of the logits, unless that is 0, negative or out of range: then it multiplies them.
   const float* kv_scale = arguments.results.kv_scale;
   const float of_both = arguments.scale * (kv_scale ? kv_scale[0] : 1.f);
@@ -208,7 +218,8 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   const float scale = folded ? of_both : arguments.scale;
   const float factor = arguments.cap > 0 ? arguments.cap * kLog2e : scale * kLog2e;
   const float to_cap = arguments.cap > 0 ? scale / arguments.cap : 0.f;
-  const int lane = threadIdx.x % 32, line = threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
+  const int first_line = split_kv ? 0 : consumer * kPackedRows;
+  const int lane = threadIdx.x % 32, line = first_line + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const uint64 keys = k_major(shared_address(shared.keys[0]), TileLayout<kDimQk>::kGroup);
   const uint64 values =
       mn_major(shared_address(shared.values[0]), TileLayout<kDimVo>::kGroup, TileLayout<kDimVo>::kColumn);
@@ -219,14 +230,13 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   for (uint32 n = 0;; ++n) {
     const uint32 buffer = n % kQueries;
     wait(shared_address(&shared.q_full[buffer]), n / kQueries & 1);
-    int unit[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) unit[i] = uniform(shared.unit[buffer][i]);
-    const int count = unit[1], position = unit[2], start = unit[3], end = unit[4];
+    const QueryBlock& block = shared.blocks[n % kBlocks];
+    const int count = uniform(block.count), low = uniform(block.low), high = uniform(block.high);
+    const int start = uniform(block.start), end = uniform(block.end);
     mark(count > 0 ? kWaitUnit : kIdle);
     if (count <= 0) return;
     tally(kUnits);
-    const int first_packed_row = unit[6] + (split_kv ? 0 : consumer * kPackedRows);
+    const int remainder = uniform(block.remainder);
     const uint32 q_empty = shared_address(&shared.q_empty[buffer]);
     const uint32 query_memory = shared_address(shared.query[buffer][split_kv ? 0 : consumer]);
     const uint64 query = k_major(query_memory, kGroupBytes);
@@ -234,16 +244,15 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     Rows rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = p.row_of(first_packed_row + line + 8 * r);
+      const int row = row_of(remainder + line + 8 * r);
       // Relative to this thread's first column of a tile.
-      rows.low[r] = (p.window_left == kNone ? 0 : bound(position, row, -p.window_left)) - lane % 4 * 2;
-      rows.high[r] = min(end, bound(position, row + 1, p.window_right)) - lane % 4 * 2;
+      rows.low[r] = low + row - lane % 4 * 2;
+      rows.high[r] = min(end, high + row) - lane % 4 * 2;
       rows.row_max[r] = -kInfinity, rows.row_sum[r] = 0;
     }
     // Tiles within these bounds are visible to all rows of this consumer.
-    const int first_row = p.row_of(first_packed_row), last_row = p.row_of(first_packed_row + kPackedRows - 1);
-    const int visible_begin = p.window_left == kNone ? 0 : bound(position, last_row, -p.window_left);
-    const int visible_end = min(end, bound(position, first_row + 1, p.window_right));
+    const int last_row = row_of(remainder + first_line + kPackedRows - 1);
+    const int visible_begin = low + last_row, visible_end = min(end, high + row_of(remainder + first_line));
     const bool all_rows = last_row < count;
 
     Output output;
@@ -319,7 +328,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
 
     if (split_kv) reduce(consumer, output, rows, shared, query_memory);
     if (split_kv || tiles <= 0) arrive_by_warp(q_empty);
-    if (!split_kv || consumer == 0) store(output, rows, p, arguments.results, unit, first_packed_row);
+    if (!split_kv || consumer == 0) store(output, rows, p, row_of, arguments.results, block, line);
     mark(kEpilogue);
   }
 }

@@ -17,6 +17,7 @@ constexpr int kTile = kDimVo > 128 ? 64 : 128;                        // tokens 
 constexpr int kKeyStages = kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;  // KV tiles of the ring of keys
 constexpr int kValueStages = kDimQk == 64 ? 4 : 2;                    // and of values
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                        // query buffers
+constexpr int kBlocks = 2 * kQueries;                                 // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                       // of a consumer
 constexpr int kRowBytes = 128;                                        // of 64 columns in shared memory
 constexpr int kGroupBytes = 8 * kRowBytes;                            // of 8 rows and 64 columns
@@ -28,15 +29,35 @@ constexpr bool kSparesRegisters = KV_FP8 && kDimQk == 64;
 constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConsumerRegisters = kSparesRegisters ? 224 : 232;
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 constexpr int kNone = 1 << 30;                                   // a window without a bound
+constexpr int kMaxGroup = 1 << 15;                               // CUDA_PREFILL_GROUP: see DivideByGroup
+constexpr int kBeforeAll = -1024;                                // a token before all, for every row of a unit
 constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits
 enum NamedBarrier { kBothConsumers = 1 };
+
+// What consumers need of a unit. Producer Q computes it once, in 64 bits where sums may not fit in 32.
+//
+// Rows are counted from the unit's first query row: packed row i of the unit belongs to row (remainder + i) / group. Row
+// r sees tokens from `low + r` to `high + r`, and none from `end` on.
+//
+// A consumer releases a query buffer before its epilogue, which still reads the unit: so there are more of these. The one
+// of unit n is written again for unit n + kBlocks, when consumers have released the queries of a unit after n.
+struct QueryBlock {
+  int row;            // of q: the first query row
+  int count;          // query rows of the work item from there on. No unit follows if it is 0
+  int low, high;
+  int start, end;     // KV tokens
+  int slot;           // of the partial result, negative without a split
+  int row_of_item;    // the first query row in its work item
+  int head;           // the first of the KV head's group
+  int remainder;      // of the first packed row divided by the group
+};
 
 struct Shared {
   alignas(1024) char query[kQueries][2][kQueryBytes];
   alignas(1024) char keys[kKeyStages][kKeyBytes];
   alignas(1024) char values[kValueStages][kValueBytes];
   float peer_max[kPackedRows], peer_sum[kPackedRows];
-  int unit[kQueries][8];
+  QueryBlock blocks[kBlocks];
   // There are twice as many full barriers as stages, so that each is always waited for by the same consumer when they
   // take alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
   uint64 k_full[2 * kKeyStages], k_empty[kKeyStages], v_full[2 * kValueStages], v_empty[kValueStages];
@@ -52,7 +73,6 @@ struct Problem {
   DEVICE bool split_kv() const { return tile_rows * group <= kPackedRows; }
   DEVICE int block_rows() const { return split_kv() ? kPackedRows : 2 * kPackedRows; }
   DEVICE int blocks() const { return (tile_rows * group + block_rows() - 1) / block_rows(); }
-  DEVICE int row_of(int packed_row) const { return uint32(packed_row) / uint32(group); }
 };
 
 // Keys or values in global memory. A page adds `page_step` and a head `head_step` to the outermost index.
@@ -64,6 +84,7 @@ struct Source {
 struct Unit : Item {     // `start` to `end` are loaded
   int hidden;            // tokens from start on that no row sees, less than a box
   int first_packed_row;
+  int first_row;         // the query row of the item to which it belongs
   int kv_head;
 };
 
@@ -71,6 +92,12 @@ struct Unit : Item {     // `start` to `end` are loaded
 DEVICE int bound(int position, int rows, int window) {
   if (window == kNone) return kMaxTokens;
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(0)));
+}
+
+// The same relative to a row, for sums with rows of a unit and sizes of tiles that fit in 32 bits. Without a bound, `none`.
+DEVICE int relative_bound(int position, int rows, int window, int none) {
+  if (window == kNone || window == -kNone) return none;
+  return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(kBeforeAll)));
 }
 
 // Units of this CTA in their order.
@@ -83,7 +110,7 @@ struct Schedule : Walk<PAGED> {
     const int blocks = p.blocks();
     unit.kv_head = u / blocks % p.num_kv_heads;
     unit.first_packed_row = u % blocks * p.block_rows();
-    const int first = unit.first_packed_row / p.group;
+    const int first = unit.first_row = unit.first_packed_row / p.group;
     const int last = min((unit.first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
     if (first > last) return false;
     unit.end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);

@@ -101,7 +101,7 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
   const char* from = q.first + (unit.row * q.stride_row + unit.kv_head * p.group * q.stride_head) * 2 + thread % 8 * 16;
   const uint32 swizzled = thread / 8 * kRowBytes + (thread % 8 ^ thread / 8) * 16;
   for (int row = thread / 8; row < p.block_rows(); row += 8) {
-    const int packed = unit.first_packed_row + row, tile_row = p.row_of(packed);
+    const int packed = unit.first_packed_row + row, tile_row = uint32(packed) / uint32(p.group);
     const int head = packed - tile_row * p.group;
     const bool exists = tile_row < unit.count && uint32(unit.row + tile_row) < uint32(p.rows);
     const char* row_from = exists ? from + (tile_row * q.stride_row + head * q.stride_head) * 2 : q.first;
@@ -114,22 +114,31 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
   fence_async_shared();
 }
 
+DEVICE QueryBlock query_block(const Problem& p, const Unit& unit) {
+  return {
+      .row = unit.row + unit.first_row,
+      .count = unit.count - unit.first_row,
+      .low = relative_bound(unit.position, unit.first_row, -p.window_left, kBeforeAll),
+      .high = relative_bound(unit.position, unit.first_row + 1, p.window_right, kMaxTokens),
+      .start = unit.start,
+      .end = unit.end,
+      .slot = unit.slot,
+      .row_of_item = unit.first_row,
+      .head = unit.kv_head * p.group,
+      .remainder = unit.first_packed_row - unit.first_row * p.group,
+  };
+}
+
 // The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does. Without a unit it is the end.
 DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, bool exists, uint32 n, Shared& shared,
                          int thread) {
   const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
   mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
-  mark(kWaitEmpty);
-  if (thread == 0) {
-    const int words[] = {unit.row,   exists ? unit.count : 0, unit.position,         unit.start,
-                         unit.end,   unit.slot,               unit.first_packed_row, unit.kv_head * p.group};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) shared.unit[buffer][i] = words[i];
-  }
+  if (thread == 0) shared.blocks[n % kBlocks] = exists ? query_block(p, unit) : QueryBlock{};
   const uint32 to = shared_address(shared.query[buffer][0]);
   if (exists && q.box_rows) {
-    const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_packed_row / p.group;
+    const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_row;
     arrive_expect(full, blocks * kQueryBytes);
     for (int i = 0; i < blocks; ++i)
       load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, full);

@@ -151,6 +151,7 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         "kRowBytes": 2 * prefill.COLUMNS,
         "kGroupBytes": 2 * prefill.COLUMNS * prefill.GROUP_TOKENS,
         "kNone": prefill.NO_WINDOW,
+        "kMaxGroup": unsupported.CUDA_PREFILL_GROUP,
         "kFp8E4M3": prefill.FP8_TYPES[torch.float8_e4m3fn],
         "kFp8E5M2": prefill.FP8_TYPES[torch.float8_e5m2],
         "kLikeQuery": 0,
@@ -327,6 +328,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
     ({"head_dim_qk": 192, "head_dim_vo": 192}, "head dimensions 192 and 192 have no tile"),
     ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
+    ({"num_qo_heads": 32769, "num_kv_heads": 1}, "it needs at most 32768 query heads per KV head"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     (
         {"layout": MemoryLayout(mappable=False)},

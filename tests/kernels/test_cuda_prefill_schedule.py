@@ -141,3 +141,29 @@ def test_units_are_the_work_of_the_plan(
             assert {seen[starts[b] + i, head] for head in range(group * HEADS)} == {keys}, (b, i)
     assert len(visits) == (total + padding) * group * HEADS, "rows after the last request's are cleared"
     assert {visits[row, head] for row in range(total, total + padding) for head in range(group * HEADS)} == {1}
+
+
+DIVISIONS = """
+#include <cstdio>
+using namespace attn_ops;
+
+int main() {
+  long long differences = 0, compared = 0;
+  for (int group = 1; group <= kMaxGroup; ++group) {
+    const DivideByGroup divide(group);
+    const int end = group + 2 * kPackedRows;
+    for (int i = group <= 512 ? 0 : group - 2; i < end; ++i) ++compared, differences += divide(i) != i / group;
+    differences += divide(0) != 0;
+  }
+  std::printf("%lld %lld\\n", compared, differences);
+}
+"""
+
+
+def test_packed_rows_are_divided_by_the_group_without_a_division() -> None:
+    """Every packed row of a unit with a remainder, for every group."""
+    one = prefill.SPECIALIZATIONS[128, 128, False, torch.bfloat16, False]
+    run = subprocess.run([cuda_host.program(one, DIVISIONS)], capture_output=True, text=True, check=True)
+    compared, differences = map(int, run.stdout.split())
+    assert compared > 4_000_000
+    assert differences == 0
