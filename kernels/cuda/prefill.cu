@@ -41,11 +41,13 @@
 //     8.  [consumer]    soft cap, mask, online softmax: P_j and alpha
 //     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if any alpha of the warp is not 1; round P_j
 // epilogue of the unit
-//     10. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; O += P V; arrive on its v_empty
+//     10. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; issue O += P V; with two query buffers
+//                       steps 2 and 5 of unit n+1; wait for O; arrive on v_empty
 //     11. [consumer]    split_kv: consumer 1 stores its state (m, l, O) in the query buffer, consumer 0 adds it to its
 //                       own; both arrive on q_empty[b] here, not in step 10
 //     12. [consumer]    join the sink, divide by l; store output and LSE, or the partial result in its slot. With
 //                       split_kv consumer 0 alone
+//     13. [consumer]    wait for the first logits of unit n+1, if they were issued: they are computed beside step 12
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
 //

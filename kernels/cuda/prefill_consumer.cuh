@@ -226,10 +226,19 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   const FullBarriers<kKeyStages> k_full = {shared_address(shared.k_full)};
   const FullBarriers<kValueStages> v_full = {shared_address(shared.v_full)};
   const uint32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
-  uint32 base = 0;  // number of the unit's first KV tile among all of this CTA
+  const auto wait_for_queries = [&](uint32 n) { wait(shared_address(&shared.q_full[n % kQueries]), n / kQueries & 1); };
+  const auto queries = [&](uint32 n) { return shared_address(shared.query[n % kQueries][split_kv ? 0 : consumer]); };
+  const auto issue_tile = [&](Logits& logits, uint32 n, uint32 tile) {
+    wait(k_full.of(tile), k_full.parity(tile));
+    mark(kWaitKeys);
+    wgmma_fence();
+    issue_qk(logits, k_major(queries(n), kGroupBytes), keys + tile % kKeyStages * (kKeyBytes / 16));
+  };
+  Logits logits;
+  bool first_logits = false;  // of the unit are complete
+  uint32 base = 0;            // number of the unit's first KV tile among all of this CTA
   for (uint32 n = 0;; ++n) {
-    const uint32 buffer = n % kQueries;
-    wait(shared_address(&shared.q_full[buffer]), n / kQueries & 1);
+    wait_for_queries(n);
     const QueryBlock& block = shared.blocks[n % kBlocks];
     const int count = uniform(block.count), low = uniform(block.low), high = uniform(block.high);
     const int start = uniform(block.start), end = uniform(block.end);
@@ -237,9 +246,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     if (count <= 0) return;
     tally(kUnits);
     const int remainder = uniform(block.remainder);
-    const uint32 q_empty = shared_address(&shared.q_empty[buffer]);
-    const uint32 query_memory = shared_address(shared.query[buffer][split_kv ? 0 : consumer]);
-    const uint64 query = k_major(query_memory, kGroupBytes);
+    const uint32 q_empty = shared_address(&shared.q_empty[n % kQueries]);
 
     Rows rows;
 #pragma unroll
@@ -261,7 +268,6 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     const int tiles = (end - start + kTile - 1) / kTile, step = split_kv ? 2 : 1;
     int tile = split_kv ? (base ^ consumer) & 1 : 0;  // which full barriers a consumer waits for depends on this
     if (tile < tiles) {
-      Logits logits;
       Probabilities probabilities;
       float alpha[2];
       const auto softmax = [&](int first) {
@@ -272,14 +278,14 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         update(logits, rows, factor, alpha);
       };
       uint32 number = base + tile;  // of the KV tile whose logits are computed, among all of this CTA
-      wait(k_full.of(number), k_full.parity(number));
-      mark(kWaitKeys);
-      wgmma_fence();
-      issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));
-      wgmma_wait<0>();
-      fence_registers(logits);
-      arrive_by_warp(k_empty + number % kKeyStages * 8);
-      mark(kQk);
+      if (!first_logits) {
+        issue_tile(logits, n, number);
+        wgmma_wait<0>();
+        fence_registers(logits);
+        arrive_by_warp(k_empty + number % kKeyStages * 8);
+        mark(kQk);
+      }
+      first_logits = false;
       softmax(start + tile * kTile);
       round(probabilities, logits);
       mark(kSoftmax);
@@ -287,10 +293,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       for (tile += step; tile < tiles; tile += step) {
         const uint32 previous = number;
         number = base + tile;
-        wait(k_full.of(number), k_full.parity(number));
-        mark(kWaitKeys);
-        wgmma_fence();
-        issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));
+        issue_tile(logits, n, number);
         mark(kQk);
         wait(v_full.of(previous), v_full.parity(previous));
         mark(kWaitValues);
@@ -319,6 +322,27 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       mark(kWaitValues);
       wgmma_fence();
       issue_pv(output, probabilities, values + number % kValueStages * (kValueBytes / 16));
+      if (kQueries > 1 && !split_kv) {
+        wait_for_queries(n + 1);
+        mark(kWaitUnit);
+        const QueryBlock& following = shared.blocks[(n + 1) % kBlocks];
+        if (uniform(following.count) > 0 && uniform(following.start) < uniform(following.end)) {
+          base += tiles;
+          issue_tile(logits, n + 1, base);
+          wgmma_wait<1>();
+          fence_registers(output);
+          arrive_by_warp(v_empty + number % kValueStages * 8);
+          mark(kPv);
+          store(output, rows, p, row_of, arguments.results, block, line);
+          mark(kEpilogue);
+          wgmma_wait<0>();
+          fence_registers(logits);
+          arrive_by_warp(k_empty + base % kKeyStages * 8);
+          mark(kQk);
+          first_logits = true;
+          continue;
+        }
+      }
       wgmma_wait<0>();
       fence_registers(output);
       arrive_by_warp(v_empty + number % kValueStages * 8);
@@ -326,7 +350,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     }
     base += tiles;
 
-    if (split_kv) reduce(consumer, output, rows, shared, query_memory);
+    if (split_kv) reduce(consumer, output, rows, shared, queries(n));
     if (split_kv || tiles <= 0) arrive_by_warp(q_empty);
     if (!split_kv || consumer == 0) store(output, rows, p, row_of, arguments.results, block, line);
     mark(kEpilogue);

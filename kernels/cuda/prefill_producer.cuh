@@ -135,6 +135,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, b
   const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
   mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
+  mark(kWaitEmpty);
   if (thread == 0) shared.blocks[n % kBlocks] = exists ? query_block(p, unit) : QueryBlock{};
   const uint32 to = shared_address(shared.query[buffer][0]);
   if (exists && q.box_rows) {

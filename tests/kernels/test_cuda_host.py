@@ -241,11 +241,24 @@ PREFILL_FAULTS = {
         ),
         r"race: (.|\n)*read by wgmma(.|\n)*TMA",
     ),
-    "logits are used in flight": Planted(Fault("wgmma_wait<1>();", ""), "before wgmma.wait_group"),
+    "logits are used in flight": Planted(
+        Fault("wgmma_wait<1>();\n        fence_registers(logits);", "fence_registers(logits);"),
+        "before wgmma.wait_group",
+    ),
+    "the output is used in flight, beside the next unit's first logits": Planted(
+        Fault("wgmma_wait<1>();\n          fence_registers(output);", "fence_registers(output);"),
+        "before wgmma.wait_group",
+    ),
+    "the next unit's first logits are used in flight": Planted(
+        Fault("wgmma_wait<0>();\n          fence_registers(logits);", "fence_registers(logits);"),
+        "before wgmma.wait_group",
+    ),
+    "no wait for the next unit": Planted(Fault("wait_for_queries(n + 1);", ""), "race|uninitialised|nothing has written"),
     "no fence of registers": Planted(
         Fault(
-            "wgmma_fence();\n      issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));",
-            "issue_qk(logits, query, keys + number % kKeyStages * (kKeyBytes / 16));",
+            "wgmma_fence();\n    issue_qk(logits, k_major(queries(n), kGroupBytes), "
+            "keys + tile % kKeyStages * (kKeyBytes / 16));",
+            "issue_qk(logits, k_major(queries(n), kGroupBytes), keys + tile % kKeyStages * (kKeyBytes / 16));",
         ),
         "without wgmma.fence",
     ),
@@ -277,6 +290,7 @@ PREFILL_FAULTS = {
             "if (threadIdx.x % 32 == 0) arrive(barrier);",
         ),
         "race",
+        odd=True,
     ),
     "rows after the last": Planted(
         Fault(
