@@ -19,9 +19,9 @@ struct FullBarriers {
   DEVICE uint32 parity(uint32 tile) const { return tile / (2 * STAGES) & 1; }
 };
 
-// Division of packed rows by the group, by a multiplication: with inverse = ceil(2^31 / group), 2 i inverse / 2^32 exceeds
-// i / group by less than i / 2^31, so that it has the same integer part while i * group < 2^31. A packed row of a unit
-// with its remainder is less than group + 128, which holds for every group up to kMaxGroup.
+// Division of packed rows by the group, by a multiplication: with inverse = ceil(2^31 / group), 2 i inverse / 2^32
+// exceeds i / group by less than i / 2^31, so that it has the same integer part while i * group < 2^31. A packed row of
+// a unit with its remainder is less than group + 128, which holds for every group up to kMaxGroup.
 struct DivideByGroup {
   uint32 inverse;
 
@@ -76,16 +76,25 @@ DEVICE void multiply(Logits& logits, float scale) {
   for (int i = 0; i < kTile / 2; ++i) logits[i] *= scale;
 }
 
+// A bit for each of this thread's columns of a row, in order, that is before token `end` of the tile.
+DEVICE uint32 columns_before(int end) {
+  end = max(min(end, kTile), 0);
+  return static_cast<uint32>((uint64(1) << (end / 8 * 2 + min(end % 8, 2))) - 1);
+}
+
+// By bits, of which an instruction makes seven predicates, where registers suffice for it.
 DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int low = rows.low[r] - first, count = rows.high[r] - first;
+    const uint32 visible = columns_before(count) & ~columns_before(low);
 #pragma unroll
     for (int i = 0; i < kTile / 8; ++i)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int token = 8 * i + c;
-        if (token < low || token >= count) logits[4 * i + 2 * r + c] = -kInfinity;
+        const bool hidden = KV_FP8 ? token < low || token >= count : !(visible >> (2 * i + c) & 1);
+        if (hidden) logits[4 * i + 2 * r + c] = -kInfinity;
       }
   }
 }
@@ -137,7 +146,8 @@ struct Arguments {
   Results results;
 };
 
-// Divides by the row sums and stores output and LSE, or the partial result. `line` is this thread's first packed row of the unit.
+// Divides by the row sums and stores output and LSE, or the partial result. `line` is this thread's first packed row of
+// the unit.
 DEVICE void store(Output& output, Rows& rows, const Problem& p, DivideByGroup row_of, const Results& to,
                   const QueryBlock& block, int line) {
   const int lane = threadIdx.x % 32, first = uniform(block.remainder) + line;

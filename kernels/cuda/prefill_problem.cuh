@@ -36,11 +36,11 @@ enum NamedBarrier { kBothConsumers = 1 };
 
 // What consumers need of a unit. Producer Q computes it once, in 64 bits where sums may not fit in 32.
 //
-// Rows are counted from the unit's first query row: packed row i of the unit belongs to row (remainder + i) / group. Row
-// r sees tokens from `low + r` to `high + r`, and none from `end` on.
+// Rows are counted from the unit's first query row: packed row i of the unit belongs to row (remainder + i) / group.
+// Row r sees tokens from `low + r` to `high + r`, and none from `end` on.
 //
-// A consumer releases a query buffer before its epilogue, which still reads the unit: so there are more of these. The one
-// of unit n is written again for unit n + kBlocks, when consumers have released the queries of a unit after n.
+// A consumer releases a query buffer before its epilogue, which still reads the unit: so there are more of these. The
+// one of unit n is written again for unit n + kBlocks, when consumers have released the queries of a unit after n.
 struct QueryBlock {
   int row;            // of q: the first query row
   int count;          // query rows of the work item from there on. No unit follows if it is 0
@@ -94,7 +94,7 @@ DEVICE int bound(int position, int rows, int window) {
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(0)));
 }
 
-// The same relative to a row, for sums with rows of a unit and sizes of tiles that fit in 32 bits. Without a bound, `none`.
+// The same relative to a row, for sums with rows of a unit and sizes of tiles that fit in 32 bits. `none` without one.
 DEVICE int relative_bound(int position, int rows, int window, int none) {
   if (window == kNone || window == -kNone) return none;
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(kBeforeAll)));
