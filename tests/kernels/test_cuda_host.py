@@ -253,7 +253,9 @@ PREFILL_FAULTS = {
         Fault("wgmma_wait<0>();\n          fence_registers(logits);", "fence_registers(logits);"),
         "before wgmma.wait_group",
     ),
-    "no wait for the next unit": Planted(Fault("wait_for_queries(n + 1);", ""), "race|uninitialised|nothing has written"),
+    "no wait for the next unit": Planted(
+        Fault("wait_for_queries(n + 1);", ""), "race|uninitialised|nothing has written"
+    ),
     "no fence of registers": Planted(
         Fault(
             "wgmma_fence();\n    issue_qk(logits, k_major(queries(n), kGroupBytes), "
