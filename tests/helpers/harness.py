@@ -65,7 +65,8 @@ class Setup:
     def tolerance(self, backend: str) -> dict[str, float]:
         """How much further than the reference the kernels of ``backend`` may be from the oracle.
 
-        They round rotated queries and keys to the dtype, and decode computes with FP8 keys and values in float16.
+        They round rotated queries and keys to the dtype, and decode computes with FP8 keys and values in float16. The
+        scale of the values also multiplies what a probability that underflows has lost.
         """
         case, tolerance = self.case, dict[str, float]()
         if case.out_dtype is not None and case.dtype != torch.float32:
@@ -76,6 +77,9 @@ class Setup:
             tolerance["float32_eps"] = torch.finfo(case.dtype).eps / 8
         if self.kind == "decode" and case.kv_dtype is not None and case.dtype != torch.float32:
             tolerance["smallest"] = torch.finfo(torch.float16).smallest_normal
+        if case.kv_scale is not None:
+            smallest = tolerance.get("smallest", torch.finfo(case.dtype).smallest_normal)
+            tolerance["smallest"] = smallest * max(1.0, case.kv_scale[1])
         return tolerance
 
     def check(self, out: Tensor, lse: Tensor | None = None, **tolerance: float) -> None:
