@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_models(size: str, device: str, dtype: torch.dtype, names: Iterable[str]) -> dict[str, Any]:
     """A model for each attention implementation, over the same weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**SIZES[size], pad_token_id=0, bos_token_id=1, eos_token_id=None)
     with torch.device(device):

@@ -1,4 +1,5 @@
 // Continuous batching over packages of attn_ops.export_package, without Python. See README.md.
+#include <ATen/ops/tensor.h>
 #include <attn_ops/attn_ops.h>
 
 #include <chrono>

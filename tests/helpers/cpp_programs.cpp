@@ -6,6 +6,9 @@
 //   cpp_programs package MODEL.pt2 INPUTS.pt OUTPUTS.pt DEVICE
 //
 // The comment before each function says what it does. Exit status 2: wrong arguments; 3: libpython is mapped.
+#define AT_PER_OPERATOR_HEADERS  // without it, the headers of pickle.h include every operator of torch
+#include <ATen/ops/equal.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <attn_ops/attn_ops.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>

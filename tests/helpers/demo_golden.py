@@ -82,7 +82,7 @@ def tokens() -> Tensor:
 
 
 def _write() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
     cases = {}
     for name, changes in CASES.items():

@@ -1,8 +1,6 @@
 // What attn_ops.export_package writes into a package (attn_ops/packaging.py lists the entries).
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <cstdint>
 #include <map>
 #include <sstream>

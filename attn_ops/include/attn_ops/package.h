@@ -1,7 +1,8 @@
 // Package: a step that attn_ops.export_package wrote.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 #include <memory>

@@ -1,7 +1,8 @@
 // Page tables of requests that grow and end, on the host.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstdint>
