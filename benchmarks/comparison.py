@@ -69,7 +69,7 @@ class Comparison:
         self._gave_up: set[str] = set()
 
     def times(self, row: str, problem: Any, expected: float, max_error: float = MAX_RELATIVE_ERROR) -> dict[str, float]:
-        """Median microseconds of one launch of each implementation that runs ``problem`` correctly.
+        """Median microseconds of one launch of each implementation that runs ``problem`` correctly, also printed.
 
         Args:
             row: name of the problem in reports.
@@ -96,7 +96,9 @@ class Comparison:
                 if time.perf_counter() - start > MAX_FAILURE_SECONDS:
                     self._gave_up.add(name)
         rounds = ROUNDS_OF_LONG_CALLS if expected > LONG_CALL_MICROSECONDS else ROUNDS
-        return device_microseconds(calls, problem.copies, expected, rounds)
+        medians = device_microseconds(calls, problem.copies, expected, rounds)
+        print(f"{row}: {', '.join(f'{name} {time:.1f} us' for name, time in medians.items())}", flush=True)
+        return medians
 
 
 def _checked(prepare: Prepare, problem: Any, max_error: float) -> Call:

@@ -160,7 +160,7 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=unsupported.TRITON_KERNELS,
         capture=_CAPTURE,
     ),
-    Backend(  # not measured yet: only for calls that ask for it
+    Backend(  # slower than triton with few rows on long caches: only for calls that ask for it
         "cuda",
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill_fp8,
