@@ -28,7 +28,7 @@ from attn_ops.frontend.flash.cache import (
     rotate,
 )
 from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, dense_attention, requests_of, unpack, varlen_attention
-from attn_ops.frontend.flash.metadata import MISSING, UNCOUNTED, SchedulerMetadata, SharedPlans
+from attn_ops.frontend.flash.metadata import MISSING, NO_TOTALS, SchedulerMetadata, SharedPlans
 from attn_ops.frontend.flash.padded import Used
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.scales import Scale
@@ -449,8 +449,10 @@ def get_scheduler_metadata(
     where = "get_scheduler_metadata"
     chunk = arguments.chunk_of(where, attention_chunk)
     positive(where, batch_size=batch_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, headdim=headdim)
-    rows = batch_size * max_seqlen_q if total_q is None else total_q
-    appended = batch_size * max_seqlen_k_new if total_k_new is None else total_k_new
+    no_total_q = cu_seqlens_q is not None and total_q is None
+    no_total_k = cu_seqlens_k_new is not None and total_k_new is None
+    rows = 0 if no_total_q else batch_size * max_seqlen_q if total_q is None else total_q
+    appended = 0 if no_total_k else batch_size * max_seqlen_k_new if total_k_new is None else total_k_new
     if rows < 0 or appended < 0 or any(type(n) is int and n > INT32_MAX for n in (rows, appended)):
         numbers, change = f"{rows} query rows and {appended} appended tokens", "max_seqlen_q, total_q, max_seqlen_k_new"
         fail(OptionError, where, numbers, f"0 to {INT32_MAX}, an int32", f"change {change} or total_k_new")
@@ -462,8 +464,8 @@ def get_scheduler_metadata(
     found = next((t.device for t in tensors if isinstance(t, Tensor)), None)
     on = torch.device(device) if device is not None else found or torch.empty(0).device
     missing = MISSING if page_size is not None and table is None else 0
-    if (cu_seqlens_q is not None and total_q is None) or (cu_seqlens_k_new is not None and total_k_new is None):
-        missing |= UNCOUNTED
+    if no_total_q or no_total_k:
+        missing |= NO_TOTALS
     decode = False
     if cu_seqlens_q is None and not has_qv and not chunk and max_seqlen_q == 1:  # a branch, as in the call
         decode = True

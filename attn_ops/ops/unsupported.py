@@ -65,7 +65,7 @@ CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
 
 CUDA_PREFILL_GROUP = 1 << 15
-"""Query heads of a KV head, at most: a multiplication stands for the division by them."""
+"""Largest group size for which the division of the kernel, a multiplication, is exact."""
 
 CUDA_PREFILL_PAGE = 8
 """Tokens that a page is a multiple of: those of a swizzled group of rows."""

@@ -19,22 +19,22 @@ DEVICE void acquire_plan() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- Clocks (clocks.cuh) ------------------------------------------------------------------------------------------
 
-// Of this SM, modulo 2^32.
+// The SM's cycle counter, modulo 2^32.
 DEVICE uint32 cycles() {
   uint32 x;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(x)::"memory");
   return x;
 }
 
-// Of the GPU.
+// The global timer, in nanoseconds.
 DEVICE uint64 nanoseconds() {
   uint64 x;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(x)::"memory");
   return x;
 }
 
-// Waits for no answer.
-DEVICE void add_to(uint64* sum, uint64 x) {
+// A relaxed addition that returns nothing, so that the thread does not wait for it.
+DEVICE void atomic_add(uint64* sum, uint64 x) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(sum), "l"(x) : "memory");
 }
 

@@ -44,7 +44,7 @@ DEVICE WarpClock& warp_clock() {
 DEVICE bool keeps_clock() { return threadIdx.x % 32 == 0; }
 
 DEVICE void tally(ClockColumn column) {
-  if (keeps_clock()) add_to(warp_clock().row + column, 1);
+  if (keeps_clock()) atomic_add(warp_clock().row + column, 1);
 }
 
 // What this warp did since the last call was `phase`. Not before the wait for earlier kernels, which may clear clocks.
@@ -52,23 +52,24 @@ DEVICE void mark(Phase phase) {
   if (!keeps_clock()) return;
   WarpClock& clock = warp_clock();
   const uint32 now = cycles();
-  add_to(clock.row + phase, now - clock.last);
+  atomic_add(clock.row + phase, now - clock.last);
   clock.last = now;
 }
 
 DEVICE void start_clocks(uint64* clocks, int warps) {
   if (!keeps_clock()) return;
   uint64* row = clocks + (int64(blockIdx.x) * warps + threadIdx.x / 32) * kClockColumns;
+  const uint64 begin = nanoseconds();
   const uint32 now = cycles();
-  warp_clock() = {row, nanoseconds(), now, now};
+  warp_clock() = {row, begin, now, now};
 }
 
 DEVICE void stop_clocks() {
   if (!keeps_clock()) return;
   const WarpClock& clock = warp_clock();
-  add_to(clock.row + kWhole, cycles() - clock.first);
-  add_to(clock.row + kBeginNs, clock.begin);
-  add_to(clock.row + kEndNs, nanoseconds());
+  atomic_add(clock.row + kWhole, cycles() - clock.first);
+  atomic_add(clock.row + kBeginNs, clock.begin);
+  atomic_add(clock.row + kEndNs, nanoseconds());
 }
 
 #else

@@ -33,13 +33,12 @@ DEVICE void arrive_in_cluster(uint32 barrier) {
 // Reads a map ahead of the first load through it.
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// What L2 is to do with the lines of a load. Those that are read once leave it first, before what other kernels left
-// there: partial results, plans, code.
-DEVICE uint64 policy_of(bool read_once) {
+// L2 cache hint of a TMA load: evict_first for data that is read once, so that partial results, plans and code stay.
+DEVICE uint64 l2_cache_policy(bool evict_first) {
   uint64 first, normal;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
   asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
-  return read_once ? first : normal;
+  return evict_first ? first : normal;
 }
 
 // A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.

@@ -54,7 +54,7 @@ DEVICE int causal_end(int position, int row) {
   return static_cast<int>(max(min(int64(position) + row + 1, int64(kMaxTokens)), int64(0)));
 }
 
-// Until here a kernel may read only the plan, if that. Later kernels may start.
+// griddepcontrol.wait, then launch_dependents. Before it only the plan may be read, and only if `early`.
 DEVICE void end_prologue() {
   wait_for_earlier_kernels();
   launch_later_kernels();
@@ -79,9 +79,9 @@ struct Schedule : Walk<true> {
     return true;
   }
 
-  // The same; the first call ends the prologue, which overlaps the preceding kernel. `next` is in the code of a role once:
+  // As `next`; the first call also ends the prologue, which overlaps the preceding kernel. A role calls it in one place:
   // the first tile of a launch waits until these instructions are fetched.
-  DEVICE bool next_in_order(const Problem& p, Unit& unit) {
+  DEVICE bool next_after_prologue(const Problem& p, Unit& unit) {
     const bool first = wave == 0;
     if (first && p.early)
       acquire_plan();

@@ -27,11 +27,11 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
   const int lane = threadIdx.x % 32;
   const uint32 stages = shared_address(shared.kv[0]), full = shared_address(shared.full);
   const uint32 empty = shared_address(shared.empty);
-  const uint64 policy = policy_of(p.blocks() == 1);  // one cluster reads a tile
+  const uint64 policy = l2_cache_policy(p.blocks() == 1);  // of an item, one cluster reads a tile
   Schedule schedule;
   Unit unit;
   uint32 tile = 0;
-  while (schedule.next_in_order(p, unit)) {
+  while (schedule.next_after_prologue(p, unit)) {
     mark(kSchedule);
     const int tiles = unit.tiles();
     // The page number of this lane's tile, of those from tile `i` on.
@@ -65,7 +65,8 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
               load_block(b, rank, to + block * kBlockBytes, cache.latent, block * 64, token, page, barrier, policy);
             }
             if (last)
-              load_block(tile >> 1 & 1, rank, to + kRotary * kBlockBytes, cache.rotary, 0, token, page, barrier, policy);
+              load_block(tile >> 1 & 1, rank, to + kRotary * kBlockBytes, cache.rotary, 0, token, page, barrier,
+                         policy);
           }
         }
         __syncwarp();
@@ -120,7 +121,7 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, 
   Schedule schedule;
   Unit unit;
   for (uint32 n = 0;; ++n) {
-    const bool exists = schedule.next_in_order(p, unit);
+    const bool exists = schedule.next_after_prologue(p, unit);
     const int first_packed_row = unit.first_packed_row + rank * kPackedRows;
     mark(kSchedule);
     wait(empty, n & 1 ^ 1);

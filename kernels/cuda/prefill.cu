@@ -28,7 +28,7 @@
 // prologue
 //     0.  [all]         initialise barriers; griddepcontrol.wait, before the plan is read; setmaxnreg
 // for each unit n
-//     1.  [producer Q]  wait for q_empty[b]; write the unit and load its queries; they complete q_full[b]
+//     1.  [producer Q]  wait for q_empty[b]; write its QueryBlock and load its queries; they complete q_full[b]
 //     2.  [consumer]    wait for q_full[b]
 // mainloop, for each KV tile j of the unit
 //     3.  [producer K]  wait for k_empty[j]; expect the bytes of the tile on k_full[j]; issue a TMA load for each box;
@@ -41,13 +41,14 @@
 //     8.  [consumer]    soft cap, mask, online softmax: P_j and alpha
 //     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if any alpha of the warp is not 1; round P_j
 // epilogue of the unit
-//     10. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; issue O += P V; with two query buffers
-//                       steps 2 and 5 of unit n+1; wait for O; arrive on v_empty
+//     10. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; issue O += P V; with two query buffers,
+//                       without split_kv and if unit n+1 has KV tiles: its steps 2 and 5; wait for O; arrive on v_empty
 //     11. [consumer]    split_kv: consumer 1 stores its state (m, l, O) in the query buffer, consumer 0 adds it to its
 //                       own; both arrive on q_empty[b] here, not in step 10
 //     12. [consumer]    join the sink, divide by l; store output and LSE, or the partial result in its slot. With
 //                       split_kv consumer 0 alone
-//     13. [consumer]    wait for the first logits of unit n+1, if they were issued: they are computed beside step 12
+//     13. [consumer]    wait for the first logits of unit n+1, if they were issued: they are computed beside step 12;
+//                       arrive on k_empty
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
 //

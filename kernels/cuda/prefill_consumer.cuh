@@ -249,7 +249,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   uint32 base = 0;            // number of the unit's first KV tile among all of this CTA
   for (uint32 n = 0;; ++n) {
     wait_for_queries(n);
-    const QueryBlock& block = shared.blocks[n % kBlocks];
+    const QueryBlock& block = shared.query_blocks[n % kQueryBlocks];
     const int count = uniform(block.count), low = uniform(block.low), high = uniform(block.high);
     const int start = uniform(block.start), end = uniform(block.end);
     mark(count > 0 ? kWaitUnit : kIdle);
@@ -333,9 +333,10 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       wgmma_fence();
       issue_pv(output, probabilities, values + number % kValueStages * (kValueBytes / 16));
       if (kQueries > 1 && !split_kv) {
+        mark(kPv);
         wait_for_queries(n + 1);
         mark(kWaitUnit);
-        const QueryBlock& following = shared.blocks[(n + 1) % kBlocks];
+        const QueryBlock& following = shared.query_blocks[(n + 1) % kQueryBlocks];
         if (uniform(following.count) > 0 && uniform(following.start) < uniform(following.end)) {
           base += tiles;
           issue_tile(logits, n + 1, base);

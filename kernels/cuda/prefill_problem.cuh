@@ -17,7 +17,7 @@ constexpr int kTile = kDimVo > 128 ? 64 : 128;                        // tokens 
 constexpr int kKeyStages = kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;  // KV tiles of the ring of keys
 constexpr int kValueStages = kDimQk == 64 ? 4 : 2;                    // and of values
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                        // query buffers
-constexpr int kBlocks = 2 * kQueries;                                 // units whose QueryBlock is kept
+constexpr int kQueryBlocks = 2 * kQueries;                            // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                       // of a consumer
 constexpr int kRowBytes = 128;                                        // of 64 columns in shared memory
 constexpr int kGroupBytes = 8 * kRowBytes;                            // of 8 rows and 64 columns
@@ -30,17 +30,17 @@ constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConsumerRegister
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr int kMaxGroup = 1 << 15;                               // CUDA_PREFILL_GROUP: see DivideByGroup
-constexpr int kBeforeAll = -1024;                                // a token before all, for every row of a unit
+constexpr int kBeforeAll = -1024;                                // less than any token plus a row of a unit
 constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits
 enum NamedBarrier { kBothConsumers = 1 };
 
 // What consumers need of a unit. Producer Q computes it once, in 64 bits where sums may not fit in 32.
 //
 // Rows are counted from the unit's first query row: packed row i of the unit belongs to row (remainder + i) / group.
-// Row r sees tokens from `low + r` to `high + r`, and none from `end` on.
+// Row r sees tokens of [low + r, min(high + r, end)).
 //
 // A consumer releases a query buffer before its epilogue, which still reads the unit: so there are more of these. The
-// one of unit n is written again for unit n + kBlocks, when consumers have released the queries of a unit after n.
+// one of unit n is written again for unit n + kQueryBlocks, when consumers have released the queries of a unit after n.
 struct QueryBlock {
   int row;            // of q: the first query row
   int count;          // query rows of the work item from there on. No unit follows if it is 0
@@ -57,7 +57,7 @@ struct Shared {
   alignas(1024) char keys[kKeyStages][kKeyBytes];
   alignas(1024) char values[kValueStages][kValueBytes];
   float peer_max[kPackedRows], peer_sum[kPackedRows];
-  QueryBlock blocks[kBlocks];
+  QueryBlock query_blocks[kQueryBlocks];
   // There are twice as many full barriers as stages, so that each is always waited for by the same consumer when they
   // take alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
   uint64 k_full[2 * kKeyStages], k_empty[kKeyStages], v_full[2 * kValueStages], v_empty[kValueStages];
@@ -94,7 +94,9 @@ DEVICE int bound(int position, int rows, int window) {
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(0)));
 }
 
-// The same relative to a row, for sums with rows of a unit and sizes of tiles that fit in 32 bits. `none` without one.
+// position + rows + window, clamped to [kBeforeAll, kMaxTokens], so that adding a row of a unit or the size of a tile
+// does not overflow 32 bits. `none` of a window without a bound.
+static_assert(kBeforeAll + 2 * kPackedRows <= 0);
 DEVICE int relative_bound(int position, int rows, int window, int none) {
   if (window == kNone || window == -kNone) return none;
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(kBeforeAll)));

@@ -136,7 +136,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, b
   mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
   mark(kWaitEmpty);
-  if (thread == 0) shared.blocks[n % kBlocks] = exists ? query_block(p, unit) : QueryBlock{};
+  if (thread == 0) shared.query_blocks[n % kQueryBlocks] = exists ? query_block(p, unit) : QueryBlock{};
   const uint32 to = shared_address(shared.query[buffer][0]);
   if (exists && q.box_rows) {
     const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_row;

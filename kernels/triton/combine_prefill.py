@@ -53,7 +53,7 @@ def combine_row(
     OUTPUT_ROWS: tl.constexpr = TILE_ROWS * HEADS
     first_slot, head, d = tl.maximum(first_slot, 0), output_row % HEADS, first_d + tl.arange(0, BLOCK_DIM)
     exists = (output_row < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + output_row // HEADS, rows)
-    # Of a row that the tile lacks nothing is loaded: tiles of decode may have one row of several.
+    # No partial results are loaded for rows beyond the count of the tile: one of decode may have one row of several.
     end_slot = tl.where(exists, tl.minimum(first_slot + num_splits, slots), first_slot)
     partial_lse = partial + tl.cast(slots, tl.int64) * (OUTPUT_ROWS * DIM)
     row_max = tl.full((1,), float("-inf"), tl.float32)

@@ -77,7 +77,7 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
     of = dict(zip((*phases, *others), found.unbind(2), strict=True))
     assert (found >= 0).all()
     assert (found[:, :, : len(phases)].sum(2) <= of["Whole"]).all()
-    assert (of["Whole"] <= of["EndNs"] - of["BeginNs"]).all(), "the host's cycles are nanoseconds"
+    assert (16 * (of["Whole"] - 1) <= of["EndNs"] - of["BeginNs"]).all(), "a cycle of the host has 16 ns"
     roles = clocks.ROLES[kernel]
     for name, warps in roles.items():
         producer = name.startswith("producer")

@@ -173,7 +173,7 @@ class CacheBatch(NamedTuple):
         return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new, *pages)
 
     def unplanned(self, missing: int) -> SchedulerMetadata:
-        """Of a batch of which the calls alone have what the flags of ``missing`` say: these plan."""
+        """Metadata that lacks what the flags of ``missing`` name: each call plans for its own."""
         table = torch.empty((self.requests, 0), dtype=torch.int32, device=self.device)
         qo_indptr = None if self.spec.decode else uniform_indptr(self.requests, 0, self.device)
         plan = BlockTables(self.spec, table, table.new_zeros(self.requests), qo_indptr, self.rows).plan()

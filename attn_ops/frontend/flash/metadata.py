@@ -52,7 +52,7 @@ pytree._register_namedtuple(SchedulerMetadata, serialized_type_name="attn_ops.Sc
 torch.serialization.add_safe_globals([SchedulerMetadata])
 
 
-PAGES, ROWS, LEFTPAD, MISSING, UNCOUNTED = 1, 2, 4, 8, 16
+PAGES, ROWS, LEFTPAD, MISSING, NO_TOTALS = 1, 2, 4, 8, 16
 """Flags of what places the tokens of a batch in the cache, apart from their lengths: a block table,
 ``cache_batch_idx``, ``cache_leftpad``, a block table that the calls alone have, and totals of varlen tensors that the
 calls alone have. Plain integers, which trace."""
@@ -73,7 +73,7 @@ class BatchForm(NamedTuple):
 
     def plans_for_others(self, batch: BatchForm) -> bool:
         """Whether calls of ``batch`` plan for themselves: what they append, or where, the metadata does not know."""
-        if self.tables & UNCOUNTED:
+        if self.tables & NO_TOTALS:
             return True
         return bool(batch.tables & ~self.tables) or self.appended > batch.appended == 0
 
