@@ -230,7 +230,7 @@ PREFILL_FAULTS = {
         Fault("arrive_expect(full, blocks * kQueryBytes);", "arrive_expect(full, 64);"), "lacks 0 of 1 arrivals and -"
     ),
     "no wait for values": Planted(
-        Fault("wait(v_full.of(number), v_full.parity(number));\n      wgmma_fence();", "wgmma_fence();"),
+        Fault("wait(v_full.of(number), v_full.parity(number));\n      mark(kWaitValues);", "mark(kWaitValues);"),
         r"race: (.|\n)*TMA(.|\n)*wgmma",
     ),
     "a stage is released before its last product": Planted(
