@@ -47,7 +47,7 @@
 //                       own; both arrive on q_empty[b] here, not in step 10
 //     12. [consumer]    join the sink, divide by l; store output and LSE, or the partial result in its slot. With
 //                       split_kv consumer 0 alone
-//     13. [consumer]    wait for the first logits of unit n+1, if they were issued: they are computed beside step 12;
+//     13. [consumer]    wait for the first logits of unit n+1, if they were issued: their QK product overlaps step 12;
 //                       arrive on k_empty
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
