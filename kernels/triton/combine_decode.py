@@ -109,50 +109,17 @@ def find_row(pending, begin, end, rank, BLOCK_BATCH: tl.constexpr):
     return row, tl.sum(here * begin, 0), tl.sum(here * end, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "max_batch", "slots"])
-def combine_decode_kernel(
-    out,  # [rows, HEADS, DIM]
-    lse,  # [rows, HEADS] or [0]
-    partial,  # [slots, HEADS, DIM], then the LSE [slots, HEADS]
-    sinks,  # [HEADS] or None
-    kv_len,  # [max_batch]
-    merge_indptr,  # [max_batch + 1]
-    rows,
-    max_batch,
-    slots,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SLICE_COLUMNS: tl.constexpr,  # of a head, power of 2
-    BLOCK_BATCH: tl.constexpr,  # power of 2, at least max_batch
-    SPLITS_FAST_PATH: tl.constexpr,
-    SPLITS_PER_STEP: tl.constexpr,
-    SINKS: tl.constexpr,
-    LSE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS.
-    Owns: jobs ``program_id``, ``program_id + num_programs`` and so on. A job is SLICE_COLUMNS columns of one head of a
-        pending row: one that is split, or empty.
-    Loop invariant: ``row`` is the row of ``job``, and ``[slot, stop)`` its slots.
-    Barriers: none in a program of one warp; ``griddepcontrol.wait`` before the first partial result is loaded.
-    Bound by: latency. The pending rows are counted before the wait, while decode finishes.
+@triton.jit
+def combine_jobs(
+    out, lse, partial, sinks, slots, pending, begin, end, row, slot, stop, job, jobs,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SLICE_COLUMNS: tl.constexpr, BLOCK_BATCH: tl.constexpr,
+    SPLITS_FAST_PATH: tl.constexpr, SPLITS_PER_STEP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Jobs ``job``, ``job + num_programs`` and so on below ``jobs``, of SLICE_COLUMNS columns of one head each.
+
+    ``row`` is the row of the first job, and ``[slot, stop)`` its slots.
     """
     SLICES: tl.constexpr = (DIM + SLICE_COLUMNS - 1) // SLICE_COLUMNS
-    if PDL:
-        acquire()
-    b = tl.arange(0, BLOCK_BATCH)
-    planned = b < max_batch
-    begin = tl.minimum(tl.maximum(tl.load(merge_indptr + b, mask=planned, other=0), 0), slots)
-    end = tl.minimum(tl.load(merge_indptr + b + 1, mask=planned, other=0), slots)
-    empty = tl.load(kv_len + b, mask=planned, other=0) <= 0
-    pending = ((b < rows) & (empty | (end > begin))).to(tl.int32)
-    jobs, job = tl.sum(pending, 0) * (HEADS * SLICES), tl.program_id(0)
-    row, slot, stop = find_row(pending, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)
-    if PDL:
-        if job >= jobs:
-            gdc_launch_dependents()
-        gdc_wait()
-        gdc_launch_dependents()
     while job < jobs:
         column_slice = job % SLICES
         head, d = job // SLICES % HEADS + tl.arange(0, 1), column_slice * SLICE_COLUMNS + tl.arange(0, SLICE_COLUMNS)
@@ -169,6 +136,74 @@ def combine_decode_kernel(
         job += tl.num_programs(0)
         if job < jobs:
             row, slot, stop = find_row(pending, begin, end, job // (HEADS * SLICES), BLOCK_BATCH)
+
+
+@triton.jit(do_not_specialize=["rows", "max_batch", "slots"])
+def combine_decode_kernel(
+    out,  # [rows, HEADS, DIM]
+    lse,  # [rows, HEADS] or [0]
+    partial,  # [slots, HEADS, DIM], then the LSE [slots, HEADS]
+    sinks,  # [HEADS] or None
+    kv_len,  # [max_batch]
+    merge_indptr,  # [max_batch + 1]
+    rows,
+    max_batch,
+    slots,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,  # power of 2, at least DIM
+    SLICE_COLUMNS: tl.constexpr,  # power of 2
+    BLOCK_BATCH: tl.constexpr,  # power of 2, at least max_batch
+    SPLITS_FAST_PATH: tl.constexpr,
+    SPLITS_PER_STEP: tl.constexpr,  # of a slice
+    SPLITS_PER_HEAD_STEP: tl.constexpr,  # of a whole head; 0: slices alone
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS.
+    Owns: jobs ``program_id``, ``program_id + num_programs`` and so on. A job is SLICE_COLUMNS columns of one head of a
+        pending row, which is split or empty; the whole head if that takes programs fewer steps over splits.
+    Loop invariant: ``row`` is the row of ``job``, and ``[slot, stop)`` its slots.
+    Barriers: none in a program of one warp; ``griddepcontrol.wait`` before the first partial result is loaded.
+    Bound by: latency. The pending rows are counted before the wait, while decode finishes.
+    """
+    SLICES: tl.constexpr = (DIM + SLICE_COLUMNS - 1) // SLICE_COLUMNS
+    if PDL:
+        acquire()
+    b = tl.arange(0, BLOCK_BATCH)
+    planned = b < max_batch
+    begin = tl.minimum(tl.maximum(tl.load(merge_indptr + b, mask=planned, other=0), 0), slots)
+    end = tl.minimum(tl.load(merge_indptr + b + 1, mask=planned, other=0), slots)
+    empty = tl.load(kv_len + b, mask=planned, other=0) <= 0
+    pending = ((b < rows) & (empty | (end > begin))).to(tl.int32)
+    pending_rows = tl.sum(pending, 0)
+    jobs, job = pending_rows * HEADS, tl.program_id(0)
+    if SPLITS_PER_HEAD_STEP > 0:
+        splits = tl.sum(tl.maximum(end - begin, 0) * pending, 0) // tl.maximum(pending_rows, 1)
+        steps_of_heads = tl.cdiv(jobs, tl.num_programs(0)) * tl.cdiv(splits, SPLITS_PER_HEAD_STEP)
+        steps_of_slices = tl.cdiv(jobs * SLICES, tl.num_programs(0)) * tl.cdiv(splits, SPLITS_PER_STEP)
+        whole_heads = steps_of_heads < steps_of_slices
+        slices = tl.where(whole_heads, 1, SLICES)
+    else:
+        whole_heads, slices = False, SLICES
+    jobs *= slices
+    row, slot, stop = find_row(pending, begin, end, job // (HEADS * slices), BLOCK_BATCH)
+    if PDL:
+        if job >= jobs:
+            gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
+    if whole_heads:
+        combine_jobs(
+            out, lse, partial, sinks, slots, pending, begin, end, row, slot, stop, job, jobs,
+            HEADS, DIM, HEAD_COLUMNS, BLOCK_BATCH, SPLITS_FAST_PATH, SPLITS_PER_HEAD_STEP, SINKS, LSE,
+        )  # fmt: skip
+    else:
+        combine_jobs(
+            out, lse, partial, sinks, slots, pending, begin, end, row, slot, stop, job, jobs,
+            HEADS, DIM, SLICE_COLUMNS, BLOCK_BATCH, SPLITS_FAST_PATH, SPLITS_PER_STEP, SINKS, LSE,
+        )  # fmt: skip
 
 
 def combine_split_rows(
@@ -190,6 +225,7 @@ def combine_split_rows(
     if not fixed and isinstance(max_batch, int):
         even = triton.next_power_of_2(max_batch * heads * block_dim // TARGET_PROGRAMS)
         columns = min(columns, max(MIN_SLICE_COLUMNS, even))
+    of_head = 0 if fixed or columns >= block_dim else max(1, STEP_ELEMENTS_PER_WARP * min(warps, 4) // block_dim)
     launch(
         combine_decode_kernel,
         (min(max_batch * heads * triton.cdiv(dim, columns), MAX_PROGRAMS),),
@@ -206,10 +242,12 @@ def combine_split_rows(
         slots=num_slots(plan),
         HEADS=heads,
         DIM=dim,
+        HEAD_COLUMNS=block_dim,
         SLICE_COLUMNS=columns,
         BLOCK_BATCH=triton.next_power_of_2(max_batch),
         SPLITS_FAST_PATH=SPLITS_FAST_PATH,
         SPLITS_PER_STEP=splits,
+        SPLITS_PER_HEAD_STEP=of_head,
         SINKS=sinks is not None,
         LSE=return_lse,
         PDL=pdl,
