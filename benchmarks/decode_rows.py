@@ -56,6 +56,10 @@ def _fp8(row: DecodeRow) -> DecodeRow:
     return replace(row, goal=round(row.bytes() / FP8_GOAL_BYTES_PER_US, 1)) if row.kv_bytes() > 5e8 else row
 
 
+def _heads_of_64(row: DecodeRow) -> DecodeRow:
+    return replace(row, name=f"{row.name}, head_dim 64", head_dim=64)
+
+
 ROWS: tuple[DecodeRow, ...] = (
     _even(1, 4096, (32, 8), 8),
     _even(1, 32768, (32, 8), 36),
@@ -73,6 +77,9 @@ ROWS: tuple[DecodeRow, ...] = (
     _even(32, 4096, (32, 8), 131, page_size=1),
     _even(32, 4096, (32, 8), 131, page_size=8),
     _even(32, 4096, (32, 8), 131, page_size=64),
+    _even(32, 4096, (32, 2), None),
+    _even(32, 4096, (48, 4), None),
+    _heads_of_64(_even(128, 2048, (32, 8), None)),
     _fp8(_even(1, 32768, (32, 8), None)),
     _fp8(_even(32, 4096, (32, 8), None)),
     _fp8(_even(128, 8192, (32, 8), None)),
