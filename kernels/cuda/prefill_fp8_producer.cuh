@@ -116,17 +116,27 @@ DEVICE void produce_fp8(const Problem& p, const Fp8Source& k, const Fp8Source& v
     publish(k_full + tile % (2 * kKeyStages) * 8);
   };
   Schedule schedule;
-  Unit unit;
+  bool exists = true;
   uint32 tile = 0;
-  for (uint32 n = 0;; ++n) {
-    const bool exists = schedule.next(p, unit), empty = unit.start >= unit.end;
+  for (uint32 n = 0;; ++n) {  // unit n - 1: before the first one there is one without tiles
+    TileTokens tokens = {};
+    if (n) {
+      const Unit& unit = wait_for_unit(n - 1, shared);
+      exists = unit.count > 0;
+      tokens = {unit.start, unit.start + unit.hidden, unit.end, unit.page_start, unit.kv_head};
+    }
     mark(kSchedule);
-    TileTokens tokens = {unit.start, unit.start + unit.hidden, exists ? unit.end : 0, unit.page_start, unit.kv_head};
-    if (exists && !empty) {
+    const bool empty = tokens.first >= tokens.end;
+    if (!empty) {
       find_page(tokens);
       copy_keys(tokens, tile);
     }
-    if (thread >= 0 && !(q.box_rows && thread)) load_queries(p, q, unit, exists, n, shared, thread);
+    if (exists && threadIdx.x == 0) pass_unit(p, schedule, n, shared);
+    if (n) {
+      if (thread >= 0 && !(q.box_rows && thread))
+        load_queries(p, q, shared.units[(n - 1) % kUnitSlots], n - 1, shared, thread);
+      release_unit(n - 1, shared);
+    }
     __syncwarp();
     if (!exists) return;
     if (empty) continue;

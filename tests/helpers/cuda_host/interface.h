@@ -41,6 +41,7 @@ void commit_copies();
 void wait_for_copies(int pending);                            // -1: for all, committed or not
 void fence_async_proxy();
 void wait_for_earlier_kernels();
+std::uint32_t atomic_increment(int* counter, std::uint32_t last);
 
 // ---- mbarriers and TMA ----
 

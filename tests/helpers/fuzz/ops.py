@@ -72,8 +72,9 @@ def attention_call(
             check_rounded(expected, out, sums, shape.dtype, **tolerated)
 
     writes = _tensors(arguments.get("workspace"))
-    counters = getattr(arguments.get("plan"), "split_counters", None)  # written, and 0 again
-    reads = [t for t in _tensors(arguments) if t is not counters]
+    plan = arguments.get("plan")
+    counters = [getattr(plan, name, None) for name in ("split_counters", "queue")]  # written, and 0 again
+    reads = [t for t in _tensors(arguments) if all(t is not one for one in counters)]
     return Call(op, text, run, check, reads, writes, **more)
 
 
