@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_ops.distributed import ContextExchange, ContextShard, merge_context
 from attn_ops.distributed.merge_one_shot import _merge
-from attn_ops.errors import ArgumentError, DeviceError, RankError
+from attn_ops.errors import ArgumentError, DeviceError, OptionError, RankError
 
 OUT, LSE = torch.ones(3, 2, 4), torch.zeros(3, 2)
 
@@ -57,6 +57,23 @@ def test_exchange_of_another_group(group: dist.ProcessGroup) -> None:
         assert torch.equal(call(OUT, LSE, group, exchange=exchange)[0], OUT)
 
 
+def test_exchange_that_failed(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host raises before the next kernel, and again after that."""
+    exchange = ContextExchange(3, 2, 4, torch.float32, device="cpu", timeout_s=7)
+    exchange.check()  # no memory, no error
+    exchange.unavailable, exchange.buffers = None, torch.zeros(2, dtype=torch.int64)
+    exchange._error = torch.tensor([2], dtype=torch.int32)
+    for call in (exchange.check, lambda: merge_context(OUT, LSE, exchange=exchange)) * 2:
+        with pytest.raises(RankError, match=r"a kernel waited more than 7 s for rank 1; .* discard the exchange"):
+            call()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, 1e7, float("nan")])
+def test_time_outs(timeout_s: float, group: dist.ProcessGroup) -> None:
+    with pytest.raises(OptionError, match="timeout_s is"):
+        ContextExchange(3, 2, 4, device="cpu", timeout_s=timeout_s)
+
+
 @pytest.mark.parametrize("make", [lambda: ContextShard.of(interleave=16), lambda: ContextExchange(3, 2, 4)])
 def test_without_a_group(make: Any) -> None:
     with pytest.raises(RankError, match="there is no process group"):
@@ -78,7 +95,7 @@ def test_kernel_gets_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "attn_ops.kernels.triton.merge_context", module)
     sinks = torch.arange(4.0)[::2]
     v, s = OUT.transpose(0, 1).contiguous().transpose(0, 1), LSE.t().contiguous().t()
-    _merge(v, s, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 1 << 20, False, sinks)
+    _merge(v, s, torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 1 << 20, 9, False, sinks)
     assert all(t.is_contiguous() for t in seen)
     assert torch.equal(seen[-1], sinks)
 
