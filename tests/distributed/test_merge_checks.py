@@ -106,3 +106,18 @@ def test_message_of_states_at_an_odd_offset() -> None:
     out = torch.randn(3 * 2 * 4 + 1).bfloat16()[1:].view(3, 2, 4)
     merged, _ = _unpacked(_packed(out, LSE)[None], 2, 4, torch.bfloat16)
     assert torch.equal(merged[:, 0], out)
+
+
+def test_compiled_message_of_states() -> None:
+    """Inductor's code for elements of two dtypes in one message."""
+    from attn_ops.distributed.merge import _packed, _unpacked
+
+    out, lse = torch.randn(5, 4, 32).bfloat16(), torch.randn(5, 4)
+
+    def sent(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        merged, merged_lse = _unpacked(_packed(out * 2, lse)[None], 4, 32, torch.bfloat16)
+        return merged + 0, merged_lse
+
+    merged, merged_lse = torch.compile(sent, fullgraph=True)(out, lse)
+    assert torch.equal(merged[:, 0], out * 2)
+    assert torch.equal(merged_lse[:, 0], lse)

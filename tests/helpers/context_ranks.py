@@ -169,20 +169,6 @@ def compiled_steps(group: Group) -> None:
             Expected.of(batch.requests(q, [1] * n)).check(*merged)
 
 
-def compiled_merge(group: Group) -> None:
-    """Inductor's code for the message, whose elements are those of two dtypes."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    generator = torch.Generator().manual_seed(2)
-    v = torch.randn(5, world, 4, 32, generator=generator).bfloat16()
-    s = torch.randn(5, world, 4, generator=generator)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda v, s: merge_context(v, s, group), fullgraph=True)
-    merged = compiled(v[:, rank].contiguous().to(DEVICE), s[:, rank].contiguous().to(DEVICE))
-    out, lse = oracle.merge(v, s)
-    torch.testing.assert_close(merged[0].cpu().double(), out, atol=2**-7, rtol=2**-7)
-    torch.testing.assert_close(merged[1].cpu().double(), lse, atol=1e-6, rtol=1e-6)
-
-
 def compiled_heads(group: Group) -> None:
     """The all-to-all, with planning from the page table of all ranks in the graph."""
     problem = Problem(dtype=torch.bfloat16)
@@ -308,7 +294,6 @@ CASES: dict[str, Callable[[Group], None]] = {
         chunked_prefill,
         mla,
         compiled_steps,
-        compiled_merge,
         compiled_heads,
         validated_batches,
         plan_of_another_rank,
