@@ -7,7 +7,7 @@ it has no reference and no place in a package. A compiled graph calls it.
 from __future__ import annotations
 
 import socket
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import FLOATS
 from attn_ops.ops.unsupported import compute_capability, triton_installed
 from attn_ops.plan.context import context_group
+from attn_ops.plan.plan_checks import MAX_SIZE
+from attn_ops.plan.rank_answers import RankAnswers
 from attn_ops.typed import typed
 
 __all__ = ["ContextExchange"]
@@ -29,6 +31,9 @@ CTAS = 64
 
 MAX_WORLD = 16
 """GPUs of one host. The kernel unrolls its loop over them."""
+
+TIMEOUT_S = 600.0
+"""Of a kernel by default, and of the ranks when they make an exchange."""
 
 MAX_TIMEOUT_S = 2e6
 """An int32 holds its milliseconds."""
@@ -57,6 +62,11 @@ def _check(v: Tensor, s: Tensor, half_bytes: int) -> None:
             f"a ContextExchange with max_rows of at least {rows} for such heads",
             "make it with that max_rows",
         )
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        fail(OptionError, "ContextExchange", f"{name} is {value}", f"{low} to {high}", "change it")
 
 
 def _outputs(v: Tensor, buffers: Tensor, scatter_heads: bool) -> tuple[Tensor, Tensor]:
@@ -133,8 +143,9 @@ class ContextExchange:
 
     Raises:
         BackendError: ``required``, and there is no such memory.
-        RankError: there is no process group, or the ranks ask for different sizes. The latter on all ranks.
-        OptionError: ``timeout_s`` is out of range.
+        RankError: there is no process group with this process. On all ranks: they ask for different sizes, one of them
+            failed, or one did not answer in time.
+        OptionError: a size or ``timeout_s`` is out of range.
     """
 
     @typed
@@ -148,21 +159,27 @@ class ContextExchange:
         group: ProcessGroup | None = None,
         device: str | torch.device | None = None,
         required: bool = False,
-        timeout_s: float = 600.0,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         import torch.distributed as dist
 
-        if not 1e-3 <= timeout_s <= MAX_TIMEOUT_S:
-            what, expected = f"timeout_s is {timeout_s}", f"0.001 to {MAX_TIMEOUT_S:g} seconds"
-            fail(OptionError, "ContextExchange", what, expected, "change it")
         group = context_group("ContextExchange", group)
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         on = torch.empty(0, device=("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-        self.half_bytes = bytes_of_states(max_rows * num_heads, head_dim, dtype)
-        self.timeout_ms = int(timeout_s * 1000)
-        self.unavailable = self._agree(self._unsupported(on.device, dtype))
+        answers = RankAnswers(f"exchange {group.group_name}", dist.get_process_group_ranks(group))
+        self.half_bytes = self.timeout_ms = 0
+
+        def prepare() -> str | None:
+            for name, size in (("max_rows", max_rows), ("num_heads", num_heads), ("head_dim", head_dim)):
+                _check_range(name, size, 1, MAX_SIZE)
+            _check_range("timeout_s", timeout_s, 1e-3, MAX_TIMEOUT_S)
+            self.half_bytes = bytes_of_states(max_rows * num_heads, head_dim, dtype)
+            self.timeout_ms = int(timeout_s * 1000)
+            return self._unsupported(on.device, dtype)
+
+        self.unavailable = self._agree(answers, prepare)
         if self.unavailable is None:
-            self.unavailable = self._agree(self._allocate(on.device))
+            self.unavailable = self._agree(answers, lambda: self._allocate(on.device))
         if required and self.unavailable is not None:
             fail(
                 BackendError,
@@ -172,25 +189,28 @@ class ContextExchange:
                 "pass required=False, and merge_context takes a collective",
             )
 
-    def _agree(self, reason: str | None) -> str | None:
-        """The first reason of any rank, after all ranks have exchanged reasons and sizes."""
-        import torch.distributed as dist
-
-        reasons: list[Any] = [None] * self.world
-        dist.all_gather_object(reasons, (reason, socket.gethostname(), self.half_bytes), group=self.group)
-        for rank, (_, _, half_bytes) in enumerate(reasons):
-            if half_bytes != reasons[0][2]:
+    def _agree(self, ranks: RankAnswers, prepare: Callable[[], str | None]) -> str | None:
+        """The first reason of any rank against the exchange. An error of one rank is one of all ranks."""
+        error, reason = None, None
+        try:
+            reason = prepare()
+        except Exception as raised:  # whatever it is, the other ranks wait
+            error = raised
+        answer = reason, socket.gethostname(), self.half_bytes
+        answers = ranks.exchange("ContextExchange", error, answer, TIMEOUT_S)
+        for rank, (_, _, half_bytes) in enumerate(answers):
+            if half_bytes != answers[0][2]:
                 fail(
                     RankError,
                     "ContextExchange",
-                    f"rank {rank} asks for {half_bytes} bytes of states and rank 0 for {reasons[0][2]}",
+                    f"rank {rank} asks for {half_bytes} bytes of states and rank 0 for {answers[0][2]}",
                     "the same sizes on all ranks",
                     "pass the same max_rows, num_heads, head_dim and dtype on every rank",
                 )
-        for rank, (found, host, _) in enumerate(reasons):
+        for rank, (found, host, _) in enumerate(answers):
             if found is not None:
                 return f"rank {rank}: {found}"
-            if host != reasons[0][1]:
+            if host != answers[0][1]:
                 return f"rank {rank} is on another host than rank 0"
         return None
 
