@@ -241,7 +241,7 @@ class _Planner:
         if validate and context is not None and context.group is not None:
             from attn_ops.plan.context_checks import check_same_batch  # imports torch.distributed
 
-            check_same_batch(context, context.group, (*indptrs.values(), last), check)
+            check_same_batch(context, context.group, self.state, (*indptrs.values(), last), check)
         else:
             check()
 

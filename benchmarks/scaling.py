@@ -18,7 +18,7 @@ class Machine(NamedTuple):
     flops             prefill, measured
     exchange          a collective of a few bytes on one host, and the merge behind it, measured; with the two
                       collectives that :func:`~attn_ops.distributed.merge_context` has since made one
-    one_shot          assumed: the same in one kernel through peer memory
+    one_shot          assumed: the same in one kernel through peer memory, which took 6 to 16 on two GPUs
     link              assumed: NVLink, one direction
     host_exchange     assumed: what a collective over several hosts adds for each doubling of the hosts
     host_link         assumed: the network of one GPU

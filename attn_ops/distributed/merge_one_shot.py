@@ -7,18 +7,21 @@ it has no reference and no place in a package. A compiled graph calls it.
 from __future__ import annotations
 
 import socket
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.library import Library
 
-from attn_ops.errors import BackendError, CapacityError, RankError, fail
+from attn_ops.errors import BackendError, CapacityError, OptionError, RankError, fail
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import FLOATS
 from attn_ops.ops.unsupported import compute_capability, triton_installed
 from attn_ops.plan.context import context_group
+from attn_ops.plan.plan_checks import MAX_SIZE
+from attn_ops.plan.rank_answers import RankAnswers
 from attn_ops.typed import typed
 
 __all__ = ["ContextExchange"]
@@ -27,11 +30,17 @@ CTAS = 64
 """CTAs of a launch. All must be resident while they wait, which leaves room for others on every GPU."""
 
 MAX_WORLD = 16
-"""GPUs of one host. A warp reads a flag of each, so at most 32."""
+"""GPUs of one host. The kernel unrolls its loop over them."""
+
+TIMEOUT_S = 600.0
+"""Of a kernel by default, and of the ranks when they make an exchange."""
+
+MAX_TIMEOUT_S = 2e6
+"""An int32 holds its milliseconds."""
 
 LIBRARY = Library("attn", "FRAGMENT")
 LIBRARY.define(
-    "merge_context(Tensor v, Tensor s, Tensor buffers, Tensor(a!) epochs, int rank, int half_bytes, "
+    "merge_context(Tensor v, Tensor s, Tensor buffers, Tensor(a!) epochs, int rank, int half_bytes, int timeout_ms, "
     "bool scatter_heads=False, Tensor? sinks=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
@@ -55,9 +64,14 @@ def _check(v: Tensor, s: Tensor, half_bytes: int) -> None:
         )
 
 
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        fail(OptionError, "ContextExchange", f"{name} is {value}", f"{low} to {high}", "change it")
+
+
 def _outputs(v: Tensor, buffers: Tensor, scatter_heads: bool) -> tuple[Tensor, Tensor]:
     rows, heads, dim = v.shape
-    kept = heads // buffers.shape[0] if scatter_heads else heads
+    kept = heads // (buffers.shape[0] - 1) if scatter_heads else heads
     return v.new_empty((rows, kept, dim)), v.new_empty((rows, kept), dtype=torch.float32)
 
 
@@ -68,6 +82,7 @@ def _merge(
     epochs: Tensor,
     rank: int,
     half_bytes: int,
+    timeout_ms: int,
     scatter_heads: bool = False,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -76,7 +91,7 @@ def _merge(
     _check(v, s, half_bytes)
     out, lse = _outputs(v, buffers, scatter_heads)
     sinks = None if sinks is None else sinks.contiguous()
-    merge_context(v.contiguous(), s.contiguous(), buffers, epochs, rank, half_bytes, out, lse, sinks)
+    merge_context(v.contiguous(), s.contiguous(), buffers, epochs, rank, half_bytes, timeout_ms, out, lse, sinks)
     return out, lse
 
 
@@ -87,6 +102,7 @@ def _fake(
     epochs: Tensor,
     rank: int,
     half_bytes: int,
+    timeout_ms: int,
     scatter_heads: bool = False,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -103,10 +119,14 @@ class ContextExchange:
 
     Collective: all ranks make it with the same arguments and in the same order, outside of graphs. The kernel replaces
     the collective and the merge; all ranks compute the same bits. One exchange serves all layers, from one stream at a
-    time, and all ranks call it the same number of times; the kernel of a rank waits on its GPU for those of the others,
-    without a time-out. After an error of :func:`merge_context` on any rank, discard the exchange on all of them: the
-    kernels of the others wait, or are one step ahead. Where this memory cannot be had, ``unavailable`` says why, on all
-    ranks the same, and :func:`merge_context` takes a collective.
+    time, and all ranks call it the same number of times. Where this memory cannot be had, ``unavailable`` says why, on
+    all ranks the same, and :func:`merge_context` takes a collective.
+
+    The kernel of a rank waits on its GPU for those of the others. After ``timeout_s`` it ends with NaN, and the
+    exchange has failed for good, on all ranks: later kernels do not wait, and give NaN. Eager calls raise the RankError
+    of :meth:`check` as soon as the host knows. Compiled graphs and CUDA graphs do not: call :meth:`check` after a step.
+    To go on, make a new exchange on all ranks. An error that all ranks raise before their kernels, such as a
+    CapacityError, leaves the exchange as it was. After one of some ranks alone, the kernels of the others time out.
 
     Args:
         max_rows: capacity for query rows.
@@ -116,13 +136,16 @@ class ContextExchange:
         group: the ranks; default all processes.
         device: of this rank; default the current CUDA device.
         required: raise where the memory cannot be had.
+        timeout_s: seconds that a kernel waits for the other ranks. They may still be compiling.
 
     Attributes:
         unavailable: why there is no such memory; None if there is.
 
     Raises:
         BackendError: ``required``, and there is no such memory.
-        RankError: there is no process group, or the ranks ask for different sizes. The latter on all ranks.
+        RankError: there is no process group with this process. On all ranks: they ask for different sizes, one of them
+            failed, or one did not answer in time.
+        OptionError: a size or ``timeout_s`` is out of range.
     """
 
     @typed
@@ -136,16 +159,27 @@ class ContextExchange:
         group: ProcessGroup | None = None,
         device: str | torch.device | None = None,
         required: bool = False,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         import torch.distributed as dist
 
         group = context_group("ContextExchange", group)
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         on = torch.empty(0, device=("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-        self.half_bytes = bytes_of_states(max_rows * num_heads, head_dim, dtype)
-        self.unavailable = self._agree(self._unsupported(on.device, dtype))
+        answers = RankAnswers(f"exchange {group.group_name}", dist.get_process_group_ranks(group))
+        self.half_bytes = self.timeout_ms = 0
+
+        def prepare() -> str | None:
+            for name, size in (("max_rows", max_rows), ("num_heads", num_heads), ("head_dim", head_dim)):
+                _check_range(name, size, 1, MAX_SIZE)
+            _check_range("timeout_s", timeout_s, 1e-3, MAX_TIMEOUT_S)
+            self.half_bytes = bytes_of_states(max_rows * num_heads, head_dim, dtype)
+            self.timeout_ms = int(timeout_s * 1000)
+            return self._unsupported(on.device, dtype)
+
+        self.unavailable = self._agree(answers, prepare)
         if self.unavailable is None:
-            self.unavailable = self._agree(self._allocate(on.device))
+            self.unavailable = self._agree(answers, lambda: self._allocate(on.device))
         if required and self.unavailable is not None:
             fail(
                 BackendError,
@@ -155,25 +189,28 @@ class ContextExchange:
                 "pass required=False, and merge_context takes a collective",
             )
 
-    def _agree(self, reason: str | None) -> str | None:
-        """The first reason of any rank, after all ranks have exchanged reasons and sizes."""
-        import torch.distributed as dist
-
-        reasons: list[Any] = [None] * self.world
-        dist.all_gather_object(reasons, (reason, socket.gethostname(), self.half_bytes), group=self.group)
-        for rank, (_, _, half_bytes) in enumerate(reasons):
-            if half_bytes != reasons[0][2]:
+    def _agree(self, ranks: RankAnswers, prepare: Callable[[], str | None]) -> str | None:
+        """The first reason of any rank against the exchange. An error of one rank is one of all ranks."""
+        error, reason = None, None
+        try:
+            reason = prepare()
+        except Exception as raised:  # whatever it is, the other ranks wait
+            error = raised
+        answer = reason, socket.gethostname(), self.half_bytes
+        answers = ranks.exchange("ContextExchange", error, answer, TIMEOUT_S)
+        for rank, (_, _, half_bytes) in enumerate(answers):
+            if half_bytes != answers[0][2]:
                 fail(
                     RankError,
                     "ContextExchange",
-                    f"rank {rank} asks for {half_bytes} bytes of states and rank 0 for {reasons[0][2]}",
+                    f"rank {rank} asks for {half_bytes} bytes of states and rank 0 for {answers[0][2]}",
                     "the same sizes on all ranks",
                     "pass the same max_rows, num_heads, head_dim and dtype on every rank",
                 )
-        for rank, (found, host, _) in enumerate(reasons):
+        for rank, (found, host, _) in enumerate(answers):
             if found is not None:
                 return f"rank {rank}: {found}"
-            if host != reasons[0][1]:
+            if host != answers[0][1]:
                 return f"rank {rank} is on another host than rank 0"
         return None
 
@@ -194,7 +231,9 @@ class ContextExchange:
         try:
             import torch.distributed._symmetric_memory as symmetric
 
-            size = CTAS * self.world * 4 + 2 * self.half_bytes
+            from attn_ops.kernels.triton.merge_context import buffer_bytes
+
+            size = buffer_bytes(CTAS, self.world, self.half_bytes)
             memory = symmetric.empty(size, dtype=torch.uint8, device=device)
             memory.zero_()
             torch.cuda.synchronize(device)
@@ -203,13 +242,33 @@ class ContextExchange:
         except (ImportError, AttributeError, RuntimeError) as error:
             return f"no symmetric memory: {str(error).partition(chr(10))[0]}"
         self._memory, self._handle = memory, handle
-        self.buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._error = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # which GPUs map, as all pinned memory
+        self.buffers = torch.tensor([*addresses, self._error.data_ptr()], dtype=torch.int64, device=device)
         self.epochs = torch.zeros(CTAS, dtype=torch.int32, device=device)
         mark_static(self.buffers, self.epochs)
         return None
 
     def merge(self, out: Tensor, lse: Tensor, scatter_heads: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """The merged states, by the op."""
-        return torch.ops.attn.merge_context(
-            out, lse, self.buffers, self.epochs, self.rank, self.half_bytes, scatter_heads, sinks
-        )
+        if not is_compiling():
+            self.check()
+        memory = self.buffers, self.epochs, self.rank, self.half_bytes
+        return torch.ops.attn.merge_context(out, lse, *memory, self.timeout_ms, scatter_heads, sinks)
+
+    def check(self) -> None:
+        """Raise if a kernel of this rank has ended without the states of all ranks. It waits for nothing.
+
+        To learn of all kernels so far, synchronize their stream first.
+
+        Raises:
+            RankError: a rank did not arrive in time. Every later call raises it too.
+        """
+        error = 0 if self.unavailable is not None else int(self._error[0])
+        if error:
+            fail(
+                RankError,
+                "ContextExchange",
+                f"a kernel waited more than {self.timeout_ms / 1000:g} s for rank {error - 1}",
+                "the same calls of merge_context on every rank",
+                "discard the exchange on all ranks, see the log of that rank, and make a new one",
+            )

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attn_ops.errors import RankError, fail
+from attn_ops.errors import OptionError, RankError, fail
 from attn_ops.plan.rank_answers import RankAnswers, fingerprint
+from attn_ops.typed import typed
 
 __all__ = ["RankAgreement"]
 
@@ -35,8 +36,10 @@ class RankAgreement:
 
     Raises:
         RankError: there is no process group, this rank is not in the mesh, or the store is out of reach.
+        OptionError: ``timeout`` is not positive.
     """
 
+    @typed
     def __init__(self, mesh: DeviceMesh, timeout: float = 60.0) -> None:
         if not dist.is_initialized():
             what, fix = "there is no process group", "call torch.distributed.init_process_group"
@@ -44,6 +47,8 @@ class RankAgreement:
         if mesh.get_coordinate() is None:
             what, fix = "this rank is not in the mesh", "create it on those ranks alone"
             fail(RankError, "RankAgreement", what, "a rank of the mesh", fix)
+        if not timeout > 0:
+            fail(OptionError, "RankAgreement", f"timeout is {timeout}", "more than 0 seconds", "change it")
         self.ranks, self.timeout = sorted(mesh.mesh.flatten().tolist()), timeout
         self._answers = RankAnswers("mesh", self.ranks)
 

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from attn_ops.errors import RankError, fail
 from attn_ops.plan.plan_checks import check_head_shards
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
+from attn_ops.typed import typed
 
 __all__ = ["shard_plan"]
 
@@ -21,6 +22,7 @@ _local_fields: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By ``plan.problem``: the fields of rank-local plans by number of ranks, for calls that recognise a plan's tensors."""
 
 
+@typed
 def shard_plan(plan: Plan, mesh: DeviceMesh) -> Plan:
     """The plan of one rank's heads: what an op needs that is called with the rank's local tensors.
 

@@ -139,27 +139,6 @@ def refuse(where: str, **arguments: Any) -> None:
             raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
 
 
-def refuse_context(
-    where: str,
-    *,
-    one_row: bool,
-    window_left: int = -1,
-    sinks: Any = None,
-    cp_world: int,
-    cp_rank: int,
-    **arguments: Any,
-) -> None:
-    """:func:`refuse` for context parallelism, unless the call means the same without these arguments.
-
-    Tables and lengths are those of this rank's keys. One query row sees all of them, whatever their positions. A window
-    is one of positions, and a sink would count on every rank.
-    """
-    named = type(cp_world) is int and type(cp_rank) is int and arguments.get("enable_dcp", True) is True
-    if named and 0 <= cp_rank < cp_world and cp_world > 1 and one_row and window_left < 0 and sinks is None:
-        return
-    refuse(where, cp_world=cp_world, cp_rank=cp_rank, **arguments)
-
-
 def own_backend(name: str) -> str:
     """``name`` if it is a backend of this library, else ``"auto"``: FlashInfer's backends are other kernels."""
     return name if any(backend.name == name for backend in BACKENDS) else "auto"

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import bounded, own_backend, refuse, refuse_context, required
+from attn_ops.frontend.arguments import bounded, own_backend, refuse, required
+from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
-from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, uniform_indptr, uniform_rows
+from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, rank_keys, uniform_indptr, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative
 from attn_ops.typed import typed
 
@@ -40,7 +42,9 @@ def _decode(
     lse: Tensor | None = None,
     return_lse: bool = False,
     lse_base: str = "log2",
+    context: tuple[ContextShard | None, Tensor | None] = (None, None),
 ) -> Any:
+    """``context``: the shard, and the tokens of each request on all ranks, its query rows included."""
     required(where, seq_lens=seq_lens)
     assert seq_lens is not None
     rank, form = (4, "[batch, q_len, num_heads, {}]") if cum_seq_lens_q is None else (3, "[rows, num_heads, {}]")
@@ -53,9 +57,10 @@ def _decode(
     if cum_seq_lens_q is None:
         batch, q_len = query.shape[:2]
         uniform_rows(where, batch, tables.shape[0], 1, query.device)
-        rows = uniform_indptr(batch, q_len, query.device)
+        rows, positioned = uniform_indptr(batch, q_len, query.device), q_len > 1
     else:
-        rows = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, tables.shape[0], "query", query)
+        rows, positioned = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, tables.shape[0], "query", query), True
+    keys = rank_keys(where, *context, 0, tables.shape[0], query.device, positioned=positioned)
     return latent_call(
         where,
         (flat[..., : dims[0]], flat[..., dims[0] :], ckv, kpe),
@@ -65,6 +70,7 @@ def _decode(
         AttentionOptions(sm_scale=1.0, sinks=as_sinks(where, sinks, query.device), causal=True),
         OutputSpec(out, lse, return_lse, _unnamed_dtype(query, out), lse_base, rows_shape=tuple(query.shape[:-2])),
         ScaleFactors({"bmm1_scale": scales[0]}, {"bmm2_scale": scales[1]}),
+        keys,
     ).execute()
 
 
@@ -112,8 +118,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
         bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
-        enable_dcp, cp_world, cp_rank: this rank holds a part of the keys, those of ``block_tables`` and ``seq_lens``,
-            and each request has one row. The result is that of this part: merge it with those of the other ranks.
+        enable_dcp, cp_world, cp_rank: this rank holds tokens ``cp_rank``, ``cp_rank + cp_world`` and so on of each
+            request, in the places of ``block_tables`` and ``seq_lens``. The result is that of this part: merge it with
+            those of the other ranks. Without ``sinks``.
+        causal_seqlens_kv_global: int ``[batch]``, tokens of each request on all ranks, its query rows included. Needed
+            for several rows per request.
         return_lse_base: ``"base2"``, also meant by None, or ``"basee"``.
 
     Returns:
@@ -129,10 +138,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         kv_scale_format=kv_scale_format,
         sparse_mla_top_k_lens=sparse_mla_top_k_lens,
     )
-    refuse_context(
+    shard = context_shard(
         where,
-        one_row=cum_seq_lens_q is None and query.dim() == 4 and query.shape[1] == 1,
-        sinks=sinks,
+        {"sinks": sinks},
         enable_dcp=enable_dcp,
         cp_world=cp_world,
         cp_rank=cp_rank,
@@ -154,6 +162,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         lse,
         return_lse,
         LSE_BASES[return_lse_base],
+        (shard, causal_seqlens_kv_global),
     )
 
 

@@ -15,11 +15,13 @@ from torch import Tensor
 from attn_ops.call import AttentionCall, Planned, Unplanned
 from attn_ops.errors import DTypeError, PageTableError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
+from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import as_int32, seen
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.sizing import ctas_per_head, rows_per_tile, splits_per_head
@@ -68,6 +70,33 @@ def lengths(
             "pass wider tables",
         )
     return t.reshape(batch).to(device, torch.int32)
+
+
+def rank_keys(
+    where: str,
+    shard: ContextShard | None,
+    kv_global: Tensor | None,
+    added: int | Tensor,
+    batch: int,
+    device: torch.device,
+    *,
+    positioned: bool,
+) -> RankKeys | None:
+    """The keys of a call; None for all keys.
+
+    Args:
+        kv_global: ``causal_seqlens_kv_global``, of any integer dtype and device.
+        added: query rows of each request that it does not count, or their indptr.
+    """
+    if shard is None:
+        return None
+    name = "causal_seqlens_kv_global"
+    if positioned:
+        required(where, **{name: kv_global})
+    if kv_global is None:
+        return RankKeys(shard, None, positioned)
+    rows = added.diff() if isinstance(added, Tensor) else added
+    return RankKeys(shard, lengths(where, name, kv_global, batch, device) + rows, positioned)
 
 
 def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -> Tensor:
@@ -161,6 +190,7 @@ class BlockTables(NamedTuple):
     qo_indptr  ``[batch + 1]``; None for decode, one query row per request
     rows       query rows of the batch
     tree_mask  which of its request's last tokens each row sees, in the place of ``causal``
+    keys       of one rank; None for all
     """
 
     spec: PlanSpec
@@ -169,6 +199,7 @@ class BlockTables(NamedTuple):
     qo_indptr: Tensor | None
     rows: int
     tree_mask: Tensor | None = None
+    keys: RankKeys | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -181,16 +212,18 @@ class BlockTables(NamedTuple):
         # Capacity for one request at least: an empty batch is no special case.
         batch, width = max(1, self.block_tables.shape[0]), self.block_tables.shape[1]
         page_size, device = self.spec.page_size, self.block_tables.device
-        table = torch.ops.attn.page_table(self.block_tables, self.seq_lens, page_size)
+        kv_lens = self.seq_lens if self.keys is None else self.keys.visible(self.seq_lens)
+        table = torch.ops.attn.page_table(self.block_tables, kv_lens, page_size)
         problem = problem_of(self.spec, bound(width) * page_size, bound(-(-self.rows // batch)))
+        problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
             ctas = ctas_per_head(device, self.spec.num_kv_heads)
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
-            torch.ops.attn.plan_decode(*table, decode)
+            torch.ops.attn.plan_decode(*table, decode, **options)
             return decode
         splits = splits_per_head(device, problem)
         prefill = allocate_prefill(problem, batch, self.rows, batch * width, device, splits, torch.empty)
-        torch.ops.attn.plan_prefill(self.qo_indptr, *table, prefill)
+        torch.ops.attn.plan_prefill(self.qo_indptr, *table, prefill, **options)
         return prefill
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
@@ -252,6 +285,7 @@ def block_table_call(
     kv_layout: str,
     backend: str = "auto",
     tree_mask: Tensor | None = None,
+    keys: RankKeys | None = None,
 ) -> AttentionCall:
     """``(q [rows, num_qo_heads, head_dim], k_cache, v_cache)`` by block tables; ``qo_indptr`` None for decode."""
     q, k_cache, v_cache = tensors
@@ -275,7 +309,7 @@ def block_table_call(
     )
     capacity = block_tables.shape[1] * page_size
     seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q.device, capacity)
-    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask)
+    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask, keys)
     op = "batch_decode" if spec.decode else "batch_prefill"
     return AttentionCall(where, op, tensors, batch, options, output, scales, kv_layout, backend)
 
@@ -289,6 +323,7 @@ def latent_call(
     options: AttentionOptions,
     output: OutputSpec,
     scales: ScaleFactors,
+    keys: RankKeys | None = None,
 ) -> AttentionCall:
     """MLA of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` by block tables; ``options`` has an ``sm_scale``."""
     q_nope, q_pe, ckv, kpe = tensors
@@ -309,7 +344,7 @@ def latent_call(
     )
     capacity = block_tables.shape[1] * spec.page_size
     seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q_nope.device, capacity)
-    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q_nope.shape[0])
+    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q_nope.shape[0], keys=keys)
     return AttentionCall(where, "batch_mla", tensors, batch, options, output, scales)
 
 

@@ -89,8 +89,8 @@ _SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
 _FP4_OUT = "4-bit outputs are not written here; use a float16, bfloat16, float32 or FP8 output"
 _PROFILER = "there is no in-kernel profiler; profile with torch.profiler"
 _CONTEXT = (
-    "on one rank's keys a call takes one query row a request, without a window or sinks; otherwise plan with context, "
-    "and merge with attn_ops.distributed.merge_context"
+    "a call on one rank's keys has a cp_world of 2 or more and enable_dcp=True where there is that argument; on all "
+    "keys leave them out"
 )
 _JIT = (
     "kernels are not generated from a user's source; of its variants the AttentionSink of wrappers is known, by name; "

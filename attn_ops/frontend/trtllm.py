@@ -22,15 +22,16 @@ from attn_ops.frontend.arguments import (
     own_backend,
     positive,
     refuse,
-    refuse_context,
     required,
 )
+from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.frontend.masks import check_tree_mask
-from attn_ops.frontend.one_shot import block_table, block_table_call, uniform_rows
+from attn_ops.frontend.one_shot import block_table, block_table_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative
 from attn_ops.typed import typed
 
@@ -61,8 +62,13 @@ def _decode(
     ragged: tuple[str, Tensor | None],
     mask: Tensor | None,
     backend: str = "auto",
+    context: tuple[ContextShard | None, Tensor | None] = (None, None),
 ) -> Any:
-    """``ragged``: the name and the tensor of the cumulative query rows, instead of ``q_len_per_req``."""
+    """Decode.
+
+    ``ragged``: the name and the tensor of the cumulative query rows, instead of ``q_len_per_req``. ``context``: the
+    shard, and the tokens of each request on all ranks before its query rows.
+    """
     table = block_table(where, "block_tables", block_tables, query.device)
     caches = paged(where, kv_cache, layout(where, kv_layout))
     name, indptr = ragged
@@ -70,10 +76,14 @@ def _decode(
         q_len = 1 if q_len_per_req is None else q_len_per_req
         positive(where, q_len_per_req=q_len)
         rows = uniform_rows(where, query.shape[0], table.shape[0], q_len, query.device)
+        added: int | Tensor = q_len
     else:
         q_len, rows = 1, cumulative(where, name, indptr, table.shape[0], "the query", query)
+        added = rows
     if mask is not None:
         check_tree_mask(where, mask, query.shape[0], q_len)
+    positioned = rows is not None or options.window_left >= 0
+    keys = rank_keys(where, *context, added, table.shape[0], query.device, positioned=positioned)
     return block_table_call(
         where,
         (query, *caches),
@@ -86,6 +96,7 @@ def _decode(
         kv_layout=kv_layout,
         backend=own_backend(backend),
         tree_mask=mask,
+        keys=keys,
     ).execute()
 
 
@@ -139,8 +150,11 @@ def trtllm_batch_decode_with_kv_cache(
         out_dtype: of the output; unless given, that of ``out``, or the query's. FP8 is saturated.
         bmm2_scale: multiplies the output, which ``o_scale`` does not: callers divide ``bmm2_scale`` by that.
         sinks: float32 ``[num_qo_heads]``, or a list of that one tensor.
-        cp_world, cp_rank: this rank holds a part of the keys, those of ``block_tables`` and ``seq_lens``, and each
-            request has one row. The result is that of this part: merge it with those of the other ranks.
+        cp_world, cp_rank: this rank holds tokens ``cp_rank``, ``cp_rank + cp_world`` and so on of each request, in the
+            places of ``block_tables`` and ``seq_lens``. The result is that of this part: merge it with those of the
+            other ranks. Without ``sinks`` and ``mask``.
+        causal_seqlens_kv_global: int ``[batch]``, tokens of each request on all ranks before its query rows. Needed
+            for several rows per request, and for windows.
         mask: uint16 or uint32 ``[batch, q_len_per_req, words]``, or ``[rows, words]``: bit j of a row's words, the
             lowest first, says whether it sees token j of those last ones. All tokens before them it sees.
 
@@ -157,11 +171,9 @@ def trtllm_batch_decode_with_kv_cache(
         uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
         enable_block_sparse_attention=enable_block_sparse_attention,
     )
-    refuse_context(
+    shard = context_shard(
         where,
-        one_row=q_len_per_req in (None, 1) and cum_seq_lens_q is None,
-        window_left=window_left,
-        sinks=sinks,
+        {"sinks": sinks, "mask": mask},
         cp_world=cp_world,
         cp_rank=cp_rank,
         causal_seqlens_kv_global=causal_seqlens_kv_global,
@@ -182,6 +194,7 @@ def trtllm_batch_decode_with_kv_cache(
         ("cum_seq_lens_q", cum_seq_lens_q),
         mask,
         backend,
+        (shard, causal_seqlens_kv_global),
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, OptionError, RankError, fail
 from attn_ops.plan.plan_checks import MAX_SIZE
 from attn_ops.plan.state import PlanProblem
+from attn_ops.typed import typed
 
 __all__ = ["ContextShard", "context_group"]
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def context_group(where: str, group: ProcessGroup | None) -> ProcessGroup:
-    """``group``, by default that of all processes. Raises a RankError if there is none."""
+    """``group``, by default that of all processes. Raises a RankError if there is none with this process."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -33,6 +34,13 @@ def context_group(where: str, group: ProcessGroup | None) -> ProcessGroup:
         fail(RankError, where, what, "a group of the ranks that share the keys", fix)
     group = dist.group.WORLD if group is None else group
     assert group is not None
+    try:
+        rank = dist.get_rank(group)
+    except ValueError:  # a group of process groups that were destroyed
+        rank = -1
+    if rank < 0:
+        what, fix = "this process is not in the group", "call it on the ranks of the group alone"
+        fail(RankError, where, what, "a group with this process", fix)
     return group
 
 
@@ -50,7 +58,7 @@ class ContextShard:
         timeout_s: seconds to wait for their answer.
 
     Raises:
-        OptionError: one of the numbers is out of range.
+        OptionError: one of the numbers is out of range, or ``timeout_s`` is not positive.
         ArgumentError: one of the first three is not an integer.
     """
 
@@ -78,6 +86,8 @@ class ContextShard:
                 f"1 or more tokens, and at most {MAX_SIZE} in a turn of all ranks",
                 "change it",
             )
+        if not self.timeout_s > 0:
+            fail(OptionError, where, f"timeout_s is {self.timeout_s}", "more than 0 seconds", "change it")
 
     @classmethod
     def of_problem(cls, problem: PlanProblem) -> ContextShard | None:
@@ -85,10 +95,11 @@ class ContextShard:
         return cls(problem.rank, problem.world, problem.interleave) if problem.world > 1 else None
 
     @classmethod
+    @typed
     def of(cls, group: ProcessGroup | None = None, *, interleave: int) -> ContextShard:
         """The shard of this process in ``group``, by default the group of all processes.
 
-        Raises a RankError if there is no process group.
+        Raises a RankError if there is no process group, or this process is not in it.
         """
         import torch.distributed as dist
 

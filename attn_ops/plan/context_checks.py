@@ -1,4 +1,7 @@
-"""Whether the ranks that share the keys of a batch plan the same batch. Every rank takes part."""
+"""Whether the ranks that share the keys of a batch plan the same batch, with planners of the same sizes.
+
+Every rank takes part.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,33 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from attn_ops.errors import RankError, fail
-from attn_ops.plan.context import ContextShard
+from attn_ops.plan.context import ContextShard, context_group
 from attn_ops.plan.rank_answers import RankAnswers, fingerprint
+from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 
 BOTH = "pass the same page table to the planners of all ranks"
+
+OF_A_RANK = ("rank", "world", "interleave", "tile_rows")
+"""Fields of a problem that are compared by themselves, or may differ between ranks."""
 
 _answers: WeakKeyDictionary[ProcessGroup, RankAnswers] = WeakKeyDictionary()
 """By group. The planners of a group share one."""
 
 
 def check_same_batch(
-    context: ContextShard, group: ProcessGroup, lengths: Sequence[Tensor], check: Callable[[], None]
+    context: ContextShard,
+    group: ProcessGroup,
+    plan: Sequence[Tensor],
+    lengths: Sequence[Tensor],
+    check: Callable[[], None],
 ) -> None:
     """Run ``check`` and raise its error, or on every rank a RankError if the ranks of ``group`` do not agree.
 
-    ``lengths`` are the indptrs of the batch, ``kv_indptr`` the last of them, and ``kv_last_page_len``.
+    Args:
+        plan: of this rank, whose sizes the ranks compare.
+        lengths: the indptrs of the batch, ``kv_indptr`` the last of them, and ``kv_last_page_len``.
     """
+    context_group("plan", group)
     error: Exception | None = None
     answer: dict[str, Any] = {}
     try:
@@ -35,6 +49,7 @@ def check_same_batch(
         *indptrs, last = (t.cpu().long() for t in lengths)
         used = torch.where(indptrs[-1].diff() > 0, last, 0)
         answer = {"rank": context.rank, "world": context.world, "interleave": context.interleave}
+        answer["sizes"] = _sizes(plan)
         answer |= {"batch": last.numel(), "lengths": fingerprint((*indptrs, used))}
     except Exception as raised:  # whatever it is, the other ranks wait
         error = raised
@@ -43,6 +58,14 @@ def check_same_batch(
         answers = RankAnswers(f"group {group.group_name}", dist.get_process_group_ranks(group))
         _answers[group] = answers
     _compare(answers.exchange("plan", error, answer, context.timeout_s))
+
+
+def _sizes(plan: Sequence[Tensor]) -> dict[str, int]:
+    """What the plans of all ranks have in common, by name: the capacities, and the problem but for the shard."""
+    assert isinstance(plan, DecodePlan | PrefillPlan)
+    problem = PlanProblem.of(plan.problem)._asdict()
+    capacities = {"max_batch": plan.kv_len.shape[0], "max_pages": plan.kv_indices.shape[0]}
+    return capacities | {name: size for name, size in problem.items() if name not in OF_A_RANK}
 
 
 def _compare(answers: Sequence[dict[str, Any]]) -> None:
@@ -64,6 +87,10 @@ def _compare(answers: Sequence[dict[str, Any]]) -> None:
                 "one interleave",
                 "make the shards of all ranks alike",
             )
+        for name, size in other["sizes"].items():
+            if size != first["sizes"][name]:
+                what = f"rank {process} has {name} {size} and rank 0 has {first['sizes'][name]}"
+                fail(RankError, "plan", what, "planners of the same sizes", "make the planners of all ranks alike")
         if other["batch"] != first["batch"]:
             what = f"rank {process} plans {other['batch']} requests and rank 0 plans {first['batch']}"
             fail(RankError, "plan", what, "one batch", BOTH)

@@ -18,6 +18,26 @@ MEASURED = [
 """Requests, tokens, and microseconds: on one GPU, the local part on four, and with all-gather and merge."""
 
 
+MEASURED_ON_TWO = [
+    (1, 128 << 10, 127.2, 66.6, 74.9),
+    (1, 512 << 10, 490.5, 247.9, 260.0),
+    (8, 128 << 10, 980.8, 491.5, 507.3),
+]
+"""The same on two GPUs, with the one-shot merge."""
+
+
+@pytest.mark.parametrize(("batch", "tokens", "alone", "local", "merged"), MEASURED_ON_TWO)
+def test_the_model_fits_the_one_shot_merge(batch: int, tokens: int, alone: float, local: float, merged: float) -> None:
+    machine, layer = Machine(), Attention()
+    assert decode_us(machine, layer, Split(), batch, tokens)[1] == pytest.approx(alone, rel=0.02)
+    found = decode_us(machine, layer, Split(context=2), batch, tokens, one_shot=True)
+    assert found == pytest.approx((local, merged), rel=0.05)
+    guide = (ROOT / "docs/guide/scaling.md").read_text(encoding="utf-8")
+    row = next(line for line in guide.splitlines() if f"| {alone} / " in line)
+    for measured, model in ((local, found[0]), (merged, found[1])):
+        assert f"{measured} / {model:.1f} " in row
+
+
 @pytest.mark.parametrize(("batch", "tokens", "alone", "local", "merged"), MEASURED)
 def test_the_model_fits_the_measurements(batch: int, tokens: int, alone: float, local: float, merged: float) -> None:
     machine, layer = Machine(), Attention()

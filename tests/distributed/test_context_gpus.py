@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from helpers.rank_processes import run_ranks
 from attn_ops.distributed.merge_one_shot import CTAS, bytes_of_states
 
 GPUS = torch.cuda.device_count()
+MINUTE = 60_000
 
 pytestmark = pytest.mark.gpu
 
@@ -33,21 +35,45 @@ def test_ranks(module: str, world: int, tmp_path: Path, monkeypatch: pytest.Monk
     assert not failed, "\n".join(f"{name}:\n{text}" for name, text in failed.items())
 
 
+def _memory(world: int, half_bytes: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The buffers of ranks on one GPU, their addresses, and the error of their host."""
+    from attn_ops.kernels.triton.merge_context import buffer_bytes
+
+    size = buffer_bytes(CTAS, world, half_bytes)
+    memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(world)]
+    error = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    return memory, torch.tensor([*(t.data_ptr() for t in memory), error.data_ptr()], device="cuda"), error
+
+
+def test_a_rank_that_does_not_arrive() -> None:
+    """The kernel ends after the time-out, with NaN, and tells the host. The next ones do not wait."""
+    half = bytes_of_states(20 * 6, 40, torch.bfloat16)
+    _, buffers, error = _memory(2, half)
+    epochs = [torch.zeros(CTAS, dtype=torch.int32, device="cuda") for _ in range(2)]
+    v, s = torch.ones(20, 6, 40, dtype=torch.bfloat16, device="cuda"), torch.zeros(20, 6, device="cuda")
+    for rank, timeout_ms in ((0, 300), (1, MINUTE), (0, MINUTE)):
+        begin = time.monotonic()
+        merged = torch.ops.attn.merge_context(v, s, buffers, epochs[rank], rank, half, timeout_ms)
+        torch.cuda.synchronize()
+        assert time.monotonic() - begin < 50
+        assert all(t.isnan().all() for t in merged)
+        assert int(error) == 2
+
+
 @pytest.mark.parametrize("scatter", [False, True])
 def test_two_ranks_on_one_gpu(scatter: bool) -> None:
     """The kernels of both ranks wait for each other on two streams."""
     most, heads, dim, world = 20, 6, 40, 2
     half = bytes_of_states(most * heads, dim, torch.bfloat16)
     flags = CTAS * world * 4
-    memory = [torch.zeros(flags + 2 * half, dtype=torch.uint8, device="cuda") for _ in range(world)]
-    buffers = torch.tensor([t.data_ptr() for t in memory], dtype=torch.int64, device="cuda")
+    memory, buffers, error = _memory(world, half)
     epochs = [torch.zeros(CTAS, dtype=torch.int32, device="cuda") for _ in range(world)]
     streams = [torch.cuda.Stream() for _ in range(world)]
     generator = torch.Generator("cuda").manual_seed(0)
     sinks = torch.linspace(-2, 2, heads, device="cuda")
 
     def merge(rank: int, v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ops.attn.merge_context(v, s, buffers, epochs[rank], rank, half, scatter, sinks)
+        return torch.ops.attn.merge_context(v, s, buffers, epochs[rank], rank, half, MINUTE, scatter, sinks)
 
     states_of_ranks = [
         (
@@ -81,3 +107,4 @@ def test_two_ranks_on_one_gpu(scatter: bool) -> None:
             kept = slice(rank * heads // 2, (rank + 1) * heads // 2) if scatter else slice(None)
             torch.testing.assert_close(merged[0].cpu().double(), out[:, kept], atol=2**-7, rtol=2**-7)
             torch.testing.assert_close(merged[1].cpu().double(), lse[:, kept], atol=1e-5, rtol=1e-5)
+    assert int(error) == 0

@@ -81,6 +81,7 @@ def test_appended_tokens_of_other_ranks_are_skipped() -> None:
         ),
         (lambda: ContextShard(-1, 2, 16), "rank is -1"),
         (lambda: ContextShard(0, 2, 0), "interleave is 0"),
+        (lambda: ContextShard(0, 2, 16, timeout_s=0), "timeout_s is 0"),
     ],
 )
 def test_shards_and_planners_that_do_not_go_together(make: Any, words: str) -> None:

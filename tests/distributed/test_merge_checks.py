@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_ops.distributed import ContextExchange, ContextShard, merge_context
 from attn_ops.distributed.merge_one_shot import _merge
-from attn_ops.errors import ArgumentError, DeviceError, RankError
+from attn_ops.errors import ArgumentError, DeviceError, OptionError, RankError
 
 OUT, LSE = torch.ones(3, 2, 4), torch.zeros(3, 2)
 
@@ -57,6 +57,23 @@ def test_exchange_of_another_group(group: dist.ProcessGroup) -> None:
         assert torch.equal(call(OUT, LSE, group, exchange=exchange)[0], OUT)
 
 
+def test_exchange_that_failed(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host raises before the next kernel, and again after that."""
+    exchange = ContextExchange(3, 2, 4, torch.float32, device="cpu", timeout_s=7)
+    exchange.check()  # no memory, no error
+    exchange.unavailable, exchange.buffers = None, torch.zeros(2, dtype=torch.int64)
+    exchange._error = torch.tensor([2], dtype=torch.int32)
+    for call in (exchange.check, lambda: merge_context(OUT, LSE, exchange=exchange)) * 2:
+        with pytest.raises(RankError, match=r"a kernel waited more than 7 s for rank 1; .* discard the exchange"):
+            call()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, 1e7, float("nan")])
+def test_time_outs(timeout_s: float, group: dist.ProcessGroup) -> None:
+    with pytest.raises(OptionError, match="timeout_s is"):
+        ContextExchange(3, 2, 4, device="cpu", timeout_s=timeout_s)
+
+
 @pytest.mark.parametrize("make", [lambda: ContextShard.of(interleave=16), lambda: ContextExchange(3, 2, 4)])
 def test_without_a_group(make: Any) -> None:
     with pytest.raises(RankError, match="there is no process group"):
@@ -78,7 +95,7 @@ def test_kernel_gets_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "attn_ops.kernels.triton.merge_context", module)
     sinks = torch.arange(4.0)[::2]
     v, s = OUT.transpose(0, 1).contiguous().transpose(0, 1), LSE.t().contiguous().t()
-    _merge(v, s, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 1 << 20, False, sinks)
+    _merge(v, s, torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 1 << 20, 9, False, sinks)
     assert all(t.is_contiguous() for t in seen)
     assert torch.equal(seen[-1], sinks)
 
@@ -89,3 +106,18 @@ def test_message_of_states_at_an_odd_offset() -> None:
     out = torch.randn(3 * 2 * 4 + 1).bfloat16()[1:].view(3, 2, 4)
     merged, _ = _unpacked(_packed(out, LSE)[None], 2, 4, torch.bfloat16)
     assert torch.equal(merged[:, 0], out)
+
+
+def test_compiled_message_of_states() -> None:
+    """Inductor's code for elements of two dtypes in one message."""
+    from attn_ops.distributed.merge import _packed, _unpacked
+
+    out, lse = torch.randn(5, 4, 32).bfloat16(), torch.randn(5, 4)
+
+    def sent(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        merged, merged_lse = _unpacked(_packed(out * 2, lse)[None], 4, 32, torch.bfloat16)
+        return merged + 0, merged_lse
+
+    merged, merged_lse = torch.compile(sent, fullgraph=True)(out, lse)
+    assert torch.equal(merged[:, 0], out * 2)
+    assert torch.equal(merged_lse[:, 0], lse)

@@ -1,4 +1,4 @@
-"""A package per rank, with the collective inside, on two C++ processes."""
+"""A package per rank, with the collective of a message of two dtypes inside, on two C++ processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def _export(rank: int, folder: Path) -> tuple[list[str], Batch, Tensor]:
     """Export the package of ``rank``. Returns the arguments of its process, its batch and the query."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     try:
-        batch = Batch(Problem((70, 0, 1, 130), heads=(4, 2), dim=16, dim_vo=16), ContextShard(rank, WORLD, PAGE))
+        batch = Batch(
+            Problem((70, 0, 1, 130), heads=(4, 2), dim=16, dim_vo=16, dtype=torch.bfloat16),
+            ContextShard(rank, WORLD, PAGE),
+        )
         batch.append(batch.lens)
         planner = attn_ops.DecodePlanner(4, 20, **batch.sizes(), context=batch.shard, window_left=WINDOW)
         q, package = batch.queries(4), folder / f"{rank}.pt2"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fuzz import functions, ops, run, sparse, wrappers
+from helpers.fuzz import functions, ops, run, shards, sparse, wrappers
 from helpers.fuzz.calls import CALLS
 from helpers.fuzz.draw import Call, Draw
 from helpers.fuzz.run import FuzzError, run_seed
@@ -40,7 +40,7 @@ def test_traced_call_matches_oracle(name: str) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", ops.OPS)
+@pytest.mark.parametrize("name", [*ops.OPS, *shards.SHARD_CALLS])
 def test_kernels_match_oracle_in_the_interpreter(name: str) -> None:
     for seed in SEEDS[:2]:
         run_seed(name, seed, backend="interpreter", size="small")

@@ -19,7 +19,16 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops.distributed import ContextExchange, ContextShard, merge_context
-from attn_ops.errors import BackendError, CapacityError, DTypeError, PageTableError, PlanError, RankError, ShapeError
+from attn_ops.errors import (
+    BackendError,
+    CapacityError,
+    DTypeError,
+    OptionError,
+    PageTableError,
+    PlanError,
+    RankError,
+    ShapeError,
+)
 from helpers import oracle
 from helpers.context_batch import DEVICE, PAGE, Batch, Problem, share
 from helpers.oracle import Expected
@@ -169,20 +178,6 @@ def compiled_steps(group: Group) -> None:
             Expected.of(batch.requests(q, [1] * n)).check(*merged)
 
 
-def compiled_merge(group: Group) -> None:
-    """Inductor's code for the message, whose elements are those of two dtypes."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    generator = torch.Generator().manual_seed(2)
-    v = torch.randn(5, world, 4, 32, generator=generator).bfloat16()
-    s = torch.randn(5, world, 4, generator=generator)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda v, s: merge_context(v, s, group), fullgraph=True)
-    merged = compiled(v[:, rank].contiguous().to(DEVICE), s[:, rank].contiguous().to(DEVICE))
-    out, lse = oracle.merge(v, s)
-    torch.testing.assert_close(merged[0].cpu().double(), out, atol=2**-7, rtol=2**-7)
-    torch.testing.assert_close(merged[1].cpu().double(), lse, atol=1e-6, rtol=1e-6)
-
-
 def compiled_heads(group: Group) -> None:
     """The all-to-all, with planning from the page table of all ranks in the graph."""
     problem = Problem(dtype=torch.bfloat16)
@@ -256,6 +251,31 @@ def validated_batches(group: Group) -> None:
     planner.plan(kv_indptr, kv_indices, last, validate=True)
 
 
+def planners_that_differ(group: Group) -> None:
+    """Capacities and sizes, of planners that could plan the batch by themselves."""
+    batch = _batch(Problem(), group)
+    sizes: dict[str, Any] = {"max_batch": 8, "max_pages": 80, **batch.sizes(), "context": batch.shard}
+    for name, value, words in (
+        ("max_batch", 9, "max_batch 9 and rank 0 has 8"),
+        ("max_pages", 90, "max_pages 90 and rank 0 has 80"),
+        ("num_qo_heads", 8, "num_qo_heads 8 and rank 0 has 4"),
+        ("head_dim_vo", 64, "head_dim_vo 64 and rank 0 has 32"),
+        ("window_left", 5, "window 6 and rank 0 has 0"),
+    ):
+        planner = attn_ops.DecodePlanner(**sizes | ({name: value} if batch.shard.rank == 1 else {}))
+        call = functools.partial(planner.plan, *batch.table(), validate=True)
+        _raises(RankError, f"plan: rank 1 has {words}; expected planners of the same sizes", call)
+
+
+def a_group_without_this_rank(group: Group) -> None:
+    first, out, lse = dist.new_group([0]), torch.ones(7, 4, 32, device=DEVICE), torch.zeros(7, 4, device=DEVICE)
+    if dist.get_rank(group) == 0:
+        assert torch.equal(merge_context(out, lse, first)[0], out)
+        return
+    for call in (lambda: merge_context(out, lse, first), lambda: ContextShard.of(first, interleave=PAGE)):
+        _raises(RankError, "this process is not in the group", call)
+
+
 def plan_of_another_rank(group: Group) -> None:
     batch = _batch(Problem(), group)
     out, lse = torch.zeros(7, 4, 32, device=DEVICE), torch.zeros(7, 4, device=DEVICE)
@@ -280,6 +300,11 @@ def unavailable_exchange(group: Group) -> None:
     _raises(RankError, "rank 1 asks for 4352 bytes of states and rank 0 for 2176", uneven)
     make = functools.partial(ContextExchange, 8, 4, 32, group=group, device="cpu", required=True)
     _raises(BackendError, "it runs on cuda, not cpu", make)
+    for name in ("max_rows", "timeout_s"):  # of one rank alone, before all ranks allocate
+        sizes = {"max_rows": 8, "timeout_s": 5.0} | ({name: -1} if rank == 1 else {})
+        make = functools.partial(ContextExchange, num_heads=4, head_dim=32, group=group, device="cpu", **sizes)
+        error, words = (OptionError, f"{name} is -1") if rank == 1 else (RankError, "rank 1 failed with OptionError")
+        _raises(error, words, make)
 
 
 def a_rank_that_does_not_answer(group: Group) -> None:
@@ -308,9 +333,10 @@ CASES: dict[str, Callable[[Group], None]] = {
         chunked_prefill,
         mla,
         compiled_steps,
-        compiled_merge,
         compiled_heads,
         validated_batches,
+        planners_that_differ,
+        a_group_without_this_rank,
         plan_of_another_rank,
         unavailable_exchange,
         a_rank_that_does_not_answer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_ops.distributed import ContextExchange, merge_context
-from attn_ops.errors import CapacityError
+from attn_ops.errors import CapacityError, RankError
 from helpers import oracle
 from helpers.context_ranks import _raises
 
@@ -120,6 +121,35 @@ def a_batch_beyond_the_capacity(group: Group) -> None:
     _check(merge_context(own[0][:5], own[1][:5], exchange=exchange), v[:5].cpu(), s[:5].cpu(), None, slice(None))
 
 
+def a_rank_that_does_not_arrive(group: Group) -> None:
+    """All ranks get NaN and a RankError, from the exchange for good; a new one works."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    v, s = _states(3, world, 16, torch.bfloat16)
+    own = v[:, rank].cuda().contiguous(), s[:, rank].cuda().contiguous()
+    exchange = ContextExchange(16, HEADS, DIM, group=group, required=True)
+    merge_context(*own, exchange=exchange)  # compiles, with time enough
+    exchange = ContextExchange(16, HEADS, DIM, group=group, required=True, timeout_s=1)
+    if rank == world - 1:
+        time.sleep(3)
+    merged = merge_context(*own, exchange=exchange)
+    torch.cuda.synchronize()
+    assert all(t.isnan().all() for t in merged)
+    for _ in range(2):
+        _raises(RankError, f"waited more than 1 s for rank {world - 1}", exchange.check)
+        _raises(RankError, f"for rank {world - 1}", lambda: merge_context(*own, exchange=exchange))
+    dist.barrier(group)
+    exchange = ContextExchange(16, HEADS, DIM, group=group, required=True)
+    _check(merge_context(*own, exchange=exchange), v, s, None, slice(None))
+
+
 CASES: dict[str, Callable[[Group], None]] = {
-    case.__name__: case for case in (eager, captured, compiled, the_same_bits_on_all_ranks, a_batch_beyond_the_capacity)
+    case.__name__: case
+    for case in (
+        eager,
+        captured,
+        compiled,
+        the_same_bits_on_all_ranks,
+        a_batch_beyond_the_capacity,
+        a_rank_that_does_not_arrive,
+    )
 }

@@ -22,10 +22,11 @@ def test_the_flags_are_released_and_acquired(capability: int, world: int, scatte
         merge_context(
             v,
             s,
-            torch.zeros(world, dtype=torch.int64),
+            torch.zeros(world + 1, dtype=torch.int64),
             torch.zeros(64, dtype=torch.int32),
             1,
             1 << 16,
+            60_000,
             torch.zeros(8, heads, 128, dtype=torch.bfloat16),
             torch.zeros(8, heads),
             torch.zeros(32) if scatter else None,

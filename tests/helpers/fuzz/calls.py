@@ -9,6 +9,7 @@ from helpers.fuzz.fp8 import FP8_CALLS
 from helpers.fuzz.functions import FUNCTIONS
 from helpers.fuzz.masks import MASK_CALLS
 from helpers.fuzz.ops import OPS
+from helpers.fuzz.shards import SHARD_CALLS
 from helpers.fuzz.sparse import SPARSE_WRAPPERS
 from helpers.fuzz.wrappers import WRAPPERS
 
@@ -19,4 +20,5 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     **FUNCTIONS,
     **FP8_CALLS,
     **MASK_CALLS,
+    **SHARD_CALLS,
 }

@@ -22,7 +22,7 @@ ops = torch.ops.attn
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _op_options(op: str, o: Options, shape: Shape, d: Draw, mask: Tensor | None = None) -> dict[str, Any]:
+def op_options(op: str, o: Options, shape: Shape, d: Draw, mask: Tensor | None = None) -> dict[str, Any]:
     options: dict[str, Any] = {
         "sm_scale": o.sm_scale,
         "logits_soft_cap": o.soft_cap,
@@ -43,7 +43,7 @@ def _op_options(op: str, o: Options, shape: Shape, d: Draw, mask: Tensor | None 
     return options
 
 
-def _tensors(*found: Any) -> list[Tensor]:
+def tensors_of(*found: Any) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, Tensor)]
 
 
@@ -71,14 +71,14 @@ def attention_call(
         else:
             check_rounded(expected, out, sums, shape.dtype, **tolerated)
 
-    writes = _tensors(arguments.get("workspace"))
+    writes = tensors_of(arguments.get("workspace"))
     plan = arguments.get("plan")
     counters = [getattr(plan, name, None) for name in ("split_counters", "queue")]  # written, and 0 again
-    reads = [t for t in _tensors(arguments) if all(t is not one for one in counters)]
+    reads = [t for t in tensors_of(arguments) if all(t is not one for one in counters)]
     return Call(op, text, run, check, reads, writes, **more)
 
 
-def _poison_plan(planner: Any) -> None:
+def poison_plan(planner: Any) -> None:
     """No part of an earlier plan may remain in use."""
     for t in planner.state:
         t.fill_(1000)
@@ -112,7 +112,7 @@ def batch_decode(d: Draw) -> Call:
     )
     if d.chance(0.3):  # another batch before, in the same tensors
         planner.plan(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.tensor([1]))
-    _poison_plan(planner)
+    poison_plan(planner)
     plan = planner.plan(*batch.page_table(host=True))
     queries = torch.cat([*batch.q_rows, torch.zeros(padding, *batch.q_rows[0].shape[1:], dtype=shape.dtype)])
     caches = batch.caches() if d.chance(0.6) or shape.dims[0] != shape.dims[1] else tuple(batch.stacked().unbind(1))
@@ -122,7 +122,7 @@ def batch_decode(d: Draw) -> Call:
         "v_cache": caches[1],
         "plan": plan,
         "workspace": planner.workspace,
-        **_op_options("batch_decode", o, shape, d),
+        **op_options("batch_decode", o, shape, d),
     }
     text = f"{batch}, {o}, padding={padding}, fixed={fixed}"
     return attention_call(d, "batch_decode", arguments, batch.expected(o, padding), shape, o, text)
@@ -161,7 +161,7 @@ def _prefill(d: Draw, op: str) -> Call:
         fixed_split_size=fixed,
         device=d.device,
     )
-    _poison_plan(planner)
+    poison_plan(planner)
     dtype = d.pick(torch.int32, torch.int64)
     qo_indptr = batch.qo_indptr(dtype, d.pick("cpu", d.device))
     if ragged:
@@ -177,7 +177,7 @@ def _prefill(d: Draw, op: str) -> Call:
         **kv,
         "plan": plan,
         "workspace": planner.workspace,
-        **_op_options(op, o, shape, d, mask),
+        **op_options(op, o, shape, d, mask),
     }
     requests = attend_all(batch.requests(), o, padding)
     text = f"{batch}, {o}, padding={padding}, masked={mask is not None}, planned_causal={planned_causal}"
@@ -201,7 +201,7 @@ def single_prefill(d: Draw) -> Call:
         batch.draw_masks()
         mask = batch.packed_masks()
     k, v = batch.ragged()
-    arguments = {"q": batch.q, "k": k, "v": v, **_op_options("single_prefill", o, shape, d, mask)}
+    arguments = {"q": batch.q, "k": k, "v": v, **op_options("single_prefill", o, shape, d, mask)}
     text = f"{batch}, {o}, masked={mask is not None}"
     return attention_call(d, "single_prefill", arguments, attend_all(batch.requests(), o), shape, o, text)
 
@@ -230,7 +230,7 @@ def batch_mla(d: Draw) -> Call:
         num_ctas=d.pick(None, 1, 33),
         device=d.device,
     )
-    _poison_plan(planner)
+    poison_plan(planner)
     plan = planner.plan(batch.qo_indptr(), *batch.page_table(wide=False))
     cache = batch.both[0][:, :, 0].float()
     parts = cache[..., :ckv].to(shape.kv_dtype), cache[..., ckv:].to(shape.kv_dtype)
@@ -252,7 +252,7 @@ def batch_mla(d: Draw) -> Call:
         "kpe_cache": kpe_cache,
         "plan": plan,
         "workspace": planner.workspace,
-        **_op_options("batch_mla", o, shape, d),
+        **op_options("batch_mla", o, shape, d),
     }
     return attention_call(d, "batch_mla", arguments, batch.expected(exact), shape, o, f"{batch}, {o}")
 
@@ -336,7 +336,7 @@ def append_call(d: Draw, op: str, call: Callable[..., Any] | None = None) -> Cal
         for cache, expected in zip(caches, after, strict=True):
             assert torch.equal(cache.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
-    reads = [*_tensors(arguments), last]
+    reads = [*tensors_of(arguments), last]
     return Call(op, f"{batch}, {places}", run, check, reads, caches, traceable=call is None)
 
 

@@ -1,0 +1,63 @@
+"""FlashInfer's arguments of context parallelism: a call on one rank's keys, which the ranks hold in turn.
+
+Token ``t`` of a request is on rank ``t % cp_world``, as that rank's token ``t // cp_world``. Block tables and
+``seq_lens`` are those of this rank. ``causal_seqlens_kv_global`` gives the positions of the query rows in the request.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import OptionError, fail
+from attn_ops.frontend.arguments import refuse
+from attn_ops.plan.context import ContextShard
+from attn_ops.plan.state import PlanProblem
+
+
+class RankKeys(NamedTuple):
+    """The keys of one rank.
+
+    shard       which tokens of a request they are
+    seq_lens    int32 ``[batch]``: tokens of each request on all ranks, up to its last query row; None if unknown
+    positioned  whether the plan needs positions: for several rows per request, or a window
+    """
+
+    shard: ContextShard
+    seq_lens: Tensor | None
+    positioned: bool
+
+    def visible(self, kv_lens: Tensor) -> Tensor:
+        """Of ``kv_lens`` keys on this rank those that the last row of each request sees."""
+        return kv_lens if self.seq_lens is None else torch.minimum(kv_lens, self.shard.owned_tokens(self.seq_lens))
+
+    def planned(self, problem: PlanProblem) -> tuple[PlanProblem, dict[str, Tensor]]:
+        """The problem of a plan of these keys, and the options of its planning op."""
+        if not self.positioned:
+            return problem, {}
+        assert self.seq_lens is not None
+        rank, world, interleave = self.shard.rank, self.shard.world, self.shard.interleave
+        return problem._replace(rank=rank, world=world, interleave=interleave), {"seq_lens": self.seq_lens}
+
+
+def context_shard(
+    where: str, refused: dict[str, Any], *, cp_world: int, cp_rank: int, **given: Any
+) -> ContextShard | None:
+    """The shard of a call on the keys of one rank; None for a call on all keys.
+
+    Args:
+        refused: by name, arguments without a meaning on one rank's keys.
+        given: the other arguments of context parallelism, which a call on all keys refuses.
+    """
+    if cp_world == 1 or not given.get("enable_dcp", True):
+        refuse(where, cp_world=cp_world, cp_rank=cp_rank, **given)
+        return None
+    for name, value in refused.items():
+        if value is not None:
+            what = f"{name} is given with the keys of one of {cp_world} ranks"
+            fail(OptionError, where, what, "None", "merge_context of attn_ops.distributed adds sinks")
+    if not 0 <= cp_rank < cp_world:
+        fail(OptionError, where, f"cp_rank is {cp_rank}", f"0 to {cp_world - 1}, below cp_world", "correct it")
+    return ContextShard(cp_rank, cp_world, 1)
