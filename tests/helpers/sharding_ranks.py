@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,8 +37,6 @@ from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
 from helpers.harness import OPS, Setup
 from helpers.oracle import Expected
 from helpers.page_tables import int32
-
-inductor.cpp.simdlen = 1  # compiles in less time, as in conftest.py
 
 DEVICE = os.environ.get("RANKS_ON", "cpu")
 Group = dist.ProcessGroup

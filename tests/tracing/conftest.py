@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from filelock import FileLock
+from helpers import cpp_runner
 from helpers import decoder as d
 from torch.export import Dim
 
@@ -31,7 +33,7 @@ def _cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class DecoderPackage(NamedTuple):
-    """A package of ``helpers.decoder`` for up to 6 requests, of ``export_package``."""
+    """A package of ``helpers.decoder`` for up to 6 requests, of ``export_package``: one for all processes."""
 
     path: str
     planner: attn_ops.DecodePlanner
@@ -39,12 +41,15 @@ class DecoderPackage(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def decoder_package(tmp_path_factory: pytest.TempPathFactory) -> DecoderPackage:
-    planner, path = d.planner(max_batch=6), tmp_path_factory.mktemp("decoder") / "new" / "step.pt2"
+def decoder_package() -> DecoderPackage:
+    planner, path = d.planner(max_batch=6), cpp_runner.folder / "decoder" / "step.pt2"
     configs = {"aot_inductor.metadata": {"model": "decoder"}}
     inputs = (*d.inputs(), planner.state, planner.workspace)
     shapes = {"x": {0: Dim("batch", min=1, max=6)}}
-    package = attn_ops.export_package(
-        d.decoder(), planner, inputs, path, dynamic_shapes=shapes, inductor_configs=configs
-    )
+    package = str(path)
+    with FileLock(f"{path.parent}.lock"):
+        if not path.exists():
+            package = attn_ops.export_package(
+                d.decoder(), planner, inputs, path, dynamic_shapes=shapes, inductor_configs=configs
+            )
     return DecoderPackage(package, planner, (path, configs))

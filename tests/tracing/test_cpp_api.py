@@ -85,13 +85,6 @@ def _with_larger_plan(package: str, path: Path) -> str:
     return str(path)
 
 
-class PlanOnly(nn.Module):
-    """The step of a package that is used for its planner."""
-
-    def forward(self, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Tensor:
-        return plan.kv_len + 1
-
-
 SIZES = {"page_size": PAGE, "num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
 
 
@@ -313,36 +306,23 @@ def test_prefill_with_a_fixed_split_size(prefill: tuple[str, attn_ops.PrefillPla
         before = result
 
 
-@pytest.mark.slow
-def test_splits_are_counted_up_to_a_window_on_the_right(tmp_path: Path) -> None:
-    """Tiles of 8 rows see 24 keys after their last: 64 keys of the tile at 32, and more than a split of those later."""
-    planner = attn_ops.PrefillPlanner(
-        1, 80, 20, **SIZES, window_right=24, fixed_split_size=16, num_ctas=8, tile_rows=8, max_kv_len=80
-    )
-    package = attn_ops.export_package(PlanOnly(), planner, (planner.state, planner.workspace), tmp_path / "plan.pt2")
-    tables = [[indptr([n]), *page_table([n], PAGE)] for n in (40, 70, 80)]
-    said = [_python(planner.plan, *table) for table in tables]
-    assert said[:2] == ["ok", "ok"]
-    assert "the batch makes 10 splits of 64 tokens and the plan capacity for 8" in said[2]
-    results = _run(package, [(table, []) for table in tables], tmp_path)
-    assert [result.message for result in results] == said
-    plan = planner.plan(*tables[1])
-    assert torch.equal(results[1].state[plan._fields.index("work")], plan.work)
-
-
 class Ragged(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Tensor:
-        return torch.ops.attn.ragged_prefill(q, k, v, plan, workspace, causal=True)[0]
+        return torch.ops.attn.ragged_prefill(q, k, v, plan, workspace, window_right=24)[0]
 
 
 @pytest.mark.slow
 def test_ragged_prefill_of_one_request(tmp_path: Path) -> None:
-    """A capacity for one request is a fixed size of the package."""
+    """A capacity for one request is a fixed size of the package. Splits are counted up to a window on the right.
+
+    Tiles of 8 rows see 24 keys after their last: 64 keys of the tile at 32, and more than a split of those later.
+    """
+    sizes = {name: SIZES[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
     planner = attn_ops.PrefillPlanner(
-        1, 16, 0, num_qo_heads=QO_HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, causal=True, max_kv_len=50
+        1, 80, 0, **sizes, window_right=24, fixed_split_size=64, num_ctas=8, tile_rows=8, max_kv_len=80
     )
-    tokens, rows = Dim("tokens", min=1, max=50), Dim("rows", min=1, max=16)
-    k, v = (torch.randn(30, KV_HEADS, DIM, generator=torch.Generator().manual_seed(i)) for i in (2, 3))
+    tokens, rows = Dim("tokens", min=1, max=80), Dim("rows", min=1, max=80)
+    k, v = (torch.randn(40, KV_HEADS, DIM, generator=torch.Generator().manual_seed(i)) for i in (2, 3))
     package = attn_ops.export_package(
         Ragged(),
         planner,
@@ -352,22 +332,26 @@ def test_ragged_prefill_of_one_request(tmp_path: Path) -> None:
     )
     tables = {
         "good": [indptr([7]), indptr([21])],
-        "too long": [indptr([7]), indptr([51])],
+        "too long": [indptr([7]), indptr([81])],
         "two requests": [indptr([3, 4]), indptr([20, 1])],
-        "another length": [indptr([16]), indptr([50])],
+        "no split": [indptr([40]), indptr([40])],
+        "eight splits": [indptr([70]), indptr([70])],
+        "ten splits": [indptr([80]), indptr([80])],
     }
+    said = {name: _python(planner.plan, *table) for name, table in tables.items()}
+    assert [name for name, text in said.items() if text == "ok"] == ["good", "no split", "eight splits"]
+    assert "the batch makes 10 splits of 64 tokens and the plan capacity for 8" in said["ten splits"]
     cases: list[Case] = [(table, []) for table in tables.values()]
-    results = _run(package, [*cases, (tables["good"], [_q(7), k[:21], v[:21]])], tmp_path)
+    results = _run(package, [*cases, (tables["no split"], [_q(40), k, v])], tmp_path)
     before = [torch.zeros_like(t) for t in (*planner.state, planner.workspace)]
     for (name, table), result in zip(tables.items(), results, strict=False):
-        assert result.message == _python(planner.plan, *table), name
-        assert (result.message == "ok") == (name in ("good", "another length"))
+        assert result.message == said[name], name
         if result.message == "ok":
             before = [*planner.plan(*table), planner.workspace]
         for one, other in zip(result.state, before, strict=True):
             assert torch.equal(one, other), name
         before = list(result.state)
-    expected, _ = oracle.attention(_q(7), k[:21], v[:21], causal=True)
+    expected, _ = oracle.attention(_q(40), k, v, window_right=24)
     torch.testing.assert_close(results[-1].outputs[0].double(), expected, rtol=1e-5, atol=1e-5)
 
     (result,) = _run(package, [(page_table([4], 1)[:1] * 2 + page_table([4], 1)[1:], [])], tmp_path)
