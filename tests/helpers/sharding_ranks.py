@@ -32,6 +32,7 @@ from attn_ops.demo.ranks import shard_model
 from attn_ops.demo.steps import DecodeStep, PrefillStep
 from attn_ops.distributed import RankAgreement, shard_plan
 from attn_ops.distributed.sharding_table import SHARDED_DIMS, Axis
+from attn_ops.plan.state import PlanProblem
 from helpers import calls, demo_tiny, oracle
 from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
 from helpers.harness import OPS, Setup
@@ -474,7 +475,7 @@ def shard_plans(group: Group) -> None:
     for name, t in plan._asdict().items():
         if name != "problem":
             assert t.data_ptr() == getattr(setup.planner.state, name).data_ptr(), name
-    assert attn_ops.planner.PlanProblem.of(plan.problem).num_qo_heads == 8 // 2 or dist.get_world_size() > 2
+    assert PlanProblem.of(plan.problem).num_qo_heads == 8 // 2 or dist.get_world_size() > 2
 
 
 def agreement(group: Group) -> None:
