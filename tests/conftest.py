@@ -12,8 +12,6 @@ os.environ |= {
     "AOT_INDUCTOR_ENABLE_LINE_TABLES": "0",
     # Inductor's code for the CPU has no vector instructions (but see vector_code), and no process tries compiling them.
     "TORCHINDUCTOR_VEC_ISA_OK": "0",
-    # Inductor's pool of processes, each of which imports torch, compiles nothing for the CPU.
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 
 import hypothesis
@@ -35,6 +33,11 @@ from attn_ops.ops import backends
 
 # The tensors here are small: more threads would only wait for each other.
 torch.set_num_threads(1)
+
+# Inductor's pool of processes, which import torch, compiles nothing for the CPU.
+if not torch.cuda.is_available():
+    inductor.compile_threads = 1
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 hypothesis.settings.register_profile("attn_ops", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
