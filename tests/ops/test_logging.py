@@ -68,7 +68,7 @@ def test_the_log_says_which_kernel_runs_and_why() -> None:
     env = os.environ | {"TORCH_LOGS": "+attn_ops"}
     done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
-    messages = [line.rpartition("] ")[2] for line in done.stderr.splitlines() if "/attn_ops/" in line]
+    messages = [line.rpartition("] ")[2] for line in done.stderr.splitlines() if "attn_ops/ops/" in line]
     hopper, triton, fp8 = REASONS
     traced = messages.index("single_prefill: reference runs the traced call")
     eager = f"single_prefill: cpu (kernel sdpa) runs it; {hopper}; {triton}; {fp8}"

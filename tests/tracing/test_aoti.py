@@ -10,7 +10,7 @@ import torch
 from helpers import cpp_runner
 from helpers import decoder as d
 from torch import Tensor
-from tracing.conftest import DecoderPackage
+from tracing.conftest import Package
 
 import attn_ops
 
@@ -43,7 +43,7 @@ def test_decode_step_of_a_fixed_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_decode_step_of_a_dynamic_batch(decoder_package: DecoderPackage, tmp_path: Path) -> None:
+def test_decode_step_of_a_dynamic_batch(decoder_package: Package, tmp_path: Path) -> None:
     _check_decode_steps(decoder_package.path, decoder_package.planner, 3, tmp_path)
 
 

@@ -17,6 +17,7 @@ from helpers import cpp_runner, oracle
 from helpers.page_tables import indptr, int32, page_table
 from torch import Tensor, nn
 from torch.export import Dim
+from tracing.conftest import Package
 
 import attn_ops
 from attn_ops import cpp, packaging
@@ -62,13 +63,8 @@ class Decode(nn.Module):
 
 
 class Prefill(nn.Module):
-    def __init__(self, window_left: int = 100) -> None:
-        super().__init__()
-        self.window_left = window_left
-
     def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Any:
-        options = {"causal": True, "window_left": self.window_left, "return_lse": True}
-        return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, **options)
+        return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, causal=True, return_lse=True)
 
 
 def _with_larger_plan(package: str, path: Path) -> str:
@@ -116,18 +112,6 @@ def _assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 @pytest.fixture(scope="module")
-def prefill(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.PrefillPlanner]:
-    """A package and its planner."""
-    planner = attn_ops.PrefillPlanner(
-        3, 40, 80, **SIZES, causal=True, window_left=100, fixed_split_size=16, num_ctas=6, tile_rows=8, max_kv_len=300
-    )
-    inputs = (_q(5), _cache(), planner.state, planner.workspace)
-    path = tmp_path_factory.mktemp("prefill") / "prefill.pt2"
-    shapes = {"q": {0: Dim("rows", min=1, max=40)}}
-    return attn_ops.export_package(Prefill(), planner, inputs, path, dynamic_shapes=shapes), planner
-
-
-@pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.DecodePlanner]:
     """A package and its planner."""
     planner = attn_ops.DecodePlanner(4, 16, **SIZES, max_kv_len=40, num_ctas=3, cache_pages=PAGES)
@@ -138,9 +122,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.Deco
 
 
 @pytest.mark.slow
-def test_decode(
-    decode: tuple[str, attn_ops.DecodePlanner], prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path
-) -> None:
+def test_decode(decode: tuple[str, attn_ops.DecodePlanner], prefill_package: Package, tmp_path: Path) -> None:
     package, planner = decode
     good = page_table([7, 0, 20], PAGE)
     kv_indptr, kv_indices, last = good
@@ -215,7 +197,7 @@ def test_decode(
     larger = _with_larger_plan(package, tmp_path / "more.pt2")
     others = {
         larger: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
-        prefill[0]: "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
+        prefill_package.path: "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
     }
     for other_package, message in others.items():
         (result,) = _run(package, [([], [q, cache])], tmp_path, other_package)
@@ -263,8 +245,8 @@ def test_threads_share_a_package(runners: int, decode: tuple[str, attn_ops.Decod
 
 
 @pytest.mark.slow
-def test_prefill_with_a_fixed_split_size(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) -> None:
-    package, planner = prefill
+def test_prefill_with_a_fixed_split_size(prefill_package: Package, tmp_path: Path) -> None:
+    package, planner, *_ = prefill_package
 
     def case(lengths: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
         return [indptr(rows), *page_table(lengths, PAGE)]
@@ -282,7 +264,8 @@ def test_prefill_with_a_fixed_split_size(prefill: tuple[str, attn_ops.PrefillPla
         "rows that start above 0": [good[0] + 1, *good[1:]],
         "no rows": good[1:],
     }
-    cases: list[Case] = [(good, [q, cache]), *((table, []) for table in tables.values())]
+    caches = [t.contiguous() for t in cache.unbind(1)]
+    cases: list[Case] = [(good, [*caches, q]), *((table, []) for table in tables.values())]
     results = _run(package, cases, tmp_path)
     assert results[0].message == "ok"
     _assert_equal(results[0].outputs, _expected(q, cache, good[1:], [4, 7, 0], causal=True))
@@ -372,7 +355,7 @@ def test_planning_on_a_gpu_does_not_wait_for_it(prefill: bool, tmp_path: Path) -
         planner = attn_ops.DecodePlanner(4, 16, **SIZES, max_kv_len=40, cache_pages=PAGES, device="cuda")
         tables = [page_table(lengths, PAGE) for lengths in ([7, 0, 20], [8, 12, 7], [40])]
     inputs = (_q(3).cuda(), _cache().cuda(), planner.state, planner.workspace)
-    step = Prefill(window_left=-1) if prefill else Decode()
+    step = Prefill() if prefill else Decode()
     shapes = {"q": {0: Dim("rows", min=1, max=40 if prefill else 4)}}
     package = attn_ops.export_package(step, planner, inputs, tmp_path / "step.pt2", dynamic_shapes=shapes)
 

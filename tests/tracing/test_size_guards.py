@@ -10,7 +10,7 @@ from helpers import cpp_runner
 from helpers import decoder as d
 from torch import Tensor
 from torch.export import Dim
-from tracing.conftest import DecoderPackage
+from tracing.conftest import Package
 
 import attn_ops
 
@@ -39,9 +39,7 @@ def _refused(package: str, inputs: list[Tensor], message: str, folder: Path | No
 
 
 @pytest.mark.slow
-def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(
-    decoder_package: DecoderPackage, tmp_path: Path
-) -> None:
+def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(decoder_package: Package, tmp_path: Path) -> None:
     package, planner, model = decoder_package.path, decoder_package.planner, d.decoder()
     plan = planner.plan(*d.page_table(LENGTHS[:4]))
     shapes = {"x": {0: Dim("batch", min=1, max=MAX_BATCH)}, "first": {}, "second": {}, "plan": FIXED, "workspace": {}}
