@@ -26,7 +26,6 @@ from helpers.cpu_time import (  # noqa: F401  hooks
     pytest_terminal_summary,
 )
 from helpers.fake_driver import fake_driver, fake_driver_library  # noqa: F401  fixtures
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 import attn_ops  # noqa: F401  registers the ops
 from attn_ops.ops import backends
@@ -82,6 +81,8 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def vector_code() -> Iterator[None]:
     """Inductor's code has the vector instructions of this CPU, as it has outside of the tests."""
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list  # imports much of Inductor
+
     valid_vec_isa_list.cache_clear()
     with inductor.patch({"cpp.vec_isa_ok": True}):  # all that the CPU names, without compiling a test of each
         yield
