@@ -21,9 +21,10 @@ from attn_ops.plan.block_sparse import (
     uniform_rows,
 )
 from attn_ops.plan.page_table import INTEGERS
+from attn_ops.plan.planner_base import in_range, validates
 from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import PlanProblem, PrefillPlan
-from attn_ops.planner import PrefillPlanner, in_range, validates
+from attn_ops.planner import PrefillPlanner
 from attn_ops.typed import typed
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-# The wrappers of packages are compiled once and run a few times. Inductor's default is O1 with line tables.
-os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
-os.environ["AOT_INDUCTOR_ENABLE_LINE_TABLES"] = "0"
+# For this process and those that tests start, since compilers take most of the time:
+os.environ |= {
+    # The wrappers of packages are compiled once and run a few times. Inductor's default is O1 with line tables.
+    "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
+    "AOT_INDUCTOR_ENABLE_LINE_TABLES": "0",
+    # Inductor's code for the CPU has no vector instructions (but see vector_code), and no process tries compiling them.
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
+}
 
 import hypothesis
 import pytest
@@ -15,6 +20,11 @@ import torch
 import torch._inductor.config as inductor
 from helpers import cpp_runner
 from helpers.backends import INTERPRETED, cpu_calls_on_each_backend, install_interpreter  # noqa: F401  a fixture
+from helpers.cpu_time import (  # noqa: F401  hooks
+    pytest_collection_finish,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 from helpers.fake_driver import fake_driver, fake_driver_library  # noqa: F401  fixtures
 
 import attn_ops  # noqa: F401  registers the ops
@@ -23,8 +33,10 @@ from attn_ops.ops import backends
 # The tensors here are small: more threads would only wait for each other.
 torch.set_num_threads(1)
 
-# Inductor's code for the CPU compiles in a third of the time without vector instructions. Fixture vector_code.
-inductor.cpp.simdlen = 1
+# Inductor's pool of processes, which import torch, compiles nothing for the CPU.
+if not torch.cuda.is_available():
+    inductor.compile_threads = 1
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 hypothesis.settings.register_profile("attn_ops", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
@@ -69,8 +81,12 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def vector_code() -> Iterator[None]:
     """Inductor's code has the vector instructions of this CPU, as it has outside of the tests."""
-    with inductor.patch({"cpp.simdlen": None}):
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list  # imports much of Inductor
+
+    valid_vec_isa_list.cache_clear()
+    with inductor.patch({"cpp.vec_isa_ok": True}):  # all that the CPU names, without compiling a test of each
         yield
+    valid_vec_isa_list.cache_clear()
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_ops.plan.page_table import BatchSize, PageTable
+from attn_ops.plan.planner_base import WORKSPACE
 from attn_ops.plan.sizing import MAX_PACKED_ROWS, rows_per_tile
-from attn_ops.planner import WORKSPACE, DecodePlanner, PrefillPlanner
+from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
 """Capacity of the smallest plan. It is modest, since the ``reference`` backend computes on all of it."""

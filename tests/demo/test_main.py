@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import demo_golden
-from helpers.tracing import SCALAR_CODE
 from safetensors.torch import save_file
 
 from attn_ops.demo.__main__ import main
@@ -72,7 +70,7 @@ def test_every_check_of_a_whole_run_passes(checkpoint: Path, tmp_path: Path) -> 
     output = tmp_path / "output" / "kept"
     prompts = [f"--prompt={' '.join(f'w{i}' for i in range(1, n))}" for n in (3, 9, 20)]
     sizes = ["--batch", "3", "--max-new-tokens", "5", "--output", str(output)]
-    done = demo("--model", str(checkpoint), *prompts, *sizes, env=os.environ | SCALAR_CODE)
+    done = demo("--model", str(checkpoint), *prompts, *sizes)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in output.iterdir()} == {"prefill.pt2", "decode.pt2", "requests.txt", "server"}
     lines = {line.split("  ")[0]: " ".join(line.split()) for line in done.stdout.splitlines()}

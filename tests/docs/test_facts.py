@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.cpu_time import BUDGET
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -31,6 +32,13 @@ def test_the_architecture_has_every_module() -> None:
 def test_named_paths_exist(page: Path) -> None:
     named = set(PATH.findall(page.read_text(encoding="utf-8"))) - {"docs/_build/html"}
     assert not [path for path in sorted(named) if not any(ROOT.glob(path.rstrip("/")))]
+
+
+def test_each_folder_of_tests_has_a_budget() -> None:
+    text = (ROOT / "docs" / "contributing" / "testing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `tests/(\w+)/` \|.*\| (\d+) \|$", text, re.MULTILINE)
+    assert {folder: int(seconds) for folder, seconds in rows} == BUDGET
+    assert BUDGET.keys() == {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
 
 
 def test_figures_are_those_of_their_scripts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 // One rank without Python: cpp_rank PACKAGE.pt2 STORE RANK WORLD GROUP INPUTS.pt RESULT.pt
 // The step in the package contains a collective of GROUP, a process group that this program makes and registers.
 // INPUTS.pt has kv_indptr, kv_indices, kv_last_page_len, then the inputs of the step; RESULT.pt gets its outputs.
+#define AT_PER_OPERATOR_HEADERS  // as in cpp_programs.cpp
 #include <attn_ops/attn_ops.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
@@ -107,7 +106,6 @@ def _run_cases() -> None:
     module, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     faulthandler.dump_traceback_later(STACKS_AFTER_S, repeat=True)
     torch.set_num_threads(1)
-    torch._inductor.config.cpp.simdlen = 1  # compiles in a third of the time
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= world and os.environ.get("RANKS_ON") == "cuda"
     if on_gpu:
         torch.cuda.set_device(rank)

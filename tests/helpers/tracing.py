@@ -15,9 +15,6 @@ BROKEN_GATHER = pytest.mark.xfail(
     reason="Inductor's C++ for AVX-512 uses the index of a transposed gather before it declares it",
 )
 
-SCALAR_CODE = {"TORCHINDUCTOR_VEC_ISA_OK": "0"}
-"""Environment of a process whose code by Inductor compiles in less time: without vector instructions."""
-
 
 class GraphRecorder:
     """Pass it as ``backend`` of ``torch.compile``: it runs the graphs as they are, and keeps them."""

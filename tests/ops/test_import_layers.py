@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("ops.schemas", "ops.backends", "ops.checks", "ops.inductor", "flops"),
     ("ops.register",),
+    ("plan.planner_base",),
     ("planner", "distributed.sharding_table", "distributed.sharding_agreement", "distributed.sharding_plan"),
     ("distributed.sharding",),
     ("distributed", "sparse_planner"),

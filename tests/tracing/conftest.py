@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from filelock import FileLock
+from helpers import cpp_runner
 from helpers import decoder as d
+from torch import Tensor, nn
 from torch.export import Dim
 
 import attn_ops
@@ -30,21 +33,47 @@ def _cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class DecoderPackage(NamedTuple):
-    """A package of ``helpers.decoder`` for up to 6 requests, of ``export_package``."""
+class Package(NamedTuple):
+    """A package of ``export_package``, one for all processes, and the planner that it was made with."""
 
     path: str
-    planner: attn_ops.DecodePlanner
+    planner: Any
+    step: nn.Module
     asked: tuple[Path, dict[str, Any]]  # path and options, as they were passed
 
 
+def _package(name: str, step: nn.Module, planner: Any, inputs: tuple[Any, ...], **options: Any) -> Package:
+    path = cpp_runner.folder / name / "step.pt2"
+    configs = {"aot_inductor.metadata": {"model": name}}
+    written = str(path)
+    with FileLock(f"{path.parent}.lock"):
+        if not path.exists():
+            inputs = (*inputs, planner.state, planner.workspace)
+            written = attn_ops.export_package(step, planner, inputs, path, inductor_configs=configs, **options)
+    return Package(written, planner, step, (path, configs))
+
+
 @pytest.fixture(scope="session")
-def decoder_package(tmp_path_factory: pytest.TempPathFactory) -> DecoderPackage:
-    planner, path = d.planner(max_batch=6), tmp_path_factory.mktemp("decoder") / "new" / "step.pt2"
-    configs = {"aot_inductor.metadata": {"model": "decoder"}}
-    inputs = (*d.inputs(), planner.state, planner.workspace)
+def decoder_package() -> Package:
+    """``helpers.decoder`` for up to 6 requests."""
     shapes = {"x": {0: Dim("batch", min=1, max=6)}}
-    package = attn_ops.export_package(
-        d.decoder(), planner, inputs, path, dynamic_shapes=shapes, inductor_configs=configs
+    return _package("decoder", d.decoder(), d.planner(max_batch=6), d.inputs(), dynamic_shapes=shapes)
+
+
+class Attend(nn.Module):
+    """Prefill over a paged cache, with the caches in a list and an LSE. Plan and workspace have names of their own."""
+
+    def forward(self, caches: list[Tensor], q: Tensor, state: attn_ops.PrefillPlan, scratch: Tensor) -> Any:
+        options: dict[str, Any] = {"causal": True, "window_left": 100, "return_lse": True}
+        return torch.ops.attn.batch_prefill(q, *caches, state, scratch, **options)
+
+
+@pytest.fixture(scope="session")
+def prefill_package() -> Package:
+    """``Attend`` for up to 3 requests with 40 rows, with a fixed split size."""
+    sizes = {"page_size": 4, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_kv_len": 300}
+    planner = attn_ops.PrefillPlanner(
+        3, 40, 80, **sizes, causal=True, window_left=100, fixed_split_size=16, num_ctas=6, tile_rows=8
     )
-    return DecoderPackage(package, planner, (path, configs))
+    inputs = ([torch.randn(24, 4, 2, 16) for _ in range(2)], torch.randn(5, 4, 16))
+    return _package("prefill", Attend(), planner, inputs, dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}})

@@ -17,6 +17,7 @@ from helpers import cpp_runner, oracle
 from helpers.page_tables import indptr, int32, page_table
 from torch import Tensor, nn
 from torch.export import Dim
+from tracing.conftest import Package
 
 import attn_ops
 from attn_ops import cpp, packaging
@@ -62,13 +63,8 @@ class Decode(nn.Module):
 
 
 class Prefill(nn.Module):
-    def __init__(self, window_left: int = 100) -> None:
-        super().__init__()
-        self.window_left = window_left
-
     def forward(self, q: Tensor, cache: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Any:
-        options = {"causal": True, "window_left": self.window_left, "return_lse": True}
-        return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, **options)
+        return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, causal=True, return_lse=True)
 
 
 def _with_larger_plan(package: str, path: Path) -> str:
@@ -83,13 +79,6 @@ def _with_larger_plan(package: str, path: Path) -> str:
                 content = json.dumps(metadata).encode()
             new.writestr(member.filename, content)
     return str(path)
-
-
-class PlanOnly(nn.Module):
-    """The step of a package that is used for its planner."""
-
-    def forward(self, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Tensor:
-        return plan.kv_len + 1
 
 
 SIZES = {"page_size": PAGE, "num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -123,18 +112,6 @@ def _assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 @pytest.fixture(scope="module")
-def prefill(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.PrefillPlanner]:
-    """A package and its planner."""
-    planner = attn_ops.PrefillPlanner(
-        3, 40, 80, **SIZES, causal=True, window_left=100, fixed_split_size=16, num_ctas=6, tile_rows=8, max_kv_len=300
-    )
-    inputs = (_q(5), _cache(), planner.state, planner.workspace)
-    path = tmp_path_factory.mktemp("prefill") / "prefill.pt2"
-    shapes = {"q": {0: Dim("rows", min=1, max=40)}}
-    return attn_ops.export_package(Prefill(), planner, inputs, path, dynamic_shapes=shapes), planner
-
-
-@pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.DecodePlanner]:
     """A package and its planner."""
     planner = attn_ops.DecodePlanner(4, 16, **SIZES, max_kv_len=40, num_ctas=3, cache_pages=PAGES)
@@ -145,9 +122,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, attn_ops.Deco
 
 
 @pytest.mark.slow
-def test_decode(
-    decode: tuple[str, attn_ops.DecodePlanner], prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path
-) -> None:
+def test_decode(decode: tuple[str, attn_ops.DecodePlanner], prefill_package: Package, tmp_path: Path) -> None:
     package, planner = decode
     good = page_table([7, 0, 20], PAGE)
     kv_indptr, kv_indices, last = good
@@ -222,7 +197,7 @@ def test_decode(
     larger = _with_larger_plan(package, tmp_path / "more.pt2")
     others = {
         larger: "plan.kv_indices is [17]; expected [16]; pass the planner of this package",
-        prefill[0]: "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
+        prefill_package.path: "the plan is a PrefillPlan; expected a DecodePlan; pass the planner",
     }
     for other_package, message in others.items():
         (result,) = _run(package, [([], [q, cache])], tmp_path, other_package)
@@ -270,8 +245,8 @@ def test_threads_share_a_package(runners: int, decode: tuple[str, attn_ops.Decod
 
 
 @pytest.mark.slow
-def test_prefill_with_a_fixed_split_size(prefill: tuple[str, attn_ops.PrefillPlanner], tmp_path: Path) -> None:
-    package, planner = prefill
+def test_prefill_with_a_fixed_split_size(prefill_package: Package, tmp_path: Path) -> None:
+    package, planner, *_ = prefill_package
 
     def case(lengths: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
         return [indptr(rows), *page_table(lengths, PAGE)]
@@ -289,7 +264,8 @@ def test_prefill_with_a_fixed_split_size(prefill: tuple[str, attn_ops.PrefillPla
         "rows that start above 0": [good[0] + 1, *good[1:]],
         "no rows": good[1:],
     }
-    cases: list[Case] = [(good, [q, cache]), *((table, []) for table in tables.values())]
+    caches = [t.contiguous() for t in cache.unbind(1)]
+    cases: list[Case] = [(good, [*caches, q]), *((table, []) for table in tables.values())]
     results = _run(package, cases, tmp_path)
     assert results[0].message == "ok"
     _assert_equal(results[0].outputs, _expected(q, cache, good[1:], [4, 7, 0], causal=True))
@@ -313,36 +289,23 @@ def test_prefill_with_a_fixed_split_size(prefill: tuple[str, attn_ops.PrefillPla
         before = result
 
 
-@pytest.mark.slow
-def test_splits_are_counted_up_to_a_window_on_the_right(tmp_path: Path) -> None:
-    """Tiles of 8 rows see 24 keys after their last: 64 keys of the tile at 32, and more than a split of those later."""
-    planner = attn_ops.PrefillPlanner(
-        1, 80, 20, **SIZES, window_right=24, fixed_split_size=16, num_ctas=8, tile_rows=8, max_kv_len=80
-    )
-    package = attn_ops.export_package(PlanOnly(), planner, (planner.state, planner.workspace), tmp_path / "plan.pt2")
-    tables = [[indptr([n]), *page_table([n], PAGE)] for n in (40, 70, 80)]
-    said = [_python(planner.plan, *table) for table in tables]
-    assert said[:2] == ["ok", "ok"]
-    assert "the batch makes 10 splits of 64 tokens and the plan capacity for 8" in said[2]
-    results = _run(package, [(table, []) for table in tables], tmp_path)
-    assert [result.message for result in results] == said
-    plan = planner.plan(*tables[1])
-    assert torch.equal(results[1].state[plan._fields.index("work")], plan.work)
-
-
 class Ragged(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: attn_ops.PrefillPlan, workspace: Tensor) -> Tensor:
-        return torch.ops.attn.ragged_prefill(q, k, v, plan, workspace, causal=True)[0]
+        return torch.ops.attn.ragged_prefill(q, k, v, plan, workspace, window_right=24)[0]
 
 
 @pytest.mark.slow
 def test_ragged_prefill_of_one_request(tmp_path: Path) -> None:
-    """A capacity for one request is a fixed size of the package."""
+    """A capacity for one request is a fixed size of the package. Splits are counted up to a window on the right.
+
+    Tiles of 8 rows see 24 keys after their last: 64 keys of the tile at 32, and more than a split of those later.
+    """
+    sizes = {name: SIZES[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
     planner = attn_ops.PrefillPlanner(
-        1, 16, 0, num_qo_heads=QO_HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, causal=True, max_kv_len=50
+        1, 80, 0, **sizes, window_right=24, fixed_split_size=64, num_ctas=8, tile_rows=8, max_kv_len=80
     )
-    tokens, rows = Dim("tokens", min=1, max=50), Dim("rows", min=1, max=16)
-    k, v = (torch.randn(30, KV_HEADS, DIM, generator=torch.Generator().manual_seed(i)) for i in (2, 3))
+    tokens, rows = Dim("tokens", min=1, max=80), Dim("rows", min=1, max=80)
+    k, v = (torch.randn(40, KV_HEADS, DIM, generator=torch.Generator().manual_seed(i)) for i in (2, 3))
     package = attn_ops.export_package(
         Ragged(),
         planner,
@@ -352,22 +315,26 @@ def test_ragged_prefill_of_one_request(tmp_path: Path) -> None:
     )
     tables = {
         "good": [indptr([7]), indptr([21])],
-        "too long": [indptr([7]), indptr([51])],
+        "too long": [indptr([7]), indptr([81])],
         "two requests": [indptr([3, 4]), indptr([20, 1])],
-        "another length": [indptr([16]), indptr([50])],
+        "no split": [indptr([40]), indptr([40])],
+        "eight splits": [indptr([70]), indptr([70])],
+        "ten splits": [indptr([80]), indptr([80])],
     }
+    said = {name: _python(planner.plan, *table) for name, table in tables.items()}
+    assert [name for name, text in said.items() if text == "ok"] == ["good", "no split", "eight splits"]
+    assert "the batch makes 10 splits of 64 tokens and the plan capacity for 8" in said["ten splits"]
     cases: list[Case] = [(table, []) for table in tables.values()]
-    results = _run(package, [*cases, (tables["good"], [_q(7), k[:21], v[:21]])], tmp_path)
+    results = _run(package, [*cases, (tables["no split"], [_q(40), k, v])], tmp_path)
     before = [torch.zeros_like(t) for t in (*planner.state, planner.workspace)]
     for (name, table), result in zip(tables.items(), results, strict=False):
-        assert result.message == _python(planner.plan, *table), name
-        assert (result.message == "ok") == (name in ("good", "another length"))
+        assert result.message == said[name], name
         if result.message == "ok":
             before = [*planner.plan(*table), planner.workspace]
         for one, other in zip(result.state, before, strict=True):
             assert torch.equal(one, other), name
         before = list(result.state)
-    expected, _ = oracle.attention(_q(7), k[:21], v[:21], causal=True)
+    expected, _ = oracle.attention(_q(40), k, v, window_right=24)
     torch.testing.assert_close(results[-1].outputs[0].double(), expected, rtol=1e-5, atol=1e-5)
 
     (result,) = _run(package, [(page_table([4], 1)[:1] * 2 + page_table([4], 1)[1:], [])], tmp_path)
@@ -388,7 +355,7 @@ def test_planning_on_a_gpu_does_not_wait_for_it(prefill: bool, tmp_path: Path) -
         planner = attn_ops.DecodePlanner(4, 16, **SIZES, max_kv_len=40, cache_pages=PAGES, device="cuda")
         tables = [page_table(lengths, PAGE) for lengths in ([7, 0, 20], [8, 12, 7], [40])]
     inputs = (_q(3).cuda(), _cache().cuda(), planner.state, planner.workspace)
-    step = Prefill(window_left=-1) if prefill else Decode()
+    step = Prefill() if prefill else Decode()
     shapes = {"q": {0: Dim("rows", min=1, max=40 if prefill else 4)}}
     package = attn_ops.export_package(step, planner, inputs, tmp_path / "step.pt2", dynamic_shapes=shapes)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from helpers import decoder as d
 from torch import Tensor, nn
-from torch.export import Dim
-from tracing.conftest import DecoderPackage
+from tracing.conftest import Package
 
 import attn_ops
 from attn_ops import errors
@@ -26,8 +25,8 @@ def _metadata(package: str, model: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_package_describes_itself(decoder_package: DecoderPackage) -> None:
-    package, planner, (path, configs) = decoder_package
+def test_a_package_describes_itself(decoder_package: Package) -> None:
+    package, planner, _, (path, configs) = decoder_package
     assert package == str(path)
     assert configs == {"aot_inductor.metadata": {"model": "decoder"}}, "the caller's options are left alone"
 
@@ -55,41 +54,24 @@ def test_a_package_describes_itself(decoder_package: DecoderPackage) -> None:
     }
 
 
-class Attend(nn.Module):
-    """Prefill over a paged cache, with the caches in a list and an LSE."""
-
-    def forward(self, caches: list[Tensor], q: Tensor, state: attn_ops.PrefillPlan, scratch: Tensor) -> Any:
-        return torch.ops.attn.batch_prefill(q, *caches, state, scratch, causal=True, return_lse=True)
-
-
 @pytest.mark.slow
-def test_the_plan_of_a_package_is_that_of_the_planner(tmp_path: Path) -> None:
+def test_the_plan_of_a_package_is_that_of_the_planner(prefill_package: Package) -> None:
     """Also for prefill, with nested inputs under other names."""
     from torch._inductor.package import load_package
 
-    planner = attn_ops.PrefillPlanner(
-        3, 40, 16, page_size=4, num_qo_heads=4, num_kv_heads=2, head_dim=16, causal=True, num_ctas=4
-    )
-    caches = [torch.randn(16, 4, 2, 16) for _ in range(2)]
-    q = torch.randn(11, 4, 16)
-    package = attn_ops.export_package(
-        Attend(),
-        planner,
-        (caches, q, planner.state, planner.workspace),
-        tmp_path / "prefill.pt2",
-        dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}},
-    )
+    package, planner, attend, _ = prefill_package
     found = _metadata(package, "model")
-    assert found["attn_ops.input.1"] == "input caches[1] float32 cpu 16,4,2,16 128,32,16,1 read"
+    assert found["attn_ops.input.1"] == "input caches[1] float32 cpu 24,4,2,16 128,32,16,1 read"
     assert found["attn_ops.input.3"].startswith("plan state.problem int32 cpu 0,4,4,2,16,16,")
-    assert "max_batch=3 max_pages=16 max_tokens=40 cache_pages=0 max_splits=4" in found["attn_ops.capacity"]
+    assert "max_batch=3 max_pages=80 max_tokens=40 cache_pages=0 max_splits=6" in found["attn_ops.capacity"]
 
     step, fill = load_package(package, "model"), load_package(package, "plan")
-    for lengths, rows in (([9, 30], [4, 7]), ([3], [3])):
+    caches = [torch.randn(24, 4, 2, 16) for _ in range(2)]
+    for lengths, rows in (([9, 120], [4, 7]), ([3], [3])):  # two splits of 64 tokens, and none
         pages = [-(-n // 4) for n in lengths]
         qo_indptr = torch.tensor([0, *rows]).cumsum(0).int()
         kv_indptr = torch.tensor([0, *pages]).cumsum(0).int()
-        indices = torch.randperm(16).int()
+        indices = torch.randint(24, (80,)).int()
         last = torch.tensor([(n - 1) % 4 + 1 for n in lengths]).int()
         plan = attn_ops.PrefillPlan(*(torch.zeros_like(field) for field in planner.state))
         fill(qo_indptr, kv_indptr, indices, last, plan)
@@ -97,9 +79,8 @@ def test_the_plan_of_a_package_is_that_of_the_planner(tmp_path: Path) -> None:
         for name, one, other in zip(plan._fields, plan, expected, strict=True):
             assert torch.equal(one, other), name
         q = torch.randn(sum(rows), 4, 16)
-        for one, other in zip(
-            step(caches, q, plan, planner.workspace), Attend()(caches, q, expected, planner.workspace), strict=True
-        ):
+        results = (run(caches, q, plan, planner.workspace) for run in (step, attend))
+        for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)
 
 

@@ -1,4 +1,4 @@
-"""Exported programs and packages refuse sizes beyond those that they were exported for, and write nothing."""
+"""Exported programs and packages refuse sizes beyond those that they were exported for, and write nothing then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers import cpp_runner
 from helpers import decoder as d
 from torch import Tensor
 from torch.export import Dim
-from tracing.conftest import DecoderPackage
+from tracing.conftest import Package
 
 import attn_ops
 
@@ -39,9 +39,7 @@ def _refused(package: str, inputs: list[Tensor], message: str, folder: Path | No
 
 
 @pytest.mark.slow
-def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(
-    decoder_package: DecoderPackage, tmp_path: Path
-) -> None:
+def test_decode_step_refuses_more_requests_than_the_plan_has_room_for(decoder_package: Package, tmp_path: Path) -> None:
     package, planner, model = decoder_package.path, decoder_package.planner, d.decoder()
     plan = planner.plan(*d.page_table(LENGTHS[:4]))
     shapes = {"x": {0: Dim("batch", min=1, max=MAX_BATCH)}, "first": {}, "second": {}, "plan": FIXED, "workspace": {}}
@@ -88,7 +86,7 @@ class PlanStep(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_plan_step_refuses_a_page_table_beyond_the_capacity(tmp_path: Path) -> None:
+def test_plan_step_fills_a_plan_and_refuses_a_page_table_beyond_its_capacity(tmp_path: Path) -> None:
     planner = d.planner(max_batch=MAX_BATCH)
     batch, pages = Dim("batch", min=1, max=MAX_BATCH), Dim("pages", min=1, max=d.PAGES)
     shapes = {"kv_indptr": {0: batch + 1}, "kv_indices": {0: pages}, "kv_last_page_len": {0: batch}, "plan": FIXED}
@@ -105,8 +103,13 @@ def test_plan_step_refuses_a_page_table_beyond_the_capacity(tmp_path: Path) -> N
     message = "package: size 0 of input 2 is 3; expected 4"
     _refused(package, [indptr, indices, last[:3], *planner.state], message)
 
-    expected = attn_ops.DecodePlan(*d.clone(planner.plan(*d.page_table(LENGTHS[:6]))))
-    blank = [torch.zeros_like(field) for field in expected]
-    _, mutated = cpp_runner.run(package, [*d.page_table(LENGTHS[:6]), *blank], tmp_path)
-    for field, want, got in zip(expected._fields, expected, mutated[3:], strict=True):
-        assert torch.equal(got, want), field
+    table = d.page_table(LENGTHS[:6])
+    padded = torch.zeros(d.PAGES, dtype=torch.int32)
+    padded[: len(indices)] = indices
+    for fits in (table, (indptr, padded, last)):
+        expected = attn_ops.DecodePlan(*d.clone(planner.plan(*fits)))
+        blank = [torch.zeros_like(field) for field in expected]
+        (total,), mutated = cpp_runner.run(package, [*fits, *blank], tmp_path)
+        assert total == expected.kv_len.sum()
+        for field, want, got in zip(expected._fields, expected, mutated[3:], strict=True):
+            assert torch.equal(got, want), field

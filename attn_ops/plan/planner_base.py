@@ -1,0 +1,234 @@
+"""What the planners share: checks of their arguments, the plan and the workspace that they own, checks of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attn_ops.eager.prepared_call import OpCall, PreparedCalls, new_caches
+from attn_ops.errors import (
+    ArgumentError,
+    CapacityError,
+    DeviceError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    fail,
+)
+from attn_ops.ops.inductor import mark_static
+from attn_ops.ops.options import BOUNDS
+from attn_ops.plan.context import ContextShard
+from attn_ops.plan.page_table import INTEGERS, real, seen
+from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages
+from attn_ops.plan.plan_checks import MAX_SIZE, check_head_shards
+from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead, split_tokens, workspace_size
+
+MAX_WORKSPACE = 1 << 40
+"""float32 elements of the largest workspace, 4 TiB: more than any device has."""
+
+WORKSPACE = "workspace"
+"""Key of the workspace in ``storage``, beside the plan's fields."""
+
+
+def in_range(name: str, value: int | None, least: int = 1, most: int = MAX_SIZE) -> None:
+    """Check an argument of a planner; None stands for its default."""
+    if value is not None and value < least:
+        fail(OptionError, "planner", f"{name} is {value}", f"at least {least}", "make it larger")
+    if value is not None and value > most:
+        fail(OptionError, "planner", f"{name} is {value}", f"at most {most}", "make it smaller")
+
+
+def planner_problem(
+    *,
+    fixed_split_size: int | None,
+    window_left: int,
+    causal: bool = False,
+    window_right: int = -1,
+    context: ContextShard | None,
+    **sizes: int,
+) -> PlanProblem:
+    """The problem of these arguments of a planner, which are checked."""
+    in_range("fixed_split_size", fixed_split_size)
+    for name, value in sizes.items():
+        in_range(name, value)
+    for name, value in (("window_left", window_left), ("window_right", window_right)):
+        if not BOUNDS[name].holds(value):
+            fail(OptionError, "planner", f"{name} is {value}", BOUNDS[name].expected, "change it")
+    split = split_tokens(fixed_split_size, sizes["page_size"])
+    ahead = keys_ahead(causal, window_right)
+    problem = PlanProblem(**sizes, window=window_left + 1, ahead=ahead, split=split)
+    if context is not None:
+        context.check_page_size("planner", problem.page_size)
+        if context.world > 1:
+            problem = problem._replace(rank=context.rank, world=context.world, interleave=context.interleave)
+    if problem.num_qo_heads % problem.num_kv_heads:
+        fail(
+            ShapeError,
+            "planner",
+            f"{problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly",
+            "a query head count that is a multiple of the KV head count",
+            "repeat or regroup the heads",
+        )
+    return problem
+
+
+def rank_problem(problem: PlanProblem, head_shards: int) -> PlanProblem:
+    """The problem of one of ``head_shards`` ranks, which is checked."""
+    in_range("head_shards", head_shards)
+    check_head_shards("planner", problem.sharded_heads(), head_shards)
+    return problem.shard(head_shards)
+
+
+def default_max_kv_len(max_pages: int, page_size: int) -> int:
+    """The power of two from the tokens in ``max_pages`` pages on.
+
+    It is part of a plan's shape, so plans of about the same number of pages share a compiled graph.
+    """
+    return min(MAX_SIZE, 1 << (max(max_pages, 1) * page_size - 1).bit_length())
+
+
+def check_storage(
+    storage: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]], device: torch.device
+) -> dict[str, Tensor]:
+    """``storage`` without the workspace. Each field has the shape that the plan needs."""
+    for name, t in storage.items():
+        where, dtype = f"planner: storage[{name!r}]", torch.float32 if name == WORKSPACE else torch.int32
+        if name not in shapes and name != WORKSPACE:
+            fail(ArgumentError, where, "there is no such field", ", ".join([*shapes, WORKSPACE]), "correct the name")
+        if not isinstance(t, Tensor):
+            fail(ArgumentError, where, f"it is of type {type(t).__name__}", "a tensor", "pass a tensor")
+        if t.dtype != dtype:
+            names = [str(d).removeprefix("torch.") for d in (t.dtype, dtype)]
+            fail(DTypeError, where, f"it is {names[0]}", names[1], "allocate it in that dtype")
+        if t.device != device:
+            fail(DeviceError, where, f"it is on {t.device}", f"{device}, where the plan is", "allocate it there")
+        if not t.is_contiguous() or (name == WORKSPACE and t.dim() != 1):
+            fail(
+                ShapeError,
+                where,
+                f"it is {list(t.shape)} with strides {list(t.stride())}",
+                "a contiguous vector" if name == WORKSPACE else "a contiguous tensor",
+                "allocate it in one piece",
+            )
+        if name != WORKSPACE and t.shape != shapes[name]:
+            fail(ShapeError, where, f"it is {list(t.shape)}", f"{list(shapes[name])}", "allocate it in that shape")
+    return {name: t for name, t in storage.items() if name != WORKSPACE}
+
+
+def validates(validate: bool | None, *tensors: Tensor) -> bool:
+    """Whether to check the contents of these tensors: on request, or if all are on the host. Traced ones have none."""
+    if validate and not all(map(real, tensors)):
+        fail(
+            OptionError,
+            "plan",
+            "validate is True for a page table that is traced or fake",
+            "None or False, since it has no contents yet",
+            "validate the page table of each batch with check() of the planner, outside of the graph",
+        )
+    return bool(validate) or (validate is None and all(map(seen, tensors)))
+
+
+class PlannerBase:
+    """A plan and its workspace, and the checks that both planners share."""
+
+    problem: PlanProblem
+    max_pages: int
+    cache_pages: int | None
+    context: ContextShard | None
+    device: torch.device
+    state: Sequence[Tensor]
+    workspace: Tensor
+
+    def __init__(self) -> None:
+        self._prepared: tuple[PreparedCalls, int] | None = None
+
+    def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None, of_rank: PlanProblem) -> None:
+        """Hold the plan, and ``workspace`` or a new one, for the heads of ``of_rank``."""
+        needed = workspace_size(plan) // self.problem.num_qo_heads * of_rank.num_qo_heads
+        if needed > MAX_WORKSPACE:
+            fail(
+                OptionError,
+                "planner",
+                f"the workspace would have {needed} elements",
+                f"at most {MAX_WORKSPACE}",
+                "make num_ctas, tile_rows or the capacities smaller",
+            )
+        if workspace is None:
+            workspace = torch.zeros(needed, dtype=torch.float32, device=self.device)
+        elif 0 < workspace.shape[0] < needed:
+            fail(
+                CapacityError,
+                f"planner: storage[{WORKSPACE!r}]",
+                f"it has {workspace.shape[0]} elements",
+                f"at least {needed} for this plan, or none if every call is passed another workspace",
+                "allocate that many",
+            )
+        self.state, self.workspace = plan, workspace
+        self._prepared = new_caches(self.device) if self.context is None else None
+        mark_static(*plan, workspace)
+
+    def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
+        return self._prepared
+
+    def _constants(self) -> Sequence[Tensor]:
+        return self.state
+
+    def _planning(self, op: str, validate: bool | None, *table: Tensor) -> OpCall:
+        """The call that writes the plan. Contents that are read are read again in every call."""
+        inputs = [t.to(self.device, torch.int32, non_blocking=True) for t in table]
+        lengths: dict[str, Tensor] = {}
+        if self.context is not None:
+            inputs[-3:], lengths = self.context.planned(self.problem.page_size, *inputs[-3:])
+        return OpCall(op, (*inputs, self.state), lengths, destinations=None if validate else ())
+
+    def _check(
+        self,
+        validate: bool | None,
+        indptrs: dict[str, Tensor],
+        indices: Tensor,
+        last: Tensor,
+        check_rows: Callable[[], None] | None = None,
+    ) -> None:
+        """Check the dtypes of a page table, and its contents if ``validate``, or if it is None and all on the host.
+
+        ``check_rows`` checks what else a planner does. With a group all of it runs before the ranks compare.
+        """
+        contents = validates(validate, *indptrs.values(), indices, last)
+
+        def check() -> None:
+            check_integers({**indptrs, "kv_indices": indices, "kv_last_page_len": last})
+            if check_rows is not None:
+                check_rows()
+            if contents:
+                self._check_contents(indptrs, indices, last)
+
+        context = self.context
+        if validate and context is not None and context.group is not None:
+            from attn_ops.plan.context_checks import check_same_batch  # imports torch.distributed
+
+            check_same_batch(context, context.group, self.state, (*indptrs.values(), last), check)
+        else:
+            check()
+
+    def _check_contents(self, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
+        """Check the page table; with a context that of all ranks, and the page numbers of this one."""
+        for name, indptr in indptrs.items():
+            check_indptr(name, indptr)
+        kv_indptr = indptrs["kv_indptr"]
+        if self.context is None:
+            check_pages(self.problem, kv_indptr, indices, last, self.max_pages, self.cache_pages)
+            return
+        check_pages(self.problem, kv_indptr, torch.zeros_like(indices), last, self.max_pages, None)
+        table = [t.to("cpu", torch.int32) for t in (kv_indptr, indices, last)]
+        own_indptr, own_indices, _ = self.context.page_table(self.problem.page_size, *table)
+        check_indices(own_indices[: int(own_indptr[-1])], self.cache_pages)
+
+
+def check_integers(table: dict[str, Tensor]) -> None:
+    """Raise a DTypeError unless these tensors, by name, have integer dtypes."""
+    for name, t in table.items():
+        if t.dtype not in INTEGERS:
+            found = str(t.dtype).removeprefix("torch.")
+            fail(DTypeError, "plan", f"{name} is {found}", "an integer dtype", "convert it")
