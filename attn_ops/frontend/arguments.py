@@ -134,7 +134,7 @@ def refuse(where: str, **arguments: Any) -> None:
         if value is None:
             continue
         neutral, reason = UNSUPPORTED[name]
-        if isinstance(value, Tensor) or not any(value == none for none in neutral):
+        if isinstance(value, Tensor) or value not in neutral:
             shown = "given" if isinstance(value, Tensor | tuple | list) else f"{value!r}"
             raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
 

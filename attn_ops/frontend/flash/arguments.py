@@ -52,7 +52,7 @@ def refuse(where: str, **arguments: Any) -> None:
         fail(ArgumentError, where, "dropout_p is None", "0.0", _BY_NAME)
     for name, value in arguments.items():
         neutral, reason = UNSUPPORTED[name]
-        if value is None or (not isinstance(value, Tensor) and any(value == none for none in neutral)):
+        if value is None or (not isinstance(value, Tensor) and value in neutral):
             continue
         shown = "given" if isinstance(value, Tensor) else f"{value!r}"
         raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
@@ -117,12 +117,16 @@ def options(
     if isinstance(softmax_scale, bool):
         fail(ArgumentError, where, f"softmax_scale is {softmax_scale}", "a number or None", _BY_NAME)
     sinks = renamed(where, "learnable_sink", learnable_sink, "s_aux", s_aux)
-    name = "s_aux" if learnable_sink is None else "learnable_sink"
+    if sinks is not None:
+        sinks = as_sinks(where, sinks, device, "s_aux" if learnable_sink is None else "learnable_sink")
+    sides = window(where, window_size, causal)
     given = AttentionOptions(
         sm_scale=softmax_scale,
         logits_soft_cap=softcap,
-        sinks=as_sinks(where, sinks, device, name),
-        **window(where, window_size, causal)._asdict(),
+        window_left=sides.window_left,
+        sinks=sinks,
+        causal=sides.causal,
+        window_right=sides.window_right,
     )
     return bounded(where, given, sm_scale="softmax_scale", logits_soft_cap="softcap")
 
