@@ -123,7 +123,7 @@ class AttentionCall(NamedTuple):
             self._heads() if fp8_query else None,
             scale_in_float32=fp8_query or dtype in FP8,
         )
-        if fp8_query:
+        if fp8_query or scales.query is not None:
             tensors = self._convert_query(scales.query)
         plan, options = self.plan.resolve(self.options)
         if scales.kv_scale is not None or scales.sm_scale is not options.sm_scale:

@@ -160,6 +160,16 @@ def refuse_context(
     refuse(where, cp_world=cp_world, cp_rank=cp_rank, **arguments)
 
 
+def refuse_sparse(where: str, **arguments: Any) -> None:
+    """Raise for what decode by tables of KV heads does not take; None is left out."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{where}: {name} is given with enable_block_sparse_attention, which is not supported: KV heads are "
+                f"requests of their own; leave out {name}"
+            )
+
+
 def own_backend(name: str) -> str:
     """``name`` if it is a backend of this library, else ``"auto"``: FlashInfer's backends are other kernels."""
     return name if any(backend.name == name for backend in BACKENDS) else "auto"
