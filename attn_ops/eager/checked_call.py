@@ -39,6 +39,9 @@ class CheckedCalls:
             self.op = _C.CallCache(self._entries, grad, self._on_miss, (), False, False)
             self.direct = _C.CallCache(self._entries, grad, self._on_direct_miss, INTERPOSITION_CHECKS, False, False)
 
+    def clear(self) -> None:
+        self._entries.clear()
+
     def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         return self.check(args, kwargs)(*args, **kwargs)
 

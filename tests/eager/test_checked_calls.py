@@ -122,7 +122,7 @@ def test_errors_after_calls_that_passed(kind: str) -> None:
         errors = []
         for forget in (False, True):
             if forget:
-                CHECKED_CALLS[op]._entries.clear()
+                CHECKED_CALLS[op].clear()
             with pytest.raises(AttnOpsError) as raised:
                 setup.run("auto", **wrong)
             errors.append((type(raised.value), str(raised.value)))
