@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Heads, ScaleFactors, fold
 from attn_ops.ops.checks import CHECKS
-from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
@@ -84,7 +85,7 @@ class AttentionCall(NamedTuple):
     def execute(self) -> Any:
         """Check, plan and run the op; the result has the form that ``output`` says."""
         args, keywords, dtype, scale = self._resolve()
-        out, lse = getattr(torch.ops.attn, self.op)(*args, **keywords)
+        out, lse = call_op(self.op, *args, **keywords)
         return self.output.finalize(out, lse, dtype, scale)
 
     def execute_after(self, write: Callable[[], None]) -> Any:
@@ -93,14 +94,14 @@ class AttentionCall(NamedTuple):
         if not torch.compiler.is_compiling():  # a graph is checked as a whole when it is traced
             CHECKS[self.op](*args, **keywords)
         write()
-        out, lse = getattr(torch.ops.attn, self.op)(*args, **keywords)
+        out, lse = call_op(self.op, *args, **keywords)
         return self.output.finalize(out, lse, dtype, scale)
 
     def op_call(self) -> OpCall:
         """The call of the op, checked and planned, for :func:`~attn_ops.eager.prepared_call.prepared`."""
         args, keywords, dtype, scale = self._resolve()
         finalize = functools.partial(self.output.finalize, dtype=dtype, scale=scale)
-        same_dtype = dtype == (keywords["out_dtype"] or args[0].dtype)
+        same_dtype = dtype == (keywords.get("out_dtype") or args[0].dtype)
         destinations = (
             self.output.destinations() if same_dtype and not isinstance(scale, Tensor) and scale == 1 else None
         )
@@ -122,16 +123,20 @@ class AttentionCall(NamedTuple):
             self._heads() if fp8_query else None,
             scale_in_float32=fp8_query or dtype in FP8,
         )
-        if fp8_query:
+        if fp8_query or scales.query is not None:
             tensors = self._convert_query(scales.query)
         plan, options = self.plan.resolve(self.options)
-        options = options._replace(sm_scale=scales.sm_scale, kv_scale=scales.kv_scale)
+        if scales.kv_scale is not None or scales.sm_scale is not options.sm_scale:
+            options = options._replace(sm_scale=scales.sm_scale, kv_scale=scales.kv_scale)
         if dtype != tensors[0].dtype:  # rounded once: by the op, or after the scale
             options = options._replace(out_dtype=torch.float32 if scales.scales_output else dtype)
-        keywords: dict[str, Any] = {name: getattr(options, name) for name in OP_OPTIONS[self.op]}
-        if self.op != "batch_mla":
+        keywords = options.keywords(self.op)
+        if self.kv_layout != "NHD" and self.op != "batch_mla":
             keywords["kv_layout"] = self.kv_layout
-        keywords |= {"return_lse": self.output.needs_lse, "backend": self.backend}
+        if self.output.needs_lse:
+            keywords["return_lse"] = True
+        if self.backend != "auto":
+            keywords["backend"] = self.backend
         return (*tensors, *plan), keywords, dtype, scales.output
 
     def _heads(self) -> Heads:

@@ -7,13 +7,14 @@ and -inf. What has no effect, what is refused, and when calls share a plan: docs
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import positive, ranked, required
+from attn_ops.frontend.arguments import output_dtype, positive, ranked, required
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
 from attn_ops.frontend.flash.cache import (
@@ -31,6 +32,7 @@ from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, dense_attention
 from attn_ops.frontend.flash.metadata import MISSING, NO_TOTALS, SchedulerMetadata, SharedPlans
 from attn_ops.frontend.flash.padded import Used
 from attn_ops.frontend.flash.rotary import Rotary
+from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Scale
 from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.resizable import PlanSpec
@@ -39,6 +41,7 @@ from attn_ops.typed import typed
 __all__ = [
     "SchedulerMetadata",
     "SharedPlans",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -92,8 +95,8 @@ def flash_attn_func(
             undone. The default scale is ``1 / sqrt(head_dim + head_dim of v)``.
         attention_chunk: row i sees the keys of its chunk alone: those with ``(i + seqlen_k - seqlen_q) //
             attention_chunk`` as their own position has; 0 is off.
-        q_descale, k_descale, v_descale: scales of FP8 tensors: a number, or a tensor of one element, which may be
-            expanded.
+        q_descale, k_descale, v_descale: scales of FP8 tensors: a number, a tensor of one element, which may be
+            expanded, or ``[batch, num_kv_heads]``, positive.
         s_aux: ``[num_heads]``, attention sinks: a natural-log logit per head that joins the denominator, with value 0.
             ``learnable_sink`` is another name of it.
         return_softmax_lse: return ``(out, lse)``.
@@ -121,9 +124,9 @@ def flash_attn_func(
         s_aux=s_aux,
         learnable_sink=learnable_sink,
     )
-    scales = arguments.descales(where, q_descale, k_descale, v_descale)
+    descales = arguments.Descales(q_descale, k_descale, v_descale)
     chunk = arguments.chunk_of(where, attention_chunk)
-    return dense_attention(where, q, k, v, options, scales, return_softmax_lse, out, qv=qv, chunk=chunk)
+    return dense_attention(where, q, k, v, options, descales, return_softmax_lse, out, qv=qv, chunk=chunk)
 
 
 @typed
@@ -195,7 +198,7 @@ def flash_attn_varlen_func(
         s_aux=s_aux,
         learnable_sink=learnable_sink,
     )
-    scales = arguments.descales(where, q_descale, k_descale, v_descale)
+    descales = arguments.Descales(q_descale, k_descale, v_descale)
     chunk = arguments.chunk_of(where, attention_chunk)
     check_tables(where, "block_table", block_table)
     ranked(where, "q", q, VARLEN)
@@ -222,7 +225,7 @@ def flash_attn_varlen_func(
             k, v = keys.take(where, k=k, v=v)
             cu_seqlens_k = keys.cu_seqlens
         result = varlen_attention(
-            where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, scales, return_softmax_lse, out, qv=qv, chunk=chunk
+            where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, descales, return_softmax_lse, out, qv=qv, chunk=chunk
         )
     else:
         if seqused_k is None:
@@ -244,6 +247,7 @@ def flash_attn_varlen_func(
         )
         metadata = batch.metadata(where, scheduler_metadata)
         tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, metadata, k.shape[1])
+        scales = descales.of_rows(where, q, k.shape[2], batch.requests, cu_seqlens_q)
         result = tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, out))
     return result if rows is None else rows.spread(result, return_softmax_lse, out)
 
@@ -331,7 +335,7 @@ def flash_attn_with_kvcache(
         s_aux=s_aux,
         learnable_sink=learnable_sink,
     )
-    scales = arguments.descales(where, q_descale, k_descale, v_descale)
+    descales = arguments.Descales(q_descale, k_descale, v_descale)
     chunk = arguments.chunk_of(where, attention_chunk)
     table_name, table = one_of(where, block_table=block_table, page_table=page_table)
     check_tables(where, table_name, table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
@@ -390,6 +394,7 @@ def flash_attn_with_kvcache(
     tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode).for_plan(
         where, metadata, k_cache.shape[1]
     )
+    scales = descales.of_rows(where, rows, k_cache.shape[2], requests, cu_seqlens_q)
     return tensors.attend(where, metadata, options, scales, Result(shape, return_softmax_lse, out))
 
 
@@ -499,6 +504,37 @@ def get_scheduler_metadata(
         return batch.unplanned(missing)
     batch.check_places(where)
     return batch.make(where)
+
+
+@typed
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, from that over each of several sets of them.
+
+    Args:
+        out_partial: ``[sets, batch, seqlen, num_heads, head_dim]`` or ``[sets, tokens, num_heads, head_dim]``.
+        lse_partial: ``[sets, batch, seqlen, num_heads]`` or ``[sets, tokens, num_heads]``, natural; -inf for no key.
+        out: buffer of the result, filled and returned. ``out_dtype``: default that of ``out_partial``.
+
+    Returns:
+        ``out`` as one of ``out_partial``, and float32 ``lse`` as one of ``lse_partial``.
+    """
+    where = "flash_attn_combine"
+    if out_partial.dim() != 4:
+        ranked(where, "out_partial", out_partial, "[sets, batch, seqlen, num_heads, head_dim]")
+    if lse_partial.shape != out_partial.shape[:-1]:
+        shown, expected = f"lse_partial is {list(lse_partial.shape)}", f"{list(out_partial.shape[:-1])}, as out_partial"
+        fail(ShapeError, where, shown, expected, "correct it")
+    rows_shape = tuple(out_partial.shape[1:-2])
+    v, s = out_partial.movedim(0, -3).flatten(0, -4), lse_partial.movedim(0, -2).flatten(0, -3)
+    dtype = out_dtype if out_dtype is not None else out_partial.dtype if out is None else out.dtype
+    dtype = output_dtype(where, "out_dtype", dtype)
+    spec = OutputSpec(out, return_lse=True, dtype=dtype, lse_base="ln", rows_shape=rows_shape)
+    spec.check(where, v[:, 0], out_partial.shape[-1])
+    merged, lse = torch.ops.attn.merge_states(v.contiguous(), s.float().contiguous() / math.log(2))
+    result, lse = spec.finalize(merged, lse, dtype)
+    return result, lse.view(lse_partial.shape[1:])
 
 
 # ------------------------------------------------------------------------------------------------------- packed tensors

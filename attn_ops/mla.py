@@ -308,7 +308,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             ckv_scale_arr: float32 ``[pages, page_size, ckv / 128]``, in place of ``ckv_scale``: a scale for every
                 token and group of 128 columns. The batch's pages are converted to the dtype of the query in each call,
                 into memory of its own.
-            bmm1_scale: takes the place of ``sm_scale``. ``bmm2_scale`` multiplies the output, ``o_scale`` divides it.
+            bmm1_scale: takes the place of ``sm_scale``. ``bmm2_scale`` multiplies the output, and ``o_scale`` divides
+                it, if it is FP8.
 
         Returns:
             ``out [rows, num_heads, ckv]``, with ``return_lse`` also float32 ``lse [rows, num_heads]``.
@@ -332,12 +333,16 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             groups = GroupScales.of(where, ckv_scale_arr, ckv, kpe_scale)
         elif (kpe_scale or 1.0) != (ckv_scale or 1.0):
             pe = pe.to(computed_dtype(pe.dtype, ckv.dtype)) * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
+        dtype = self._dtype_of_output(nope, out)
+        if o_scale is not None and dtype not in FP8:
+            shown = f"o_scale is given and the output is {str(dtype).removeprefix('torch.')}"
+            fail(OptionError, where, shown, "an FP8 output", "pass an FP8 buffer out, or plan an FP8 output_dtype")
         scales = ScaleFactors(
             {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale},
             {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale, "o_scale": reciprocal(where, "o_scale", o_scale)},
         )
         base = "ln" if return_lse_base_on_e else self._lse_base or "log2"
-        output = OutputSpec(out, lse, return_lse, self._dtype_of_output(nope, out), base)
+        output = OutputSpec(out, lse, return_lse, dtype, base)
         tensors = nope, pe, ckv, kpe
         if page_table is not None:
             softmax_scale = 1.0 if bmm1_scale is not None else self._scale(where, nope, pe)

@@ -52,8 +52,9 @@ SIZES: dict[str, dict[str, Any]] = {
 KINDS_OF_LAYERS = 1
 """Of a Llama: all layers see all keys, so a step has one plan."""
 
-MODES = ("generate, dynamic cache", "generate, static cache", "generate, static cache, compiled", "generate_batch")
-COMPILED, BATCH = MODES[2:]
+MODES = ("generate, dynamic cache", "generate_batch", "generate, static cache", "generate, static cache, compiled")
+BATCH, COMPILED = MODES[1], MODES[3]
+"""The compiled mode takes a minute or more for each implementation before it generates."""
 
 BLOCK = 256
 """Tokens in a block of transformers' paged cache."""
@@ -67,9 +68,9 @@ MAX_REGRET = 0.1
 NOTE = (
     "Generated tokens per second of transformers, prompts included: `batch` requests with prompts of `prompt` random "
     "tokens, each continued by `new` tokens, greedily. Random weights. The median of rounds in which implementations "
-    "take turns. `generate_batch` starts its manager in each round. `plans per step` and `recompiles` are those of "
-    "attn_ops over at least 20 steps after warm-up; of compiled code, the plans in a graph. On a CPU plans of equal "
-    "lengths are used again."
+    "take turns. `generate_batch` keeps its manager, whose CUDA graphs are captured before, and shares no prefixes. "
+    "`plans per step` and `recompiles` are those of attn_ops over at least 20 steps after warm-up; of compiled code, "
+    "the plans in a graph. On a CPU plans of equal lengths are used again."
 )
 
 
@@ -94,9 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32], help="batch sizes; default: 1 8 32")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt; default: 1024")
-    parser.add_argument("--new", type=int, default=128, help="tokens that are generated; default: 128")
+    parser.add_argument("--new", type=int, default=32, help="tokens that are generated; default: 32")
     parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES, help="default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument("--seconds", type=float, default=90, help="after which no row is begun; default: 90")
     parser.add_argument("--compile-backend", default="inductor", help="of torch.compile; default: inductor")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
     add_peers(parser)
@@ -109,8 +111,8 @@ def make_models(size: str, device: str, dtype: torch.dtype, names: Iterable[str]
     config = LlamaConfig(**SIZES[size], pad_token_id=0, bos_token_id=1, eos_token_id=None)
     with torch.device(device):
         torch.manual_seed(0)
-        first: Any = LlamaForCausalLM(config)
-        first = first.to(dtype).eval().requires_grad_(False)
+        model: Any = LlamaForCausalLM
+        first = model._from_config(config, dtype=dtype).eval().requires_grad_(False)
     shared = (*first.parameters(), *first.buffers())
     found = {name: copy.deepcopy(first, {id(t): t for t in shared}) for name in names}
     for name, model in found.items():
@@ -118,8 +120,13 @@ def make_models(size: str, device: str, dtype: torch.dtype, names: Iterable[str]
     return found
 
 
-def tokens_of(mode: str, model: Any, work: Workload, backend: str = "inductor", **batching: Any) -> Tensor:
-    """Prompts and new tokens, ``[batch, prompt + new]``."""
+def tokens_of(
+    mode: str, model: Any, work: Workload, backend: str = "inductor", keep: bool = False, **batching: Any
+) -> Tensor:
+    """Prompts and new tokens, ``[batch, prompt + new]``.
+
+    ``keep``: the manager of ``generate_batch``, for the next call.
+    """
     from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
     options: dict[str, Any] = {"max_new_tokens": work.new, "do_sample": False, "pad_token_id": 0}
@@ -140,12 +147,14 @@ def tokens_of(mode: str, model: Any, work: Workload, backend: str = "inductor", 
         num_blocks=blocks,
         max_batch_tokens=batch * length,
         auto_switch_to_flash=False,
+        allow_block_sharing=False,
         **batching,
     )
     results = model.generate_batch(
         prompts.tolist(),
         generation_config=GenerationConfig(**options, eos_token_id=-1),
         continuous_batching_config=config,
+        persistent_manager=keep,
     )
     new = {tuple(r.prompt_ids): r.generated_tokens for r in results.values()}
     generated = [new[tuple(prompt)] for prompt in prompts.tolist()]
@@ -229,8 +238,8 @@ def measure(
     running = {}
     for name, model in models.items():
         try:
-            for _ in range(2):
-                tokens = tokens_of(mode, model, work, backend)
+            for _ in range(2 if mode == COMPILED else 1):
+                tokens = tokens_of(mode, model, work, backend, keep=True)
             check_tokens(name, mode, models["sdpa"], tokens, work.new)
             running[name] = model
         except Exception as error:  # other libraries raise any type
@@ -240,8 +249,10 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in running}
     for _ in range(rounds):
         for name, model in running.items():
-            call = lambda model=model: tokens_of(mode, model, work, backend)  # noqa: E731
+            call = lambda model=model: tokens_of(mode, model, work, backend, keep=True)  # noqa: E731
             times[name].append(seconds(call, work.prompts.device))
+    for model in models.values():
+        model.destroy_cached_continuous_batching_manager()
     rates = {name: batch * work.new / statistics.median(found) for name, found in times.items()}
     return {
         "what": what,
@@ -263,22 +274,37 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    """Measure and save."""
+    """Measure and save.
+
+    Raises:
+        Exception: the first of this library's, after all rows.
+    """
     from attn_ops.integrations.transformers import register
 
     selected = [name for name in PEERS if name.startswith(tuple(args.peers))]
     absent = installed(selected)
     names = [register(), "sdpa", *(name for name in selected if name not in absent and name != "sdpa")]
     rows: list[report.Row] = []
+    failures: list[Exception] = []
     not_measured = [NotMeasured(name, "every row", reason) for name, reason in absent.items()]
     models = make_models(args.size, args.device, getattr(torch, args.dtype), names)
     vocabulary = SIZES[args.size]["vocab_size"]
     columns = report.Columns((OURS,), PEERS, higher_is_better=True)
-    title = f"Tokens per second of generate, Llama of size {args.size}, {args.dtype}"
+    title, start = f"Tokens per second of generate, Llama of size {args.size}, {args.dtype}", time.perf_counter()
     for mode in args.modes:
         for batch in args.batches:
+            if time.perf_counter() - start > args.seconds:
+                late = f"not begun within {args.seconds:g} s"
+                not_measured += [NotMeasured(name, f"{mode}, batch {batch}", late) for name in names]
+                continue
             prompts = torch.randint(2, vocabulary, (batch, args.prompt), device=args.device)
             work = Workload(prompts, args.new)
-            rows.append(measure(mode, models, work, args.rounds, not_measured, args.compile_backend))
+            try:
+                rows.append(measure(mode, models, work, args.rounds, not_measured, args.compile_backend))
+            except Exception as error:  # the other rows are measured before it is raised
+                failures.append(error)
+                print(f"{mode}, batch {batch}: {type(error).__name__}: {error}", flush=True)
             torch._dynamo.reset()
             report.save("generate", title, NOTE, rows, args.output, columns, not_measured, LIBRARIES)
+    if failures:
+        raise failures[0]

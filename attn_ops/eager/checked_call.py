@@ -3,6 +3,9 @@
 Checks read sizes, strides, dtypes and options, but no contents: a call passes them if it has the key of one that did.
 The key is that of a prepared call (:mod:`attn_ops.eager.prepared_call`) without what belongs to a GPU, and with the
 sizes of a plan's tensors in the place of their identity. Without the extension module every call is checked.
+
+Ops         behind the dispatcher
+Frontend    :func:`call_op`, before it, unless a mode, transform, tracer or profiler must observe the op
 """
 
 from __future__ import annotations
@@ -11,25 +14,39 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
-from attn_ops.eager.prepared_call import _C, MAX_ENTRIES
+from attn_ops.eager.prepared_call import _C, INTERPOSITION_CHECKS, MAX_ENTRIES, OpCall
 
 Check = Callable[[Sequence[Any], dict[str, Any]], Callable[..., Any]]
 """``check(args, kwargs)`` refuses a call of an op, or returns the function that makes it and others of its key."""
 
 
 class CheckedCalls:
-    """The functions of one op's calls by key. All are evicted at the limit."""
+    """The functions of one op's calls by key. All are evicted at the limit.
 
-    def __init__(self, check: Check) -> None:
-        self.check = check
+    op      the implementation of the op
+    direct  the same for calls that have not passed the dispatcher, but for those that it must see
+    """
+
+    def __init__(self, name: str, check: Check) -> None:
+        self.name, self.check = name, check
         self._entries: dict[Hashable, Callable[..., Any]] = {}
         self.op: Callable[..., Any] = self._uncached
+        self.direct: Callable[..., Any] = self._dispatched
         if _C is not None:
-            self.op = _C.CallCache(self._entries, torch.is_grad_enabled, self._on_miss, (), False, False)
+            grad = torch.is_grad_enabled
+            self.op = _C.CallCache(self._entries, grad, self._on_miss, (), False, False)
+            self.direct = _C.CallCache(self._entries, grad, self._on_direct_miss, INTERPOSITION_CHECKS, False, False)
+
+    def clear(self) -> None:
+        self._entries.clear()
 
     def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         return self.check(args, kwargs)(*args, **kwargs)
+
+    def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch.ops.attn, self.name)(*args, **kwargs)
 
     def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         function = self.check(args, kwargs)
@@ -38,6 +55,19 @@ class CheckedCalls:
                 self._entries.clear()
             self._entries[key] = function
         return function(*args, **kwargs)
+
+    def _on_direct_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        dispatched = None if key is None else OpCall(self.name, tuple(args), kwargs).as_dispatched()
+        if dispatched is None:
+            return self._dispatched(*args, **kwargs)
+        return self._on_miss(key, args, dispatched)
+
+
+def call_op(op: str, *args: Any, **kwargs: Any) -> Any:
+    """``torch.ops.attn``'s op of these arguments, of which the first is a tensor."""
+    if is_compiling() or not args[0].is_cpu:
+        return getattr(torch.ops.attn, op)(*args, **kwargs)
+    return CHECKED_CALLS[op].direct(*args, **kwargs)
 
 
 CHECKED_CALLS: dict[str, CheckedCalls] = {}

@@ -50,17 +50,17 @@ INTERPOSITION_CHECKS = (
 """Functions without arguments. If any returns true, a mode, transform, tracer or profiler must observe the op."""
 
 
-TRACERS = (
-    torch._C._len_torch_dispatch_stack,
-    torch._C._functorch.peek_interpreter_stack,
-    torch._C._get_tracing_state,
-)
-"""Functions without arguments. If any returns true, tensors may stand for others, as in ``make_fx`` and ``vmap``."""
-
-
 def is_traced() -> bool:
-    """Whether the results of ops may become part of a graph, so that they hold for this call alone."""
-    return torch.compiler.is_compiling() or any(traced() for traced in TRACERS)
+    """Whether the results of ops may become part of a graph, so that they hold for this call alone.
+
+    In a mode or transform, such as ``make_fx`` and ``vmap``, tensors may stand for others.
+    """
+    return bool(
+        is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack()
+        or torch._C._get_tracing_state()
+    )
 
 
 def is_available() -> bool:

@@ -134,9 +134,19 @@ def refuse(where: str, **arguments: Any) -> None:
         if value is None:
             continue
         neutral, reason = UNSUPPORTED[name]
-        if isinstance(value, Tensor) or not any(value == none for none in neutral):
+        if isinstance(value, Tensor) or value not in neutral:
             shown = "given" if isinstance(value, Tensor | tuple | list) else f"{value!r}"
             raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
+
+
+def refuse_sparse(where: str, **arguments: Any) -> None:
+    """Raise for what decode by tables of KV heads does not take; None is left out."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{where}: {name} is given with enable_block_sparse_attention, which is not supported: KV heads are "
+                f"requests of their own; leave out {name}"
+            )
 
 
 def own_backend(name: str) -> str:

@@ -224,7 +224,8 @@ def trtllm_ragged_attention_deepseek(
 
     Args:
         query: ``[nnz_qo, num_qo_heads, head_dim_qk]``, of request b the rows ``cum_seq_lens_q[b]`` to ``[b + 1]``.
-        key, value: ``[nnz_kv, num_kv_heads, head_dim]``, packed by ``cum_seq_lens_kv``.
+        key, value: ``[nnz_kv, num_kv_heads, head_dim]``, packed by ``cum_seq_lens_kv``. FP8 values of other keys are
+            converted to the dtype of these, which is exact, in memory of their own.
         bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
         batch_size: requests of ``cum_seq_lens_q``.
         is_causal: aligned bottom-right. ``attention_sinks``: float32 ``[num_qo_heads]``.
@@ -250,6 +251,8 @@ def trtllm_ragged_attention_deepseek(
         )
     )
     sinks = as_sinks(where, attention_sinks, query.device, "attention_sinks")
+    if value.dtype in FP8 and key.dtype not in FP8:
+        value = value.to(key.dtype)
     return ragged_call(
         where,
         (query, key, value),

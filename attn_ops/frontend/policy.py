@@ -110,7 +110,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_elts_per_sage_attn_blk": (((0,) * 4,), _SAGE),
     "skip_softmax_threshold_scale_factor": ((0, 0.0), _SPARSE),
     "skip_softmax": ((False,), _SPARSE),
-    "enable_block_sparse_attention": ((False,), _SPARSE),
     "sparse_mla_top_k": ((0,), _SPARSE),
     "sparse_mla_top_k_lens": ((), _SPARSE),
     "block_mask": ((), _PER_HEAD),

@@ -19,6 +19,9 @@ Scale = float | Tensor | None
 PER_QUERY_HEAD, PER_KV_HEAD = ("q_scale", "scale_q"), ("k_scale", "scale_k", "v_scale", "scale_v")
 """Names of the scales that may have a value per head, with an FP8 query."""
 
+PER_ROW = ("q_descale", "k_descale", "v_descale")
+"""Names of the scales that may have a value per query row and head."""
+
 
 class Heads(NamedTuple):
     """Numbers of heads of a call whose scales may have a value per head."""
@@ -37,8 +40,9 @@ class ScaleFactors(NamedTuple):
 class FoldedScales(NamedTuple):
     """``sm_scale`` and ``kv_scale`` are the op's arguments.
 
-    query   float32 ``[num_qo_heads, 1]`` that the query is multiplied by, each at most 1; None for 1
-    output  the output is multiplied by this number or float32 tensor, ``[num_qo_heads, 1]`` or of no dimensions
+    query   float32 ``[num_qo_heads, 1]`` or ``[rows, num_qo_heads, 1]`` that the query is multiplied by, each at most
+            1; None for 1
+    output  the output is multiplied by this number or float32 tensor, of these shapes or of no dimensions
     """
 
     sm_scale: float | None
@@ -62,13 +66,15 @@ def reciprocal(where: str, name: str, scale: Scale) -> Scale:
 
 
 def as_factor(where: str, name: str, scale: Scale, device: torch.device, heads: Heads | None) -> Scale:
-    """A number, a float32 tensor of no dimensions, or with ``heads`` one of a value per query head."""
+    """A number, a float32 tensor of no dimensions, with ``heads`` one of a value per query head, or one per row too."""
     if not isinstance(scale, Tensor):
         if scale is None:
             return None
         number = float(scale)
         finite(where, name, number)
         return number
+    if name in PER_ROW and scale.dim():
+        return scale
     if seen(scale):
         for number in scale.flatten().tolist():
             finite(where, name, number)
@@ -124,11 +130,13 @@ def fold(
         finite(where, f"the product of the output's scales ({_names(values)})", output)
     query: Tensor | None = None
     result: float | Tensor = output
+    if key is not None and key.numel() == 0:
+        key = None
     if key is not None and key.dim():  # the largest is one for the whole tensor, and the query has what is left
         largest = key.amax()
-        key, query = largest, (key / largest)[:, None]
+        key, query = largest, (key / largest)[..., None]
     if value is not None and (value.dim() or scale_in_float32):
-        result, value = (value[:, None] if value.dim() else value) * output, None
+        result, value = (value[..., None] if value.dim() else value) * output, None
     if key is None and value is None:
         return FoldedScales(sm_scale, None, result, query)
     one = torch.ones((), dtype=torch.float32, device=device)

@@ -21,13 +21,16 @@ from attn_ops.frontend.arguments import (
     output_dtype,
     own_backend,
     positive,
+    ranked,
     refuse,
+    refuse_sparse,
     required,
 )
 from attn_ops.frontend.context import context_shard
+from attn_ops.frontend.head_tables import HeadTables, with_one_table
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.frontend.masks import check_tree_mask
-from attn_ops.frontend.one_shot import block_table, block_table_call, rank_keys, uniform_rows
+from attn_ops.frontend.one_shot import ROWS, block_table, block_table_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
@@ -48,6 +51,61 @@ def _options(where: str, query: Tensor, window_left: int, sinks: Any, causal: bo
     return bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=causal))
 
 
+def _pages(
+    where: str, kv_cache: PagedCache, block_tables: Tensor, device: torch.device, kv_layout: str, shared_pages: bool
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Keys, values, and their table; unless they share pages, of copies of those that ``block_tables`` names."""
+    caches = paged(where, kv_cache, layout(where, kv_layout))
+    if shared_pages:
+        return caches, block_table(where, "block_tables", block_tables, device)
+    return with_one_table(where, caches, block_tables, device)
+
+
+def _block_sparse(
+    where: str,
+    query: Tensor,
+    kv_cache: PagedCache,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    options: AttentionOptions,
+    output: OutputSpec,
+    scales: ScaleFactors,
+    kv_layout: str,
+    q_len_per_req: int | None,
+    backend: str,
+) -> Any:
+    """Decode with a table and lengths of each KV head."""
+    ranked(where, "query", query, ROWS)
+    tables = HeadTables.of(
+        where, paged(where, kv_cache, layout(where, kv_layout)), block_tables, kv_layout, query.device
+    )
+    if query.shape[1] % tables.num_kv_heads:
+        expected = f"a multiple of the {tables.num_kv_heads} KV heads"
+        fail(ShapeError, where, f"query has {query.shape[1]} heads", expected, "correct it")
+    if seq_lens.shape != block_tables.shape[:2]:
+        shown, expected = f"seq_lens is {list(seq_lens.shape)}", f"{list(block_tables.shape[:2])}, as block_tables"
+        fail(ShapeError, where, shown, expected, "pass lengths of each KV head")
+    output.check(where, query, tables.caches[1].shape[-1])
+    needs_lse = output.needs_lse
+    result = _decode(
+        where,
+        tables.split(query),
+        tables.caches,
+        tables.table,
+        seq_lens.reshape(-1),
+        options,
+        OutputSpec(return_lse=needs_lse, dtype=output.dtype),
+        scales,
+        kv_layout,
+        q_len_per_req,
+        ("cum_seq_lens_q", None),
+        None,
+        backend,
+    )
+    out, lse = map(tables.join, result) if needs_lse else (tables.join(result), query)
+    return output.finalize(out, lse, out.dtype)
+
+
 def _decode(
     where: str,
     query: Tensor,
@@ -62,6 +120,7 @@ def _decode(
     ragged: tuple[str, Tensor | None],
     mask: Tensor | None,
     backend: str = "auto",
+    shared_pages: bool = True,
     context: tuple[ContextShard | None, Tensor | None] = (None, None),
 ) -> Any:
     """Decode.
@@ -69,8 +128,7 @@ def _decode(
     ``ragged``: the name and the tensor of the cumulative query rows, instead of ``q_len_per_req``. ``context``: the
     shard, and the tokens of each request on all ranks before its query rows.
     """
-    table = block_table(where, "block_tables", block_tables, query.device)
-    caches = paged(where, kv_cache, layout(where, kv_layout))
+    caches, table = _pages(where, kv_cache, block_tables, query.device, kv_layout, shared_pages)
     name, indptr = ragged
     if indptr is None:
         q_len = 1 if q_len_per_req is None else q_len_per_req
@@ -146,6 +204,10 @@ def trtllm_batch_decode_with_kv_cache(
             of a request are its last tokens, causal among themselves unless there is a ``mask``.
         kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
+        uses_shared_paged_kv_idx: if False, ``block_tables`` is ``[batch, 2, max_pages_per_request]``: pages of keys and
+            of values, which are copied in every call.
+        enable_block_sparse_attention: ``block_tables [num_kv_heads, batch, max_pages_per_request]`` and ``seq_lens
+            [num_kv_heads, batch]``: the pages of each KV head, in order, and their tokens.
         bmm1_scale_log2: ``bmm1_scale`` times log2(e), in its place.
         out_dtype: of the output; unless given, that of ``out``, or the query's. FP8 is saturated.
         bmm2_scale: multiplies the output, which ``o_scale`` does not: callers divide ``bmm2_scale`` by that.
@@ -168,9 +230,17 @@ def trtllm_batch_decode_with_kv_cache(
         o_sf_vec_size=o_sf_vec_size,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         kv_cache_sf=kv_cache_sf,
-        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
-        enable_block_sparse_attention=enable_block_sparse_attention,
     )
+    if enable_block_sparse_attention:
+        refuse_sparse(
+            where,
+            window_left=None if window_left < 0 else window_left,
+            sinks=sinks,
+            mask=mask,
+            cum_seq_lens_q=cum_seq_lens_q,
+            uses_shared_paged_kv_idx=None if uses_shared_paged_kv_idx else False,
+            cp_world=None if cp_world == 1 else cp_world,
+        )
     shard = context_shard(
         where,
         {"sinks": sinks, "mask": mask},
@@ -180,7 +250,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if bmm1_scale_log2 is not None:
         bmm1_scale = bmm1_scale_log2 * math.log(2)
-    return _decode(
+    call = (
         where,
         query,
         kv_cache,
@@ -191,11 +261,11 @@ def trtllm_batch_decode_with_kv_cache(
         ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
         kv_layout,
         q_len_per_req,
-        ("cum_seq_lens_q", cum_seq_lens_q),
-        mask,
-        backend,
-        (shard, causal_seqlens_kv_global),
     )
+    if enable_block_sparse_attention:
+        return _block_sparse(*call, backend)
+    ragged, context = ("cum_seq_lens_q", cum_seq_lens_q), (shard, causal_seqlens_kv_global)
+    return _decode(*call, ragged, mask, backend, uses_shared_paged_kv_idx, context)
 
 
 @typed
@@ -289,11 +359,10 @@ def trtllm_batch_context_with_kv_cache(
         o_sf_vec_size=o_sf_vec_size,
         kv_cache_sf=kv_cache_sf,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
         uses_spcompress=uses_spcompress,
     )
     required(where, cum_seq_lens_q=cum_seq_lens_q)
-    tables = block_table(where, "block_tables", block_tables, query.device)
+    caches, tables = _pages(where, kv_cache, block_tables, query.device, kv_layout, uses_shared_paged_kv_idx)
     if tables.shape[0] != batch_size:
         fail(
             ShapeError,
@@ -302,7 +371,6 @@ def trtllm_batch_context_with_kv_cache(
             f"{tables.shape[0]}, the rows of block_tables",
             "correct it",
         )
-    caches = paged(where, kv_cache, layout(where, kv_layout))
     return block_table_call(
         where,
         (query, *caches),

@@ -58,6 +58,15 @@ class AttentionOptions(NamedTuple):
             if isinstance(value, Tensor) or value != default
         )
 
+    def keywords(self, op: str) -> dict[str, Any]:
+        """The options of ``op`` as its keyword arguments, but for those that are left at their defaults."""
+        taken = OP_OPTIONS[op]
+        return {
+            name: value
+            for name, value, default in zip(self._fields, self, DEFAULTS, strict=True)
+            if value is not default and name in taken
+        }
+
 
 DEFAULTS = AttentionOptions()
 

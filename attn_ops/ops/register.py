@@ -33,25 +33,26 @@ LIBRARY = Library(NAMESPACE, "FRAGMENT")
 LOWERINGS = Lowerings()
 
 
-def _run(function: Callable[..., Any], device: torch.device, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _run(function: Callable[..., Any], device: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call a backend's function. Autocast, which would change the dtypes inside it, does not reach into an op."""
-    if not torch.is_autocast_enabled(device.type):
+    if not torch.is_autocast_enabled(device):
         return function(*args, **kwargs)
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device, enabled=False):
         return function(*args, **kwargs)
 
 
 def _checked(op: str) -> Check:
-    """Check the call; the function that it returns chooses the backend and runs it."""
+    """Check the call and choose the backend; the function that it returns runs it."""
     check = CHECKS[op]
 
     def checked(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
         options = dict(kwargs)
         name = options.pop("backend", "auto")
         problem = check(*args, backend=name, **options)
+        function, device = backends.choose(problem, name).implementation(op), problem.device.type
 
         def call(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
-            return _run(backends.choose(problem, name).implementation(op), problem.device, args, kwargs)
+            return _run(function, device, args, kwargs)
 
         return call
 
@@ -68,7 +69,7 @@ def _lowering(op: str) -> Callable[..., Any]:
         problem = check(*args, backend=backend, **kwargs)
         chosen = backends.choose(problem, backend, True, images.collecting() is not None)
         LOG.debug("%s: a graph contains the kernels of %s", op, chosen.label(op))
-        return _run(chosen.implementation(op), problem.device, args, kwargs)
+        return _run(chosen.implementation(op), problem.device.type, args, kwargs)
 
     return implementation
 
@@ -84,7 +85,7 @@ def _op_cache(op: str) -> OpCache:
         backend = backends.choose(problem, name)
         function, capture = backend.implementation(op), backend.capture_launches()
         if capture is None:
-            return _run(function, problem.device, args, options), None
+            return _run(function, problem.device.type, args, options), None
         return capture(function, args, options)
 
     return OpCache(first_call)
@@ -124,7 +125,7 @@ def register() -> None:
     """Define every op of :data:`~attn_ops.ops.schemas.SCHEMAS`, once, on import of the package."""
     for op, schema in SCHEMAS.items():
         LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        CHECKED_CALLS[op] = CheckedCalls(_checked(op))
+        CHECKED_CALLS[op] = CheckedCalls(op, _checked(op))
         LIBRARY.impl(op, CHECKED_CALLS[op].op, "CPU")
         OP_CACHES[op] = _op_cache(op)
         LIBRARY.impl(op, OP_CACHES[op].op, "CUDA")

@@ -33,6 +33,8 @@ MASK_ROWS = 512
 MASK_ELEMENTS = 1 << 24
 """Elements of a mask of more than one row."""
 
+EVERY = slice(None)
+
 Result = tuple[Tensor, Tensor]
 Keys = Callable[[int, int], tuple[Tensor, Tensor]]
 """``keys(begin, end)``: the keys and values at these positions of ``N`` requests, ``[N, L, num_kv_heads, dim]``."""
@@ -58,8 +60,8 @@ class Rows(NamedTuple):
 class RowBlock(NamedTuple):
     """Attention of successive query rows from ``first`` on.
 
-    out  float32 ``[rows, num_kv_heads, group, dim]``
-    lse  natural, ``[rows, num_kv_heads, group]``
+    out  float32 ``[rows, num_qo_heads, dim]``
+    lse  natural, ``[rows, num_qo_heads]``
     """
 
     first: int
@@ -99,40 +101,34 @@ class Window(NamedTuple):
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Result:
-    """Output and LSE of a :class:`RowBlock`: ``q [rows, num_qo_heads, dim]`` over the keys of ``N`` requests.
-
-    With a mask ``N`` is 1, with a triangle ``N`` or the query heads of a KV head.
-    """
+    """Output and LSE of a :class:`RowBlock`: ``q [rows, num_qo_heads, dim]`` over the keys of ``N`` requests."""
     (requests, _, num_kv_heads, dim), (rows, num_qo_heads, _) = k.shape, q.shape
     group, each = num_qo_heads // num_kv_heads, rows // requests
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if mask is None and not causal:  # the query heads of a KV head become rows, since all rows see the same keys
-        if each == 1:
-            out, lse = FLASH(q.view(requests, num_kv_heads, group, dim), k, v, scale=scale)
-            return out, lse
-        q = q.view(requests, each, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
-        out, lse = FLASH(q, k, v, scale=scale)
-        heads = requests, num_kv_heads, each, group
-        return out.view(*heads, -1).transpose(1, 2).flatten(0, 1), lse.view(heads).transpose(1, 2).flatten(0, 1)
-    if requests > 1:
+    if group == 1 or causal or mask is not None:
         q = q.view(requests, each, num_qo_heads, dim).transpose(1, 2)
-        out, lse = FLASH(q, k, v, is_causal=causal, scale=scale)
-        return out.transpose(1, 2).flatten(0, 1)[:, :, None], lse.transpose(1, 2).flatten(0, 1)[..., None]
-    if group > 1:
-        k, v = k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1)
-    q = q.view(rows, num_kv_heads, group, dim).permute(2, 1, 0, 3)
-    out, lse = FLASH(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
-    return out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
+        out, lse = FLASH(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
+        return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+    # the query heads of a KV head become rows, since all rows see the same keys: they are read once
+    if each == 1:
+        out, lse = FLASH(q.view(requests, num_kv_heads, group, dim), k, v, scale=scale)
+        return out.flatten(1, 2), lse.flatten(1, 2)
+    q = q.view(requests, each, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
+    out, lse = FLASH(q, k, v, scale=scale)
+    heads = requests, num_kv_heads, each, group
+    out, lse = out.view(*heads, -1).transpose(1, 2), lse.view(heads).transpose(1, 2)
+    return out.reshape(rows, num_qo_heads, -1), lse.reshape(rows, num_qo_heads)
 
 
 def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[RowBlock]:
     """Attention of ``r``. Rows that see no key are in no block."""
     first, q, requests, position, length = r
-    window = Window.of(o, max(0, -position) + q.shape[0], length)
-    without_keys = max(0, -position - window.right)
-    if without_keys:
-        q, first, position = q[without_keys:], first + without_keys, position + without_keys
     rows = q.shape[0] // requests
+    window = Window.of(o, max(0, -position) + rows, length)
+    without_keys = min(rows, max(0, -position - window.right))
+    if without_keys:
+        rows, first, position = rows - without_keys, first + without_keys, position + without_keys
+        q = q[without_keys:]
     if not rows:
         return
 
@@ -162,24 +158,24 @@ def _collect(blocks: Iterator[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
         if out.shape[0] == rows:
             return out, lse
         if result is None:
-            result = _without_keys(rows, *out.shape[1:])
+            result = _without_keys(rows, num_qo_heads, head_dim_vo)
         block = slice(first, first + out.shape[0])
         result[0][block], result[1][block] = out, lse
-    return _without_keys(rows, num_qo_heads, 1, head_dim_vo) if result is None else result
+    return _without_keys(rows, num_qo_heads, head_dim_vo) if result is None else result
 
 
-def _without_keys(rows: int, num_kv_heads: int, group: int, head_dim_vo: int) -> Result:
-    out = torch.zeros((rows, num_kv_heads, group, head_dim_vo), dtype=torch.float32)
+def _without_keys(rows: int, num_qo_heads: int, head_dim_vo: int) -> Result:
+    out = torch.zeros((rows, num_qo_heads, head_dim_vo), dtype=torch.float32)
     return out, torch.full(out.shape[:-1], -math.inf, dtype=torch.float32)
 
 
-def _attend_together(o: AttentionOptions, group: int, rows: int, length: int) -> bool:
+def _attend_together(o: AttentionOptions, rows: int, length: int) -> bool:
     """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask."""
     if rows == 1:
         return True
     window = Window.of(o, rows, length)
     first, last = window.seen(length - rows, rows)
-    return first == last or (group == 1 and window.is_triangle(length - rows, rows))
+    return first == last or window.is_triangle(length - rows, rows)
 
 
 def _groups(
@@ -199,6 +195,14 @@ def _groups(
                     end += 1
             yield range(first, end)
         first = end
+
+
+def _take(cache: Tensor, pages: slice | Tensor, tokens: slice) -> Tensor:
+    """``cache[pages, tokens]``"""
+    if isinstance(pages, slice):
+        return cache[pages, tokens]
+    taken = bits(cache if tokens == EVERY else cache[:, tokens]).index_select(0, pages)
+    return taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
 
 
 class PlannedKeys:
@@ -235,16 +239,15 @@ class PlannedKeys:
 
     def _read(self, requests: range, token: int, token_end: int) -> tuple[Tensor, Tensor]:
         (page, skipped), page_end = divmod(token, self.page_size), -(-token_end // self.page_size)
-        count, tokens, found = page_end - page, slice(skipped, skipped + token_end - token), []
-        whole, pages = token_end - token == count * self.page_size, self._pages(requests, page, count)
-        for cache in self.caches:
-            t = cache if whole or count > 1 else cache[:, tokens]  # of a single page no more than its tokens are copied
-            t = t[pages] if isinstance(pages, slice) else bits(t).index_select(0, pages).view(t.dtype)
-            if count > 1:
-                t = t.reshape(len(requests), count * self.page_size, *t.shape[2:])
-                t = t if whole else t[:, tokens]
-            found.append(t)
-        return found[0], found[1]
+        count, tokens = page_end - page, slice(skipped, skipped + token_end - token)
+        if token_end - token == count * self.page_size:
+            tokens = EVERY
+        pages, (keys, values) = self._pages(requests, page, count), self.caches
+        if count == 1:  # of a single page no more than its tokens are copied
+            return _take(keys, pages, tokens), _take(values, pages, tokens)
+        each = len(requests), count * self.page_size
+        keys, values = (_take(t, pages, EVERY).reshape(*each, *t.shape[2:]) for t in (keys, values))
+        return (keys, values) if tokens == EVERY else (keys[:, tokens], values[:, tokens])
 
 
 class LatentKeys(PlannedKeys):
@@ -276,7 +279,7 @@ def _attend_batch(
         rows = plan.qo_indptr.tolist()
     lengths = [min(length, most) for length in plan.kv_len.tolist()[: len(rows) - 1]]
     keys, factors = keys_of(plan, problem.page_size, caches), _kv_scale(o)
-    together = functools.partial(_attend_together, o, problem.num_qo_heads // problem.num_kv_heads)
+    together = functools.partial(_attend_together, o)
     most_tokens = MAX_ELEMENTS // (problem.num_kv_heads * problem.head_dim_qk)
 
     def blocks(q: Tensor, scale: float) -> Iterator[RowBlock]:
@@ -309,18 +312,15 @@ def _finalize(
     """
     if int(lse.count_nonzero()) < lse.numel():
         return None
-    rows, num_qo_heads, _ = q.shape
-    out = out.reshape(rows, num_qo_heads, out.shape[-1])
     if factors[1] != 1.0:
         out *= factors[1]
     if o.sinks is not None:
-        lse = lse.reshape(rows, num_qo_heads)
         with_sink = torch.logaddexp(lse, o.sinks)
         out *= torch.where(lse == -math.inf, 0.0, (lse - with_sink).exp())[..., None]
         lse = with_sink
     if not (math.isfinite(float(out.sum())) and float(lse.amax()) < math.inf):
         return None
-    lse = (lse.reshape(rows, num_qo_heads) * LOG2E).contiguous() if return_lse else lse.new_empty(0)
+    lse = (lse * LOG2E).contiguous() if return_lse else lse.new_empty(0)
     dtype = o.out_dtype or q.dtype
     return (out if dtype == torch.float32 else saturate(out, dtype)).contiguous(), lse
 

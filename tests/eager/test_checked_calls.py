@@ -9,9 +9,11 @@ import torch
 from helpers import fake_driver as f
 from helpers.cases import DECODE_BASE, PREFILL_BASE
 from helpers.harness import Setup
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_ops.eager import checked_call
-from attn_ops.eager.checked_call import CHECKED_CALLS, CheckedCalls
+from attn_ops.eager.checked_call import CHECKED_CALLS, CheckedCalls, call_op
 from attn_ops.errors import AttnOpsError, GradientError
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("poisoned_memory")]
@@ -21,7 +23,7 @@ class Op:
     """An op with checked calls, which counts the checks and returns its arguments."""
 
     def __init__(self) -> None:
-        self.checks, self.calls = 0, CheckedCalls(self._check)
+        self.checks, self.calls = 0, CheckedCalls("op", self._check)
 
     def _check(self, *_: Any) -> Any:
         self.checks += 1
@@ -74,7 +76,7 @@ def test_a_refused_call_is_refused_again() -> None:
     def refuse(*_: Any) -> Any:
         raise AttnOpsError("no")
 
-    calls = CheckedCalls(refuse)
+    calls = CheckedCalls("op", refuse)
     for _ in range(2):
         with pytest.raises(AttnOpsError, match="no"):
             calls.op(torch.zeros(1))
@@ -120,7 +122,7 @@ def test_errors_after_calls_that_passed(kind: str) -> None:
         errors = []
         for forget in (False, True):
             if forget:
-                CHECKED_CALLS[op]._entries.clear()
+                CHECKED_CALLS[op].clear()
             with pytest.raises(AttnOpsError) as raised:
                 setup.run("auto", **wrong)
             errors.append((type(raised.value), str(raised.value)))
@@ -144,3 +146,47 @@ def test_autocast_does_not_reach_into_a_checked_call() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(setup.run("auto"), expected, rtol=0, atol=0)
     torch.testing.assert_close(setup.run("auto"), expected, rtol=0, atol=0)
+
+
+def _decode() -> tuple[Setup, tuple[Any, ...]]:
+    setup = Setup("decode", DECODE_BASE)
+    return setup, (setup.q, setup.k, setup.v, setup.planner.state, setup.planner.workspace)
+
+
+def test_calls_of_the_frontend_pass_the_dispatcher_only_where_something_must_observe_the_op() -> None:
+    setup, args = _decode()
+    calls, seen = CHECKED_CALLS["batch_decode"], []
+
+    class Observe(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(op)
+            return op(*args, **(kwargs or {}))
+
+    op = torch.ops.attn.batch_decode.default
+    for _ in range(2):
+        setup.check(*call_op("batch_decode", *args, return_lse=True))
+    with Observe():
+        setup.check(*call_op("batch_decode", *args, return_lse=True))
+    assert op in seen
+    assert calls._entries
+    out, _ = make_fx(lambda q: call_op("batch_decode", q, *args[1:]))(args[0])(args[0])
+    assert torch.equal(out, call_op("batch_decode", *args)[0])
+    graph = make_fx(lambda q: call_op("batch_decode", q, *args[1:]))(args[0])
+    assert op in [node.target for node in graph.graph.nodes]
+    with torch.profiler.profile() as profile:
+        call_op("batch_decode", *args)
+    assert "attn::batch_decode" in [event.name for event in profile.events()]
+
+
+def test_options_of_direct_calls_are_converted_as_the_dispatcher_does() -> None:
+    _, args = _decode()
+    for options in ({"sm_scale": 1}, {"sm_scale": True}, {"logits_soft_cap": 2}, {"window_left": True}):
+        for _ in range(2):
+            expected = torch.ops.attn.batch_decode(*args, **options)
+            assert all(map(torch.equal, call_op("batch_decode", *args, **options), expected))
+    with pytest.raises(RuntimeError, match="sm_scale"):
+        call_op("batch_decode", *args, sm_scale="1")
+    with pytest.raises(GradientError):
+        call_op("batch_decode", args[0].requires_grad_(), *args[1:])
+    with torch.no_grad():
+        call_op("batch_decode", *args)

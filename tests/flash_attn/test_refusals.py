@@ -40,7 +40,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window_size": torch.tensor([2.5, 0.0])}, r"window_size is tensor\(.*; expected a pair"),
     ({"softcap": -1.0}, "softcap is -1.0; expected a positive number"),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
-    ({"k_descale": torch.ones(2, 2)}, r"k_descale has a value for each of \[2, 2\], which is not supported"),
+    ({"k_descale": torch.ones(3, 2)}, r"k_descale is \[3, 2\]; expected one value, or \[2, 2\]"),
     ({"s_aux": SLOPES, "learnable_sink": SLOPES}, "learnable_sink and s_aux are both given"),
     ({"s_aux": SLOPES[:3]}, "sinks has length 3; expected 4"),
 ]
@@ -253,6 +253,7 @@ def ordinary_calls() -> dict[str, dict[str, Any]]:
         "flash_attn_varlen_qkvpacked_func": {"qkv": torch.stack((r.q,) * 3, 1), "cu_seqlens": r.qo_indptr},
         "flash_attn_varlen_kvpacked_func": {"q": r.q, "kv": torch.stack((keys, values), 1), **cumulative},
         "flash_attn_with_kvcache": {"q": q, "k_cache": c.k, "v_cache": c.v, **new},
+        "flash_attn_combine": {"out_partial": torch.stack((q, q)), "lse_partial": torch.stack((q, q))[..., 0]},
         "get_scheduler_metadata": {**sizes, "cache_seqlens": c.cache_seqlens},
     }
 

@@ -64,6 +64,17 @@ def test_ragged_prefill(causal: bool) -> None:
     r.expected(causal=causal, sm_scale=0.1, v_scale=2.0, window_left=50, sinks=True).check(out, lse)
 
 
+def test_ragged_prefill_with_fp8_values_of_other_keys() -> None:
+    r = Requests((70, 3, 130), (5, 3, 40), dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    k, v = r.ragged()
+    out = flashinfer.trtllm_ragged_attention_deepseek(
+        *(r.q, k.bfloat16(), v, workspace(), r.seq_lens, 40, 130, 0.1, 2.0, None, 3, -1, r.qo_indptr, r.kv_indptr),
+        *(None, True, False),
+    )
+    assert out.dtype == torch.bfloat16
+    r.expected(sm_scale=0.1, v_scale=2.0, causal=True).check(out)
+
+
 def test_bad_input() -> None:
     m = Latents(EVEN)
     query = m.q.view(3, 2, 3, 80)

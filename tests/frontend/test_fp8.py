@@ -446,3 +446,11 @@ def test_an_fp8_latent_cache_needs_its_scales(scales: dict[str, Any]) -> None:
     m = Latents(dtype=BF16, kv_dtype=E4M3)
     with pytest.raises(ValueError, match="ckv_scale and kpe_scale are required"):
         planned_mla(m, BF16).run(*m.split(m.q), *m.split(m.cache), **scales)
+
+
+def test_o_scale_of_mla_without_an_fp8_output() -> None:
+    m = Latents(dtype=BF16, kv_dtype=BF16)
+    wrapper = planned_mla(m, BF16)
+    for out in (None, torch.empty_like(m.split(m.q)[0])):
+        with pytest.raises(ValueError, match="o_scale is given and the output is bfloat16; expected an FP8 output"):
+            wrapper.run(*m.split(m.q), *m.split(m.cache), out=out, o_scale=0.5)

@@ -10,10 +10,10 @@ from torch import Tensor
 from attn_ops.call import as_sinks
 from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import bounded, renamed
+from attn_ops.frontend.arguments import bounded, finite, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.ops.options import BOUNDS, AttentionOptions
-from attn_ops.plan.page_table import INT32_MAX
+from attn_ops.plan.page_table import INT32_MAX, offsets, seen
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 
@@ -52,7 +52,7 @@ def refuse(where: str, **arguments: Any) -> None:
         fail(ArgumentError, where, "dropout_p is None", "0.0", _BY_NAME)
     for name, value in arguments.items():
         neutral, reason = UNSUPPORTED[name]
-        if value is None or (not isinstance(value, Tensor) and any(value == none for none in neutral)):
+        if value is None or (not isinstance(value, Tensor) and value in neutral):
             continue
         shown = "given" if isinstance(value, Tensor) else f"{value!r}"
         raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
@@ -117,33 +117,66 @@ def options(
     if isinstance(softmax_scale, bool):
         fail(ArgumentError, where, f"softmax_scale is {softmax_scale}", "a number or None", _BY_NAME)
     sinks = renamed(where, "learnable_sink", learnable_sink, "s_aux", s_aux)
-    name = "s_aux" if learnable_sink is None else "learnable_sink"
+    if sinks is not None:
+        sinks = as_sinks(where, sinks, device, "s_aux" if learnable_sink is None else "learnable_sink")
+    sides = window(where, window_size, causal)
     given = AttentionOptions(
         sm_scale=softmax_scale,
         logits_soft_cap=softcap,
-        sinks=as_sinks(where, sinks, device, name),
-        **window(where, window_size, causal)._asdict(),
+        window_left=sides.window_left,
+        sinks=sinks,
+        causal=sides.causal,
+        window_right=sides.window_right,
     )
     return bounded(where, given, sm_scale="softmax_scale", logits_soft_cap="softcap")
 
 
-def descales(where: str, q_descale: Scale, k_descale: Scale, v_descale: Scale) -> ScaleFactors:
-    """Scales of FP8 tensors: one number or element each, as ``[batch, num_kv_heads]`` an expanded one."""
-    q, k, v = (
-        _one_value(where, name, scale)
-        for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale))
-    )
-    return ScaleFactors({"q_descale": q, "k_descale": k}, {"v_descale": v})
+class Descales(NamedTuple):
+    """Scales of FP8 tensors: a number, a tensor of one element, which may be expanded, or ``[batch, num_kv_heads]``."""
+
+    q_descale: Scale
+    k_descale: Scale
+    v_descale: Scale
+
+    def of_rows(
+        self, where: str, q: Tensor, num_kv_heads: int, requests: int, cu_seqlens_q: Tensor | None = None
+    ) -> ScaleFactors:
+        """For the query ``q [rows, num_heads, head_dim]`` of so many requests; without ``cu_seqlens_q`` of equal rows.
+
+        A scale of several values becomes one of each row and query head.
+        """
+        if self.q_descale is None and self.k_descale is None and self.v_descale is None:
+            return _NO_FACTORS
+        rows, num_heads, _ = q.shape
+        logits: dict[str, Scale] = {}
+        for name, scale in zip(self._fields, self, strict=True):
+            logits[name] = scale
+            if not isinstance(scale, Tensor):
+                continue
+            if _is_one_value(scale):
+                logits[name] = scale[(0,) * scale.dim()]
+                continue
+            if tuple(scale.shape) != (requests, num_kv_heads):
+                expected = f"one value, or {[requests, num_kv_heads]}: one per request and KV head"
+                fail(ShapeError, where, f"{name} is {list(scale.shape)}", expected, "correct it")
+            if seen(scale):
+                for number in scale.flatten().tolist():
+                    finite(where, name, number)
+            by_head = scale.to(q.device, torch.float32).repeat_interleave(num_heads // max(1, num_kv_heads), 1)
+            if by_head.shape[1] != num_heads:  # which the op refuses
+                logits[name] = None
+            elif cu_seqlens_q is None:
+                logits[name] = by_head.repeat_interleave(rows // max(1, requests), 0)
+            else:
+                begins = offsets(where, "cu_seqlens_q", cu_seqlens_q, requests, "q", rows).to(q.device)
+                row = torch.arange(rows, device=q.device)
+                logits[name] = by_head[(torch.searchsorted(begins, row, right=True) - 1).clamp(0, requests - 1)]
+        return ScaleFactors(logits, {"v_descale": logits.pop("v_descale")})
 
 
-def _one_value(where: str, name: str, scale: Scale) -> Scale:
-    if not isinstance(scale, Tensor):
-        return scale
-    if not scale.numel():
-        fail(ShapeError, where, f"{name} is {list(scale.shape)}", "one value", "pass a number")
-    if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
-        raise UnsupportedError(
-            f"{where}: {name} has a value for each of {list(scale.shape)}, which is not supported: scales are per "
-            "tensor; pass a number or a tensor of one element, which may be expanded to [batch, num_kv_heads]"
-        )
-    return scale[(0,) * scale.dim()]
+_NO_FACTORS = ScaleFactors()
+
+
+def _is_one_value(scale: Tensor) -> bool:
+    sizes = zip(scale.shape, scale.stride(), strict=True)
+    return scale.numel() > 0 and all(size == 1 or stride == 0 for size, stride in sizes)

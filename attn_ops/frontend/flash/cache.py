@@ -393,11 +393,10 @@ def cache_spec(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, options: AttentionOptions, *, decode: bool
 ) -> PlanSpec:
     """Of caches ``[places, page_size, num_kv_heads, head_dim]``. A decoded row has no keys after it."""
-    return plan_spec(q, k, v, options, decode=decode, paged=True, page_size=k.shape[1])._replace(
-        head_dim_qk=q.shape[-1] + (0 if qv is None else qv.shape[-1]),
-        causal=options.causal and not decode,
-        window_right=-1 if decode else options.window_right,
-    )
+    if decode:
+        options = options._replace(causal=False, window_right=-1)
+    spec = plan_spec(q, k, v, options, decode=decode, paged=True, page_size=k.shape[1])
+    return spec if qv is None else spec._replace(head_dim_qk=q.shape[-1] + qv.shape[-1])
 
 
 def check_latent(

@@ -10,11 +10,11 @@ from torch import Tensor
 from attn_ops.call import AttentionCall
 from attn_ops.errors import DTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked
+from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
 from attn_ops.frontend.flash.metadata import BatchForm, Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.one_shot import RaggedLengths, dense_call, uniform_indptr
 from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import cumulative, index
 from attn_ops.plan.resizable import PlanSpec
@@ -112,7 +112,7 @@ def dense_attention(
     k: Tensor,
     v: Tensor,
     options: AttentionOptions,
-    scales: ScaleFactors,
+    descales: Descales,
     return_lse: bool,
     out: Tensor | None = None,
     *,
@@ -136,6 +136,7 @@ def dense_attention(
     q, k = with_latents(where, q, k, v, qv)
     result = Result((batch, q_len), return_lse, out)
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    scales = descales.of_rows(where, rows[0], k.shape[2], batch)
     if batch == 1 and not chunk:
         call = dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD")
         return result.of(call.execute())
@@ -159,7 +160,7 @@ def varlen_attention(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     options: AttentionOptions,
-    scales: ScaleFactors,
+    descales: Descales,
     return_lse: bool,
     out: Tensor | None = None,
     *,
@@ -174,6 +175,7 @@ def varlen_attention(
     q, k = with_latents(where, q, k, v, qv)
     device, result = q.device, Result(None, return_lse, out)
     spec = plan_spec(q, k, v, options, decode=False, paged=False, page_size=1)
+    scales = descales.of_rows(where, q, k.shape[1], batch, cu_seqlens_q)
 
     def make() -> SchedulerMetadata:
         qo_indptr = cumulative(where, "cu_seqlens_q", cu_seqlens_q, batch, "q", q)

@@ -82,6 +82,8 @@ FUNCTIONS = [
                 "mask": HIDDEN,
                 "kv_layout": Raises("NHD"),
                 "cum_seq_lens_q": torch.tensor([0, 2, 2, 3, 4], device=DEVICE),
+                "uses_shared_paged_kv_idx": Raises(False),
+                "enable_block_sparse_attention": Raises(True),
             }
         },
     ),
@@ -130,6 +132,7 @@ FUNCTIONS = [
                 "sinks": PH.sinks,
                 "kv_layout": Raises("NHD"),
                 "causal": False,
+                "uses_shared_paged_kv_idx": Raises(False),
             }
         },
     ),

@@ -241,7 +241,7 @@ WRAPPERS = [
             },
             "run": {
                 **LSE,
-                "o_scale": 2.0,
+                "o_scale": Raises(2.0),
                 "ckv_scale_arr": Raises(torch.ones(1, device=DEVICE)),
                 "out": torch.zeros(46, 4, 48, dtype=torch.float16, device=DEVICE),
                 "lse": buffers(P)["lse"],

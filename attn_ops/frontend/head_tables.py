@@ -1,0 +1,94 @@
+"""Page tables that differ between KV heads, or between keys and values, as the one table that the ops take.
+
+Of heads     a KV head of a request becomes a request of its own, over pages of one head: views, nothing is copied
+Of k and v   the pages of both are copied, in the order of their tables
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import ShapeError, fail
+from attn_ops.frontend.arguments import positive
+from attn_ops.frontend.kv_cache import paged_sizes
+from attn_ops.ops.options import FP8
+from attn_ops.plan.page_table import as_int32
+
+Caches = tuple[Tensor, Tensor]
+
+
+def with_one_table(where: str, caches: Caches, tables: Tensor, device: torch.device) -> tuple[Caches, Tensor]:
+    """Keys and values by ``tables [batch, 2, pages]``, of which row 0 is of the keys: their pages, and one table."""
+    if tables.dim() != 3 or tables.shape[1] != 2:
+        expected = "[batch, 2, max_pages_per_request], of keys and of values"
+        fail(ShapeError, where, f"block_tables is {list(tables.shape)}", expected, "stack the two tables")
+    tables = as_int32(where, "block_tables", tables).to(device)
+    batch, _, width = tables.shape
+    found = []
+    for cache, table in zip(caches, tables.unbind(1), strict=True):
+        positive(where, pages=cache.shape[0])
+        pages = cache.view(torch.uint8) if cache.dtype in FP8 else cache
+        found.append(pages[table.flatten().clamp(0, cache.shape[0] - 1).long()].view(cache.dtype))
+    in_order = torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width)
+    return (found[0], found[1]), in_order
+
+
+class HeadTables(NamedTuple):
+    """A decode batch ``[batch * q_len]`` whose KV heads have tables of their own, as one of ``num_kv_heads * batch``.
+
+    caches  ``[pages, ...]``, of one KV head, in the layout of the original
+    table   int32 ``[num_kv_heads * batch, pages]``
+    """
+
+    caches: Caches
+    table: Tensor
+    num_kv_heads: int
+
+    @classmethod
+    def of(cls, where: str, caches: Caches, tables: Tensor, kv_layout: str, device: torch.device) -> HeadTables:
+        """Of ``tables [num_kv_heads, batch, pages]``."""
+        head_dim = 2 if kv_layout == "NHD" else 1
+        _, heads = paged_sizes(where, caches[0], kv_layout)
+        positive(where, num_kv_heads=heads, pages=caches[0].shape[0])
+        if caches[1].shape[:3] != caches[0].shape[:3]:
+            shown = f"the value cache is {list(caches[1].shape)}"
+            fail(ShapeError, where, shown, f"{list(caches[0].shape[:3])}, as the keys, and a head_dim", "correct it")
+        if tables.dim() != 3 or tables.shape[0] != heads:
+            expected = f"[{heads}, batch, max_pages_per_request], of each KV head"
+            fail(ShapeError, where, f"block_tables is {list(tables.shape)}", expected, "pass a table of each KV head")
+        tables = as_int32(where, "block_tables", tables).to(device)
+        steps = [_heads_apart(cache, head_dim) for cache in caches]
+        if steps[0] is None or steps[0] != steps[1]:
+            caches = caches[0].contiguous(), caches[1].contiguous()
+            steps = [_heads_apart(cache, head_dim) for cache in caches]
+        step, pages = steps[0], caches[0].shape[0]
+        assert step is not None
+        number = (pages - 1) * step + heads
+        k, v = (_of_one_head(cache, head_dim, number) for cache in caches)
+        head = torch.arange(heads, dtype=torch.int32, device=device)[:, None, None]
+        return cls((k, v), (tables.clamp(0, pages - 1) * step + head).flatten(0, 1), heads)
+
+    def split(self, query: Tensor) -> Tensor:
+        """``[batch * q_len, num_qo_heads, head_dim]`` as rows of one KV head, those of the first head before others."""
+        by_head = query.unflatten(1, (self.num_kv_heads, -1))
+        return by_head.transpose(0, 1).flatten(0, 1)
+
+    def join(self, t: Tensor) -> Tensor:
+        """Outputs or LSE of :meth:`split` rows, as of the query's."""
+        return t.unflatten(0, (self.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _heads_apart(cache: Tensor, head_dim: int) -> int | None:
+    """KV heads in memory from one page to the next, None if that is no whole number."""
+    page, head = cache.stride(0), cache.stride(head_dim)
+    return page // head if head > 0 and page % head == 0 else None
+
+
+def _of_one_head(cache: Tensor, head_dim: int, number: int) -> Tensor:
+    """Every head of every page as a page. Pages overlap where heads lie between tokens."""
+    sizes, strides = list(cache.shape), list(cache.stride())
+    sizes[0], sizes[head_dim], strides[0] = number, 1, strides[head_dim]
+    return cache.as_strided(sizes, strides)
