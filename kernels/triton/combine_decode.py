@@ -179,14 +179,12 @@ def combine_decode_kernel(
     pending = ((b < rows) & (empty | (end > begin))).to(tl.int32)
     pending_rows = tl.sum(pending, 0)
     jobs, job = pending_rows * HEADS, tl.program_id(0)
+    slices = SLICES
     if SPLITS_PER_HEAD_STEP > 0:
         splits = tl.sum(tl.maximum(end - begin, 0) * pending, 0) // tl.maximum(pending_rows, 1)
         steps_of_heads = tl.cdiv(jobs, tl.num_programs(0)) * tl.cdiv(splits, SPLITS_PER_HEAD_STEP)
         steps_of_slices = tl.cdiv(jobs * SLICES, tl.num_programs(0)) * tl.cdiv(splits, SPLITS_PER_STEP)
-        whole_heads = steps_of_heads < steps_of_slices
-        slices = tl.where(whole_heads, 1, SLICES)
-    else:
-        whole_heads, slices = False, SLICES
+        slices = tl.where(steps_of_heads < steps_of_slices, 1, SLICES)
     jobs *= slices
     row, slot, stop = find_row(pending, begin, end, job // (HEADS * slices), BLOCK_BATCH)
     if PDL:
@@ -194,16 +192,17 @@ def combine_decode_kernel(
             gdc_launch_dependents()
         gdc_wait()
         gdc_launch_dependents()
-    if whole_heads:
-        combine_jobs(
-            out, lse, partial, sinks, slots, pending, begin, end, row, slot, stop, job, jobs,
-            HEADS, DIM, HEAD_COLUMNS, BLOCK_BATCH, SPLITS_FAST_PATH, SPLITS_PER_HEAD_STEP, SINKS, LSE,
-        )  # fmt: skip
-    else:
-        combine_jobs(
-            out, lse, partial, sinks, slots, pending, begin, end, row, slot, stop, job, jobs,
-            HEADS, DIM, SLICE_COLUMNS, BLOCK_BATCH, SPLITS_FAST_PATH, SPLITS_PER_STEP, SINKS, LSE,
-        )  # fmt: skip
+    if SPLITS_PER_HEAD_STEP > 0:
+        if slices == 1:  # noqa: SIM102  the condition above is of constants
+            combine_jobs(
+                out, lse, partial, sinks, slots, pending, begin, end, row, slot, stop, job, jobs,
+                HEADS, DIM, HEAD_COLUMNS, BLOCK_BATCH, SPLITS_FAST_PATH, SPLITS_PER_HEAD_STEP, SINKS, LSE,
+            )  # fmt: skip
+            jobs = 0
+    combine_jobs(
+        out, lse, partial, sinks, slots, pending, begin, end, row, slot, stop, job, jobs,
+        HEADS, DIM, SLICE_COLUMNS, BLOCK_BATCH, SPLITS_FAST_PATH, SPLITS_PER_STEP, SINKS, LSE,
+    )  # fmt: skip
 
 
 def combine_split_rows(

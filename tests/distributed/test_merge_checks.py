@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from attn_ops.distributed import ContextExchange, ContextShard, merge_context
+from attn_ops import DecodePlanner
+from attn_ops.distributed import ContextExchange, ContextShard, RankAgreement, merge_context, shard_plan
 from attn_ops.distributed.merge_one_shot import _merge
 from attn_ops.errors import ArgumentError, DeviceError, OptionError, RankError
 
@@ -72,6 +74,23 @@ def test_exchange_that_failed(group: dist.ProcessGroup, monkeypatch: pytest.Monk
 def test_time_outs(timeout_s: float, group: dist.ProcessGroup) -> None:
     with pytest.raises(OptionError, match="timeout_s is"):
         ContextExchange(3, 2, 4, device="cpu", timeout_s=timeout_s)
+
+
+def test_agreements_and_plans_of_a_mesh(group: dist.ProcessGroup) -> None:
+    planner = DecodePlanner(1, 1, page_size=1, num_qo_heads=2, num_kv_heads=2, head_dim=8)
+    for make in (lambda: RankAgreement(None), lambda: shard_plan(planner.state, None)):  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="mesh is None; expected a DeviceMesh"):
+            make()
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(OptionError, match="timeout is 0"):
+        RankAgreement(mesh, timeout=0)
+    dist.destroy_process_group()
+    for make in (lambda: RankAgreement(mesh), lambda: shard_plan(planner.state, mesh)):
+        with pytest.raises(RankError, match="there is no process group"):
+            make()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(RankError, match="this process is not in the group"):
+        merge_context(OUT, LSE, group)
 
 
 @pytest.mark.parametrize("make", [lambda: ContextShard.of(interleave=16), lambda: ContextExchange(3, 2, 4)])

@@ -19,6 +19,9 @@ from helpers.oracle import Expected
 
 ops = torch.ops.attn
 
+COUNTERS = ("split_counters", "queue")
+"""Fields of plans that a call writes, and leaves at 0."""
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -73,7 +76,7 @@ def attention_call(
 
     writes = tensors_of(arguments.get("workspace"))
     plan = arguments.get("plan")
-    counters = [getattr(plan, name, None) for name in ("split_counters", "queue")]  # written, and 0 again
+    counters = [getattr(plan, name, None) for name in COUNTERS]
     reads = [t for t in tensors_of(arguments) if all(t is not one for one in counters)]
     return Call(op, text, run, check, reads, writes, **more)
 

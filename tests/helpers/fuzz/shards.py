@@ -19,7 +19,7 @@ from attn_ops.distributed.merge import _add_sinks, _packed, _unpacked
 from attn_ops.distributed.sharding_plan import local_plan
 from helpers.fuzz.batch import Batch, Shape, draw_options, draw_prefill_options, tolerance
 from helpers.fuzz.draw import Call, Draw
-from helpers.fuzz.ops import latent_values, op_options, poison_plan, tensors_of
+from helpers.fuzz.ops import COUNTERS, latent_values, op_options, poison_plan, tensors_of
 from helpers.fuzz.oracle import Options, attend_all
 
 ops = torch.ops.attn
@@ -141,9 +141,9 @@ def _sharded(d: Draw, op: str) -> Call:
         expected.check(out, lse, **tolerance(d, shape, o))
 
     expected = attend_all(batch.requests(), o)
-    counters = [getattr(parts[0]["plan"], "split_counters", None) for parts in calls]
-    reads = [t for t in tensors_of(calls) if all(t is not other for other in counters)]
     writes = [parts[0]["workspace"] for parts in calls]
+    counters = [getattr(parts[0]["plan"], name, None) for parts in calls for name in COUNTERS]
+    reads = [t for t in tensors_of(calls) if all(t is not other for other in counters)]
     return Call(op, f"{batch}, {o}, {mesh}, {bounds}", run, check, reads, writes)
 
 
