@@ -192,8 +192,8 @@ def combine_decode_kernel(
             gdc_launch_dependents()
         gdc_wait()
         gdc_launch_dependents()
-    if SPLITS_PER_HEAD_STEP > 0:
-        if slices == 1:  # noqa: SIM102  the condition above is of constants
+    if SPLITS_PER_HEAD_STEP > 0:  # noqa: SIM102  of constants: without it the branch is not compiled
+        if slices == 1:
             combine_jobs(
                 out, lse, partial, sinks, slots, pending, begin, end, row, slot, stop, job, jobs,
                 HEADS, DIM, HEAD_COLUMNS, BLOCK_BATCH, SPLITS_FAST_PATH, SPLITS_PER_HEAD_STEP, SINKS, LSE,
