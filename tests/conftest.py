@@ -28,7 +28,6 @@ from helpers.cpu_time import (  # noqa: F401  hooks
 from helpers.fake_driver import fake_driver, fake_driver_library  # noqa: F401  fixtures
 
 import attn_ops  # noqa: F401  registers the ops
-from attn_ops.ops import backends
 
 # The tensors here are small: more threads would only wait for each other.
 torch.set_num_threads(1)
@@ -87,12 +86,3 @@ def vector_code() -> Iterator[None]:
     with inductor.patch({"cpp.vec_isa_ok": True}):  # all that the CPU names, without compiling a test of each
         yield
     valid_vec_isa_list.cache_clear()
-
-
-@pytest.fixture
-def general_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The backend table without its specialized kernels."""
-    monkeypatch.setattr(backends, "BACKENDS", tuple(b for b in backends.BACKENDS if not b.specialized))
-    backends.choose.cache_clear()
-    yield
-    backends.choose.cache_clear()

@@ -227,8 +227,7 @@ TAKEN: list[dict[str, Any]] = [
     {"page_size": 192},
     {"num_qo_heads": 3},
     {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
-    {"options": tuple(sorted(unsupported.HOPPER_MLA_OPTIONS))},
-    {"layout": MemoryLayout(short_token_stride=False)},
+    {"options": tuple(sorted(unsupported.CUDA_MLA_OPTIONS))},
 ]
 
 
