@@ -90,7 +90,7 @@ class Parameter(NamedTuple):
     name: str = ""
 
 
-KINDS = ("pointer", "i32", "i64", "fp32", "map", "map_size", "map_stride", "null")
+KINDS = ("pointer", "i32", "i64", "fp32", "map", "null")
 """``Kind`` of launcher.h, in its order."""
 
 
