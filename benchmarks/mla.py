@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from pathlib import Path
 
 import torch
@@ -20,9 +19,9 @@ NOTE = (
     "of all implementations are interleaved in one process, and the median is shown. "
     f"`{report.SPEEDUP}` is the time of the fastest peer divided by that of attn_ops. "
     "TFLOP/s counts 2 * heads * (576 + 512) operations per key; `share` is of 790 TFLOP/s, the measured peak, and "
-    '`of roofline` counts 4.45 TB/s too. `in clusters` is `backend="cuda"`.'
+    "`of roofline` counts 4.45 TB/s too."
 )
-OURS, CLUSTERS = "attn_ops", "in clusters"
+OURS = "attn_ops"
 EXPECTED_FLOPS_PER_US = 500e6
 """Sizes the CUDA graphs."""
 
@@ -34,14 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_peers(parser)
 
 
-def _on(backend: str, p: MlaProblem) -> Call:
+def _ours(p: MlaProblem) -> Call:
     planner = p.planner()
     return lambda i: torch.ops.attn.batch_mla(
-        p.q_nope, p.q_pe, p.ckv[i], p.kpe[i], planner.state, planner.workspace, backend=backend
+        p.q_nope, p.q_pe, p.ckv[i], p.kpe[i], planner.state, planner.workspace, backend="cuda"
     )[0]
-
-
-KERNELS = {OURS: functools.partial(_on, "auto"), CLUSTERS: functools.partial(_on, "cuda")}
 
 
 def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
@@ -50,7 +46,7 @@ def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
     return {
         "row": row.name,
         "goal": row.goal,
-        **{name: times[name] for name in KERNELS},
+        OURS: ours,
         "of goal": ours / row.goal if row.goal else None,
         "TFLOP/s": row.flops() / ours / 1e6,
         "share": row.flops() / ours / report.PEAK_FLOPS_PER_US,
@@ -62,7 +58,7 @@ def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
-    comparison = Comparison(KERNELS, selected(MLA_PEERS, args), MLA_PEERS)
+    comparison = Comparison({OURS: _ours}, selected(MLA_PEERS, args), MLA_PEERS)
     results = []
     for row in MLA_ROWS if args.rows is None else [MLA_ROWS[i] for i in args.rows]:
         results.append(_measure(row, comparison))

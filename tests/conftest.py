@@ -23,7 +23,6 @@ from helpers.cpu_time import (  # noqa: F401  hooks
 from helpers.fake_driver import fake_driver, fake_driver_library  # noqa: F401  fixtures
 
 import attn_ops  # noqa: F401  registers the ops
-from attn_ops.ops import backends
 
 # The tensors here are small: more threads would only wait for each other.
 torch.set_num_threads(1)
@@ -83,12 +82,3 @@ def vector_code() -> Iterator[None]:
     """Inductor's code has the vector instructions of this CPU, as it has outside of the tests."""
     with inductor.patch({"cpp.simdlen": None}):
         yield
-
-
-@pytest.fixture
-def general_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The backend table without its specialized kernels."""
-    monkeypatch.setattr(backends, "BACKENDS", tuple(b for b in backends.BACKENDS if not b.specialized))
-    backends.choose.cache_clear()
-    yield
-    backends.choose.cache_clear()

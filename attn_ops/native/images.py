@@ -1,6 +1,6 @@
 """Images: compiled kernels with the table of their parameters, and the object file that holds them for the linker.
 
-The table is what ``launcher.h`` reads. :mod:`attn_ops.kernels.triton.image` makes images of Triton and Gluon kernels,
+The table is what ``launcher.h`` reads. :mod:`attn_ops.kernels.triton.image` makes images of Triton kernels,
 :mod:`attn_ops.kernels.cuda.launch` of CUDA kernels, :mod:`attn_ops.native.package` links them into packages.
 """
 
@@ -90,7 +90,7 @@ class Parameter(NamedTuple):
     name: str = ""
 
 
-KINDS = ("pointer", "i32", "i64", "fp32", "map", "map_size", "map_stride", "null")
+KINDS = ("pointer", "i32", "i64", "fp32", "map", "null")
 """``Kind`` of launcher.h, in its order."""
 
 

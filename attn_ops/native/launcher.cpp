@@ -362,8 +362,6 @@ CUresult encode_map(const MapSpec& spec, void* address, const int64_t* integers,
 
 Status fill_parameters(const Image& image, const Call& call, const int64_t* integers, Parameters& to) {
   const double* floats = call.floats;
-  const int64_t* map_integers = nullptr;
-  int map_rank = 0;
   for (uint32_t i = 0; i < image.num_parameters; ++i) {
     const Parameter& p = image.parameters[i];
     Value& value = to.values[i];
@@ -376,14 +374,12 @@ Status fill_parameters(const Image& image, const Call& call, const int64_t* inte
       case Kind::kFloat32: value.real = static_cast<float>(*floats++); break;
       case Kind::kInt64: value.wide = *integers++; break;
       case Kind::kInt32: fits = narrow(*integers++, value); break;
-      case Kind::kMapSize: fits = narrow(map_integers[p.index], value); break;
-      case Kind::kMapStride: value.wide = map_integers[map_rank + p.index]; break;
       case Kind::kTensorMap: {
         const MapSpec& spec = image.maps[p.index];
-        map_integers = integers, map_rank = spec.rank, integers += 2 * map_rank;
-        const CUresult code = encode_map(spec, call.tensors[spec.tensor].address, map_integers, &to.maps[p.index]);
+        const CUresult code = encode_map(spec, call.tensors[spec.tensor].address, integers, &to.maps[p.index]);
         if (code != CUDA_SUCCESS) return driver_failure(image, "its tensor map cannot be encoded", code);
         to.pointers[i] = &to.maps[p.index];
+        integers += 2 * spec.rank;
       }
     }
     if (!fits)

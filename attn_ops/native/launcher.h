@@ -35,8 +35,6 @@ enum class Kind : uint8_t {
   kInt64,      // next integer
   kFloat32,    // next float
   kTensorMap,  // tensor map `index`, over the next 2 * rank integers: sizes, then strides in elements, outermost first
-  kMapSize,    // int32: size `index` of the last tensor map
-  kMapStride,  // int64: stride `index` of the last tensor map
   kNull,       // a null pointer
 };
 

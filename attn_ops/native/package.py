@@ -1,6 +1,6 @@
 """Images in AOTInductor packages: which packages have them, and their place in the generated code and its link.
 
-Inductor generates neither CUDA nor Gluon kernels, nor launches with programmatic dependent launch. In a package for
+Inductor generates neither CUDA kernels nor launches with programmatic dependent launch. In a package for
 CUDA, an op is therefore lowered to calls of ``attn::launch_image`` (:mod:`attn_ops.native.op`). Their C shim, the
 launcher and the images are one object file that is linked into the package, which needs neither this library nor
 Python.

@@ -25,14 +25,12 @@ LOG = logging.getLogger(__name__)
 class MemoryLayout(NamedTuple):
     """What kernels need to know of the memory of queries, keys and values on CUDA.
 
-    aligned             first elements and all strides but the last are multiples of 16 bytes
-    mappable            keys and values have elements, each at its own address: a TMA tensor map can describe them
-    short_token_stride  offsets within a KV tile fit in 32 bits
+    aligned   first elements and all strides but the last are multiples of 16 bytes
+    mappable  keys and values have elements, each at its own address: a TMA tensor map can describe them
     """
 
     aligned: bool = True
     mappable: bool = True
-    short_token_stride: bool = True
 
 
 ORDINARY = MemoryLayout()
@@ -96,7 +94,7 @@ class Backend:
         return self.kernels is None or not self.specialized or op in self.kernels
 
     def label(self, op: str) -> str:
-        """``"triton"``, or ``"triton.hopper_mla"`` for a specialized kernel."""
+        """``"triton"``, or ``"cuda.mla"`` for a specialized kernel."""
         return f"{self.name}.{self.kernels[op]}" if self.specialized and self.kernels else self.name
 
     def implementation(self, op: str) -> Callable[..., Any]:
@@ -109,8 +107,6 @@ class Backend:
         module, function = self.capture.split(":")
         return getattr(importlib.import_module(module), function)
 
-
-_CAPTURE = "attn_ops.kernels.triton.launch:capture_launches"
 
 BACKENDS: tuple[Backend, ...] = (
     Backend(
@@ -134,16 +130,6 @@ BACKENDS: tuple[Backend, ...] = (
         capture="attn_ops.eager.launches:capture_launches",
     ),
     Backend(
-        "triton",
-        "attn_ops.kernels.triton.hopper_mla",
-        unsupported.hopper_mla,
-        kernels={"batch_mla": "hopper_mla"},
-        specialized=True,
-        inductor_lowerable=False,
-        has_images=True,
-        capture=_CAPTURE,
-    ),
-    Backend(
         "cuda",
         "attn_ops.kernels.cuda.mla",
         unsupported.cuda_mla,
@@ -158,7 +144,7 @@ BACKENDS: tuple[Backend, ...] = (
         "attn_ops.kernels.triton",
         unsupported.triton,
         kernels=unsupported.TRITON_KERNELS,
-        capture=_CAPTURE,
+        capture="attn_ops.kernels.triton.launch:capture_launches",
     ),
     Backend(  # slower than triton with few rows on long caches: only for calls that ask for it
         "cuda",

@@ -73,9 +73,6 @@ CUDA_PREFILL_PAGE = 8
 CUDA_MERGE_VECTORS = 128
 """Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
 
-GLUON_TRITON_VERSIONS = (3, 6), (3, 9)
-"""The oldest and the newest release of Triton whose Gluon the MLA kernel for Hopper is written in."""
-
 CPU_SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 """PyTorch's function, which a release may not have."""
 
@@ -87,19 +84,19 @@ CPU_SDPA_OPTIONS = frozenset(
 POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right"})
 """Options that depend on the positions of keys: on one of several ranks those are not consecutive."""
 
-HOPPER_MLA_PAGE = 64
+CUDA_MLA_PAGE = 64
 """Tokens that a page is a multiple of: those of a KV tile."""
 
-HOPPER_MLA_HEAD_DIMS = (576, 512)
+CUDA_MLA_HEAD_DIMS = (576, 512)
 
 CUDA_MLA_CLUSTERS = (1, 2)
 """CTAs of a cluster of the CUDA MLA kernel, by the packed rows of a plan's query tiles."""
 
-HOPPER_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
-CUDA_PREFILL_OPTIONS = HOPPER_MLA_OPTIONS | {
+CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
+CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
     *("logits_soft_cap", "window_left", "window_right", "sinks", "rope_scale", "rope_theta"),
 }
-"""Options that the kernels for Hopper implement; those of RoPE have no effect without ``pos_encoding``."""
+"""Options that the CUDA kernels implement; those of RoPE have no effect without ``pos_encoding``."""
 
 
 @functools.cache
@@ -111,21 +108,6 @@ def triton_installed() -> bool:
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """None where there is no GPU to ask, as when a program for CUDA is exported on another machine."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
-
-
-@functools.cache
-def gluon_imports(module: str) -> bool:
-    """Whether ``kernels/triton/{module}.py`` imports. Gluon is experimental: its names move between releases."""
-    import triton
-
-    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if not GLUON_TRITON_VERSIONS[0] <= release <= GLUON_TRITON_VERSIONS[1]:
-        return False
-    try:
-        importlib.import_module(f"attn_ops.kernels.triton.{module}")
-    except ImportError:
-        return False
-    return True
 
 
 def _failed(checks: list[tuple[bool, str]]) -> list[str]:
@@ -200,38 +182,6 @@ def triton(p: Problem) -> list[str]:
     )
 
 
-def _mla_on_hopper(p: Problem) -> list[tuple[bool, str]]:
-    """What both MLA kernels for Hopper need."""
-    return [
-        (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
-        (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
-        (p.layout.aligned, "rows are not aligned to 16 bytes"),
-        (p.layout.mappable, "keys and values have no elements, or several at one address"),
-        ((p.head_dim_qk, p.head_dim_vo) == HOPPER_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
-        (
-            p.page_size % HOPPER_MLA_PAGE == 0,
-            f"pages of {p.page_size} tokens are not whole KV tiles of {HOPPER_MLA_PAGE}",
-        ),
-        *_options(p, HOPPER_MLA_OPTIONS),
-    ]
-
-
-def hopper_mla(p: Problem) -> list[str]:
-    """The Gluon kernel."""
-    machine = _machine_of_hopper(p)
-    if machine:
-        return machine
-    if not triton_installed():
-        return ["triton is not installed"]
-    return _failed(
-        [
-            (gluon_imports("hopper_mla"), "this release of Triton does not have the Gluon that it is written in"),
-            (p.layout.short_token_stride, "tokens of the cache are too far apart"),
-            *_mla_on_hopper(p),
-        ]
-    )
-
-
 def cuda_mla(p: Problem) -> list[str]:
     return _cuda(
         p,
@@ -239,7 +189,16 @@ def cuda_mla(p: Problem) -> list[str]:
         [(cluster, p.dtype) for cluster in CUDA_MLA_CLUSTERS],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
-            *_mla_on_hopper(p),
+            (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
+            (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
+            (p.layout.aligned, "rows are not aligned to 16 bytes"),
+            (p.layout.mappable, "keys and values have no elements, or several at one address"),
+            ((p.head_dim_qk, p.head_dim_vo) == CUDA_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
+            (
+                p.page_size % CUDA_MLA_PAGE == 0,
+                f"pages of {p.page_size} tokens are not whole KV tiles of {CUDA_MLA_PAGE}",
+            ),
+            *_options(p, CUDA_MLA_OPTIONS),
         ],
     )
 

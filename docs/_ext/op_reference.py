@@ -145,7 +145,6 @@ def _reasons(entry: Backend, problem: Problem, capability: tuple[int, int] = (9,
     """Unsupported reasons on a machine that has Triton, a CUDA compiler and a GPU of this compute capability."""
     with (
         mock.patch.object(unsupported, "triton_installed", return_value=True),
-        mock.patch.object(unsupported, "gluon_imports", return_value=True),
         mock.patch.object(unsupported, "kernel_unavailable", return_value=""),
         mock.patch.object(unsupported, "compute_capability", return_value=capability),
     ):

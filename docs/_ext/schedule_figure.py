@@ -1,4 +1,4 @@
-"""Draws the schedules of the Hopper kernels: ``docs/images/cuda_prefill.svg`` and ``hopper_mla.svg``.
+"""Draws the schedules of the Hopper kernels: ``docs/images/cuda_prefill.svg`` and ``cuda_mla.svg``.
 
     python docs/_ext/schedule_figure.py
 
@@ -181,7 +181,7 @@ def mla() -> Figure:
     return Figure(
         "MLA decode on Hopper: mainloop",
         (
-            *("producer warpgroup", "consumer 0, tensor cores", "consumer 0, softmax"),
+            *("producer KV, 1 warp", "consumer 0, tensor cores", "consumer 0, softmax"),
             *("consumer 1, tensor cores", "consumer 1, softmax"),
         ),
         bars,
@@ -193,7 +193,7 @@ def mla() -> Figure:
     )
 
 
-FIGURES = {IMAGES / "cuda_prefill.svg": prefill, IMAGES / "hopper_mla.svg": mla}
+FIGURES = {IMAGES / "cuda_prefill.svg": prefill, IMAGES / "cuda_mla.svg": mla}
 
 if __name__ == "__main__":
     for file, figure in FIGURES.items():

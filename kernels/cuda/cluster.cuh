@@ -11,11 +11,11 @@ DEVICE uint32 cluster_rank() {
   return rank;
 }
 
-// All threads of all CTAs of the cluster, before which barriers are initialised and fenced (fence_barrier_init).
-DEVICE void cluster_sync_after_init() {
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// A barrier of all threads of all CTAs of the cluster, in two steps. Barriers that are initialised and fenced
+// (fence_barrier_init) before the first may be used after the second.
+DEVICE void cluster_arrive_after_init() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+
+DEVICE void cluster_wait_for_init() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // The address, for the whole cluster, of what CTA `rank` has at this address of its shared memory.
 DEVICE uint32 address_in(uint32 address, uint32 rank) {

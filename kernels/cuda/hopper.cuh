@@ -114,6 +114,21 @@ DEVICE void wait_for_chunks() { asm volatile("cp.async.wait_all;" ::: "memory");
 // Before another proxy (TMA, WGMMA) reads what this thread wrote to shared memory.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Copies from shared to global memory, both aligned to 16 bytes, after fence_async_shared.
+DEVICE void store_bulk(void* to, uint32 from, uint32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+
+// Until the bulk stores of this thread have read shared memory.
+DEVICE void wait_for_bulk_reads() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+DEVICE void store_shared(uint32 to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+
 DEVICE void store_shared(uint32 to, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

@@ -17,6 +17,7 @@
 // Roles
 // -----
 // warp 0            producer KV: KV tiles, by TMA into two stages
+// warp 1            initialises barriers
 // warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 64 packed rows are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
@@ -31,7 +32,8 @@
 // consumer c, V[c] its half of the values.
 //
 // prologue
-//     0.  [all]           initialise barriers; cluster barrier; setmaxnreg; griddepcontrol.wait
+//     0.  [all]           warp 1 initialises barriers; arrive on the cluster barrier; setmaxnreg; producers read their
+//                         first unit, if the plan is early; wait for the cluster barrier; griddepcontrol.wait
 // for each unit n
 //     1.  [producer Q]    wait for q_empty; write the unit and load its queries; they complete q_full
 //     2.  [consumer]      wait for q_full
@@ -46,8 +48,9 @@
 //     9.  [consumer peer] wait for p_stored[own]; read row_max; O[peer] *= alpha; O[peer] += P_j V_j[peer]; arrive on
 //                         empty[peer] of all CTAs
 // epilogue of the unit
-//     10. [consumer]      arrive on q_empty; exchange the row_sum of own tiles
-//     11. [consumer]      divide by l; store half of the output columns; consumer 0 stores the LSE
+//     10. [consumer]      arrive on q_empty, but for a partial result; exchange the row_sum of own tiles
+//     11. [consumer]      divide by l; store half of the output columns; consumer 0 stores the LSE. Or the partial result,
+//                         through the memory of the query, by bulk stores; when they have read it, arrive on q_empty
 // end
 //     12. [producer KV]   wait for all of empty: the CTA stays until the others have arrived for the last time
 //
@@ -75,8 +78,8 @@ namespace attn_ops {
 //     the CTAs of the cluster load. empty, one for each stage and half: an arrival of each warp of that half's consumer
 //     in each CTA. p_stored, one for each consumer: an arrival of each of its warps. q_full: an arrival and the bytes,
 //     or an arrival of each thread that copies. q_empty: an arrival of each consumer warp. Named barriers: the threads
-//     of a consumer, when all have their logits; all consumer threads, when both have stored row_sum. A cluster barrier
-//     at the start.
+//     of a consumer, when all have their logits; all consumer threads, when both have stored row_sum, and with that
+//     have read the query. A cluster barrier at the start.
 // Bound by: tensor cores for 128 heads, with reading KV from memory close; reading KV for few heads.
 extern "C" __global__ void __launch_bounds__(384, 1) mla(
     const char* q_nope,                            // [rows, heads, 512]
@@ -116,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
       .early = early != 0,
   };
   const int warp = uniform(threadIdx.x / 32), rank = CLUSTER == 1 ? 0 : cluster_rank();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 32) {
     if (rows > 0 && num_pages > 0)  // the maps of no elements are zeros
       prefetch_map(&ckv), prefetch_map(&kpe), prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
     for (auto& stage : shared.full)
@@ -128,10 +131,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     init_barrier(shared_address(&shared.q_empty), 2 * kConsumerWarps);
     fence_barrier_init();
   }
-  if (CLUSTER == 1)
-    __syncthreads();
-  else
-    cluster_sync_after_init();
+  cluster_arrive_after_init();
   if (warp < 4) {
     decrease_registers<40>();
     const Queries queries = {

@@ -146,9 +146,27 @@ struct Arguments {
   Results results;
 };
 
+// Step 11 of a partial result: half of the columns through the memory of the query, one bulk store for each row that
+// exists. A quad has the memory of one row there, and stores its two rows in turn.
+DEVICE void store_staged(uint32 query, float* partial, const Output& output, int first_column, const int64 (&row)[2],
+                         const bool (&exists)[2]) {
+  const uint32 staged = query + (threadIdx.x - kProducerThreads) / 4 * kStagedRowBytes, lane = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < kHalf / 8; ++i)
+      store_shared(staged + i * 32 + lane * 8, output[4 * i + 2 * r], output[4 * i + 2 * r + 1]);
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0 && exists[r]) store_bulk(partial + row[r] * kLatent + first_column, staged, kHalf * 4);
+    wait_for_bulk_reads();
+    __syncwarp();
+  }
+}
+
 // Step 11: divides by the row sums and stores half of the output columns, and the LSE; or the partial result.
-DEVICE void store(int consumer, Output& output, const Rows& rows, const float (&sums)[2], const Problem& p,
-                  const Results& to, const int (&unit)[7]) {
+DEVICE void store(int consumer, uint32 query, Output& output, const Rows& rows, const float (&sums)[2],
+                  const Problem& p, const Results& to, const int (&unit)[7]) {
   const int lane = threadIdx.x % 32, first = unit[6] + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const int row = unit[0], count = unit[1], slot = unit[5], first_column = consumer * kHalf;
   float norm[2];
@@ -165,6 +183,8 @@ DEVICE void store(int consumer, Output& output, const Rows& rows, const float (&
     if (consumer == 0 && lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = rows.row_max[r] + log2f(sums[r]);
   }
   rescale(output, norm);
+  if (slot >= 0 && reinterpret_cast<uint64>(to.partial) % 16 == 0)
+    return store_staged(query, to.partial, output, first_column, to_row, exists);
   if (slot >= 0) return store_partial<kLatent>(to.partial, output, first_column, to_row, exists);
   store_as<kLatent>(to.out_type, to.out, output, first_column, to_row, exists);
 }
@@ -300,7 +320,8 @@ struct Consumer {
         i = 2;
       }
       for (; i < tiles; i += 2) attend<true>(i);
-      arrive_by_warp(q_empty);
+      const bool split = unit[5] >= 0;  // then the memory of the query stages the partial result
+      if (!split) arrive_by_warp(q_empty);
       if (tiles > 0 && (base + tiles - 1 & 1) != SELF) {
         issue_peer_pv(tiles - 1);
         end_peer_pv<0>();
@@ -316,7 +337,8 @@ struct Consumer {
       named_sync(kBothConsumers, 2 * kConsumerThreads);
 #pragma unroll
       for (int r = 0; r < 2; ++r) sums[r] += shared.row_sum[n & 1][kPeer][line + 8 * r];
-      store(SELF, output, rows, sums, p, arguments.results, unit);
+      store(SELF, shared_address(shared.query), output, rows, sums, p, arguments.results, unit);
+      if (split) arrive_by_warp(q_empty);
       mark(kEpilogue);
     }
   }

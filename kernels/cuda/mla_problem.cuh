@@ -2,6 +2,7 @@
 #pragma once
 
 #include "clocks.cuh"
+#include "cluster.cuh"
 #include "schedule.cuh"
 
 namespace attn_ops {
@@ -21,7 +22,9 @@ constexpr int kTileBytes = kBlocks * kBlockBytes;
 constexpr int kHalfBytes = kHalf / 64 * kBlockBytes;
 constexpr int kQuarters = 4;  // of the latent columns, two blocks each
 constexpr int kQueryBoxBlocks = 4;
-constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
+constexpr int kProducerThreads = 128, kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
+constexpr int kStagedRowBytes = kHalf * 4 + 32;  // of a partial result; by the 32, quads store to different banks
+static_assert(2 * kConsumerThreads / 4 * kStagedRowBytes <= kTileBytes);
 constexpr bool kKeysFirst[2] = {false, true};  // by consumer
 enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
 
@@ -54,8 +57,9 @@ DEVICE int causal_end(int position, int row) {
   return static_cast<int>(max(min(int64(position) + row + 1, int64(kMaxTokens)), int64(0)));
 }
 
-// griddepcontrol.wait, then launch_dependents. Before it only the plan may be read, and only if `early`.
+// Every thread calls this once. Before it no mbarrier is used, and memory is not read, but the plan if it is `early`.
 DEVICE void end_prologue() {
+  cluster_wait_for_init();
   wait_for_earlier_kernels();
   launch_later_kernels();
   mark(kPrologue);

@@ -127,8 +127,10 @@ def combine_prefill_kernel(
     if PDL:
         if job >= jobs:
             gdc_launch_dependents()
-        gdc_wait()
-        gdc_launch_dependents()
+        # One program waits even without a job: the grid ends after the attention kernel, for which no later one waits.
+        if (job < jobs) | (job == 0):
+            gdc_wait()
+            gdc_launch_dependents()
     while job < jobs:
         output_row = job // slices % OUTPUT_ROWS
         if sliced:

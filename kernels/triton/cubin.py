@@ -11,7 +11,7 @@ from typing import Any
 SCALARS = ("i32", "i64", "fp32")
 """Parameters that are not pointers, by Triton's name of the type."""
 
-Layout = tuple[tuple[int, "str | dict[str, Any]"], ...]
+Layout = tuple[tuple[int, str], ...]
 """See :func:`parameter_layout`."""
 
 SCRATCH_PARAMETERS = 2
@@ -19,18 +19,13 @@ SCRATCH_PARAMETERS = 2
 
 
 def parameter_layout(compiled: Any) -> Layout | None:
-    """``(index of the argument, Triton's type)`` of each parameter; for a tensor map, its metadata as the type.
+    """``(index of the argument, Triton's type)`` of each parameter.
 
     After these, a kernel takes :data:`SCRATCH_PARAMETERS`. None if a launch needs more than parameters (clusters, a
     cooperative grid, scratch memory) or a parameter of a type that is not known here.
     """
     meta = compiled.metadata
-    maps = iter(getattr(meta, "tensordesc_meta", None) or ())
-    layout = tuple(
-        (i, next(maps, "unknown") if str(kind).startswith("tensordesc") else str(kind))
-        for i, kind in enumerate(compiled.src.signature.values())
-        if kind != "constexpr"
-    )
+    layout = tuple((i, str(kind)) for i, kind in enumerate(compiled.src.signature.values()) if kind != "constexpr")
     plain = meta.num_ctas == 1 and not meta.launch_cooperative_grid
-    known = all(isinstance(kind, dict) or kind in SCALARS or kind[0] == "*" for _, kind in layout)
+    known = all(kind in SCALARS or kind[0] == "*" for _, kind in layout)
     return None if not known or not plain or meta.global_scratch_size or meta.profile_scratch_size else layout

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
-from attn_ops.native.images import ALIGNMENT, MAP_TYPES, Image, ImageSet, MapSpec, NoImageError, Parameter
+from attn_ops.native.images import ALIGNMENT, Image, ImageSet, NoImageError, Parameter
 from attn_ops.native.packaged_launch import PackagedTensors, is_aligned, is_known
 
 GENERAL_SIZE = 3
@@ -38,26 +38,16 @@ class _Address(MockTensor):
 
 def parameters_of(
     layout: Layout, names: Sequence[str], values: Sequence[Any], slot_of: Callable[[Tensor], int | None]
-) -> tuple[tuple[Parameter, ...], tuple[MapSpec, ...]]:
-    """The table of a kernel's parameters and tensor maps. ``slot_of`` says which tensor of a call one is, if any."""
+) -> tuple[Parameter, ...]:
+    """The table of a kernel's parameters. ``slot_of`` says which tensor of a call one is, if any."""
     parameters: list[Parameter] = []
-    maps: list[MapSpec] = []
     for i, kind in layout:
-        name, value = names[i], values[i]
-        if isinstance(kind, dict):
-            base, box, rank = value.base, tuple(kind["block_size"]), len(value.shape)
-            slot = slot_of(base)
-            assert slot is not None
-            parameters.append(Parameter("map", len(maps), name))
-            parameters += [Parameter("map_size", d, name) for d in range(rank)]
-            parameters += [Parameter("map_stride", d, name) for d in range(rank)]
-            maps.append(MapSpec(slot, MAP_TYPES[base.dtype], kind["swizzle"], base.element_size(), box))
-        elif kind[0] == "*":
-            pointed = slot_of(value)
-            parameters.append(Parameter("null", 0, name) if pointed is None else Parameter("pointer", pointed, name))
+        if kind[0] == "*":
+            slot = slot_of(values[i])
+            parameters.append(Parameter("null", 0, names[i]) if slot is None else Parameter("pointer", slot, names[i]))
         else:
-            parameters.append(Parameter(kind, 0, name))
-    return (*parameters, *[Parameter("null")] * SCRATCH_PARAMETERS), tuple(maps)
+            parameters.append(Parameter(kind, 0, names[i]))
+    return (*parameters, *[Parameter("null")] * SCRATCH_PARAMETERS)
 
 
 def scalars_of(layout: Layout, values: Sequence[Any]) -> tuple[list[Any], list[float]]:
@@ -65,9 +55,7 @@ def scalars_of(layout: Layout, values: Sequence[Any]) -> tuple[list[Any], list[f
     integers: list[Any] = []
     floats: list[float] = []
     for i, kind in layout:
-        if isinstance(kind, dict):
-            integers += [*values[i].shape, *values[i].strides]
-        elif kind == "fp32":
+        if kind == "fp32":
             floats.append(float(values[i]))
         elif kind[0] != "*":
             integers.append(values[i])
@@ -75,12 +63,11 @@ def scalars_of(layout: Layout, values: Sequence[Any]) -> tuple[list[Any], list[f
 
 
 def tensors_of(layout: Layout, values: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The tensors of an eager launch: one for each pointer and tensor map, in the order of the parameters."""
-    pointed = (values[i] for i, kind in layout if isinstance(kind, dict) or kind[0] == "*")
-    return tuple(x.base if _is_descriptor(x) else x for x in pointed)
+    """The tensors of an eager launch: one for each pointer, in the order of the parameters."""
+    return tuple(values[i] for i, kind in layout if kind[0] == "*")
 
 
-def image_of(compiled: Any, options: Any, parameters: tuple[Parameter, ...], maps: tuple[MapSpec, ...]) -> Image:
+def image_of(compiled: Any, options: Any, parameters: tuple[Parameter, ...]) -> Image:
     """The image of a compiled kernel, without the tensors that a package checks."""
     meta = compiled.metadata
     return Image(
@@ -91,7 +78,7 @@ def image_of(compiled: Any, options: Any, parameters: tuple[Parameter, ...], map
         shared_bytes=max(meta.shared, options.min_shared),
         pdl=bool(meta.launch_pdl),
         tensors=(),
-        maps=maps,
+        maps=(),
         parameters=parameters,
     )
 
@@ -99,39 +86,16 @@ def image_of(compiled: Any, options: Any, parameters: tuple[Parameter, ...], map
 def eager_image(compiled: Any, layout: Layout, names: Sequence[str], values: Sequence[Any], options: Any) -> Image:
     """The image that eager calls launch, for the tensors of :func:`tensors_of`."""
     slots = iter(range(len(values)))
-    return image_of(compiled, options, *parameters_of(layout, names, values, lambda _: next(slots)))
-
-
-def _is_descriptor(x: Any) -> bool:
-    return hasattr(x, "block_shape")
+    return image_of(compiled, options, parameters_of(layout, names, values, lambda _: next(slots)))
 
 
 def _compile_value(value: Any) -> Any:
     """What the kernel is compiled for in the place of ``value``."""
     if isinstance(value, Tensor):
         return _Address(value.dtype, is_aligned(value))
-    if _is_descriptor(value):
-        base = _Address(value.base.dtype, True)
-        rank = len(value.shape)
-        return _descriptor(type(value), base, [ALIGNMENT] * rank, [ALIGNMENT] * (rank - 1) + [1], value)
     if isinstance(value, torch.SymInt):
         return ALIGNMENT if is_known(value % ALIGNMENT == 0) else GENERAL_SIZE
     return value
-
-
-def _descriptor(cls: Any, base: Any, shape: Sequence[Any], strides: Sequence[Any], like: Any) -> Any:
-    return cls(base, list(shape), list(strides), like.block_shape, like.layout)
-
-
-def tensor_descriptor(cls: Any, base: Tensor, shape: list[Any], strides: list[Any], box: list[int], layout: Any) -> Any:
-    """A ``TensorDescriptor`` over a fake tensor, whose sizes and address are checked by the launch."""
-    made = cls.__new__(cls)
-    for field in cls.__dataclass_fields__.values():
-        if field.name in ("base", "shape", "strides", "block_shape", "layout"):
-            continue
-        setattr(made, field.name, field.default)
-    made.base, made.shape, made.strides, made.block_shape, made.layout = base, shape, strides, box, layout
-    return made
 
 
 def launch(
@@ -150,8 +114,7 @@ def launch(
             f"as triton {triton.__version__} compiles {kernel.__name__}, it needs clusters, scratch memory or "
             "parameters that the launcher does not have"
         )
-    named = [(n, v.base if _is_descriptor(v) else v) for n, v in zip(names, values, strict=True)]
-    mapped = {id(v.base) for v in values if _is_descriptor(v)}
-    tensors = PackagedTensors(named, writes, lambda _, t: ALIGNMENT if is_aligned(t) or id(t) in mapped else t.itemsize)
-    parameters, maps = parameters_of(layout, names, values, tensors.slot_of)
-    tensors.launch(images, image_of(compiled, options, parameters, maps), grid, *scalars_of(layout, values))
+    named = list(zip(names, values, strict=True))
+    tensors = PackagedTensors(named, writes, lambda _, t: ALIGNMENT if is_aligned(t) else t.itemsize)
+    parameters = parameters_of(layout, names, values, tensors.slot_of)
+    tensors.launch(images, image_of(compiled, options, parameters), grid, *scalars_of(layout, values))

@@ -18,7 +18,6 @@ What a kernel's parameters may be, since Inductor must be able to generate the l
 * A ``tl.constexpr`` may be a number, or a NamedTuple of numbers that is a :func:`constexpr_table`. A kernel with many
   constants takes a few tables instead: ``SHAPE.HEAD_DIM`` in the kernel, ``SHAPE=Shape(HEAD_DIM=128, ...)`` in the
   launch.
-* Kernels that Inductor does not lower (Gluon) also take ``TensorDescriptor``.
 """
 
 from __future__ import annotations
@@ -242,11 +241,8 @@ def _launch_direct(
         value = values[i]
         if isinstance(value, Tensor):
             specialization.append((value.dtype, not value.data_ptr() & ALIGNMENT_MASK))
-        elif value is None or isinstance(value, (int, float)):
+        else:
             specialization.append(value)
-        else:  # a TensorDescriptor
-            aligned = not value.base.data_ptr() & ALIGNMENT_MASK
-            specialization.append((value.base.dtype, aligned, *value.block_shape, value.layout))
     wide = tuple([_needs_64_bits(values[i]) for i in parameters.scalars])
     key = (kernel, device, tuple(specialization), wide, parameters.constants(values), options)
     if key not in _kernel_cache:

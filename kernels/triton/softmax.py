@@ -1,4 +1,4 @@
-"""Online softmax: the steps that the attention and combine kernels share, for Triton and for Gluon code.
+"""Online softmax: the steps that the attention and combine kernels share.
 
 Logits are in base 2: they are multiplied by :data:`LOG2E`. The online-softmax state of a row, ``(m, l, acc)`` in
 papers, is
@@ -54,20 +54,6 @@ def rescale_factor(old_max, new_max, MASKED: tl.constexpr = True, FTZ: tl.conste
 
 
 @triton.jit
-def next_row_max(row_max, logits, factor):
-    """row_max ``[rows]`` after the KV tile ``logits [rows, tokens]``."""
-    return tl.maximum(row_max, tl.max(logits, 1) * factor)
-
-
-@triton.jit
-def probabilities(logits, factor, row_max, MASKED: tl.constexpr = True, FTZ: tl.constexpr = True):
-    """p ``[rows, tokens]``: ``2^(logits * factor - row_max)``, not divided by row_sum."""
-    anchor = finite(row_max) if MASKED else row_max
-    difference = logits * factor - anchor[:, None]
-    return exp2(difference) if FTZ else tl.exp2(difference)
-
-
-@triton.jit
 def online_softmax_update(
     row_max, row_sum, logits, factor,
     MASKED: tl.constexpr = True, FTZ: tl.constexpr = True, SUM_LANES: tl.constexpr = True,
@@ -82,7 +68,7 @@ def online_softmax_update(
     FTZ        use :func:`exp2`, not ``tl.exp2``
     SUM_LANES  sum p over the tile; otherwise row_sum is a partial sum for each column, to be summed after the mainloop
     """
-    # Written out instead of calling the functions above: Triton's line info has a level for every inlined function, and
+    # Written out instead of calling functions: Triton's line info has a level for every inlined function, and
     # ptxas allocates registers differently for each, in the prefill kernel of sm_100 a third of the stack.
     new_max = tl.maximum(row_max, tl.max(logits, 1) * factor)
     anchor = finite(new_max) if MASKED else new_max

@@ -226,11 +226,3 @@ def test_compiled_graphs_call_the_op(mode: str | None, launches: list[None]) -> 
             setup.check(*(t.clone() for t in compiled(*inputs)))
     assert launches
     assert "torch.ops.attn.batch_prefill" in "".join(code)
-
-
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-@pytest.mark.usefixtures("general_kernels")
-def test_general_kernel_matches_oracle(case: Case) -> None:
-    """The kernel that packages without images run, also on Hopper."""
-    setup = Setup("prefill", case, "cuda")
-    setup.check(*setup.run("triton"), **setup.tolerance("triton"))

@@ -29,17 +29,8 @@ def test_matches_oracle(case: Mla, device: str, backend: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in CASES if case.dims == (512, 64)], ids=str)
-@pytest.mark.usefixtures("general_kernels")
-def test_general_kernel_matches_oracle(case: Mla) -> None:
-    """The kernel that packages without images run, also on Hopper."""
-    check(case, "cuda", "triton")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_rows_beyond_the_batch_are_zero(page_size: int) -> None:
-    """With either kernel: the Hopper kernel takes pages of 64."""
     planner = attn_ops.PrefillPlanner(
         4, 9, 30, page_size=page_size, num_qo_heads=48, num_kv_heads=1, head_dim=576, head_dim_vo=512, device="cuda"
     )

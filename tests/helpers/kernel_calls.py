@@ -71,15 +71,16 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
 }
 
-PREFILLS = (
+ATTENTION_ON_CUDA = (
     *("prefill of 128", "prefill of 128, alternating warpgroups", "prefill of 128, FP8 cache"),
     "prefill of 256, options",
     *("ragged of 128", "ragged of 192/128", "single"),
+    *("MLA of 512 and 64", "MLA of 512 and 64, float16"),
 )
 
 ON_CUDA: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{op}, CUDA": (op, {}) for op in CUDA_MERGES},
-    **{f"{name}, CUDA": CALLS[name] for name in PREFILLS},
+    **{f"{name}, CUDA": CALLS[name] for name in ATTENTION_ON_CUDA},
 }
 """Calls that the ``cuda`` backend runs, by name; all others are run by ``triton``."""
 

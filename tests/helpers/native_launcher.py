@@ -104,7 +104,7 @@ class FakeLibcuda:
 
     def sizes_of(self, parameters: Sequence[images.Parameter]) -> list[int]:
         """Have the next launch copy so many bytes of each parameter."""
-        bytes_of = {"i32": 4, "fp32": 4, "map_size": 4}
+        bytes_of = {"i32": 4, "fp32": 4}
         sizes = [bytes_of.get(p.kind, 8) for p in parameters]
         array = (ctypes.c_int * 128).in_dll(self.library, "sizes")
         for i in range(128):

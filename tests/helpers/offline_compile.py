@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,13 +113,6 @@ def decode(
 def eager(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Call ``function`` as in eager mode, where the last CTA combines."""
     with mock.patch("attn_ops.kernels.triton.decode.is_eager", return_value=True):
-        function(*args, **kwargs)
-
-
-def on_hopper(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """With the Gluon kernel for Hopper in the place of the general one."""
-    hopper_mla = importlib.import_module("attn_ops.kernels.triton.hopper_mla")
-    with mock.patch.object(backend, "batch_mla", hopper_mla.batch_mla):
         function(*args, **kwargs)
 
 

@@ -7,6 +7,7 @@ release of Triton that compiled them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import re
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from helpers.offline_compile import compiling_for, decode, eager, mla, on_hopper, prefill, small_ops
+from helpers.offline_compile import compiling_for, decode, eager, mla, prefill, small_ops
 
 TABLE = Path(__file__).parents[1] / "resources.json"
 CAPABILITIES = (80, 90, 100)
@@ -38,7 +39,6 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "ragged 192/128": lambda: prefill(torch.bfloat16, (192, 128), (16, 16), None, causal=True, return_lse=True),
     "mla": lambda: mla(torch.bfloat16, (512, 64), 128),
-    "mla on Hopper": lambda: on_hopper(mla, torch.bfloat16, (512, 64), 128),
     "decode": lambda: decode(torch.bfloat16, (128, 128), (32, 8)),
     "decode eager": lambda: eager(decode, torch.bfloat16, (128, 128), (32, 8)),
     "decode eager wide": lambda: eager(decode, torch.bfloat16, (256, 256), (32, 2)),
@@ -54,10 +54,6 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "small ops": small_ops,
 }
-
-
-HOPPER = 90
-"""The capability that cases named after it are for."""
 
 
 class Resources(NamedTuple):
@@ -91,12 +87,7 @@ def compile_case(case: str, capability: int) -> dict[str, Resources]:
 
 def measure() -> dict[str, dict[str, Resources]]:
     """By target, such as ``"sm_90"``, and kernel."""
-    tasks = [
-        (case, capability)
-        for case in CASES
-        for capability in CAPABILITIES
-        if capability == HOPPER or not case.endswith("on Hopper")
-    ]
+    tasks = list(itertools.product(CASES, CAPABILITIES))
     found: dict[str, dict[str, Resources]] = {f"sm_{capability}": {} for capability in CAPABILITIES}
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         for (_, capability), rows in zip(tasks, pool.map(compile_case, *zip(*tasks, strict=True)), strict=True):

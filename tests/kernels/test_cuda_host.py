@@ -372,6 +372,10 @@ FP8_FAULTS = {
     ),
 }
 
+STAGE = "store_shared(staged + i * 32 + lane * 8, output[4 * i + 2 * r], output[4 * i + 2 * r + 1])"
+BULK_STORE = "if (lane == 0 && exists[r]) store_bulk(partial + row[r] * kLatent + first_column, staged, kHalf * 4)"
+STORE = "store(SELF, shared_address(shared.query), output, rows, sums, p, arguments.results, unit)"
+
 MLA_FAULTS = {
     "the other CTA's consumers are not waited for": Planted(
         Fault("arrive_in_cluster(address_in(barrier, lane));", "arrive_in_cluster(address_in(barrier, 0));"),
@@ -396,6 +400,26 @@ MLA_FAULTS = {
     "a CTA ends before the others' arrivals": Planted(
         Fault("for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);", ""),
         "a CTA of the cluster may end before",
+    ),
+    "mbarriers are used before they are initialised": Planted(
+        Fault("cluster_wait_for_init();\n  wait_for_earlier_kernels();", "wait_for_earlier_kernels();"),
+        "is no mbarrier",
+    ),
+    "no proxy fence before a bulk store": Planted(
+        Fault(f"{STAGE};\n    fence_async_shared();", f"{STAGE};"), "no proxy fence(.|\n)*bulk store"
+    ),
+    "a bulk store does not wait for the other lanes": Planted(
+        Fault(f"__syncwarp();\n    {BULK_STORE};", f"{BULK_STORE};"), "bulk store"
+    ),
+    "a row is staged over one that a bulk store reads": Planted(
+        Fault("wait_for_bulk_reads();", ""), "race: (.|\n)*bulk store"
+    ),
+    "a query is loaded over a partial result": Planted(
+        Fault(
+            f"{STORE};\n      if (split) arrive_by_warp(q_empty);",
+            f"if (split) arrive_by_warp(q_empty);\n      {STORE};",
+        ),
+        "race",
     ),
 }
 

@@ -276,7 +276,6 @@ TAKEN: list[dict[str, Any]] = [
     {"num_qo_heads": 1024, "num_kv_heads": 1},
     {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS))},
-    {"layout": MemoryLayout(short_token_stride=False)},
 ]
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from attn_ops.kernels.triton import cubin, image, launch
+from attn_ops.kernels.triton import launch
 
 from attn_ops.eager import launches
-from attn_ops.native import images
 
 pytestmark = [needs_the_module, pytest.mark.usefixtures("fake_driver")]
 
@@ -127,38 +126,6 @@ def test_triton_launches_a_kernel_that_needs_more_than_parameters(
     assert launch.capture_launches(function, (t,), {})[1] is None
     assert kernel.launched == [((3,), SCALARS_AND_CONSTANTS, {"num_warps": 4, "num_stages": 1})]
     assert not fake_driver.get("loads")
-
-
-MAPPED = {"t": "tensordesc<fp16[16, 64],Layout>", "BLOCK": "constexpr"}
-MAP = {"swizzle": 3, "block_size": [16, 64]}
-
-
-def _descriptor(t: Tensor) -> Any:
-    hopper = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
-    return hopper.TensorDescriptor(t, list(t.shape), list(t.stride()), [16, 64], layout)
-
-
-def test_a_tensor_map_describes_its_tensor(fake_driver: FakeDriver) -> None:
-    t = torch.zeros(32, 128, dtype=torch.float16)
-    kernel, values = compiled(MAPPED, tensordesc_meta=[MAP]), (_descriptor(t), 16)
-    layout = cubin.parameter_layout(kernel)
-    assert layout is not None
-    made = image.eager_image(kernel, layout, tuple(MAPPED), values, OPTIONS)
-    integers, _ = image.scalars_of(layout, values)
-    fake_driver.sizes_of(made.parameters)
-    tensors = image.tensors_of(layout, values)
-    launch.Launch(images.load(made, 0), tensors, (1, 1, 1, *integers), ()).run(0, STREAM)
-    kind, swizzle, rank, *rest = fake_driver.array("map", 18, ctypes.c_longlong)
-    assert (kind, swizzle, rank) == (6, 3, 2)
-    assert (rest[:2], rest[6:7], rest[10:12]) == ([128, 32], [256], [64, 16])  # innermost first, strides in bytes
-    sizes, strides = fake_driver.parameters([8, 4, 4, 8, 8, 8, 8])[1:3], [128, 1]
-    assert [int.from_bytes(x, "little") for x in sizes] == [32, 128]
-    assert [int.from_bytes(x, "little") for x in fake_driver.parameters([8, 4, 4, 8, 8])[3:]] == strides
-
-
-def test_a_tensor_descriptor_without_metadata_has_no_layout() -> None:
-    assert cubin.parameter_layout(compiled(MAPPED)) is None
 
 
 def _capturing(kernel: Any, *tensors: Tensor) -> Any:

@@ -15,14 +15,14 @@ BARRIERS = frozenset({"debug_barrier", "allocate_barriers", "warp_specialize"})
 
 
 def attribute(node: ast.expr) -> str:
-    """``jit`` of ``triton.jit``, ``gluon.jit`` and ``triton.jit(do_not_specialize=...)``."""
+    """``jit`` of ``triton.jit`` and ``triton.jit(do_not_specialize=...)``."""
     if isinstance(node, ast.Call):
         node = node.func
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def kernels(source: str) -> list[ast.FunctionDef]:
-    """The functions that Triton or Gluon compiles and the host launches."""
+    """The functions that Triton compiles and the host launches."""
     return [
         node
         for node in ast.parse(source).body
@@ -97,6 +97,6 @@ def copy_kernel(x, n):
     assert [part.partition(":")[0] for part in missing(found)] == ["Loop invariant", "Barriers"]
     assert kernels(kernel.replace("copy_kernel", "copy")) == []
     parameters = ", ".join(f"a{i}" for i in range(MAX_PARAMETERS + 1))
-    (found,) = kernels(f"@gluon.jit\ndef wide_kernel({parameters}): ...")
+    (found,) = kernels(f"@triton.jit\ndef wide_kernel({parameters}): ...")
     assert missing(found)[-1] == "41 parameters, at most 40"
     assert len(missing(found)) == 4

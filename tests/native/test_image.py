@@ -20,10 +20,10 @@ from torch._subclasses import FakeTensorMode
 import attn_ops
 from attn_ops.eager import prepared_call
 from attn_ops.native import packaged_launch
-from attn_ops.native.images import LIBCUDA, MAP_TYPES, Image, ImageSet, NoImageError, collect, load
+from attn_ops.native.images import LIBCUDA, Image, ImageSet, NoImageError, collect, load
 
 pytest.importorskip("triton")
-from attn_ops.kernels.triton import decode, hopper_mla, image, launch
+from attn_ops.kernels.triton import decode, image, launch
 from attn_ops.kernels.triton.cubin import parameter_layout
 
 pytestmark = [n.needs_a_compiler, pytest.mark.slow]
@@ -45,17 +45,6 @@ def _decode() -> Op:
     return Op(decode.batch_decode, planner, (torch.zeros(4, 8, 128, dtype=BF16), cache[:, 0], cache[:, 1]))
 
 
-def _mla() -> Op:
-    planner = attn_ops.PrefillPlanner(
-        8, 8, 64, page_size=64, num_qo_heads=16, num_kv_heads=1, head_dim=576, head_dim_vo=512, num_ctas=33
-    )
-    q, cache = torch.zeros(5, 16, 576, dtype=BF16), torch.zeros(70, 64, 576, dtype=BF16)
-    return Op(hopper_mla.batch_mla, planner, (*q.split((512, 64), -1), *cache.split((512, 64), -1)))
-
-
-OPS = {"decode": _decode, "mla": _mla}
-
-
 class EagerLaunch(NamedTuple):
     """A launch as the kernel's module asks for it."""
 
@@ -71,30 +60,15 @@ class EagerLaunch(NamedTuple):
 
     @property
     def parameters(self) -> list[bytes]:
-        """The bytes of the kernel's parameters; of a tensor map, its address."""
+        """The bytes of the kernel's parameters."""
         made: list[bytes] = []
         for i, kind in self.layout:
             value = self.values[i]
-            if isinstance(kind, dict):
-                made.append(struct.pack("q", value.base.data_ptr()))
-                made += [struct.pack("i", size) for size in value.shape]
-                made += [struct.pack("q", stride) for stride in value.strides]
-            elif kind[0] == "*":
+            if kind[0] == "*":
                 made.append(struct.pack("q", value.data_ptr()))
             else:
                 made.append(struct.pack({"i32": "i", "i64": "q", "fp32": "f"}[kind], value))
         return [*made, bytes(8), bytes(8)]  # Triton's scratch memory
-
-    @property
-    def last_map(self) -> list[int] | None:
-        """Type, swizzle, rank; then sizes, strides in bytes and box, innermost first."""
-        described = [(self.values[i], kind) for i, kind in self.layout if isinstance(kind, dict)]
-        if not described:
-            return None
-        t, kind = described[-1]
-        strides = [0, *(stride * t.base.element_size() for stride in t.strides[-2::-1])]
-        rows = (list(t.shape)[::-1], strides, list(kind["block_size"])[::-1])
-        return [MAP_TYPES[t.base.dtype], kind["swizzle"], len(t.shape), *(x for row in rows for x in row)]
 
 
 def _eager(op: Op, monkeypatch: pytest.MonkeyPatch) -> list[EagerLaunch]:
@@ -132,8 +106,7 @@ def _packaged(op: Op, images: ImageSet, monkeypatch: pytest.MonkeyPatch) -> list
 def _tensors(images: Image, one: EagerLaunch) -> list[Tensor]:
     """The eager launch's tensors in the order of the image's."""
     arguments = dict(zip(one.names, one.values, strict=True))
-    values = (arguments[spec.name] for spec in images.tensors)
-    return [value.base if hasattr(value, "block_shape") else value for value in values]
+    return [arguments[spec.name] for spec in images.tensors]
 
 
 def _assert_launched(libcuda: FakeLibcuda, one: EagerLaunch, sizes: list[int]) -> None:
@@ -142,16 +115,11 @@ def _assert_launched(libcuda: FakeLibcuda, one: EagerLaunch, sizes: list[int]) -
     settings = 32 * meta.num_warps, max(meta.shared, one.options.min_shared), int(one.options.launch_pdl)
     assert tuple(libcuda.get(name) for name in ("threads", "shared", "pdl")) == settings
     assert libcuda.parameters(sizes) == one.parameters
-    if one.last_map is not None:
-        recorded = libcuda.array("map", 18, n.ctypes.c_longlong)
-        rank = recorded[2]
-        assert recorded[:3] + [x for row in (3, 8, 13) for x in recorded[row : row + rank]] == one.last_map
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_packages_launch_as_the_kernel_asks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_launch_as_the_kernel_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same grid, threads, shared memory, attribute and parameters, byte for byte."""
-    op, images = OPS[name](), ImageSet()
+    op, images = _decode(), ImageSet()
     eager, packaged = _eager(op, monkeypatch), _packaged(op, images, monkeypatch)
     assert [x.name.rpartition("_")[0] for x in packaged] == [images.images[x.name].function for x in packaged]
     assert len(eager) == len(packaged) == 2
@@ -168,10 +136,9 @@ def test_packages_launch_as_the_kernel_asks(name: str, tmp_path: Path, monkeypat
         assert outputs == {"out", "lse"} | ({"partial"} if "combine" not in compiled.function else set())
 
 
-@pytest.mark.parametrize("name", OPS)
 @pytest.mark.skipif(not prepared_call.is_available(), reason=prepared_call.NATIVE_REASON)
-def test_eager_calls_launch_as_the_kernel_asks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    eager, libcuda = _eager(OPS[name](), monkeypatch), FakeLibcuda(tmp_path)
+def test_eager_calls_launch_as_the_kernel_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, libcuda = _eager(_decode(), monkeypatch), FakeLibcuda(tmp_path)
     libcuda.reset()
     prepared_call._C.connect(str(libcuda.path))
     try:

@@ -35,8 +35,6 @@ IMAGE = Image(
     parameters=(
         Parameter("pointer", 0, "out"),
         Parameter("map", 0, "cache"),
-        *(Parameter("map_size", d, "cache") for d in range(3)),
-        *(Parameter("map_stride", d, "cache") for d in range(3)),
         Parameter("i32", 0, "rows"),
         Parameter("i64", 0, "stride"),
         Parameter("fp32", 0, "scale"),
@@ -88,8 +86,7 @@ def test_parameters_are_those_of_the_table(launcher: Launcher, libcuda: FakeLibc
     sizes = libcuda.sizes_of(IMAGE.parameters)
     assert _call(launcher) == (n.OK, "")
     pointer = [struct.pack("<Q", t.data_ptr()) for t in (OUT, CACHE)]
-    scalars = [*(struct.pack("<i", size) for size in MAP[:3]), *(struct.pack("<q", stride) for stride in MAP[3:])]
-    scalars += [struct.pack("<i", ROWS), struct.pack("<q", STRIDE), struct.pack("<f", SCALE), bytes(8)]
+    scalars = [struct.pack("<i", ROWS), struct.pack("<q", STRIDE), struct.pack("<f", SCALE), bytes(8)]
     assert libcuda.parameters(sizes) == [*pointer, *scalars]
     assert libcuda.array("grid", 3) == GRID
     assert (libcuda.get("threads"), libcuda.get("shared"), libcuda.get("pdl")) == (256, 100 << 10, 1)

@@ -56,7 +56,7 @@ KINDS = {
         16,
         {"causal": True},
     ),
-    "mla": Kind("batch_mla", ("hopper_mla_kernel", "combine_prefill_kernel"), (128, 1), (576, 512), 64, {}),
+    "mla": Kind("batch_mla", ("mla", "combine_prefill_kernel"), (128, 1), (576, 512), 64, {}),
 }
 
 

@@ -37,7 +37,6 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kv_layout: str,
     page_size: int,
     num_kv_heads: int,
     options: AttentionOptions,
@@ -57,7 +56,7 @@ def _attention(
         q,
         k,
         options,
-        memory_layout((q,), (k, v), k.dim() - (3 if kv_layout == "NHD" else 2)),
+        memory_layout((q,), (k, v)),
         num_kv_heads=num_kv_heads,
         head_dim_qk=int(q.shape[2]),
         head_dim_vo=int(v.shape[-1]),
@@ -102,7 +101,7 @@ def batch_decode(
     o = AttentionOptions(**options, causal=True)
     op.tensor("q", q, "[batch, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
-    problem = _attention(op, q, k_cache, v_cache, kv_layout, page_size, heads, o)
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, o)
     typed, problem = _planned(op, DecodePlan, problem, q, plan, workspace, o)
     op.capacity(
         q.shape[0],
@@ -130,7 +129,7 @@ def batch_prefill(
     o = AttentionOptions(**options)
     op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
-    problem = _attention(op, q, k_cache, v_cache, kv_layout, page_size, heads, o)
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, o)
     return _planned(op, PrefillPlan, problem, q, plan, workspace, o)[1]
 
 
@@ -161,7 +160,7 @@ def ragged_prefill(
 ) -> Problem:
     op = OpChecker("ragged_prefill")
     o = AttentionOptions(**options)
-    problem = _attention(op, q, k, v, kv_layout, 0, _dense_kv(op, q, k, v, kv_layout), o)
+    problem = _attention(op, q, k, v, 0, _dense_kv(op, q, k, v, kv_layout), o)
     typed, problem = _planned(op, PrefillPlan, problem, q, plan, workspace, o)
     if typed.kv_indices.shape[0]:
         op.fail(PlanError, "the plan is for a paged cache", "one for ragged KV", "make the planner with max_pages=0")
@@ -180,7 +179,7 @@ def single_prefill(
 ) -> Problem:
     op = OpChecker("single_prefill")
     o = AttentionOptions(**options)
-    problem = _attention(op, q, k, v, kv_layout, 0, _dense_kv(op, q, k, v, kv_layout), o)
+    problem = _attention(op, q, k, v, 0, _dense_kv(op, q, k, v, kv_layout), o)
     op.limit("q", "query rows", q.shape[0], MAX_QUERY_ROWS)
     if o.mask is not None:
         bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
@@ -204,7 +203,7 @@ def block_sparse_prefill(
     o = AttentionOptions(**options)
     heads = _dense_kv(op, q, k, v, kv_layout)
     page_size = PlanProblem.of(op.plan(plan, PrefillPlan, q).problem).page_size
-    problem = _attention(op, q, k, v, kv_layout, page_size, heads, o)
+    problem = _attention(op, q, k, v, page_size, heads, o)
     typed, problem = _planned(op, PrefillPlan, problem, q, plan, workspace, o)
     if not typed.kv_indices.shape[0]:
         fix = "make the planner with BlockSparsePlanner"
@@ -282,7 +281,7 @@ def batch_mla(
         q_nope,
         ckv_cache,
         o,
-        memory_layout((q_nope, q_pe), (ckv_cache, kpe_cache), 1),
+        memory_layout((q_nope, q_pe), (ckv_cache, kpe_cache)),
         head_dim_qk=sum(dims),
         head_dim_vo=dims[0],
         page_size=int(ckv_cache.shape[1]),

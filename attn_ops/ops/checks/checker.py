@@ -257,16 +257,12 @@ def known(condition: Any) -> bool:
 TMA_BYTES = 16
 """Tensor maps and vector loads take addresses and strides that are multiples of this."""
 
-MAX_TOKEN_STRIDE = 1 << 20
-"""Elements from a token to the next for which offsets within a KV tile are multiplied in 32 bits."""
-
-
 MAX_MAPPED_ELEMENTS = TMA_BYTES // 2 << 31
 """Elements of a cache that tensor maps address with coordinates of 31 bits in steps of 16 bytes."""
 
 
-def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor], token_dim: int) -> MemoryLayout:
-    """The memory of a call on CUDA; ``token_dim`` is the dimension of the caches that counts tokens.
+def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> MemoryLayout:
+    """The memory of a call on CUDA.
 
     A fake tensor has no address, and symbolic sizes are left to the run: what is not known to fail is taken to hold.
     """
@@ -283,9 +279,7 @@ def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor], token_dim
         return any(known(n <= 0) for n in (*t.shape, *t.stride())) or known(elements >= MAX_MAPPED_ELEMENTS)
 
     return MemoryLayout(
-        aligned=not any(map(misaligned, (*queries, *caches))),
-        mappable=not any(map(unmappable, caches)),
-        short_token_stride=not any(known(t.stride(token_dim) > MAX_TOKEN_STRIDE) for t in caches),
+        aligned=not any(map(misaligned, (*queries, *caches))), mappable=not any(map(unmappable, caches))
     )
 
 

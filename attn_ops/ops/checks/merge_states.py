@@ -35,7 +35,7 @@ def _alike(op: OpChecker, a: Tensor, b: Tensor, name_a: str, name_b: str) -> Non
 
 def _problem(op: str, *values: Tensor) -> Problem:
     v = values[0]
-    layout = memory_layout(values, (), 0)
+    layout = memory_layout(values, ())
     return Problem(op, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]), layout=layout)
 
 

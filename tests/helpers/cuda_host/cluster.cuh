@@ -6,7 +6,8 @@
 namespace attn_ops {
 
 DEVICE uint32 cluster_rank() { return host::registers.cluster_rank; }
-DEVICE void cluster_sync_after_init() { host::sync_cluster(); }
+DEVICE void cluster_arrive_after_init() { host::arrive_at_cluster(); }
+DEVICE void cluster_wait_for_init() { host::wait_for_cluster(); }
 DEVICE uint32 address_in(uint32 address, uint32 rank) { return host::address_in(address, rank); }
 DEVICE void arrive_in_cluster(uint32 barrier) { host::arrive(barrier); }
 DEVICE void prefetch_map(const TensorMap*) {}

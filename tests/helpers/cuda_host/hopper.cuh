@@ -34,6 +34,11 @@ DEVICE void copy_chunk(uint32 to, const void* from, bool exists) {
 }
 DEVICE void wait_for_chunks() { host::wait_for_copies(-1); }
 DEVICE void fence_async_shared() { host::fence_async_proxy(); }
+DEVICE void store_bulk(void* to, uint32 from, uint32 bytes) { host::store_bulk(to, from, bytes); }
+DEVICE void wait_for_bulk_reads() { host::wait_for_bulk_reads(); }
+DEVICE void store_shared(uint32 to, float x, float y) {
+  *static_cast<float2*>(host::from_shared_address(to)) = float2{x, y};
+}
 DEVICE void store_shared(uint32 to, uint4 v) { *static_cast<uint4*>(host::from_shared_address(to)) = v; }
 DEVICE uint4 load_shared(uint32 from) { return *static_cast<const uint4*>(host::from_shared_address(from)); }
 DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {

@@ -24,7 +24,8 @@ extern SpecialRegisters registers;
 void sync_threads();                      // all threads of the CTA
 void sync_named(int id, int threads);     // bar.sync
 void sync_warp();
-void sync_cluster();                      // without order of memory, but for fenced initialisations of mbarriers
+void arrive_at_cluster();                 // once, without order of memory, but for fenced initialisations of mbarriers
+void wait_for_cluster();
 std::uint64_t exchange(std::uint64_t value, int lane, const char* instruction);  // what `lane` of the warp gave
 bool any(bool value);
 bool elect();
@@ -39,6 +40,8 @@ std::uint32_t address_in(std::uint32_t address, std::uint32_t rank);
 void copy_async(void* shared, const void* global, int bytes, bool exists);  // cp.async
 void commit_copies();
 void wait_for_copies(int pending);                            // -1: for all, committed or not
+void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes);  // cp.async.bulk to global memory
+void wait_for_bulk_reads();                                          // by all bulk stores of this thread
 void fence_async_proxy();
 void wait_for_earlier_kernels();
 std::uint32_t atomic_increment(int* counter, std::uint32_t last);

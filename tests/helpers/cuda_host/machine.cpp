@@ -486,6 +486,10 @@ void run_cluster(int first) {
               return t.view.known[known] >= arrival.first;
             }))
           fail("a CTA of the cluster may end before an arrival " + at(arrival.second) + " on its " + describe(b));
+    for (const BulkStores& stores : ctas[c].bulk_stores)
+      if (!stores.reading.empty())
+        fail("the kernel ends while a bulk store reads shared memory, in " +
+             describe(ctas[c].threads[stores.reading.begin()->second]));
     for (const Thread& t : ctas[c].threads) {
       if (!t.in_flight.empty()) fail("the kernel ends while a product is in flight, in " + describe(t));
       for (const Copy& copy : t.copies)
@@ -509,6 +513,9 @@ std::string describe(const Access& access) {
   else if (number < kMaxThreads + kMaxWarps)
     text = "wgmma of warps " + std::to_string(number - kMaxThreads) + " to " +
            std::to_string(number - kMaxThreads + 3) + " of CTA " + std::to_string(ctas[cta].threads[0].registers.block.x);
+  else if (number >= kMaxThreads + kMaxWarps + kMaxBarriers)
+    text = "bulk stores of warp " + std::to_string(number - kMaxThreads - kMaxWarps - kMaxBarriers) + " of CTA " +
+           std::to_string(ctas[cta].threads[0].registers.block.x);
   else
     for (const auto& [offset, b] : ctas[cta].barriers)
       if (b.entity == access.entity) text = "TMA onto the " + describe(b);
@@ -519,17 +526,15 @@ std::string describe(const Access& access) {
 
 namespace {
 
-void meet_at(Rendezvous& r, int threads, const char* instruction, std::uint32_t pc, bool orders_memory = true) {
-  if (orders_memory || r.arrived == 0) join(r.view, self->view);
+void meet_at(Rendezvous& r, int threads, const char* instruction, std::uint32_t pc) {
+  join(r.view, self->view);
   if (++r.arrived < threads) return block(r.waiting, instruction, pc, nullptr, 0, threads);
-  if (orders_memory) {
-    r.waiting.threads.push_back(self);
-    for (Thread* t : r.waiting.threads) {
-      join(t->view, r.view);
-      ++t->time();
-    }
-    r.waiting.threads.pop_back();
+  r.waiting.threads.push_back(self);
+  for (Thread* t : r.waiting.threads) {
+    join(t->view, r.view);
+    ++t->time();
   }
+  r.waiting.threads.pop_back();
   r.arrived = 0;
   std::memset(&r.view, 0, sizeof r.view);
   wake(r.waiting);
@@ -559,8 +564,16 @@ void sync_threads() { meet_at(self->cta->all, launch->threads, "__syncthreads", 
 void sync_named(int id, int threads) { meet_at(self->cta->named[id], threads, "bar.sync", PC); }
 void sync_warp() { meet_at(self->cta->warps[self->index / 32], 32, "__syncwarp", PC); }
 
-void sync_cluster() {
-  meet_at(ctas[0].named[0], num_ctas * launch->threads, "barrier.cluster", PC, false);
+void arrive_at_cluster() {
+  Rendezvous& r = ctas[0].named[0];
+  if (++r.arrived > num_ctas * launch->threads) fail("the barrier of the cluster is used twice, " + at(PC));
+  if (r.arrived == num_ctas * launch->threads) wake(r.waiting);
+}
+
+void wait_for_cluster() {
+  const int threads = num_ctas * launch->threads;
+  Rendezvous& r = ctas[0].named[0];
+  if (r.arrived < threads) block(r.waiting, "barrier.cluster.wait", PC, nullptr, 0, threads);
   for (int c = 0; c < num_ctas; ++c)
     for (auto& [offset, b] : ctas[c].barriers)
       if (b.fenced) self->view.known[b.initialiser] = std::max(self->view.known[b.initialiser], b.initialised);
@@ -627,6 +640,29 @@ void wait_for_copies(int pending) {
       std::memset(copy.to, 0, copy.bytes);
     return true;
   });
+}
+
+void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes) {
+  const std::uint32_t pc = PC, offset = from - kSharedBase;
+  Cta& cta = *self->cta;
+  check_shared(cta, offset, bytes, "a bulk store", pc);
+  if (from % 16 || bytes % 16 || reinterpret_cast<std::uintptr_t>(to) % 16)
+    fail("a bulk store that is not aligned to 16 bytes, " + at(pc));
+  const int warp = self->index / 32;
+  BulkStores& stores = cta.bulk_stores[warp];
+  const Access by = {pc, ++stores.issued, bulk_entity(cta.rank, warp), true};
+  cta.shared.shadow.read(offset, bytes, by, self->view, cluster, true, cta.shared.name);
+  access(to, bytes, true, pc);
+  std::memcpy(to, cta.shared.begin + offset, bytes);
+  stores.reading[by.time] = self->index;
+}
+
+void wait_for_bulk_reads() {
+  const int warp = self->index / 32;
+  BulkStores& stores = self->cta->bulk_stores[warp];
+  std::erase_if(stores.reading, [](const auto& one) { return one.second == self->index; });
+  self->view.known[bulk_entity(self->cta->rank, warp)] =
+      stores.reading.empty() ? stores.issued : stores.reading.begin()->first - 1;
 }
 
 void fence_async_proxy() {

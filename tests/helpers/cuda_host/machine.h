@@ -89,6 +89,12 @@ struct Copy {  // cp.async
   int bytes, group;
 };
 
+// The bulk stores of a warp, which are numbered from 1 on.
+struct BulkStores {
+  Time issued = 0;
+  std::map<Time, int> reading;  // those that may still read shared memory -> the thread
+};
+
 struct Cta;
 
 struct Thread {
@@ -122,6 +128,7 @@ struct Cta {
   Rendezvous all, named[16], warps[kMaxWarps];
   Exchange exchanges[kMaxWarps];
   WarpGroup groups[kMaxWarps / 4];
+  BulkStores bulk_stores[kMaxWarps];
   std::vector<Thread> threads;
   int running;
 };
