@@ -19,13 +19,13 @@
 // KV tiles are counted over all work items of a CTA. Tile j lies in stage j % kStages.
 //
 // prologue
-//     0.  [all]       initialise barriers
-//     1.  [all]       read the work list and the first work item; the producer the first page numbers
-//     2.  [all]       griddepcontrol.wait; the next kernel may start
+//     0.  [warp 0]    initialise barriers
+//     1.  [all]       read the work list and the first work item; the producer the first page numbers, and the next item
+//     2.  [all]       wait for step 0; griddepcontrol.wait; the next kernel may start
 // mainloop, for each work item and each of its KV tiles j
 //     3.  [producer]  wait for empty[j]; expect the bytes of the tile on k_full[j] and v_full[j]; issue a TMA load for
-//                     each box of keys, and of values
-//     4.  [consumer]  first tile of an item: read the next work item, load the query
+//                     each box of keys, and of values. First tile of an item: read the page numbers of the next item
+//     4.  [consumer]  first tile of an item: load the query, read the next work item
 //     5.  [consumer]  wait for k_full[j]; S = K Q^T
 //     6.  [consumer]  soft cap, mask, online softmax, rescale O: P, transposed to be an operand
 //     7.  [consumer]  wait for v_full[j]; O += V^T P, with 0 for values that the row does not see
@@ -42,7 +42,7 @@
 
 namespace attn_ops {
 
-// Grid: a CTA for each CTA of the plan and each KV head. CTAs of neighbouring heads read the same tokens.
+// Grid: KV heads by CTAs of the plan. CTAs of neighbouring heads read the same tokens.
 // Owns: the work items of its CTA of the plan for the heads of one KV head: their rows in `out` and `lse`, or their partial
 //     results in `partial`. The combine writes the rows that are split and those without tokens.
 // Loop invariant of a consumer, before KV tile j: its state has its part of the item's tiles before j.
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) decode(
     int window_left,                          // tokens that a row sees before its position, negative for all
     int rows, int num_pages, int max_pages, int max_items, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
-    int num_kv_heads, int group, int page_size,
+    int group, int page_size,
     int box,                                  // tokens of a box of the maps
     // What a page and a head add to the outermost index of the maps:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
@@ -75,10 +75,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) decode(
   const Problem p = {
       .kv_indices = kv_indices, .work = work, .cta_indptr = cta_indptr, .window_left = window_left,
       .num_pages = num_pages, .max_pages = max_pages, .max_items = max_items, .page_size = page_size,
-      .num_kv_heads = num_kv_heads, .box = box,
+      .box = box,
   };
   const int warp = uniform(threadIdx.x / 32);
-  if (warp == kWarps && elect()) {
+  if (early)
+    acquire_plan();
+  else
+    wait_for_earlier_kernels();
+  if (warp == 0 && elect()) {  // the producer reads the plan meanwhile
     prefetch_map(&k), prefetch_map(&v);
     for (int i = 0; i < kStages; ++i) {
       init_barrier(shared_address(&shared.k_full[i]), 1);
@@ -87,11 +91,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) decode(
     }
     fence_barrier_init();
   }
-  __syncthreads();
-  if (early)
-    acquire_plan();
-  else
-    wait_for_earlier_kernels();
   if (warp == kWarps)
     produce(p, {&k, k_page_step, k_head_step}, {&v, v_page_step, v_head_step}, early, shared);
   else

@@ -35,7 +35,7 @@ KERNEL = Kernel(
         **dict.fromkeys(("scale", "cap"), "fp32"),
         **dict.fromkeys(("window_left", "rows", "num_pages", "max_pages", "max_items", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
-        **dict.fromkeys(("num_kv_heads", "group", "page_size", "box"), "i32"),
+        **dict.fromkeys(("group", "page_size", "box"), "i32"),
         **dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
         **dict.fromkeys(("early", "query_type", "out_type"), "i32"),
     },
@@ -96,7 +96,7 @@ def batch_decode(
     )
     launch(
         SPECIALIZATIONS[cuda_decode_key(dim, group, q.dtype, k_cache.dtype)],
-        (num_ctas * problem.num_kv_heads,),
+        (problem.num_kv_heads, num_ctas),
         q=q,
         k=k,
         v=v,
@@ -118,7 +118,6 @@ def batch_decode(
         slots=num_slots(p),
         stride_q_row=q.stride(0),
         stride_q_head=q.stride(1),
-        num_kv_heads=problem.num_kv_heads,
         group=group,
         page_size=page_size,
         box=box,

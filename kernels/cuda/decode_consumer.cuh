@@ -338,19 +338,18 @@ DEVICE void store(const Arguments& a, const WorkItem& item, bool empty, int firs
 
 // Four warps: attention of all work items. Each has a quarter of the tokens of every KV tile, and a state of its own.
 DEVICE void consume(const Problem& p, const Arguments& a, bool early, Shared& shared) {
-  const int warp = threadIdx.x / 32, first_head = p.kv_head() * a.group, num_heads = p.num_kv_heads * a.group;
+  const int warp = threadIdx.x / 32, first_head = kv_head() * a.group, num_heads = num_kv_heads() * a.group;
   WorkList list(p);
   WorkItem item = list.first;
-  if (early) wait_for_earlier_kernels();
-  launch_later_kernels();
+  end_prologue(early);
   const float cap = a.cap > 0 ? a.cap * kLog2e : 0.f;
   const float factor = a.scale * (a.cap > 0 ? 1 / a.cap : kLog2e) * (a.kv_scale ? a.kv_scale[0] : 1.f);
   uint32 tile = 0;
   while (list.item < list.stop) {
-    const WorkItem next = read_item(p, ++list.item, list.stop);
     Query query;
     OfHeads factors;
     load_query(query, factors, a, item.row, first_head, factor);
+    const WorkItem next = read_item(p, ++list.item, list.stop);
     State state;
 #pragma unroll
     for (int b = 0; b < kHeadBlocks; ++b)

@@ -37,12 +37,13 @@ static_assert(kWarps * kHeads * kDim * 4 <= sizeof(Stage));
 
 struct Problem {
   const int *kv_indices, *work, *cta_indptr;
-  int window_left, num_pages, max_pages, max_items, page_size, num_kv_heads;
+  int window_left, num_pages, max_pages, max_items, page_size;
   int box;  // tokens, a power of 2
-
-  DEVICE int cta() const { return blockIdx.x / num_kv_heads; }
-  DEVICE int kv_head() const { return blockIdx.x % num_kv_heads; }
 };
+
+DEVICE int kv_head() { return blockIdx.x; }
+DEVICE int num_kv_heads() { return gridDim.x; }
+DEVICE int cta_of_plan() { return blockIdx.y; }
 
 struct WorkItem {
   int row;          // of q
@@ -54,16 +55,19 @@ struct WorkItem {
 
 // Item `item` of those before `stop`, bounded by the capacities; otherwise one without tokens.
 DEVICE WorkItem read_item(const Problem& p, int item, int stop) {
-  // No wider loads: a plan may lie at any multiple of 4 bytes.
+  // No wider loads: a plan may lie at any multiple of 4 bytes. All of them before the first use, and none in a branch:
+  // they are in flight together.
   const int* record = p.work + int64(item) * kWorkStride;
   const bool listed = item < stop;
   const auto column = [&](Work name, int otherwise) { return listed ? record[name] : otherwise; };
+  const int kv_begin = column(kKvBegin, 0), kv_end = column(kKvEnd, 0), position = column(kPosition, 0);
+  const int page_start = column(kPageStart, 0);
   WorkItem to = {.row = column(kRow, -1), .slot = column(kSlot, -1)};
-  to.page_start = min(max(column(kPageStart, 0), 0), p.max_pages);
-  int64 begin = max(column(kKvBegin, 0), 0);
-  if (p.window_left >= 0) begin = max(begin, int64(column(kPosition, 0)) - p.window_left);
+  to.page_start = min(max(page_start, 0), p.max_pages);
+  const int64 of_window = p.window_left >= 0 ? int64(position) - p.window_left : 0;
+  const int64 begin = max(int64(max(kv_begin, 0)), of_window);
   const int64 pages = p.num_pages > 0 ? p.max_pages - to.page_start : 0;
-  const int64 end = min(min(int64(column(kKvEnd, 0)), pages * p.page_size), int64(kMaxTokens));
+  const int64 end = min(min(int64(kv_end), pages * p.page_size), int64(kMaxTokens));
   to.begin = begin < end ? int(begin) : 0, to.end = begin < end ? int(end) : 0;
   to.first = to.begin & -p.box;
   return to;
@@ -76,12 +80,19 @@ struct WorkList {
 
   DEVICE explicit WorkList(const Problem& p) {
     // With one request the first item of CTA c is item c: it is read beside cta_indptr, and again if it is another.
-    const int cta = p.cta();
+    const int cta = cta_of_plan(), begin = p.cta_indptr[cta], end = p.cta_indptr[cta + 1];
     first = read_item(p, cta, p.max_items);
-    item = max(p.cta_indptr[cta], 0), stop = min(p.cta_indptr[cta + 1], p.max_items);
+    item = min(max(begin, 0), p.max_items), stop = min(end, p.max_items);
     if (item != cta || item >= stop) first = read_item(p, item, stop);
   }
 };
+
+// Behind the reads of the plan: barriers are initialised, earlier kernels have ended, and the next one may start.
+DEVICE void end_prologue(bool early) {
+  __syncthreads();
+  if (early) wait_for_earlier_kernels();
+  launch_later_kernels();
+}
 
 }  // namespace
 }  // namespace attn_ops

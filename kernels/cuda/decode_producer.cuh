@@ -27,21 +27,21 @@ DEVICE Box locate_box(const Problem& p, const WorkItem& item, int first) {
 }
 
 // One warp: the KV tiles of all work items into the ring. Boxes after the end lie outside of the tensor map and read as
-// zeros. Page numbers are read 32 boxes at a time, at least one KV tile ahead, and those of the next item after the first
-// tile of this one.
+// zeros. The plan is read while tiles are on their way: after the first tile of an item the first page numbers of the next
+// item, and the item after that. Page numbers are read 32 boxes at a time, at least one KV tile ahead.
 DEVICE void produce(const Problem& p, const Source& keys, const Source& values, bool early, Shared& shared) {
   const int boxes = kTile / p.box;
-  const int k_head = p.kv_head() * keys.head_step, v_head = p.kv_head() * values.head_step;
+  const int k_head = kv_head() * keys.head_step, v_head = kv_head() * values.head_step;
   const int box_bytes = p.box / 8 * kGroupBytes;
   WorkList list(p);
   WorkItem item = list.first;
   Box box = locate_box(p, item, item.first);
-  if (early) wait_for_earlier_kernels();
-  launch_later_kernels();
+  WorkItem next = read_item(p, list.item + 1, list.stop);
+  end_prologue(early);
   uint32 tile = 0;
-  while (list.item < list.stop) {
-    const WorkItem next = read_item(p, ++list.item, list.stop);
-    Box later = locate_box(p, item, item.first + 32 * p.box), of_next = {};
+  for (; list.item < list.stop; ++list.item) {
+    WorkItem after_next = {};
+    Box later = {}, of_next = {};
     int first = item.first, used = 0;  // boxes
     do {
       if (first < item.end) {
@@ -62,14 +62,17 @@ DEVICE void produce(const Problem& p, const Source& keys, const Source& values, 
         }
         ++tile;
       }
-      if (first == item.first) of_next = locate_box(p, next, next.first);
+      if (first == item.first) {
+        later = locate_box(p, item, first + 32 * p.box), of_next = locate_box(p, next, next.first);
+        after_next = read_item(p, list.item + 2, list.stop);
+      }
       first += kTile, used += boxes;
       if (used == 32) {
         box = later, used = 0;
         later = locate_box(p, item, first + 32 * p.box);
       }
     } while (first < item.end);
-    item = next, box = of_next;
+    item = next, box = of_next, next = after_next;
   }
 }
 

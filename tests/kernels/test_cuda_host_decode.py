@@ -186,8 +186,9 @@ FAULTS = {
         "race|uninitialised",
     ),
     "no proxy fence": Planted(Fault("fence_async_shared();  // TMA writes here next\n", ""), "no proxy fence"),
+    "no wait for the initialisation of barriers": Planted(Fault("__syncthreads();", ""), "is no mbarrier"),
     "no wait for earlier kernels": Planted(
-        Fault("if (early) wait_for_earlier_kernels();", "", 2), "before griddepcontrol.wait"
+        Fault("if (early) wait_for_earlier_kernels();", ""), "before griddepcontrol.wait"
     ),
     "values after the last token": Planted(Fault("v[j] &= mask[j / 2];", ""), "differs"),
     "another lane's alpha": Planted(
