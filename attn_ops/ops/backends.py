@@ -146,6 +146,16 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=unsupported.TRITON_KERNELS,
         capture="attn_ops.kernels.triton.launch:capture_launches",
     ),
+    Backend(  # slower than triton in small batches and large groups: only for calls that ask for it
+        "cuda",
+        "attn_ops.kernels.cuda.decode",
+        unsupported.cuda_decode,
+        kernels={"batch_decode": "decode"},
+        specialized=True,
+        inductor_lowerable=False,
+        has_images=True,
+        capture="attn_ops.eager.launches:capture_launches",
+    ),
     Backend(  # slower than triton with few rows on long caches: only for calls that ask for it
         "cuda",
         "attn_ops.kernels.cuda.prefill",

@@ -49,6 +49,12 @@ and the last section the shortest class: within a section lengths differ by a fa
 MIN_SPLIT_BLOCKS = 2
 """Prefill: KV blocks in the shortest split that is made for load balance."""
 
+MAX_PUBLISHED_REQUESTS = 32768
+"""Requests of the largest plan that a kernel writes and publishes: its schedule fits in the shared memory of a CTA.
+
+Larger plans are written by tensor operations, which publish nothing.
+"""
+
 SPLIT_TILE_FIELDS = ("row", "rows", "slot", "slots")
 """Columns of ``PrefillPlan.split_tiles``, int32: first query row, query rows, first slot, number of slots."""
 

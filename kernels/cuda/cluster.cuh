@@ -30,9 +30,6 @@ DEVICE void arrive_in_cluster(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Reads a map ahead of the first load through it.
-DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-
 // L2 cache hint of a TMA load: evict_first for data that is read once, so that partial results, plans and code stay.
 DEVICE uint64 l2_cache_policy(bool evict_first) {
   uint64 first, normal;

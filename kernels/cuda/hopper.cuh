@@ -89,6 +89,9 @@ DEVICE void decrease_registers() {
 
 // ---- Copies -------------------------------------------------------------------------------------------------------
 
+// Reads a map ahead of the first load through it.
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.
 DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, uint32 barrier) {
   asm volatile(

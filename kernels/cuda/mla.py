@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, num_sms
 from attn_ops.kernels.cuda.launch import launch
-from attn_ops.kernels.cuda.prefill import COLUMNS, DTYPES, OUT_TYPES, PACKED_ROWS
+from attn_ops.kernels.cuda.operands import COLUMNS, DTYPES, OUT_TYPES
+from attn_ops.kernels.cuda.prefill import PACKED_ROWS
 from attn_ops.kernels.triton.combine_prefill import combine_split_tiles
-from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS
 from attn_ops.kernels.triton.prefill_call import plan_arguments
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
 from attn_ops.ops.unsupported import CUDA_MLA_CLUSTERS
-from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
+from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
 
 LATENT, ROTARY = 512, 64
 """Columns of the two parts of a key."""

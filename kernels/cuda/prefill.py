@@ -6,37 +6,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
+from attn_ops.kernels.cuda.operands import COLUMNS, DTYPES, FP8_TYPES, OUT_TYPES, box_of_pages, paged_map
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from torch import Tensor
 
-from attn_ops.native.images import NoImageError
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.ops.unsupported import CUDA_PREFILL_HEAD_DIMS
-from attn_ops.plan.state import KV_BLOCK, PlanProblem, PrefillPlan
+from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
 """Packed rows of a consumer warpgroup, of which a CTA has two."""
 
-COLUMNS = 64
-"""16-bit elements of a row in shared memory: 128 bytes, the width of the swizzle."""
-
-GROUP_TOKENS = 8
-"""Tokens of a page are loaded in groups, so that a page is one box with all columns of a head."""
-
 NO_WINDOW = 1 << 30
 """``kNone`` of the source."""
-
-DTYPES = {torch.float16: 1, torch.bfloat16: 2}
-"""dtype -> the macro DTYPE."""
-
-OUT_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
-"""``OutType`` of the source, for outputs of another dtype than the query's."""
-
-FP8_TYPES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
-"""``Fp8Type`` of the source."""
 
 FP8_STRIDES = tuple(f"{t}_{of}" for t in ("k", "v") for of in ("page", "token", "head"))
 """Parameters with the strides of FP8 keys and values."""
@@ -108,31 +92,6 @@ SPECIALIZATIONS = {
     for fp8 in (False, True)
 }
 """By head dims, whether KV is paged, dtype of the query, and whether KV is FP8."""
-
-
-def box_of_pages(page_size: int, tile_tokens: int) -> int:
-    """Tokens of a box of paged KV. It lies in a page, and in a KV block.
-
-    Splits begin at KV blocks. One that began inside of a box would see the keys of the split before it.
-    """
-    return math.gcd(page_size, min(tile_tokens, KV_BLOCK))
-
-
-def paged_map(t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box: int) -> tuple[TensorMap, int, int]:
-    """The map of paged keys or values, and what a page and a head add to its outermost index.
-
-    Pages and heads are one dimension, whose stride divides theirs: a map has five dimensions at most.
-    """
-    page, token, head = strides
-    if not (isinstance(page, int) and isinstance(head, int)):
-        raise NoImageError("the strides of pages and heads depend on sizes that only the run knows")
-    unit = math.gcd(page, head)
-    pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - 1) * (head // unit) + 1
-    blocks = t.shape[-1] // COLUMNS
-    shape = pages_and_heads, page_size // GROUP_TOKENS, blocks, GROUP_TOKENS, COLUMNS
-    strides = unit, GROUP_TOKENS * token, COLUMNS, token, 1
-    boxes = 1, box // GROUP_TOKENS, blocks, GROUP_TOKENS, COLUMNS
-    return TensorMap(t, shape, strides, boxes), page // unit, head // unit
 
 
 def ragged_map(t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int) -> tuple[TensorMap, int, int]:

@@ -16,11 +16,7 @@ import triton.language as tl
 from attn_ops.kernels.triton.launch import supports_pdl
 from torch import Tensor
 
-MAX_PUBLISHED_REQUESTS = 32768
-"""Requests of the largest plan that a kernel writes and publishes: its schedule fits in the shared memory of a CTA.
-
-Larger plans are written by tensor operations, which publish nothing.
-"""
+from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS
 
 
 @triton.jit

@@ -13,12 +13,12 @@ import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_decode as plan_in_closed_form
 from attn_ops.kernels.triton.context import shard_of, tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
-from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
+from attn_ops.kernels.triton.pdl import publish
 from attn_ops.kernels.triton.work_item import WORK_STRIDE, store_work_item, store_work_items_wide
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from attn_ops.plan.state import IMBALANCE_DENOM, KV_BLOCK, DecodePlan, PlanProblem
+from attn_ops.plan.state import IMBALANCE_DENOM, KV_BLOCK, MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem
 
 COPY_PAGES = 4096
 """Page numbers that a program copies."""

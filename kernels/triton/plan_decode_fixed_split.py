@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.triton.context import shard_of, tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
-from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
+from attn_ops.kernels.triton.pdl import publish
 from attn_ops.kernels.triton.plan_decode import COPY_PAGES, clear, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.plan_decode import plan_decode as plan_balanced
 from attn_ops.kernels.triton.search import count_at_most
@@ -18,7 +18,7 @@ from attn_ops.kernels.triton.work_item import store_work_item
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from attn_ops.plan.state import KV_BLOCK, DecodePlan, PlanProblem
+from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem
 
 STEP_ITEMS = 256
 """Work items written in one step."""

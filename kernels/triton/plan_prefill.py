@@ -13,14 +13,22 @@ import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
 from attn_ops.kernels.triton.context import shard_of, tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
-from attn_ops.kernels.triton.pdl import MAX_PUBLISHED_REQUESTS, publish
+from attn_ops.kernels.triton.pdl import publish
 from attn_ops.kernels.triton.plan_decode import COPY_PAGES, at_previous, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.search import count_at_most
 from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, store_split_tile, store_work_item
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from attn_ops.plan.state import KV_BLOCK, LENGTH_BUCKETS, MIN_SPLIT_BLOCKS, SECTIONS, PlanProblem, PrefillPlan
+from attn_ops.plan.state import (
+    KV_BLOCK,
+    LENGTH_BUCKETS,
+    MAX_PUBLISHED_REQUESTS,
+    MIN_SPLIT_BLOCKS,
+    SECTIONS,
+    PlanProblem,
+    PrefillPlan,
+)
 
 TILES = 256
 """Query tiles that program 0 processes at a time."""

@@ -16,6 +16,7 @@ SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 1500, 2)}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 FP8: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 2.0)}
 LATENT: dict[str, Any] = {"head_dims": (576, 512), "heads": (16, 1), "page_size": 64}
+SIZES: dict[str, Any] = {"head_dims": (128, 128), "heads": (8, 2), "page_size": 16, "planner": {"num_ctas": 33}}
 ROWS: dict[str, Any] = {"qo_lens": (40, 0, 33, 2), "head_dims": (128, 128), "heads": (8, 2), "causal": True}
 OPTIONS: dict[str, Any] = {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0}
 
@@ -34,6 +35,12 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         "batch_decode",
         SPLIT | BF16 | FP8 | {"planner": {"num_ctas": 33}, "pos_encoding": "ROPE_LLAMA", "sinks": 1.0},
     ),
+    "decode of 128": ("batch_decode", SPLIT | BF16 | SIZES | {"padding": 2}),
+    "decode of 64, options, groups of 16": (
+        "batch_decode",
+        SPLIT | OPTIONS | SIZES | {"dtype": torch.float16, "head_dims": (64, 64), "heads": (16, 1), "page_size": 8},
+    ),
+    "decode of 128, FP8 cache": ("batch_decode", SPLIT | BF16 | FP8 | SIZES | {"sinks": 1.0, "kv_layout": "HND"}),
     "decode, ALiBi": ("batch_decode", {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2, "pos_encoding": "ALIBI"}),
     "split prefill": (
         "batch_prefill",
@@ -71,7 +78,9 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
 }
 
+DECODES = ("decode of 128", "decode of 64, options, groups of 16", "decode of 128, FP8 cache")
 ATTENTION_ON_CUDA = (
+    *DECODES,
     *("prefill of 128", "prefill of 128, alternating warpgroups", "prefill of 128, FP8 cache"),
     "prefill of 256, options",
     *("ragged of 128", "ragged of 192/128", "single"),

@@ -70,7 +70,7 @@ char* static_end() {{ return __stop_cuda_shared; }}
 
 FUNCTION = "void call_{name}(void** arguments) {{ call(attn_ops::{name}, arguments); }}"
 
-PLAN = ("qo_indptr", "kv_indices", "work", "queue")
+PLAN = ("qo_indptr", "kv_indices", "work", "queue", "cta_indptr", "kv_len", "merge_indptr")
 """Parameters that are tensors of a plan."""
 
 C_TYPES = {"pointer": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
@@ -227,7 +227,9 @@ def _with_lines(message: str, library: Path) -> str:
         words = ["addr2line", "-i", "-e", str(library), address]
         lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
         places = [re.sub(r" \(.*\)", "", line.rpartition("/")[2]) for line in lines]
-        of_kernel = [one for one in places if not one.startswith(("cuda.h", "basics.", "hopper.", "cluster.", "??"))]
+        of_kernel = [
+            one for one in places if not one.startswith(("cuda.h", "basics.", "hopper.", "cluster.", "mma.", "??"))
+        ]
         return "at " + ", called at ".join(of_kernel or places)
 
     return re.sub(r"@\{(\w+)\}", lambda found: place(found[1]), message)

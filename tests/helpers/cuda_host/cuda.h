@@ -61,3 +61,6 @@ T __shfl_xor_sync(unsigned, T x, int mask) {
   return std::bit_cast<T>(unsigned(host::exchange(std::bit_cast<unsigned>(x), lane, "__shfl_xor_sync")));
 }
 inline bool __any_sync(unsigned, bool x) { return host::any(x); }
+inline unsigned __ballot_sync(unsigned, bool x) { return host::ballot(x); }
+inline int __popc(unsigned x) { return std::popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }

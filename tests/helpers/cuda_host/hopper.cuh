@@ -23,6 +23,7 @@ DEVICE void increase_registers() {}
 template <int N>
 DEVICE void decrease_registers() {}
 
+DEVICE void prefetch_map(const TensorMap*) {}
 DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, uint32 barrier) {
   host::load_box(0, to, map, std::initializer_list<int>{c0, c1, c2, c3}.begin(), 4, barrier);
 }

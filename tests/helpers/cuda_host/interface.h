@@ -28,6 +28,7 @@ void arrive_at_cluster();                 // once, without order of memory, but 
 void wait_for_cluster();
 std::uint64_t exchange(std::uint64_t value, int lane, const char* instruction);  // what `lane` of the warp gave
 bool any(bool value);
+std::uint32_t ballot(bool value);
 bool elect();
 std::uint64_t nanoseconds();
 
@@ -54,6 +55,14 @@ void arrive(std::uint32_t barrier, std::uint32_t bytes = 0);
 void wait(std::uint32_t barrier, std::uint32_t parity);
 void load_box(std::uint32_t ctas, std::uint32_t to, const void* map, const int* coordinates, int rank,
               std::uint32_t barrier);  // ctas: a bit mask, 0 for the own one
+
+// ---- mma.sync ----
+
+struct Fragments {  // of a lane: D [16, 8], A [16, 16], B [16, 8]
+  float* d;
+  const std::uint32_t *a, *b;
+};
+void multiply_by_warp(const Fragments& fragments, bool bfloat16);  // D += A B
 
 // ---- WGMMA ----
 

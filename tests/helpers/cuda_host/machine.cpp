@@ -588,6 +588,13 @@ bool any(bool value) {
   return std::any_of(values, values + 32, [](std::uint64_t x) { return x != 0; });
 }
 
+std::uint32_t ballot(bool value) {
+  const std::uint64_t* values = gather(value, "__ballot_sync", PC);
+  std::uint32_t mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= std::uint32_t(values[i] != 0) << i;
+  return mask;
+}
+
 std::uint64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 // Any lane may be elected. One is for the whole kernel, which relies on that: its loads and their arrival are in order.
@@ -744,6 +751,35 @@ void load_box(std::uint32_t mask, std::uint32_t to, const void* map, const int* 
                                 ctas[c].shared.name);
   }
   loads.push_back(std::move(load));
+}
+
+// ---- mma.sync -----------------------------------------------------------------------------------------------------
+
+void multiply_by_warp(const Fragments& fragments, bool bfloat16) {
+  WarpProduct& product = self->cta->products[self->index / 32];
+  product.lanes[self->index % 32] = fragments;
+  if (++product.arrived < 32) return block(product.waiting, "mma.sync", PC);
+  product.arrived = 0;
+  const auto value = [&](std::uint32_t word, int half) {
+    const auto x = std::uint16_t(word >> 16 * half);
+    return bfloat16 ? from_bfloat16(x) : from_float16(x);
+  };
+  float a[16][16], b[16][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const int row = lane / 4, column = lane % 4 * 2;
+    for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < 4; ++i)
+        a[row + i % 2 * 8][column + i / 2 * 8 + half] = value(product.lanes[lane].a[i], half);
+      for (int i = 0; i < 2; ++i) b[column + i * 8 + half][row] = value(product.lanes[lane].b[i], half);
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      float sum = product.lanes[lane].d[i];
+      for (int k = 0; k < 16; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+      product.lanes[lane].d[i] = sum;
+    }
+  wake(product.waiting);
 }
 
 // ---- WGMMA --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,58 @@
+"""Operands of attention kernels: dtypes as numbers of the sources, and tensor maps of pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attn_ops.kernels.cuda.kernel import TensorMap
+from torch import Tensor
+
+from attn_ops.native.images import NoImageError
+from attn_ops.plan.state import KV_BLOCK
+
+ROW_BYTES = 128
+"""Of a row in shared memory, the width of the swizzle. Narrower rows have a narrower swizzle."""
+
+COLUMNS = ROW_BYTES // 2
+"""16-bit elements of a row in shared memory."""
+
+GROUP_TOKENS = 8
+"""Tokens of a page are loaded in groups, so that a page is one box with all columns of a head."""
+
+DTYPES = {torch.float16: 1, torch.bfloat16: 2}
+"""dtype -> the macro DTYPE."""
+
+OUT_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+"""``OutType`` of the sources."""
+
+FP8_TYPES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
+"""``Fp8Type`` of the sources."""
+
+
+def box_of_pages(page_size: int, tile_tokens: int) -> int:
+    """Tokens of a box of paged KV: a page, or a part of it that lies in one KV tile and in one KV block.
+
+    Splits begin at KV blocks. One that began inside of a box would see the keys of the split before it.
+    """
+    return math.gcd(page_size, min(tile_tokens, KV_BLOCK))
+
+
+def paged_map(t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box: int) -> tuple[TensorMap, int, int]:
+    """The map of paged keys or values, and what a page and a head add to its outermost index.
+
+    Pages and heads are one dimension, whose stride divides theirs: a map has five dimensions at most.
+    """
+    page, token, head = strides
+    if not (isinstance(page, int) and isinstance(head, int)):
+        raise NoImageError("the strides of pages and heads depend on sizes that only the run knows")
+    unit = math.gcd(page, head)
+    pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - 1) * (head // unit) + 1
+    columns = min(t.shape[-1], ROW_BYTES // t.element_size())
+    blocks = t.shape[-1] // columns
+    shape = pages_and_heads, page_size // GROUP_TOKENS, blocks, GROUP_TOKENS, columns
+    strides = unit, GROUP_TOKENS * token, columns, token, 1
+    boxes = 1, box // GROUP_TOKENS, blocks, GROUP_TOKENS, columns
+    return TensorMap(t, shape, strides, boxes, columns * t.element_size()), page // unit, head // unit

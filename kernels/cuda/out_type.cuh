@@ -1,0 +1,23 @@
+// Types of outputs.
+#pragma once
+#include "basics.cuh"
+
+namespace attn_ops {
+namespace {
+
+enum OutType { kLikeQuery, kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
+
+// Two floats as a pair of another type. FP8 saturates.
+template <OutType TYPE>
+DEVICE auto pair_of(float x, float y) {
+  if constexpr (TYPE == kFloat32) {
+    return float2{x, y};
+  } else if constexpr (TYPE == kFloat16 || TYPE == kBFloat16) {
+    return TYPE == kFloat16 ? float16_pair(x, y) : bfloat16_pair(x, y);
+  } else {
+    return TYPE == kE4M3 ? e4m3_pair(x, y) : e5m2_pair(x, y);
+  }
+}
+
+}  // namespace
+}  // namespace attn_ops
