@@ -155,7 +155,6 @@ TAKEN: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     ({"page_size": 264}, (128, 8, BF16, None)),
     ({"out_dtype": E4M3, "options": tuple(sorted(unsupported.CUDA_DECODE_OPTIONS))}, (128, 8, BF16, None)),
     ({"context_ranks": 2}, (128, 8, BF16, None)),
-    ({"layout": MemoryLayout(short_token_stride=False)}, (128, 8, BF16, None)),
 ]
 
 
