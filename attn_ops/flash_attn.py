@@ -521,6 +521,7 @@ def flash_attn_combine(
         ``out`` as one of ``out_partial``, and float32 ``lse`` as one of ``lse_partial``.
     """
     where = "flash_attn_combine"
+    positive(where, sets=out_partial.shape[0] if out_partial.dim() else 1)
     if out_partial.dim() != 4:
         ranked(where, "out_partial", out_partial, "[sets, batch, seqlen, num_heads, head_dim]")
     if lse_partial.shape != out_partial.shape[:-1]:

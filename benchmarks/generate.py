@@ -286,6 +286,7 @@ def run(args: argparse.Namespace) -> None:
     names = [register(), "sdpa", *(name for name in selected if name not in absent and name != "sdpa")]
     rows: list[report.Row] = []
     failures: list[Exception] = []
+    late: list[str] = []
     not_measured = [NotMeasured(name, "every row", reason) for name, reason in absent.items()]
     models = make_models(args.size, args.device, getattr(torch, args.dtype), names)
     vocabulary = SIZES[args.size]["vocab_size"]
@@ -294,8 +295,7 @@ def run(args: argparse.Namespace) -> None:
     for mode in args.modes:
         for batch in args.batches:
             if time.perf_counter() - start > args.seconds:
-                late = f"not begun within {args.seconds:g} s"
-                not_measured += [NotMeasured(name, f"{mode}, batch {batch}", late) for name in names]
+                late.append(f"{mode}, batch {batch}")
                 continue
             prompts = torch.randint(2, vocabulary, (batch, args.prompt), device=args.device)
             work = Workload(prompts, args.new)
@@ -304,7 +304,11 @@ def run(args: argparse.Namespace) -> None:
             except Exception as error:  # the other rows are measured before it is raised
                 failures.append(error)
                 print(f"{mode}, batch {batch}: {type(error).__name__}: {error}", flush=True)
+            else:
+                report.save("generate", title, NOTE, rows, args.output, columns, not_measured, LIBRARIES)
             torch._dynamo.reset()
-            report.save("generate", title, NOTE, rows, args.output, columns, not_measured, LIBRARIES)
+    if rows and late:
+        not_measured.append(NotMeasured("all", "; ".join(late), f"not begun within {args.seconds:g} s"))
+        report.save("generate", title, NOTE, rows, args.output, columns, not_measured, LIBRARIES)
     if failures:
         raise failures[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.policy import UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
 from attn_ops.ops.options import BOUNDS, DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions
@@ -88,6 +88,16 @@ def required(where: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is None:
             fail(ArgumentError, where, f"{name} is missing", "a value", f"pass {name}")
+
+
+def given_tensor(where: str, name: str, t: Any, device: torch.device) -> Tensor:
+    """An argument that is required, and has contents for ``device``."""
+    required(where, **{name: t})
+    if not isinstance(t, Tensor):
+        fail(ArgumentError, where, f"{name} is of type {type(t).__name__}", "a tensor", f"make a tensor of {name}")
+    if t.is_meta and device.type != "meta":
+        fail(DeviceError, where, f"{name} is on meta, without contents", f"{device}, where the query is", "move it")
+    return t
 
 
 def ranked(where: str, name: str, t: Tensor, dims: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import ShapeError, fail
-from attn_ops.frontend.arguments import positive
+from attn_ops.frontend.arguments import given_tensor, positive
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import as_int32
@@ -22,6 +22,7 @@ Caches = tuple[Tensor, Tensor]
 
 def with_one_table(where: str, caches: Caches, tables: Tensor, device: torch.device) -> tuple[Caches, Tensor]:
     """Keys and values by ``tables [batch, 2, pages]``, of which row 0 is of the keys: their pages, and one table."""
+    tables = given_tensor(where, "block_tables", tables, device)
     if tables.dim() != 3 or tables.shape[1] != 2:
         expected = "[batch, 2, max_pages_per_request], of keys and of values"
         fail(ShapeError, where, f"block_tables is {list(tables.shape)}", expected, "stack the two tables")
@@ -56,6 +57,7 @@ class HeadTables(NamedTuple):
         if caches[1].shape[:3] != caches[0].shape[:3]:
             shown = f"the value cache is {list(caches[1].shape)}"
             fail(ShapeError, where, shown, f"{list(caches[0].shape[:3])}, as the keys, and a head_dim", "correct it")
+        tables = given_tensor(where, "block_tables", tables, device)
         if tables.dim() != 3 or tables.shape[0] != heads:
             expected = f"[{heads}, batch, max_pages_per_request], of each KV head"
             fail(ShapeError, where, f"block_tables is {list(tables.shape)}", expected, "pass a table of each KV head")

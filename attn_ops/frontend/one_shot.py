@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall, Planned, Unplanned
 from attn_ops.errors import DTypeError, PageTableError, ShapeError, fail
-from attn_ops.frontend.arguments import positive, ranked, required
+from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import tree_mask_bits
@@ -101,8 +101,7 @@ def rank_keys(
 
 def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -> Tensor:
     """int32 ``[batch, max_pages_per_request]`` of any integer dtype."""
-    required(where, **{name: t})
-    assert t is not None
+    t = given_tensor(where, name, t, device)
     if t.dim() != 2:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", "[batch, max_pages_per_request]", "reshape it")
     return as_int32(where, name, t).to(device).contiguous()

@@ -17,6 +17,7 @@ from attn_ops.errors import ShapeError, fail
 from attn_ops.frontend.arguments import (
     DType,
     bounded,
+    given_tensor,
     layout,
     output_dtype,
     own_backend,
@@ -82,7 +83,7 @@ def _block_sparse(
     if query.shape[1] % tables.num_kv_heads:
         expected = f"a multiple of the {tables.num_kv_heads} KV heads"
         fail(ShapeError, where, f"query has {query.shape[1]} heads", expected, "correct it")
-    if seq_lens.shape != block_tables.shape[:2]:
+    if given_tensor(where, "seq_lens", seq_lens, query.device).shape != block_tables.shape[:2]:
         shown, expected = f"seq_lens is {list(seq_lens.shape)}", f"{list(block_tables.shape[:2])}, as block_tables"
         fail(ShapeError, where, shown, expected, "pass lengths of each KV head")
     output.check(where, query, tables.caches[1].shape[-1])

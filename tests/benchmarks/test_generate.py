@@ -62,12 +62,22 @@ def test_too_many_plans_are_detected(
         generate.check_plans(generate.BATCH, models["attn_ops"], work, "eager")
 
 
+def test_no_row_is_begun_after_the_time(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    generate.run(
+        parser.parse_args(["--size=tiny", "--device=cpu", "--batches=2", "--seconds=-1", f"--output={tmp_path}"])
+    )
+    assert not (tmp_path / "generate.json").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_every_mode_is_measured(backend: str, tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
     words = ["--size=tiny", "--device=cpu", "--dtype=float32", "--batches=2", "--prompt=9", "--new=6", "--rounds=1"]
+    words.append("--seconds=inf")
     modes = generate.MODES if backend == "eager" else (generate.COMPILED,)
     torch._dynamo.reset()
     with torch._inductor.utils.fresh_cache():

@@ -99,6 +99,14 @@ def test_what_tables_of_kv_heads_do_not_take() -> None:
         s.call(block_tables=s.tables[:1])
     with pytest.raises(errors.ShapeError, match=r"seq_lens is \[4\]; expected \[2, 4\], as block_tables"):
         s.call(seq_lens=s.lens[0])
+    for name, wrong, error, message in (
+        ("block_tables", None, errors.ArgumentError, "block_tables is missing"),
+        ("block_tables", [[0]], errors.ArgumentError, "block_tables is of type list; expected a tensor"),
+        ("block_tables", s.tables.to("meta"), errors.DeviceError, "block_tables is on meta"),
+        ("seq_lens", None, errors.ArgumentError, "seq_lens is missing"),
+    ):
+        with pytest.raises(error, match=message):
+            s.call(**{name: wrong})
     with pytest.raises(errors.ShapeError, match="out is"):
         s.call(out=s.r.q[:1])
 
