@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 BUDGET = {
-    "attention": 25,
+    "attention": 65,
     "benchmarks": 65,
     "demo": 160,
     "distributed": 110,
     "docs": 50,
     "eager": 10,
     "flash_attn": 95,
-    "frontend": 100,
+    "frontend": 60,
     "fuzz": 40,
     "integrations": 80,
     "kernels": 290,
