@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 BUDGET = {
-    "attention": 60,
-    "benchmarks": 75,
-    "demo": 180,
-    "distributed": 150,
-    "docs": 60,
-    "eager": 60,
-    "flash_attn": 60,
-    "frontend": 120,
-    "fuzz": 45,
-    "integrations": 60,
-    "kernels": 250,
-    "native": 40,
-    "ops": 110,
-    "paging": 20,
-    "planning": 60,
-    "tracing": 330,
+    "attention": 65,
+    "benchmarks": 65,
+    "demo": 160,
+    "distributed": 110,
+    "docs": 50,
+    "eager": 10,
+    "flash_attn": 95,
+    "frontend": 60,
+    "fuzz": 40,
+    "integrations": 80,
+    "kernels": 290,
+    "native": 55,
+    "ops": 95,
+    "paging": 5,
+    "planning": 20,
+    "tracing": 300,
 }
 """Seconds of user and system time of a folder's tests without a GPU, with the processes that they start.
 
