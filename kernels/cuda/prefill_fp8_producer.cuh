@@ -116,27 +116,17 @@ DEVICE void produce_fp8(const Problem& p, const Fp8Source& k, const Fp8Source& v
     publish(k_full + tile % (2 * kKeyStages) * 8);
   };
   Schedule schedule;
-  bool exists = true;
+  Unit unit;
   uint32 tile = 0;
-  for (uint32 n = 0;; ++n) {  // unit n - 1: before the first one there is one without tiles
-    TileTokens tokens = {};
-    if (n) {
-      const Unit& unit = wait_for_unit(n - 1, shared);
-      exists = unit.count > 0;
-      tokens = {unit.start, unit.start + unit.hidden, unit.end, unit.page_start, unit.kv_head};
-    }
+  for (uint32 n = 0;; ++n) {
+    const bool exists = schedule.next(p, unit), empty = unit.start >= unit.end;
     mark(kSchedule);
-    const bool empty = tokens.first >= tokens.end;
-    if (!empty) {
+    TileTokens tokens = {unit.start, unit.start + unit.hidden, exists ? unit.end : 0, unit.page_start, unit.kv_head};
+    if (exists && !empty) {
       find_page(tokens);
       copy_keys(tokens, tile);
     }
-    if (exists && threadIdx.x == 0) pass_unit(p, schedule, n, shared);
-    if (n) {
-      if (thread >= 0 && !(q.box_rows && thread))
-        load_queries(p, q, shared.units[(n - 1) % kUnitSlots], n - 1, shared, thread);
-      release_unit(n - 1, shared);
-    }
+    if (thread >= 0 && !(q.box_rows && thread)) load_queries(p, q, unit, exists, n, shared, thread);
     __syncwarp();
     if (!exists) return;
     if (empty) continue;

@@ -17,8 +17,7 @@ DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
   }
 }
 
-// One warp: the KV tiles of all units into a ring. That of keys also passes the next unit to all producers, while the
-// first tile of a unit is loaded. Boxes after the end lie outside of the tensor map and read as zeros.
+// One warp: the KV tiles of all units into a ring. Boxes after the end lie outside of the tensor map and read as zeros.
 // Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
 // 0, since a probability of 0 times NaN is NaN.
 template <bool VALUES>
@@ -37,9 +36,10 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
     return lane < boxes && token < unit.end && index < p.max_pages ? p.kv_indices[index] : 0;
   };
   Schedule schedule;
-  Unit unit = {}, following;  // before the first unit there is one without tiles
-  uint32 n = 0, number = 0, tile = 0, staged = 0;
-  bool exists = true;
+  Unit unit, following;
+  bool exists = schedule.next(p, unit);
+  uint32 number = exists ? load_page(unit, unit.start) : 0, tile = 0, staged = 0;
+  mark(kSchedule);
   while (exists) {
     int first = unit.start;
     do {
@@ -79,11 +79,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
         ++tile;
         mark(kIssue);
       }
-      if (first == unit.start) {
-        if (!VALUES && lane == 0) pass_unit(p, schedule, n, shared);
-        following = wait_for_unit(n, shared), exists = following.count > 0;
-        release_unit(n++, shared);
-      }
+      if (first == unit.start) exists = schedule.next(p, following);  // while the first tile is loaded
       first += kTile;
       number = first < unit.end ? load_page(unit, first) : exists ? load_page(following, following.start) : 0;
       mark(kSchedule);
@@ -134,8 +130,8 @@ DEVICE QueryBlock query_block(const Problem& p, const Unit& unit) {
 }
 
 // The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does. Without a unit it is the end.
-DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 n, Shared& shared, int thread) {
-  const bool exists = unit.count > 0;
+DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, bool exists, uint32 n, Shared& shared,
+                         int thread) {
   const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
   mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
@@ -158,11 +154,12 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   if (q.box_rows && thread) return;
+  Schedule schedule;
+  Unit unit;
   for (uint32 n = 0;; ++n) {
-    const Unit unit = wait_for_unit(n, shared);
-    release_unit(n, shared);
-    load_queries(p, q, unit, n, shared, thread);
-    if (!unit.count) return;
+    const bool exists = schedule.next(p, unit);
+    load_queries(p, q, unit, exists, n, shared, thread);
+    if (!exists) return;
   }
 }
 

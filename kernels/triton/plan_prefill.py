@@ -25,7 +25,6 @@ from attn_ops.plan.state import (
     LENGTH_BUCKETS,
     MAX_PUBLISHED_REQUESTS,
     MIN_SPLIT_BLOCKS,
-    SECTIONS,
     PlanProblem,
     PrefillPlan,
 )
@@ -123,7 +122,6 @@ def plan_prefill_kernel(
     plan_kv_len,  # [max_batch]
     work,  # [max_items, WORK_STRIDE]
     split_tiles,  # [max_split_tiles, SPLIT_TILE_STRIDE]
-    queue,  # [1 + SECTIONS]
     batch,
     num_indices,
     max_batch,
@@ -136,7 +134,6 @@ def plan_prefill_kernel(
     AHEAD: tl.constexpr,
     SHARD: tl.constexpr,
     BUCKETS: tl.constexpr,
-    SECTIONS: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     MIN_SPLIT_BLOCKS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,  # KV blocks of a split of fixed size, 0 for splits of about equal size
@@ -215,11 +212,6 @@ def plan_prefill_kernel(
     # Pass 4: write the work items in the order of buckets, and the split tiles.
     bucket_item = tl.cumsum(count, 0) - count
     num_items, num_slots, num_split_tiles = tl.sum(count, 0), 0, 0
-    # Where sections end: after the classes down to a half, a quarter and so on of the longest.
-    for section in tl.static_range(SECTIONS):
-        section_items = tl.sum(tl.where(bucket_id < BUCKETS - (BUCKETS >> (section + 1)), count, 0), 0)
-        tl.store(queue + 1 + section, tl.minimum(section_items, max_items))
-    tl.store(queue, 0)
     for first in range(0, num_tiles, TILES):
         tile = first + t
         used = tile < num_tiles
@@ -291,7 +283,6 @@ def plan_prefill(
         plan_kv_len=p.kv_len,
         work=p.work,
         split_tiles=p.split_tiles,
-        queue=p.queue,
         batch=kv_indptr.shape[0] - 1,
         num_indices=num_indices,
         max_batch=max_batch,
@@ -304,7 +295,6 @@ def plan_prefill(
         AHEAD=problem.ahead,
         SHARD=shard_of(problem),
         BUCKETS=LENGTH_BUCKETS,
-        SECTIONS=SECTIONS,
         KV_BLOCK=KV_BLOCK,
         MIN_SPLIT_BLOCKS=MIN_SPLIT_BLOCKS,
         SPLIT_BLOCKS=problem.split // KV_BLOCK,

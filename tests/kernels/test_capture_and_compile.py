@@ -30,7 +30,7 @@ def test_captured(name: str) -> None:
     with torch.cuda.graph(graph):
         result = run(op, kwargs)
     graph.replay()
-    same(result, expected, last_bits=name != "split decode")  # whose partial results are added in another order
+    same(result, expected, last_bits=op != "batch_decode")  # a kernel of its own adds partial results in another order
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in {*ATTENTION, *ON_CUDA}])
