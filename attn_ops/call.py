@@ -144,7 +144,7 @@ class AttentionCall(NamedTuple):
         return Heads(q.shape[1], 1 if self.op == "batch_mla" else k.shape[-2 if self.kv_layout == "NHD" else -3])
 
     def _convert_query(self, factor: Tensor | None) -> tuple[Tensor, ...]:
-        """The tensors with an FP8 query, times ``factor``, in the dtype that the op computes in."""
+        """The tensors with the query times ``factor``, in the dtype that the op computes in."""
         parts = 2 if self.op == "batch_mla" else 1
         dtype = computed_dtype(self.tensors[0].dtype, self.tensors[-1].dtype)
         queries = (q.to(dtype) if factor is None else (q.float() * factor).to(dtype) for q in self.tensors[:parts])

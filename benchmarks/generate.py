@@ -251,8 +251,6 @@ def measure(
         for name, model in running.items():
             call = lambda model=model: tokens_of(mode, model, work, backend, keep=True)  # noqa: E731
             times[name].append(seconds(call, work.prompts.device))
-    for model in models.values():
-        model.destroy_cached_continuous_batching_manager()
     rates = {name: batch * work.new / statistics.median(found) for name, found in times.items()}
     return {
         "what": what,
@@ -306,6 +304,9 @@ def run(args: argparse.Namespace) -> None:
                 print(f"{mode}, batch {batch}: {type(error).__name__}: {error}", flush=True)
             else:
                 report.save("generate", title, NOTE, rows, args.output, columns, not_measured, LIBRARIES)
+            finally:
+                for model in models.values():
+                    model.destroy_cached_continuous_batching_manager()
             torch._dynamo.reset()
     if rows and late:
         not_measured.append(NotMeasured("all", "; ".join(late), f"not begun within {args.seconds:g} s"))

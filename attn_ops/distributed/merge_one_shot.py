@@ -165,21 +165,24 @@ class ContextExchange:
 
         group = context_group("ContextExchange", group)
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
-        on = torch.empty(0, device=("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
         answers = RankAnswers(f"exchange {group.group_name}", dist.get_process_group_ranks(group))
         self.half_bytes = self.timeout_ms = 0
+        on = torch.device("cpu")
 
         def prepare() -> str | None:
+            nonlocal on
+            given = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+            on = torch.empty(0, device=given).device  # with the index of the current device
             for name, size in (("max_rows", max_rows), ("num_heads", num_heads), ("head_dim", head_dim)):
                 _check_range(name, size, 1, MAX_SIZE)
             _check_range("timeout_s", timeout_s, 1e-3, MAX_TIMEOUT_S)
             self.half_bytes = bytes_of_states(max_rows * num_heads, head_dim, dtype)
             self.timeout_ms = int(timeout_s * 1000)
-            return self._unsupported(on.device, dtype)
+            return self._unsupported(on, dtype)
 
         self.unavailable = self._agree(answers, prepare)
         if self.unavailable is None:
-            self.unavailable = self._agree(answers, lambda: self._allocate(on.device))
+            self.unavailable = self._agree(answers, lambda: self._allocate(on))
         if required and self.unavailable is not None:
             fail(
                 BackendError,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from attn_ops.eager.prepared_call import _C, INTERPOSITION_CHECKS, MAX_ENTRIES, OpCall
+from attn_ops.eager.prepared_call import _C, INTERPOSITION_CHECKS, MAX_ENTRIES, OpCall, flatten_tensors
 
 Check = Callable[[Sequence[Any], dict[str, Any]], Callable[..., Any]]
 """``check(args, kwargs)`` refuses a call of an op, or returns the function that makes it and others of its key."""
@@ -58,7 +58,8 @@ class CheckedCalls:
 
     def _on_direct_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         dispatched = None if key is None else OpCall(self.name, tuple(args), kwargs).as_dispatched()
-        if dispatched is None:
+        graded = torch.is_grad_enabled() and any(t.requires_grad for t in flatten_tensors((*args, *kwargs.values())))
+        if dispatched is None or graded:  # which a kernel of Autograd may take
             return self._dispatched(*args, **kwargs)
         return self._on_miss(key, args, dispatched)
 

@@ -54,10 +54,13 @@ def context_shard(
     if cp_world == 1 or not given.get("enable_dcp", True):
         refuse(where, cp_world=cp_world, cp_rank=cp_rank, **given)
         return None
+    if cp_world < 1:
+        fail(OptionError, where, f"cp_world is {cp_world}", "1 or more", "pass the number of ranks")
     for name, value in refused.items():
         if value is not None:
             what = f"{name} is given with the keys of one of {cp_world} ranks"
-            fail(OptionError, where, what, "None", "merge_context of attn_ops.distributed adds sinks")
+            fix = "pass them to merge_context of attn_ops.distributed" if name == "sinks" else f"leave out {name}"
+            fail(OptionError, where, what, "None", fix)
     if not 0 <= cp_rank < cp_world:
         fail(OptionError, where, f"cp_rank is {cp_rank}", f"0 to {cp_world - 1}, below cp_world", "correct it")
     return ContextShard(cp_rank, cp_world, 1)

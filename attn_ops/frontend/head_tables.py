@@ -1,6 +1,7 @@
 """Page tables that differ between KV heads, or between keys and values, as the one table that the ops take.
 
-Of heads     a KV head of a request becomes a request of its own, over pages of one head: views, nothing is copied
+Of heads     a KV head of a request becomes a request of its own, over pages of one head: views of caches whose pages
+             hold all heads; other caches are copied
 Of k and v   the pages of both are copied, in the order of their tables
 """
 
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ShapeError, fail
+from attn_ops.errors import DeviceError, ShapeError, fail
 from attn_ops.frontend.arguments import given_tensor, positive
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.ops.options import FP8
@@ -31,6 +32,8 @@ def with_one_table(where: str, caches: Caches, tables: Tensor, device: torch.dev
     found = []
     for cache, table in zip(caches, tables.unbind(1), strict=True):
         positive(where, pages=cache.shape[0])
+        if cache.device != device:
+            fail(DeviceError, where, f"a KV cache is on {cache.device}", f"{device}, where the query is", "move it")
         pages = cache.view(torch.uint8) if cache.dtype in FP8 else cache
         found.append(pages[table.flatten().clamp(0, cache.shape[0] - 1).long()].view(cache.dtype))
     in_order = torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width)
@@ -85,6 +88,8 @@ class HeadTables(NamedTuple):
 
 def _heads_apart(cache: Tensor, head_dim: int) -> int | None:
     """KV heads in memory from one page to the next, None if that is no whole number."""
+    if 1 in (cache.shape[0], cache.shape[head_dim]):  # the stride of a single page or head means nothing
+        return cache.shape[head_dim]
     page, head = cache.stride(0), cache.stride(head_dim)
     return page // head if head > 0 and page % head == 0 else None
 
@@ -92,5 +97,7 @@ def _heads_apart(cache: Tensor, head_dim: int) -> int | None:
 def _of_one_head(cache: Tensor, head_dim: int, number: int) -> Tensor:
     """Every head of every page as a page. Pages overlap where heads lie between tokens."""
     sizes, strides = list(cache.shape), list(cache.stride())
-    sizes[0], sizes[head_dim], strides[0] = number, 1, strides[head_dim]
+    if sizes[head_dim] > 1:
+        strides[0] = strides[head_dim]
+    sizes[0], sizes[head_dim] = number, 1
     return cache.as_strided(sizes, strides)

@@ -96,8 +96,8 @@ class OutputSpec(NamedTuple):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The result from the op's ``out [rows, heads, head_dim]`` and ``lse``.
 
-        The output is multiplied by ``scale``, a number or a float32 tensor of no dimensions or ``[heads, 1]``, and
-        converted to ``dtype``.
+        The output is multiplied by ``scale``, a number or a float32 tensor of no dimensions, ``[heads, 1]`` or
+        ``[rows, heads, 1]``, and converted to ``dtype``.
         """
         if isinstance(scale, Tensor) or (scale != 1.0 and dtype != out.dtype):
             out = out.float() * scale

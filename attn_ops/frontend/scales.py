@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import finite
-from attn_ops.ops.options import BOUNDS, MAX_SCALAR
+from attn_ops.ops.options import BOUNDS, MAX_SCALAR, MIN_SCALAR
 from attn_ops.plan.page_table import seen
 
 Scale = float | Tensor | None
@@ -133,7 +133,7 @@ def fold(
     if key is not None and key.numel() == 0:
         key = None
     if key is not None and key.dim():  # the largest is one for the whole tensor, and the query has what is left
-        largest = key.amax()
+        largest = key.amax().clamp(min=MIN_SCALAR)
         key, query = largest, (key / largest)[..., None]
     if value is not None and (value.dim() or scale_in_float32):
         result, value = (value[..., None] if value.dim() else value) * output, None

@@ -17,7 +17,6 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, OptionError, RankError, fail
 from attn_ops.plan.plan_checks import MAX_SIZE
 from attn_ops.plan.state import PlanProblem
-from attn_ops.typed import typed
 
 __all__ = ["ContextShard", "context_group"]
 
@@ -95,7 +94,6 @@ class ContextShard:
         return cls(problem.rank, problem.world, problem.interleave) if problem.world > 1 else None
 
     @classmethod
-    @typed
     def of(cls, group: ProcessGroup | None = None, *, interleave: int) -> ContextShard:
         """The shard of this process in ``group``, by default the group of all processes.
 

@@ -16,7 +16,7 @@ constexpr int kStages = 3;                                   // KV tiles of the 
 constexpr int kWarps = 4;                                    // consumers
 constexpr int kWarpTokens = kTile / kWarps;                  // of a KV tile
 constexpr int kConsumerThreads = kWarps * 32, kThreads = kConsumerThreads + 32;
-// A page is loaded by one TMA: its tokens are in groups of 8, each with all its columns, in blocks of kRowBytes.
+// A box is a page or a part of one: its tokens are in groups of 8, each with all its columns, in blocks of kRowBytes.
 constexpr int kRowBytes = kDim * kElementBytes < 128 ? kDim * kElementBytes : 128;  // of the swizzle
 constexpr int kBlockBytes = 8 * kRowBytes;                   // to the next block of columns
 constexpr int kGroupBytes = 8 * kDim * kElementBytes;        // to the next 8 tokens

@@ -75,7 +75,7 @@ class Specialization:
     shared_bytes  dynamic shared memory of a CTA
     cluster       CTAs of a cluster, in x, y and z. The grid is a multiple of it
     pdl           programmatic dependent launch: the kernel executes ``griddepcontrol.wait`` before it reads what an
-                  earlier kernel writes
+                  earlier kernel writes, and in at least one CTA in any case
     """
 
     def __init__(

@@ -43,10 +43,10 @@
 // epilogue of the unit
 //     10. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; issue O += P V; with two query buffers,
 //                       without split_kv and if unit n+1 has KV tiles: its steps 2 and 5; wait for O; arrive on v_empty
-//     11. [consumer]    split_kv: consumer 1 stores its state (m, l, O) in the query buffer, consumer 0 adds it to its
-//                       own; both arrive on q_empty[b] here, not in step 10
+//     11. [consumer]    split_kv: the one with the odd tiles stores its state (m, l, O) in the query buffer, the one with
+//                       the even ones adds it to its own; both arrive on q_empty[b] here, not in step 10
 //     12. [consumer]    join the sink, divide by l; store output and LSE, or the partial result in its slot. With
-//                       split_kv consumer 0 alone
+//                       split_kv the consumer with the even tiles alone
 //     13. [consumer]    wait for the first logits of unit n+1, if they were issued: their QK product overlaps step 12;
 //                       arrive on k_empty
 //

@@ -176,13 +176,14 @@ DEVICE void store(Output& output, Rows& rows, const Problem& p, DivideByGroup ro
   store_as<kDimVo>(to.out_type, to.out, output, 0, to_row, exists);
 }
 
-// Adds the state of consumer 1 to that of consumer 0, through the query buffer, which neither reads any more.
-DEVICE void reduce(int consumer, Output& output, Rows& rows, Shared& shared, uint32 memory) {
+// Adds the state of the odd KV tiles to that of the even ones, through the query buffer, which neither consumer reads
+// any more. Which consumer has which depends on the units before; the order of additions does not.
+DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 memory) {
   const int thread = threadIdx.x % kConsumerThreads, lane = thread % 32;
   float sums[2] = {sum_of_quad(rows.row_sum[0]), sum_of_quad(rows.row_sum[1])};
   named_sync(kBothConsumers, 2 * kConsumerThreads);
   const int line = thread / 32 * 16 + lane / 4;
-  if (consumer == 1) {
+  if (odd) {
 #pragma unroll
     for (int i = 0; i < kDimVo / 8; ++i)
       store_shared(memory + (i * kConsumerThreads + thread) * 16,
@@ -194,7 +195,7 @@ DEVICE void reduce(int consumer, Output& output, Rows& rows, Shared& shared, uin
         shared.peer_max[line + 8 * r] = rows.row_max[r], shared.peer_sum[line + 8 * r] = sums[r];
   }
   named_sync(kBothConsumers, 2 * kConsumerThreads);
-  if (consumer == 1) return fence_async_shared();  // TMA writes here next
+  if (odd) return fence_async_shared();  // TMA writes here next
   float alpha[2], peer_alpha[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -359,11 +360,12 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       arrive_by_warp(v_empty + number % kValueStages * 8);
       mark(kPv);
     }
+    const bool odd = split_kv && (base ^ consumer) & 1;
     base += tiles;
 
-    if (split_kv) reduce(consumer, output, rows, shared, queries(n));
+    if (split_kv) reduce(odd, output, rows, shared, queries(n));
     if (split_kv || tiles <= 0) arrive_by_warp(q_empty);
-    if (!split_kv || consumer == 0) store(output, rows, p, row_of, arguments.results, block, line);
+    if (!odd) store(output, rows, p, row_of, arguments.results, block, line);
     mark(kEpilogue);
   }
 }

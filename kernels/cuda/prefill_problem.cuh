@@ -133,8 +133,8 @@ struct Schedule : Walk<PAGED> {
   }
 };
 
-// Where a KV tile of DIM columns has what, in bytes. A page is loaded by one TMA: its tokens are in groups of 8, each
-// with all its columns. Ragged KV begins at any token: all tokens of 64 columns, then those of the next.
+// Where a KV tile of DIM columns has what, in bytes. A box is a page or a part of one: its tokens are in groups of
+// 8, each with all its columns. Ragged KV begins at any token: all tokens of 64 columns, then those of the next.
 template <int DIM>
 struct TileLayout {
   static constexpr int kGroup = PAGED ? DIM / 64 * kGroupBytes : kGroupBytes;  // to the next 8 tokens

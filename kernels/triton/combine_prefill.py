@@ -127,7 +127,7 @@ def combine_prefill_kernel(
     if PDL:
         if job >= jobs:
             gdc_launch_dependents()
-        # One program waits even without a job: the grid ends after the attention kernel, for which no later one waits.
+        # Program 0 waits even without a job: later kernels wait for this grid alone, which must not end before attention.
         if (job < jobs) | (job == 0):
             gdc_wait()
             gdc_launch_dependents()

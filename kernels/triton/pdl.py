@@ -5,6 +5,9 @@ A kernel launched with ``launch_pdl`` may run its prologue while the preceding k
 that write plans publish what they stored, and every program of the kernels that follow acquires it. There may be other
 kernels between the two, which have launched their dependents without having waited for the plan's stores themselves.
 
+A later kernel waits for the preceding grid alone. So in every kernel at least one program waits, even if it has nothing
+to do: otherwise its grid would end before an earlier one.
+
 publish, acquire  in kernels: the release and the acquire side
 read_plan_early   on the host: whether a kernel may read a plan before it waits
 """

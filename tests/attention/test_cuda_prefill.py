@@ -207,6 +207,36 @@ def test_plan_and_workspace_may_lie_at_any_multiple_of_four_bytes(launches: list
     assert launches
 
 
+@pytest.mark.parametrize("others", [(300,), (600, 200), (300, 300)], ids=str)
+def test_other_requests_change_no_bit_of_few_rows(
+    others: tuple[int, ...], launches: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consumers that take alternate KV tiles add their states at the end.
+
+    Which of them has the even tiles depends on the requests that their CTA attends to before.
+    """
+    kernel = importlib.import_module("attn_ops.kernels.cuda.prefill")
+    monkeypatch.setattr(kernel, "persistent_grid", lambda units, device: 1)
+    device, lengths = "cuda", (170, *others)
+    sizes = {"num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 128}
+    q, k, v = (
+        torch.randn(n, h, 128, device=device, dtype=torch.float16)
+        for n, h in ((2 * len(lengths), 2), (sum(lengths), 1), (sum(lengths), 1))
+    )
+
+    def attend(requests: int) -> list[torch.Tensor]:
+        """The first request's rows in a batch of the first requests."""
+        tokens, options = lengths[:requests], {"max_kv_len": 1024, "causal": True, "num_ctas": 1, "tile_rows": 8}
+        planner = attn_ops.PrefillPlanner(requests, 2 * requests, 0, **options, **sizes, device=device)
+        plan = planner.plan(indptr((2,) * requests), indptr(tokens))
+        tensors = q[: 2 * requests], k[: sum(tokens)], v[: sum(tokens)], plan, planner.workspace
+        options = {"causal": True, "return_lse": True, "out_dtype": torch.float32, "backend": "cuda"}
+        return [t[:2] for t in torch.ops.attn.ragged_prefill(*tensors, **options)]
+
+    assert all(torch.equal(a, b) for a, b in zip(attend(1), attend(len(lengths)), strict=True))
+    assert len(launches) == 2
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_compiled_graphs_call_the_op(mode: str | None, launches: list[None]) -> None:
     """The op stays a call, since Inductor generates Triton only, and no cache is copied for it."""

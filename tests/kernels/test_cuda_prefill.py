@@ -17,6 +17,7 @@ from attn_ops.kernels.cuda import kernel as kernel_module
 from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.cuda.kernel import Specialization
+from attn_ops.kernels.cuda.operands import GROUP_TOKENS
 from attn_ops.kernels.triton import prefill_call
 from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
@@ -37,8 +38,8 @@ convert have 40 or 56 registers, and what they need once for each unit may be sp
 
 
 def _numbered(*shape: int) -> Tensor:
-    """A tensor whose elements are their addresses."""
-    return torch.arange(torch.Size(shape).numel()).view(shape)
+    """A tensor whose elements are their addresses, modulo 2^16."""
+    return torch.arange(torch.Size(shape).numel()).to(torch.int16).view(shape)
 
 
 def _nhd() -> Tensor:
@@ -149,7 +150,7 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         "kQueries": tile.queries,
         "kPackedRows": prefill.PACKED_ROWS,
         "kRowBytes": 2 * prefill.COLUMNS,
-        "kGroupBytes": 2 * prefill.COLUMNS * prefill.GROUP_TOKENS,
+        "kGroupBytes": 2 * prefill.COLUMNS * GROUP_TOKENS,
         "kNone": prefill.NO_WINDOW,
         "kMaxGroup": unsupported.CUDA_PREFILL_GROUP,
         "kFp8E4M3": prefill.FP8_TYPES[torch.float8_e4m3fn],

@@ -162,6 +162,8 @@ class Descales(NamedTuple):
             if seen(scale):
                 for number in scale.flatten().tolist():
                     finite(where, name, number)
+                    if number <= 0:
+                        fail(OptionError, where, f"{name} has the value {number}", "positive scales", "correct it")
             by_head = scale.to(q.device, torch.float32).repeat_interleave(num_heads // max(1, num_kv_heads), 1)
             if by_head.shape[1] != num_heads:  # which the op refuses
                 logits[name] = None
