@@ -127,7 +127,7 @@ def combine_prefill_kernel(
     if PDL:
         if job >= jobs:
             gdc_launch_dependents()
-        # Program 0 waits even without a job: later kernels wait for this grid alone, which must not end before attention.
+        # Program 0 waits in any case: later kernels wait for this grid alone, which must not end before attention.
         if (job < jobs) | (job == 0):
             gdc_wait()
             gdc_launch_dependents()
