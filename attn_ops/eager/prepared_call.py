@@ -231,10 +231,13 @@ _SCHEMA_TYPES = {"float": float, "int": int, "bool": bool, "str": str, "ScalarTy
 
 
 @functools.cache  # one entry for each op
-def _argument_types(op: str) -> dict[str, type | None]:
-    arguments = getattr(torch.ops.attn, op).default._schema.arguments
-    names = {a.name: str(a.real_type).removeprefix("Optional[").removesuffix("]") for a in arguments}
-    return {name: _SCHEMA_TYPES.get(of) for name, of in names.items()}
+def _argument_types(op: str) -> dict[str, tuple[type | None, bool]]:
+    """Of each argument its type, if that is a number, and whether it may be None."""
+    names = {a.name: str(a.real_type) for a in getattr(torch.ops.attn, op).default._schema.arguments}
+    return {
+        name: (_SCHEMA_TYPES.get(of.removeprefix("Optional[").removesuffix("]")), of.startswith("Optional["))
+        for name, of in names.items()
+    }
 
 
 class OpCall(NamedTuple):
@@ -263,8 +266,8 @@ class OpCall(NamedTuple):
         """``kwargs`` as the dispatcher passes them on; None if it may convert more than ints to floats, or refuse."""
         types, converted = _argument_types(self.op), dict(self.kwargs)
         for name, x in self.kwargs.items():
-            expected = types[name]
-            if x is None or expected is None or type(x) is expected:
+            expected, optional = types[name]
+            if (x is None and optional) or (x is not None and (expected is None or type(x) is expected)):
                 continue
             if expected is not float or type(x) is not int or abs(x) >= 1 << 1023:
                 return None

@@ -17,6 +17,7 @@ from helpers import decoder as d
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from attn_ops.eager.checked_call import CHECKED_CALLS
 from attn_ops.ops import backends
 from attn_ops.ops.backends import Backend
 
@@ -41,9 +42,15 @@ def special(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     kernels = dict.fromkeys(("batch_decode", "merge_state_in_place"), "special")
     entry = Backend("special", module.__name__, lambda _: [], kernels, specialized=True, inductor_lowerable=False)
     monkeypatch.setattr(backends, "BACKENDS", (entry, *backends.BACKENDS))
-    backends.choose.cache_clear()
+
+    def forget() -> None:
+        backends.choose.cache_clear()
+        for one in CHECKED_CALLS.values():
+            one.clear()
+
+    forget()
     yield calls
-    backends.choose.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed batch", "dynamic batch"])
