@@ -144,7 +144,8 @@ def refuse(where: str, **arguments: Any) -> None:
         if value is None:
             continue
         neutral, reason = UNSUPPORTED[name]
-        if isinstance(value, Tensor) or not any(value == none for none in neutral):  # traced numbers have no hash
+        # By ==: Dynamo does not find a traced float in a tuple by `in`.
+        if isinstance(value, Tensor) or not any(value == none for none in neutral):
             shown = "given" if isinstance(value, Tensor | tuple | list) else f"{value!r}"
             raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
 

@@ -52,7 +52,7 @@ def refuse(where: str, **arguments: Any) -> None:
         fail(ArgumentError, where, "dropout_p is None", "0.0", _BY_NAME)
     for name, value in arguments.items():
         neutral, reason = UNSUPPORTED[name]
-        if value is None or (not isinstance(value, Tensor) and value in neutral):
+        if value is None or (not isinstance(value, Tensor) and any(value == none for none in neutral)):
             continue
         shown = "given" if isinstance(value, Tensor) else f"{value!r}"
         raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
