@@ -108,36 +108,30 @@ class Backend:
         return getattr(importlib.import_module(module), function)
 
 
+_cuda = functools.partial(
+    Backend,
+    "cuda",
+    specialized=True,
+    inductor_lowerable=False,
+    has_images=True,
+    capture="attn_ops.eager.launches:capture_launches",
+)
+
 BACKENDS: tuple[Backend, ...] = (
-    Backend(
-        "cuda",
+    _cuda(
         "attn_ops.kernels.cuda",
         unsupported.cuda_merge_states,
         kernels=dict.fromkeys(unsupported.CUDA_MERGES, "merge_states"),
-        specialized=True,
-        inductor_lowerable=False,
-        has_images=True,
-        capture="attn_ops.eager.launches:capture_launches",
     ),
-    Backend(
-        "cuda",
+    _cuda(
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill,
         kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill"),
-        specialized=True,
-        inductor_lowerable=False,
-        has_images=True,
-        capture="attn_ops.eager.launches:capture_launches",
     ),
-    Backend(
-        "cuda",
+    _cuda(
         "attn_ops.kernels.cuda.mla",
         unsupported.cuda_mla,
         kernels={"batch_mla": "mla"},
-        specialized=True,
-        inductor_lowerable=False,
-        has_images=True,
-        capture="attn_ops.eager.launches:capture_launches",
     ),
     Backend(
         "triton",
@@ -146,25 +140,15 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=unsupported.TRITON_KERNELS,
         capture="attn_ops.kernels.triton.launch:capture_launches",
     ),
-    Backend(  # slower than triton in small batches and large groups: only for calls that ask for it
-        "cuda",
+    _cuda(  # slower than triton in small batches and large groups: only for calls that ask for it
         "attn_ops.kernels.cuda.decode",
         unsupported.cuda_decode,
         kernels={"batch_decode": "decode"},
-        specialized=True,
-        inductor_lowerable=False,
-        has_images=True,
-        capture="attn_ops.eager.launches:capture_launches",
     ),
-    Backend(  # slower than triton with few rows on long caches: only for calls that ask for it
-        "cuda",
+    _cuda(  # slower than triton with few rows on long caches: only for calls that ask for it
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill_fp8,
         kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_fp8"),
-        specialized=True,
-        inductor_lowerable=False,
-        has_images=True,
-        capture="attn_ops.eager.launches:capture_launches",
     ),
     Backend(
         "cpu",
