@@ -96,7 +96,7 @@ def combine_slots(
             step_max, step_sum, step_acc = combine_step(
                 partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
             )
-            row_max, row_sum, alpha, step_alpha = combine(row_max, row_sum, step_max, step_sum, MASKED=False)
+            row_max, row_sum, alpha, step_alpha = combine(row_max, row_sum, step_max, step_sum)
             acc = acc * alpha[:, None] + step_acc * step_alpha[:, None]
     return row_max, row_sum, acc
 
