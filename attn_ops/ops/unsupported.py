@@ -56,6 +56,9 @@ CUDA_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
 CUDA_VECTOR = 16
 """Bytes that CUDA kernels load at once."""
 
+CUDA_PAGE = 8
+"""Tokens that a page of the CUDA decode and prefill kernels is a multiple of: those of a swizzled group of rows."""
+
 CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
@@ -72,9 +75,6 @@ CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
 
 CUDA_PREFILL_GROUP = 1 << 15
 """Largest group size for which the division of the kernel, a multiplication, is exact."""
-
-CUDA_PREFILL_PAGE = 8
-"""Tokens that a page is a multiple of: those of a swizzled group of rows."""
 
 CUDA_MERGE_VECTORS = 128
 """Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
@@ -267,8 +267,8 @@ def cuda_decode(p: Problem) -> list[str]:
             f"head dimensions {dims[0]} and {dims[1]} have no tile",
         ),
         (
-            p.page_size % CUDA_PREFILL_PAGE == 0,
-            f"pages of {p.page_size} tokens are not multiples of {CUDA_PREFILL_PAGE}",
+            p.page_size % CUDA_PAGE == 0,
+            f"pages of {p.page_size} tokens are not multiples of {CUDA_PAGE}",
         ),
         (group <= CUDA_DECODE_HEADS, f"it needs at most {CUDA_DECODE_HEADS} query heads per KV head"),
         (p.layout.aligned, "rows are not aligned to 16 bytes"),
@@ -291,8 +291,8 @@ def _cuda_prefill(p: Problem, fp8: bool, of_kv: list[tuple[bool, str]], options:
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
             (dims in CUDA_PREFILL_HEAD_DIMS, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
             (
-                p.page_size % CUDA_PREFILL_PAGE == 0,
-                f"pages of {p.page_size} tokens are not multiples of {CUDA_PREFILL_PAGE}",
+                p.page_size % CUDA_PAGE == 0,
+                f"pages of {p.page_size} tokens are not multiples of {CUDA_PAGE}",
             ),
             (
                 p.num_qo_heads // p.num_kv_heads <= CUDA_PREFILL_GROUP,
