@@ -1,5 +1,5 @@
-// What kernels ask of the machine: the headers here that stand for those of kernels/cuda call these functions, and
-// machine.cpp has them. Each is called by one thread of the running kernel, and returns when that thread may go on.
+// What kernels ask of the machine (machine.h): the headers here that stand for those of kernels/cuda call these
+// functions. Each is called by one thread of the running kernel, and returns when that thread may go on.
 //
 // Addresses in shared memory are 32-bit, as on the GPU: of the own CTA, or with a CTA's rank for all of the cluster.
 #pragma once
