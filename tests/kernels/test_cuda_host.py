@@ -352,6 +352,7 @@ MLA_FAULTS = {
         Fault("for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);", ""),
         "a CTA of the cluster may end before",
     ),
+    "the plan is read before it is acquired": Planted(Fault("acquire_plan();", ""), "before the plan is acquired"),
     "mbarriers are used before they are initialised": Planted(
         Fault("cluster_wait_for_init();\n  wait_for_earlier_kernels();", "wait_for_earlier_kernels();"),
         "is no mbarrier",

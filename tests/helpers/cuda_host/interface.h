@@ -44,6 +44,7 @@ void wait_for_copies(int pending);                            // -1: for all, co
 void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes);  // cp.async.bulk to global memory
 void wait_for_bulk_reads();                                          // by all bulk stores of this thread
 void fence_async_proxy();
+void acquire_plan();               // by this thread
 void wait_for_earlier_kernels();
 
 // ---- mbarriers and TMA ----

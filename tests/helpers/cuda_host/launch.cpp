@@ -55,7 +55,7 @@ void run_cluster(int first) {
       t.registers = {{unsigned(i), 0, 0}, {block % x, block / x % y, block / x / y},
                      {x, y, unsigned(launch->grid[2])}, unsigned(c)};
       t.stack = stacks + (std::size_t(c) * kMaxThreads + i) * kStackBytes;
-      t.started = t.finished = t.earlier_kernels_ended = t.may_give_registers = false;
+      t.started = t.finished = t.plan_acquired = t.earlier_kernels_ended = t.may_give_registers = false;
       t.copies.clear(), t.in_flight.clear(), t.product_groups.clear();
       t.copy_groups = 0, t.uncommitted = 0;
       t.instruction = "", t.barrier = nullptr, t.threads = 0;

@@ -27,7 +27,7 @@ struct Region {
   const char* name;
   char* begin;
   std::size_t bytes;
-  bool is_shared, is_plan;  // a plan may be read before earlier kernels have ended
+  bool is_shared, is_plan;  // who has acquired a plan may read it before earlier kernels have ended
   Shadow shadow;            // unless nothing writes it
 
   bool has(const void* p, std::size_t size) const { return p >= begin && static_cast<const char*>(p) + size <= begin + bytes; }
@@ -121,7 +121,7 @@ struct Thread {
   View view;
   jmp_buf context;
   char* stack;
-  bool started, finished, earlier_kernels_ended, may_give_registers;
+  bool started, finished, plan_acquired, earlier_kernels_ended, may_give_registers;
   std::vector<Copy> copies;
   int copy_groups;
   std::vector<InFlight> in_flight;

@@ -22,9 +22,11 @@ void check_shared(const Cta& cta, std::uint32_t offset, std::size_t bytes, const
 }
 
 void check_ended(const Region& region, bool writes, std::uint32_t pc) {
-  if (!self->earlier_kernels_ended && !region.is_shared && (writes || !region.is_plan))
-    fail(std::string(writes ? "write of " : "read of ") + region.name +
-         " before griddepcontrol.wait, by " + describe(*self) + " " + at(pc));
+  if (self->earlier_kernels_ended || region.is_shared) return;
+  const bool of_plan = region.is_plan && !writes;
+  if (!of_plan || !self->plan_acquired)
+    fail(std::string(writes ? "write of " : "read of ") + region.name + " before griddepcontrol.wait" +
+         (of_plan ? ", and before the plan is acquired, by " : ", by ") + describe(*self) + " " + at(pc));
 }
 
 Region& region_of(const void* p, std::size_t bytes, bool writes, std::uint32_t pc) {
@@ -111,6 +113,7 @@ void fence_async_proxy() {
   ++self->time();
 }
 
+void acquire_plan() { self->plan_acquired = true; }
 void wait_for_earlier_kernels() { self->earlier_kernels_ended = true; }
 
 }  // namespace host
