@@ -57,7 +57,7 @@ void run_cluster(int first) {
       t.stack = stacks + (std::size_t(c) * kMaxThreads + i) * kStackBytes;
       t.started = t.finished = t.plan_acquired = t.earlier_kernels_ended = t.may_give_registers = false;
       t.copies.clear(), t.in_flight.clear(), t.product_groups.clear();
-      t.copy_groups = 0, t.uncommitted = 0;
+      t.copy_groups = 0, t.uncommitted = 0, t.bulk_stores = {};
       t.instruction = "", t.barrier = nullptr, t.threads = 0;
       t.time() = 1;
       ready.push_back(&t);
@@ -72,11 +72,9 @@ void run_cluster(int first) {
               return t.view.known[known] >= arrival.first;
             }))
           fail("a CTA of the cluster may end before an arrival " + at(arrival.second) + " on its " + describe(b));
-    for (const BulkStores& stores : ctas[c].bulk_stores)
-      if (!stores.reading.empty())
-        fail("the kernel ends while a bulk store reads shared memory, in " +
-             describe(ctas[c].threads[stores.reading.begin()->second]));
     for (const Thread& t : ctas[c].threads) {
+      if (t.bulk_stores.read < t.bulk_stores.issued)
+        fail("the kernel ends while a bulk store reads shared memory, in " + describe(t));
       if (!t.in_flight.empty()) fail("the kernel ends while a product is in flight, in " + describe(t));
       for (const Copy& copy : t.copies)
         if (copy.from) fail("the kernel ends while a cp.async is in flight, in " + describe(t));

@@ -106,10 +106,10 @@ struct Copy {  // cp.async
   int bytes, group;
 };
 
-// The bulk stores of a warp, which are numbered from 1 on.
+// The bulk stores of a thread, which are numbered from 1 on.
 struct BulkStores {
-  Time issued = 0;
-  std::map<Time, int> reading;  // those that may still read shared memory -> the thread
+  Entity entity = kNobody;    // until the first one
+  Time issued = 0, read = 0;  // the last one, and the last that has read shared memory
 };
 
 struct Cta;
@@ -124,6 +124,7 @@ struct Thread {
   bool started, finished, plan_acquired, earlier_kernels_ended, may_give_registers;
   std::vector<Copy> copies;
   int copy_groups;
+  BulkStores bulk_stores;
   std::vector<InFlight> in_flight;
   Time uncommitted;                  // the last product
   std::deque<Time> product_groups;   // the last product of each that is committed and has not been waited for
@@ -146,9 +147,8 @@ struct Cta {
   Exchange exchanges[kMaxWarps];
   WarpProduct products[kMaxWarps];
   WarpGroup groups[kMaxWarps / 4];
-  BulkStores bulk_stores[kMaxWarps];
   std::vector<Thread> threads;
-  int running;
+  int running, bulk_threads;
 };
 
 inline Entity Thread::entity() const { return thread_entity(cta->rank, index); }
@@ -232,6 +232,7 @@ Cta& cta_of(std::uint32_t address, std::uint32_t* offset);  // of an address; th
 void check_shared(const Cta& cta, std::uint32_t offset, std::size_t bytes, const char* what, std::uint32_t pc);
 void check_ended(const Region& region, bool writes, std::uint32_t pc);
 Region& region_of(const void* p, std::size_t bytes, bool writes, std::uint32_t pc);
+void access(const void* p, std::size_t bytes, bool writes, const Access& by);
 void access(const void* p, std::size_t bytes, bool writes, std::uint32_t pc);  // by the running thread
 
 // ---- barriers.cpp ----

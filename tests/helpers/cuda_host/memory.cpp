@@ -47,19 +47,22 @@ Region& region_of(const void* p, std::size_t bytes, bool writes, std::uint32_t p
   fail(text);
 }
 
-void access(const void* p, std::size_t bytes, bool writes, std::uint32_t pc) {
-  Region& region = region_of(p, bytes, writes, pc);
-  check_ended(region, writes, pc);
+void access(const void* p, std::size_t bytes, bool writes, const Access& by) {
+  Region& region = region_of(p, bytes, writes, by.pc);
+  check_ended(region, writes, by.pc);
   if (!region.shadow.exists()) {
-    if (writes) fail(std::string("write of ") + region.name + ", which is not in `writes`, " + at(pc));
+    if (writes) fail(std::string("write of ") + region.name + ", which is not in `writes`, " + at(by.pc));
     return;
   }
-  const Access by = {pc, self->time(), self->entity(), false};
   const std::size_t offset = static_cast<const char*>(p) - region.begin;
   if (writes)
     region.shadow.write(offset, bytes, by, self->view, cluster, region.is_shared, region.name);
   else
     region.shadow.read(offset, bytes, by, self->view, cluster, region.is_shared, region.name);
+}
+
+void access(const void* p, std::size_t bytes, bool writes, std::uint32_t pc) {
+  access(p, bytes, writes, {pc, self->time(), self->entity(), false});
 }
 
 // ---- What kernels ask for ----

@@ -36,12 +36,10 @@ std::string describe(const Access& access) {
   else if (number < kMaxThreads + kMaxWarps)
     text = "wgmma of warps " + std::to_string(number - kMaxThreads) + " to " +
            std::to_string(number - kMaxThreads + 3) + " of CTA " + std::to_string(ctas[cta].threads[0].registers.block.x);
-  else if (number >= kMaxThreads + kMaxWarps + kMaxBarriers)
-    text = "bulk stores of warp " + std::to_string(number - kMaxThreads - kMaxWarps - kMaxBarriers) + " of CTA " +
-           std::to_string(ctas[cta].threads[0].registers.block.x);
-  else
-    for (const auto& [offset, b] : ctas[cta].barriers)
-      if (b.entity == access.entity) text = "TMA onto the " + describe(b);
+  for (const auto& [offset, b] : ctas[cta].barriers)
+    if (b.entity == access.entity) text = "TMA onto the " + describe(b);
+  for (const Thread& t : ctas[cta].threads)
+    if (t.bulk_stores.entity == access.entity) text = "a bulk store of " + describe(t);
   return text + ", " + at(access.pc);
 }
 

@@ -87,21 +87,20 @@ void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes) {
   check_shared(cta, offset, bytes, "a bulk store", pc);
   if (from % 16 || bytes % 16 || reinterpret_cast<std::uintptr_t>(to) % 16)
     fail("a bulk store that is not aligned to 16 bytes, " + at(pc));
-  const int warp = self->index / 32;
-  BulkStores& stores = cta.bulk_stores[warp];
-  const Access by = {pc, ++stores.issued, bulk_entity(cta.rank, warp), true};
-  cta.shared.shadow.read(offset, bytes, by, self->view, cluster, true, cta.shared.name);
-  access(to, bytes, true, pc);
+  BulkStores& stores = self->bulk_stores;
+  if (stores.entity == kNobody) {
+    if (cta.bulk_threads == kMaxBulkThreads) fail("too many threads have bulk stores, " + at(pc));
+    stores.entity = bulk_entity(cta.rank, cta.bulk_threads++);
+  }
+  access(cta.shared.begin + offset, bytes, false, {pc, ++stores.issued, stores.entity, true});
+  access(to, bytes, true, {pc, kNever, stores.entity, true});  // nothing here waits for writes
   std::memcpy(to, cta.shared.begin + offset, bytes);
-  stores.reading[by.time] = self->index;
 }
 
 void wait_for_bulk_reads() {
-  const int warp = self->index / 32;
-  BulkStores& stores = self->cta->bulk_stores[warp];
-  std::erase_if(stores.reading, [](const auto& one) { return one.second == self->index; });
-  self->view.known[bulk_entity(self->cta->rank, warp)] =
-      stores.reading.empty() ? stores.issued : stores.reading.begin()->first - 1;
+  BulkStores& stores = self->bulk_stores;
+  stores.read = stores.issued;
+  if (stores.issued) self->view.known[stores.entity] = stores.issued;
 }
 
 }  // namespace host
