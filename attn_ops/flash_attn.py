@@ -96,7 +96,7 @@ def flash_attn_func(
         attention_chunk: row i sees the keys of its chunk alone: those with ``(i + seqlen_k - seqlen_q) //
             attention_chunk`` as their own position has; 0 is off.
         q_descale, k_descale, v_descale: scales of FP8 tensors: a number, a tensor of one element, which may be
-            expanded, or ``[batch, num_kv_heads]``, positive.
+            expanded, or ``[batch, num_kv_heads]``, positive. Those of other tensors are ignored.
         s_aux: ``[num_heads]``, attention sinks: a natural-log logit per head that joins the denominator, with value 0.
             ``learnable_sink`` is another name of it.
         return_softmax_lse: return ``(out, lse)``.
@@ -247,7 +247,7 @@ def flash_attn_varlen_func(
         )
         metadata = batch.metadata(where, scheduler_metadata)
         tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, metadata, k.shape[1])
-        scales = descales.of_rows(where, q, k.shape[2], batch.requests, cu_seqlens_q)
+        scales = descales.of_rows(where, q, k, batch.requests, cu_seqlens_q)
         result = tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, out))
     return result if rows is None else rows.spread(result, return_softmax_lse, out)
 
@@ -394,7 +394,7 @@ def flash_attn_with_kvcache(
     tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode).for_plan(
         where, metadata, k_cache.shape[1]
     )
-    scales = descales.of_rows(where, rows, k_cache.shape[2], requests, cu_seqlens_q)
+    scales = descales.of_rows(where, rows, k_cache, requests, cu_seqlens_q)
     return tensors.attend(where, metadata, options, scales, Result(shape, return_softmax_lse, out))
 
 
