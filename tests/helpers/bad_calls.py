@@ -256,7 +256,7 @@ def _names(key: str, value: str) -> list[tuple[str, str]]:
 def _fields() -> list[Bad]:
     """Plans with a field that is longer or shorter than its problem and its other fields say."""
     decode = ("kv_indptr", "kv_len", "work", "cta_indptr", "merge_indptr", "split_counters")
-    prefill = ("qo_indptr", "kv_indptr", "kv_len")
+    prefill = ("qo_indptr", "kv_indptr", "kv_len", "queue")
     bad = []
     for op in ("plan_decode", "batch_decode", "plan_prefill", "batch_prefill", "ragged_prefill", "batch_mla"):
         plan = _valid(op)["plan"]
@@ -487,7 +487,7 @@ def _others() -> list[Bad]:
         Bad("block_sparse_prefill", {"v": dims(slice(80))}, ShapeError, "v has dimension 0 80", "96 as in k"),
         Bad("block_sparse_prefill", {"k": to(torch.bfloat16)}, DTypeError, "the keys are bfloat16 and the val", "one"),
         Bad("block_sparse_prefill", {"q": leaf}, GradientError, "q requires grad", "inference"),
-        Bad("block_sparse_prefill", {"plan": but_last}, PlanError, "plan has 6 tensors", "the 7 of PrefillPlan"),
+        Bad("block_sparse_prefill", {"plan": but_last}, PlanError, "plan has 7 tensors", "the 8 of PrefillPlan"),
         Bad(
             "block_sparse_prefill", {"plan": replan(num_kv_heads=1)}, PlanError, "the plan was made for num_kv_he", "a"
         ),

@@ -45,6 +45,7 @@ void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes);  // cp.async
 void wait_for_bulk_reads();                                          // by all bulk stores of this thread
 void fence_async_proxy();
 void wait_for_earlier_kernels();
+std::uint32_t atomic_increment(int* counter, std::uint32_t last);
 
 // ---- mbarriers and TMA ----
 
