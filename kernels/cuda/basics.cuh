@@ -38,6 +38,13 @@ DEVICE void atomic_add(uint64* sum, uint64 x) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(sum), "l"(x) : "memory");
 }
 
+// Counts in global memory up to `last`, after which comes 0. Returns the number before.
+DEVICE uint32 atomic_increment(int* counter, uint32 last) {
+  uint32 x;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(x) : "l"(counter), "r"(last) : "memory");
+  return x;
+}
+
 // ---- Memory -------------------------------------------------------------------------------------------------------
 
 // 16 bytes that are read once: they are not kept in L1.

@@ -14,10 +14,13 @@
 // warp 0            producer K: keys, by TMA into a ring of kKeyStages KV tiles
 // warp 1            producer V: values, by TMA into a ring of kValueStages KV tiles
 // warps 2, 3        producer Q: the queries of the unit and of the next, into kQueries buffers. One thread, by TMA, if
-//                   a group divides 64, as a box then has 64 packed rows; otherwise all threads, by cp.async
+//                   a group divides 64, as a box then has 64 packed rows; otherwise all threads, by cp.async. Its first
+//                   thread is the scheduler, which passes the units of the CTA to the producers
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
 //
-// Each producer walks the units of its CTA by itself (`Schedule`). Producer Q passes them to the consumers.
+// The scheduler takes the next unit from a counter (`Schedule`) when producer K comes to the last tile of a unit: early
+// enough that nobody waits for it, and as late as that allows, so that CTAs end together. The unit goes to the producers
+// through `unit` in shared memory, and from producer Q to the consumers with the queries.
 //
 // Schedule
 // --------
@@ -28,11 +31,14 @@
 // prologue
 //     0.  [all]         initialise barriers; griddepcontrol.wait, before the plan is read; setmaxnreg
 // for each unit n
-//     1.  [producer Q]  wait for q_empty[b]; write its QueryBlock and load its queries; they complete q_full[b]
+//     1.  [producer Q]  scheduler: wait for unit_empty; increment the counter; write the unit; arrive on unit_full
+//                       wait for unit_full; wait for q_empty[b]; write its QueryBlock and load its queries; they
+//                       complete q_full[b]; arrive on unit_empty
+//         [producers K and V]  wait for unit_full, read the unit. Producer V arrives on unit_empty
 //     2.  [consumer]    wait for q_full[b]
 // mainloop, for each KV tile j of the unit
 //     3.  [producer K]  wait for k_empty[j]; expect the bytes of the tile on k_full[j]; issue a TMA load for each box;
-//                       load the page numbers of tile j+1, or of the next unit's first
+//                       load the page numbers of tile j+1. Before the last tile of the unit: arrive on unit_empty
 //     4.  [producer V]  the same with v. Where the KV ends, or a window begins, inside a box: wait for the loads on
 //                       `staging`, set the other rows of the box to 0, arrive on v_full[j]
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
@@ -59,7 +65,8 @@
 //     3.  wait for k_empty[j+1]; copy 16 bytes of FP8 each to the first of the two chunks that they become (cp.async);
 //         wait for v_empty[j]; copy v_j; wait for the keys, convert them in place; proxy fence; arrive on k_full[j+1]
 //     4.  the same with v_j, behind a load of the next page numbers
-// Tokens that no row sees are copied as zeros. Warps 2 and 3 also do step 1, while the first keys of the unit arrive.
+// Tokens that no row sees are copied as zeros. Warps 2 and 3 also do step 1, and load the queries while the first keys
+// of the unit arrive.
 #include "prefill_consumer.cuh"
 #include "prefill_fp8_producer.cuh"
 #include "prefill_problem.cuh"
@@ -67,17 +74,18 @@
 
 namespace attn_ops {
 
-// Grid: any number n of CTAs; the host launches one for each SM, or for each unit if there are fewer. CTA c runs units
-//     c, 2n - 1 - c, 2n + c, 4n - 1 - c and so on: plans sort their items by length, so waves in turn forwards and
-//     backwards balance.
+// Grid: any number n of CTAs; the host launches one for each SM, or for each unit if there are fewer. CTA c runs unit c,
+//     then those that it takes from the counter in `queue`. Without a plan it runs units c, 2n - 1 - c, 2n + c,
+//     4n - 1 - c and so on.
 // Owns: the rows of its units in `out` and `lse`, or their partial results in `partial`.
 // Loop invariant of a consumer, before it takes KV tile j: P holds the probabilities of its last tile, row_max and
 //     row_sum include that tile, O includes those before it and is relative to row_max.
 // Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes of the tile; with FP8 KV
 //     an arrival of each producer warp. k_empty and v_empty, one for each stage: an arrival of each warp that reads
 //     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
-//     q_empty: an arrival of each consumer warp. staging: an arrival of producer V, and the bytes. A named barrier of
-//     all consumer threads, around the exchange of step 11.
+//     q_empty: an arrival of each consumer warp. unit_full: an arrival of the scheduler. unit_empty: an arrival of
+//     producers K and V each, and of each thread that loads queries; with FP8 KV of each producer warp. staging: an arrival of producer V, and the bytes. A named barrier of all consumer
+//     threads, around the exchange of step 11.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
@@ -97,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     const int* qo_indptr,                     // [max_batch + 1]; this and the next two are null without a plan
     const int* kv_indices,                    // [max_pages]
     const int* work,                          // [max_items, kWorkStride]
+    int* queue,                               // [kQueueSize] or null without a plan
     float scale, float cap,                   // of the logits; a cap of 0 is none
     int window_left, int window_right,        // tokens that a row sees before and after its position; kNone: all
     int rows, int kv_rows, int num_pages, int max_pages, int max_items, int max_batch, int slots,
@@ -115,7 +124,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
 #endif
     int tile_rows,                            // query rows of a work item
     int num_items,
-    int num_units,                            // blocks of all items and KV heads
 #if CLOCKS
     int out_type, uint64* clocks) {
   start_clocks(clocks, 12);
@@ -130,8 +138,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
       .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,
       .max_items = max_items, .max_batch = max_batch, .num_kv_heads = num_kv_heads, .group = group,
-      .page_size = page_size, .box = box, .tile_rows = tile_rows, .num_items = num_items, .num_units = num_units,
-      .planned = work != nullptr,
+      .page_size = page_size, .box = box, .tile_rows = tile_rows, .num_items = num_items, .queue = queue,
   };
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
@@ -143,6 +150,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
     for (uint64& barrier : shared.q_full) init_barrier(shared_address(&barrier), q_box_rows ? 1 : kQueryThreads);
     for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), 2 * kConsumerWarps);
+    init_barrier(shared_address(&shared.unit_full), 1);
+    init_barrier(shared_address(&shared.unit_empty), KV_FP8 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));
     init_barrier(shared_address(&shared.staging), 1);
     fence_barrier_init();
   }

@@ -32,14 +32,14 @@ def _kernel(kv: str, of_kv: Mapping[str, str], aligned: tuple[str, ...]) -> Kern
         "q": "pointer",
         "q_map": "map",
         **dict.fromkeys(("k", "v"), kv),
-        **dict.fromkeys(("sinks", "out", "lse", "partial", "qo_indptr", "kv_indices", "work"), "pointer"),
+        **dict.fromkeys(("sinks", "out", "lse", "partial", "qo_indptr", "kv_indices", "work", "queue"), "pointer"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
         **dict.fromkeys(("window_left", "window_right", "rows", "kv_rows", "num_pages"), "i32"),
         **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
         **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size"), "i32"),
         **of_kv,
-        **dict.fromkeys(("tile_rows", "num_items", "num_units", "out_type"), "i32"),
+        **dict.fromkeys(("tile_rows", "num_items", "out_type"), "i32"),
     }
     return Kernel("prefill.cu", "prefill", parameters, writes=("out", "lse", "partial"), aligned=aligned)
 
@@ -170,6 +170,7 @@ def launch_tiles(
         lse=lse if lse.dim() > 1 else None,
         partial=workspace,
         **plan_arguments(plan),
+        queue=None if plan is None else plan.queue,
         scale=o.sm_scale or 1 / math.sqrt(dims[0]),
         cap=o.logits_soft_cap,
         window_left=NO_WINDOW if o.window_left < 0 else o.window_left,
@@ -185,7 +186,6 @@ def launch_tiles(
         page_size=page_size,
         tile_rows=tile_rows,
         num_items=num_items,
-        num_units=num_units,
         out_type=0 if out.dtype == x.q.dtype else OUT_TYPES[out.dtype],
     )
 

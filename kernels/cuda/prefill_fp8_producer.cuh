@@ -116,18 +116,20 @@ DEVICE void produce_fp8(const Problem& p, const Fp8Source& k, const Fp8Source& v
     publish(k_full + tile % (2 * kKeyStages) * 8);
   };
   Schedule schedule;
-  Unit unit;
   uint32 tile = 0;
   for (uint32 n = 0;; ++n) {
-    const bool exists = schedule.next(p, unit), empty = unit.start >= unit.end;
+    if (thread == 0) pass_unit(p, schedule, n, shared);
+    const Unit& unit = wait_for_unit(n, shared);
+    const bool exists = unit.count > 0;
+    TileTokens tokens = {unit.start, unit.start + unit.hidden, unit.end, unit.page_start, unit.kv_head};
     mark(kSchedule);
-    TileTokens tokens = {unit.start, unit.start + unit.hidden, exists ? unit.end : 0, unit.page_start, unit.kv_head};
-    if (exists && !empty) {
+    const bool empty = tokens.first >= tokens.end;
+    if (!empty) {
       find_page(tokens);
       copy_keys(tokens, tile);
     }
-    if (thread >= 0 && !(q.box_rows && thread)) load_queries(p, q, unit, exists, n, shared, thread);
-    __syncwarp();
+    if (thread >= 0 && !(q.box_rows && thread)) load_queries(p, q, unit, n, shared, thread);
+    release_unit(shared);
     if (!exists) return;
     if (empty) continue;
     TileTokens next = tokens;

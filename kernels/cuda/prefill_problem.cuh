@@ -52,23 +52,31 @@ struct QueryBlock {
   int remainder;      // of the first packed row divided by the group
 };
 
+struct Unit : Item {     // `start` to `end` are loaded. No unit follows if `count` is 0
+  int hidden;            // tokens from start on that no row sees, less than a box
+  int first_packed_row;
+  int first_row;         // the query row of the item to which it belongs
+  int kv_head;
+};
+
 struct Shared {
   alignas(1024) char query[kQueries][2][kQueryBytes];
   alignas(1024) char keys[kKeyStages][kKeyBytes];
   alignas(1024) char values[kValueStages][kValueBytes];
   float peer_max[kPackedRows], peer_sum[kPackedRows];
   QueryBlock query_blocks[kQueryBlocks];
+  Unit unit;
   // There are twice as many full barriers as stages, so that each is always waited for by the same consumer when they
   // take alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
   uint64 k_full[2 * kKeyStages], k_empty[kKeyStages], v_full[2 * kValueStages], v_empty[kValueStages];
-  uint64 q_full[kQueries], q_empty[kQueries], staging;
+  uint64 q_full[kQueries], q_empty[kQueries], unit_full, unit_empty, staging;
 };
 
 struct Problem {
   const int *qo_indptr, *kv_indices, *work;
   int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
-  int page_size, box, tile_rows, num_items, num_units;
-  bool planned;
+  int page_size, box, tile_rows, num_items;
+  int* queue;  // of the plan; null without one
 
   DEVICE bool split_kv() const { return tile_rows * group <= kPackedRows; }
   DEVICE int block_rows() const { return split_kv() ? kPackedRows : 2 * kPackedRows; }
@@ -79,13 +87,6 @@ struct Problem {
 struct Source {
   const TensorMap* map;
   int page_step, head_step;
-};
-
-struct Unit : Item {     // `start` to `end` are loaded
-  int hidden;            // tokens from start on that no row sees, less than a box
-  int first_packed_row;
-  int first_row;         // the query row of the item to which it belongs
-  int kv_head;
 };
 
 // `position + rows + window`, with a position that may be negative and a sum that may not fit in 32 bits, as a token.
@@ -102,36 +103,103 @@ DEVICE int relative_bound(int position, int rows, int window, int none) {
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(kBeforeAll)));
 }
 
-// Units of this CTA in their order.
+// How many items there are: of the plan, and with those after them, of rows without a request.
+struct ItemCounts {
+  int planned, all;
+
+  DEVICE explicit ItemCounts(const Problem& p) : planned(0), all(p.num_items) {
+    if (!p.queue) return;
+    const int padding = min(padding_items(p), p.num_items);
+    planned = max(min(p.queue[kSectionEnds + kSections - 1], p.num_items - padding), 0);
+    all = planned + padding;
+  }
+};
+
+// Units of this CTA in their order. One thread has it, and passes the units to the producers.
+//
+// With a plan a CTA begins with the unit of its number, and takes the others from a counter. Together the CTAs increment
+// it as often as there are units: the last increment sets it back to 0. Units are numbered section by section of the
+// work list, within a section KV head by KV head, then by item: CTAs that run at the same time read the KV of few heads,
+// which L2 holds, and the longest items still come first. Without a plan, or where units share no KV, all heads of an
+// item follow one another.
 struct Schedule : Walk<PAGED> {
   DEVICE bool next(const Problem& p, Unit& unit) {
-    return next_unit(*this, p, unit, blockIdx.x, gridDim.x, p.num_units, p.num_kv_heads * p.blocks());
+    const int units = static_cast<int>(min(int64(ItemCounts(p).all) * p.num_kv_heads * p.blocks(), int64(0x7FFFFFFF)));
+    for (;;) {
+      const int64 u = p.queue && wave ? int64(gridDim.x) + atomic_increment(p.queue + kNextUnit, units - 1)
+                                      : unit_of_wave(wave, blockIdx.x, gridDim.x);
+      if (u >= units) return false;
+      ++wave;
+      if (find(p, int(u), unit)) return true;
+    }
   }
 
-  DEVICE bool take(const Problem& p, int u, Unit& unit) const {
+  // Unit number u. False if it has no rows.
+  DEVICE bool find(const Problem& p, int u, Unit& unit) const {
+    const ItemCounts items(p);  // again, which takes no registers while the counter is waited for
     const int blocks = p.blocks();
-    unit.kv_head = u / blocks % p.num_kv_heads;
-    unit.first_packed_row = u % blocks * p.block_rows();
-    const int first = unit.first_row = unit.first_packed_row / p.group;
-    const int last = min((unit.first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
+    int begin = u / (blocks * p.num_kv_heads), end = begin + 1;
+    if (p.queue && !p.split_kv()) section_of(p, items, begin, end);
+    const int of_section = u - begin * blocks * p.num_kv_heads, of_head = (end - begin) * blocks;
+    const int of_this_head = of_section % of_head;
+    const int first_packed_row = of_this_head % blocks * p.block_rows(), first = first_packed_row / p.group;
+    unit.kv_head = of_section / of_head, unit.first_packed_row = first_packed_row, unit.first_row = first;
+    if (!locate(p, items, begin + of_this_head / blocks, unit)) return false;
+    const int last = min((first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
     if (first > last) return false;
-    unit.end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
-    int begin = max(unit.start, p.window_left == kNone ? 0 : bound(unit.position, first, -p.window_left));
-    unit.start = PAGED ? begin / p.box * p.box : begin;
-    unit.start = max(min(unit.start, unit.end), 0);
-    unit.hidden = max(begin - unit.start, 0);
+    const int last_end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
+    const int from = max(unit.start, p.window_left == kNone ? 0 : bound(unit.position, first, -p.window_left));
+    unit.start = max(min(PAGED ? from / p.box * p.box : from, last_end), 0);
+    unit.end = last_end, unit.hidden = max(from - unit.start, 0);
     return true;
   }
 
-  DEVICE int locate(const Problem& p, int item, Unit& unit) const {
-    if (p.planned) return Walk::locate(p, item, unit);
+  // The section of item `begin`: from `begin` to `end`. Whatever the plan says, sections divide the items.
+  DEVICE void section_of(const Problem& p, ItemCounts items, int& begin, int& end) const {
+    const int item = begin;
+    begin = item < items.planned ? 0 : items.planned, end = item < items.planned ? items.planned : items.all;
+#pragma unroll
+    for (int s = 0; s + 1 < kSections; ++s) {
+      const int section_end = p.queue[kSectionEnds + s];
+      if (section_end <= item)
+        begin = max(begin, section_end);
+      else
+        end = min(end, section_end);
+    }
+  }
+
+  // Reads an item. False if it has no rows.
+  DEVICE bool locate(const Problem& p, ItemCounts items, int item, Unit& unit) const {
+    if (p.queue) {
+      if (item >= items.planned) item += p.num_items - items.all;
+      return Walk::locate(p, item, unit) == item;
+    }
     unit.row = (p.num_items - 1 - item) * p.tile_rows;
     unit.count = min(p.rows - unit.row, p.tile_rows);
     unit.start = 0, unit.end = p.kv_rows, unit.position = p.kv_rows - p.rows + unit.row;
     unit.page_start = 0, unit.slot = -1;
-    return item;
+    return true;
   }
 };
+
+// Takes unit n of this CTA, or the end, when the producers want it, and passes it to them. One thread.
+DEVICE void pass_unit(const Problem& p, Schedule& schedule, uint32 n, Shared& shared) {
+  wait(shared_address(&shared.unit_empty), n & 1 ^ 1);
+  if (!schedule.next(p, shared.unit)) shared.unit = {};
+  arrive(shared_address(&shared.unit_full));
+}
+
+// Unit n of this CTA, until an arrival on unit_empty. The last arrival asks for the next unit.
+DEVICE const Unit& wait_for_unit(uint32 n, Shared& shared) {
+  wait(shared_address(&shared.unit_full), n & 1);
+  return shared.unit;
+}
+
+// An arrival of this warp.
+DEVICE void release_unit(Shared& shared) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.unit_empty));
+}
 
 // Where a KV tile of DIM columns has what, in bytes. A box is a page or a part of one: its tokens are in groups of
 // 8, each with all its columns. Ragged KV begins at any token: all tokens of 64 columns, then those of the next.

@@ -17,7 +17,8 @@ DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
   }
 }
 
-// One warp: the KV tiles of all units into a ring. Boxes after the end lie outside of the tensor map and read as zeros.
+// One warp: the KV tiles of all units into a ring. That of keys asks for the next unit before the last tile of one.
+// Boxes after the end lie outside of the tensor map and read as zeros.
 // Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
 // 0, since a probability of 0 times NaN is NaN.
 template <bool VALUES>
@@ -35,56 +36,52 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
     const int token = first + lane * box, index = unit.page_start + token / p.page_size;
     return lane < boxes && token < unit.end && index < p.max_pages ? p.kv_indices[index] : 0;
   };
-  Schedule schedule;
-  Unit unit, following;
-  bool exists = schedule.next(p, unit);
-  uint32 number = exists ? load_page(unit, unit.start) : 0, tile = 0, staged = 0;
-  mark(kSchedule);
-  while (exists) {
-    int first = unit.start;
-    do {
-      if (first < unit.end) {
-        const uint32 stage = tile % kStages, to = ring + stage * kBytes;
-        const int token = first + lane * box, visible = unit.end - first;
-        // After the end, outside of the map.
-        const int page = PAGED ? min(number, uint32(p.num_pages) - 1) : 0;
-        const int row = PAGED ? (token < unit.end ? token % p.page_size : p.page_size) / 8
-                              : (token < unit.end ? unit.page_start + token : p.kv_rows);
-        const int head = PAGED ? page * source.page_step + unit.kv_head * source.head_step : unit.kv_head;
-        const bool zero = VALUES && ((visible < kTile && visible % box) || (first == unit.start && unit.hidden));
-        const uint32 loaded = full + tile % (2 * kStages) * 8, barrier = zero ? staging : loaded;
-        wait(empty + stage * 8, tile / kStages & 1 ^ 1);
-        mark(kWaitEmpty);
-        if (lane == 0) arrive_expect(barrier, kBytes);
-        __syncwarp();
-        for (int i = 0; i < boxes; ++i) {
-          const int row_of_box = __shfl_sync(~0u, row, i), head_of_box = __shfl_sync(~0u, head, i);
-          if (elect()) {
-            if (PAGED)
-              load_box(to + i * box / 8 * TileLayout<kDim>::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box,
-                       barrier);
-            else
-              load_box(to + i * box * kRowBytes, source.map, 0, row_of_box, 0, head_of_box, barrier);
-          }
+  uint32 tile = 0, staged = 0;
+  for (uint32 n = 0;; ++n) {
+    const Unit unit = wait_for_unit(n, shared);
+    if (unit.count <= 0) return;
+    uint32 number = load_page(unit, unit.start);
+    if (VALUES || unit.start >= unit.end) release_unit(shared);
+    mark(kSchedule);
+    for (int first = unit.start; first < unit.end;) {
+      if (!VALUES && first + kTile >= unit.end) release_unit(shared);
+      const uint32 stage = tile % kStages, to = ring + stage * kBytes;
+      const int token = first + lane * box, visible = unit.end - first;
+      // After the end, outside of the map.
+      const int page = PAGED ? min(number, uint32(p.num_pages) - 1) : 0;
+      const int row = PAGED ? (token < unit.end ? token % p.page_size : p.page_size) / 8
+                            : (token < unit.end ? unit.page_start + token : p.kv_rows);
+      const int head = PAGED ? page * source.page_step + unit.kv_head * source.head_step : unit.kv_head;
+      const bool zero = VALUES && ((visible < kTile && visible % box) || (first == unit.start && unit.hidden));
+      const uint32 loaded = full + tile % (2 * kStages) * 8, barrier = zero ? staging : loaded;
+      wait(empty + stage * 8, tile / kStages & 1 ^ 1);
+      mark(kWaitEmpty);
+      if (lane == 0) arrive_expect(barrier, kBytes);
+      __syncwarp();
+      for (int i = 0; i < boxes; ++i) {
+        const int row_of_box = __shfl_sync(~0u, row, i), head_of_box = __shfl_sync(~0u, head, i);
+        if (elect()) {
+          if (PAGED)
+            load_box(to + i * box / 8 * TileLayout<kDim>::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box, barrier);
+          else
+            load_box(to + i * box * kRowBytes, source.map, 0, row_of_box, 0, head_of_box, barrier);
         }
-        if (zero) {
-          wait(staging, staged & 1);
-          ++staged;
-          if (first == unit.start) zero_rows(to, 0, unit.hidden, lane);
-          if (visible < kTile) zero_rows(to, visible, (visible + box - 1) / box * box, lane);
-          fence_async_shared();
-          __syncwarp();
-          if (lane == 0) arrive(loaded);
-        }
-        ++tile;
-        mark(kIssue);
       }
-      if (first == unit.start) exists = schedule.next(p, following);  // while the first tile is loaded
+      if (zero) {
+        wait(staging, staged & 1);
+        ++staged;
+        if (first == unit.start) zero_rows(to, 0, unit.hidden, lane);
+        if (visible < kTile) zero_rows(to, visible, (visible + box - 1) / box * box, lane);
+        fence_async_shared();
+        __syncwarp();
+        if (lane == 0) arrive(loaded);
+      }
+      ++tile;
+      mark(kIssue);
       first += kTile;
-      number = first < unit.end ? load_page(unit, first) : exists ? load_page(following, following.start) : 0;
+      number = load_page(unit, first);
       mark(kSchedule);
-    } while (first < unit.end);
-    unit = following;
+    }
   }
 }
 
@@ -130,8 +127,8 @@ DEVICE QueryBlock query_block(const Problem& p, const Unit& unit) {
 }
 
 // The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does. Without a unit it is the end.
-DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, bool exists, uint32 n, Shared& shared,
-                         int thread) {
+DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 n, Shared& shared, int thread) {
+  const bool exists = unit.count > 0;
   const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
   mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
@@ -150,16 +147,18 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, b
   mark(kIssue);
 }
 
-// Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end.
+// Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end. The first thread is
+// the scheduler.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   if (q.box_rows && thread) return;
   Schedule schedule;
-  Unit unit;
   for (uint32 n = 0;; ++n) {
-    const bool exists = schedule.next(p, unit);
-    load_queries(p, q, unit, exists, n, shared, thread);
-    if (!exists) return;
+    if (thread == 0) pass_unit(p, schedule, n, shared);
+    const Unit& unit = wait_for_unit(n, shared);
+    load_queries(p, q, unit, n, shared, thread);
+    if (unit.count <= 0) return;
+    arrive(shared_address(&shared.unit_empty));
   }
 }
 

@@ -8,6 +8,8 @@ namespace {
 
 constexpr int kMaxTokens = 0x7FF00000;  // of a request: sums with sizes of tiles fit in 32 bits
 enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
+constexpr int kSections = 6;  // of a work list: SECTIONS in attn_ops/plan/state.py
+enum Queue { kNextUnit, kSectionEnds, kQueueSize = kSectionEnds + kSections };
 
 struct Item {
   int row;         // of q: the first query row
@@ -17,6 +19,18 @@ struct Item {
   int page_start;  // of the request in kv_indices; its first token in ragged KV
   int slot;        // of the partial result, negative without a split
 };
+
+// Of `walkers` CTAs or clusters, the unit of walker w in a wave: w, 2 * walkers - 1 - w, 2 * walkers + w and so on. Plans
+// sort their items by length, so waves in turn forwards and backwards balance.
+DEVICE int64 unit_of_wave(int wave, int walker, int walkers) {
+  return int64(wave) * walkers + (wave & 1 ? walkers - 1 - walker : walker);
+}
+
+// The items at the end of the list for the query rows after the last request's.
+template <class Problem>
+DEVICE int padding_items(const Problem& p) {
+  return (max(p.rows - max(p.qo_indptr[p.max_batch], 0), 0) + p.tile_rows - 1) / p.tile_rows;
+}
 
 // The walk of a CTA or cluster over a plan, whose KV is paged or ragged.
 template <bool kPaged>
@@ -33,7 +47,8 @@ struct Walk {
     const int* record = p.work + int64(item) * kWorkStride;
     const bool listed = item < p.max_items;
     const auto column = [&](Work name, int otherwise) { return listed ? record[name] : otherwise; };
-    to.row = column(kRow, 0), to.count = column(kRows, 0), to.start = column(kKvBegin, 0), to.end = column(kKvEnd, 0);
+    to.row = min(column(kRow, 0), kMaxTokens), to.count = column(kRows, 0);
+    to.start = column(kKvBegin, 0), to.end = column(kKvEnd, 0);
     to.position = column(kPosition, 0), to.page_start = max(column(kPageStart, 0), 0), to.slot = column(kSlot, -1);
     if constexpr (kPaged) {
       const int64 pages = p.num_pages > 0 ? max(p.max_pages - to.page_start, 0) : 0;
@@ -42,10 +57,9 @@ struct Walk {
       to.end = min(to.end, p.kv_rows - to.page_start);
     }
     if (to.count <= 0) {
-      const int used = max(p.qo_indptr[p.max_batch], 0), padding = max(p.rows - used, 0);
-      const int first = p.num_items - (padding + p.tile_rows - 1) / p.tile_rows;
+      const int first = p.num_items - padding_items(p);
       if (item < first) return first;
-      to.row = used + (p.num_items - 1 - item) * p.tile_rows;
+      to.row = max(p.qo_indptr[p.max_batch], 0) + (p.num_items - 1 - item) * p.tile_rows;
       to.count = p.rows - to.row;
       to.end = min(to.start, 0), to.slot = -1;
     }
@@ -54,15 +68,13 @@ struct Walk {
   }
 };
 
-// Of `walkers` CTAs or clusters, walker w runs units w, 2 * walkers - 1 - w, 2 * walkers + w and so on: plans sort their
-// items by length, so waves in turn forwards and backwards balance. An item has `of_item` units.
-//
-// The next unit that has anything to do. `schedule.locate(p, item, unit)` reads the item, or returns a later one to go
-// on with, and `schedule.take(p, number, unit)` the rest of the unit, or returns false.
+// The next unit of a walker that has anything to do. An item has `of_item` units. `schedule.locate(p, item, unit)` reads
+// the item, or returns a later one to go on with, and `schedule.take(p, number, unit)` the rest of the unit, or returns
+// false.
 template <class Schedule, class Problem, class Unit>
 DEVICE bool next_unit(Schedule& schedule, const Problem& p, Unit& unit, int walker, int walkers, int units, int of_item) {
   for (;; ++schedule.wave) {
-    const int64 u = int64(schedule.wave) * walkers + (schedule.wave & 1 ? walkers - 1 - walker : walker);
+    const int64 u = unit_of_wave(schedule.wave, walker, walkers);
     if (int64(schedule.wave) * walkers >= units) return false;
     if (u >= units) continue;
     const int item = int(u) / of_item, first_padding = schedule.locate(p, item, unit);

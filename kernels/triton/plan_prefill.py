@@ -25,6 +25,7 @@ from attn_ops.plan.state import (
     LENGTH_BUCKETS,
     MAX_PUBLISHED_REQUESTS,
     MIN_SPLIT_BLOCKS,
+    SECTIONS,
     PlanProblem,
     PrefillPlan,
 )
@@ -122,6 +123,7 @@ def plan_prefill_kernel(
     plan_kv_len,  # [max_batch]
     work,  # [max_items, WORK_STRIDE]
     split_tiles,  # [max_split_tiles, SPLIT_TILE_STRIDE]
+    queue,  # [1 + SECTIONS]
     batch,
     num_indices,
     max_batch,
@@ -134,6 +136,7 @@ def plan_prefill_kernel(
     AHEAD: tl.constexpr,
     SHARD: tl.constexpr,
     BUCKETS: tl.constexpr,
+    SECTIONS: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     MIN_SPLIT_BLOCKS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,  # KV blocks of a split of fixed size, 0 for splits of about equal size
@@ -212,6 +215,15 @@ def plan_prefill_kernel(
     # Pass 4: write the work items in the order of buckets, and the split tiles.
     bucket_item = tl.cumsum(count, 0) - count
     num_items, num_slots, num_split_tiles = tl.sum(count, 0), 0, 0
+    # Where sections end: after the buckets down to a half, a quarter and so on of the longest, of which as many follow
+    # as a power of 2 says, or none.
+    following = BUCKETS - 1 - bucket_id
+    ends = (following & (following - 1) == 0) & (following <= BUCKETS // 2)
+    section = tl.zeros_like(following)
+    for s in tl.static_range(1, SECTIONS):
+        section += (following < (BUCKETS >> s)).to(tl.int32)
+    tl.store(queue + 1 + section, tl.minimum(bucket_item + count, max_items), mask=ends)
+    tl.store(queue, 0)
     for first in range(0, num_tiles, TILES):
         tile = first + t
         used = tile < num_tiles
@@ -283,6 +295,7 @@ def plan_prefill(
         plan_kv_len=p.kv_len,
         work=p.work,
         split_tiles=p.split_tiles,
+        queue=p.queue,
         batch=kv_indptr.shape[0] - 1,
         num_indices=num_indices,
         max_batch=max_batch,
@@ -295,6 +308,7 @@ def plan_prefill(
         AHEAD=problem.ahead,
         SHARD=shard_of(problem),
         BUCKETS=LENGTH_BUCKETS,
+        SECTIONS=SECTIONS,
         KV_BLOCK=KV_BLOCK,
         MIN_SPLIT_BLOCKS=MIN_SPLIT_BLOCKS,
         SPLIT_BLOCKS=problem.split // KV_BLOCK,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,10 +16,12 @@ from torch import Tensor
 pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
 
 from attn_ops.kernels.cuda import mla, prefill
+from attn_ops.kernels.triton import prefill_call
 from helpers import mla_cases, oracle
 from helpers.cases import Case
 from helpers.cuda_host import Fault, Host, HostError, needs_a_compiler
 from helpers.harness import Setup
+from helpers.hostile_plans import random_plan
 
 merges = importlib.import_module("attn_ops.kernels.cuda.merge_states")
 
@@ -142,6 +145,35 @@ def test_single_prefill(rows: int) -> None:
     oracle.Expected.of([(q, k, v)], causal=True).check(out, lse)
 
 
+def test_the_counter_of_units_is_0_again_and_one_that_was_not_heals() -> None:
+    """A launch with another number may leave units out, but ends, and the next one is right."""
+    setup = Setup("ragged", _case("counter", **F16_64, causal=True, planner={"tile_rows": 16}))
+    plan = setup.arguments["plan"]
+    with Host(sms=2).installed():
+        for number in (0, 3, 11, -1, -(2**31)):
+            plan.queue[0] = number
+            for _ in range(2):
+                out, lse = prefill.ragged_prefill(**setup.arguments)
+            setup.check(out, lse, **setup.tolerance("cuda"))
+            assert plan.queue[0] == 0 or number < 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_of_random_extremes_stay_within_the_tensors(seed: int) -> None:
+    """A result means nothing then: several work items may have the same rows."""
+    kind = ("prefill", "ragged")[seed % 2]
+    setup = Setup(kind, _case("extremes", **SPLIT | F16_64, causal=seed % 3 == 0, padding=2))
+    arguments = random_plan(setup.arguments, seed)
+    positional = [arguments.pop(name) for name in TENSORS[kind]]
+    with Host(sms=2, seed=seed).installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_call, "combine_split_tiles", lambda *_: None)
+        try:
+            OPS[kind](*positional, **arguments)
+        except HostError as error:
+            if not re.match(r"race(.|\n)* of (out|lse|partial)", str(error)):
+                raise
+
+
 MLA = [
     case
     for case in mla_cases.CASES
@@ -214,6 +246,8 @@ class Planted(NamedTuple):
     odd: bool = False
 
 
+RELEASE = "arrive(shared_address(&shared.unit_empty));"
+
 PREFILL_FAULTS = {
     "no arrival": Planted(
         Fault("arrive_by_warp(k_empty + number % kKeyStages * 8);", "", 2),
@@ -225,6 +259,23 @@ PREFILL_FAULTS = {
     ),
     "no wait for a stage": Planted(
         Fault("wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);", ""), "race|more arrivals"
+    ),
+    "the next unit is written before this one is read": Planted(
+        Fault("wait(shared_address(&shared.unit_empty), n & 1 ^ 1);", ""), "race|more arrivals|deadlock"
+    ),
+    "no wait for a unit": Planted(Fault("wait(shared_address(&shared.unit_full), n & 1);", ""), "race|uninitialised"),
+    "producer K asks for no unit": Planted(
+        Fault("if (!VALUES && first + kTile >= unit.end) release_unit(shared);", ""), "deadlock"
+    ),
+    "producer V releases no unit": Planted(
+        Fault("if (VALUES || unit.start >= unit.end) release_unit(shared);", ""), "deadlock"
+    ),
+    "producer Q releases a unit for producer V": Planted(
+        Fault(
+            f"if (unit.count <= 0) return;\n    {RELEASE}",
+            f"if (unit.count <= 0) return; {RELEASE} {RELEASE}",
+        ),
+        "race|more arrivals",
     ),
     "another number of bytes": Planted(
         Fault("arrive_expect(full, blocks * kQueryBytes);", "arrive_expect(full, 64);"), "lacks 0 of 1 arrivals and -"
@@ -265,7 +316,7 @@ PREFILL_FAULTS = {
         "without wgmma.fence",
     ),
     "no proxy fence after zeros": Planted(
-        Fault("fence_async_shared();\n          __syncwarp();", "__syncwarp();"), "no proxy fence"
+        Fault("fence_async_shared();\n        __syncwarp();", "__syncwarp();"), "no proxy fence"
     ),
     "no proxy fence after copies": Planted(
         Fault("wait_for_chunks();\n  fence_async_shared();", "wait_for_chunks();"), "no proxy fence", odd=True
@@ -320,7 +371,8 @@ FP8_FAULTS = {
     "no wait for a stage of values": Planted(
         Fault("wait(v_empty + tile % kValueStages * 8, tile / kValueStages & 1 ^ 1);", ""), "race|more arrivals"
     ),
-    "no queries": Planted(Fault("load_queries(p, q, unit, exists, n, shared, thread);", "", 2), "deadlock"),
+    "no queries": Planted(Fault("load_queries(p, q, unit, n, shared, thread);", "", 2), "deadlock"),
+    "no release of a unit": Planted(Fault("release_unit(shared);\n    if (!exists) return;", ""), "deadlock"),
 }
 
 STAGE = "store_shared(staged + i * 32 + lane * 8, output[4 * i + 2 * r], output[4 * i + 2 * r + 1])"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import cuda_host
+from helpers import cuda_host, hostile_plans
 from helpers.page_tables import indptr, page_table
 
 import attn_ops
@@ -31,19 +31,25 @@ int main() {
   for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
   const int* at = n.data();
   const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
-  Problem p = {.qo_indptr = array(), .work = array(), .planned = true};
+  Problem p = {.qo_indptr = array(), .work = array()};
+  int* const queue = p.queue = const_cast<int*>(array());
   for (int* field : {&p.window_left, &p.window_right, &p.rows, &p.kv_rows, &p.num_pages, &p.max_pages, &p.max_items,
-                     &p.max_batch, &p.num_kv_heads, &p.group, &p.page_size, &p.box, &p.tile_rows, &p.num_items,
-                     &p.num_units})
+                     &p.max_batch, &p.num_kv_heads, &p.group, &p.page_size, &p.box, &p.tile_rows, &p.num_items})
     *field = *at++;
   gridDim.x = *at++;
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-    Schedule schedule;
-    Unit unit;
-    while (schedule.next(p, unit))
+  std::vector<Schedule> running(gridDim.x);
+  std::vector<bool> ended(gridDim.x);
+  for (bool any = true; any;) {
+    any = false;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+      Unit unit;
+      if (ended[blockIdx.x] || (ended[blockIdx.x] = !running[blockIdx.x].next(p, unit))) continue;
+      any = true;
       std::printf("%d %d %d %d %d %d %d %d %d %d %d\\n", blockIdx.x, unit.row, unit.count, unit.position, unit.start,
                   unit.end, unit.hidden, unit.page_start, unit.slot, unit.first_packed_row, unit.kv_head);
+    }
   }
+  return queue[kNextUnit];
 }
 """
 
@@ -76,9 +82,10 @@ def _units(program: Path, plan: attn_ops.PrefillPlan, rows: int, box: int, ctas:
     block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
     units = items * HEADS * -(-tile_rows * group // block_rows)
     numbers = [plan.qo_indptr.numel(), *plan.qo_indptr.tolist(), plan.work.numel(), *plan.work.flatten().tolist()]
+    numbers += [plan.queue.numel(), *plan.queue.tolist()]
     numbers += [p.get("left", NO_WINDOW), p.get("right", NO_WINDOW), rows, p.get("kv_rows", 0), p.get("pages", 0)]
     numbers += [plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], HEADS, group, problem.page_size]
-    numbers += [box, tile_rows, items, units, min(ctas, units)]
+    numbers += [box, tile_rows, items, min(ctas, units)]
     run = subprocess.run([program], input=" ".join(map(str, numbers)), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return [Unit(*map(int, line.split())) for line in run.stdout.splitlines()]
@@ -141,6 +148,22 @@ def test_units_are_the_work_of_the_plan(
             assert {seen[starts[b] + i, head] for head in range(group * HEADS)} == {keys}, (b, i)
     assert len(visits) == (total + padding) * group * HEADS, "rows after the last request's are cleared"
     assert {visits[row, head] for row in range(total, total + padding) for head in range(group * HEADS)} == {1}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sections_of_extremes_repeat_no_unit(seed: int, programs: dict[bool, Path]) -> None:
+    """Memory safety: numbers of the plan decide which units run, none twice, and of which work items."""
+    generator = torch.Generator().manual_seed(seed)
+    qo_lens, kv_lens = BATCHES["several"]
+    sizes = {"page_size": 1, "num_qo_heads": 4 * HEADS, "num_kv_heads": HEADS, "head_dim": 128, "max_kv_len": 700}
+    planner = attn_ops.PrefillPlanner(8, 500, 0, **sizes)
+    plan = planner.plan(indptr(qo_lens), indptr(kv_lens))
+    usual = _units(programs[False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))
+    extremes = torch.tensor((*range(12), -1, *hostile_plans.EXTREMES), dtype=torch.int32)
+    plan.queue[1:] = extremes[torch.randint(len(extremes), (len(plan.queue) - 1,), generator=generator)]
+    units = [u._replace(cta=0) for u in _units(programs[False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))]
+    assert len(set(units)) == len(units)
+    assert set(units) <= {u._replace(cta=0) for u in usual}
 
 
 DIVISIONS = """

@@ -157,7 +157,7 @@ def _blocks() -> list[Bad]:
         Bad("block_sparse_prefill", {"v": dims(slice(80))}, ShapeError, "v has dimension 0 80", "96 as in k"),
         Bad("block_sparse_prefill", {"k": to(torch.bfloat16)}, DTypeError, "the keys are bfloat16 and the val", "one"),
         Bad("block_sparse_prefill", {"q": leaf}, GradientError, "q requires grad", "inference"),
-        Bad("block_sparse_prefill", {"plan": but_last}, PlanError, "plan has 6 tensors", "the 7 of PrefillPlan"),
+        Bad("block_sparse_prefill", {"plan": but_last}, PlanError, "plan has 7 tensors", "the 8 of PrefillPlan"),
         Bad(
             "block_sparse_prefill", {"plan": replan(num_kv_heads=1)}, PlanError, "the plan was made for num_kv_he", "a"
         ),

@@ -32,7 +32,7 @@ from helpers.calls import arguments
 def _fields() -> list[Bad]:
     """Plans with a field that is longer or shorter than its problem and its other fields say."""
     decode = ("kv_indptr", "kv_len", "work", "cta_indptr", "merge_indptr", "split_counters")
-    prefill = ("qo_indptr", "kv_indptr", "kv_len")
+    prefill = ("qo_indptr", "kv_indptr", "kv_len", "queue")
     bad = []
     for op in ("plan_decode", "batch_decode", "plan_prefill", "batch_prefill", "ragged_prefill", "batch_mla"):
         plan = valid(op)["plan"]

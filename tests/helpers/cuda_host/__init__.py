@@ -70,7 +70,7 @@ char* static_end() {{ return __stop_cuda_shared; }}
 
 FUNCTION = "void call_{name}(void** arguments) {{ call(attn_ops::{name}, arguments); }}"
 
-PLAN = ("qo_indptr", "kv_indices", "work", "cta_indptr", "kv_len", "merge_indptr")
+PLAN = ("qo_indptr", "kv_indices", "work", "queue", "cta_indptr", "kv_len", "merge_indptr")
 """Parameters that are tensors of a plan."""
 
 C_TYPES = {"pointer": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}

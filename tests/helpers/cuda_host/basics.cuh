@@ -13,6 +13,7 @@ DEVICE void acquire_plan() { host::acquire_plan(); }
 DEVICE uint64 nanoseconds() { return host::nanoseconds(); }
 DEVICE uint32 cycles() { return uint32(nanoseconds() / 16); }  // 32 bits last for a minute
 DEVICE void atomic_add(uint64* sum, uint64 x) { *sum += x; }
+DEVICE uint32 atomic_increment(int* counter, uint32 last) { return host::atomic_increment(counter, last); }
 
 DEVICE Vector load_streaming(const void* address) { return *static_cast<const Vector*>(address); }
 DEVICE void store(void* address, const Vector& x) { *static_cast<Vector*>(address) = x; }

@@ -46,6 +46,7 @@ void wait_for_bulk_reads();                                          // by all b
 void fence_async_proxy();
 void acquire_plan();               // by this thread
 void wait_for_earlier_kernels();
+std::uint32_t atomic_increment(int* counter, std::uint32_t last);
 
 // ---- mbarriers and TMA ----
 

@@ -119,6 +119,13 @@ void fence_async_proxy() {
 void acquire_plan() { self->plan_acquired = true; }
 void wait_for_earlier_kernels() { self->earlier_kernels_ended = true; }
 
+std::uint32_t atomic_increment(int* counter, std::uint32_t last) {
+  const std::uint32_t pc = PC, before = *counter;
+  if (self) check_ended(region_of(counter, sizeof *counter, true, pc), true, pc);  // there is none in a program
+  *counter = before >= last ? 0 : before + 1;
+  return before;
+}
+
 }  // namespace host
 
 // ---- What the compiler calls ----

@@ -18,7 +18,7 @@ from helpers.oracle import Expected
 
 ops = torch.ops.attn
 
-COUNTERS = ("split_counters",)
+COUNTERS = ("split_counters", "queue")
 """Fields of plans that a call writes, and leaves at 0."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -74,7 +74,8 @@ def attention_call(
             check_rounded(expected, out, sums, shape.dtype, **tolerated)
 
     writes = tensors_of(arguments.get("workspace"))
-    counters = [getattr(arguments.get("plan"), name, None) for name in COUNTERS]
+    plan = arguments.get("plan")
+    counters = [getattr(plan, name, None) for name in COUNTERS]
     reads = [t for t in tensors_of(arguments) if all(t is not one for one in counters)]
     return Call(op, text, run, check, reads, writes, **more)
 
