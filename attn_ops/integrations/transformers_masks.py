@@ -39,11 +39,15 @@ _MASKS = {
 class Step:
     """What the layers of one step share.
 
-    tables      lengths and page tables, by what they depend on beside the mask
+    kind        of the mask that they are passed, if there is one
+    layouts     how caches are read, by their sizes and strides
+    tables      lengths and page tables of continuous batching
     last_layer  that has used them
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind | None = None) -> None:
+        self.kind = kind
+        self.layouts: dict[Any, Any] = {}
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self.last_layer = -1
         self._plans: SharedPlans | None = None
@@ -88,7 +92,7 @@ class Kind(NamedTuple):
         code = (not self.causal) + 2 * self.partial + 4 * self.padded + 8 * self.packed + 16 * self.window
         bounds = torch.stack((begin, end), 1).int()
         mask = bounds[:, None, :, None].expand(-1, 1 + code, -1, -1)
-        mask.attn_ops_step = Step()  # type: ignore[attr-defined]
+        mask.attn_ops_step = Step(self)  # type: ignore[attr-defined]
         return mask
 
     @property
@@ -106,7 +110,7 @@ def is_bounds(mask: Any) -> bool:
 def step_of(mask: Tensor) -> Step:
     """What layers that are passed this ``mask`` share. A copy of it, as on another device, has its own."""
     if not hasattr(mask, "attn_ops_step"):
-        mask.attn_ops_step = Step()  # type: ignore[attr-defined]
+        mask.attn_ops_step = Step(Kind.of(mask))  # type: ignore[attr-defined]
     step: Step = mask.attn_ops_step  # type: ignore[attr-defined]
     return step
 

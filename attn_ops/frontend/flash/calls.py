@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
+from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import DTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.flash.arguments import Descales
@@ -47,6 +48,31 @@ class Result(NamedTuple):
             return result
         out, lse = result
         return out, lse.unflatten(0, self.shape).transpose(1, 2).contiguous()
+
+
+class FlashCall(NamedTuple):
+    """A call whose plan, if any, exists. ``append`` is made before it, ``views`` are those of :class:`OpCall`."""
+
+    call: AttentionCall
+    result: Result
+    views: tuple[tuple[Tensor, Tensor], ...] = ()
+    append: OpCall | None = None
+
+    def execute(self) -> Any:
+        if self.append is None:
+            return self.result.of(self.call.execute())
+        return self.result.of(self.call.execute_after(self.append.execute))
+
+    def op_call(self) -> OpCall:
+        found = self.call.op_call()
+        finalize = found.finalize
+        assert finalize is not None
+        return found._replace(
+            finalize=lambda *outputs: self.result.of(finalize(*outputs)),
+            scratch=found.args[-1:] if isinstance(self.call.plan, Scheduled) else (),
+            views=self.views,
+            before=() if self.append is None else (self.append,),
+        )
 
 
 def plan_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **more: Any) -> PlanSpec:
@@ -118,7 +144,7 @@ def dense_attention(
     *,
     qv: Tensor | None = None,
     chunk: int = 0,
-) -> Any:
+) -> FlashCall:
     """``q [batch, seqlen_q, ...]`` over ``k, v [batch, seqlen_k, ...]``: ragged KV of equal lengths."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, DENSE)
@@ -136,10 +162,10 @@ def dense_attention(
     q, k = with_latents(where, q, k, v, qv)
     result = Result((batch, q_len), return_lse, out)
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    views = tuple(zip(rows, (q, k, v), strict=True))
     scales = descales.of_rows(where, rows[0], k.shape[2], batch)
     if batch == 1 and not chunk:
-        call = dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD")
-        return result.of(call.execute())
+        return FlashCall(dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD"), result, views)
     spec = plan_spec(q, k, v, options, decode=False, paged=False, page_size=1)
 
     def make() -> SchedulerMetadata:
@@ -148,8 +174,7 @@ def dense_attention(
 
     metadata = shared(("dense", spec, batch, q_len, kv_len, chunk), (), device, make)
     source = Scheduled(metadata.plan, (q.shape[-1], v.shape[-1]))
-    call = AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(q), scales)
-    return result.of(call.execute())
+    return FlashCall(AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(q), scales), result)
 
 
 def varlen_attention(
@@ -166,7 +191,7 @@ def varlen_attention(
     *,
     qv: Tensor | None = None,
     chunk: int = 0,
-) -> Any:
+) -> FlashCall:
     """``q [total_q, ...]`` over ``k, v [total_k, ...]`` by cumulative lengths."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, VARLEN)
@@ -186,7 +211,7 @@ def varlen_attention(
     metadata = shared(key, (cu_seqlens_q, cu_seqlens_k), device, make)
     source = Scheduled(metadata.plan, (q.shape[-1], v.shape[-1]))
     call = AttentionCall(where, "ragged_prefill", (q, k, v), source, options, result.spec(q), scales)
-    return call.execute()
+    return FlashCall(call, result)
 
 
 def unpack(where: str, name: str, packed: Tensor, parts: int, dims: str) -> tuple[Tensor, ...]:
