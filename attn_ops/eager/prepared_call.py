@@ -140,7 +140,7 @@ class CapturedCall(NamedTuple):
 
 
 def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
-    """The first position of the object ``t`` among ``tensors``. Where it is there twice it is in every call of the key."""
+    """The first position of the object ``t`` among ``tensors``. If it is there twice, so it is in each call of the key."""
     return next((i for i, x in enumerate(tensors) if x is t), None)
 
 

@@ -13,6 +13,7 @@ from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import ShapeError, fail
 from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from attn_ops.integrations import transformers_mla as mla
+from attn_ops.integrations.transformers_cache import grow_in_place
 from attn_ops.integrations.transformers_layout import Layout
 from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attention_bounds, is_bounds, step_of
 from attn_ops.integrations.transformers_refusals import refuse, refuse_mask
@@ -37,6 +38,7 @@ def register() -> str:
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import cache_utils as caches
         from transformers import modeling_flash_attention_utils as flash
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
         from transformers.modeling_utils import PreTrainedModel
@@ -56,6 +58,7 @@ def register() -> str:
         managers: Any = ContinuousBatchingManager
         managers.switch_to_cb_friendly_attn = _switched(managers.switch_to_cb_friendly_attn)
         mla.keep_latents(DeepseekV3Attention, NAME)
+        grow_in_place(caches.DynamicCache, caches.DynamicLayer, (NAME, PAGED_NAME))
     return NAME
 
 

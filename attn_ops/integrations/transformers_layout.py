@@ -13,6 +13,9 @@ from attn_ops.eager.prepared_call import is_traced
 from attn_ops.flash_attn import get_scheduler_metadata
 from attn_ops.integrations.transformers_masks import Kind
 
+WIDTH = 256
+"""Tokens that the width of a page table is rounded up to, so that the plans of many steps have one size."""
+
 Caches = tuple[Tensor, Tensor]
 """Keys and values: of transformers ``[batch, num_kv_heads, tokens, head_dim]``."""
 
@@ -60,8 +63,9 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, qv: Tensor | None, keywords
 
 def _page_table(mask: Tensor, capacity: int, apart: int) -> dict[str, Tensor]:
     """Pages of one token from the first key to the last, of requests so many tokens ``apart`` in memory."""
+    width = -(-capacity // WIDTH) * WIDTH if mask.is_cuda and not is_traced() else capacity
     begin, end = mask[:, 0].squeeze(-1).unbind(1)
-    tokens = torch.arange(capacity, dtype=torch.int32, device=mask.device) + begin[:, None]
+    tokens = torch.arange(width, dtype=torch.int32, device=mask.device) + begin[:, None]
     requests = torch.arange(mask.shape[0], dtype=torch.int32, device=mask.device)[:, None]
     return {"block_table": tokens.clamp(max=capacity - 1) + requests * apart, "cache_seqlens": end - begin}
 
@@ -98,3 +102,12 @@ def _tokens_apart(t: Tensor) -> int | None:
     """Tokens in memory from one request to the next, None if that is no whole number."""
     batch, token = t.stride(0), t.stride(2)
     return batch // token if t.stride(3) == 1 and token > 0 and batch % token == 0 else None
+
+
+def _room(t: Tensor) -> int:
+    """Tokens that each head has memory for: more than those in the view of a cache that grows in place."""
+    batch, heads, tokens, head_dim = t.shape
+    room = t.stride(1) // t.stride(2)
+    last = (batch - 1) * t.stride(0) + (heads - 1) * t.stride(1) + (room - 1) * t.stride(2) + head_dim
+    in_storage = (t.storage_offset() + last) * t.itemsize <= t.untyped_storage().nbytes()
+    return room if room > tokens and in_storage else tokens

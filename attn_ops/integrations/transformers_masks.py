@@ -104,6 +104,8 @@ class Kind(NamedTuple):
 
 def is_bounds(mask: Any) -> bool:
     """Whether ``mask`` is a result of :func:`attention_bounds`."""
+    if hasattr(mask, "attn_ops_step"):
+        return True
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (2, 1)
 
 
@@ -158,9 +160,9 @@ def attention_bounds(
         return Kind(True, True, True, True, window).mask(begin, end)
     total = q_offset + q_length - kv_offset if causal else kv_length
     full = isinstance(total, int) and total == kv_length
-    end = torch.full((batch_size,), 1, dtype=torch.int32, device=device) * total
+    end = torch.zeros((batch_size,), dtype=torch.int32, device=device) + total
     begin = torch.zeros_like(end)
-    if attention_mask is None:
+    if attention_mask is None or _shows_all(attention_mask, total, kv_offset):
         return Kind(causal, not full, False, False, window).mask(begin, end)
     begin, end, padded = _padding(attention_mask, end, kv_offset, causal, window)
     return Kind(causal, padded or not full, padded, False, window).mask(begin, end)
@@ -173,6 +175,13 @@ def _names(function: Callable[..., Any]) -> Iterator[str]:
     yield function.__qualname__.split(".")[0]
     for part in (*held.get("mask_functions", ()), *([held["mask_function"]] if "mask_function" in held else [])):
         yield from _names(part)
+
+
+def _shows_all(given: Tensor, total: int | Tensor, kv_offset: int) -> bool:
+    """Whether ``given [batch, tokens]`` hides no token, as in most steps. Traced, that is not known."""
+    if is_traced():
+        return False
+    return bool(given.all() & (total <= given.shape[1] - kv_offset))
 
 
 def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: int) -> tuple[Tensor, Tensor, bool]:

@@ -196,6 +196,11 @@ def _needs_64_bits(x: Any) -> bool:
     return type(x) is int and not -(1 << 31) <= x < 1 << 31
 
 
+def _class_of(x: Any) -> Any:
+    """Equal for the values of a specialized parameter that share a compiled kernel, as Triton specializes ints."""
+    return (x == 1, x % 16 == 0, _needs_64_bits(x)) if type(x) is int else x
+
+
 def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
     """Load a compiled kernel and add it to the kernel cache."""
     if hasattr(compiled, "result"):
@@ -258,7 +263,7 @@ def _launch_direct(
         if isinstance(value, Tensor):
             specialization.append((value.dtype, not value.data_ptr() & ALIGNMENT_MASK))
         else:
-            specialization.append(value)
+            specialization.append(_class_of(value))
     wide = tuple([_needs_64_bits(values[i]) for i in parameters.scalars])
     key = (kernel, device, tuple(specialization), wide, parameters.constants(values), options)
     if key not in _kernel_cache:
