@@ -140,7 +140,7 @@ class CapturedCall(NamedTuple):
 
 
 def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
-    """The first position of the object ``t`` among ``tensors``. If it is there twice, so it is in each call of the key."""
+    """The first position of the object ``t`` among ``tensors``. Other calls of the key have one there as often."""
     return next((i for i, x in enumerate(tensors) if x is t), None)
 
 

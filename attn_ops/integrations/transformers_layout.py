@@ -6,18 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import is_traced
-from attn_ops.flash_attn import get_scheduler_metadata
 from attn_ops.integrations.transformers_masks import Kind
-
-WIDTH = 256
-"""Tokens that the width of a page table is rounded up to, so that the plans of many steps have one size."""
-
-Caches = tuple[Tensor, Tensor]
-"""Keys and values: of transformers ``[batch, num_kv_heads, tokens, head_dim]``."""
+from attn_ops.integrations.transformers_plans import Caches, Lease, Places, plan
 
 
 class Layout(NamedTuple):
@@ -25,68 +18,49 @@ class Layout(NamedTuple):
 
     caches    the caches as ``flash_attn_with_kvcache`` takes them
     keywords  its arguments that say which keys are visible: lengths, block table, mask and plan
+    lease     of the plan
     """
 
     caches: Callable[[Tensor, Tensor], Caches]
     keywords: dict[str, Any]
+    lease: Lease | None = None
 
     @classmethod
     def of(cls, query: Tensor, caches: Caches, mask: Tensor, kind: Kind, qv: Tensor | None) -> Layout:
         """Of a layer that is passed ``mask``, with bounds of this ``kind``."""
-        if kind.partial and not kind.padded:
-            view, pages = _dense, {"cache_seqlens": mask[:, 0, 1, 0].contiguous()}
-        else:
-            view, apart = _token_pages(*caches)
-            pages = _page_table(mask, caches[0].shape[2], apart)
-        keywords: dict[str, Any] = {"causal": kind.causal, "window_size": kind.window_size, **pages}
-        if not is_traced():  # the compiler finds equal plans
-            keywords["scheduler_metadata"] = _plan(query, *caches, qv, keywords)
+        keywords: dict[str, Any] = {"causal": kind.causal, "window_size": kind.window_size}
+        begin, end = mask[:, 0, 0, 0], mask[:, 0, 1, 0]
+        keywords["cache_seqlens"] = end - begin if kind.padded else end.contiguous()
+        view, places = _dense, None
+        if kind.padded or not kind.partial:
+            view, room, apart = _token_pages(*caches)
+            places = Places(begin if kind.padded else None, room, apart)
+        if not is_traced():
+            made, lease = plan(query, caches, qv, places, keywords)
+            return cls(view, keywords | made, lease)
+        if places is not None:  # the compiler finds equal plans
+            keywords["block_table"] = places.table(mask.shape[0], mask.device)
         return cls(view, keywords)
-
-
-def _plan(query: Tensor, key: Tensor, value: Tensor, qv: Tensor | None, keywords: dict[str, Any]) -> Any:
-    batch, num_heads, rows, head_dim = query.shape
-    return get_scheduler_metadata(
-        batch,
-        rows,
-        key.shape[2],
-        num_heads,
-        key.shape[1],
-        head_dim,
-        headdim_v=value.shape[3],
-        page_size=1 if "block_table" in keywords else None,
-        has_qv=qv is not None,
-        device=query.device,
-        **keywords,
-    )
-
-
-def _page_table(mask: Tensor, capacity: int, apart: int) -> dict[str, Tensor]:
-    """Pages of one token from the first key to the last, of requests so many tokens ``apart`` in memory."""
-    width = -(-capacity // WIDTH) * WIDTH if mask.is_cuda and not is_traced() else capacity
-    begin, end = mask[:, 0].squeeze(-1).unbind(1)
-    tokens = torch.arange(width, dtype=torch.int32, device=mask.device) + begin[:, None]
-    requests = torch.arange(mask.shape[0], dtype=torch.int32, device=mask.device)[:, None]
-    return {"block_table": tokens.clamp(max=capacity - 1) + requests * apart, "cache_seqlens": end - begin}
 
 
 def _dense(key: Tensor, value: Tensor) -> Caches:
     return key.transpose(1, 2), value.transpose(1, 2)
 
 
-def _token_pages(key: Tensor, value: Tensor) -> tuple[Callable[[Tensor, Tensor], Caches], int]:
-    """The view of caches as pages of one token, ``[pages, 1, num_kv_heads, head_dim]``, and the number of pages from
-    one request to the next."""
+def _token_pages(key: Tensor, value: Tensor) -> tuple[Callable[[Tensor, Tensor], Caches], int, int]:
+    """The view of caches as pages of one token, ``[pages, 1, num_kv_heads, head_dim]``, and ``room`` and ``apart`` of
+    :class:`Places`."""
     if is_traced():  # the layout of an intermediate is the compiler's
-        return _reshaped, key.shape[2]
+        return _reshaped, key.shape[2], key.shape[2]
     apart = _tokens_apart(key)
     if apart is None or apart != _tokens_apart(value):
-        view, apart = _token_pages(key.contiguous(), value.contiguous())
-        return lambda key, value: view(key.contiguous(), value.contiguous()), apart
+        view, *sizes = _token_pages(key.contiguous(), value.contiguous())
+        return lambda key, value: view(key.contiguous(), value.contiguous()), *sizes
     # No copy: pages of other heads or requests lie between those of a request.
-    number = (key.shape[0] - 1) * apart + key.shape[2]
+    room = min(_room(key), _room(value))
+    number = (key.shape[0] - 1) * apart + room
     forms = (((number, 1, t.shape[1], t.shape[3]), (t.stride(2), t.stride(2), t.stride(1), 1)) for t in (key, value))
-    return functools.partial(_strided, *forms), apart
+    return functools.partial(_strided, *forms), room, apart
 
 
 def _reshaped(key: Tensor, value: Tensor) -> Caches:

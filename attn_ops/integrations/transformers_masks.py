@@ -91,7 +91,7 @@ class Kind(NamedTuple):
     def mask(self, begin: Tensor, end: Tensor) -> Tensor:
         code = (not self.causal) + 2 * self.partial + 4 * self.padded + 8 * self.packed + 16 * self.window
         bounds = torch.stack((begin, end), 1).int()
-        mask = bounds[:, None, :, None].expand(-1, 1 + code, -1, -1)
+        mask = bounds.view(-1, 1, 2, 1).expand(-1, 1 + code, -1, -1)
         mask.attn_ops_step = Step(self)  # type: ignore[attr-defined]
         return mask
 
@@ -160,7 +160,10 @@ def attention_bounds(
         return Kind(True, True, True, True, window).mask(begin, end)
     total = q_offset + q_length - kv_offset if causal else kv_length
     full = isinstance(total, int) and total == kv_length
-    end = torch.zeros((batch_size,), dtype=torch.int32, device=device) + total
+    if isinstance(total, int):
+        end = torch.full((batch_size,), total, dtype=torch.int32, device=device)
+    else:
+        end = torch.zeros((batch_size,), dtype=torch.int32, device=device) + total
     begin = torch.zeros_like(end)
     if attention_mask is None or _shows_all(attention_mask, total, kv_offset):
         return Kind(causal, not full, False, False, window).mask(begin, end)
@@ -181,7 +184,10 @@ def _shows_all(given: Tensor, total: int | Tensor, kv_offset: int) -> bool:
     """Whether ``given [batch, tokens]`` hides no token, as in most steps. Traced, that is not known."""
     if is_traced():
         return False
-    return bool(given.all() & (total <= given.shape[1] - kv_offset))
+    room = given.shape[1] - kv_offset
+    if isinstance(total, int):
+        return total <= room and bool(given.all())
+    return bool(given.all() & (total <= room))
 
 
 def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: int) -> tuple[Tensor, Tensor, bool]:
