@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.compiler import is_compiling
 
 P = ParamSpec("P")
@@ -45,11 +46,18 @@ CONSTANT = -1
 MAX_ENTRIES = 4096
 """Entries of a cache. An insertion beyond it first evicts all of them."""
 
+
+def _is_profiled() -> bool:
+    """Whether a profiler of any thread runs: it may observe all of them."""
+    return profiler._is_profiler_enabled
+
+
 INTERPOSITION_CHECKS = (
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
     torch._C._functorch.peek_interpreter_stack,
     torch._C._autograd._profiler_enabled,
+    _is_profiled,
     torch._C._is_tracing,
 )
 """Functions without arguments. If any returns true, a mode, transform, tracer or profiler must observe the op."""
