@@ -249,11 +249,11 @@ def flash_attn_varlen_func(
             places=k.shape[0],
             chunk=chunk,
         )
-        metadata = batch.metadata(where, scheduler_metadata)
-        tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, metadata, k.shape[1])
+        found = batch.metadata(where, scheduler_metadata)
+        tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, found.metadata, k.shape[1])
         scales = descales.of_rows(where, q, k.shape[2], batch.requests, cu_seqlens_q)
         given = CacheArguments(q, qv, k, v)
-        call = tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, out), given)
+        call = tensors.attend(where, found, options, scales, Result(None, return_softmax_lse, out), given)
     return call if rows is None else SpreadCall(call, rows, return_softmax_lse, out)
 
 
@@ -388,7 +388,7 @@ def flash_attn_with_kvcache(
         chunk,
     )
     rotary = Rotary.of(where, rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1], q.device)
-    metadata = batch.metadata(where, scheduler_metadata)
+    found = batch.metadata(where, scheduler_metadata)
     if rotary is not None:
         required(where, k=new)
         assert new is not None
@@ -398,11 +398,11 @@ def flash_attn_with_kvcache(
         rows, key = rotate(where, rotary, rows, new[0], batch, begin, by_row)
         new = key, new[1]
     tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode).for_plan(
-        where, metadata, k_cache.shape[1]
+        where, found.metadata, k_cache.shape[1]
     )
     scales = descales.of_rows(where, rows, k_cache.shape[2], requests, cu_seqlens_q)
     result, given = Result(shape, return_softmax_lse, out), CacheArguments(q, qv, k_cache, v_cache, k, v)
-    return tensors.attend(where, metadata, options, scales, result, given)
+    return tensors.attend(where, found, options, scales, result, given)
 
 
 @typed

@@ -301,6 +301,19 @@ def _argument_types(op: str) -> dict[str, tuple[type | None, bool]]:
     }
 
 
+class Lookup(NamedTuple):
+    """How calls find tensors that are not among their arguments, as those of a plan.
+
+    by       tensors among the arguments of the call
+    found    what it found
+    find     finds the same for the tensors of a later call in the place of ``by``; None if it must be made
+    """
+
+    by: tuple[Tensor, ...]
+    found: Sequence[Tensor]
+    find: Callable[..., Sequence[Tensor] | None]
+
+
 class OpCall(NamedTuple):
     """A call of an op, and what becomes of its outputs.
 
@@ -311,6 +324,7 @@ class OpCall(NamedTuple):
     scratch       arguments of the op that the call itself allocated, with undefined contents
     views         ``(view, base)``: arguments of the op that begin where an argument of the caller does
     before        calls of ops, without results, that are made first
+    lookup        of tensors that the call did not get
     """
 
     op: str
@@ -323,6 +337,7 @@ class OpCall(NamedTuple):
     scratch: tuple[Tensor, ...] = ()
     views: tuple[tuple[Tensor, Tensor], ...] = ()
     before: tuple[OpCall, ...] = ()
+    lookup: Lookup | None = None
 
     def execute(self) -> Any:
         for call in self.before:
@@ -388,6 +403,23 @@ class HasPreparedCalls(Protocol):
         """Tensors that the op takes and that are not arguments of the method. They live as long as the caches."""
 
 
+def _looked_up(
+    prepared_call: Any, lookup: Lookup, arguments: Sequence[Tensor], op_call: OpCall, uncached: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """The prepared call on the arguments of a later call of its key, and on the tensors that are looked up."""
+    places = [_index(arguments, t) for t in lookup.by]
+    if None in places or any(t is not None for t in op_call.destinations or ()):
+        return None
+    find = lookup.find
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = flatten_tensors((*args, *kwargs.values()))
+        found = find(*[tensors[i] for i in places])  # type: ignore[index]
+        return uncached(*args, **kwargs) if found is None else prepared_call.call((*tensors, *found))
+
+    return call
+
+
 def _cache_of(make: Callable[..., tuple[Executable, list[Tensor], Sequence[Tensor]]], of_method: bool) -> Any:
     """``make`` takes the arguments of the cache: the call, the tensors among its arguments, and constants."""
     entries: dict[Hashable, Any] = {}
@@ -401,7 +433,12 @@ def _cache_of(make: Callable[..., tuple[Executable, list[Tensor], Sequence[Tenso
             return executable.execute()
         if len(entries) >= MAX_ENTRIES:
             entries.clear()
-        result, prepared_call = executable.op_call().first_call(arguments, constants)
+        op_call = executable.op_call()
+        lookup = op_call.lookup
+        found = () if lookup is None else lookup.found
+        result, prepared_call = op_call.first_call((*arguments, *found), constants)
+        if prepared_call is not None and lookup is not None:
+            prepared_call = _looked_up(prepared_call, lookup, arguments, op_call, uncached)
         entries[key] = prepared_call or uncached
         return result
 

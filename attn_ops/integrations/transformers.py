@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -157,9 +157,12 @@ def attention_forward(
     if cache is not None:
         return _continuous(module, query, key, value, cache, causal, sliding_window, options, kwargs), None
     if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
-        window = Kind.of(attention_mask).window_size if bounded else _window(sliding_window, causal)
         lengths = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-        with step_of(attention_mask).plans() if bounded else nullcontext():
+        window = _window(sliding_window, causal)
+        plans: AbstractContextManager[object] = nullcontext()
+        if bounded and attention_mask is not None:
+            window, plans = Kind.of(attention_mask).window_size, step_of(attention_mask).plans()
+        with plans:
             return _packed(query, key, value, lengths, causal, window, options), None
     if attention_mask is None and not causal:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))

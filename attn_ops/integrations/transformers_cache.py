@@ -71,9 +71,11 @@ class Buffer:
 
 
 def _growing(layer_class: Any) -> Any:
-    class GrowingLayer(layer_class):  # type: ignore[misc]
+    class GrowingLayer(layer_class):
         """Keys and values ``[batch, num_kv_heads, tokens, head_dim]`` are views of ``buffers`` with room for more."""
 
+        keys: Any
+        values: Any
         buffers: tuple[Buffer, Buffer] | None = None
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:

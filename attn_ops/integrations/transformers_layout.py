@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +10,8 @@ from torch import Tensor
 from attn_ops.eager.prepared_call import is_traced
 from attn_ops.integrations.transformers_masks import Kind
 from attn_ops.integrations.transformers_plans import Caches, Lease, Places, plan
+
+View = Callable[[Tensor, Tensor], Caches]
 
 
 class Layout(NamedTuple):
@@ -21,7 +22,7 @@ class Layout(NamedTuple):
     lease     of the plan
     """
 
-    caches: Callable[[Tensor, Tensor], Caches]
+    caches: View
     keywords: dict[str, Any]
     lease: Lease | None = None
 
@@ -31,7 +32,8 @@ class Layout(NamedTuple):
         keywords: dict[str, Any] = {"causal": kind.causal, "window_size": kind.window_size}
         begin, end = mask[:, 0, 0, 0], mask[:, 0, 1, 0]
         keywords["cache_seqlens"] = end - begin if kind.padded else end.contiguous()
-        view, places = _dense, None
+        view: View = _dense
+        places = None
         if kind.padded or not kind.partial:
             view, room, apart = _token_pages(*caches)
             places = Places(begin if kind.padded else None, room, apart)
@@ -47,29 +49,27 @@ def _dense(key: Tensor, value: Tensor) -> Caches:
     return key.transpose(1, 2), value.transpose(1, 2)
 
 
-def _token_pages(key: Tensor, value: Tensor) -> tuple[Callable[[Tensor, Tensor], Caches], int, int]:
+def _token_pages(key: Tensor, value: Tensor) -> tuple[View, int, int]:
     """The view of caches as pages of one token, ``[pages, 1, num_kv_heads, head_dim]``, and ``room`` and ``apart`` of
     :class:`Places`."""
     if is_traced():  # the layout of an intermediate is the compiler's
         return _reshaped, key.shape[2], key.shape[2]
     apart = _tokens_apart(key)
     if apart is None or apart != _tokens_apart(value):
-        view, *sizes = _token_pages(key.contiguous(), value.contiguous())
-        return lambda key, value: view(key.contiguous(), value.contiguous()), *sizes
+        view, room, apart = _token_pages(key.contiguous(), value.contiguous())
+        return lambda key, value: view(key.contiguous(), value.contiguous()), room, apart
     # No copy: pages of other heads or requests lie between those of a request.
     room = min(_room(key), _room(value))
     number = (key.shape[0] - 1) * apart + room
-    forms = (((number, 1, t.shape[1], t.shape[3]), (t.stride(2), t.stride(2), t.stride(1), 1)) for t in (key, value))
-    return functools.partial(_strided, *forms), room, apart
+    k_form, v_form = (
+        ((number, 1, t.shape[1], t.shape[3]), (t.stride(2), t.stride(2), t.stride(1), 1)) for t in (key, value)
+    )
+    return lambda key, value: (key.as_strided(*k_form), value.as_strided(*v_form)), room, apart
 
 
 def _reshaped(key: Tensor, value: Tensor) -> Caches:
     k, v = (t.transpose(1, 2).reshape(-1, 1, t.shape[1], t.shape[3]) for t in (key, value))
     return k, v
-
-
-def _strided(key_form: tuple[Any, Any], value_form: tuple[Any, Any], key: Tensor, value: Tensor) -> Caches:
-    return key.as_strided(*key_form), value.as_strided(*value_form)
 
 
 def _tokens_apart(t: Tensor) -> int | None:

@@ -97,10 +97,9 @@ def plan(
         metadata, table = free.pop()
         if places is not None and places.begin is not None:
             table = places.table(batch, device)
-        pages = call_op("page_table", table, keywords["cache_seqlens"], page_size)
-        call_op("plan_decode", *pages, metadata.plan)
+        call_op("plan_decode", *call_op("page_table", table, keywords["cache_seqlens"], page_size), metadata.plan)
     else:
-        table = None if places is None else places.table(batch, device)
+        pages = None if places is None else places.table(batch, device)
         metadata = get_scheduler_metadata(
             batch,
             rows,
@@ -108,12 +107,11 @@ def plan(
             *heads[:3],
             headdim_v=heads[3],
             page_size=None if places is None else 1,
-            block_table=table,
+            block_table=pages,
             has_qv=qv is not None,
             device=device,
             **keywords,
         )
-        if table is None:
-            table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None] if pages is None else pages
     found = {"scheduler_metadata": metadata, **({} if places is None else {"block_table": table})}
     return found, None if free is None else Lease(metadata, table, free)

@@ -48,6 +48,10 @@ class PreparedCall:
             scratch: functions that allocate memory for the launches alone.
         """
 
+    def call(self, arguments: tuple[Any, ...]) -> Any:
+        """Make a call on the current device and stream. The tensors have the form of those that it was prepared for,
+        which is not checked."""
+
     def launch(self, device: int, stream: int) -> Any:
         """Make a call that has no arguments, and return its outputs."""
 

@@ -21,6 +21,7 @@ from attn_ops.frontend.flash.metadata import (
     PAGES,
     ROWS,
     BatchForm,
+    Found,
     Scheduled,
     SchedulerMetadata,
     check_given,
@@ -251,7 +252,7 @@ class CacheBatch(NamedTuple):
                     "pass a larger cache or wider block_table",
                 )
 
-    def metadata(self, where: str, given: Any) -> SchedulerMetadata:
+    def metadata(self, where: str, given: Any) -> Found:
         """``given``, which is checked, or shared or new metadata.
 
         Metadata that was made without a table of this call is of no use to it: its results do not depend on it.
@@ -265,7 +266,7 @@ class CacheBatch(NamedTuple):
                     used = int(made.plan.kv_indptr[planned if self.chunk else self.requests])
                     split = by_tokens(known.tables, self.chunk, page_size)
                     check_indices(made.plan.kv_indices[:used], self.places * (page_size if split else 1), where)
-                return made
+                return Found(made)
         self.check_places(where)
         sizes = (self.spec, self.form, self.lengths.key())
         tensors = (*self._tensors(), self.cu_seqlens_q, *self.lengths.tensors())
@@ -302,7 +303,7 @@ class CacheArguments(NamedTuple):
 
     def in_order(self, op: str) -> list[Tensor]:
         """Those of queries, caches and new tokens, as ``op`` takes them."""
-        given = (self.q, self.k_cache, self.v_cache, self.k, self.v)
+        given: tuple[Tensor | None, ...] = (self.q, self.k_cache, self.v_cache, self.k, self.v)
         if op == "batch_mla":
             given = (self.qv, self.q, self.v_cache, self.k_cache, self.v, self.k)
         return [t for t in given if t is not None]
@@ -361,18 +362,19 @@ class CacheTensors(NamedTuple):
     def attend(
         self,
         where: str,
-        metadata: SchedulerMetadata,
+        found: Found,
         options: AttentionOptions,
         scales: ScaleFactors,
         result: Result,
         given: CacheArguments,
     ) -> FlashCall:
         """The call that appends the new tokens and attends to the caches."""
+        metadata = found.metadata
         source = Scheduled(metadata.plan, self.head_dims)
         tensors = (*self.queries, *self.caches)
         call = AttentionCall(where, self.op, tensors, source, options, result.spec(tensors[0]), scales)
         views = tuple(zip((*tensors, *(self.new or ())), given.in_order(self.op), strict=False))
-        return FlashCall(call, result, views, self.append(metadata))
+        return FlashCall(call, result, views, self.append(metadata), found)
 
 
 def rotate(

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
-from attn_ops.eager.prepared_call import OpCall
+from attn_ops.eager.prepared_call import Lookup, OpCall, flatten_tensors
 from attn_ops.errors import DTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
-from attn_ops.frontend.flash.metadata import BatchForm, Scheduled, SchedulerMetadata, shared
+from attn_ops.frontend.flash.metadata import BatchForm, Found, Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.one_shot import RaggedLengths, dense_call, uniform_indptr
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.ops.options import FP8, AttentionOptions
@@ -51,12 +51,18 @@ class Result(NamedTuple):
 
 
 class FlashCall(NamedTuple):
-    """A call whose plan, if any, exists. ``append`` is made before it, ``views`` are those of :class:`OpCall`."""
+    """A call whose plan, if any, exists.
+
+    views   those of :class:`OpCall`
+    append  is made before it
+    found   the plan
+    """
 
     call: AttentionCall
     result: Result
     views: tuple[tuple[Tensor, Tensor], ...] = ()
     append: OpCall | None = None
+    found: Found | None = None
 
     def execute(self) -> Any:
         if self.append is None:
@@ -72,7 +78,22 @@ class FlashCall(NamedTuple):
             scratch=found.args[-1:] if isinstance(self.call.plan, Scheduled) else (),
             views=self.views,
             before=() if self.append is None else (self.append,),
+            lookup=self._lookup(),
         )
+
+    def _lookup(self) -> Lookup | None:
+        """How later calls find their plan. A table on the host is checked in each call."""
+        by = None if self.found is None else self.found.by
+        if self.found is None or by is None or (by.on_host and by.tensors):
+            return None
+
+        key = by._replace(tensors=())  # the entries of a cache keep no tensors
+
+        def find(*tensors: Tensor) -> list[Tensor] | None:
+            metadata = key._replace(tensors=tensors).find()
+            return None if metadata is None else flatten_tensors((metadata,))
+
+        return Lookup(by.tensors, flatten_tensors((self.found.metadata,)), find)
 
 
 def plan_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **more: Any) -> PlanSpec:
@@ -172,9 +193,10 @@ def dense_attention(
         qo_indptr, kv_indptr = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
         return ragged_metadata(spec, qo_indptr, kv_indptr, batch * q_len, batch * kv_len, kv_len, chunk)
 
-    metadata = shared(("dense", spec, batch, q_len, kv_len, chunk), (), device, make)
-    source = Scheduled(metadata.plan, (q.shape[-1], v.shape[-1]))
-    return FlashCall(AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(q), scales), result)
+    found = shared(("dense", spec, batch, q_len, kv_len, chunk), (), device, make)
+    source = Scheduled(found.metadata.plan, (q.shape[-1], v.shape[-1]))
+    call = AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(q), scales)
+    return FlashCall(call, result, views, None, found)
 
 
 def varlen_attention(
@@ -208,10 +230,10 @@ def varlen_attention(
         return ragged_metadata(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0], k.shape[0], chunk)
 
     key = ("varlen", spec, q.shape[0], k.shape[0], chunk)
-    metadata = shared(key, (cu_seqlens_q, cu_seqlens_k), device, make)
-    source = Scheduled(metadata.plan, (q.shape[-1], v.shape[-1]))
+    found = shared(key, (cu_seqlens_q, cu_seqlens_k), device, make)
+    source = Scheduled(found.metadata.plan, (q.shape[-1], v.shape[-1]))
     call = AttentionCall(where, "ragged_prefill", (q, k, v), source, options, result.spec(q), scales)
-    return FlashCall(call, result)
+    return FlashCall(call, result, (), None, found)
 
 
 def unpack(where: str, name: str, packed: Tensor, parts: int, dims: str) -> tuple[Tensor, ...]:

@@ -88,7 +88,33 @@ PyObject* launch_now(PyObject* self, PyObject* args) {
   });
 }
 
-PyMethodDef methods[] = {{"launch", launch_now, METH_VARARGS, nullptr}, {}};
+// A call on the current device and stream, whose arguments a cache has found to have the form of the first call's.
+PyObject* call_with(PyObject* self, PyObject* arguments) {
+  return or_null([&] {
+    const PreparedCall& call = value_of<PreparedCall>(self);
+    if (!PyTuple_Check(arguments) || PyTuple_Size(arguments) > static_cast<Py_ssize_t>(kMaxTensors))
+      raise(PyExc_TypeError, "expected a tuple of at most 64 tensors");
+    const Py_ssize_t count = PyTuple_Size(arguments);
+    for (const PreparedCall::Source& s : call.sources)
+      if (s.argument >= count) raise(PyExc_IndexError, "the call has more arguments");
+    if (call.writes_arguments) raise(PyExc_TypeError, "the call writes to arguments");
+    uint64_t addresses[kMaxTensors];
+    PyObject* tensors[kMaxTensors];
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      tensors[i] = PyTuple_GetItem(arguments, i);
+      if (!PyObject_TypeCheck(tensors[i], torch.tensor)) raise(PyExc_TypeError, "expected tensors");
+      addresses[i] = address_of(tensors[i]);
+    }
+    void* stream = nullptr;
+    const int device = current_device();
+    if (device < 0 || torch.exchange->current_stream(kDLCUDA, device, &stream))
+      raise(PyExc_RuntimeError, "there is no current device");
+    return call.launch(device, stream, addresses, tensors);
+  });
+}
+
+PyMethodDef methods[] = {
+    {"launch", launch_now, METH_VARARGS, nullptr}, {"call", call_with, METH_O, nullptr}, {}};
 
 }  // namespace
 
