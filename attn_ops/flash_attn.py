@@ -99,7 +99,7 @@ def flash_attn_func(
         attention_chunk: row i sees the keys of its chunk alone: those with ``(i + seqlen_k - seqlen_q) //
             attention_chunk`` as their own position has; 0 is off.
         q_descale, k_descale, v_descale: scales of FP8 tensors: a number, a tensor of one element, which may be
-            expanded, or ``[batch, num_kv_heads]``, positive.
+            expanded, or ``[batch, num_kv_heads]``, positive. Those of other tensors are ignored.
         s_aux: ``[num_heads]``, attention sinks: a natural-log logit per head that joins the denominator, with value 0.
             ``learnable_sink`` is another name of it.
         return_softmax_lse: return ``(out, lse)``.
@@ -251,7 +251,7 @@ def flash_attn_varlen_func(
         )
         found = batch.metadata(where, scheduler_metadata)
         tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, found.metadata, k.shape[1])
-        scales = descales.of_rows(where, q, k.shape[2], batch.requests, cu_seqlens_q)
+        scales = descales.of_rows(where, q, k, batch.requests, cu_seqlens_q)
         given = CacheArguments(q, qv, k, v)
         call = tensors.attend(where, found, options, scales, Result(None, return_softmax_lse, out), given)
     return call if rows is None else SpreadCall(call, rows, return_softmax_lse, out)
@@ -400,7 +400,7 @@ def flash_attn_with_kvcache(
     tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode).for_plan(
         where, found.metadata, k_cache.shape[1]
     )
-    scales = descales.of_rows(where, rows, k_cache.shape[2], requests, cu_seqlens_q)
+    scales = descales.of_rows(where, rows, k_cache, requests, cu_seqlens_q)
     result, given = Result(shape, return_softmax_lse, out), CacheArguments(q, qv, k_cache, v_cache, k, v)
     return tensors.attend(where, found, options, scales, result, given)
 

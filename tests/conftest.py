@@ -21,6 +21,7 @@ from helpers.cpu_time import (  # noqa: F401  hooks
     pytest_terminal_summary,
 )
 from helpers.fake_driver import fake_driver, fake_driver_library  # noqa: F401  fixtures
+from helpers.garbage import pytest_runtest_teardown, pytest_runtestloop  # noqa: F401  hooks
 
 import attn_ops  # noqa: F401  registers the ops
 

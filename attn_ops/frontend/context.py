@@ -35,7 +35,7 @@ class RankKeys(NamedTuple):
 
     def planned(self, problem: PlanProblem) -> tuple[PlanProblem, dict[str, Tensor]]:
         """The problem of a plan of these keys, and the options of its planning op."""
-        if not self.positioned:
+        if not self.positioned or self.shard.world == 1:
             return problem, {}
         assert self.seq_lens is not None
         rank, world, interleave = self.shard.rank, self.shard.world, self.shard.interleave
@@ -43,24 +43,33 @@ class RankKeys(NamedTuple):
 
 
 def context_shard(
-    where: str, refused: dict[str, Any], *, cp_world: int, cp_rank: int, **given: Any
+    where: str,
+    refused: dict[str, Any],
+    *,
+    cp_world: int,
+    cp_rank: int,
+    causal_seqlens_kv_global: Tensor | None,
+    enable_dcp: bool = True,
 ) -> ContextShard | None:
     """The shard of a call on the keys of one rank; None for a call on all keys.
 
+    A world of one rank has all keys. Of these the query rows see those up to ``causal_seqlens_kv_global``.
+
     Args:
-        refused: by name, arguments without a meaning on one rank's keys.
-        given: the other arguments of context parallelism, which a call on all keys refuses.
+        refused: by name, arguments without a meaning on the keys of one of several ranks.
     """
-    if cp_world == 1 or not given.get("enable_dcp", True):
-        refuse(where, cp_world=cp_world, cp_rank=cp_rank, **given)
+    if not enable_dcp:
+        refuse(where, cp_world=cp_world, cp_rank=cp_rank, causal_seqlens_kv_global=causal_seqlens_kv_global)
         return None
     if cp_world < 1:
         fail(OptionError, where, f"cp_world is {cp_world}", "1 or more", "pass the number of ranks")
+    if not 0 <= cp_rank < cp_world:
+        fail(OptionError, where, f"cp_rank is {cp_rank}", f"0 to {cp_world - 1}, below cp_world", "correct it")
+    if cp_world == 1 and causal_seqlens_kv_global is None:
+        return None
     for name, value in refused.items():
-        if value is not None:
+        if value is not None and cp_world > 1:
             what = f"{name} is given with the keys of one of {cp_world} ranks"
             fix = "pass them to merge_context of attn_ops.distributed" if name == "sinks" else f"leave out {name}"
             fail(OptionError, where, what, "None", fix)
-    if not 0 <= cp_rank < cp_world:
-        fail(OptionError, where, f"cp_rank is {cp_rank}", f"0 to {cp_world - 1}, below cp_world", "correct it")
     return ContextShard(cp_rank, cp_world, 1)

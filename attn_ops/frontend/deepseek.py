@@ -120,7 +120,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
         enable_dcp, cp_world, cp_rank: this rank holds tokens ``cp_rank``, ``cp_rank + cp_world`` and so on of each
             request, in the places of ``block_tables`` and ``seq_lens``. The result is that of this part: merge it with
-            those of the other ranks. Without ``sinks``.
+            those of the other ranks. Several ranks have no ``sinks``.
         causal_seqlens_kv_global: int ``[batch]``, tokens of each request on all ranks, its query rows included. Needed
             for several rows per request.
         return_lse_base: ``"base2"``, also meant by None, or ``"basee"``.

@@ -88,10 +88,7 @@ _FP4 = "4-bit caches are not read here; use a float16, bfloat16, float32 or FP8 
 _SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
 _FP4_OUT = "4-bit outputs are not written here; use a float16, bfloat16, float32 or FP8 output"
 _PROFILER = "there is no in-kernel profiler; profile with torch.profiler"
-_CONTEXT = (
-    "a call on one rank's keys has a cp_world of 2 or more and enable_dcp=True where there is that argument; on all "
-    "keys leave them out"
-)
+_CONTEXT = "a call on one rank's keys has enable_dcp=True; on all keys leave them out"
 _JIT = (
     "kernels are not generated from a user's source; of its variants the AttentionSink of wrappers is known, by name; "
     "otherwise use the named options"
@@ -121,7 +118,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "profiler_buffer": ((), _PROFILER),
     "cp_world": ((1,), _CONTEXT),
     "cp_rank": ((0,), _CONTEXT),
-    "enable_dcp": ((False,), _CONTEXT),
     "causal_seqlens_kv_global": ((), _CONTEXT),
     "window_right": ((0,), "keys after the query are causal's business; pass causal or is_causal"),
     "uses_shared_paged_kv_idx": ((True,), "keys and values share one page table; pass two caches of one numbering"),

@@ -215,7 +215,7 @@ def trtllm_batch_decode_with_kv_cache(
         sinks: float32 ``[num_qo_heads]``, or a list of that one tensor.
         cp_world, cp_rank: this rank holds tokens ``cp_rank``, ``cp_rank + cp_world`` and so on of each request, in the
             places of ``block_tables`` and ``seq_lens``. The result is that of this part: merge it with those of the
-            other ranks. Without ``sinks`` and ``mask``.
+            other ranks. Several ranks have no ``sinks`` and ``mask``.
         causal_seqlens_kv_global: int ``[batch]``, tokens of each request on all ranks before its query rows. Needed
             for several rows per request, and for windows.
         mask: uint16 or uint32 ``[batch, q_len_per_req, words]``, or ``[rows, words]``: bit j of a row's words, the

@@ -26,11 +26,13 @@ class MemoryLayout(NamedTuple):
     """What kernels need to know of the memory of queries, keys and values on CUDA.
 
     aligned   first elements and all strides but the last are multiples of 16 bytes
-    mappable  keys and values have elements, each at its own address: a TMA tensor map can describe them
+    mappable  a TMA tensor map can describe keys and values: they have elements, each at its own address
+    joinable  one coordinate of a tensor map can count the pages and heads of keys and values together
     """
 
     aligned: bool = True
     mappable: bool = True
+    joinable: bool = True
 
 
 ORDINARY = MemoryLayout()

@@ -56,6 +56,9 @@ CUDA_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
 CUDA_VECTOR = 16
 """Bytes that CUDA kernels load at once."""
 
+CUDA_PAGE = 8
+"""Tokens that a page of the CUDA decode and prefill kernels is a multiple of: those of a swizzled group of rows."""
+
 CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
@@ -73,9 +76,6 @@ CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
 CUDA_PREFILL_GROUP = 1 << 15
 """Largest group size for which the division of the kernel, a multiplication, is exact."""
 
-CUDA_PREFILL_PAGE = 8
-"""Tokens that a page is a multiple of: those of a swizzled group of rows."""
-
 CUDA_MERGE_VECTORS = 128
 """Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
 
@@ -89,6 +89,9 @@ CPU_SDPA_OPTIONS = frozenset(
 
 POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right"})
 """Options that depend on the positions of keys: on one of several ranks those are not consecutive."""
+
+UNMAPPABLE = "keys and values have no elements, several at one address, or strides too large for a tensor map"
+UNJOINABLE = "keys and values have too many elements for pages and heads in one coordinate of a tensor map"
 
 CUDA_MLA_PAGE = 64
 """Tokens that a page is a multiple of: those of a KV tile."""
@@ -201,7 +204,7 @@ def cuda_mla(p: Problem) -> list[str]:
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
             (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
             (p.layout.aligned, "rows are not aligned to 16 bytes"),
-            (p.layout.mappable, "keys and values have no elements, or several at one address"),
+            (p.layout.mappable, UNMAPPABLE),
             ((p.head_dim_qk, p.head_dim_vo) == CUDA_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
             (
                 p.page_size % CUDA_MLA_PAGE == 0,
@@ -258,7 +261,6 @@ def cuda_decode_key(dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dt
 
 def cuda_decode(p: Problem) -> list[str]:
     group, dims = p.num_qo_heads // p.num_kv_heads, (p.head_dim_qk, p.head_dim_vo)
-    mappable = "keys and values have no elements, several at one address, or too many for a tensor map"
     checks = [
         (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
         (p.kv_dtype in (p.dtype, *FP8), f"the cache is {p.kv_dtype}"),
@@ -267,12 +269,13 @@ def cuda_decode(p: Problem) -> list[str]:
             f"head dimensions {dims[0]} and {dims[1]} have no tile",
         ),
         (
-            p.page_size % CUDA_PREFILL_PAGE == 0,
-            f"pages of {p.page_size} tokens are not multiples of {CUDA_PREFILL_PAGE}",
+            p.page_size % CUDA_PAGE == 0,
+            f"pages of {p.page_size} tokens are not multiples of {CUDA_PAGE}",
         ),
         (group <= CUDA_DECODE_HEADS, f"it needs at most {CUDA_DECODE_HEADS} query heads per KV head"),
         (p.layout.aligned, "rows are not aligned to 16 bytes"),
-        (p.layout.mappable, mappable),
+        (p.layout.mappable, UNMAPPABLE),
+        (p.layout.joinable, UNJOINABLE),
         *_options(p, CUDA_DECODE_OPTIONS),
     ]
     reasons = _cuda(p, "decode", [cuda_decode_key(dims[0], group, p.dtype, p.kv_dtype)], checks)
@@ -291,8 +294,8 @@ def _cuda_prefill(p: Problem, fp8: bool, of_kv: list[tuple[bool, str]], options:
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
             (dims in CUDA_PREFILL_HEAD_DIMS, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
             (
-                p.page_size % CUDA_PREFILL_PAGE == 0,
-                f"pages of {p.page_size} tokens are not multiples of {CUDA_PREFILL_PAGE}",
+                p.page_size % CUDA_PAGE == 0,
+                f"pages of {p.page_size} tokens are not multiples of {CUDA_PAGE}",
             ),
             (
                 p.num_qo_heads // p.num_kv_heads <= CUDA_PREFILL_GROUP,
@@ -307,8 +310,11 @@ def _cuda_prefill(p: Problem, fp8: bool, of_kv: list[tuple[bool, str]], options:
 
 def cuda_prefill(p: Problem) -> list[str]:
     """Keys and values of the query's dtype."""
-    mappable = "keys and values have no elements, several at one address, or too many for a tensor map"
-    checks = [(p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"), (p.layout.mappable, mappable)]
+    checks = [
+        (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
+        (p.layout.mappable, UNMAPPABLE),
+        (p.layout.joinable or p.op not in CUDA_PAGED_PREFILLS, UNJOINABLE),
+    ]
     return _cuda_prefill(p, False, checks, CUDA_PREFILL_OPTIONS)
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from attn_ops.plan.sizing import fixed_split_counts, query_tiles, tokens_before
 from attn_ops.plan.state import (
@@ -68,9 +69,23 @@ def place_split_points(request_end: Tensor, num_ctas: int) -> Tensor:
     return torch.where(balanced | near, snapped, even)
 
 
-def _add_launch(plan: DecodePlan | PrefillPlan) -> None:
-    """Launch one more kernel on a GPU: one with PDL may read what the preceding one wrote before it is visible."""
-    if plan.kv_len.is_cuda:
+def _read_early(t: Tensor) -> bool:
+    """Whether a kernel on ``t`` may read a plan before the preceding kernel has ended."""
+    return t.is_cuda
+
+
+def _publish(plan: DecodePlan | PrefillPlan) -> None:
+    """Launch a kernel after those that write the plan: one with PDL may read a plan before the preceding one has ended.
+
+    Inductor would leave out an addition of 0, or make it part of a kernel that writes the plan.
+    """
+    if not _read_early(plan.kv_len):
+        return
+    if isinstance(plan.kv_len, FakeTensor):
+        from attn_ops.kernels.triton.pdl import publish_plan
+
+        publish_plan(plan[1:])
+    else:
         plan.kv_len.add_(0)
 
 
@@ -115,7 +130,7 @@ def plan_decode(
         _plan_fixed_splits(p, problem, requests)
     else:
         _plan_balanced_splits(p, requests)
-    _add_launch(p)
+    _publish(p)
 
 
 def _plan_balanced_splits(p: DecodePlan, requests: _Requests) -> None:
@@ -287,4 +302,4 @@ def plan_prefill(
         split_tiles = torch.stack((first_row, rows, slot, splits), 1)
         padded = split_tiles.new_zeros(max_splits + 1, split_tiles.shape[1])
         p.split_tiles.copy_(padded.scatter_(0, index[:, None].expand_as(split_tiles), split_tiles)[:-1])
-    _add_launch(p)
+    _publish(p)

@@ -96,7 +96,7 @@ def combine_slots(
             step_max, step_sum, step_acc = combine_step(
                 partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
             )
-            row_max, row_sum, alpha, step_alpha = combine(row_max, row_sum, step_max, step_sum, MASKED=False)
+            row_max, row_sum, alpha, step_alpha = combine(row_max, row_sum, step_max, step_sum)
             acc = acc * alpha[:, None] + step_acc * step_alpha[:, None]
     return row_max, row_sum, acc
 
@@ -151,7 +151,7 @@ def combine_decode_kernel(
     slots,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,  # power of 2, at least DIM
+    BLOCK_DIM: tl.constexpr,  # power of 2, at least DIM
     SLICE_COLUMNS: tl.constexpr,  # power of 2
     BLOCK_BATCH: tl.constexpr,  # power of 2, at least max_batch
     SPLITS_FAST_PATH: tl.constexpr,
@@ -196,7 +196,7 @@ def combine_decode_kernel(
         if slices == 1:
             combine_jobs(
                 out, lse, partial, sinks, slots, pending, begin, end, row, slot, stop, job, jobs,
-                HEADS, DIM, HEAD_COLUMNS, BLOCK_BATCH, SPLITS_FAST_PATH, SPLITS_PER_HEAD_STEP, SINKS, LSE,
+                HEADS, DIM, BLOCK_DIM, BLOCK_BATCH, SPLITS_FAST_PATH, SPLITS_PER_HEAD_STEP, SINKS, LSE,
             )  # fmt: skip
             jobs = 0
     combine_jobs(
@@ -241,7 +241,7 @@ def combine_split_rows(
         slots=num_slots(plan),
         HEADS=heads,
         DIM=dim,
-        HEAD_COLUMNS=block_dim,
+        BLOCK_DIM=block_dim,
         SLICE_COLUMNS=columns,
         BLOCK_BATCH=triton.next_power_of_2(max_batch),
         SPLITS_FAST_PATH=SPLITS_FAST_PATH,

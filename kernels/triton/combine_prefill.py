@@ -93,7 +93,7 @@ def combine_prefill_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,  # power of 2, at least DIM
     BLOCK_SPLITS: tl.constexpr,  # partial results loaded in a step of whole rows
-    SLICE_DIM: tl.constexpr,  # columns of a slice
+    SLICE_COLUMNS: tl.constexpr,  # power of 2
     SLICE_SPLITS: tl.constexpr,  # partial results loaded in a step of a slice
     BLOCK_SPLIT_TILES: tl.constexpr,  # power of 2, at least max_split_tiles
     FIXED: tl.constexpr,  # always slices, so that the order of additions does not depend on the batch
@@ -107,7 +107,7 @@ def combine_prefill_kernel(
     Barriers: none in a program of one warp; ``griddepcontrol.wait`` before the first partial result is loaded.
     Bound by: latency of loads; the plan is read before the wait so that it overlaps the attention kernel.
     """
-    SLICES: tl.constexpr = (DIM + SLICE_DIM - 1) // SLICE_DIM
+    SLICES: tl.constexpr = (DIM + SLICE_COLUMNS - 1) // SLICE_COLUMNS
     OUTPUT_ROWS: tl.constexpr = TILE_ROWS * HEADS
     if PDL:
         acquire()
@@ -136,7 +136,7 @@ def combine_prefill_kernel(
         if sliced:
             combine_row(
                 out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row,
-                job % SLICES * SLICE_DIM, HEADS, DIM, TILE_ROWS, SLICE_DIM, SLICE_SPLITS, SINKS, LSE,
+                job % SLICES * SLICE_COLUMNS, HEADS, DIM, TILE_ROWS, SLICE_COLUMNS, SLICE_SPLITS, SINKS, LSE,
             )  # fmt: skip
         else:
             combine_row(
@@ -163,11 +163,11 @@ def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tens
     pdl = supports_pdl(out, image=True)
     fixed = problem.split > 0
     block = triton.next_power_of_2(dim)
-    slice_dim = min(SLICE_COLUMNS, block)
+    columns = min(SLICE_COLUMNS, block)
     one_warp = max_split_tiles <= MAX_SPLIT_TILES_OF_ONE_WARP and not fixed
     launch(
         combine_prefill_kernel,
-        (min(max_split_tiles * problem.tile_rows * heads * triton.cdiv(dim, slice_dim), MAX_PROGRAMS),),
+        (min(max_split_tiles * problem.tile_rows * heads * triton.cdiv(dim, columns), MAX_PROGRAMS),),
         Options(1 if one_warp else 4, launch_pdl=pdl, writes=("out", "lse")),
         out=out,
         lse=lse,
@@ -182,7 +182,7 @@ def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tens
         TILE_ROWS=problem.tile_rows,
         BLOCK_DIM=block,
         BLOCK_SPLITS=max(1, STEP_ELEMENTS // block),
-        SLICE_DIM=slice_dim,
+        SLICE_COLUMNS=columns,
         SLICE_SPLITS=SLICE_SPLITS,
         BLOCK_SPLIT_TILES=triton.next_power_of_2(max_split_tiles),
         FIXED=fixed,

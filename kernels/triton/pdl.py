@@ -9,14 +9,17 @@ A later kernel waits for the preceding grid alone. So in every kernel at least o
 to do: otherwise its grid would end before an earlier one.
 
 publish, acquire  in kernels: the release and the acquire side
+publish_plan      on the host: publishes a plan that tensor operations of a graph have written
 read_plan_early   on the host: whether a kernel may read a plan before it waits
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.launch import supports_pdl
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from torch import Tensor
 
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS
@@ -33,6 +36,28 @@ def publish(stored):
 def acquire():
     """Let this program read what finished programs have published, before ``gdc_wait``."""
     tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def publish_kernel(stored):
+    """Grid: (1).
+
+    The program owns no memory: it publishes what finished kernels have stored, ``stored`` among it.
+
+    Bound by: the launch.
+    """
+    publish(stored)
+
+
+def publish_plan(fields: Iterable[Tensor]) -> None:
+    """Publish the ``fields`` of a plan, which earlier kernels have written: by a kernel after the last write of each.
+
+    One kernel would do after all writes. But the graph that is traced here knows no order between fields, only that
+    these kernels write the fields too.
+    """
+    for field in fields:
+        if field.numel():
+            launch(publish_kernel, (1,), Options(num_warps=1), stored=field)
 
 
 def read_plan_early(t: Tensor, max_batch: int) -> bool:

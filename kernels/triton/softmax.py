@@ -43,14 +43,12 @@ def finite(row_max):
 
 
 @triton.jit
-def rescale_factor(old_max, new_max, MASKED: tl.constexpr = True, FTZ: tl.constexpr = True):
+def rescale_factor(old_max, new_max):
     """alpha: ``2^(old_max - new_max)``, which makes sums relative to ``new_max`` of sums relative to ``old_max``.
 
-    MASKED  rows may have seen no key, with maxima of -inf, for which alpha is 0 or 1
-    FTZ     use :func:`exp2`, not ``tl.exp2``
+    Both may be -inf, of rows that have seen no key; alpha is then 1.
     """
-    difference = old_max - (finite(new_max) if MASKED else new_max)
-    return exp2(difference) if FTZ else tl.exp2(difference)
+    return tl.exp2(old_max - finite(new_max))
 
 
 @triton.jit
@@ -80,15 +78,14 @@ def online_softmax_update(
 
 
 @triton.jit
-def combine(max_a, sum_a, max_b, sum_b, MASKED: tl.constexpr = True, FTZ: tl.constexpr = True):
-    """``(row_max, row_sum, alpha_a, alpha_b)`` of two states over disjoint keys.
+def combine(max_a, sum_a, max_b, sum_b):
+    """``(row_max, row_sum, alpha_a, alpha_b)`` of two states over disjoint keys, with a row_max of LOWEST or more.
 
     Then ``acc = acc_a * alpha_a + acc_b * alpha_b``. A normalized output is the acc, and its LSE the row_max, of a
     state with a row_sum of 1.
     """
     row_max = tl.maximum(max_a, max_b)
-    alpha_a = rescale_factor(max_a, row_max, MASKED, FTZ)
-    alpha_b = rescale_factor(max_b, row_max, MASKED, FTZ)
+    alpha_a, alpha_b = exp2(max_a - row_max), exp2(max_b - row_max)
     return row_max, sum_a * alpha_a + sum_b * alpha_b, alpha_a, alpha_b
 
 
@@ -99,7 +96,7 @@ def combine_splits(row_max, row_sum, lse):
     Then ``acc = acc * alpha + sum(weights * partial)``.
     """
     new_max = tl.maximum(row_max, tl.max(lse, 0, keep_dims=True))
-    alpha, weights = rescale_factor(row_max, new_max, FTZ=False), rescale_factor(lse, new_max, FTZ=False)
+    alpha, weights = rescale_factor(row_max, new_max), rescale_factor(lse, new_max)
     return new_max, row_sum * alpha + tl.sum(weights, 0, keep_dims=True), alpha, weights
 
 
@@ -118,8 +115,8 @@ def add_sink(row_max, row_sum, acc, sink):
     A row that has seen no key then has the LSE ``sink``. A sink of -inf changes nothing.
     """
     new_max = tl.maximum(row_max, sink)
-    alpha = rescale_factor(row_max, new_max, FTZ=False)
-    return new_max, row_sum * alpha + rescale_factor(sink, new_max, FTZ=False), acc * alpha[:, None]
+    alpha = rescale_factor(row_max, new_max)
+    return new_max, row_sum * alpha + rescale_factor(sink, new_max), acc * alpha[:, None]
 
 
 @triton.jit

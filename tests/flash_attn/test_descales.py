@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,7 +49,23 @@ def test_dense(q_dtype: torch.dtype, names: tuple[str, ...]) -> None:
     given = {name: SCALES[name] for name in names}
     out, lse = flash_attn_func(q, k, v, causal=True, return_softmax_lse=True, **given)
     assert out.dtype == torch.bfloat16
-    check_dense(expected(requests(q, k, v, names), causal=True), out, lse)
+    effective = [name for name in names if q_dtype == E4M3 or name != "q_descale"]
+    check_dense(expected(requests(q, k, v, effective), causal=True), out, lse)
+
+
+@pytest.mark.parametrize("value", [lambda name: SCALES[name], lambda name: 0.5], ids=["tensors", "numbers"])
+def test_those_of_16_bit_tensors_are_ignored(value: Callable[[str], Any]) -> None:
+    q, k, v = (t.to(torch.bfloat16) for t in tensors())
+    given = {name: value(name) for name in SCALES}
+    q_lens, kv_lens = (torch.arange(BATCH + 1, device=DEVICE) * n for n in (Q_LEN, KV_LEN))
+    packed = [t.flatten(0, 1) for t in (q, k, v)]
+    table = torch.arange(BATCH, dtype=torch.int32, device=DEVICE)[:, None]
+    want = expected(requests(q, k, v, ()), causal=True)
+    check_dense(want, flash_attn_func(q, k, v, causal=True, **given))
+    check_dense(want, flash_attn_with_kvcache(q, k, v, causal=True, **given))
+    check_varlen(want, flash_attn_varlen_func(*packed, q_lens, kv_lens, Q_LEN, KV_LEN, causal=True, **given))
+    paged = packed[0], k, v, q_lens, kv_lens, Q_LEN, KV_LEN
+    check_varlen(want, flash_attn_varlen_func(*paged, causal=True, block_table=table, **given))
 
 
 def test_packed_and_over_a_cache() -> None:
@@ -89,9 +106,17 @@ def test_compiled(dynamic: bool) -> None:
 
 def test_other_shapes_and_values() -> None:
     q, k, v = tensors()
+    offsets = [torch.arange(BATCH + 1, device=DEVICE) * n for n in (Q_LEN, KV_LEN)]
+    packed = [t.flatten(0, 1) for t in (q, k, v)]
     for name in SCALES:
-        with pytest.raises(errors.ShapeError, match=rf"{name} is \[2, 2\]; expected one value, or \[3, 2\]"):
-            flash_attn_func(q, k, v, **{name: torch.ones(2, 2, device=DEVICE)})
+        other: dict[str, Any] = {name: torch.ones(2, 2, device=DEVICE)}
+        for call in (
+            lambda other=other: flash_attn_func(q, k, v, **other),
+            lambda other=other: flash_attn_varlen_func(*packed, *offsets, Q_LEN, KV_LEN, **other),
+            lambda other=other: flash_attn_with_kvcache(q, k, v, **other),
+        ):
+            with pytest.raises(errors.ShapeError, match=rf"{name} is \[2, 2\]; expected one value, or \[3, 2\]"):
+                call()
         bad = torch.tensor([[1.0, float("nan")]] * 3)
         with pytest.raises(errors.OptionError, match=f"{name} is nan; expected a finite number"):
             flash_attn_func(q, k, v, **{name: bad})

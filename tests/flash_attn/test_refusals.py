@@ -40,7 +40,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window_size": torch.tensor([2.5, 0.0])}, r"window_size is tensor\(.*; expected a pair"),
     ({"softcap": -1.0}, "softcap is -1.0; expected a positive number"),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
-    ({"k_descale": torch.ones(3, 2)}, r"k_descale is \[3, 2\]; expected one value, or \[2, 2\]"),
     ({"s_aux": SLOPES, "learnable_sink": SLOPES}, "learnable_sink and s_aux are both given"),
     ({"s_aux": SLOPES[:3]}, "sinks has length 3; expected 4"),
 ]

@@ -45,6 +45,7 @@ IN_OTHER_TESTS = {
     "kv_len": "test_mla.test_without_a_plan",
     "token_pos_in_items_len": "test_prefill.test_multi_item_mask",
     "seq_lens": "test_mla.test_plan_from_block_tables",
+    "enable_dcp": "test_context_arguments.test_mla",
 }
 
 

@@ -15,7 +15,7 @@ from attn_ops.errors import ArgumentError, AttnOpsError, OptionError, PageTableE
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache
 
-PAGE, PAGES = 4, 40
+PAGE, PAGES = 4, 48
 LENS = (37, 6, 5, 90)
 """Tokens of each request on all ranks, its query rows included."""
 
@@ -56,7 +56,7 @@ def _queries(rows: Sequence[int], *shape: int) -> Tensor:
     return torch.randn(sum(rows), *shape, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
@@ -97,7 +97,7 @@ def test_decode(world: int, rows: tuple[int, ...], options: dict[str, Any]) -> N
     _check(call, world, Expected.of(requests, causal=True, sm_scale=scale, window_left=window))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("rows", [(1, 1, 1, 1), (3, 3, 3, 3), (1, 6, 0, 5)])
 def test_mla(world: int, rows: tuple[int, ...]) -> None:
     tokens, q = _tokens(40), _queries(rows, 4, 40)
@@ -153,6 +153,17 @@ def test_one_row_needs_no_positions(call: Any) -> None:
     assert torch.equal(call(), call(**GLOBAL))
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("call", [_decode, _mla])
+def test_a_world_of_one_is_the_call_on_all_keys(call: Any, rows: int) -> None:
+    """With the lengths of all ranks, and without them."""
+    world, sinks = {"cp_world": 1, "cp_rank": 0}, torch.tensor([0.5, 1.0, 2.0, 3.0])
+    plain = call(rows, **world, **({"enable_dcp": False} if call is _mla else {}), sinks=sinks)
+    lengths = int32([5, 4]) - (rows if call is _decode else 0)
+    assert torch.equal(call(rows, **world, sinks=sinks), plain)
+    assert torch.equal(call(rows, **world, sinks=sinks, causal_seqlens_kv_global=lengths), plain)
+
+
 def test_traced() -> None:
     compiled = torch.compile(lambda: _decode(rows=3, **GLOBAL), backend="eager", fullgraph=True)
     assert torch.equal(compiled(), _decode(rows=3, **GLOBAL))
@@ -172,9 +183,15 @@ def test_traced() -> None:
         (_decode, {"cp_rank": True}, ArgumentError, "rank is of type bool"),
         (_decode, {"causal_seqlens_kv_global": int32([10])}, ShapeError, "one per request"),
         (_decode, {"causal_seqlens_kv_global": int32([-1, 1])}, PageTableError, "a length of -1"),
-        (_decode, {"cp_world": 1, "cp_rank": 0, **GLOBAL}, UnsupportedError, "a cp_world of 2 or more"),
+        (_decode, {"cp_world": 1}, OptionError, "cp_rank is 1; expected 0 to 0"),
         (_mla, {"enable_dcp": False}, UnsupportedError, "cp_world is 2, which is not supported"),
-        (_mla, {"cp_world": 1, "cp_rank": 0}, UnsupportedError, "enable_dcp is True, which is not supported"),
+        (_mla, {"enable_dcp": False, "cp_world": 1}, UnsupportedError, "cp_rank is 1, which is not supported"),
+        (
+            _mla,
+            {"enable_dcp": False, "cp_world": 1, "cp_rank": 0, **GLOBAL},
+            UnsupportedError,
+            "causal_seqlens_kv_global is given, which is not supported: .* enable_dcp=True",
+        ),
     ],
 )
 def test_bad_arguments(call: Any, arguments: dict[str, Any], error: type[AttnOpsError], words: str) -> None:

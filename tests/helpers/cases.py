@@ -202,9 +202,9 @@ _RIGHT_AXES: dict[str, tuple[Any, ...]] = {
     "kv_layout": ("HND",),
     "dtype": (torch.float16,),
     "padding": (3,),
-    "kv_lens": (*PREFILL_AXES["kv_lens"], (300, 0, 700, 130)),
+    "kv_lens": (*PREFILL_AXES["kv_lens"], (150, 0, 350, 70)),
     "qo_lens": PREFILL_AXES["qo_lens"],
-    "planner": ({"num_ctas": 12, "tile_rows": 16}, {"fixed_split_size": 8}, {"window_right": _LARGEST}),
+    "planner": ({"num_ctas": 12, "tile_rows": 16}, {"fixed_split_size": 4}, {"window_right": _LARGEST}),
 }
 _RIGHT = [
     replace(c, name=f"window_right={w},{c.name}", window_right=w)

@@ -15,6 +15,7 @@ import triton
 from attn_ops.kernels import triton as backend
 from attn_ops.kernels.triton import config_decode, config_prefill, launch
 from attn_ops.kernels.triton import decode as backend_decode
+from attn_ops.kernels.triton.pdl import publish_plan
 
 import attn_ops
 from attn_ops.distributed import ContextShard
@@ -190,6 +191,7 @@ def small_ops() -> None:
         prefills = attn_ops.PrefillPlanner(5, 500, 100, **sizes, fixed_split_size=split)
         backend.plan_decode(i, i, i[1:], list(decodes.state))
         backend.plan_prefill(i, i, i, i[1:], list(prefills.state))
+    publish_plan([i])
 
 
 def context_ops() -> None:

@@ -173,10 +173,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
     ({"num_qo_heads": 34}, "it needs at most 16 query heads per KV head"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
-    (
-        {"layout": MemoryLayout(mappable=False)},
-        "keys and values have no elements, several at one address, or too many for a tensor map",
-    ),
+    ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
+    ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
     ({"options": ("pos_encoding",)}, "it does not implement pos_encoding"),
     (
         {"options": ("window_left",), "context_ranks": 2},

@@ -352,6 +352,7 @@ MLA_FAULTS = {
         Fault("for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);", ""),
         "a CTA of the cluster may end before",
     ),
+    "the plan is read before it is acquired": Planted(Fault("acquire_plan();", ""), "before the plan is acquired"),
     "mbarriers are used before they are initialised": Planted(
         Fault("cluster_wait_for_init();\n  wait_for_earlier_kernels();", "wait_for_earlier_kernels();"),
         "is no mbarrier",
@@ -362,8 +363,18 @@ MLA_FAULTS = {
     "a bulk store does not wait for the other lanes": Planted(
         Fault(f"__syncwarp();\n    {BULK_STORE};", f"{BULK_STORE};"), "bulk store"
     ),
+    "a row is staged while another lane's bulk store reads": Planted(
+        Fault("wait_for_bulk_reads();\n    __syncwarp();", "wait_for_bulk_reads();\n    if (r) __syncwarp();"),
+        "race: (.|\n)*bulk store of thread",
+    ),
     "a row is staged over one that a bulk store reads": Planted(
-        Fault("wait_for_bulk_reads();", ""), "race: (.|\n)*bulk store"
+        Fault("wait_for_bulk_reads();", "", 2), "race: (.|\n)*bulk store"
+    ),
+    "another lane waits for the bulk store": Planted(
+        Fault("wait_for_bulk_reads();", "if (lane == 1) wait_for_bulk_reads();", 2), "race: (.|\n)*bulk store of thread"
+    ),
+    "a partial result is stored twice": Planted(
+        Fault(f"{BULK_STORE};", f"{BULK_STORE}; {BULK_STORE};", 2), "race: (.|\n)* of partial(.|\n)*bulk store"
     ),
     "a query is loaded over a partial result": Planted(
         Fault(

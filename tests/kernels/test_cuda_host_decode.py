@@ -187,6 +187,7 @@ FAULTS = {
     ),
     "no proxy fence": Planted(Fault("fence_async_shared();  // TMA writes here next\n", ""), "no proxy fence"),
     "no wait for the initialisation of barriers": Planted(Fault("__syncthreads();", ""), "is no mbarrier"),
+    "the plan is read before it is acquired": Planted(Fault("acquire_plan();", ""), "before the plan is acquired"),
     "no wait for earlier kernels": Planted(
         Fault("if (early) wait_for_earlier_kernels();", ""), "before griddepcontrol.wait"
     ),
@@ -209,6 +210,7 @@ def test_faults_are_noticed(name: str) -> None:
 
 
 COMBINE_FAULTS = {
+    "the plan is read before it is acquired": Planted(Fault("acquire_plan();", ""), "before the plan is acquired"),
     "no wait for decode": Planted(
         Fault("wait_for_earlier_kernels();\n        launch_later_kernels();\n        waited = true;", "waited = true;"),
         "before griddepcontrol.wait",

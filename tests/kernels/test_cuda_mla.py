@@ -226,6 +226,7 @@ TAKEN: list[dict[str, Any]] = [
     {"dtype": torch.float16, "kv_dtype": torch.float16},
     {"page_size": 192},
     {"num_qo_heads": 3},
+    {"layout": MemoryLayout(joinable=False)},
     {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
     {"options": tuple(sorted(unsupported.CUDA_MLA_OPTIONS))},
 ]
@@ -245,7 +246,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim_qk": 320, "head_dim_vo": 256}, "the head is not 512 + 64 wide"),
     ({"page_size": 32}, "pages of 32 tokens are not whole KV tiles of 64"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
-    ({"layout": MemoryLayout(mappable=False)}, "keys and values have no elements, or several at one address"),
+    ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
     ({"options": ("window_left",)}, "it does not implement window_left"),
     ({"options": ("logits_soft_cap",)}, "it does not implement logits_soft_cap"),
     ({"options": ("sinks",)}, "it does not implement sinks"),

@@ -270,6 +270,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Specialization]]
 TAKEN: list[dict[str, Any]] = [
     {},
     {"op": "ragged_prefill", "page_size": 0},
+    {"op": "ragged_prefill", "page_size": 0, "layout": MemoryLayout(joinable=False)},
     {"op": "single_prefill", "page_size": 0, "dtype": torch.float16, "kv_dtype": torch.float16},
     *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in prefill.TILES),
     {"page_size": 8},
@@ -285,7 +286,7 @@ FP8_TAKEN: list[dict[str, Any]] = [
     {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
     {"op": "ragged_prefill", "page_size": 0},
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS | {"kv_scale"}))},
-    {"layout": MemoryLayout(mappable=False)},  # it reads no tensor maps of keys and values
+    {"layout": MemoryLayout(mappable=False, joinable=False)},  # it reads no tensor maps of keys and values
 ]
 
 
@@ -331,10 +332,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
     ({"num_qo_heads": 32769, "num_kv_heads": 1}, "it needs at most 32768 query heads per KV head"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
-    (
-        {"layout": MemoryLayout(mappable=False)},
-        "keys and values have no elements, several at one address, or too many for a tensor map",
-    ),
+    ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
+    ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
     ({"options": ("mask",)}, "it does not implement mask"),
     ({"options": ("pos_encoding",)}, "it does not implement pos_encoding"),
     ({"options": ("kv_scale",)}, "it does not implement kv_scale"),

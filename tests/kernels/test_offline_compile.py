@@ -96,6 +96,7 @@ WRITTEN = {
     "segment_packbits_kernel": {"out", "byte_indptr"},
     "plan_decode_kernel": DECODE_PLAN,
     "plan_decode_fixed_split_kernel": DECODE_PLAN,
+    "publish_kernel": {"stored"},
     "plan_prefill_kernel": {
         *("plan_qo_indptr", "plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "split_tiles"),
     },

@@ -187,13 +187,43 @@ def test_several_keys_at_one_address_have_no_tensor_map() -> None:
     assert _chosen(op, arguments | {"ckv_cache": spread}) == GENERAL
 
 
-@pytest.mark.parametrize("name", ["ckv_cache", "kpe_cache"])
-def test_tokens_may_be_far_apart(name: str) -> None:
-    op, arguments = _mla()
-    shape = arguments[name].shape
+def _spread(call: tuple[str, dict[str, Any]], name: str, **strides: int) -> tuple[str, dict[str, Any]]:
+    """The call with other strides of a tensor of NHD: ``page``, ``token`` and ``head``, in elements."""
+    op, arguments = call
+    t = arguments[name]
+    dims = ("page", "token", "head")[: t.dim() - 1] if op != "ragged_prefill" else ("token", "head")
     with FakeTensorMode():
-        far = torch.empty_strided(shape, (shape[1] << 21, 1 << 21, 1), dtype=torch.bfloat16, device="cuda")
-    assert _chosen(op, arguments | {name: far}) == MLA
+        far = [strides.get(dim, stride) for dim, stride in zip(dims, t.stride(), strict=False)]
+        return op, arguments | {name: torch.empty_strided(t.shape, (*far, 1), dtype=t.dtype, device="cuda")}
+
+
+TOO_FAR = "strides too large for a tensor map"
+TOO_MANY = "too many elements for pages and heads in one coordinate"
+PAGES = _prefill()[1]["k_cache"].shape[0]
+BELOW = (1 << 34) // (PAGES - 1) // 8 * 8 - 4096  # strides of PAGES pages that have fewer than 2^34 elements
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (_spread(_mla(), "ckv_cache", page=1 << 27, token=1 << 21), ""),
+        (_spread(_mla(), "kpe_cache", page=1 << 27, token=1 << 21), ""),
+        (_spread(_mla(), "ckv_cache", page=1 << 32), ""),  # 9 * 2^32 elements
+        (_spread(_mla(), "kpe_cache", page=(1 << 39) - 8), ""),
+        (_spread(_mla(), "ckv_cache", page=1 << 39), TOO_FAR),
+        (_spread(_mla(pages=1), "kpe_cache", page=1 << 39), TOO_FAR),
+        (_spread(_prefill(), "k_cache", page=BELOW), ""),
+        (_spread(_prefill(), "k_cache", page=BELOW + 8192), TOO_MANY),
+        (_spread(_prefill(), "v_cache", head=1 << 34), TOO_MANY),
+        (_spread(_prefill("ragged"), "k", token=1 << 30), ""),  # heads have a coordinate of their own
+        (_spread(_prefill("ragged"), "v", token=1 << 39), TOO_FAR),
+    ],
+    ids=range(11),
+)
+def test_keys_and_values_far_apart(call: tuple[str, dict[str, Any]], reason: str) -> None:
+    kernel = MLA if call[0] == "batch_mla" else PREFILL
+    assert _chosen(*call) == (GENERAL if reason else kernel)
+    assert reason in _lines(*call)[kernel]
 
 
 @pytest.mark.parametrize(("elements", "kernel"), [(8, PREFILL), (4, GENERAL)])

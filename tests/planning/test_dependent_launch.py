@@ -23,7 +23,16 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(0))
 
 
-def decode(**options: int) -> Step:
+def reference(op: str, state: tuple[Tensor, ...], *, compiled: bool) -> Callable[..., None]:
+    """Plan with tensor operations, launched by PyTorch one by one or compiled by Inductor."""
+
+    def plan(*table: Tensor) -> None:
+        getattr(torch.ops.attn, op)(*table, list(state), backend="reference")
+
+    return torch.compile(plan, fullgraph=True, dynamic=True) if compiled else plan
+
+
+def decode(compiled: bool | None = None, **options: int) -> Step:
     heads = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     planner = attn_ops.DecodePlanner(BATCH, PAGES, page_size=16, device="cuda", **heads, **options)
     q, cache = random(BATCH, 32, 128), random(2, PAGES, 16, 8, 128)
@@ -31,7 +40,7 @@ def decode(**options: int) -> Step:
     def run() -> tuple[Tensor, ...]:
         return torch.ops.attn.batch_decode(q, *cache, planner.state, planner.workspace, return_lse=True)
 
-    return planner.plan, run, 16
+    return planner.plan if compiled is None else reference("plan_decode", planner.state, compiled=compiled), run, 16
 
 
 def prefill() -> Step:
@@ -45,7 +54,7 @@ def prefill() -> Step:
     return lambda *table: planner.plan(qo_indptr, *table), run, 16
 
 
-def mla() -> Step:
+def mla(compiled: bool | None = None) -> Step:
     heads = {"num_qo_heads": 128, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
     planner = attn_ops.PrefillPlanner(BATCH, BATCH, PAGES // 4, page_size=64, device="cuda", **heads)
     q, ckv, kpe, qo_indptr = random(BATCH, 128, 576), random(PAGES // 4, 64, 512), random(PAGES // 4, 64, 64), rows()
@@ -54,7 +63,8 @@ def mla() -> Step:
     def run() -> tuple[Tensor, ...]:
         return torch.ops.attn.batch_mla(q_nope, q_pe, ckv, kpe, planner.state, planner.workspace, return_lse=True)
 
-    return lambda *table: planner.plan(qo_indptr, *table), run, 64
+    plan = planner.plan if compiled is None else reference("plan_prefill", planner.state, compiled=compiled)
+    return lambda *table: plan(qo_indptr, *table), run, 64
 
 
 def rows() -> Tensor:
@@ -70,9 +80,19 @@ def page_table(lengths: list[int], page_size: int, seed: int) -> tuple[Tensor, T
     )
 
 
-@pytest.mark.parametrize(
-    "make", [decode, lambda: decode(fixed_split_size=8), prefill, mla], ids=["decode", "fixed", "prefill", "mla"]
-)
+STEPS: dict[str, Callable[[], Step]] = {
+    "decode": decode,
+    "fixed": lambda: decode(fixed_split_size=8),
+    "prefill": prefill,
+    "mla": mla,
+    "decode, reference": lambda: decode(compiled=False),
+    "mla, reference": lambda: mla(compiled=False),
+    "decode, compiled reference": lambda: decode(compiled=True),
+    "mla, compiled reference": lambda: mla(compiled=True),
+}
+
+
+@pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
 def test_plans_and_runs_alternate(make: Callable[[], Step]) -> None:
     plan, run, page_size = make()
     tables = [page_table(lengths, page_size, seed) for seed, lengths in enumerate(LENGTHS)]

@@ -12,7 +12,7 @@ from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import bounded, finite, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
-from attn_ops.ops.options import BOUNDS, AttentionOptions
+from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
@@ -132,24 +132,29 @@ def options(
 
 
 class Descales(NamedTuple):
-    """Scales of FP8 tensors: a number, a tensor of one element, which may be expanded, or ``[batch, num_kv_heads]``."""
+    """Scales of FP8 tensors: a number, a tensor of one element, which may be expanded, or ``[batch, num_kv_heads]``.
+
+    Those of 16-bit and float32 tensors are ignored, as FlashAttention 3 does.
+    """
 
     q_descale: Scale
     k_descale: Scale
     v_descale: Scale
 
     def of_rows(
-        self, where: str, q: Tensor, num_kv_heads: int, requests: int, cu_seqlens_q: Tensor | None = None
+        self, where: str, q: Tensor, k: Tensor, requests: int, cu_seqlens_q: Tensor | None = None
     ) -> ScaleFactors:
         """For the query ``q [rows, num_heads, head_dim]`` of so many requests; without ``cu_seqlens_q`` of equal rows.
 
-        A scale of several values becomes one of each row and query head.
+        ``k [..., num_kv_heads, head_dim]``, of the dtype of the values. A scale of several values becomes one of each
+        row and query head.
         """
-        if self.q_descale is None and self.k_descale is None and self.v_descale is None:
+        scales = [scale if t.dtype in FP8 else None for scale, t in zip(self, (q, k, k), strict=True)]
+        if not any(scale is not None for scale in scales):
             return _NO_FACTORS
-        rows, num_heads, _ = q.shape
+        (rows, num_heads, _), num_kv_heads = q.shape, k.shape[-2]
         logits: dict[str, Scale] = {}
-        for name, scale in zip(self._fields, self, strict=True):
+        for name, scale in zip(self._fields, scales, strict=True):
             logits[name] = scale
             if not isinstance(scale, Tensor):
                 continue

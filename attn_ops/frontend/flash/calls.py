@@ -184,7 +184,7 @@ def dense_attention(
     result = Result((batch, q_len), return_lse, out)
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     views = tuple(zip(rows, (q, k, v), strict=True))
-    scales = descales.of_rows(where, rows[0], k.shape[2], batch)
+    scales = descales.of_rows(where, rows[0], k, batch)
     if batch == 1 and not chunk:
         return FlashCall(dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD"), result, views)
     spec = plan_spec(q, k, v, options, decode=False, paged=False, page_size=1)
@@ -222,7 +222,7 @@ def varlen_attention(
     q, k = with_latents(where, q, k, v, qv)
     device, result = q.device, Result(None, return_lse, out)
     spec = plan_spec(q, k, v, options, decode=False, paged=False, page_size=1)
-    scales = descales.of_rows(where, q, k.shape[1], batch, cu_seqlens_q)
+    scales = descales.of_rows(where, q, k, batch, cu_seqlens_q)
 
     def make() -> SchedulerMetadata:
         qo_indptr = cumulative(where, "cu_seqlens_q", cu_seqlens_q, batch, "q", q)

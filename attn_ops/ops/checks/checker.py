@@ -257,8 +257,14 @@ def known(condition: Any) -> bool:
 TMA_BYTES = 16
 """Tensor maps and vector loads take addresses and strides that are multiples of this."""
 
-MAX_MAPPED_ELEMENTS = TMA_BYTES // 2 << 31
-"""Elements of a cache that tensor maps address with coordinates of 31 bits in steps of 16 bytes."""
+MAX_COORDINATE = 1 << 31
+"""What the coordinates of a tensor map are below."""
+
+MAX_STRIDE_BYTES = 1 << 40
+"""What the strides of a tensor map are below."""
+
+MAX_JOINED_ELEMENTS = TMA_BYTES // 2 * MAX_COORDINATE
+"""Elements of 16 bits that one coordinate reaches in the smallest steps, of 16 bytes."""
 
 
 def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> MemoryLayout:
@@ -274,12 +280,18 @@ def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> Memory
         return bool(address % TMA_BYTES) or any(known(s * t.itemsize % TMA_BYTES != 0) for s in t.stride()[:-1])
 
     def unmappable(t: Tensor) -> bool:
-        # Pages and heads share a coordinate, whose steps are their common divisor: a head's columns, usually.
+        sizes = any(known(n <= 0) or known(n >= MAX_COORDINATE) for n in t.shape)
+        return sizes or any(known(s <= 0) or known(s * t.itemsize >= MAX_STRIDE_BYTES) for s in t.stride())
+
+    def unjoinable(t: Tensor) -> bool:
+        # The steps are the common divisor of both strides: a head's columns, usually.
         elements = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-        return any(known(n <= 0) for n in (*t.shape, *t.stride())) or known(elements >= MAX_MAPPED_ELEMENTS)
+        return known(elements >= MAX_JOINED_ELEMENTS)
 
     return MemoryLayout(
-        aligned=not any(map(misaligned, (*queries, *caches))), mappable=not any(map(unmappable, caches))
+        aligned=not any(map(misaligned, (*queries, *caches))),
+        mappable=not any(map(unmappable, caches)),
+        joinable=not any(map(unjoinable, caches)),
     )
 
 

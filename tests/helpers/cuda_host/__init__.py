@@ -1,7 +1,7 @@
 """CUDA kernels on the host: their unchanged sources, compiled by g++ and run by a machine of this folder.
 
 Headers without PTX are those of ``kernels/cuda``. In place of ``basics.cuh``, ``hopper.cuh`` and ``cluster.cuh``, which
-wrap PTX, are the headers here of the same names, which call ``machine.cpp``. A :class:`Host` launches what
+wrap PTX, are the headers here of the same names, which call the machine of ``machine.h``. A :class:`Host` launches what
 :func:`attn_ops.kernels.cuda.launch.launch` would, on tensors of the CPU::
 
     host = Host(sms=3)
@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 FLAGS = ("-std=c++20", "-g1", "-fPIC", "-march=native", "-U_FORTIFY_SOURCE", "-w")
 
 KERNEL_FLAGS = ("-fsanitize=thread,signed-integer-overflow,integer-divide-by-zero,shift,bounds,alignment",)
-"""The compiler calls functions of ``machine.cpp`` at each access to memory, and where behaviour is undefined."""
+"""The compiler calls functions of ``memory.cpp`` at each access to memory, and where behaviour is undefined."""
 
 SOURCE = """
 #include <cstddef>
@@ -164,13 +164,11 @@ def _own(*names: str) -> dict[str, str]:
 
 
 def machine() -> Path:
-    return _compile(
-        "machine.cpp",
-        _own("machine.cpp", "machine.h", "interface.h", "races.h", "numbers.h"),
-        "-O2",
-        "-ftree-vectorize",
-        "-c",
-    )
+    """The object file of all C++ files here. They compile faster as one."""
+    names = sorted(path.name for path in HERE.glob("*.cpp"))
+    texts = _own(*names, *(path.name for path in HERE.glob("*.h")))
+    texts["machine.cpp"] = "".join(f'#include "{name}"\n' for name in names)
+    return _compile("machine.cpp", texts, "-O2", "-ftree-vectorize", "-fvisibility=hidden", "-c")
 
 
 def _with_host_headers(one: Specialization) -> tuple[dict[str, str], list[str]]:

@@ -1,5 +1,5 @@
-// What kernels ask of the machine: the headers here that stand for those of kernels/cuda call these functions, and
-// machine.cpp has them. Each is called by one thread of the running kernel, and returns when that thread may go on.
+// What kernels ask of the machine (machine.h): the headers here that stand for those of kernels/cuda call these
+// functions. Each is called by one thread of the running kernel, and returns when that thread may go on.
 //
 // Addresses in shared memory are 32-bit, as on the GPU: of the own CTA, or with a CTA's rank for all of the cluster.
 #pragma once
@@ -44,6 +44,7 @@ void wait_for_copies(int pending);                            // -1: for all, co
 void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes);  // cp.async.bulk to global memory
 void wait_for_bulk_reads();                                          // by all bulk stores of this thread
 void fence_async_proxy();
+void acquire_plan();               // by this thread
 void wait_for_earlier_kernels();
 
 // ---- mbarriers and TMA ----

@@ -1,9 +1,15 @@
-// The state of the machine: regions of memory, threads as fibers, CTAs, and what they wait for.
+// The machine that runs a kernel on the host: regions of memory, threads as fibers, CTAs, and what they wait for. One
+// thread runs until it must wait for others; then the scheduler takes the next. Copies and products are performed when
+// the hardware may begin to, and are seen when it must have ended: reading their results before that is an error, or
+// gives NaN.
 #pragma once
 
 #include <csetjmp>
 #include <deque>
+#include <list>
 #include <map>
+#include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -12,12 +18,16 @@
 
 namespace host {
 
+constexpr std::size_t kStackBytes = 256 << 10, kGuardBytes = 4096;
+constexpr std::uint32_t kSharedBase = 1024;  // of the 32-bit addresses of a CTA's dynamic shared memory
+constexpr int kRankShift = 24;               // addresses in a cluster have the CTA's rank + 1 from this bit on
+
 // A tensor, or shared memory. All accesses are within one.
 struct Region {
   const char* name;
   char* begin;
   std::size_t bytes;
-  bool is_shared, is_plan;  // a plan may be read before earlier kernels have ended
+  bool is_shared, is_plan;  // who has acquired a plan may read it before earlier kernels have ended
   Shadow shadow;            // unless nothing writes it
 
   bool has(const void* p, std::size_t size) const { return p >= begin && static_cast<const char*>(p) + size <= begin + bytes; }
@@ -96,10 +106,10 @@ struct Copy {  // cp.async
   int bytes, group;
 };
 
-// The bulk stores of a warp, which are numbered from 1 on.
+// The bulk stores of a thread, which are numbered from 1 on.
 struct BulkStores {
-  Time issued = 0;
-  std::map<Time, int> reading;  // those that may still read shared memory -> the thread
+  Entity entity = kNobody;    // until the first one
+  Time issued = 0, read = 0;  // the last one, and the last that has read shared memory
 };
 
 struct Cta;
@@ -111,9 +121,10 @@ struct Thread {
   View view;
   jmp_buf context;
   char* stack;
-  bool started, finished, earlier_kernels_ended, may_give_registers;
+  bool started, finished, plan_acquired, earlier_kernels_ended, may_give_registers;
   std::vector<Copy> copies;
   int copy_groups;
+  BulkStores bulk_stores;
   std::vector<InFlight> in_flight;
   Time uncommitted;                  // the last product
   std::deque<Time> product_groups;   // the last product of each that is committed and has not been waited for
@@ -136,9 +147,8 @@ struct Cta {
   Exchange exchanges[kMaxWarps];
   WarpProduct products[kMaxWarps];
   WarpGroup groups[kMaxWarps / 4];
-  BulkStores bulk_stores[kMaxWarps];
   std::vector<Thread> threads;
-  int running;
+  int running, bulk_threads;
 };
 
 inline Entity Thread::entity() const { return thread_entity(cta->rank, index); }
@@ -178,5 +188,63 @@ struct Launch {
   std::uint32_t seed;  // of the order of threads and loads; 0 is first in, first out
 };
 }
+
+// ---- What runs ----
+
+extern const Launch* launch;
+extern std::uint32_t cluster;                 // number among all that have run
+extern Cta ctas[kMaxCtas];                    // of the cluster
+extern int num_ctas;
+extern Thread* self;                          // null while the scheduler runs
+extern std::vector<Thread*> ready;
+extern std::list<Load> loads;                 // in flight
+extern std::vector<std::unique_ptr<Accumulator>> accumulators;
+extern std::vector<Region> tensors;
+extern Region static_shared;
+extern char *image_begin, *image_end;         // of the kernel's code and constants
+extern std::minstd_rand random_numbers;
+
+// ---- messages.cpp ----
+
+extern jmp_buf failed;                        // where `fail` goes
+extern std::string message;                   // of the failure
+
+inline std::uint32_t pc_of(void* return_address) {
+  return std::uint32_t(static_cast<char*>(return_address) - image_begin);
+}
+#define PC host::pc_of(__builtin_return_address(0))
+std::string at(std::uint32_t pc);
+std::string describe(const Thread& t);
+std::string describe(const Barrier& b);
+
+// ---- scheduler.cpp ----
+
+// The running thread waits in `queue`, at an instruction.
+void block(Queue& queue, const char* instruction, std::uint32_t pc, const Barrier* barrier = nullptr,
+           std::uint32_t parity = 0, int threads = 0);
+void wake(Queue& queue);
+void run_ready_threads();                     // and those that they wake
+std::string deadlock();                       // where each thread waits
+
+// ---- memory.cpp ----
+
+Cta& cta_of(std::uint32_t address, std::uint32_t* offset);  // of an address; the offset in its shared memory
+void check_shared(const Cta& cta, std::uint32_t offset, std::size_t bytes, const char* what, std::uint32_t pc);
+void check_ended(const Region& region, bool writes, std::uint32_t pc);
+Region& region_of(const void* p, std::size_t bytes, bool writes, std::uint32_t pc);
+void access(const void* p, std::size_t bytes, bool writes, const Access& by);
+void access(const void* p, std::size_t bytes, bool writes, std::uint32_t pc);  // by the running thread
+
+// ---- barriers.cpp ----
+
+Barrier& barrier_of(std::uint32_t address, std::uint32_t pc);
+void end_phase(Barrier& b);                   // if it is complete
+
+// ---- tma.cpp ----
+
+inline std::uint32_t swizzled(std::uint32_t address, int swizzle) {
+  return address ^ ((address >> 7 & (swizzle / 16 - 1)) << 4);
+}
+void land(const Load& load);
 
 }  // namespace host

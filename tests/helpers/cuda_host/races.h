@@ -1,7 +1,7 @@
 // Which accesses to memory are ordered: vector clocks, and what they find.
 //
 // An entity does things in an order of its own: a thread; the tensor cores of a warp, whose products are numbered; the
-// bulk stores of a warp, which are too; an mbarrier, whose phases are. A clock says up to which time one knows what
+// bulk stores of a thread, which are too; an mbarrier, whose phases are. A clock says up to which time one knows what
 // each entity did. Who releases (an arrival, a barrier of threads) gives its clocks on, and who acquires (a wait)
 // joins them to its own. An access of entity e at its time t is ordered before another if the other knows e up to t.
 // Two accesses, one of which writes, must be ordered whatever order the scheduler has chosen: so a missing arrival or
@@ -23,7 +23,9 @@ using Time = std::uint32_t;
 using Entity = std::uint16_t;
 
 constexpr int kMaxCtas = 2, kMaxThreads = 384, kMaxWarps = kMaxThreads / 32, kMaxBarriers = 64;
-constexpr Entity kEntitiesOfCta = kMaxThreads + 2 * kMaxWarps + kMaxBarriers;
+constexpr int kMaxBulkThreads = 64;  // of a CTA, that have bulk stores
+constexpr Time kNever = ~Time(0);    // of what nobody knows to have ended
+constexpr Entity kEntitiesOfCta = kMaxThreads + kMaxWarps + kMaxBarriers + kMaxBulkThreads;
 constexpr Entity kEntities = kMaxCtas * kEntitiesOfCta, kNobody = 0xFFFF;
 
 constexpr Entity thread_entity(int cta, int thread) { return Entity(cta * kEntitiesOfCta + thread); }
@@ -31,8 +33,8 @@ constexpr Entity tensor_core_entity(int cta, int warp) { return Entity(cta * kEn
 constexpr Entity barrier_entity(int cta, int number) {
   return Entity(cta * kEntitiesOfCta + kMaxThreads + kMaxWarps + number);
 }
-constexpr Entity bulk_entity(int cta, int warp) {
-  return Entity(cta * kEntitiesOfCta + kMaxThreads + kMaxWarps + kMaxBarriers + warp);
+constexpr Entity bulk_entity(int cta, int number) {
+  return Entity(cta * kEntitiesOfCta + kMaxThreads + kMaxWarps + kMaxBarriers + number);
 }
 constexpr bool is_tensor_core(Entity e) {
   return unsigned(e % kEntitiesOfCta - kMaxThreads) < unsigned(kMaxWarps);

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import attn_ops as flashinfer
+from helpers.fuzz.append import append_call
+from helpers.fuzz.attention import latent_values
 from helpers.fuzz.batch import Batch, Shape, draw_options, draw_prefill_options
 from helpers.fuzz.draw import Call, Draw
-from helpers.fuzz.ops import append_call, latent_values, merge_call
+from helpers.fuzz.merge import merge_call
 from helpers.fuzz.oracle import Options, attend_all, scaled
 from helpers.fuzz.public import (
     Arguments,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import attn_ops as flashinfer
 from attn_ops.sparse_planner import fold_heads
+from helpers.fuzz.attention import attention_call
 from helpers.fuzz.batch import Shape, draw_options
 from helpers.fuzz.draw import Call, Draw
 from helpers.fuzz.oracle import Options, Request, attend
@@ -102,8 +103,6 @@ def _variable(d: Draw, shape: Shape, causal: bool) -> Matrix:
 
 
 def block_sparse_prefill(d: Draw) -> Call:
-    from helpers.fuzz.ops import attention_call  # which lists this module's ops
-
     shape = Shape.draw(d)
     o = draw_options(d, shape, "window_left", "pos_encoding")
     op, variable = "block_sparse_prefill", d.chance(0.4)

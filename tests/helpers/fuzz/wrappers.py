@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import attn_ops as flashinfer
+from helpers.fuzz.attention import latent_values
 from helpers.fuzz.batch import Batch, Shape, draw_options, draw_prefill_options
 from helpers.fuzz.draw import Call, Draw
-from helpers.fuzz.ops import latent_values
 from helpers.fuzz.oracle import Options, Request, attend_all, scaled
 from helpers.fuzz.public import (
     Arguments,

@@ -84,6 +84,9 @@ FUNCTIONS = [
                 "cum_seq_lens_q": torch.tensor([0, 2, 2, 3, 4], device=DEVICE),
                 "uses_shared_paged_kv_idx": Raises(False),
                 "enable_block_sparse_attention": Raises(True),
+                "cp_world": Raises(0),
+                "cp_rank": Raises(1),
+                "causal_seqlens_kv_global": H.seq_lens // 2,
             }
         },
     ),

@@ -1,0 +1,214 @@
+// Products of matrices: mma.sync of a warp, and WGMMA of a warpgroup.
+#include "machine.h"
+
+#include <cstring>
+
+#include "numbers.h"
+
+namespace host {
+
+std::vector<std::unique_ptr<Accumulator>> accumulators;
+
+namespace {
+
+// An operand in shared memory. Hardware swizzles addresses: the layout repeats every 1024 bytes.
+struct Operand {
+  std::uint32_t start, leading, stride;  // bytes
+
+  Operand(std::uint64_t d, std::uint32_t pc)
+      : start(d << 4 & 0x3FFF0), leading(d >> 12 & 0x3FFF0), stride(d >> 28 & 0x3FFF0) {
+    if (d >> 62 != 1 || (d >> 49 & 7)) fail("a descriptor of another swizzle than 128 bytes, " + at(pc));
+  }
+  // Of 8 elements from row `r` and column `c` of the matrix in memory, whose rows are 64 elements wide.
+  std::uint32_t chunk(int r, int c) const {
+    return swizzled(start + r / 8 * stride + r % 8 * 128 + c / 64 * leading + c % 64 * 2, 128);
+  }
+};
+
+struct Multiplication {
+  WarpGroup& group;
+  const Product& product;
+  Cta& cta;
+  View view;  // what all threads know
+  Access access;
+  std::uint32_t pc;
+
+  void load(std::uint32_t address, float (&to)[8]) {
+    const std::uint32_t offset = address - kSharedBase;
+    check_shared(cta, offset, 16, "an operand of wgmma", pc);
+    cta.shared.shadow.read(offset, 16, access, view, cluster, true, cta.shared.name);
+    std::uint16_t from[8];
+    std::memcpy(from, cta.shared.begin + offset, sizeof from);
+    for (int i = 0; i < 8; ++i) to[i] = value(from[i]);
+  }
+  float value(std::uint16_t x) const { return product.bfloat16 ? from_bfloat16(x) : from_float16(x); }
+
+  void run(Accumulator& to) {
+    static float a[64][16], b[16][256];
+    const int columns = product.columns;
+    float values[8];
+    if (product.a) {
+      for (int t = 0; t < 128; ++t)
+        for (int i = 0; i < 4; ++i)
+          for (int half = 0; half < 2; ++half)
+            a[t / 32 * 16 + t % 32 / 4 + i % 2 * 8][t % 4 * 2 + i / 2 * 8 + half] =
+                value(std::uint16_t(group.products[t].a[i] >> 16 * half));
+    } else {
+      const Operand operand(product.a_descriptor, pc);
+      for (int row = 0; row < 64; ++row)
+        for (int k = 0; k < 16; k += 8) load(operand.chunk(row, k), values), std::copy_n(values, 8, &a[row][k]);
+    }
+    const Operand operand(product.b_descriptor, pc);
+    if (product.b_mn_major) {
+      for (int k = 0; k < 16; ++k)
+        for (int n = 0; n < columns; n += 8) load(operand.chunk(k, n), values), std::copy_n(values, 8, &b[k][n]);
+    } else {
+      for (int n = 0; n < columns; ++n)
+        for (int k = 0; k < 16; k += 8) {
+          load(operand.chunk(n, k), values);
+          for (int i = 0; i < 8; ++i) b[k + i][n] = values[i];
+        }
+    }
+    for (int row = 0; row < 64; ++row) {
+      float* d = to.d[row];
+      if (!product.accumulate) std::fill_n(d, columns, 0.0f);
+      for (int k = 0; k < 16; ++k)
+        for (int n = 0; n < columns; ++n) d[n] += a[row][k] * b[k][n];
+    }
+  }
+};
+
+// The place of register `i` of a warpgroup's thread in an accumulator.
+float& element(Accumulator& accumulator, int thread, int i) {
+  return accumulator.d[thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8][i / 4 * 8 + thread % 4 * 2 + i % 2];
+}
+
+InFlight* in_flight(Thread& t, const void* registers) {
+  for (InFlight& one : t.in_flight)
+    if (one.registers == registers) return &one;
+  return nullptr;
+}
+
+// All threads of the warpgroup are here.
+void multiply(WarpGroup& group, std::uint32_t pc) {
+  const Product& first = group.products[0];
+  Thread& leader = *group.threads[0];
+  ++group.issued;
+  Accumulator* accumulator = nullptr;
+  if (const InFlight* one = in_flight(leader, first.d)) {
+    accumulator = one->accumulator;
+  } else {
+    accumulators.push_back(std::make_unique<Accumulator>());
+    accumulator = accumulators.back().get();
+    accumulator->columns = first.columns;
+  }
+  const bool begins = accumulator->users == 0;
+  for (int i = 0; i < 128; ++i) {
+    const Product& p = group.products[i];
+    Thread& t = *group.threads[i];
+    if (p.columns != first.columns || p.a_descriptor != first.a_descriptor || p.b_descriptor != first.b_descriptor ||
+        p.accumulate != first.accumulate || !p.a != !first.a || p.b_mn_major != first.b_mn_major)
+      fail("wgmma with different operands in a warpgroup, " + at(pc));
+    t.uncommitted = group.issued;
+    if (p.a) {
+      if (InFlight* one = in_flight(t, p.a))
+        one->until = group.issued;
+      else
+        t.in_flight.push_back({p.a, 16, group.issued, nullptr});
+    }
+    if (!begins) {
+      InFlight* one = in_flight(t, p.d);
+      if (!one || one->accumulator != accumulator) fail("wgmma with different accumulators in a warpgroup, " + at(pc));
+      one->until = group.issued;
+      continue;
+    }
+    if (!t.may_give_registers) fail("wgmma without wgmma.fence after its registers were used, " + at(pc));
+    for (int j = 0; j < p.columns / 2; ++j) {
+      element(*accumulator, i, j) = p.d[j];
+      p.d[j] = std::bit_cast<float>(0x7FFFFFFF);
+    }
+    t.in_flight.push_back({p.d, p.columns / 2 * sizeof(float), group.issued, accumulator});
+    ++accumulator->users;
+  }
+  static View view;
+  view = leader.view;
+  for (int i = 1; i < 128; ++i) meet(view, group.threads[i]->view);
+  const Access access = {pc, group.issued, tensor_core_entity(leader.cta->rank, leader.index / 32), true};
+  Multiplication{group, first, *leader.cta, view, access, pc}.run(*accumulator);
+}
+
+void release_accumulator(Accumulator* accumulator) {
+  if (--accumulator->users) return;
+  std::erase_if(accumulators, [&](const auto& one) { return one.get() == accumulator; });
+}
+
+}  // namespace
+
+void multiply_by_warp(const Fragments& fragments, bool bfloat16) {
+  WarpProduct& product = self->cta->products[self->index / 32];
+  product.lanes[self->index % 32] = fragments;
+  if (++product.arrived < 32) return block(product.waiting, "mma.sync", PC);
+  product.arrived = 0;
+  const auto value = [&](std::uint32_t word, int half) {
+    const auto x = std::uint16_t(word >> 16 * half);
+    return bfloat16 ? from_bfloat16(x) : from_float16(x);
+  };
+  float a[16][16], b[16][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const int row = lane / 4, column = lane % 4 * 2;
+    for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < 4; ++i)
+        a[row + i % 2 * 8][column + i / 2 * 8 + half] = value(product.lanes[lane].a[i], half);
+      for (int i = 0; i < 2; ++i) b[column + i * 8 + half][row] = value(product.lanes[lane].b[i], half);
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      float sum = product.lanes[lane].d[i];
+      for (int k = 0; k < 16; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+      product.lanes[lane].d[i] = sum;
+    }
+  wake(product.waiting);
+}
+
+void wgmma(const Product& product) {
+  const std::uint32_t pc = PC;
+  WarpGroup& group = self->cta->groups[self->index / 128];
+  group.products[self->index % 128] = product, group.threads[self->index % 128] = self;
+  if (++group.arrived < 128) return block(group.waiting, "wgmma", pc);
+  group.arrived = 0;
+  multiply(group, pc);
+  wake(group.waiting);
+}
+
+void wgmma_fence() { self->may_give_registers = true; }
+
+void wgmma_commit() { self->product_groups.push_back(self->uncommitted); }
+
+void wgmma_wait(int pending) {
+  Thread& t = *self;
+  Time done = 0;
+  while (int(t.product_groups.size()) > pending) done = t.product_groups.front(), t.product_groups.pop_front();
+  t.may_give_registers = false;
+  if (!done) return;
+  Time& known = t.view.known[tensor_core_entity(t.cta->rank, t.index / 32)];
+  known = std::max(known, done);
+  std::erase_if(t.in_flight, [&](const InFlight& one) {
+    if (one.until > done) return false;
+    if (one.accumulator) {
+      float* d = static_cast<float*>(const_cast<void*>(one.registers));
+      for (std::size_t i = 0; i < one.bytes / sizeof(float); ++i) d[i] = element(*one.accumulator, t.index % 128, int(i));
+      release_accumulator(one.accumulator);
+    }
+    return true;
+  });
+}
+
+void check_registers(const float* d, int count) {
+  const std::uint32_t pc = PC;
+  for (const InFlight& one : self->in_flight)
+    if (one.accumulator && one.registers >= d && one.registers < d + count)
+      fail("an accumulator is fenced before wgmma.wait_group, by " + describe(*self) + " " + at(pc));
+}
+
+}  // namespace host
