@@ -15,7 +15,7 @@ from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_a
 from attn_ops.integrations import transformers_mla as mla
 from attn_ops.integrations.transformers_cache import grow_in_place
 from attn_ops.integrations.transformers_layout import Layout
-from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attention_bounds, is_bounds, step_of
+from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attention_bounds, is_bounds, no_bounds, step_of
 from attn_ops.integrations.transformers_refusals import refuse, refuse_mask
 
 __all__ = ["NAME", "PAGED_NAME", "attention_forward", "register"]
@@ -48,9 +48,9 @@ def register() -> str:
             "attn_ops.integrations.transformers needs transformers 5: pip install transformers"
         ) from error
 
-    for name in (NAME, PAGED_NAME):
+    for name, mask_function in ((NAME, attention_bounds), (PAGED_NAME, no_bounds)):
+        AttentionMaskInterface.register(name, mask_function)
         AttentionInterface.register(name, attention_forward)
-        AttentionMaskInterface.register(name, attention_bounds)
     if not hasattr(flash._lazy_imports, "attn_ops"):
         flash._lazy_imports = _lazy_imports(flash._lazy_imports)
         models: Any = PreTrainedModel

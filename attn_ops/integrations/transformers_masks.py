@@ -141,15 +141,7 @@ def attention_bounds(
     """
     assert mask_function is not None
     causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
-    names = set() if is_traced() else set(_names(mask_function))
-    chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
-    unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)
-    if use_vmap or chunked or unbounded or names - _MASKS:
-        other = ", ".join(sorted(names - _MASKS)) or "a function of the model's own"
-        raise UnsupportedError(
-            f"{WHERE}: the mask is made by {other}, which is not supported: masks are causal or bidirectional, with a "
-            "sliding window; use attn_implementation='sdpa' for this model"
-        )
+    names = _supported_names(mask_function, config, local_size, use_vmap)
     window = local_size or 0
     if causal and is_traced() and not allow_is_causal_skip and q_length > 1:
         _assert_causal(mask_function, batch_size, q_length, kv_length, q_offset, device)
@@ -169,6 +161,41 @@ def attention_bounds(
         return Kind(causal, not full, False, False, window).mask(begin, end)
     begin, end, padded = _padding(attention_mask, end, kv_offset, causal, window)
     return Kind(causal, padded or not full, padded, False, window).mask(begin, end)
+
+
+def no_bounds(
+    *_: Any,
+    mask_function: Callable[..., Any],
+    config: Any = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **__: Any,
+) -> None:
+    """A mask function for continuous batching, whose layers are passed lengths: it reads nothing on the device, so that
+    a step can be captured in a CUDA graph.
+
+    Raises:
+        UnsupportedError: as :func:`attention_bounds`.
+    """
+    _supported_names(mask_function, config, local_size, use_vmap)
+
+
+def _supported_names(function: Callable[..., Any], config: Any, local_size: int | None, use_vmap: bool) -> set[str]:
+    """Of the functions that a mask function combines, none when traced.
+
+    Raises:
+        UnsupportedError: it makes no causal or bidirectional mask, with a window or packed sequences.
+    """
+    names = set() if is_traced() else set(_names(function))
+    chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
+    unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)
+    if use_vmap or chunked or unbounded or names - _MASKS:
+        other = ", ".join(sorted(names - _MASKS)) or "a function of the model's own"
+        raise UnsupportedError(
+            f"{WHERE}: the mask is made by {other}, which is not supported: masks are causal or bidirectional, with a "
+            "sliding window; use attn_implementation='sdpa' for this model"
+        )
+    return names
 
 
 def _names(function: Callable[..., Any]) -> Iterator[str]:
