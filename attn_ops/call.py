@@ -105,7 +105,9 @@ class AttentionCall(NamedTuple):
         destinations = (
             self.output.destinations() if same_dtype and not isinstance(scale, Tensor) and scale == 1 else None
         )
-        return OpCall(self.op, args, keywords, finalize, destinations, not self.output.return_lse)
+        rows, (_, dim_vo) = self.output.rows_shape, self.plan.head_dims
+        shape = None if rows is None else (*rows, *args[0].shape[1:-1], dim_vo)
+        return OpCall(self.op, args, keywords, finalize, destinations, not self.output.return_lse, shape)
 
     def _resolve(self) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype, float | Tensor]:
         """Check and plan: the op's arguments, and the dtype and factor of the output."""

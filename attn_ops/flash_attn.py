@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
 from attn_ops.frontend.arguments import output_dtype, positive, ranked, required
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
 from attn_ops.frontend.flash.cache import (
+    CacheArguments,
     CacheBatch,
     CacheLengths,
     CacheTensors,
@@ -30,7 +32,7 @@ from attn_ops.frontend.flash.cache import (
 )
 from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, dense_attention, requests_of, unpack, varlen_attention
 from attn_ops.frontend.flash.metadata import MISSING, NO_TOTALS, SchedulerMetadata, SharedPlans
-from attn_ops.frontend.flash.padded import Used
+from attn_ops.frontend.flash.padded import SpreadCall, Used
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Scale
@@ -54,6 +56,7 @@ __all__ = [
 
 
 @typed
+@prepared_function
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -130,6 +133,7 @@ def flash_attn_func(
 
 
 @typed
+@prepared_function
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -224,7 +228,7 @@ def flash_attn_varlen_func(
             keys = Used.of(where, "k", cu_seqlens_k, seqused_k, k)
             k, v = keys.take(where, k=k, v=v)
             cu_seqlens_k = keys.cu_seqlens
-        result = varlen_attention(
+        call = varlen_attention(
             where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, descales, return_softmax_lse, out, qv=qv, chunk=chunk
         )
     else:
@@ -245,14 +249,16 @@ def flash_attn_varlen_func(
             places=k.shape[0],
             chunk=chunk,
         )
-        metadata = batch.metadata(where, scheduler_metadata)
-        tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, metadata, k.shape[1])
+        found = batch.metadata(where, scheduler_metadata)
+        tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, found.metadata, k.shape[1])
         scales = descales.of_rows(where, q, k, batch.requests, cu_seqlens_q)
-        result = tensors.attend(where, metadata, options, scales, Result(None, return_softmax_lse, out))
-    return result if rows is None else rows.spread(result, return_softmax_lse, out)
+        given = CacheArguments(q, qv, k, v)
+        call = tensors.attend(where, found, options, scales, Result(None, return_softmax_lse, out), given)
+    return call if rows is None else SpreadCall(call, rows, return_softmax_lse, out)
 
 
 @typed
+@prepared_function
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -382,7 +388,7 @@ def flash_attn_with_kvcache(
         chunk,
     )
     rotary = Rotary.of(where, rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1], q.device)
-    metadata = batch.metadata(where, scheduler_metadata)
+    found = batch.metadata(where, scheduler_metadata)
     if rotary is not None:
         required(where, k=new)
         assert new is not None
@@ -392,10 +398,11 @@ def flash_attn_with_kvcache(
         rows, key = rotate(where, rotary, rows, new[0], batch, begin, by_row)
         new = key, new[1]
     tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode).for_plan(
-        where, metadata, k_cache.shape[1]
+        where, found.metadata, k_cache.shape[1]
     )
     scales = descales.of_rows(where, rows, k_cache, requests, cu_seqlens_q)
-    return tensors.attend(where, metadata, options, scales, Result(shape, return_softmax_lse, out))
+    result, given = Result(shape, return_softmax_lse, out), CacheArguments(q, qv, k_cache, v_cache, k, v)
+    return tensors.attend(where, found, options, scales, result, given)
 
 
 @typed

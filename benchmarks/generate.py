@@ -91,6 +91,7 @@ class Checks(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--size", choices=SIZES, default="8b", help="of the model; default: 8b, as Llama-3-8B")
+    parser.add_argument("--layers", type=int, help="of the model; default: those of its size. Fewer compile faster")
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32], help="batch sizes; default: 1 8 32")
@@ -104,11 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_peers(parser)
 
 
-def make_models(size: str, device: str, dtype: torch.dtype, names: Iterable[str]) -> dict[str, Any]:
-    """A model for each attention implementation, over the same weights."""
+def make_models(
+    size: str, device: str, dtype: torch.dtype, names: Iterable[str], layers: int | None = None
+) -> dict[str, Any]:
+    """A model for each attention implementation, over the same weights; with so many ``layers``, if that is given."""
     from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**SIZES[size], pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    fields = {**SIZES[size], **({} if layers is None else {"num_hidden_layers": layers})}
+    config = LlamaConfig(**fields, pad_token_id=0, bos_token_id=1, eos_token_id=None)
     with torch.device(device):
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM
@@ -177,18 +181,23 @@ def check_tokens(name: str, mode: str, reference: Any, tokens: Tensor, new: int)
         )
 
 
-def check_plans(mode: str, model: Any, work: Workload, backend: str) -> Checks:
-    """Run warm-up and steps.
+def warm_up(mode: str, model: Any, work: Workload, backend: str) -> Tensor:
+    """Run once, or twice where code is compiled for the second step too. Returns the tokens."""
+    for _ in range(2 if mode == COMPILED else 1):
+        tokens = tokens_of(mode, model, work, backend, keep=True)
+    return tokens
+
+
+def check_plans(mode: str, model: Any, work: Workload, backend: str) -> tuple[Checks, Tensor]:
+    """Run the warm-up and at least ``STEPS`` steps. Returns also the tokens of the warm-up.
 
     Raises:
         AssertionError: a step has more plans than the model has kinds of layers, or something was compiled after the
             warm-up.
     """
-    steps = [0]
+    steps, work = [0], work._replace(new=max(work.new, STEPS + 2))
     counters.clear()
-    short = work._replace(new=STEPS + 2)
-    for _ in range(2):
-        tokens_of(mode, model, short, backend)
+    tokens = warm_up(mode, model, work, backend)
     graphs, planned = counters["stats"]["unique_graphs"], counters["attn_ops"]["plans"]
     assert (graphs > 0) == (mode == COMPILED), f"{mode}: {graphs} graphs were compiled"
 
@@ -196,22 +205,25 @@ def check_plans(mode: str, model: Any, work: Workload, backend: str) -> Checks:
         steps[0] += 1
 
     if mode == COMPILED:
-        tokens_of(mode, model, short, backend)
+        tokens_of(mode, model, work, backend)
         plans = planned / graphs if backend == "inductor" else None
     else:
         every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # generate_batch has one of its own
         hook = model.get_input_embeddings().register_forward_pre_hook(count)
         with profile(activities=[ProfilerActivity.CPU], experimental_config=every) as measured:
-            tokens_of(mode, model, short, backend, **({"use_cuda_graph": False} if mode == BATCH else {}))
+            tokens_of(mode, model, work, backend, **({"use_cuda_graph": False} if mode == BATCH else {}))
         hook.remove()
         assert steps[0] >= STEPS, f"{mode}: {steps[0]} steps"
-        plans = sum(e.count for e in measured.key_averages() if e.key.startswith("attn::plan_")) / steps[0]
+        # key_averages() takes longer than the run, since it makes objects of half a million events.
+        assert measured.profiler is not None
+        events = measured.profiler.kineto_results.events()
+        plans = sum(e.name().startswith("attn::plan_") for e in events) / steps[0]
     recompiles = counters["stats"]["unique_graphs"] - graphs
     if recompiles:
         raise AssertionError(f"{mode}: {recompiles} graphs were compiled in {STEPS} steps after warm-up, expected 0")
     if plans is not None and plans > KINDS_OF_LAYERS:
         raise AssertionError(f"{mode}: {plans:g} plans per step, expected {KINDS_OF_LAYERS}, for all layers")
-    return Checks(plans, recompiles)
+    return Checks(plans, recompiles), tokens
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -234,13 +246,12 @@ def measure(
     """
     batch, prompt = work.prompts.shape
     what = f"{mode}, batch {batch}"
-    checks = check_plans(mode, models[OURS], work, backend)
+    checks, generated = check_plans(mode, models[OURS], work, backend)
     running = {}
     for name, model in models.items():
         try:
-            for _ in range(2 if mode == COMPILED else 1):
-                tokens = tokens_of(mode, model, work, backend, keep=True)
-            check_tokens(name, mode, models["sdpa"], tokens, work.new)
+            tokens = generated if name == OURS else warm_up(mode, model, work, backend)
+            check_tokens(name, mode, models["sdpa"], tokens, tokens.shape[1] - prompt)
             running[name] = model
         except Exception as error:  # other libraries raise any type
             if name == OURS:
@@ -286,10 +297,11 @@ def run(args: argparse.Namespace) -> None:
     failures: list[Exception] = []
     late: list[str] = []
     not_measured = [NotMeasured(name, "every row", reason) for name, reason in absent.items()]
-    models = make_models(args.size, args.device, getattr(torch, args.dtype), names)
+    models = make_models(args.size, args.device, getattr(torch, args.dtype), names, args.layers)
     vocabulary = SIZES[args.size]["vocab_size"]
     columns = report.Columns((OURS,), PEERS, higher_is_better=True)
-    title, start = f"Tokens per second of generate, Llama of size {args.size}, {args.dtype}", time.perf_counter()
+    shown = f"{args.size}, {args.layers or SIZES[args.size]['num_hidden_layers']} layers"
+    title, start = f"Tokens per second of generate, Llama of size {shown}, {args.dtype}", time.perf_counter()
     for mode in args.modes:
         for batch in args.batches:
             if time.perf_counter() - start > args.seconds:

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from attn_ops.eager.prepared_call import _C, INTERPOSITION_CHECKS, MAX_ENTRIES, OpCall, flatten_tensors
+from attn_ops.eager.prepared_call import (
+    _C,
+    INTERPOSITION_CHECKS,
+    MAX_ENTRIES,
+    OP_CACHES,
+    OpCall,
+    flatten_tensors,
+    has_gradients,
+)
 
 Check = Callable[[Sequence[Any], dict[str, Any]], Callable[..., Any]]
 """``check(args, kwargs)`` refuses a call of an op, or returns the function that makes it and others of its key."""
@@ -58,17 +66,19 @@ class CheckedCalls:
 
     def _on_direct_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         dispatched = None if key is None else OpCall(self.name, tuple(args), kwargs).as_dispatched()
-        graded = torch.is_grad_enabled() and any(t.requires_grad for t in flatten_tensors((*args, *kwargs.values())))
-        if dispatched is None or graded:  # which a kernel of Autograd may take
+        if dispatched is None or has_gradients(flatten_tensors((*args, *kwargs.values()))):
             return self._dispatched(*args, **kwargs)
         return self._on_miss(key, args, dispatched)
 
 
 def call_op(op: str, *args: Any, **kwargs: Any) -> Any:
     """``torch.ops.attn``'s op of these arguments, of which the first is a tensor."""
-    if is_compiling() or not args[0].is_cpu:
-        return getattr(torch.ops.attn, op)(*args, **kwargs)
-    return CHECKED_CALLS[op].direct(*args, **kwargs)
+    if not is_compiling():
+        if args[0].is_cuda:
+            return OP_CACHES[op].direct(*args, **kwargs)
+        if args[0].is_cpu:
+            return CHECKED_CALLS[op].direct(*args, **kwargs)
+    return getattr(torch.ops.attn, op)(*args, **kwargs)
 
 
 CHECKED_CALLS: dict[str, CheckedCalls] = {}

@@ -7,9 +7,12 @@ interpreter (``attn_ops/native/extension``). Two calls have the same key if they
 same device and grad mode, both or neither in a CUDA graph capture, and tensors of equal sizes, strides, dtype, device,
 alignment and, in grad mode, ``requires_grad``.
 
-Ops      :class:`OpCache`, behind the dispatcher
-Methods  :func:`prepared`, for ``run`` of wrappers and ``plan`` of planners, before it. While a mode, transform, tracer
-         or profiler must observe the op (``INTERPOSITION_CHECKS``), a method runs as written
+Ops        :class:`OpCache`, behind the dispatcher, and before it for calls of this package
+Methods    :func:`prepared`, for ``run`` of wrappers and ``plan`` of planners
+Functions  :func:`prepared_function`, for functions that are given their plan or need none
+
+While a mode, transform, tracer or profiler must observe the op (``INTERPOSITION_CHECKS``), methods and functions run as
+written, and ops pass through the dispatcher.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.compiler import is_compiling
+
+P = ParamSpec("P")
 
 _C: Any = None
 NATIVE_REASON = ""
@@ -40,11 +46,18 @@ CONSTANT = -1
 MAX_ENTRIES = 4096
 """Entries of a cache. An insertion beyond it first evicts all of them."""
 
+
+def _is_profiled() -> bool:
+    """Whether a profiler of any thread runs: it may observe all of them."""
+    return profiler._is_profiler_enabled
+
+
 INTERPOSITION_CHECKS = (
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
     torch._C._functorch.peek_interpreter_stack,
     torch._C._autograd._profiler_enabled,
+    _is_profiled,
     torch._C._is_tracing,
 )
 """Functions without arguments. If any returns true, a mode, transform, tracer or profiler must observe the op."""
@@ -97,51 +110,68 @@ class CapturedCall(NamedTuple):
     def bind(
         self,
         arguments: Sequence[Tensor],
-        constants: Sequence[Tensor],
-        destinations: Sequence[Tensor | None] = (),
+        constants: Sequence[Tensor] = (),
         unpack: bool = False,
+        destinations: Sequence[Tensor | None] = (),
+        shape: tuple[int, ...] | None = None,
+        scratch: Sequence[Tensor] = (),
+        views: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Any:
         """A prepared call for other tensors in the place of ``arguments``; None if it cannot be one.
 
-        ``constants`` keep their addresses. An output with a destination, one of the arguments, is written there.
+        ``constants`` keep their addresses. An output with a destination, one of the arguments, is written there. The
+        rest is as in :class:`OpCall`.
         """
         device = torch.cuda.current_device()
         if any(t.get_device() != device for t in (*arguments, *self.outputs)):
             return None
-        targets = [None if t is None else _index(arguments, t) for t in destinations or [None] * len(self.outputs)]
-        fits = zip(destinations, targets, self.outputs, strict=False)
+        outputs = self.outputs
+        if shape is not None:
+            if not outputs[0].is_contiguous():
+                return None
+            outputs = outputs[0].view(shape), *outputs[1:]
+        targets = [None if t is None else _position(arguments, t) for t in destinations or [None] * len(outputs)]
+        fits = zip(destinations, targets, outputs, strict=False)
         if not all(t is None or (i is not None and _is_output_like(t, output)) for t, i, output in fits):
             return None
-        tensors: dict[int, Tensor] = {id(t): t for x in self.launches for t in x.tensors}
-        for t in self.outputs:
-            tensors.pop(id(t), None)
-        sources = [_source(t, arguments, constants) for t in tensors.values()]
+        used = {id(t): t for x in self.launches for t in x.tensors}
+        memory = [t for t in scratch if id(t) in used and t.numel()]
+        for t in (*self.outputs, *memory):
+            used.pop(id(t), None)
+        sources = [_source(t, arguments, (*constants, *scratch), views) for t in used.values()]
         if None in sources:
             return None
-        places = {key: i for i, key in enumerate((*tensors, *map(id, self.outputs)))}
+        places = {key: i for i, key in enumerate((*used, *map(id, self.outputs), *map(id, memory)))}
         rows = tuple((x.image, tuple(places[id(t)] for t in x.tensors), x.integers, x.floats) for x in self.launches)
-        makes = (_allocator(t) if i is None else i for t, i in zip(self.outputs, targets, strict=True))
-        return _C.PreparedCall(rows, tuple(sources), tuple(makes), unpack)
+        makes = (_allocator(t) if i is None else i for t, i in zip(outputs, targets, strict=True))
+        return _C.PreparedCall(rows, tuple(sources), tuple(makes), unpack, tuple(map(_allocator, memory)))
 
 
 def _index(tensors: Sequence[Tensor], t: Tensor) -> int | None:
-    """The position of the object ``t`` among ``tensors``, unless it is there twice: then the next call may pass two."""
-    found = [i for i, x in enumerate(tensors) if x is t]
-    return found[0] if len(found) == 1 else None
+    """The first position of the object ``t`` among ``tensors``. Other calls of the key have one there as often."""
+    return next((i for i, x in enumerate(tensors) if x is t), None)
 
 
-def _source(t: Tensor, arguments: Sequence[Tensor], constants: Sequence[Tensor]) -> tuple[int, int] | None:
+def _position(tensors: Sequence[Tensor], t: Tensor) -> int | None:
+    """The one position of the object ``t``, which is written, among ``tensors``."""
+    return _index(tensors, t) if sum(x is t for x in tensors) == 1 else None
+
+
+def _source(
+    t: Tensor, arguments: Sequence[Tensor], constants: Sequence[Tensor], views: Sequence[tuple[Tensor, Tensor]] = ()
+) -> tuple[int, int] | None:
     """The argument that ``t`` is, or is a view of, with its offset in bytes; or CONSTANT with its address.
 
-    None if it is neither, or a view of several arguments.
+    None if it is neither, or a view of several arguments that ``views`` does not decide.
     """
-    i = _index(arguments, t)
+    base = next((base for view, base in views if view is t and view.data_ptr() == base.data_ptr()), t)
+    i = _index(arguments, base)
     if i is None and _index(constants, t) is not None:
         return CONSTANT, t.data_ptr()
     if i is None:
         storage = t.untyped_storage().data_ptr()
         found = [i for i, x in enumerate(arguments) if x.untyped_storage().data_ptr() == storage]
-        i = found[0] if len(found) == 1 and t.numel() else None
+        i = found[0] if t.numel() and len({id(arguments[i]) for i in found}) == 1 else None
     return None if i is None else (i, t.data_ptr() - arguments[i].data_ptr())
 
 
@@ -175,6 +205,11 @@ def plan_tensors(args: Sequence[Any]) -> list[Tensor]:
     return [t for x in args if isinstance(x, list) for t in x]
 
 
+def has_gradients(tensors: Sequence[Tensor]) -> bool:
+    """Whether a kernel of Autograd may take a call of these tensors."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
     return () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
 
@@ -184,23 +219,49 @@ FirstCall = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, CapturedCall | 
 
 
 class OpCache:
-    """The prepared calls of one op. An entry is evicted when a tensor of its plan is freed, and all at the limit."""
+    """The prepared calls of one op. An entry is evicted when a tensor of its plan is freed, and all at the limit.
 
-    def __init__(self, first_call: FirstCall) -> None:
-        self.first_call = first_call
+    op      the implementation of the op. A plan comes as a list, of tensors that are the same in every call of a key
+    direct  the same for calls of this package that have not passed the dispatcher, but for those that it must see. A
+            plan comes as a tuple, and its tensors are arguments as all others
+    """
+
+    def __init__(self, name: str, first_call: FirstCall) -> None:
+        self.name, self.first_call = name, first_call
         self._entries: dict[Hashable, Any] = {}
         self._plans: dict[Hashable, list[weakref.ref[Tensor]]] = {}
         """For each entry, the tensors of its plans, with callbacks that evict the entry."""
+        self._direct_entries: dict[Hashable, Any] = {}
         self.op: Callable[..., Any] = self._uncached
+        self.direct: Callable[..., Any] = self._dispatched
         if _C is not None:
-            self.op = _C.CallCache(self._entries, torch.is_grad_enabled, self._on_miss, (), False, True)
+            grad = torch.is_grad_enabled
+            self.op = _C.CallCache(self._entries, grad, self._on_miss, (), False, True)
+            self.direct = _C.CallCache(
+                self._direct_entries, grad, self._on_direct_miss, INTERPOSITION_CHECKS, False, True
+            )
 
     @property
     def num_entries(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._direct_entries)
 
     def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         return self.first_call(args, kwargs)[0]
+
+    def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch.ops.attn, self.name)(*args, **kwargs)
+
+    def _on_direct_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        dispatched = None if key is None else OpCall(self.name, tuple(args), kwargs).as_dispatched()
+        arguments = flatten_tensors((*args, *kwargs.values()))
+        if dispatched is None or has_gradients(arguments):
+            return self._dispatched(*args, **kwargs)
+        result, captured = self.first_call(args, dispatched)
+        prepared_call = captured and captured.bind(arguments, unpack=not isinstance(result, tuple))
+        if len(self._direct_entries) >= MAX_ENTRIES:
+            self._direct_entries.clear()
+        self._direct_entries[key] = prepared_call or self._dispatched
+        return result
 
     def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result, captured = self.first_call(args, kwargs)
@@ -240,12 +301,30 @@ def _argument_types(op: str) -> dict[str, tuple[type | None, bool]]:
     }
 
 
+class Lookup(NamedTuple):
+    """How calls find tensors that are not among their arguments, as those of a plan.
+
+    by       tensors among the arguments of the call
+    found    what it found
+    find     finds the same for the tensors of a later call in the place of ``by``; None if it must be made
+    """
+
+    by: tuple[Tensor, ...]
+    found: Sequence[Tensor]
+    find: Callable[..., Sequence[Tensor] | None]
+
+
 class OpCall(NamedTuple):
     """A call of an op, and what becomes of its outputs.
 
     finalize      makes the result from the op's outputs; None: the op's result is the result
     destinations  if the result is the outputs, the caller's buffer for each, or None; None: finalize computes
     unpack        the result is the first output
+    shape         of the first output in the result, if it is another than the op's
+    scratch       arguments of the op that the call itself allocated, with undefined contents
+    views         ``(view, base)``: arguments of the op that begin where an argument of the caller does
+    before        calls of ops, without results, that are made first
+    lookup        of tensors that the call did not get
     """
 
     op: str
@@ -254,10 +333,34 @@ class OpCall(NamedTuple):
     finalize: Callable[..., Any] | None = None
     destinations: tuple[Tensor | None, ...] | None = ()
     unpack: bool = True
+    shape: tuple[int, ...] | None = None
+    scratch: tuple[Tensor, ...] = ()
+    views: tuple[tuple[Tensor, Tensor], ...] = ()
+    before: tuple[OpCall, ...] = ()
+    lookup: Lookup | None = None
 
     def execute(self) -> Any:
+        for call in self.before:
+            call.execute()
         result = getattr(torch.ops.attn, self.op)(*self.args, **self.kwargs)
         return result if self.finalize is None else self.finalize(*result)
+
+    def first_call(self, arguments: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> tuple[Any, Any]:
+        """Execute it: the result, and a prepared call for other tensors in the place of ``arguments``, or None."""
+        calls = (*self.before, self)
+        dispatched = [call.as_dispatched() for call in calls]
+        if self.destinations is None or None in dispatched:
+            return self.execute(), None
+        launches: list[Launch] | None = []
+        for call, kwargs in zip(calls, dispatched, strict=True):
+            result, captured = OP_CACHES[call.op].first_call(call.args, kwargs or {})
+            launches = None if captured is None or launches is None else [*launches, *captured.launches]
+        prepared_call = None
+        if launches is not None:
+            prepared_call = CapturedCall(launches, outputs_of(result)).bind(
+                arguments, constants, self.unpack, self.destinations, self.shape, self.scratch, self.views
+            )
+        return result if self.finalize is None else self.finalize(*result), prepared_call
 
     def op_call(self) -> OpCall:
         return self
@@ -300,32 +403,53 @@ class HasPreparedCalls(Protocol):
         """Tensors that the op takes and that are not arguments of the method. They live as long as the caches."""
 
 
-def _method_cache(method: Callable[..., Executable]) -> Any:
+def _looked_up(
+    prepared_call: Any, lookup: Lookup, arguments: Sequence[Tensor], op_call: OpCall, uncached: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """The prepared call on the arguments of a later call of its key, and on the tensors that are looked up."""
+    places = [_index(arguments, t) for t in lookup.by]
+    if None in places or any(t is not None for t in op_call.destinations or ()):
+        return None
+    find = lookup.find
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = flatten_tensors((*args, *kwargs.values()))
+        found = find(*[tensors[i] for i in places])  # type: ignore[index]
+        return uncached(*args, **kwargs) if found is None else prepared_call.call((*tensors, *found))
+
+    return call
+
+
+def _cache_of(make: Callable[..., tuple[Executable, list[Tensor], Sequence[Tensor]]], of_method: bool) -> Any:
+    """``make`` takes the arguments of the cache: the call, the tensors among its arguments, and constants."""
     entries: dict[Hashable, Any] = {}
 
-    def uncached(_: int, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return method(owner, *args, **kwargs).execute()
+    def uncached(*args: Any, **kwargs: Any) -> Any:
+        return make(*args, **kwargs)[0].execute()
 
-    def on_miss(key: Hashable, call: tuple[Any, ...], _: dict[str, Any]) -> Any:
-        if key is None:
-            return uncached(*call)
-        __, owner, args, kwargs = call
-        op_call = method(owner, *args, **kwargs).op_call()
+    def on_miss(key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        executable, arguments, constants = make(*args, **kwargs)
+        if key is None or has_gradients(arguments):
+            return executable.execute()
         if len(entries) >= MAX_ENTRIES:
             entries.clear()
-        dispatched, destinations = op_call.as_dispatched(), op_call.destinations
-        if dispatched is None or destinations is None:
-            entries[key] = uncached
-            return op_call.execute()
-        result, captured = OP_CACHES[op_call.op].first_call(op_call.args, dispatched)
-        prepared_call = None
-        if captured is not None:
-            arguments = flatten_tensors((*args, *kwargs.values()))
-            prepared_call = captured.bind(arguments, owner._constants(), destinations, op_call.unpack)
+        op_call = executable.op_call()
+        lookup = op_call.lookup
+        found = () if lookup is None else lookup.found
+        result, prepared_call = op_call.first_call((*arguments, *found), constants)
+        if prepared_call is not None and lookup is not None:
+            prepared_call = _looked_up(prepared_call, lookup, arguments, op_call, uncached)
         entries[key] = prepared_call or uncached
-        return result if op_call.finalize is None else op_call.finalize(*result)
+        return result
 
-    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, True, True)
+    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, of_method, True)
+
+
+def _method_cache(method: Callable[..., Executable]) -> Any:
+    def make(_: int, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return method(owner, *args, **kwargs), flatten_tensors((*args, *kwargs.values())), owner._constants()
+
+    return _cache_of(make, True)
 
 
 def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
@@ -345,5 +469,25 @@ def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
         if cache is None:
             cache = calls[method] = _method_cache(method)
         return cache(number, self, args, kwargs)
+
+    return call
+
+
+def prepared_function(function: Callable[P, Executable]) -> Callable[P, Any]:
+    """:func:`prepared` for a function, whose call depends on its arguments alone. A tensor is the first or named ``q``.
+
+    Tensors of a plan are arguments as all others: their addresses may change from call to call.
+    """
+
+    def make(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return function(*args, **kwargs), flatten_tensors((*args, *kwargs.values())), ()
+
+    cache = None if _C is None else _cache_of(make, False)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if cache is not None and not is_compiling() and getattr(args[0] if args else kwargs.get("q"), "is_cuda", False):
+            return cache(*args, **kwargs)
+        return function(*args, **kwargs).execute()
 
     return call

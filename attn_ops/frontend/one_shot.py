@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall, Planned, Unplanned
+from attn_ops.eager.checked_call import call_op
 from attn_ops.errors import DTypeError, PageTableError, ShapeError, fail
 from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
 from attn_ops.frontend.context import RankKeys
@@ -177,9 +178,9 @@ def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
     fields = [problem.as_shape_tensor(plan.kv_len.device), *(torch.empty_like(t) for t in plan[1:])]
     table = plan.kv_indptr, plan.kv_indices, (plan.kv_len - 1) % problem.page_size + 1
     if isinstance(plan, DecodePlan):
-        torch.ops.attn.plan_decode(*table, fields)
+        call_op("plan_decode", *table, fields)
         return DecodePlan(*fields)
-    torch.ops.attn.plan_prefill(plan.qo_indptr, *table, fields)
+    call_op("plan_prefill", plan.qo_indptr, *table, fields)
     return PrefillPlan(*fields)
 
 
@@ -212,17 +213,17 @@ class BlockTables(NamedTuple):
         batch, width = max(1, self.block_tables.shape[0]), self.block_tables.shape[1]
         page_size, device = self.spec.page_size, self.block_tables.device
         kv_lens = self.seq_lens if self.keys is None else self.keys.visible(self.seq_lens)
-        table = torch.ops.attn.page_table(self.block_tables, kv_lens, page_size)
+        table = call_op("page_table", self.block_tables, kv_lens, page_size)
         problem = problem_of(self.spec, bound(width) * page_size, bound(-(-self.rows // batch)))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
             ctas = ctas_per_head(device, self.spec.num_kv_heads)
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
-            torch.ops.attn.plan_decode(*table, decode, **options)
+            call_op("plan_decode", *table, decode, **options)
             return decode
         splits = splits_per_head(device, problem)
         prefill = allocate_prefill(problem, batch, self.rows, batch * width, device, splits, torch.empty)
-        torch.ops.attn.plan_prefill(self.qo_indptr, *table, prefill, **options)
+        call_op("plan_prefill", self.qo_indptr, *table, prefill, **options)
         return prefill
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
@@ -261,7 +262,7 @@ class RaggedLengths(NamedTuple):
         splits = splits_per_head(device, problem)
         plan = allocate_prefill(problem, batch, self.rows, 0, device, splits, torch.empty)
         no_pages, ones = self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
-        torch.ops.attn.plan_prefill(self.qo_indptr, self.kv_indptr, no_pages, ones, plan)
+        call_op("plan_prefill", self.qo_indptr, self.kv_indptr, no_pages, ones, plan)
         return plan
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:

@@ -87,7 +87,7 @@ class OutputSpec(NamedTuple):
     def destinations(self) -> tuple[Tensor | None, ...] | None:
         """The buffers that the op's ``out`` and ``lse`` are copied to, each may be None; None if they are converted."""
         plain_lse = self.lse_base == "log2" and self.lse_layout == "NH" and self.padding is None
-        if self.rows_shape is not None or (self.needs_lse and not plain_lse):
+        if self.needs_lse and not plain_lse:
             return None
         return self.out, self.lse
 

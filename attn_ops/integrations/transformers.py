@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import ShapeError, fail
 from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from attn_ops.integrations import transformers_mla as mla
-from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attention_bounds, is_bounds, step_of
+from attn_ops.integrations.transformers_cache import grow_in_place
+from attn_ops.integrations.transformers_layout import Layout
+from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attention_bounds, is_bounds, no_bounds, step_of
 from attn_ops.integrations.transformers_refusals import refuse, refuse_mask
 
 __all__ = ["NAME", "PAGED_NAME", "attention_forward", "register"]
@@ -35,6 +38,7 @@ def register() -> str:
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import cache_utils as caches
         from transformers import modeling_flash_attention_utils as flash
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
         from transformers.modeling_utils import PreTrainedModel
@@ -44,9 +48,9 @@ def register() -> str:
             "attn_ops.integrations.transformers needs transformers 5: pip install transformers"
         ) from error
 
-    for name in (NAME, PAGED_NAME):
+    for name, mask_function in ((NAME, attention_bounds), (PAGED_NAME, no_bounds)):
+        AttentionMaskInterface.register(name, mask_function)
         AttentionInterface.register(name, attention_forward)
-        AttentionMaskInterface.register(name, attention_bounds)
     if not hasattr(flash._lazy_imports, "attn_ops"):
         flash._lazy_imports = _lazy_imports(flash._lazy_imports)
         models: Any = PreTrainedModel
@@ -54,6 +58,7 @@ def register() -> str:
         managers: Any = ContinuousBatchingManager
         managers.switch_to_cb_friendly_attn = _switched(managers.switch_to_cb_friendly_attn)
         mla.keep_latents(DeepseekV3Attention, NAME)
+        grow_in_place(caches.DynamicCache, caches.DynamicLayer, (NAME, PAGED_NAME))
     return NAME
 
 
@@ -108,7 +113,6 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -137,36 +141,36 @@ def attention_forward(
         GradientError: gradients are recorded, and a tensor requires them.
         ArgumentError: a causal layer has no mask.
     """
-    refuse(dropout, kwargs, query, key, value)
+    refuse(kwargs, query, key, value)
     options: dict[str, Any] = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "s_aux": None if s_aux is None else s_aux.detach().float(),
     }
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    bounded = is_bounds(attention_mask)
     if mla.has_latents(module, query, key):
-        if query.shape[2] > 1 or not is_bounds(attention_mask):
+        if query.shape[2] > 1 or not bounded:
             key, value = mla.expand(module, key, value)
         else:
             query, options["qv"] = mla.absorb(module, query)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if cache is not None:
         return _continuous(module, query, key, value, cache, causal, sliding_window, options, kwargs), None
     if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
-        if is_bounds(attention_mask):
-            assert attention_mask is not None
-            window = Kind.of(attention_mask).window_size
-        else:
-            window = _window(sliding_window, causal)
         lengths = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-        return _packed(query, key, value, lengths, causal, window, options), None
+        window = _window(sliding_window, causal)
+        plans: AbstractContextManager[object] = nullcontext()
+        if bounded and attention_mask is not None:
+            window, plans = Kind.of(attention_mask).window_size, step_of(attention_mask).plans()
+        with plans:
+            return _packed(query, key, value, lengths, causal, window, options), None
     if attention_mask is None and not causal:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return flash_attn_func(q, k, v, window_size=_window(sliding_window, causal), **options), None
-    if not is_bounds(attention_mask):
+    if not bounded:
         refuse_mask(attention_mask)
     assert attention_mask is not None
-    with step_of(attention_mask).plans():
-        out = _bounded(query, key, value, attention_mask, options)
+    out = _bounded(query, key, value, attention_mask, options)
     return (mla.project(module, out) if "qv" in options else out), None
 
 
@@ -195,63 +199,37 @@ def _packed(
 
 def _bounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
     """Requests whose keys lie between bounds in their row of the cache."""
-    kind, step = Kind.of(mask), step_of(mask)
-    options = {**options, "causal": kind.causal, "window_size": kind.window_size}
+    step = step_of(mask)
+    kind = step.kind
+    assert kind is not None
     if kind.packed:
         if "packed" not in step.tables:
             lengths = torch.nn.functional.pad(mask[:, 0, 1, 0], (1, 0))
             step.tables["packed"] = lengths, lengths
-        return _packed(query, key, value, step.tables["packed"], kind.causal, kind.window_size, _without(options))
-    batch, q_len = query.shape[0], query.shape[2]
-    if mask.shape[0] != batch:
-        fail(ShapeError, WHERE, f"the mask is for {mask.shape[0]} requests", f"{batch}, as the query", "repeat it")
+        with step.plans():
+            return _packed(query, key, value, step.tables["packed"], kind.causal, kind.window_size, options)
     q = query.transpose(1, 2)
-    if not (kind.partial or kind.padded) and q_len > 1:
-        out: Tensor = flash_attn_func(q, key.transpose(1, 2), value.transpose(1, 2), **options)
-        return out
-    if kind.partial and not kind.padded:
-        if "lengths" not in step.tables:
-            step.tables["lengths"] = mask[:, 0, 1, 0].contiguous(), mask
+    if not (kind.partial or kind.padded) and query.shape[2] > 1:
+        _check_requests(query, mask)
         k, v = key.transpose(1, 2), value.transpose(1, 2)
-        return flash_attn_with_kvcache(q, k, v, cache_seqlens=step.tables["lengths"][0], **options)
-    k, v, stride = _token_pages(key, value)
-    form = (key.shape[2], stride)
-    if form not in step.tables:
-        begin, end = mask[:, 0].squeeze(-1).unbind(1)
-        tokens = torch.arange(key.shape[2], dtype=torch.int32, device=mask.device) + begin[:, None]
-        requests = torch.arange(batch, dtype=torch.int32, device=mask.device)[:, None]
-        step.tables[form] = tokens.clamp(max=key.shape[2] - 1) + requests * stride, end - begin
-    table, lengths = step.tables[form]
-    return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table, **options)
+        prompt: Tensor = flash_attn_func(q, k, v, causal=kind.causal, window_size=kind.window_size, **options)
+        return prompt
+    form = (query.shape, key.shape, key.stride(), value.shape, value.stride())
+    layout = None if is_traced() else step.layouts.get(form)
+    if layout is None:
+        _check_requests(query, mask)
+        layout = Layout.of(query, (key, value), mask, kind, options.get("qv"))
+        if not is_traced():
+            step.layouts[form] = layout
+    k, v = layout.caches(key, value)
+    out: Tensor = flash_attn_with_kvcache(q, k, v, **layout.keywords, **options)
+    return out
 
 
-def _without(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in ("causal", "window_size")}
-
-
-def _token_pages(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """``[batch, num_kv_heads, tokens, head_dim]`` as pages of one token, ``[pages, 1, num_kv_heads, head_dim]``, and
-    the number of pages from one request to the next."""
-    if is_traced():  # the layout of an intermediate is the compiler's
-        pages = [t.transpose(1, 2).reshape(-1, 1, t.shape[1], t.shape[3]) for t in (key, value)]
-        return pages[0], pages[1], key.shape[2]
-    if _tokens_apart(key) is None or _tokens_apart(key) != _tokens_apart(value):
-        key, value = key.contiguous(), value.contiguous()
-    stride = _tokens_apart(key)
-    assert stride is not None
-    # No copy: pages of other heads or requests lie between those of a request.
-    number = (key.shape[0] - 1) * stride + key.shape[2]
-    k, v = (
-        t.as_strided((number, 1, t.shape[1], t.shape[3]), (t.stride(2), t.stride(2), t.stride(1), 1))
-        for t in (key, value)
-    )
-    return k, v, stride
-
-
-def _tokens_apart(t: Tensor) -> int | None:
-    """Tokens in memory from one request to the next, None if that is no whole number."""
-    batch, token = t.stride(0), t.stride(2)
-    return batch // token if t.stride(3) == 1 and token > 0 and batch % token == 0 else None
+def _check_requests(query: Tensor, mask: Tensor) -> None:
+    if mask.shape[0] != query.shape[0]:
+        shown, expected = f"the mask is for {mask.shape[0]} requests", f"{query.shape[0]}, as the query"
+        fail(ShapeError, WHERE, shown, expected, "repeat it")
 
 
 def _continuous(

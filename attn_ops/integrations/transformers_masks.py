@@ -39,11 +39,15 @@ _MASKS = {
 class Step:
     """What the layers of one step share.
 
-    tables      lengths and page tables, by what they depend on beside the mask
+    kind        of the mask that they are passed, if there is one
+    layouts     how caches are read, by their sizes and strides
+    tables      lengths and page tables of continuous batching
     last_layer  that has used them
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind | None = None) -> None:
+        self.kind = kind
+        self.layouts: dict[Any, Any] = {}
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self.last_layer = -1
         self._plans: SharedPlans | None = None
@@ -87,8 +91,8 @@ class Kind(NamedTuple):
     def mask(self, begin: Tensor, end: Tensor) -> Tensor:
         code = (not self.causal) + 2 * self.partial + 4 * self.padded + 8 * self.packed + 16 * self.window
         bounds = torch.stack((begin, end), 1).int()
-        mask = bounds[:, None, :, None].expand(-1, 1 + code, -1, -1)
-        mask.attn_ops_step = Step()  # type: ignore[attr-defined]
+        mask = bounds.view(-1, 1, 2, 1).expand(-1, 1 + code, -1, -1)
+        mask.attn_ops_step = Step(self)  # type: ignore[attr-defined]
         return mask
 
     @property
@@ -100,13 +104,15 @@ class Kind(NamedTuple):
 
 def is_bounds(mask: Any) -> bool:
     """Whether ``mask`` is a result of :func:`attention_bounds`."""
+    if hasattr(mask, "attn_ops_step"):
+        return True
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (2, 1)
 
 
 def step_of(mask: Tensor) -> Step:
     """What layers that are passed this ``mask`` share. A copy of it, as on another device, has its own."""
     if not hasattr(mask, "attn_ops_step"):
-        mask.attn_ops_step = Step()  # type: ignore[attr-defined]
+        mask.attn_ops_step = Step(Kind.of(mask))  # type: ignore[attr-defined]
     step: Step = mask.attn_ops_step  # type: ignore[attr-defined]
     return step
 
@@ -135,15 +141,7 @@ def attention_bounds(
     """
     assert mask_function is not None
     causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
-    names = set() if is_traced() else set(_names(mask_function))
-    chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
-    unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)
-    if use_vmap or chunked or unbounded or names - _MASKS:
-        other = ", ".join(sorted(names - _MASKS)) or "a function of the model's own"
-        raise UnsupportedError(
-            f"{WHERE}: the mask is made by {other}, which is not supported: masks are causal or bidirectional, with a "
-            "sliding window; use attn_implementation='sdpa' for this model"
-        )
+    names = _supported_names(mask_function, config, local_size, use_vmap)
     window = local_size or 0
     if causal and is_traced() and not allow_is_causal_skip and q_length > 1:
         _assert_causal(mask_function, batch_size, q_length, kv_length, q_offset, device)
@@ -154,12 +152,50 @@ def attention_bounds(
         return Kind(True, True, True, True, window).mask(begin, end)
     total = q_offset + q_length - kv_offset if causal else kv_length
     full = isinstance(total, int) and total == kv_length
-    end = torch.full((batch_size,), 1, dtype=torch.int32, device=device) * total
+    if isinstance(total, int):
+        end = torch.full((batch_size,), total, dtype=torch.int32, device=device)
+    else:
+        end = torch.zeros((batch_size,), dtype=torch.int32, device=device) + total
     begin = torch.zeros_like(end)
-    if attention_mask is None:
+    if attention_mask is None or _shows_all(attention_mask, total, kv_offset):
         return Kind(causal, not full, False, False, window).mask(begin, end)
     begin, end, padded = _padding(attention_mask, end, kv_offset, causal, window)
     return Kind(causal, padded or not full, padded, False, window).mask(begin, end)
+
+
+def no_bounds(
+    *_: Any,
+    mask_function: Callable[..., Any],
+    config: Any = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **__: Any,
+) -> None:
+    """A mask function for continuous batching, whose layers are passed lengths: it reads nothing on the device, so that
+    a step can be captured in a CUDA graph.
+
+    Raises:
+        UnsupportedError: as :func:`attention_bounds`.
+    """
+    _supported_names(mask_function, config, local_size, use_vmap)
+
+
+def _supported_names(function: Callable[..., Any], config: Any, local_size: int | None, use_vmap: bool) -> set[str]:
+    """Of the functions that a mask function combines, none when traced.
+
+    Raises:
+        UnsupportedError: it makes no causal or bidirectional mask, with a window or packed sequences.
+    """
+    names = set() if is_traced() else set(_names(function))
+    chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
+    unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)
+    if use_vmap or chunked or unbounded or names - _MASKS:
+        other = ", ".join(sorted(names - _MASKS)) or "a function of the model's own"
+        raise UnsupportedError(
+            f"{WHERE}: the mask is made by {other}, which is not supported: masks are causal or bidirectional, with a "
+            "sliding window; use attn_implementation='sdpa' for this model"
+        )
+    return names
 
 
 def _names(function: Callable[..., Any]) -> Iterator[str]:
@@ -169,6 +205,16 @@ def _names(function: Callable[..., Any]) -> Iterator[str]:
     yield function.__qualname__.split(".")[0]
     for part in (*held.get("mask_functions", ()), *([held["mask_function"]] if "mask_function" in held else [])):
         yield from _names(part)
+
+
+def _shows_all(given: Tensor, total: int | Tensor, kv_offset: int) -> bool:
+    """Whether ``given [batch, tokens]`` hides no token, as in most steps. Traced, that is not known."""
+    if is_traced():
+        return False
+    room = given.shape[1] - kv_offset
+    if isinstance(total, int):
+        return total <= room and bool(given.all())
+    return bool(given.all() & (total <= room))
 
 
 def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: int) -> tuple[Tensor, Tensor, bool]:

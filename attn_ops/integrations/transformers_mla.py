@@ -41,7 +41,7 @@ def _is_plain(expansion: Any, latents: Tensor) -> bool:
 
 def has_latents(module: Any, query: Tensor, key: Tensor) -> bool:
     """Whether a layer was passed rotary parts and latents."""
-    return hasattr(module, "attn_ops_expand_kv") and query.shape[-1] != key.shape[-1]
+    return query.shape[-1] != key.shape[-1] and hasattr(module, "attn_ops_expand_kv")
 
 
 def expand(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,16 +10,19 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, GradientError, UnsupportedError, fail
 from attn_ops.integrations.transformers_masks import WHERE
 
+REFUSED = {
+    "dropout": "call model.eval(), or train with attn_implementation='sdpa'",
+    "output_attentions": "probabilities are never stored; use 'eager'",
+    "head_mask": "use 'eager'",
+    "position_bias": "use 'sdpa'",
+}
+"""Arguments of a layer that would change the result, and what to do instead."""
 
-def refuse(dropout: float, kwargs: dict[str, Any], *tensors: Tensor) -> None:
+
+def refuse(arguments: dict[str, Any], *tensors: Tensor) -> None:
     """Raise for arguments of a layer that would change the result."""
-    refused = {
-        "dropout": (dropout, "call model.eval(), or train with attn_implementation='sdpa'"),
-        "output_attentions": (kwargs.get("output_attentions"), "probabilities are never stored; use 'eager'"),
-        "head_mask": (kwargs.get("head_mask"), "use 'eager'"),
-        "position_bias": (kwargs.get("position_bias"), "use 'sdpa'"),
-    }
-    for name, (given, instead) in refused.items():
+    for name, instead in REFUSED.items():
+        given = arguments.get(name)
         if given is not None and (isinstance(given, Tensor) or given):
             shown = "given" if isinstance(given, Tensor) else f"{given!r}"
             raise UnsupportedError(f"{WHERE}: {name} is {shown}, which is not supported: {instead}")

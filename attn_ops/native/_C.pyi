@@ -33,18 +33,24 @@ class PreparedCall:
         sources: tuple[tuple[int, int], ...],
         outputs: tuple[Any, ...],
         unpack: bool,
+        scratch: tuple[Callable[[], Any], ...] = (),
     ) -> None:
         """Make a prepared call.
 
         Args:
-            launches: rows (image, tensors, integers, floats). ``tensors`` index the sources, then the outputs;
-                ``integers`` are the grid and those of the parameters.
+            launches: rows (image, tensors, integers, floats). ``tensors`` index the sources, then the outputs, then the
+                scratch memory; ``integers`` are the grid and those of the parameters.
             sources: rows (index of a tensor argument, bytes from its start), or (-1, address) of a tensor that is the
                 same in every call.
             outputs: of each, the index of the argument that it is written to, a function that allocates it, or a tensor
                 without elements that every call returns.
             unpack: return the first output, or None without one, instead of a tuple of all.
+            scratch: functions that allocate memory for the launches alone.
         """
+
+    def call(self, arguments: tuple[Any, ...]) -> Any:
+        """Make a call on the current device and stream. The tensors have the form of those that it was prepared for,
+        which is not checked."""
 
     def launch(self, device: int, stream: int) -> Any:
         """Make a call that has no arguments, and return its outputs."""

@@ -88,7 +88,7 @@ def _op_cache(op: str) -> OpCache:
             return _run(function, problem.device.type, args, options), None
         return capture(function, args, options)
 
-    return OpCache(first_call)
+    return OpCache(op, first_call)
 
 
 def _fake(op: str) -> Callable[..., Any]:

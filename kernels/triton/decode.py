@@ -72,16 +72,18 @@ class Shape(NamedTuple):
 
 @constexpr_table
 class Strides(NamedTuple):
-    """Elements from a query row, head, page or token to the next."""
+    """Elements from a query row, head, page or token to the next.
+
+    Heads of a cache are ``stride_k_head`` and ``stride_v_head`` apart, which are no constants: in a cache ``[batch,
+    num_kv_heads, tokens, head_dim]`` they grow with its tokens.
+    """
 
     Q_ROW: int
     Q_HEAD: int
     K_PAGE: int
     K_TOKEN: int
-    K_HEAD: int
     V_PAGE: int
     V_TOKEN: int
-    V_HEAD: int
 
 
 @constexpr_table
@@ -335,6 +337,8 @@ def decode_kernel(
     max_pages,
     max_items,
     slots,
+    stride_k_head,
+    stride_v_head,  # in units of the loads, which take two FP8 values with FP8_PAIRS
     STRIDES: tl.constexpr,
     SHAPE: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -383,8 +387,8 @@ def decode_kernel(
     if FEATURES.FP8_PAIRS:
         v_cache = v_cache.to(tl.pointer_type(tl.int16))
     q += heads.to(tl.int64)[:, None] * STRIDES.Q_HEAD + d_qk
-    k_cache += kv_head.to(tl.int64) * STRIDES.K_HEAD + d_qk[None, :]
-    v_cache += kv_head.to(tl.int64) * (STRIDES.V_HEAD // PACK) + d_v[None, :]
+    k_cache += kv_head.to(tl.int64) * stride_k_head + d_qk[None, :]
+    v_cache += kv_head.to(tl.int64) * stride_v_head + d_v[None, :]
     max_pages = tl.where(num_pages > 0, max_pages, 0)
 
     if COMBINE:
@@ -549,9 +553,10 @@ def batch_decode(
     options = tile.options._replace(launch_pdl=pdl, min_shared=min_shared, writes=writes)
     strides = (
         *(q.stride(0), q.stride(1)),
-        *(k_cache.stride(0), k_cache.stride(token_dim), k_cache.stride(head_dim)),
-        *(v_cache.stride(0), v_cache.stride(token_dim), v_cache.stride(head_dim)),
+        *(k_cache.stride(0), k_cache.stride(token_dim)),
+        *(v_cache.stride(0), v_cache.stride(token_dim)),
     )
+    pairs = readable_in_pairs(v_cache)
     arguments = {
         "q": q,
         "k_cache": k_cache,
@@ -578,6 +583,8 @@ def batch_decode(
         "max_pages": p.kv_indices.shape[0],
         "max_items": p.work.shape[0],
         "slots": num_slots(p),
+        "stride_k_head": k_cache.stride(head_dim),
+        "stride_v_head": v_cache.stride(head_dim) // (2 if pairs else 1),
         "STRIDES": Strides(*map(int, strides)),
         "SHAPE": Shape(problem.num_kv_heads, group, *dims, problem.page_size, *shard_of(problem, positional)),
         "FEATURES": Features(
@@ -589,7 +596,7 @@ def batch_decode(
             ALIBI=pos_encoding == "ALIBI",
             LOG2_HEADS=problem.num_qo_heads.bit_length() - 1,
             LSE=return_lse,
-            FP8_PAIRS=readable_in_pairs(v_cache),
+            FP8_PAIRS=pairs,
         ),
         "TILE": Tile(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
         "BLOCK_REQUESTS": triton.next_power_of_2(triton.cdiv(max_batch, num_ctas)),

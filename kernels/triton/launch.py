@@ -27,7 +27,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -196,6 +196,11 @@ def _needs_64_bits(x: Any) -> bool:
     return type(x) is int and not -(1 << 31) <= x < 1 << 31
 
 
+def _class_of(x: Any) -> Any:
+    """Equal for the values of a specialized parameter that share a compiled kernel, as Triton specializes ints."""
+    return (x == 1, x % 16 == 0, _needs_64_bits(x)) if type(x) is int else x
+
+
 def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
     """Load a compiled kernel and add it to the kernel cache."""
     if hasattr(compiled, "result"):
@@ -209,13 +214,29 @@ def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
     _kernel_cache[key] = entry
 
 
+class _LazyExecutor(Executor):
+    """Starts threads when the first kernel is compiled: most calls compile none, and it takes longer than to launch."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor()
+        return self._threads.submit(function, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait, cancel_futures=cancel_futures)
+
+
 @contextmanager
 def _concurrent_compilation() -> Iterator[None]:
     """In this block, kernels that are launched with ``run=False`` compile concurrently. They are loaded at its end."""
     outer, _compiling.pending = _compiling.pending, {}
     try:
         with (
-            ThreadPoolExecutor() as executor,
+            _LazyExecutor() as executor,
             triton.AsyncCompileMode(executor) if CONCURRENT_COMPILATION else nullcontext(),
         ):
             yield
@@ -242,7 +263,7 @@ def _launch_direct(
         if isinstance(value, Tensor):
             specialization.append((value.dtype, not value.data_ptr() & ALIGNMENT_MASK))
         else:
-            specialization.append(value)
+            specialization.append(_class_of(value))
     wide = tuple([_needs_64_bits(values[i]) for i in parameters.scalars])
     key = (kernel, device, tuple(specialization), wide, parameters.constants(values), options)
     if key not in _kernel_cache:

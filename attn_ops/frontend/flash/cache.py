@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -11,16 +10,18 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
-from attn_ops.eager.prepared_call import is_traced
+from attn_ops.eager.checked_call import call_op
+from attn_ops.eager.prepared_call import OpCall, is_traced
 from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
-from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, nothing_appended, plan_spec
+from attn_ops.frontend.flash.calls import DENSE, VARLEN, FlashCall, Result, nothing_appended, plan_spec
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
     LEFTPAD,
     PAGES,
     ROWS,
     BatchForm,
+    Found,
     Scheduled,
     SchedulerMetadata,
     check_given,
@@ -161,12 +162,12 @@ class CacheBatch(NamedTuple):
             leftpad = lengths(where, "cache_leftpad", self.leftpad, self.requests, self.device)
             table, after = without_padding(table, leftpad), (after - leftpad).clamp(min=0)
         if self.appended:
-            new = torch.ops.attn.batch_indices_positions(self.new_indptr(where), after, self.appended)
+            new = call_op("batch_indices_positions", self.new_indptr(where), after, self.appended)
         qo_indptr, pages = None if spec.decode else self.qo_indptr(where), nothing_appended(self.device)
         if self.chunk:
             assert qo_indptr is not None
             if self.appended:
-                kv_indptr, kv_indices, _ = torch.ops.attn.page_table(table.contiguous(), after, spec.page_size)
+                kv_indptr, kv_indices, _ = call_op("page_table", table.contiguous(), after, spec.page_size)
                 pages = kv_indices, kv_indptr
             qo_indptr, table, after = PagedChunks.of(qo_indptr, table, after, spec.page_size, self.chunk, self.rows)
         plan = BlockTables(spec, table.contiguous(), after, qo_indptr, self.rows).plan()
@@ -251,7 +252,7 @@ class CacheBatch(NamedTuple):
                     "pass a larger cache or wider block_table",
                 )
 
-    def metadata(self, where: str, given: Any) -> SchedulerMetadata:
+    def metadata(self, where: str, given: Any) -> Found:
         """``given``, which is checked, or shared or new metadata.
 
         Metadata that was made without a table of this call is of no use to it: its results do not depend on it.
@@ -265,7 +266,7 @@ class CacheBatch(NamedTuple):
                     used = int(made.plan.kv_indptr[planned if self.chunk else self.requests])
                     split = by_tokens(known.tables, self.chunk, page_size)
                     check_indices(made.plan.kv_indices[:used], self.places * (page_size if split else 1), where)
-                return made
+                return Found(made)
         self.check_places(where)
         sizes = (self.spec, self.form, self.lengths.key())
         tensors = (*self._tensors(), self.cu_seqlens_q, *self.lengths.tensors())
@@ -288,6 +289,24 @@ def pages_of_one(where: str, name: str, cache: Tensor) -> Tensor:
             "pass a contiguous cache, or pages that divide attention_chunk",
         )
     return cache.flatten(0, 1).unsqueeze(1)
+
+
+class CacheArguments(NamedTuple):
+    """FlashAttention's arguments that :class:`CacheTensors` may be views of."""
+
+    q: Tensor
+    qv: Tensor | None
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    def in_order(self, op: str) -> list[Tensor]:
+        """Those of queries, caches and new tokens, as ``op`` takes them."""
+        given: tuple[Tensor | None, ...] = (self.q, self.k_cache, self.v_cache, self.k, self.v)
+        if op == "batch_mla":
+            given = (self.qv, self.q, self.v_cache, self.k_cache, self.v, self.k)
+        return [t for t in given if t is not None]
 
 
 class CacheTensors(NamedTuple):
@@ -332,23 +351,30 @@ class CacheTensors(NamedTuple):
         width = sum(q.shape[-1] for q in self.queries)
         return width, self.caches[0 if self.op == "batch_mla" else 1].shape[-1]
 
-    def append(self, metadata: SchedulerMetadata) -> None:
-        assert self.new is not None
-        op = torch.ops.attn.append_mla_kv if self.op == "batch_mla" else torch.ops.attn.append_kv
+    def append(self, metadata: SchedulerMetadata) -> OpCall | None:
+        if self.new is None:
+            return None
+        op = "append_mla_kv" if self.op == "batch_mla" else "append_kv"
         pages = metadata if metadata.kv_indptr.shape[0] else metadata.plan
         table = pages.kv_indices, pages.kv_indptr
-        op(*self.new, *self.caches, metadata.batch_indices, metadata.positions, *table)
+        return OpCall(op, (*self.new, *self.caches, metadata.batch_indices, metadata.positions, *table), {})
 
     def attend(
-        self, where: str, metadata: SchedulerMetadata, options: AttentionOptions, scales: ScaleFactors, result: Result
-    ) -> Any:
-        """Append the new tokens, and attend to the caches."""
+        self,
+        where: str,
+        found: Found,
+        options: AttentionOptions,
+        scales: ScaleFactors,
+        result: Result,
+        given: CacheArguments,
+    ) -> FlashCall:
+        """The call that appends the new tokens and attends to the caches."""
+        metadata = found.metadata
         source = Scheduled(metadata.plan, self.head_dims)
         tensors = (*self.queries, *self.caches)
         call = AttentionCall(where, self.op, tensors, source, options, result.spec(tensors[0]), scales)
-        if self.new is None:
-            return result.of(call.execute())
-        return result.of(call.execute_after(functools.partial(self.append, metadata)))
+        views = tuple(zip((*tensors, *(self.new or ())), given.in_order(self.op), strict=False))
+        return FlashCall(call, result, views, self.append(metadata), found)
 
 
 def rotate(
@@ -362,7 +388,7 @@ def rotate(
     qo_indptr, new_indptr = batch.qo_indptr(where), batch.new_indptr(where)
 
     def places(indptr: Tensor, rows: int, steps: bool) -> Tensor:
-        request, position = torch.ops.attn.batch_indices_positions(indptr, starts + indptr.diff(), rows)
+        request, position = call_op("batch_indices_positions", indptr, starts + indptr.diff(), rows)
         return position if steps else starts[request.clamp(min=0)]
 
     old, new = places(qo_indptr, batch.rows, by_row), places(new_indptr, batch.appended, True)

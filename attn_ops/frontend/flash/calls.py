@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
+from attn_ops.eager.prepared_call import Lookup, OpCall, flatten_tensors
 from attn_ops.errors import DTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
-from attn_ops.frontend.flash.metadata import BatchForm, Scheduled, SchedulerMetadata, shared
+from attn_ops.frontend.flash.metadata import BatchForm, Found, Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.one_shot import RaggedLengths, dense_call, uniform_indptr
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.ops.options import FP8, AttentionOptions
@@ -47,6 +48,52 @@ class Result(NamedTuple):
             return result
         out, lse = result
         return out, lse.unflatten(0, self.shape).transpose(1, 2).contiguous()
+
+
+class FlashCall(NamedTuple):
+    """A call whose plan, if any, exists.
+
+    views   those of :class:`OpCall`
+    append  is made before it
+    found   the plan
+    """
+
+    call: AttentionCall
+    result: Result
+    views: tuple[tuple[Tensor, Tensor], ...] = ()
+    append: OpCall | None = None
+    found: Found | None = None
+
+    def execute(self) -> Any:
+        if self.append is None:
+            return self.result.of(self.call.execute())
+        return self.result.of(self.call.execute_after(self.append.execute))
+
+    def op_call(self) -> OpCall:
+        found = self.call.op_call()
+        finalize = found.finalize
+        assert finalize is not None
+        return found._replace(
+            finalize=lambda *outputs: self.result.of(finalize(*outputs)),
+            scratch=found.args[-1:] if isinstance(self.call.plan, Scheduled) else (),
+            views=self.views,
+            before=() if self.append is None else (self.append,),
+            lookup=self._lookup(),
+        )
+
+    def _lookup(self) -> Lookup | None:
+        """How later calls find their plan. A table on the host is checked in each call."""
+        by = None if self.found is None else self.found.by
+        if self.found is None or by is None or (by.on_host and by.tensors):
+            return None
+
+        key = by._replace(tensors=())  # the entries of a cache keep no tensors
+
+        def find(*tensors: Tensor) -> list[Tensor] | None:
+            metadata = key._replace(tensors=tensors).find()
+            return None if metadata is None else flatten_tensors((metadata,))
+
+        return Lookup(by.tensors, flatten_tensors((self.found.metadata,)), find)
 
 
 def plan_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **more: Any) -> PlanSpec:
@@ -118,7 +165,7 @@ def dense_attention(
     *,
     qv: Tensor | None = None,
     chunk: int = 0,
-) -> Any:
+) -> FlashCall:
     """``q [batch, seqlen_q, ...]`` over ``k, v [batch, seqlen_k, ...]``: ragged KV of equal lengths."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, DENSE)
@@ -136,20 +183,20 @@ def dense_attention(
     q, k = with_latents(where, q, k, v, qv)
     result = Result((batch, q_len), return_lse, out)
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    views = tuple(zip(rows, (q, k, v), strict=True))
     scales = descales.of_rows(where, rows[0], k, batch)
     if batch == 1 and not chunk:
-        call = dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD")
-        return result.of(call.execute())
+        return FlashCall(dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD"), result, views)
     spec = plan_spec(q, k, v, options, decode=False, paged=False, page_size=1)
 
     def make() -> SchedulerMetadata:
         qo_indptr, kv_indptr = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
         return ragged_metadata(spec, qo_indptr, kv_indptr, batch * q_len, batch * kv_len, kv_len, chunk)
 
-    metadata = shared(("dense", spec, batch, q_len, kv_len, chunk), (), device, make)
-    source = Scheduled(metadata.plan, (q.shape[-1], v.shape[-1]))
+    found = shared(("dense", spec, batch, q_len, kv_len, chunk), (), device, make)
+    source = Scheduled(found.metadata.plan, (q.shape[-1], v.shape[-1]))
     call = AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(q), scales)
-    return result.of(call.execute())
+    return FlashCall(call, result, views, None, found)
 
 
 def varlen_attention(
@@ -166,7 +213,7 @@ def varlen_attention(
     *,
     qv: Tensor | None = None,
     chunk: int = 0,
-) -> Any:
+) -> FlashCall:
     """``q [total_q, ...]`` over ``k, v [total_k, ...]`` by cumulative lengths."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, VARLEN)
@@ -183,10 +230,10 @@ def varlen_attention(
         return ragged_metadata(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0], k.shape[0], chunk)
 
     key = ("varlen", spec, q.shape[0], k.shape[0], chunk)
-    metadata = shared(key, (cu_seqlens_q, cu_seqlens_k), device, make)
-    source = Scheduled(metadata.plan, (q.shape[-1], v.shape[-1]))
+    found = shared(key, (cu_seqlens_q, cu_seqlens_k), device, make)
+    source = Scheduled(found.metadata.plan, (q.shape[-1], v.shape[-1]))
     call = AttentionCall(where, "ragged_prefill", (q, k, v), source, options, result.spec(q), scales)
-    return call.execute()
+    return FlashCall(call, result, (), None, found)
 
 
 def unpack(where: str, name: str, packed: Tensor, parts: int, dims: str) -> tuple[Tensor, ...]:

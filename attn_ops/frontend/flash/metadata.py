@@ -184,14 +184,16 @@ class SharedPlans:
         """Drop the plans."""
         self._entries.clear()
 
-    def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make) -> SchedulerMetadata:
-        """The metadata of ``tensors``, which :func:`shared` calls with."""
+    def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None) -> SchedulerMetadata | None:
+        """The metadata of ``tensors``, which :class:`SharedKey` calls with; what ``make`` returns if there is none."""
         if _capturing() != self._capturing:
-            return make()
+            return make and make()
         key = (key, *map(id, tensors))
-        versions = tuple(0 if t.is_inference() else t._version for t in tensors)
+        versions = tuple([0 if t.is_inference() else t._version for t in tensors])
         entry = self._entries.get(key)
         if entry is None or entry.versions != versions:
+            if make is None:
+                return None
             entry = self._entries[key] = _Entry(tensors, versions, make())
         return entry.metadata
 
@@ -221,11 +223,13 @@ class HostPlans:
     def __init__(self) -> None:
         self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
-    def find(self, key: Hashable, tensors: Sequence[Tensor], make: Make) -> SchedulerMetadata:
-        """The metadata of ``tensors``, which :func:`shared` calls with."""
+    def find(self, key: Hashable, tensors: Sequence[Tensor], make: Make | None) -> SchedulerMetadata | None:
+        """The metadata of ``tensors``, which :class:`SharedKey` calls with; what ``make`` returns if there is none."""
         key = (key, *((t.shape, t.dtype) for t in tensors))
         entry = self.entries.get(key)
         if entry is None or not all(map(torch.equal, tensors, entry.tensors)):
+            if make is None:
+                return None
             with torch.inference_mode(False):  # the plan is also used outside of inference mode
                 entry = _Entry(tuple(t.clone() for t in tensors), (), make())
             self.entries[key] = entry
@@ -243,7 +247,43 @@ def host_plans() -> HostPlans:
     return held
 
 
-def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make) -> SchedulerMetadata:
+class SharedKey(NamedTuple):
+    """What metadata depends on, so that calls may share it.
+
+    key      all but the contents of the tensors, and the stream
+    tensors  lengths and page tables as the caller passed them
+    device   of the plan
+    on_host  the contents of the tensors are compared
+    """
+
+    key: Hashable
+    tensors: tuple[Tensor, ...]
+    device: torch.device
+    on_host: bool
+
+    def find(self, make: Make | None = None) -> SchedulerMetadata | None:
+        """The metadata of an earlier call of the same batch, if that is certain; else what ``make`` returns."""
+        stream = torch._C._cuda_getCurrentRawStream(_index(self.device)) if self.device.type == "cuda" else None
+        if self.on_host:
+            if _capturing():
+                return make and make()
+            return host_plans().find((self.key, stream), self.tensors, make)
+        active = _active()
+        return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+class Found(NamedTuple):
+    """The metadata of a call, and what it was found by; None if it was given, or made for this call alone."""
+
+    metadata: SchedulerMetadata
+    by: SharedKey | None = None
+
+
+def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make) -> Found:
     """What ``make`` returns, or returned for the same batch if that is certain.
 
     Args:
@@ -253,11 +293,10 @@ def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device
         make: reads ``tensors`` alone.
     """
     if is_traced():
-        return make()
+        return Found(make())
     given = tuple(t for t in tensors if t is not None)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    key = (key, device, stream, *(t is None for t in tensors))
-    if all(map(seen, given)) and device.type != "meta":
-        return make() if _capturing() else host_plans().find(key, given, make)
-    active = _active()
-    return active[-1].find(key, given, make) if active else make()
+    on_host = all(map(seen, given)) and device.type != "meta"
+    by = SharedKey((key, device, *(t is None for t in tensors)), given, device, on_host)
+    metadata = by.find(make)
+    assert metadata is not None
+    return Found(metadata, by)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import DeviceError, PageTableError, ShapeError, fail
-from attn_ops.frontend.flash.calls import requests_of
+from attn_ops.frontend.flash.calls import FlashCall, requests_of
 from attn_ops.frontend.one_shot import lengths
 from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import offsets, seen
@@ -72,3 +73,24 @@ class Used(NamedTuple):
         if out is not None:
             spread = out.copy_(spread)
         return spread if lse is None else (spread, torch.where(self.used, lse[:, self.place], -math.inf))
+
+
+class SpreadCall(NamedTuple):
+    """A call of used rows, whose result is spread over all rows."""
+
+    call: FlashCall
+    rows: Used
+    return_lse: bool
+    out: Tensor | None
+
+    def spread(self, result: Any) -> Any:
+        return self.rows.spread(result, self.return_lse, self.out)
+
+    def execute(self) -> Any:
+        return self.spread(self.call.execute())
+
+    def op_call(self) -> OpCall:
+        found = self.call.op_call()
+        finalize = found.finalize
+        assert finalize is not None
+        return found._replace(finalize=lambda *outputs: self.spread(finalize(*outputs)), destinations=None)

@@ -59,10 +59,14 @@ struct Arguments {
     if (num_tensors == kMaxTensors || torch.exchange->view(tensor, &t) || (!t.strides && t.ndim)) throw NotCacheable();
     const uint64_t address = reinterpret_cast<uintptr_t>(t.data) + t.byte_offset;
     const uint64_t alignment = address & 15;  // kernels are compiled for multiples of 16 bytes
+    // Calls that pass one tensor twice have keys of their own, so that their entries may take either.
+    uint64_t first = 0;
+    while (first < num_tensors && tensors[first] != tensor) ++first;
     const bool requires_grad = grad_mode && Ref(PyObject_GetAttrString(tensor, "requires_grad")).get() == Py_True;
     add_word(static_cast<uint64_t>(Argument::kTensor) | static_cast<uint64_t>(t.ndim) << 8 |
              static_cast<uint64_t>(t.dtype.code) << 16 | static_cast<uint64_t>(t.dtype.bits) << 24 | alignment << 32 |
-             static_cast<uint64_t>(requires_grad) << 36 | static_cast<uint64_t>(t.device.type) << 40);
+             static_cast<uint64_t>(requires_grad) << 36 | static_cast<uint64_t>(t.device.type) << 40 |
+             (first < num_tensors ? first + 1 : 0) << 48);
     add_word(static_cast<uint64_t>(t.device.id));
     uint64_t elements = 1;
     bool empty = false;

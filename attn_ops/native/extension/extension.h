@@ -41,16 +41,16 @@ struct PreparedLaunch {
   std::vector<double> floats;
 };
 
-// A call's addresses are those of the sources, then of the outputs.
+// A call's addresses are those of the sources, then of the outputs, then of the scratch memory.
 struct PreparedCall {
   struct Source {  // bytes from the start of an argument; the address itself if there is no argument
     Py_ssize_t argument;
     uint64_t offset;
   };
-  Ref launch_rows, outputs;  // the rows own the images
+  Ref launch_rows, outputs, scratch;  // the rows own the images
   std::vector<PreparedLaunch> launches;
   std::vector<Source> sources;
-  Py_ssize_t num_outputs = 0;
+  Py_ssize_t num_outputs = 0, num_scratch = 0;
   bool unpack = false, takes_arguments = false, writes_arguments = false;
 
   // Launches with these arguments on the device, which is current: the outputs, a new reference.

@@ -26,9 +26,11 @@ PreparedLaunch launch_of(PyObject* row, size_t num_addresses) {
 std::unique_ptr<PreparedCall> make_prepared_call(PyObject* args) {
   auto call = std::make_unique<PreparedCall>();
   PyObject *launches, *sources, *outputs;
+  const Ref none(PyTuple_New(0));
+  PyObject* scratch = none.get();
   int unpack;
-  require(PyArg_ParseTuple(args, "O!O!O!p", &PyTuple_Type, &launches, &PyTuple_Type, &sources, &PyTuple_Type, &outputs,
-                           &unpack));
+  require(PyArg_ParseTuple(args, "O!O!O!p|O!", &PyTuple_Type, &launches, &PyTuple_Type, &sources, &PyTuple_Type, &outputs,
+                           &unpack, &PyTuple_Type, &scratch));
   for_each(sources, [&](PyObject* row) {
     Py_ssize_t argument;
     unsigned long long offset;
@@ -42,11 +44,11 @@ std::unique_ptr<PreparedCall> make_prepared_call(PyObject* args) {
     call->writes_arguments |= PyLong_Check(x);
     if (PyLong_Check(x) && PyLong_AsSize_t(x) >= kMaxTensors) raise(PyExc_IndexError, "an output is no argument");
   });
-  call->num_outputs = PyTuple_Size(outputs), call->unpack = unpack;
-  const size_t count = call->sources.size() + static_cast<size_t>(call->num_outputs);
+  call->num_outputs = PyTuple_Size(outputs), call->num_scratch = PyTuple_Size(scratch), call->unpack = unpack;
+  const size_t count = call->sources.size() + static_cast<size_t>(call->num_outputs + call->num_scratch);
   if (count > kMaxAddresses) raise(PyExc_ValueError, "a call has more than 128 tensors");
   for_each(launches, [&](PyObject* row) { call->launches.push_back(launch_of(row, count)); });
-  call->launch_rows = Ref::of(launches), call->outputs = Ref::of(outputs);
+  call->launch_rows = Ref::of(launches), call->outputs = Ref::of(outputs), call->scratch = Ref::of(scratch);
   return call;
 }
 
@@ -86,7 +88,33 @@ PyObject* launch_now(PyObject* self, PyObject* args) {
   });
 }
 
-PyMethodDef methods[] = {{"launch", launch_now, METH_VARARGS, nullptr}, {}};
+// A call on the current device and stream, whose arguments a cache has found to have the form of the first call's.
+PyObject* call_with(PyObject* self, PyObject* arguments) {
+  return or_null([&] {
+    const PreparedCall& call = value_of<PreparedCall>(self);
+    if (!PyTuple_Check(arguments) || PyTuple_Size(arguments) > static_cast<Py_ssize_t>(kMaxTensors))
+      raise(PyExc_TypeError, "expected a tuple of at most 64 tensors");
+    const Py_ssize_t count = PyTuple_Size(arguments);
+    for (const PreparedCall::Source& s : call.sources)
+      if (s.argument >= count) raise(PyExc_IndexError, "the call has more arguments");
+    if (call.writes_arguments) raise(PyExc_TypeError, "the call writes to arguments");
+    uint64_t addresses[kMaxTensors];
+    PyObject* tensors[kMaxTensors];
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      tensors[i] = PyTuple_GetItem(arguments, i);
+      if (!PyObject_TypeCheck(tensors[i], torch.tensor)) raise(PyExc_TypeError, "expected tensors");
+      addresses[i] = address_of(tensors[i]);
+    }
+    void* stream = nullptr;
+    const int device = current_device();
+    if (device < 0 || torch.exchange->current_stream(kDLCUDA, device, &stream))
+      raise(PyExc_RuntimeError, "there is no current device");
+    return call.launch(device, stream, addresses, tensors);
+  });
+}
+
+PyMethodDef methods[] = {
+    {"launch", launch_now, METH_VARARGS, nullptr}, {"call", call_with, METH_O, nullptr}, {}};
 
 }  // namespace
 
@@ -99,6 +127,13 @@ PyObject* PreparedCall::launch(int device, void* stream, const uint64_t* given, 
     Ref output = make_output(PyTuple_GetItem(outputs.get(), i), arguments);
     *next++ = address_of(output.get());
     require(!PyTuple_SetItem(made.get(), i, output.release()));
+  }
+  // Freed when the call returns: the allocator gives it to later work of the stream alone.
+  Ref held(PyTuple_New(num_scratch));
+  for (Py_ssize_t i = 0; i < num_scratch; ++i) {
+    Ref memory(PyObject_CallNoArgs(PyTuple_GetItem(scratch.get(), i)));
+    *next++ = address_of(memory.get());
+    require(!PyTuple_SetItem(held.get(), i, memory.release()));
   }
   require([&] {
     const WithoutGil without_gil;
