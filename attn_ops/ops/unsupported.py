@@ -50,6 +50,14 @@ TRITON_COPIES = frozenset({"append_kv", "append_mla_kv"})
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
+TRITON_OPTIONS = frozenset(
+    {
+        *("sm_scale", "logits_soft_cap", "window_left", "window_right", "causal", "mask", "sinks", "kv_scale"),
+        *("pos_encoding", "rope_scale", "rope_theta", "out_dtype"),
+    }
+)
+"""Options that the general Triton kernels implement, on one rank's part of the keys too."""
+
 CUDA_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
 """Ops of ``kernels/cuda/merge_states.py``."""
 
@@ -126,9 +134,14 @@ def _failed(checks: list[tuple[bool, str]]) -> list[str]:
     return [reason for holds, reason in checks if not holds]
 
 
+def _unimplemented(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
+    """A check for each option of the call that a kernel does not implement."""
+    return [(False, f"it does not implement {name}") for name in p.options if name not in implemented]
+
+
 def _options(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
-    """A check for each option of the call that a kernel does not implement, on one rank's part of the keys too."""
-    unknown = [(False, f"it does not implement {name}") for name in p.options if name not in implemented]
+    """As :func:`_unimplemented`, of a kernel that implements no positions on one rank's part of the keys."""
+    unknown = _unimplemented(p, implemented)
     if p.context_ranks == 1:
         return unknown
     needed = POSITIONAL_OPTIONS - {"causal"} if p.op == "batch_decode" else POSITIONAL_OPTIONS  # a decode row sees all
@@ -180,6 +193,7 @@ def triton(p: Problem) -> list[str]:
                 f"it needs compute capability 8.0 or newer, not {capability}",
             ),
             (p.dtype in TRITON_DTYPES or p.op in TRITON_COPIES, f"it does not compute in {p.dtype}"),
+            *_unimplemented(p, TRITON_OPTIONS),
             (
                 capability is None or capability >= (8, 9) or torch.float8_e4m3fn not in (p.kv_dtype, p.out_dtype),
                 f"it needs compute capability 8.9 or newer for torch.float8_e4m3fn, not {capability}",

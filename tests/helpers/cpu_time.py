@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 BUDGET = {
-    "attention": 65,
-    "benchmarks": 65,
-    "demo": 160,
-    "distributed": 110,
-    "docs": 50,
+    "attention": 45,
+    "benchmarks": 35,
+    "demo": 130,
+    "distributed": 70,
+    "docs": 30,
     "eager": 10,
-    "flash_attn": 95,
-    "frontend": 60,
-    "fuzz": 40,
-    "integrations": 80,
+    "flash_attn": 70,
+    "frontend": 50,
+    "fuzz": 25,
+    "integrations": 50,
     "kernels": 290,
-    "native": 55,
-    "ops": 95,
+    "native": 35,
+    "ops": 75,
     "paging": 5,
-    "planning": 20,
-    "tracing": 300,
+    "planning": 10,
+    "tracing": 210,
 }
 """Seconds of user and system time of a folder's tests without a GPU, with the processes that they start.
 

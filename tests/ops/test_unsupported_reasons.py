@@ -11,6 +11,7 @@ import torch
 from attn_ops.errors import BackendError
 from attn_ops.ops import backends, unsupported
 from attn_ops.ops.backends import Problem
+from attn_ops.ops.options import AttentionOptions
 
 triton = pytest.importorskip("triton")
 
@@ -32,6 +33,8 @@ CONDITIONS: list[tuple[dict[str, Any], tuple[int, int], str]] = [
     ({"op": "batch_decode", "dtype": torch.float64, "kv_dtype": torch.float64}, (9, 0), "not compute in torch.float64"),
     ({"op": "batch_prefill", "dtype": torch.float8_e4m3fn}, (9, 0), "not compute in torch.float8_e4m3fn"),
     ({"op": "merge_state", "dtype": torch.float64, "kv_dtype": torch.float64}, (9, 0), "not compute in torch.float64"),
+    ({"op": "batch_decode", "options": ("sinks", "new")} | BF16, (9, 0), "not implement new"),
+    ({"op": "batch_prefill", "options": ("new",), "context_ranks": 2} | BF16, (9, 0), "not implement new"),
     ({"op": "batch_prefill"} | BF16, (7, 5), r"compute capability 8.0 or newer, not \(7, 5\)"),
     ({"op": "packbits"}, (7, 0), r"compute capability 8.0 or newer, not \(7, 0\)"),
     (
@@ -56,6 +59,7 @@ def test_a_refusal_gives_the_reason(
 
 
 AT_THE_BOUNDS: list[tuple[dict[str, Any], tuple[int, int]]] = [
+    ({"op": "batch_prefill", "options": AttentionOptions._fields, "context_ranks": 2} | BF16, (8, 0)),
     ({"op": "batch_decode", "head_dim_qk": 512, "head_dim_vo": 512} | BF16, (8, 0)),
     ({"op": "batch_decode", "num_qo_heads": 256, "num_kv_heads": 2} | BF16, (8, 0)),
     ({"op": "batch_prefill"} | BF16 | GROUP_160, (8, 0)),
