@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.checked_call import call_op
-from attn_ops.eager.prepared_call import is_traced
+from attn_ops.eager.prepared_call import current_stream, is_traced
 from attn_ops.flash_attn import SchedulerMetadata, get_scheduler_metadata
 
 Caches = tuple[Tensor, Tensor]
@@ -88,8 +88,7 @@ def plan(
     if query.is_cuda and rows == 1 and qv is None and not capturing:
         where = None if places is None else (places.begin is None, *places[1:])
         mask = keywords["causal"], keywords["window_size"]
-        stream = torch.cuda.current_stream(device).cuda_stream
-        sizes = device, stream, batch, *heads, page_size, where, mask
+        sizes = device, current_stream(device), batch, *heads, page_size, where, mask
         if sizes not in _free.plans and len(_free.plans) >= MAX_SIZES:
             _free.plans.clear()
         free = _free.plans.setdefault(sizes, [])
