@@ -76,6 +76,16 @@ def is_traced() -> bool:
     )
 
 
+def current_stream(device: torch.device) -> int | None:
+    """The address of a GPU's current stream; None of other devices."""
+    if device.type != "cuda":
+        return None
+    found: int = torch._C._cuda_getCurrentRawStream(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
+    return found
+
+
 def is_available() -> bool:
     """Whether calls are prepared. Otherwise each is checked in Python and launched by Triton."""
     return _C is not None

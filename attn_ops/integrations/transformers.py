@@ -208,22 +208,19 @@ def _bounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: d
             step.tables["packed"] = lengths, lengths
         with step.plans():
             return _packed(query, key, value, step.tables["packed"], kind.causal, kind.window_size, options)
-    q = query.transpose(1, 2)
     if not (kind.partial or kind.padded) and query.shape[2] > 1:
         _check_requests(query, mask)
-        k, v = key.transpose(1, 2), value.transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         prompt: Tensor = flash_attn_func(q, k, v, causal=kind.causal, window_size=kind.window_size, **options)
         return prompt
     form = (query.shape, key.shape, key.stride(), value.shape, value.stride())
     layout = None if is_traced() else step.layouts.get(form)
     if layout is None:
         _check_requests(query, mask)
-        layout = Layout.of(query, (key, value), mask, kind, options.get("qv"))
+        layout = Layout.of(query, (key, value), mask, kind, options)
         if not is_traced():
             step.layouts[form] = layout
-    k, v = layout.caches(key, value)
-    out: Tensor = flash_attn_with_kvcache(q, k, v, **layout.keywords, **options)
-    return out
+    return layout.attend(query, key, value, options)
 
 
 def _check_requests(query: Tensor, mask: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import is_traced
+from attn_ops.flash_attn import flash_attn_with_kvcache
 from attn_ops.integrations.transformers_masks import Kind
 from attn_ops.integrations.transformers_plans import Caches, Lease, Places, plan
 
@@ -19,30 +20,65 @@ class Layout(NamedTuple):
 
     caches    the caches as ``flash_attn_with_kvcache`` takes them
     keywords  its arguments that say which keys are visible: lengths, block table, mask and plan
+    by_head   each KV head of a request is a request of its own, with its query heads
     lease     of the plan
     """
 
     caches: View
     keywords: dict[str, Any]
+    by_head: bool = False
     lease: Lease | None = None
 
     @classmethod
-    def of(cls, query: Tensor, caches: Caches, mask: Tensor, kind: Kind, qv: Tensor | None) -> Layout:
+    def of(cls, query: Tensor, caches: Caches, mask: Tensor, kind: Kind, options: dict[str, Any]) -> Layout:
         """Of a layer that is passed ``mask``, with bounds of this ``kind``."""
+        qv = options.get("qv")
+        shares_heads = qv is not None or options["s_aux"] is not None
         keywords: dict[str, Any] = {"causal": kind.causal, "window_size": kind.window_size}
         begin, end = mask[:, 0, 0, 0], mask[:, 0, 1, 0]
+        if is_traced() and (kind.padded or not kind.partial):
+            return cls._traced(query, caches, begin, end, keywords, shares_heads)
         keywords["cache_seqlens"] = end - begin if kind.padded else end.contiguous()
+        if is_traced():  # the compiler finds equal plans
+            return cls(_dense, keywords)
         view: View = _dense
         places = None
         if kind.padded or not kind.partial:
             view, room, apart = _token_pages(*caches)
             places = Places(begin if kind.padded else None, room, apart)
-        if not is_traced():
-            made, lease = plan(query, caches, qv, places, keywords)
-            return cls(view, keywords | made, lease)
-        if places is not None:  # the compiler finds equal plans
-            keywords["block_table"] = places.table(mask.shape[0], mask.device)
-        return cls(view, keywords)
+        made, lease = plan(query, caches, qv, places, keywords)
+        return cls(view, keywords | made, False, lease)
+
+    @classmethod
+    def _traced(
+        cls,
+        query: Tensor,
+        caches: Caches,
+        begin: Tensor,
+        end: Tensor,
+        keywords: dict[str, Any],
+        shares_heads: bool,
+    ) -> Layout:
+        """Pages of one token, by views that copy nothing, whatever layout the compiler gives an intermediate: those of
+        one head. With several rows, or sinks, which belong to all heads, pages are copied."""
+        batch, num_kv_heads, tokens, _ = caches[0].shape
+        by_head = query.shape[2] == 1 and num_kv_heads > 1 and not shares_heads
+        if by_head:
+            batch, begin, end = (batch * num_kv_heads, *(t.repeat_interleave(num_kv_heads) for t in (begin, end)))
+        keywords["cache_seqlens"] = end - begin
+        keywords["block_table"] = Places(begin, tokens, tokens).table(batch, query.device)
+        return cls(_pages_of_heads if by_head else _reshaped, keywords, by_head)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """``[batch, rows, num_heads, head_dim]``"""
+        k, v = self.caches(key, value)
+        if not self.by_head:
+            out: Tensor = flash_attn_with_kvcache(query.transpose(1, 2), k, v, **self.keywords, **options)
+            return out
+        batch, num_heads, _, head_dim = query.shape
+        q = query.reshape(batch * key.shape[1], 1, num_heads // key.shape[1], head_dim)
+        out = flash_attn_with_kvcache(q, k, v, **self.keywords, **options)
+        return out.reshape(batch, 1, num_heads, out.shape[-1])
 
 
 def _dense(key: Tensor, value: Tensor) -> Caches:
@@ -52,8 +88,6 @@ def _dense(key: Tensor, value: Tensor) -> Caches:
 def _token_pages(key: Tensor, value: Tensor) -> tuple[View, int, int]:
     """The view of caches as pages of one token, ``[pages, 1, num_kv_heads, head_dim]``, and ``room`` and ``apart`` of
     :class:`Places`."""
-    if is_traced():  # the layout of an intermediate is the compiler's
-        return _reshaped, key.shape[2], key.shape[2]
     apart = _tokens_apart(key)
     if apart is None or apart != _tokens_apart(value):
         view, room, apart = _token_pages(key.contiguous(), value.contiguous())
@@ -65,6 +99,10 @@ def _token_pages(key: Tensor, value: Tensor) -> tuple[View, int, int]:
         ((number, 1, t.shape[1], t.shape[3]), (t.stride(2), t.stride(2), t.stride(1), 1)) for t in (key, value)
     )
     return lambda key, value: (key.as_strided(*k_form), value.as_strided(*v_form)), room, apart
+
+
+def _pages_of_heads(key: Tensor, value: Tensor) -> Caches:
+    return key.reshape(-1, 1, 1, key.shape[3]), value.reshape(-1, 1, 1, value.shape[3])
 
 
 def _reshaped(key: Tensor, value: Tensor) -> Caches:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.checked_call import call_op
-from attn_ops.eager.prepared_call import is_traced
+from attn_ops.eager.prepared_call import current_stream, is_traced
 from attn_ops.flash_attn import SchedulerMetadata, get_scheduler_metadata
+from attn_ops.frontend.flash.metadata import _capturing
 
 Caches = tuple[Tensor, Tensor]
 """Keys and values: of transformers ``[batch, num_kv_heads, tokens, head_dim]``."""
@@ -83,13 +84,11 @@ def plan(
     batch, num_heads, rows, head_dim = query.shape
     heads = num_heads, key.shape[1], head_dim, value.shape[3]
     page_size, device = key.shape[2] if places is None else 1, query.device
-    capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
     free: Free | None = None
-    if query.is_cuda and rows == 1 and qv is None and not capturing:
+    if query.is_cuda and rows == 1 and qv is None and not _capturing():
         where = None if places is None else (places.begin is None, *places[1:])
         mask = keywords["causal"], keywords["window_size"]
-        stream = torch.cuda.current_stream(device).cuda_stream
-        sizes = device, stream, batch, *heads, page_size, where, mask
+        sizes = device, current_stream(device), batch, *heads, page_size, where, mask
         if sizes not in _free.plans and len(_free.plans) >= MAX_SIZES:
             _free.plans.clear()
         free = _free.plans.setdefault(sizes, [])

@@ -80,3 +80,46 @@ def test_compiled_steps(mode: str, transformers: Any, model: Model) -> None:
     torch.testing.assert_close(decode(found, step, cache[1]), expected, **TOLERANCE)
     assert expected.shape[1] == STEPS
     assert counts["unique_graphs"] - before == 1
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_steps_compile_no_kernels(cache: str | None, model: Model) -> None:
+    """Whatever their lengths: those of the first generation run all of the second, of another prompt."""
+    launch = pytest.importorskip("attn_ops.kernels.triton.launch")
+    found = model("llama", "attn_ops", "cuda")
+    generate(found, tokens(length=9, device="cuda"), cache_implementation=cache, disable_compile=True)
+    loaded = len(launch._kernel_cache)
+    for length in (10, 13, 19, 32):
+        ids = tokens(length=length, device="cuda")
+        expected = generate(model("llama", "eager", "cuda"), ids, cache_implementation=cache, disable_compile=True)
+        assert torch.equal(generate(found, ids, cache_implementation=cache, disable_compile=True), expected)
+    assert len(launch._kernel_cache) <= loaded + 4  # pages or strides that are multiples of 16, or are not
+
+
+def test_layers_after_the_first_do_not_wait(model: Model) -> None:
+    """Nor does the first: the mask alone is read."""
+    from transformers import DynamicCache
+    from transformers.masking_utils import create_causal_mask
+
+    found = model("llama", "attn_ops", "cuda")
+    cache, ids = DynamicCache(config=found.config), tokens(device="cuda")
+    with torch.no_grad():
+        found(ids, past_key_values=cache)
+        for _ in range(2):
+            token, mask = ids[:, -1:], torch.ones(2, cache.get_seq_length() + 1, dtype=torch.int64, device="cuda")
+            hidden = found.model.embed_tokens(token)
+            positions = torch.full((2, 1), cache.get_seq_length(), device="cuda")
+            bounds = create_causal_mask(found.config, hidden, mask, cache, position_ids=positions)
+            rotary = found.model.rotary_emb(hidden, positions)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for layer in found.model.layers:
+                    hidden = layer(
+                        hidden,
+                        attention_mask=bounds,
+                        position_ids=positions,
+                        past_key_values=cache,
+                        position_embeddings=rotary,
+                    )
+            finally:
+                torch.cuda.set_sync_debug_mode("default")

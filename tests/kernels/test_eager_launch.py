@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import threading
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -14,11 +16,11 @@ from helpers.fake_driver import SCALARS_AND_CONSTANTS, FakeDriver, UncompiledKer
 from helpers.native_launcher import STREAM
 from torch import Tensor
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
-from attn_ops.kernels.triton import launch
+from attn_ops.kernels.triton import launch  # noqa: E402
 
-from attn_ops.eager import launches
+from attn_ops.eager import launches  # noqa: E402
 
 pytestmark = [needs_the_module, pytest.mark.usefixtures("fake_driver")]
 
@@ -52,6 +54,26 @@ def test_without_run_a_kernel_is_loaded_and_not_launched(fake_driver: FakeDriver
 def test_an_empty_grid_launches_nothing(fake_driver: FakeDriver) -> None:
     _launch(UncompiledKernel(), torch.zeros(4), torch.zeros(4), grid=(0,))
     assert (fake_driver.get("loads"), fake_driver.get("launches")) == (1, 0)
+
+
+def test_ints_share_a_kernel_as_triton_specializes_them() -> None:
+    """Strides that grow with a cache load no kernel for each length."""
+    specialize = getattr(triton.runtime.jit, "native_specialize_impl", None)
+    if specialize is None:
+        pytest.skip("this release of Triton specializes in another function")
+    of_triton = functools.partial(specialize, triton.backends.compiler.BaseBackend)
+    values = (0, 1, 2, 15, 16, 17, 48, 1024 * 128, 2**31 - 1, 2**31 - 16, 2**31, 2**40, 2**40 + 1, -1, -16, -(2**40))
+    for a, b in itertools.product(values, repeat=2):
+        same = of_triton(a, False, True, True) == of_triton(b, False, True, True)
+        assert (launch._class_of(a) == launch._class_of(b)) == same, (a, b)
+    assert launch._class_of(True) is True
+    assert launch._class_of(None) is None
+
+
+def test_a_call_that_compiles_nothing_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ThreadPoolExecutor", None)
+    with launch._concurrent_compilation():
+        pass
 
 
 def test_a_64_bit_scalar_has_its_own_kernel(fake_driver: FakeDriver) -> None:

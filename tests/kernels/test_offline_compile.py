@@ -25,6 +25,8 @@ from helpers.offline_compile import (  # noqa: E402
     small_ops,
 )
 
+import attn_ops  # noqa: E402
+
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"
 )
@@ -44,6 +46,21 @@ DECODES: list[tuple[torch.dtype, int, tuple[int, int], dict[str, Any]]] = [
     (torch.bfloat16, 512, (4, 2), {"kv_dtype": torch.float8_e5m2, "pos_encoding": "ROPE_LLAMA"}),
     (torch.float32, 128, (4, 2), {"kv_dtype": torch.float8_e5m2}),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_one_decode_kernel_serves_caches_of_all_lengths(dtype: torch.dtype) -> None:
+    """Of transformers, ``[batch, num_kv_heads, tokens, head_dim]``, whose heads are further apart in each step."""
+    planner = attn_ops.DecodePlanner(1, 2048, page_size=1, num_qo_heads=32, num_kv_heads=8, head_dim=128, num_ctas=33)
+    q, kernels = torch.zeros(1, 32, 128, dtype=torch.bfloat16), []
+    for tokens in (1000, 1001, 2000):
+        memory = torch.zeros(2, 8, tokens, 128, dtype=dtype)
+        k, v = (t.as_strided((tokens, 1, 8, 128), (128, 128, tokens * 128, 1)) for t in memory)
+        with compiling_for(90) as compiled:
+            eager(backend.batch_decode, q, k, v, list(planner.state), planner.workspace)
+        kernels.append([kernel.hash for kernel, _ in compiled])
+    assert len(kernels[0]) == len(EAGER_DECODE)
+    assert kernels[1:] == kernels[:1] * 2
 
 
 EAGER_DECODE = ["decode_kernel", "combine_decode_kernel", "decode_kernel"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attn_ops.call import AttentionCall, Planned
-from attn_ops.eager.prepared_call import is_traced
+from attn_ops.eager.prepared_call import current_stream, is_traced
 from attn_ops.errors import ArgumentError, PlanError, fail
 from attn_ops.frontend.one_shot import with_workspace
 from attn_ops.ops.options import AttentionOptions
@@ -263,17 +263,13 @@ class SharedKey(NamedTuple):
 
     def find(self, make: Make | None = None) -> SchedulerMetadata | None:
         """The metadata of an earlier call of the same batch, if that is certain; else what ``make`` returns."""
-        stream = torch._C._cuda_getCurrentRawStream(_index(self.device)) if self.device.type == "cuda" else None
+        stream = current_stream(self.device)
         if self.on_host:
             if _capturing():
                 return make and make()
             return host_plans().find((self.key, stream), self.tensors, make)
         active = _active()
         return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class Found(NamedTuple):
