@@ -62,7 +62,7 @@ BLOCK = 256
 STEPS = 20
 """Steps after the warm-up, in which nothing may compile."""
 
-MAX_REGRET = 0.1
+MAX_REGRET = 0.3
 """Largest regret of a generated token, in standard deviations of the logits."""
 
 NOTE = (
