@@ -44,6 +44,14 @@ DEVICE uint32 even_bytes_first(uint32 x) {
   return sorted;
 }
 
+// Four bytes of `low`, numbers 0 to 3, and `high`, 4 to 7: the four lowest digits of `selector` choose them, the first one
+// that of the lowest byte.
+DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
+  uint32 chosen;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(low), "r"(high), "r"(selector));
+  return chosen;
+}
+
 DEVICE void multiply_add(float (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." DTYPE_NAME "." DTYPE_NAME
                ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -1,8 +1,9 @@
 // Prefill on Hopper: persistent and warp-specialised, one producer and two consumer warpgroups in each CTA.
 //
-// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16) and KV_FP8: 1 if keys and values
-// are FP8 and not DTYPE. Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output
-// are parameters.
+// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16) and at most one of
+//     KV_FP8  1 if keys and values are FP8, and converted to the type of the query
+//     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the query"
+// Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
 // unit is a block of packed rows of one work item for one KV head: 128 of them, 64 for each consumer. If a work item
@@ -60,10 +61,21 @@
 //         wait for v_empty[j]; copy v_j; wait for the keys, convert them in place; proxy fence; arrive on k_full[j+1]
 //     4.  the same with v_j, behind a load of the next page numbers
 // Tokens that no row sees are copied as zeros. Warps 2 and 3 also do step 1, while the first keys of the unit arrive.
+//
+// FP8 products
+// ------------
+// WGMMA takes 8-bit operands K-major alone, and values are [tokens, columns]. So step 4 fills a ring that consumers do not
+// read, and warps 2 and 3 transpose from it into a third ring, of kTransposedStages. After step 1, for each KV tile j:
+//     wait for v_full[j] and t_empty[j]; transpose, each warp half of the columns; proxy fence; arrive on v_empty[j] and
+//     t_full[j]
+// Consumers wait for t_full in place of v_full, and arrive on t_empty.
 #include "prefill_consumer.cuh"
 #include "prefill_fp8_producer.cuh"
 #include "prefill_problem.cuh"
 #include "prefill_producer.cuh"
+#if Q_FP8
+#include "prefill_fp8_transpose.cuh"
+#endif
 
 namespace attn_ops {
 
@@ -77,7 +89,8 @@ namespace attn_ops {
 //     an arrival of each producer warp. k_empty and v_empty, one for each stage: an arrival of each warp that reads
 //     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
 //     q_empty: an arrival of each consumer warp. staging: an arrival of producer V, and the bytes. A named barrier of
-//     all consumer threads, around the exchange of step 11.
+//     all consumer threads, around the exchange of step 11. With FP8 products v_empty and t_full have an arrival of each
+//     warp that transposes, and t_empty those of v_empty otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
@@ -106,12 +119,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
 #if KV_FP8
     int64 k_page, int64 k_token, int64 k_head,  // strides in bytes
     int64 v_page, int64 v_token, int64 v_head,
-    const float* kv_scale,                    // [2] or null
     int kv_type,                              // Fp8Type
+    const float* kv_scale,                    // [2] or null
 #else
     int box,                                  // tokens of a box of the maps of keys and values
     // What a page and a head add to the outermost index of the maps of paged KV:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
+#endif
+#if Q_FP8
+    const float* kv_scale,
 #endif
     int tile_rows,                            // query rows of a work item
     int num_items,
@@ -140,7 +156,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
+#if Q_FP8
+    for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), kTransposeWarps);
+    for (uint64& barrier : shared.t_full) init_barrier(shared_address(&barrier), kTransposeWarps);
+    for (uint64& barrier : shared.t_empty) init_barrier(shared_address(&barrier), readers);
+#else
     for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
+#endif
     for (uint64& barrier : shared.q_full) init_barrier(shared_address(&barrier), q_box_rows ? 1 : kQueryThreads);
     for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), 2 * kConsumerWarps);
     init_barrier(shared_address(&shared.staging), 1);
@@ -162,11 +184,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     else if (warp == 1)
       produce<true>(p, {&v, v_page_step, v_head_step}, shared);
     else
+#if Q_FP8
+      produce_queries_and_transpose(p, queries, shared);
+#else
       produce_queries(p, queries, shared);
+#endif
 #endif
   } else {
     increase_registers<kConsumerRegisters>();
-#if !KV_FP8
+#if !KV_FP8 && !Q_FP8
     constexpr const float* kv_scale = nullptr;
 #endif
     consume(warp / 4 - 1, p, {scale, cap, {sinks, out, lse, partial, slots, out_type, kv_scale}}, shared);

@@ -280,8 +280,8 @@ PREFILL_FAULTS = {
     ),
     "no barrier between stores and loads": Planted(
         Fault(
-            "named_sync(kBothConsumers, 2 * kConsumerThreads);\n  if (odd) return fence_async_shared();",
-            "if (odd) return fence_async_shared();",
+            "named_sync(kBothConsumers, 2 * kConsumerThreads);\n    if (odd) continue;",
+            "if (odd) continue;",
         ),
         "race|uninitialised",
         odd=True,

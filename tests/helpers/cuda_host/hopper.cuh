@@ -62,17 +62,18 @@ template <int N>
 DEVICE void fence_registers(float (&d)[N]) {
   host::check_registers(d, N);
 }
+constexpr host::Operands kOperands = DTYPE == 2 ? host::Operands::kBFloat16 : host::Operands::kFloat16;
 template <int N>
 DEVICE void wgmma_ss(float (&d)[N], uint64 a, uint64 b, bool accumulate) {
-  host::wgmma({d, 2 * N, nullptr, a, b, false, accumulate, DTYPE == 2});
+  host::wgmma({d, 2 * N, nullptr, a, b, false, accumulate, kOperands});
 }
 template <int N>
 DEVICE void wgmma_ss_mn(float (&d)[N], uint64 a, uint64 b) {
-  host::wgmma({d, 2 * N, nullptr, a, b, true, true, DTYPE == 2});
+  host::wgmma({d, 2 * N, nullptr, a, b, true, true, kOperands});
 }
 template <int N>
 DEVICE void wgmma_rs(float (&d)[N], const uint32 (&a)[4], uint64 b) {
-  host::wgmma({d, 2 * N, a, 0, b, true, true, DTYPE == 2});
+  host::wgmma({d, 2 * N, a, 0, b, true, true, kOperands});
 }
 
 }  // namespace attn_ops

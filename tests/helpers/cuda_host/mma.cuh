@@ -36,6 +36,13 @@ DEVICE uint32 transpose(uint32 m) {
 
 DEVICE uint32 even_bytes_first(uint32 x) { return (x & 0xFF0000FF) | (x >> 8 & 0xFF00) | (x << 8 & 0xFF0000); }
 
+// prmt takes the lowest three bits of a digit as the byte's number; kernels here leave the fourth, the sign, at 0.
+DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
+  uint32 chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= uint32((uint64(high) << 32 | low) >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return chosen;
+}
+
 DEVICE void multiply_add(float (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2]) {
   host::multiply_by_warp({d, a, b}, DTYPE == 2);
 }
