@@ -29,7 +29,7 @@ constexpr float kLogScale = 8;  // probabilities are those of the online softmax
 
 // The ring from which PV reads values.
 constexpr int kPvStages = kTransposedStages;
-DEVICE uint64 pv_values(Shared& shared) { return k_major(shared_address(shared.transposed[0]), 8 * kTile); }
+DEVICE uint64 pv_values(Shared& shared) { return k_major(shared_address(shared.transposed[0]), 8 * kTile, kTile); }
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.t_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.t_empty); }
 

@@ -9,7 +9,7 @@ namespace attn_ops {
 namespace {
 
 constexpr int kTransposeWarps = 2;
-static_assert(kTile == 128);  // a row of transposed values is as wide as the swizzle
+static_assert(kTile == 64 || kTile == 128);  // a row of transposed values is as wide as a swizzle
 
 // A part of a tile: all tokens, and the columns of this warp.
 //
@@ -23,15 +23,15 @@ DEVICE void transpose(uint32 from, uint32 to, int warp, int lane) {
   using Layout = TileLayout<kDimVo>;
   constexpr int kChunksOfWarp = kDimVo / 16 / kTransposeWarps, kSteps = kTile / 32;
   // Lane l gives the address of token l of a step, and that of a column: row l % 8 of matrix l / 8.
-  const uint32 token = lane / 8 * Layout::kGroup + lane % 8 * kRowBytes;
-  const int row = lane % 8, column = 2 * row + ((row >= 4) ^ (lane / 8 & 1)), half = lane / 16;
-  const uint32 stored = to + column * kTile + (half ^ column % 8) * 16;
+  const int row = lane % 8, column = 2 * row + ((row >= 4) ^ (lane / 8 & 1));
+  const uint32 token = from + swizzled(lane / 8 * Layout::kGroup + lane % 8 * kRowBytes);
+  const uint32 stored = to + swizzled<kTile>(column * kTile + lane / 16 * 16);
   const bool upper = lane >= 16;  // of the columns
   const uint32 first = upper ? 0x7531 : 0x6420, second = upper ? 0x6420 : 0x7531;
 #pragma unroll
   for (int i = 0; i < kChunksOfWarp; ++i) {
     const int chunk = warp * kChunksOfWarp + i;
-    const uint32 loaded = from + chunk / kRowChunks * Layout::kColumn + swizzled(token + chunk % kRowChunks * 16);
+    const uint32 loaded = (token ^ chunk % kRowChunks * 16) + chunk / kRowChunks * Layout::kColumn;
     uint32 m[kSteps][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) load_transposed(m[step], loaded + step * 4 * Layout::kGroup);
@@ -64,7 +64,7 @@ DEVICE void produce_queries_and_transpose(const Problem& p, const Queries& q, Sh
       wait(v_full + tile % (2 * kValueStages) * 8, tile / (2 * kValueStages) & 1);
       wait(t_empty + to * 8, tile / kTransposedStages & 1 ^ 1);
       mark(kWaitEmpty);
-      transpose(values + stage * kValueBytes, transposed + to * kValueBytes, warp, lane);
+      transpose(values + stage * kValueBytes, transposed + to * kValueBytes, warp, recomputed(lane));
       fence_async_shared();
       __syncwarp();
       if (lane == 0) arrive(v_empty + stage * 8), arrive(t_full + tile % (2 * kTransposedStages) * 8);

@@ -18,11 +18,11 @@ constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 // Sizes by head dims are those of TILES and FP8_TILES in prefill.py.
-constexpr int kTile = !kFp8Products && kDimVo > 128 ? 64 : 128;  // tokens of a KV tile
-constexpr int kKeyStages =                                       // KV tiles of the ring of keys
-    kFp8Products ? (kDimQk == 256 ? 2 : 4) : kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;
+constexpr int kTile = kDimVo > 128 ? 64 : 128;  // tokens of a KV tile
+constexpr int kKeyStages =                      // KV tiles of the ring of keys
+    kFp8Products || kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;
 constexpr int kValueStages = !kFp8Products && kDimQk == 64 ? 4 : 2;  // and of values
-constexpr int kTransposedStages = kDimQk == 256 ? 2 : 4;             // and of transposed values, of FP8 products
+constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
 constexpr int kQueryBlocks = 2 * kQueries;                            // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                       // of a consumer
@@ -35,7 +35,7 @@ constexpr int kKeyBytes = kTile * kDimQk * kElementBytes, kValueBytes = kTile * 
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 // Of a thread. More than the CTA has from its launch would never become free: 168 for each of its 384 threads.
 // Producers that convert FP8 spill less with more, which consumers of heads of 64 can spare.
-constexpr bool kSparesRegisters = KV_FP8 && kDimQk == 64;
+constexpr bool kSparesRegisters = KV_FP8 ? kDimQk == 64 : kFp8Products && kDimQk <= 128;
 constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConsumerRegisters = kSparesRegisters ? 224 : 232;
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 constexpr int kNone = 1 << 30;                                   // a window without a bound
@@ -158,7 +158,10 @@ struct TileLayout {
 };
 
 // The place in a swizzled tile of what is at byte `offset` of one that is not.
-DEVICE uint32 swizzled(uint32 offset) { return offset ^ (offset >> 7 & (kRowChunks - 1)) << 4; }
+template <int ROW_BYTES = kRowBytes>
+DEVICE uint32 swizzled(uint32 offset) {
+  return offset ^ (offset >> 7 & (ROW_BYTES / 16 - 1)) << 4;
+}
 
 }  // namespace
 }  // namespace attn_ops
