@@ -24,6 +24,7 @@ def row_columns(t: Tensor) -> int:
     """Columns of a row in shared memory: those of a head have as many rows as they need, of which none is partly used."""
     return min(int(t.shape[-1]), ROW_BYTES // t.element_size())
 
+
 GROUP_TOKENS = 8
 """Tokens of a page are loaded in groups, so that a page is one box with all columns of a head."""
 

@@ -67,7 +67,8 @@ DEVICE void produce_queries_and_transpose(const Problem& p, const Queries& q, Sh
       transpose(values + stage * kValueBytes, transposed + to * kValueBytes, warp, recomputed(lane));
       fence_async_shared();
       __syncwarp();
-      if (lane == 0) arrive(v_empty + stage * 8), arrive(t_full + tile % (2 * kTransposedStages) * 8);
+      if (lane == 0) arrive(v_empty + stage * 8);
+      if (lane == 0) arrive(t_full + tile % (2 * kTransposedStages) * 8);
       mark(kIssue);
     }
   }

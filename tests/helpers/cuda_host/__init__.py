@@ -228,7 +228,9 @@ def _with_lines(message: str, library: Path) -> str:
         lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
         places = [re.sub(r" \(.*\)", "", line.rpartition("/")[2]) for line in lines]
         of_kernel = [
-            one for one in places if not one.startswith(("cuda.h", "basics.", "hopper.", "cluster.", "mma.", "wgmma_fp8.", "??"))
+            one
+            for one in places
+            if not one.startswith(("cuda.h", "basics.", "hopper.", "cluster.", "mma.", "wgmma_fp8.", "??"))
         ]
         return "at " + ", called at ".join(of_kernel or places)
 
