@@ -21,7 +21,7 @@ COLUMNS = ROW_BYTES // 2
 
 
 def row_columns(t: Tensor) -> int:
-    """Columns of a row in shared memory: those of a head have as many rows as they need, of which none is partly used."""
+    """Columns of a row in shared memory. Wider heads have several rows."""
     return min(int(t.shape[-1]), ROW_BYTES // t.element_size())
 
 

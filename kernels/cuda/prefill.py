@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import DTYPES, FP8_TYPES, OUT_TYPES, box_of_pages, paged_map, row_columns
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
-import torch
 from torch import Tensor
 
 from attn_ops.ops.options import FP8, AttentionOptions

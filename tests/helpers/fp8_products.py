@@ -5,7 +5,7 @@ most 2^-4 of the weighted mean of ``|v|``. With many keys it differs by far less
 standard deviation is at most ``RELATIVE`` of each weight, and that of the output ``RELATIVE * sqrt(sum((w * v)^2))``.
 ``DEVIATIONS`` of these are allowed. They are more than the greatest difference for 12 keys or fewer.
 
-A probability below 2^-6 of what the kernel scales the largest to, ``SCALE``, has an absolute error of at most 2^-10. The
+The largest probability is scaled to ``SCALE``; one that is then below 2^-6 has an absolute error of at most 2^-10. The
 row sum and the LSE are those of the probabilities before they are rounded.
 """
 
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from helpers.oracle import Expected, attention
 from torch import Tensor
+
+from helpers.oracle import Expected, attention
 
 SCALE = 2.0**8
 RELATIVE = 2.0**-4 / math.sqrt(3)
