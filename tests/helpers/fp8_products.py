@@ -11,6 +11,7 @@ row sum and the LSE are those of the probabilities before they are rounded.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,19 @@ RELATIVE = 2.0**-4 / math.sqrt(3)
 DEVIATIONS = 6
 TENSOR_CORE_EPS = 2.0**-14
 """Of sums in the tensor cores, which do not keep all bits of float32: ``float32_eps`` of :meth:`Fp8Expected.check`."""
+
+
+@functools.cache
+def rounding_of_probabilities() -> float:
+    """Where calls with FP8 queries round them: the greatest error of an output, of the weighted mean of ``|v|``."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return 2.0**-4 if hopper else 0.0
+
+
+def tolerance_of_fp8_queries() -> dict[str, float]:
+    """The same for :meth:`~helpers.oracle.Expected.check`."""
+    rounding = rounding_of_probabilities()
+    return {"eps": rounding / 2, "float32_eps": TENSOR_CORE_EPS} if rounding else {}
 
 
 class Fp8Expected(NamedTuple):
