@@ -236,8 +236,8 @@ PREFILL_FAULTS = {
     "a stage is released before its last product": Planted(
         Fault(
             "wgmma_wait<0>();\n        fence_registers(output);\n        "
-            "arrive_by_warp(v_empty + previous % kValueStages * 8);",
-            "arrive_by_warp(v_empty + previous % kValueStages * 8);\n        wgmma_wait<0>();",
+            "arrive_by_warp(v_empty + previous % kPvStages * 8);",
+            "arrive_by_warp(v_empty + previous % kPvStages * 8);\n        wgmma_wait<0>();",
         ),
         r"race: (.|\n)*read by wgmma(.|\n)*TMA",
     ),
@@ -258,9 +258,10 @@ PREFILL_FAULTS = {
     ),
     "no fence of registers": Planted(
         Fault(
-            "wgmma_fence();\n    issue_qk(logits, k_major(queries(n), kGroupBytes), "
+            "wgmma_fence();\n    issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), "
             "keys + tile % kKeyStages * (kKeyBytes / 16));",
-            "issue_qk(logits, k_major(queries(n), kGroupBytes), keys + tile % kKeyStages * (kKeyBytes / 16));",
+            "issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), "
+            "keys + tile % kKeyStages * (kKeyBytes / 16));",
         ),
         "without wgmma.fence",
     ),
@@ -320,7 +321,7 @@ FP8_FAULTS = {
     "no wait for a stage of values": Planted(
         Fault("wait(v_empty + tile % kValueStages * 8, tile / kValueStages & 1 ^ 1);", ""), "race|more arrivals"
     ),
-    "no queries": Planted(Fault("load_queries(p, q, unit, exists, n, shared, thread);", "", 2), "deadlock"),
+    "no queries": Planted(Fault("load_queries(p, q, unit, exists, n, shared, thread);", "", 3), "deadlock"),
 }
 
 STAGE = "store_shared(staged + i * 32 + lane * 8, output[4 * i + 2 * r], output[4 * i + 2 * r + 1])"

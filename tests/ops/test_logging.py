@@ -57,6 +57,7 @@ torch.compile(attend, fullgraph=True)(q, k, v)
 
 REASONS = (
     "cuda.prefill: it runs on cuda, not cpu",
+    "cuda.prefill_e4m3: it runs on cuda, not cpu",
     "triton: it runs on cuda, not cpu",
     "cuda.prefill_fp8: it runs on cuda, not cpu",
 )
