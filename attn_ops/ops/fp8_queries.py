@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ def converting(function: Callable[..., Any]) -> Callable[..., Any]:
     The conversion is PyTorch's, so a call with one cannot be replayed as launches.
     """
 
+    @functools.wraps(function)
     def call(q: Tensor, *args: Any, **kwargs: Any) -> Any:
         if q.dtype != QUERY:
             return function(q, *args, **kwargs)

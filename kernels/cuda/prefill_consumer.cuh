@@ -158,7 +158,7 @@ DEVICE void store(Output& output, Rows& rows, const Problem& p, DivideByGroup ro
   store_as<kDimVo>(to.out_type, to.out, output, 0, to_row, exists);
 }
 
-// The query buffer may be smaller than an accumulator, which then passes through it in parts.
+// An accumulator passes through a query buffer that is smaller in parts.
 constexpr int kStateParts = (kConsumerThreads * kDimVo / 2 * 4 + 2 * kQueryBytes - 1) / (2 * kQueryBytes);
 
 // Adds the state of the odd KV tiles to that of the even ones, through the query buffer, which neither consumer reads
@@ -166,49 +166,56 @@ constexpr int kStateParts = (kConsumerThreads * kDimVo / 2 * 4 + 2 * kQueryBytes
 DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 memory) {
   constexpr int kGroups = kDimVo / 8 / kStateParts;  // of 4 registers, in a part
   const int thread = threadIdx.x % kConsumerThreads, lane = thread % 32;
+  const auto sync = [] { named_sync(kBothConsumers, 2 * kConsumerThreads); };
+  const auto store_part = [&](int part) {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int j = 4 * (part * kGroups + i);
+      store_shared(memory + (i * kConsumerThreads + thread) * 16,
+                   uint4{__float_as_uint(output[j]), __float_as_uint(output[j + 1]), __float_as_uint(output[j + 2]),
+                         __float_as_uint(output[j + 3])});
+    }
+  };
   float sums[2] = {sum_of_quad(rows.row_sum[0]), sum_of_quad(rows.row_sum[1])};
+  sync();
   const int line = thread / 32 * 16 + lane / 4;
+  if (odd) {
+    store_part(0);
+    if (lane % 4 == 0)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        shared.peer_max[line + 8 * r] = rows.row_max[r], shared.peer_sum[line + 8 * r] = sums[r];
+  }
+  sync();  // the state is stored
+  if (odd) {
+#pragma unroll
+    for (int part = 1; part < kStateParts; ++part) sync(), store_part(part), sync();
+    return fence_async_shared();  // TMA writes here next
+  }
   float alpha[2], peer_alpha[2];
 #pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float peer_max = shared.peer_max[line + 8 * r], row_max = fmaxf(rows.row_max[r], peer_max);
+    const float anchor = finite(row_max);
+    alpha[r] = exp2_approx(rows.row_max[r] - anchor), peer_alpha[r] = exp2_approx(peer_max - anchor);
+    rows.row_max[r] = row_max;
+    const float sum = sums[r] * alpha[r] + shared.peer_sum[line + 8 * r] * peer_alpha[r];
+    rows.row_sum[r] = lane % 4 == 0 ? sum : 0.f;
+  }
+  rescale(output, alpha);
+#pragma unroll
   for (int part = 0; part < kStateParts; ++part) {
-    named_sync(kBothConsumers, 2 * kConsumerThreads);
-    if (odd) {
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
-        const float* x = output + 4 * (part * kGroups + i);
-        store_shared(memory + (i * kConsumerThreads + thread) * 16,
-                     uint4{__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])});
-      }
-      if (part == 0 && lane % 4 == 0)
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-          shared.peer_max[line + 8 * r] = rows.row_max[r], shared.peer_sum[line + 8 * r] = sums[r];
-    }
-    named_sync(kBothConsumers, 2 * kConsumerThreads);
-    if (odd) continue;
-    if (part == 0) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float peer_max = shared.peer_max[line + 8 * r], row_max = fmaxf(rows.row_max[r], peer_max);
-        const float anchor = finite(row_max);
-        alpha[r] = exp2_approx(rows.row_max[r] - anchor), peer_alpha[r] = exp2_approx(peer_max - anchor);
-        rows.row_max[r] = row_max;
-        const float sum = sums[r] * alpha[r] + shared.peer_sum[line + 8 * r] * peer_alpha[r];
-        rows.row_sum[r] = lane % 4 == 0 ? sum : 0.f;
-      }
-      rescale(output, alpha);
-    }
+    if (part > 0) sync(), sync();
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const uint4 peer = load_shared(memory + (i * kConsumerThreads + thread) * 16);
-      float* x = output + 4 * (part * kGroups + i);
-      x[0] += __uint_as_float(peer.x) * peer_alpha[0];
-      x[1] += __uint_as_float(peer.y) * peer_alpha[0];
-      x[2] += __uint_as_float(peer.z) * peer_alpha[1];
-      x[3] += __uint_as_float(peer.w) * peer_alpha[1];
+      const int j = 4 * (part * kGroups + i);
+      output[j] += __uint_as_float(peer.x) * peer_alpha[0];
+      output[j + 1] += __uint_as_float(peer.y) * peer_alpha[0];
+      output[j + 2] += __uint_as_float(peer.z) * peer_alpha[1];
+      output[j + 3] += __uint_as_float(peer.w) * peer_alpha[1];
     }
   }
-  fence_async_shared();  // TMA writes here next
 }
 
 // One warpgroup: the attention of its packed rows, or of its KV tiles, for all units.

@@ -120,7 +120,7 @@ def usage_of(one: Specialization) -> Usage:
         used["REG"],
         used["STACK"] + used["LOCAL"],
         used["SHARED"] + one.shared_bytes,
-        len(re.findall(r"\bHGMMA\b", code)),
+        len(re.findall(r"\b[HQ]GMMA\b", code)),
     )
 
 
