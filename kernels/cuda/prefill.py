@@ -94,6 +94,12 @@ assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
 
 E4M3 = torch.float8_e4m3fn
 
+
+def tile_of(dims: tuple[int, int], dtype: torch.dtype) -> Tile:
+    """By the head dims and the dtype of the query."""
+    return (FP8_TILES if dtype == E4M3 else TILES)[dims]
+
+
 SPECIALIZATIONS = {
     (*dims, paged, dtype, fp8): Specialization(
         kernel,
@@ -180,12 +186,11 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     fp8 = x.k.dtype in FP8
-    if x.q.dtype == E4M3:
-        of_kv = {**kv_arguments(x, paged, page_size, FP8_TILES[dims].tokens), "kv_scale": o.kv_scale}
-    elif fp8:
+    if fp8 and x.q.dtype not in FP8:
         of_kv = converted_arguments(x, o.kv_scale)
     else:
-        of_kv = kv_arguments(x, paged, page_size, TILES[dims].tokens)
+        scale = {"kv_scale": o.kv_scale} if fp8 else {}
+        of_kv = kv_arguments(x, paged, page_size, tile_of(dims, x.q.dtype).tokens) | scale
     q_map, q_box_rows = query_map(x.q, group)
     block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
     num_units = num_items * num_kv_heads * -(-tile_rows * group // block_rows)
