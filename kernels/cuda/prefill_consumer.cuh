@@ -238,6 +238,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   const uint32 k_empty = shared_address(shared.k_empty), v_empty = pv_empty(shared);
   const auto wait_for_queries = [&](uint32 n) { wait(shared_address(&shared.q_full[n % kQueries]), n / kQueries & 1); };
   const auto queries = [&](uint32 n) { return shared_address(shared.query[n % kQueries][split_kv ? 0 : consumer]); };
+  const auto values_of = [&](uint32 tile) { return values + tile % kPvStages * (kValueBytes / 16); };
   const auto issue_tile = [&](Logits& logits, uint32 n, uint32 tile) {
     wait(k_full.of(tile), k_full.parity(tile));
     mark(kWaitKeys);
@@ -273,6 +274,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     const bool all_rows = last_row < count;
 
     Output output;
+    Partial partial;
 #pragma unroll
     for (int i = 0; i < kDimVo / 2; ++i) output[i] = 0;
     const int tiles = (end - start + kTile - 1) / kTile, step = split_kv ? 2 : 1;
@@ -307,9 +309,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         mark(kQk);
         wait(v_full.of(previous), v_full.parity(previous));
         mark(kWaitValues);
-        fence_registers(output);
-        wgmma_fence();
-        issue_pv(output, probabilities, values + previous % kPvStages * (kValueBytes / 16));
+        issue_pv(output, partial, probabilities, values_of(previous));
         wgmma_wait<1>();
         fence_registers(logits);
         arrive_by_warp(k_empty + number % kKeyStages * 8);
@@ -317,10 +317,12 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         softmax(start + tile * kTile);
         fence_registers(logits);
         mark(kSoftmax);
-        // Complete already. Without a loop here, the assembler may move the exponentials behind the wait for O.
-        wait(v_full.of(previous), v_full.parity(previous));
+        // Complete already. Without a loop here, the assembler may move the exponentials behind the wait for O; of FP8
+        // products, unless the loop depends on their sums. These are not negative: the barrier is the same.
+        const bool negative = kFp8Products && (rows.row_sum[0] < 0 || rows.row_sum[1] < 0);
+        wait(v_full.of(previous) + negative, v_full.parity(previous));
         wgmma_wait<0>();
-        fence_registers(output);
+        finish_pv(output, partial, probabilities, values_of(previous));
         arrive_by_warp(v_empty + previous % kPvStages * 8);
         if (__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) rescale(output, alpha);
         round(probabilities, logits);
@@ -330,8 +332,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       if (!split_kv) arrive_by_warp(q_empty);
       wait(v_full.of(number), v_full.parity(number));
       mark(kWaitValues);
-      wgmma_fence();
-      issue_pv(output, probabilities, values + number % kPvStages * (kValueBytes / 16));
+      issue_pv(output, partial, probabilities, values_of(number));
       if (kQueries > 1 && !split_kv) {
         mark(kPv);
         wait_for_queries(n + 1);
@@ -341,7 +342,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
           base += tiles;
           issue_tile(logits, n + 1, base);
           wgmma_wait<1>();
-          fence_registers(output);
+          finish_pv(output, partial, probabilities, values_of(number));
           arrive_by_warp(v_empty + number % kPvStages * 8);
           mark(kPv);
           store(output, rows, p, row_of, arguments.results, block, line);
@@ -355,7 +356,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         }
       }
       wgmma_wait<0>();
-      fence_registers(output);
+      finish_pv(output, partial, probabilities, values_of(number));
       arrive_by_warp(v_empty + number % kPvStages * 8);
       mark(kPv);
     }

@@ -11,6 +11,12 @@
 // -------------
 // They are at most 2^kLogScale and lose precision below 2^-6, the smallest normal number of e4m3: below 2^-14 of the
 // largest one. Row sums are those of the probabilities before they are rounded.
+//
+// Sums
+// ----
+// The tensor cores add FP8 products, and to them the accumulator, with about 14 bits, and drop those below. Over thousands
+// of keys the accumulator would lose most of what a KV tile adds to it. So the product of each tile is an accumulator of
+// its own, `Partial`, which is added to the output in float32. For wide heads it has a part of the columns at a time.
 #pragma once
 
 #include "descriptors.cuh"
@@ -24,6 +30,8 @@ namespace {
 using Logits = float[kTile / 2];
 using Output = float[kDimVo / 2];
 using Probabilities = uint32[kTile / 32][4];
+constexpr int kPvParts = kDimVo > 128 ? 4 : 1;  // of the columns; their products do not overlap each other
+using Partial = float[kDimVo / 2 / kPvParts];
 
 constexpr float kLogScale = 8;  // probabilities are those of the online softmax times 2^kLogScale
 
@@ -43,10 +51,38 @@ DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
   wgmma_commit();
 }
 
-DEVICE void issue_pv(Output& output, const Probabilities& p, uint64 values) {
+// A part of the columns.
+DEVICE void issue_part(Partial& partial, const Probabilities& p, uint64 values, int part) {
 #pragma unroll
-  for (int i = 0; i < kTile / 32; ++i) wgmma_e4m3_rs(output, p[i], values + i * 32 / 16, true);
+  for (int i = 0; i < kTile / 32; ++i)
+    wgmma_e4m3_rs(partial, p[i], values + (part * (kDimVo / kPvParts) * kTile + i * 32) / 16, i > 0);
   wgmma_commit();
+}
+
+DEVICE void add_part(Output& output, Partial& partial, int part) {
+  constexpr int kCount = kDimVo / 2 / kPvParts;
+  fence_registers(partial);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) output[part * kCount + i] += partial[i];
+}
+
+// The first part.
+DEVICE void issue_pv(Output&, Partial& partial, const Probabilities& p, uint64 values) {
+  wgmma_fence();
+  issue_part(partial, p, values, 0);
+}
+
+// Adds the first part, which is complete, and computes and adds the others.
+static_assert(kPvParts == 1 || kQueries == 1);  // no other product is under way
+DEVICE void finish_pv(Output& output, Partial& partial, const Probabilities& p, uint64 values) {
+  add_part(output, partial, 0);
+#pragma unroll
+  for (int part = 1; part < kPvParts; ++part) {
+    wgmma_fence();
+    issue_part(partial, p, values, part);
+    wgmma_wait<0>();
+    add_part(output, partial, part);
+  }
 }
 
 DEVICE void round(Probabilities& p, const Logits& logits) {

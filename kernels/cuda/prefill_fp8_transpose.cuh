@@ -21,7 +21,7 @@ static_assert(kTile == 64 || kTile == 128);  // a row of transposed values is as
 // different banks.
 DEVICE void transpose(uint32 from, uint32 to, int warp, int lane) {
   using Layout = TileLayout<kDimVo>;
-  constexpr int kChunksOfWarp = kDimVo / 16 / kTransposeWarps, kSteps = kTile / 32;
+  constexpr int kChunksOfWarp = kDimVo / 16 / kTransposeWarps, kSteps = kTile / 32, kAtOnce = 2;
   // Lane l gives the address of token l of a step, and that of a column: row l % 8 of matrix l / 8.
   const int row = lane % 8, column = 2 * row + ((row >= 4) ^ (lane / 8 & 1));
   const uint32 token = from + swizzled(lane / 8 * Layout::kGroup + lane % 8 * kRowBytes);
@@ -32,15 +32,18 @@ DEVICE void transpose(uint32 from, uint32 to, int warp, int lane) {
   for (int i = 0; i < kChunksOfWarp; ++i) {
     const int chunk = warp * kChunksOfWarp + i;
     const uint32 loaded = (token ^ chunk % kRowChunks * 16) + chunk / kRowChunks * Layout::kColumn;
-    uint32 m[kSteps][4];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) load_transposed(m[step], loaded + step * 4 * Layout::kGroup);
+    for (int begin = 0; begin < kSteps; begin += kAtOnce) {
+      uint32 m[kAtOnce][4];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const auto& x = m[step];
-      store_matrices((stored ^ step * 32) + chunk * 16 * kTile,
-                     {permute_bytes(x[0], x[1], first), permute_bytes(x[0], x[1], second),
-                      permute_bytes(x[2], x[3], first), permute_bytes(x[2], x[3], second)});
+      for (int j = 0; j < kAtOnce; ++j) load_transposed(m[j], loaded + (begin + j) * 4 * Layout::kGroup);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const auto& x = m[j];
+        store_matrices((stored ^ (begin + j) * 32) + chunk * 16 * kTile,
+                       {permute_bytes(x[0], x[1], first), permute_bytes(x[0], x[1], second),
+                        permute_bytes(x[2], x[3], first), permute_bytes(x[2], x[3], second)});
+      }
     }
   }
 }

@@ -35,7 +35,7 @@ constexpr int kKeyBytes = kTile * kDimQk * kElementBytes, kValueBytes = kTile * 
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 // Of a thread. More than the CTA has from its launch would never become free: 168 for each of its 384 threads.
 // Producers that convert FP8 spill less with more, which consumers of heads of 64 can spare.
-constexpr bool kSparesRegisters = KV_FP8 ? kDimQk == 64 : kFp8Products && kDimQk <= 128;
+constexpr bool kSparesRegisters = (KV_FP8 || kFp8Products) && kDimQk == 64;
 constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConsumerRegisters = kSparesRegisters ? 224 : 232;
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 constexpr int kNone = 1 << 30;                                   // a window without a bound

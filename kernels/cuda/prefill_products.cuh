@@ -11,6 +11,7 @@ namespace {
 using Logits = float[kTile / 2];
 using Output = float[kDimVo / 2];
 using Probabilities = uint32[kTile / 16][4];
+struct Partial {};  // PV adds to the output itself
 
 constexpr float kLogScale = 0;  // probabilities are those of the online softmax times 2^kLogScale
 
@@ -32,11 +33,15 @@ DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
   wgmma_commit();
 }
 
-DEVICE void issue_pv(Output& output, const Probabilities& p, uint64 values) {
+DEVICE void issue_pv(Output& output, Partial&, const Probabilities& p, uint64 values) {
+  fence_registers(output);
+  wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kTile / 16; ++i) wgmma_rs(output, p[i], values + i * 2 * TileLayout<kDimVo>::kGroup / 16);
   wgmma_commit();
 }
+
+DEVICE void finish_pv(Output& output, Partial&, const Probabilities&, uint64) { fence_registers(output); }
 
 }  // namespace
 }  // namespace attn_ops

@@ -235,7 +235,7 @@ PREFILL_FAULTS = {
     ),
     "a stage is released before its last product": Planted(
         Fault(
-            "wgmma_wait<0>();\n        fence_registers(output);\n        "
+            "wgmma_wait<0>();\n        finish_pv(output, partial, probabilities, values_of(previous));\n        "
             "arrive_by_warp(v_empty + previous % kPvStages * 8);",
             "arrive_by_warp(v_empty + previous % kPvStages * 8);\n        wgmma_wait<0>();",
         ),
@@ -246,7 +246,10 @@ PREFILL_FAULTS = {
         "before wgmma.wait_group",
     ),
     "the output is used in flight, beside the next unit's first logits": Planted(
-        Fault("wgmma_wait<1>();\n          fence_registers(output);", "fence_registers(output);"),
+        Fault(
+            "wgmma_wait<1>();\n          finish_pv(output, partial, probabilities, values_of(number));",
+            "finish_pv(output, partial, probabilities, values_of(number));",
+        ),
         "before wgmma.wait_group",
     ),
     "the next unit's first logits are used in flight": Planted(

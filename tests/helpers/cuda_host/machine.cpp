@@ -341,6 +341,22 @@ struct Multiplication {
     for (int i = 0; i < 16 / size(); ++i) to[i] = value(from, i);
   }
 
+  // Adds as the tensor cores add FP8 products: all terms lose their bits below 2^-13 of the largest one's leading bit.
+  void add_coarsely(float* d, const float (&a)[32], const float (&b)[32][256]) const {
+    static float quantum[256];
+    const int columns = product.columns;
+    for (int n = 0; n < columns; ++n) quantum[n] = std::abs(d[n]);
+    for (int k = 0; k < 32; ++k)
+      for (int n = 0; n < columns; ++n) quantum[n] = std::max(quantum[n], std::abs(a[k] * b[k][n]));
+    for (int n = 0; n < columns; ++n) {
+      const auto exponent = std::bit_cast<std::uint32_t>(quantum[n]) & 0x7F800000;  // 2^e of the largest
+      quantum[n] = std::max(std::bit_cast<float>(exponent) * 0x1p-13f, 0x1p-100f);
+      d[n] = std::trunc(d[n] / quantum[n]) * quantum[n];
+    }
+    for (int k = 0; k < 32; ++k)
+      for (int n = 0; n < columns; ++n) d[n] += std::trunc(a[k] * b[k][n] / quantum[n]) * quantum[n];
+  }
+
   void run(Accumulator& to) {
     static float a[64][32], b[32][256];
     const int columns = product.columns, of_word = 4 / size(), of_chunk = 16 / size(), depth = 32 / size();
@@ -372,6 +388,10 @@ struct Multiplication {
     for (int row = 0; row < 64; ++row) {
       float* d = to.d[row];
       if (!product.accumulate) std::fill_n(d, columns, 0.0f);
+      if (size() == 1) {
+        add_coarsely(d, a[row], b);
+        continue;
+      }
       for (int k = 0; k < depth; ++k)
         for (int n = 0; n < columns; ++n) d[n] += a[row][k] * b[k][n];
     }
