@@ -68,7 +68,9 @@
 // read, and warps 2 and 3 transpose from it into a third ring, of kTransposedStages. After step 1, for each KV tile j:
 //     wait for v_full[j] and t_empty[j]; transpose, each warp half of the columns; proxy fence; arrive on v_empty[j] and
 //     t_full[j]
-// Consumers wait for t_full in place of v_full, and arrive on t_empty.
+// Consumers wait for t_full in place of v_full, and arrive on t_empty. The product of a tile is added to O in float32: steps
+// 6 and 10 issue D = P V, and step 9 and the epilogue add D to O once it is complete. With heads of 256, D has 64 columns:
+// the other three products are issued, awaited and added there, one after the other.
 #include "prefill_consumer.cuh"
 #include "prefill_fp8_producer.cuh"
 #include "prefill_problem.cuh"

@@ -34,8 +34,8 @@ constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
 constexpr int kKeyBytes = kTile * kDimQk * kElementBytes, kValueBytes = kTile * kDimVo * kElementBytes;
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 // Of a thread. More than the CTA has from its launch would never become free: 168 for each of its 384 threads.
-// Producers that convert FP8 spill less with more, which consumers of heads of 64 can spare.
-constexpr bool kSparesRegisters = (KV_FP8 || kFp8Products) && kDimQk == 64;
+// Producers of FP8 spill less with more, which consumers of heads of 64 can spare.
+constexpr bool kSparesRegisters = kDimQk == 64 && (KV_FP8 || kFp8Products);
 constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConsumerRegisters = kSparesRegisters ? 224 : 232;
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 constexpr int kNone = 1 << 30;                                   // a window without a bound
