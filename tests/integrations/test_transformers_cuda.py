@@ -85,7 +85,9 @@ def test_compiled_steps(mode: str, transformers: Any, model: Model) -> None:
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_steps_compile_no_kernels(cache: str | None, model: Model) -> None:
     """Whatever their lengths: those of the first generation run all of the second, of another prompt."""
-    launch = pytest.importorskip("attn_ops.kernels.triton.launch")
+    pytest.importorskip("triton")
+    from attn_ops.kernels.triton import launch
+
     found = model("llama", "attn_ops", "cuda")
     generate(found, tokens(length=9, device="cuda"), cache_implementation=cache, disable_compile=True)
     loaded = len(launch._kernel_cache)
@@ -93,7 +95,7 @@ def test_steps_compile_no_kernels(cache: str | None, model: Model) -> None:
         ids = tokens(length=length, device="cuda")
         expected = generate(model("llama", "eager", "cuda"), ids, cache_implementation=cache, disable_compile=True)
         assert torch.equal(generate(found, ids, cache_implementation=cache, disable_compile=True), expected)
-    assert len(launch._kernel_cache) <= loaded + 4  # pages or strides that are multiples of 16, or are not
+    assert len(launch._kernel_cache) == loaded
 
 
 def test_layers_after_the_first_do_not_wait(model: Model) -> None:
