@@ -208,11 +208,15 @@ def check_plans(mode: str, model: Any, work: Workload, backend: str) -> tuple[Ch
         tokens_of(mode, model, work, backend)
         plans = planned / graphs if backend == "inductor" else None
     else:
+        if mode == BATCH:  # its manager replays graphs, in which no step is counted
+            model.destroy_cached_continuous_batching_manager()
         every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # generate_batch has one of its own
         hook = model.get_input_embeddings().register_forward_pre_hook(count)
         with profile(activities=[ProfilerActivity.CPU], experimental_config=every) as measured:
             tokens_of(mode, model, work, backend, **({"use_cuda_graph": False} if mode == BATCH else {}))
         hook.remove()
+        if mode == BATCH:
+            warm_up(mode, model, work, backend)
         assert steps[0] >= STEPS, f"{mode}: {steps[0]} steps"
         # key_averages() takes longer than the run, since it makes objects of half a million events.
         assert measured.profiler is not None

@@ -42,10 +42,6 @@ IMBALANCE_DENOM = 16
 LENGTH_BUCKETS = 32
 """Prefill: number of length classes by which work items are ordered, longest first."""
 
-SECTIONS = LENGTH_BUCKETS.bit_length()
-"""Prefill: sections of the work list. Section s has the items whose class is above ``1 / 2^(s + 1)`` of the longest,
-and the last section the shortest class: within a section lengths differ by a factor of 2 at most, but in the last."""
-
 MIN_SPLIT_BLOCKS = 2
 """Prefill: KV blocks in the shortest split that is made for load balance."""
 
@@ -167,8 +163,7 @@ class PrefillPlan(NamedTuple):
     work         ``[max_tiles + max_splits, 8]``: work items, columns :data:`WORK_FIELDS`, longest first, then zeros
     split_tiles  ``[max_splits // 2, 4]``: the query tiles whose KV was split, columns :data:`SPLIT_TILE_FIELDS`, then
                  zeros
-    queue        ``[1 + SECTIONS]``: the next unit of work while an op runs, 0 before and after; then the end of each
-                 section of the work list
+    queue        ``[2]``: the next unit of work while an op runs, 0 before and after; the number of work items
     """
 
     problem: Tensor
@@ -224,7 +219,7 @@ def prefill_shapes(max_batch: int, num_full_tiles: int, max_pages: int, max_spli
         "kv_len": (max_batch,),
         "work": (num_full_tiles + max_batch + max_splits, len(WORK_FIELDS)),
         "split_tiles": (max_splits // 2, len(SPLIT_TILE_FIELDS)),
-        "queue": (1 + SECTIONS,),
+        "queue": (2,),
     }
 
 

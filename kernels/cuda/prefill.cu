@@ -84,8 +84,8 @@ namespace attn_ops {
 //     an arrival of each producer warp. k_empty and v_empty, one for each stage: an arrival of each warp that reads
 //     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
 //     q_empty: an arrival of each consumer warp. unit_full: an arrival of the scheduler. unit_empty: an arrival of
-//     producers K and V each, and of each thread that loads queries; with FP8 KV of each producer warp. staging: an arrival of producer V, and the bytes. A named barrier of all consumer
-//     threads, around the exchange of step 11.
+//     producers K and V each, and of each thread that loads queries; with FP8 KV of each producer warp. staging: an
+//     arrival of producer V, and the bytes. A named barrier of all consumer threads, around the exchange of step 11.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]

@@ -103,25 +103,23 @@ DEVICE int relative_bound(int position, int rows, int window, int none) {
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(kBeforeAll)));
 }
 
-// How many items there are: of the plan, and with those after them, of rows without a request.
+// How many items there are: in the work list, and with those after them, of rows without a request.
 struct ItemCounts {
   int planned, all;
 
   DEVICE explicit ItemCounts(const Problem& p) : planned(0), all(p.num_items) {
     if (!p.queue) return;
     const int padding = min(padding_items(p), p.num_items);
-    planned = max(min(p.queue[kSectionEnds + kSections - 1], p.num_items - padding), 0);
+    planned = max(min(p.queue[kPlannedItems], p.num_items - padding), 0);
     all = planned + padding;
   }
 };
 
 // Units of this CTA in their order. One thread has it, and passes the units to the producers.
 //
-// With a plan a CTA begins with the unit of its number, and takes the others from a counter. Together the CTAs increment
-// it as often as there are units: the last increment sets it back to 0. Units are numbered section by section of the
-// work list, within a section KV head by KV head, then by item: CTAs that run at the same time read the KV of few heads,
-// which L2 holds, and the longest items still come first. Without a plan, or where units share no KV, all heads of an
-// item follow one another.
+// With a plan a CTA begins with the unit of its number, and takes the others from a counter. Together the CTAs
+// increment it as often as there are units: the last increment sets it back to 0. The units of an item follow one
+// another, KV head by KV head.
 struct Schedule : Walk<PAGED> {
   DEVICE bool next(const Problem& p, Unit& unit) {
     const int units = static_cast<int>(min(int64(ItemCounts(p).all) * p.num_kv_heads * p.blocks(), int64(0x7FFFFFFF)));
@@ -137,14 +135,10 @@ struct Schedule : Walk<PAGED> {
   // Unit number u. False if it has no rows.
   DEVICE bool find(const Problem& p, int u, Unit& unit) const {
     const ItemCounts items(p);  // again, which takes no registers while the counter is waited for
-    const int blocks = p.blocks();
-    int begin = u / (blocks * p.num_kv_heads), end = begin + 1;
-    if (p.queue && !p.split_kv()) section_of(p, items, begin, end);
-    const int of_section = u - begin * blocks * p.num_kv_heads, of_head = (end - begin) * blocks;
-    const int of_this_head = of_section % of_head;
-    const int first_packed_row = of_this_head % blocks * p.block_rows(), first = first_packed_row / p.group;
-    unit.kv_head = of_section / of_head, unit.first_packed_row = first_packed_row, unit.first_row = first;
-    if (!locate(p, items, begin + of_this_head / blocks, unit)) return false;
+    const int blocks = p.blocks(), of_heads = u / blocks;
+    const int first_packed_row = u % blocks * p.block_rows(), first = first_packed_row / p.group;
+    unit.kv_head = of_heads % p.num_kv_heads, unit.first_packed_row = first_packed_row, unit.first_row = first;
+    if (!locate(p, items, of_heads / p.num_kv_heads, unit)) return false;
     const int last = min((first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
     if (first > last) return false;
     const int last_end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
@@ -152,20 +146,6 @@ struct Schedule : Walk<PAGED> {
     unit.start = max(min(PAGED ? from / p.box * p.box : from, last_end), 0);
     unit.end = last_end, unit.hidden = max(from - unit.start, 0);
     return true;
-  }
-
-  // The section of item `begin`: from `begin` to `end`. Whatever the plan says, sections divide the items.
-  DEVICE void section_of(const Problem& p, ItemCounts items, int& begin, int& end) const {
-    const int item = begin;
-    begin = item < items.planned ? 0 : items.planned, end = item < items.planned ? items.planned : items.all;
-#pragma unroll
-    for (int s = 0; s + 1 < kSections; ++s) {
-      const int section_end = p.queue[kSectionEnds + s];
-      if (section_end <= item)
-        begin = max(begin, section_end);
-      else
-        end = min(end, section_end);
-    }
   }
 
   // Reads an item. False if it has no rows.

@@ -8,8 +8,7 @@ namespace {
 
 constexpr int kMaxTokens = 0x7FF00000;  // of a request: sums with sizes of tiles fit in 32 bits
 enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
-constexpr int kSections = 6;  // of a work list: SECTIONS in attn_ops/plan/state.py
-enum Queue { kNextUnit, kSectionEnds, kQueueSize = kSectionEnds + kSections };
+enum Queue { kNextUnit, kPlannedItems, kQueueSize };
 
 struct Item {
   int row;         // of q: the first query row

@@ -9,8 +9,7 @@ With a fixed split size (``problem.split``) every request is split at multiples 
 whatever else is in the batch, and a CTA runs the splits that begin in its range.
 
 Prefill. The query rows of every request form tiles, and work items are ordered by the length of the KV that they read,
-longest first, in sections of similar length. If tiles are few, those much longer than an even share of all KV blocks
-are divided into even splits.
+longest first. If tiles are few, those much longer than an even share of all KV blocks are divided into even splits.
 With a fixed split size all tiles are divided into splits of that size, if the plan has capacity for so many.
 """
 
@@ -28,7 +27,6 @@ from attn_ops.plan.state import (
     KV_BLOCK,
     LENGTH_BUCKETS,
     MIN_SPLIT_BLOCKS,
-    SECTIONS,
     DecodePlan,
     PlanProblem,
     PrefillPlan,
@@ -299,10 +297,8 @@ def plan_prefill(
     fields = (first_row[t], rows[t], begin, end, position[t], p.kv_indptr[r[t]].long(), item_slot, r[t])
     p.work.copy_(torch.where((item < item_end[-1])[:, None], torch.stack(fields, 1), 0))
 
-    # Where the sections of the list end: after the classes down to a half, a quarter and so on of the longest.
-    section_end = LENGTH_BUCKETS - (LENGTH_BUCKETS >> torch.arange(1, SECTIONS + 1, device=kv_len.device))
-    items_before = torch.where(used & (bucket < section_end[:, None]), splits, 0).sum(1)
-    p.queue.copy_(torch.cat((items_before.new_zeros(1), items_before.clamp(max=capacity))))
+    num_items = item_end[-1:].clamp(max=capacity)
+    p.queue.copy_(torch.cat((torch.zeros_like(num_items), num_items)))
 
     if max_splits:
         index = torch.where(is_split, is_split.long().cumsum(0) - 1, max_splits).clamp(max=max_splits)

@@ -25,7 +25,6 @@ from attn_ops.plan.state import (
     LENGTH_BUCKETS,
     MAX_PUBLISHED_REQUESTS,
     MIN_SPLIT_BLOCKS,
-    SECTIONS,
     PlanProblem,
     PrefillPlan,
 )
@@ -123,7 +122,7 @@ def plan_prefill_kernel(
     plan_kv_len,  # [max_batch]
     work,  # [max_items, WORK_STRIDE]
     split_tiles,  # [max_split_tiles, SPLIT_TILE_STRIDE]
-    queue,  # [1 + SECTIONS]
+    queue,  # [2]
     batch,
     num_indices,
     max_batch,
@@ -136,7 +135,6 @@ def plan_prefill_kernel(
     AHEAD: tl.constexpr,
     SHARD: tl.constexpr,
     BUCKETS: tl.constexpr,
-    SECTIONS: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     MIN_SPLIT_BLOCKS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,  # KV blocks of a split of fixed size, 0 for splits of about equal size
@@ -215,15 +213,6 @@ def plan_prefill_kernel(
     # Pass 4: write the work items in the order of buckets, and the split tiles.
     bucket_item = tl.cumsum(count, 0) - count
     num_items, num_slots, num_split_tiles = tl.sum(count, 0), 0, 0
-    # Where sections end: after the buckets down to a half, a quarter and so on of the longest, of which as many follow
-    # as a power of 2 says, or none.
-    following = BUCKETS - 1 - bucket_id
-    ends = (following & (following - 1) == 0) & (following <= BUCKETS // 2)
-    section = tl.zeros_like(following)
-    for s in tl.static_range(1, SECTIONS):
-        section += (following < (BUCKETS >> s)).to(tl.int32)
-    tl.store(queue + 1 + section, tl.minimum(bucket_item + count, max_items), mask=ends)
-    tl.store(queue, 0)
     for first in range(0, num_tiles, TILES):
         tile = first + t
         used = tile < num_tiles
@@ -254,6 +243,8 @@ def plan_prefill_kernel(
         num_split_tiles += tl.max(split_tiles_up_to, 0)
     store_zeros(work, num_items, max_items, TILES, WORK_STRIDE)
     store_zeros(split_tiles, num_split_tiles, max_split_tiles, TILES, SPLIT_TILE_STRIDE)
+    tl.store(queue, 0)
+    tl.store(queue + 1, tl.minimum(num_items, max_items))
 
     tl.store(plan_kv_len + b, kv_len, mask=b < max_batch)
     tl.store(plan_kv_indptr + b, first_page, mask=b == 0)
@@ -308,7 +299,6 @@ def plan_prefill(
         AHEAD=problem.ahead,
         SHARD=shard_of(problem),
         BUCKETS=LENGTH_BUCKETS,
-        SECTIONS=SECTIONS,
         KV_BLOCK=KV_BLOCK,
         MIN_SPLIT_BLOCKS=MIN_SPLIT_BLOCKS,
         SPLIT_BLOCKS=problem.split // KV_BLOCK,

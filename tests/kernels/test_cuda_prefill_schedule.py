@@ -150,17 +150,15 @@ def test_units_are_the_work_of_the_plan(
     assert {visits[row, head] for row in range(total, total + padding) for head in range(group * HEADS)} == {1}
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_sections_of_extremes_repeat_no_unit(seed: int, programs: dict[bool, Path]) -> None:
-    """Memory safety: numbers of the plan decide which units run, none twice, and of which work items."""
-    generator = torch.Generator().manual_seed(seed)
+@pytest.mark.parametrize("listed", [hostile_plans.LEAST, -1, 0, 3, 300, hostile_plans.MOST])
+def test_a_wrong_number_of_items_repeats_no_unit(listed: int, programs: dict[bool, Path]) -> None:
+    """Memory safety: the number in the plan decides how many units run, none twice, all of them of its work items."""
     qo_lens, kv_lens = BATCHES["several"]
     sizes = {"page_size": 1, "num_qo_heads": 4 * HEADS, "num_kv_heads": HEADS, "head_dim": 128, "max_kv_len": 700}
     planner = attn_ops.PrefillPlanner(8, 500, 0, **sizes)
     plan = planner.plan(indptr(qo_lens), indptr(kv_lens))
     usual = _units(programs[False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))
-    extremes = torch.tensor((*range(12), -1, *hostile_plans.EXTREMES), dtype=torch.int32)
-    plan.queue[1:] = extremes[torch.randint(len(extremes), (len(plan.queue) - 1,), generator=generator)]
+    plan.queue[1] = listed
     units = [u._replace(cta=0) for u in _units(programs[False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))]
     assert len(set(units)) == len(units)
     assert set(units) <= {u._replace(cta=0) for u in usual}

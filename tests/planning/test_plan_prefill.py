@@ -68,10 +68,11 @@ def _plan(
 
 
 def _items(plan: PrefillPlan) -> list[Item]:
-    """The work items, of which nothing but zeros may follow the last."""
+    """The work items, of which nothing but zeros may follow the last, and whose number is in the queue."""
     work = items(plan)
     count = sum(item.rows > 0 for item in work)
     assert (plan.work[count:] == 0).all()
+    assert plan.queue.tolist() == [0, count]
     return work[:count]
 
 
@@ -173,22 +174,6 @@ def test_longest_first(batch: dict) -> None:
     for extent in reversed(extents):
         longest_after = max(longest_after, extent)
         assert longest_after - extent <= (max(extents) + rounding) // CLASSES + 1 + 2 * rounding
-
-
-@given(batches)
-def test_lengths_of_a_section_differ_by_two_at_most(batch: dict) -> None:
-    """Up to a KV block if tiles are split. Sections follow one another to the end of the list."""
-    plan = _plan(**batch)
-    extents = [t.kv_end - t.kv_begin for t in _items(plan)]
-    longest, rounding = max(extents, default=0), 2 * KV_BLOCK if plan.split_tiles.any() else 0
-    next_unit, *ends = plan.queue.tolist()
-    assert next_unit == 0
-    assert ends[-1] == len(extents)
-    for s, (begin, end) in enumerate(pairwise([0, *ends])):
-        assert begin <= end
-        for extent in extents[begin:end]:
-            assert extent < (longest + 1) / 2**s + rounding
-            assert extent >= (longest + 1) / 2 ** (s + 1) - rounding or s == len(ends) - 1
 
 
 @given(
