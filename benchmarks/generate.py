@@ -63,7 +63,8 @@ STEPS = 20
 """Steps after the warm-up, in which nothing may compile."""
 
 MAX_REGRET = 0.3
-"""Largest regret of a generated token, in standard deviations of the logits."""
+"""Largest regret of a generated token, in standard deviations of the logits. On an H200 in bfloat16, sdpa's own tokens
+reached 0.12 with 8 requests, and those of attn_ops 0.20 with 32."""
 
 NOTE = (
     "Generated tokens per second of transformers, prompts included: `batch` requests with prompts of `prompt` random "

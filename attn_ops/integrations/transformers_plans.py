@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.prepared_call import current_stream, is_traced
 from attn_ops.flash_attn import SchedulerMetadata, get_scheduler_metadata
-from attn_ops.frontend.flash.metadata import _capturing
+from attn_ops.frontend.flash.metadata import is_capturing
 
 Caches = tuple[Tensor, Tensor]
 """Keys and values: of transformers ``[batch, num_kv_heads, tokens, head_dim]``."""
@@ -76,16 +76,17 @@ _free = _Free()
 def plan(
     query: Tensor, caches: Caches, qv: Tensor | None, places: Places | None, keywords: dict[str, Any]
 ) -> tuple[dict[str, Any], Lease | None]:
-    """The plan as arguments of ``flash_attn_with_kvcache``, beside its ``keywords``, and what holds it.
+    """The plan, as arguments of ``flash_attn_with_kvcache`` that are added to ``keywords``, and its lease.
 
-    ``places`` is None for dense caches.
+    ``places`` is None for dense caches. There is no lease where plans are not used again: in captures, with several
+    rows, with latents and on the CPU.
     """
     key, value = caches
     batch, num_heads, rows, head_dim = query.shape
     heads = num_heads, key.shape[1], head_dim, value.shape[3]
     page_size, device = key.shape[2] if places is None else 1, query.device
     free: Free | None = None
-    if query.is_cuda and rows == 1 and qv is None and not _capturing():
+    if query.is_cuda and rows == 1 and qv is None and not is_capturing():
         where = None if places is None else (places.begin is None, *places[1:])
         mask = keywords["causal"], keywords["window_size"]
         sizes = device, current_stream(device), batch, *heads, page_size, where, mask

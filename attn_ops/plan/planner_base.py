@@ -169,8 +169,8 @@ class PlannerBase:
         self._prepared = new_caches(self.device) if self.context is None else None
         mark_static(*plan, workspace)
         if isinstance(plan, PrefillPlan):
-            # Its size is a constant: with a symbol, Dynamo would take a batch of that size for the same constant. This
-            # is torch._dynamo.mark_static(plan.queue, 0) without the import of torch._dynamo.
+            # Dynamo gives equal sizes one symbol: a batch as large as the queue would become a constant, as its size
+            # is. This is torch._dynamo.mark_static(plan.queue, 0) without the import of torch._dynamo.
             plan.queue._dynamo_static_indices = {0}  # type: ignore[attr-defined]
 
     def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:

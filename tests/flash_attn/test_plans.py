@@ -213,7 +213,7 @@ def test_blocks_belong_to_a_thread(plans: list[str]) -> None:
 @pytest.mark.usefixtures("on_gpu")
 def test_captures_do_not_share_plans_with_eager_calls(plans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     batch, capturing = Varlen(), [False]
-    monkeypatch.setattr(metadata, "_capturing", lambda: capturing[0])
+    monkeypatch.setattr(metadata, "is_capturing", lambda: capturing[0])
     shared = SharedPlans()
     with shared:
         batch.run()
@@ -234,7 +234,7 @@ def test_captures_do_not_share_plans_with_eager_calls(plans: list[str], monkeypa
 def test_captures_plan_for_lengths_on_the_host(plans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Varlen()
     batch.run()
-    monkeypatch.setattr(metadata, "_capturing", lambda: True)
+    monkeypatch.setattr(metadata, "is_capturing", lambda: True)
     batch.run()
     assert len(plans) == 2
 

@@ -276,3 +276,22 @@ def test_a_plan_made_in_inference_mode_is_replanned_outside_of_it() -> None:
     wrapper.plan(*table, HEADS, KV_HEADS, DIM, PAGE, q_data_type="float32")
     Expected.of(requests).check(torch.ops.attn.batch_decode(q, *cache.unbind(1), plan, planner.workspace)[0])
     Expected.of(requests).check(wrapper.run(q, cache))
+
+
+def test_a_batch_as_large_as_the_queue_of_a_plan_is_symbolic() -> None:
+    """Equal sizes share a symbol, and that of the queue is a constant. No other size here is as small."""
+    planner = attn_ops.PrefillPlanner(8, 64, 64, **{**SIZES, "num_kv_heads": HEADS})
+    size = planner.state.queue.shape[0]
+    k, v = (torch.randn(20, PAGE, HEADS, DIM) for _ in range(2))
+
+    def attend(q: Tensor, plan: list[Tensor], workspace: Tensor) -> Tensor:
+        return torch.ops.attn.batch_prefill(q, k, v, plan, workspace)[0]
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch in (size, size + 1):
+        q = torch.randn(batch, HEADS, DIM)
+        indptr = int32(range(batch + 1))
+        plan = planner.plan(indptr, indptr, int32(range(batch)), int32([3] * batch))
+        with torch._dynamo.config.patch(error_on_recompile=batch > size):
+            out = compiled(q, plan, planner.workspace)
+        Expected.of([(q[b : b + 1], k[b, :3], v[b, :3]) for b in range(batch)]).check(out)

@@ -168,7 +168,7 @@ class SharedPlans:
         self._capturing = False
 
     def __enter__(self) -> SharedPlans:
-        capturing = _capturing()
+        capturing = is_capturing()
         if capturing != self._capturing:
             self.clear()
         self._capturing = capturing
@@ -186,7 +186,7 @@ class SharedPlans:
 
     def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None) -> SchedulerMetadata | None:
         """The metadata of ``tensors``, which :class:`SharedKey` calls with; what ``make`` returns if there is none."""
-        if _capturing() != self._capturing:
+        if is_capturing() != self._capturing:
             return make and make()
         key = (key, *map(id, tensors))
         versions = tuple([0 if t.is_inference() else t._version for t in tensors])
@@ -209,7 +209,7 @@ def _active() -> list[SharedPlans]:
     return active
 
 
-def _capturing() -> bool:
+def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -265,7 +265,7 @@ class SharedKey(NamedTuple):
         """The metadata of an earlier call of the same batch, if that is certain; else what ``make`` returns."""
         stream = current_stream(self.device)
         if self.on_host:
-            if _capturing():
+            if is_capturing():
                 return make and make()
             return host_plans().find((self.key, stream), self.tensors, make)
         active = _active()
