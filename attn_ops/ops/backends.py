@@ -142,11 +142,6 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=unsupported.TRITON_KERNELS,
         capture="attn_ops.kernels.triton.launch:capture_launches",
     ),
-    _cuda(  # slower than triton in small batches and large groups: only for calls that ask for it
-        "attn_ops.kernels.cuda.decode",
-        unsupported.cuda_decode,
-        kernels={"batch_decode": "decode"},
-    ),
     _cuda(  # slower than triton with few rows on long caches: only for calls that ask for it
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill_fp8,

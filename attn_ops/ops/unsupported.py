@@ -65,13 +65,7 @@ CUDA_VECTOR = 16
 """Bytes that CUDA kernels load at once."""
 
 CUDA_PAGE = 8
-"""Tokens that a page of the CUDA decode and prefill kernels is a multiple of: those of a swizzled group of rows."""
-
-CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
-"""Head dims of the CUDA decode kernel."""
-
-CUDA_DECODE_HEADS = 16
-"""Most query heads of a KV head in the CUDA decode kernel."""
+"""Tokens that a page of the CUDA prefill kernel is a multiple of: those of a swizzled group of rows."""
 
 CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 """``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
@@ -112,9 +106,6 @@ CUDA_MLA_CLUSTERS = (1, 2)
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
     *("logits_soft_cap", "window_left", "window_right", "sinks", "rope_scale", "rope_theta"),
-}
-CUDA_DECODE_OPTIONS = CUDA_MLA_OPTIONS | {  # "causal" too: a decode row sees all keys before it
-    *("logits_soft_cap", "window_left", "sinks", "kv_scale", "rope_scale", "rope_theta"),
 }
 """Options that the CUDA kernels implement; those of RoPE have no effect without ``pos_encoding``."""
 
@@ -265,35 +256,6 @@ def cuda_merge_states(p: Problem) -> list[str]:
             (p.layout.aligned, f"rows are not aligned to {CUDA_VECTOR} bytes"),
         ],
     )
-
-
-def cuda_decode_key(dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Hashable, ...]:
-    """The specialization of the CUDA decode kernel: head dim, heads, dtype of the products, dtype of an FP8 cache."""
-    fp8 = kv_dtype if kv_dtype in FP8 else None
-    return dim, 8 if group <= 8 else CUDA_DECODE_HEADS, torch.float16 if fp8 else dtype, fp8
-
-
-def cuda_decode(p: Problem) -> list[str]:
-    group, dims = p.num_qo_heads // p.num_kv_heads, (p.head_dim_qk, p.head_dim_vo)
-    checks = [
-        (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
-        (p.kv_dtype in (p.dtype, *FP8), f"the cache is {p.kv_dtype}"),
-        (
-            dims[0] == dims[1] and dims[0] in CUDA_DECODE_HEAD_DIMS,
-            f"head dimensions {dims[0]} and {dims[1]} have no tile",
-        ),
-        (
-            p.page_size % CUDA_PAGE == 0,
-            f"pages of {p.page_size} tokens are not multiples of {CUDA_PAGE}",
-        ),
-        (group <= CUDA_DECODE_HEADS, f"it needs at most {CUDA_DECODE_HEADS} query heads per KV head"),
-        (p.layout.aligned, "rows are not aligned to 16 bytes"),
-        (p.layout.mappable, UNMAPPABLE),
-        (p.layout.joinable, UNJOINABLE),
-        *_options(p, CUDA_DECODE_OPTIONS),
-    ]
-    reasons = _cuda(p, "decode", [cuda_decode_key(dims[0], group, p.dtype, p.kv_dtype)], checks)
-    return reasons or _cuda(p, "combine_decode", [()], [])
 
 
 def _cuda_prefill(p: Problem, fp8: bool, of_kv: list[tuple[bool, str]], options: frozenset[str]) -> list[str]:
