@@ -208,7 +208,10 @@ def _bounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: d
             step.tables["packed"] = lengths, lengths
         with step.plans():
             return _packed(query, key, value, step.tables["packed"], kind.causal, kind.window_size, options)
-    if not (kind.partial or kind.padded) and query.shape[2] > 1:
+    rows = query.shape[2]
+    if kind.prompt:  # of a static cache
+        key, value = key[:, :, :rows], value[:, :, :rows]
+    if kind.prompt or (rows > 1 and not (kind.partial or kind.padded)):
         _check_requests(query, mask)
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         prompt: Tensor = flash_attn_func(q, k, v, causal=kind.causal, window_size=kind.window_size, **options)

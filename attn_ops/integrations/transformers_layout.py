@@ -43,7 +43,9 @@ class Layout(NamedTuple):
             return cls(_dense, keywords)
         view: View = _dense
         places = None
-        if kind.padded or not kind.partial:
+        # A kernel for CUDA is compiled for the page size, which is that of the cache if its requests are pages.
+        any_size = query.is_cuda and query.shape[2] == 1 and qv is None
+        if kind.padded or not kind.partial or any_size:
             view, room, apart = _token_pages(*caches)
             places = Places(begin if kind.padded else None, room, apart)
         made, lease = plan(query, caches, qv, places, keywords)

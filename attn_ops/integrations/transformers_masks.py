@@ -73,6 +73,7 @@ class Kind(NamedTuple):
     partial  requests end before the last key of the cache
     padded   requests may begin after the first key
     packed   the bounds are those of sequences in one row
+    prompt   partial, and the cache has the keys of the rows alone, which are its first
     window   keys before the row's position that it sees, and itself (after it too, if not causal); 0 for all
     """
 
@@ -80,16 +81,18 @@ class Kind(NamedTuple):
     partial: bool
     padded: bool
     packed: bool
+    prompt: bool
     window: int
 
     @classmethod
     def of(cls, mask: Tensor) -> Kind:
         code = mask.shape[1] - 1
-        partial, padded, packed = (code // bit % 2 == 1 for bit in (2, 4, 8))
-        return cls(code % 2 == 0, partial, padded, packed, code // 16)
+        partial, padded, packed, prompt = (code // bit % 2 == 1 for bit in (2, 4, 8, 16))
+        return cls(code % 2 == 0, partial, padded, packed, prompt, code // 32)
 
     def mask(self, begin: Tensor, end: Tensor) -> Tensor:
-        code = (not self.causal) + 2 * self.partial + 4 * self.padded + 8 * self.packed + 16 * self.window
+        flags = not self.causal, self.partial, self.padded, self.packed, self.prompt
+        code = sum(flag << bit for bit, flag in enumerate(flags)) + 32 * self.window
         bounds = torch.stack((begin, end), 1).int()
         mask = bounds.view(-1, 1, 2, 1).expand(-1, 1 + code, -1, -1)
         mask.attn_ops_step = Step(self)  # type: ignore[attr-defined]
@@ -149,7 +152,7 @@ def attention_bounds(
     packed = packed and ("packed_sequence_mask_function" in names or (is_traced() and q_length > 1))
     if packed and q_length == kv_length and q_offset == 0 and kv_offset == 0:
         begin, end = _sequences(mask_function, batch_size, q_length, device)
-        return Kind(True, True, True, True, window).mask(begin, end)
+        return Kind(True, True, True, True, False, window).mask(begin, end)
     total = q_offset + q_length - kv_offset if causal else kv_length
     full = isinstance(total, int) and total == kv_length
     if isinstance(total, int):
@@ -158,9 +161,10 @@ def attention_bounds(
         end = torch.zeros((batch_size,), dtype=torch.int32, device=device) + total
     begin = torch.zeros_like(end)
     if attention_mask is None or _shows_all(attention_mask, total, kv_offset):
-        return Kind(causal, not full, False, False, window).mask(begin, end)
+        prompt = isinstance(total, int) and kv_offset == 0 and q_length == total < kv_length
+        return Kind(causal, not full, False, False, prompt, window).mask(begin, end)
     begin, end, padded = _padding(attention_mask, end, kv_offset, causal, window)
-    return Kind(causal, padded or not full, padded, False, window).mask(begin, end)
+    return Kind(causal, padded or not full, padded, False, False, window).mask(begin, end)
 
 
 def no_bounds(

@@ -84,16 +84,17 @@ def test_compiled_steps(mode: str, transformers: Any, model: Model) -> None:
     assert counts["unique_graphs"] - before == 1
 
 
-def test_steps_compile_no_kernels(model: Model) -> None:
-    """Whatever their lengths, over a dynamic cache: kernels of the first generation run all of the others."""
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_steps_compile_no_kernels(cache: str | None, model: Model) -> None:
+    """Whatever their lengths: kernels of the first generation run all of the others."""
     launch = pytest.importorskip("attn_ops.kernels.triton.launch")
     found = model("llama", "attn_ops", "cuda")
     generate(found, tokens(length=9, device="cuda"), disable_compile=True)
     loaded = len(launch._kernel_cache)
     for length in (10, 13, 19, 32):
         ids = tokens(length=length, device="cuda")
-        expected = generate(model("llama", "eager", "cuda"), ids, disable_compile=True)
-        assert torch.equal(generate(found, ids, disable_compile=True), expected)
+        expected = generate(model("llama", "eager", "cuda"), ids, cache_implementation=cache, disable_compile=True)
+        assert torch.equal(generate(found, ids, cache_implementation=cache, disable_compile=True), expected)
     assert len(launch._kernel_cache) <= loaded + 4  # pages or strides that are multiples of 16, or are not
 
 

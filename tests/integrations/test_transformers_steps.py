@@ -44,7 +44,15 @@ def layer(transformers: Any) -> Any:
     return lambda q, k, v, mask: attention_forward(torch.nn.Module(), q, k, v, mask, scaling=0.3)[0]
 
 
-def bounds(batch: int, kv_length: int, q_length: int = 1, padding: int = 0, given: Tensor | None = None) -> Tensor:
+def bounds(
+    batch: int,
+    kv_length: int,
+    q_length: int = 1,
+    padding: int = 0,
+    given: Tensor | None = None,
+    offset: int | None = None,
+) -> Tensor:
+    """Of rows at ``offset``, default the end of a cache of ``kv_length`` tokens."""
     from transformers.masking_utils import causal_mask_function
 
     from attn_ops.integrations.transformers_masks import attention_bounds
@@ -52,7 +60,8 @@ def bounds(batch: int, kv_length: int, q_length: int = 1, padding: int = 0, give
     if given is None:
         given = torch.ones(batch, kv_length, dtype=torch.bool)
         given[0, :padding] = False
-    offset = kv_length - q_length
+    if offset is None:
+        offset = kv_length - q_length
     return attention_bounds(batch, q_length, kv_length, offset, 0, causal_mask_function, given, device="cpu")
 
 
@@ -134,6 +143,39 @@ def test_steps_launch_what_the_first_did(transformers: Any, layer: Any, steps: A
         assert steps(step) == (1, 2)
         for _ in range(5):
             assert steps(step) == (0, 3)
+
+
+def test_steps_over_static_caches_of_all_sizes_have_pages_of_one_size(layer: Any, steps: Any) -> None:
+    """Kernels for CUDA are compiled for it."""
+    with torch.no_grad():
+        for capacity in (12, 20):
+            q, k, v = qkv(2, capacity)
+            mask = bounds(2, capacity, given=torch.ones(2, 9, dtype=torch.bool), offset=8)
+            assert steps(lambda: layer(q, k, v, mask)) == (1, 0)  # noqa: B023
+            assert steps(lambda: layer(q, k, v, mask)) == (0, 1)  # noqa: B023
+            (layout,) = mask.attn_ops_step.layouts.values()  # type: ignore[attr-defined]
+            assert layout.caches(k, v)[0].shape[1] == 1
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_prompt_over_a_static_cache(padding: int, layer: Any) -> None:
+    q, k, v = qkv(2, 12, 9)
+    given = torch.ones(2, 9, dtype=torch.bool)
+    given[0, :padding] = False
+    k[:, :, 9:], v[:, :, 9:] = float("nan"), float("nan")
+    with torch.no_grad():
+        mask = bounds(2, 12, 9, given=given, offset=0)
+        assert mask.attn_ops_step.kind.prompt == (padding == 0)  # type: ignore[attr-defined]
+        out = layer(q, k, v, mask)
+        seen = given[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril()
+        keys, values = (t[:, :, :9].repeat_interleave(2, 1).double() for t in (k, v))
+        want = torch.nn.functional.scaled_dot_product_attention(q.double(), keys, values, attn_mask=seen, scale=0.3)
+    torch.testing.assert_close(
+        out.transpose(1, 2)[given[:, None].expand(-1, 4, -1)].double(),
+        want[given[:, None].expand(-1, 4, -1)],
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_plans_are_written_again_when_their_step_has_ended(transformers: Any, layer: Any, steps: Any) -> None:
