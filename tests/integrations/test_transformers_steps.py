@@ -327,3 +327,17 @@ def test_compiled_steps_copy_no_cache(name: str, transformers: Any, model: Model
     assert sizes
     assert [shape for _, shape in sizes if 32 in shape and len(shape) > 2] == []
     torch.testing.assert_close(logits[1], logits[0], **TOLERANCE)
+
+
+def test_compiled_steps_over_a_cache_that_grew_in_place(model: Model) -> None:
+    """In a graph it concatenates, and goes on in place after it."""
+    torch._dynamo.reset()
+    found, eager, ids = model("llama", "attn_ops"), model("llama", "eager"), tokens()
+    compiled = torch.compile(found, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        held = found(ids[:, :6]).past_key_values
+        assert held.layers[0].buffers is not None
+        logits = [step(ids[:, i : i + 1], past_key_values=held).logits for i, step in ((6, compiled), (7, found))]
+        want = eager(ids[:, :8]).logits
+    assert held.layers[0].keys.shape[2] == 8
+    torch.testing.assert_close(torch.cat(logits, 1), want[:, 6:], **TOLERANCE)
