@@ -225,9 +225,7 @@ def _with_lines(message: str, library: Path) -> str:
         words = ["addr2line", "-i", "-e", str(library), address]
         lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
         places = [re.sub(r" \(.*\)", "", line.rpartition("/")[2]) for line in lines]
-        of_kernel = [
-            one for one in places if not one.startswith(("cuda.h", "basics.", "hopper.", "cluster.", "mma.", "??"))
-        ]
+        of_kernel = [one for one in places if not one.startswith(("cuda.h", "basics.", "hopper.", "cluster.", "??"))]
         return "at " + ", called at ".join(of_kernel or places)
 
     return re.sub(r"@\{(\w+)\}", lambda found: place(found[1]), message)

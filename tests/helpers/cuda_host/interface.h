@@ -57,14 +57,6 @@ void wait(std::uint32_t barrier, std::uint32_t parity);
 void load_box(std::uint32_t ctas, std::uint32_t to, const void* map, const int* coordinates, int rank,
               std::uint32_t barrier);  // ctas: a bit mask, 0 for the own one
 
-// ---- mma.sync ----
-
-struct Fragments {  // of a lane: D [16, 8], A [16, 16], B [16, 8]
-  float* d;
-  const std::uint32_t *a, *b;
-};
-void multiply_by_warp(const Fragments& fragments, bool bfloat16);  // D += A B
-
 // ---- WGMMA ----
 
 struct Product {

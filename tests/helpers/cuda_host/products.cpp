@@ -1,4 +1,4 @@
-// Products of matrices: mma.sync of a warp, and WGMMA of a warpgroup.
+// Products of matrices: WGMMA of a warpgroup.
 #include "machine.h"
 
 #include <cstring>
@@ -143,33 +143,6 @@ void release_accumulator(Accumulator* accumulator) {
 }
 
 }  // namespace
-
-void multiply_by_warp(const Fragments& fragments, bool bfloat16) {
-  WarpProduct& product = self->cta->products[self->index / 32];
-  product.lanes[self->index % 32] = fragments;
-  if (++product.arrived < 32) return block(product.waiting, "mma.sync", PC);
-  product.arrived = 0;
-  const auto value = [&](std::uint32_t word, int half) {
-    const auto x = std::uint16_t(word >> 16 * half);
-    return bfloat16 ? from_bfloat16(x) : from_float16(x);
-  };
-  float a[16][16], b[16][8];
-  for (int lane = 0; lane < 32; ++lane) {
-    const int row = lane / 4, column = lane % 4 * 2;
-    for (int half = 0; half < 2; ++half) {
-      for (int i = 0; i < 4; ++i)
-        a[row + i % 2 * 8][column + i / 2 * 8 + half] = value(product.lanes[lane].a[i], half);
-      for (int i = 0; i < 2; ++i) b[column + i * 8 + half][row] = value(product.lanes[lane].b[i], half);
-    }
-  }
-  for (int lane = 0; lane < 32; ++lane)
-    for (int i = 0; i < 4; ++i) {
-      float sum = product.lanes[lane].d[i];
-      for (int k = 0; k < 16; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
-      product.lanes[lane].d[i] = sum;
-    }
-  wake(product.waiting);
-}
 
 void wgmma(const Product& product) {
   const std::uint32_t pc = PC;
