@@ -59,12 +59,15 @@ void load_box(std::uint32_t ctas, std::uint32_t to, const void* map, const int* 
 
 // ---- WGMMA ----
 
+enum class Operands { kFloat16, kBFloat16, kE4M3 };
+
 struct Product {
   float* d;                       // this thread's part of the accumulator [64, columns]
   int columns;
-  const std::uint32_t* a;         // A [64, 16] in registers, or null
+  const std::uint32_t* a;         // A [64, 16], of e4m3 [64, 32], in registers, or null
   std::uint64_t a_descriptor, b_descriptor;
-  bool b_mn_major, accumulate, bfloat16;
+  bool b_mn_major, accumulate;
+  Operands type;
 };
 void wgmma(const Product& product);
 void wgmma_fence();
