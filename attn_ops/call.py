@@ -22,6 +22,7 @@ from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Heads, ScaleFactors, fold
 from attn_ops.ops.checks import CHECKS
+from attn_ops.ops.fp8_queries import FP8_QUERY_OPS, QUERY
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import DecodePlan, PrefillPlan
@@ -130,8 +131,9 @@ class AttentionCall(NamedTuple):
         plan, options = self.plan.resolve(self.options)
         if scales.kv_scale is not None or scales.sm_scale is not options.sm_scale:
             options = options._replace(sm_scale=scales.sm_scale, kv_scale=scales.kv_scale)
-        if dtype != tensors[0].dtype:  # rounded once: by the op, or after the scale
-            options = options._replace(out_dtype=torch.float32 if scales.scales_output else dtype)
+        rounded_after = scales.scales_output and (dtype != tensors[0].dtype or dtype in FP8)
+        if rounded_after or dtype != tensors[0].dtype:  # rounded once: by the op, or after the scale
+            options = options._replace(out_dtype=torch.float32 if rounded_after else dtype)
         keywords = options.keywords(self.op)
         if self.kv_layout != "NHD" and self.op != "batch_mla":
             keywords["kv_layout"] = self.kv_layout
@@ -147,6 +149,8 @@ class AttentionCall(NamedTuple):
 
     def _convert_query(self, factor: Tensor | None) -> tuple[Tensor, ...]:
         """The tensors with the query times ``factor``, in the dtype that the op computes in."""
+        if factor is None and self.op in FP8_QUERY_OPS and {t.dtype for t in self.tensors} == {QUERY}:
+            return self.tensors
         parts = 2 if self.op == "batch_mla" else 1
         dtype = computed_dtype(self.tensors[0].dtype, self.tensors[-1].dtype)
         queries = (q.to(dtype) if factor is None else (q.float() * factor).to(dtype) for q in self.tensors[:parts])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import report
 from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, Prepare, add_peers, release_memory, selected
@@ -44,22 +43,17 @@ def _options(p: PrefillProblem, backend: str) -> dict[str, Any]:
     return options | {"out_dtype": p.dtype if row.fp8_query else None, "backend": backend}
 
 
-def _query(p: PrefillProblem) -> Tensor:
-    """Of an op, which takes no FP8 query: the public functions convert it to float16 in the same way."""
-    return p.q.half() if p.row.fp8_query else p.q
-
-
 def _paged(p: PrefillProblem, backend: str = "auto") -> Call:
     planner = p.planner(paged=True)
     return lambda i: torch.ops.attn.batch_prefill(
-        _query(p), p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, **_options(p, backend)
+        p.q, p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, **_options(p, backend)
     )[0]
 
 
 def _ragged(p: PrefillProblem, backend: str = "auto") -> Call:
     planner = p.planner(paged=False)
     return lambda i: torch.ops.attn.ragged_prefill(
-        _query(p), p.keys[i], p.values[i], planner.state, planner.workspace, **_options(p, backend)
+        p.q, p.keys[i], p.values[i], planner.state, planner.workspace, **_options(p, backend)
     )[0]
 
 

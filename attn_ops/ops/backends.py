@@ -11,13 +11,14 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from attn_ops.errors import BackendError, OptionError
 from attn_ops.ops import unsupported
+from attn_ops.ops.fp8_queries import CONVERTED_DTYPE, FP8_QUERY_OPS, QUERY, converting
 
 LOG = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class Backend:
     has_images           its kernels are images in packages (:mod:`attn_ops.native`). A package that can have neither
                          its code nor its images runs the next entry
     capacity_bound       its work is a plan's capacity, not the lengths that the plan holds
+    fp8_queries          it takes FP8 queries as they are. Before any other they are converted
+                         (:mod:`~attn_ops.ops.fp8_queries`)
     capture              ``"module:function"`` that makes an eager call and captures its launches for prepared calls
     """
 
@@ -90,6 +93,7 @@ class Backend:
     eager_only: bool = False
     has_images: bool = False
     capacity_bound: bool = False
+    fp8_queries: bool = False
     capture: str | None = None
 
     def has(self, op: str) -> bool:
@@ -100,7 +104,14 @@ class Backend:
         return f"{self.name}.{self.kernels[op]}" if self.specialized and self.kernels else self.name
 
     def implementation(self, op: str) -> Callable[..., Any]:
-        return getattr(importlib.import_module(self.module), op)
+        function = getattr(importlib.import_module(self.module), op)
+        return function if self.fp8_queries or op not in FP8_QUERY_OPS else converting(function)
+
+    def reasons(self, problem: Problem) -> list[str]:
+        """The reasons for the problem that its function gets."""
+        if problem.dtype == QUERY and not self.fp8_queries and problem.op in FP8_QUERY_OPS:
+            problem = replace(problem, dtype=CONVERTED_DTYPE)
+        return self.unsupported_reasons(problem)
 
     def capture_launches(self) -> Callable[..., Any] | None:
         """The function that ``capture`` names, called as ``(function, args, kwargs)``."""
@@ -129,6 +140,12 @@ BACKENDS: tuple[Backend, ...] = (
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill,
         kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill"),
+    ),
+    _cuda(
+        "attn_ops.kernels.cuda.prefill",
+        unsupported.cuda_prefill_e4m3,
+        kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_e4m3"),
+        fp8_queries=True,
     ),
     _cuda(
         "attn_ops.kernels.cuda.mla",
@@ -192,7 +209,7 @@ def choose(
     candidates = [b for b in _entries(problem.op) if name in ("auto", b.name)]
     refused: list[str] = [] if candidates else [f"{name}: it has no kernel for {problem.op}"]
     for backend in candidates:
-        reasons = backend.unsupported_reasons(problem)
+        reasons = backend.reasons(problem)
         if lowerable and not backend.inductor_lowerable and not (images and backend.has_images):
             reasons = [*reasons, NOT_GENERATED]
         if traced and backend.eager_only and name == "auto":
@@ -229,7 +246,7 @@ def explain(problem: Problem, name: str = "auto") -> str:
     """
     lines, left = [], list(PLACES)
     for backend in _entries(problem.op):
-        reasons = backend.unsupported_reasons(problem)
+        reasons = backend.reasons(problem)
         if name not in ("auto", backend.name):
             reasons = [*reasons, f"backend={name} is asked for"]
         kernel = "" if backend.kernels is None else f", kernel {backend.kernels.get(problem.op)}"

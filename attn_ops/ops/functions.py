@@ -180,7 +180,8 @@ def batch_prefill(
     """Any number of query rows per request over a paged KV cache, which already contains the keys of these rows.
 
     Args:
-        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32. Query rows of all requests, concatenated.
+        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows of all requests,
+            concatenated. Weights of FP8 queries may be rounded to FP8 (docs/guide/fp8.md).
         k_cache: NHD ``[pages, page_size, num_kv_heads, head_dim]``, HND ``[pages, num_kv_heads, page_size, head_dim]``;
             as ``q``, or float8_e4m3fn, float8_e5m2. Paged keys. Only the last dimension must be contiguous, so a view
             of a cache with keys and values works.
@@ -267,7 +268,8 @@ def ragged_prefill(
     """The same as ``batch_prefill`` over ragged keys and values: those of all requests concatenated, without pages.
 
     Args:
-        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32. Query rows of all requests, concatenated.
+        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows of all requests,
+            concatenated. Weights of FP8 queries may be rounded to FP8 (docs/guide/fp8.md).
         k: NHD ``[nnz_kv, num_kv_heads, head_dim]``, HND ``[num_kv_heads, nnz_kv, head_dim]``; as ``q``, or
             float8_e4m3fn, float8_e5m2. Keys of all requests, concatenated.
         v: as ``k``, with a head_dim of its own; as ``k``. Values, in the order of the keys.
@@ -349,7 +351,8 @@ def single_prefill(
     """Query rows of one request over its keys and values, without a plan. One query row is a decode step.
 
     Args:
-        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32. Query rows.
+        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows. Weights of FP8
+            queries may be rounded to FP8 (docs/guide/fp8.md).
         k: NHD ``[kv_len, num_kv_heads, head_dim]``, HND ``[num_kv_heads, kv_len, head_dim]``; as ``q``, or
             float8_e4m3fn, float8_e5m2. Keys.
         v: as ``k``, with a head_dim of its own; as ``k``. Values.
@@ -423,7 +426,8 @@ def block_sparse_prefill(
     and the keys are a cache of pages, so the work follows the selected blocks, and no other key is read.
 
     Args:
-        q: ``[rows, num_qo_heads, head_dim]``; float16, bfloat16, float32. Query rows of the matrix, in order.
+        q: ``[rows, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows of the matrix, in
+            order. Weights of FP8 queries may be rounded to FP8 (docs/guide/fp8.md).
         k: NHD ``[keys, num_kv_heads, head_dim]``, HND ``[num_kv_heads, keys, head_dim]``; as ``q``, or float8_e4m3fn,
             float8_e5m2. Keys of the matrix, in order: whole pages of the plan.
         v: as ``k``, with a head_dim of its own; as ``k``. Values, in the order of the keys.

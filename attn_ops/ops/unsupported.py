@@ -70,6 +70,9 @@ CUDA_PAGE = 8
 CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 """``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
 
+CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
+"""The same where both products are of FP8."""
+
 CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 """Ops of ``kernels/cuda/prefill.py`` over paged KV."""
 
@@ -258,8 +261,14 @@ def cuda_merge_states(p: Problem) -> list[str]:
     )
 
 
-def _cuda_prefill(p: Problem, fp8: bool, of_kv: list[tuple[bool, str]], options: frozenset[str]) -> list[str]:
-    """The reasons of the CUDA prefill kernel, with its checks of keys and values."""
+def _cuda_prefill(
+    p: Problem,
+    fp8: bool,
+    of_dtypes: list[tuple[bool, str]],
+    options: frozenset[str],
+    head_dims: frozenset[tuple[int, int]] = CUDA_PREFILL_HEAD_DIMS,
+) -> list[str]:
+    """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
     return _cuda(
         p,
@@ -267,8 +276,7 @@ def _cuda_prefill(p: Problem, fp8: bool, of_kv: list[tuple[bool, str]], options:
         [(*dims, p.op in CUDA_PAGED_PREFILLS, p.dtype, fp8)],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
-            (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),
-            (dims in CUDA_PREFILL_HEAD_DIMS, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
+            (dims in head_dims, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
             (
                 p.page_size % CUDA_PAGE == 0,
                 f"pages of {p.page_size} tokens are not multiples of {CUDA_PAGE}",
@@ -278,23 +286,43 @@ def _cuda_prefill(p: Problem, fp8: bool, of_kv: list[tuple[bool, str]], options:
                 f"it needs at most {CUDA_PREFILL_GROUP} query heads per KV head",
             ),
             (p.layout.aligned, "rows are not aligned to 16 bytes"),
-            *of_kv,
+            *of_dtypes,
             *_options(p, options),
         ],
     )
 
 
-def cuda_prefill(p: Problem) -> list[str]:
-    """Keys and values of the query's dtype."""
-    checks = [
-        (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"),
+def _is_16_bit(p: Problem) -> tuple[bool, str]:
+    return p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"
+
+
+def _has_prefill_maps(p: Problem) -> list[tuple[bool, str]]:
+    """The checks of keys and values that CUDA prefill reads through tensor maps."""
+    return [
         (p.layout.mappable, UNMAPPABLE),
         (p.layout.joinable or p.op not in CUDA_PAGED_PREFILLS, UNJOINABLE),
     ]
+
+
+def cuda_prefill(p: Problem) -> list[str]:
+    """Keys and values of the query's dtype."""
+    checks = [_is_16_bit(p), (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"), *_has_prefill_maps(p)]
     return _cuda_prefill(p, False, checks, CUDA_PREFILL_OPTIONS)
 
 
+def cuda_prefill_e4m3(p: Problem) -> list[str]:
+    """Queries, keys and values of e4m3, which are multiplied in FP8."""
+    e4m3 = torch.float8_e4m3fn
+    checks = [
+        (p.dtype == e4m3, f"the query is {p.dtype}, not {e4m3}"),
+        (p.kv_dtype == e4m3, f"the cache is {p.kv_dtype}, not {e4m3}"),
+        *_has_prefill_maps(p),
+    ]
+    options = CUDA_PREFILL_OPTIONS | {"kv_scale"}
+    return _cuda_prefill(p, True, checks, options, CUDA_PREFILL_FP8_HEAD_DIMS)
+
+
 def cuda_prefill_fp8(p: Problem) -> list[str]:
-    """FP8 keys and values."""
-    checks = [(p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8")]
+    """FP8 keys and values, which are converted to the dtype of the query."""
+    checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8")]
     return _cuda_prefill(p, True, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"})

@@ -145,6 +145,15 @@ DEVICE uint4 load_shared(uint32 from) {
   return v;
 }
 
+// Four matrices of 8 rows of 16 bytes, transposed as matrices of 16-bit elements. Lanes 8 m to 8 m + 7 give the addresses
+// of the rows of matrix m. Lane l gets element l / 4 of rows 2 (l % 4) and the next one of each.
+DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+
 // Four matrices of 8 x 8 16-bit elements, of which each lane has two neighbours: lane l columns 2 (l % 4) and the next one
 // of row l / 4. Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m.
 DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {

@@ -19,6 +19,12 @@ ROW_BYTES = 128
 COLUMNS = ROW_BYTES // 2
 """16-bit elements of a row in shared memory."""
 
+
+def row_columns(t: Tensor) -> int:
+    """Columns of a row in shared memory. Wider heads have several rows."""
+    return min(int(t.shape[-1]), ROW_BYTES // t.element_size())
+
+
 GROUP_TOKENS = 8
 """Tokens of a page are loaded in groups, so that a page is one box with all columns of a head."""
 
@@ -50,7 +56,7 @@ def paged_map(t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box
         raise NoImageError("the strides of pages and heads depend on sizes that only the run knows")
     unit = math.gcd(page, head)
     pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - 1) * (head // unit) + 1
-    columns = min(t.shape[-1], ROW_BYTES // t.element_size())
+    columns = row_columns(t)
     blocks = t.shape[-1] // columns
     shape = pages_and_heads, page_size // GROUP_TOKENS, blocks, GROUP_TOKENS, columns
     strides = unit, GROUP_TOKENS * token, columns, token, 1

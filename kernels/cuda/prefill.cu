@@ -1,8 +1,9 @@
 // Prefill on Hopper: persistent and warp-specialised, one producer and two consumer warpgroups in each CTA.
 //
-// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16) and KV_FP8: 1 if keys and values
-// are FP8 and not DTYPE. Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output
-// are parameters.
+// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16) and at most one of
+//     KV_FP8  1 if keys and values are FP8, and converted to the type of the query
+//     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the query"
+// Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
 // unit is a block of packed rows of one work item for one KV head: 128 of them, 64 for each consumer. If a work item
@@ -15,7 +16,8 @@
 // warp 1            producer V: values, by TMA into a ring of kValueStages KV tiles
 // warps 2, 3        producer Q: the queries of the unit and of the next, into kQueries buffers. One thread, by TMA, if
 //                   a group divides 64, as a box then has 64 packed rows; otherwise all threads, by cp.async. Its first
-//                   thread is the scheduler, which passes the units of the CTA to the producers
+//                   thread is the scheduler, which passes the units of the CTA to the producers. With FP8 products they
+//                   also transpose values
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
 //
 // The scheduler takes the next unit from a counter (`Schedule`) when producer K comes to the last tile of a unit: early
@@ -67,10 +69,27 @@
 //     4.  the same with v_j, behind a load of the next page numbers
 // Tokens that no row sees are copied as zeros. Warps 2 and 3 also do step 1, and load the queries while the first keys
 // of the unit arrive.
+//
+// FP8 products
+// ------------
+// WGMMA takes 8-bit operands K-major alone, and values are [tokens, columns]. So step 4 fills a ring that consumers do not
+// read, and warps 2 and 3 transpose from it into a third ring, of kTransposedStages. They take these steps:
+//     1.  as otherwise, but for the scheduler, and with an arrival of each of the two warps on unit_empty
+//     4b. for each KV tile j of the unit: wait for v_full[j] and t_empty[j]; transpose, each warp half of the columns; proxy
+//         fence; arrive on v_empty[j] and t_full[j]. Before the last tile, or at once without tiles: the scheduler's part of
+//         step 1 for unit n+1; for unit 0 at the beginning
+// The scheduler also waits for the last tile of producer K, which waits for consumers, which wait for transposed values: but
+// only for those of earlier tiles. Consumers wait for t_full in place of v_full, and arrive on t_empty. The product of a
+// tile is added to O in float32: steps 6 and 10 issue D = P V, and step 9 and the epilogue add D to O once it is complete.
+// With heads of 256, D has 64 columns: the other three products are issued, awaited and added there, one after the other.
+// A query buffer has half the size of an accumulator: in step 11, O goes through it in two parts.
 #include "prefill_consumer.cuh"
 #include "prefill_fp8_producer.cuh"
 #include "prefill_problem.cuh"
 #include "prefill_producer.cuh"
+#if Q_FP8
+#include "prefill_fp8_transpose.cuh"
+#endif
 
 namespace attn_ops {
 
@@ -84,8 +103,10 @@ namespace attn_ops {
 //     an arrival of each producer warp. k_empty and v_empty, one for each stage: an arrival of each warp that reads
 //     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
 //     q_empty: an arrival of each consumer warp. unit_full: an arrival of the scheduler. unit_empty: an arrival of
-//     producers K and V each, and of each thread that loads queries; with FP8 KV of each producer warp. staging: an
-//     arrival of producer V, and the bytes. A named barrier of all consumer threads, around the exchange of step 11.
+//     producers K and V each, and of each thread that loads queries; with FP8 KV or FP8 products of each producer warp.
+//     staging: an arrival of producer V, and the bytes. A named barrier of all consumer threads, around the exchange of
+//     step 11. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
+//     transposes, and t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
@@ -115,12 +136,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
 #if KV_FP8
     int64 k_page, int64 k_token, int64 k_head,  // strides in bytes
     int64 v_page, int64 v_token, int64 v_head,
-    const float* kv_scale,                    // [2] or null
     int kv_type,                              // Fp8Type
+    const float* kv_scale,                    // [2] or null
 #else
     int box,                                  // tokens of a box of the maps of keys and values
     // What a page and a head add to the outermost index of the maps of paged KV:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
+#endif
+#if Q_FP8
+    const float* kv_scale,
 #endif
     int tile_rows,                            // query rows of a work item
     int num_items,
@@ -147,11 +171,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
+#if Q_FP8
+    for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), kTransposeWarps);
+    for (uint64& barrier : shared.t_full) init_barrier(shared_address(&barrier), kTransposeWarps);
+    for (uint64& barrier : shared.t_empty) init_barrier(shared_address(&barrier), readers);
+#else
     for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
+#endif
     for (uint64& barrier : shared.q_full) init_barrier(shared_address(&barrier), q_box_rows ? 1 : kQueryThreads);
     for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), 2 * kConsumerWarps);
     init_barrier(shared_address(&shared.unit_full), 1);
-    init_barrier(shared_address(&shared.unit_empty), KV_FP8 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));
+    init_barrier(shared_address(&shared.unit_empty),
+                 KV_FP8 || Q_FP8 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));
     init_barrier(shared_address(&shared.staging), 1);
     fence_barrier_init();
   }
@@ -171,11 +202,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     else if (warp == 1)
       produce<true>(p, {&v, v_page_step, v_head_step}, shared);
     else
+#if Q_FP8
+      produce_queries_and_transpose(p, queries, shared);
+#else
       produce_queries(p, queries, shared);
+#endif
 #endif
   } else {
     increase_registers<kConsumerRegisters>();
-#if !KV_FP8
+#if !KV_FP8 && !Q_FP8
     constexpr const float* kv_scale = nullptr;
 #endif
     consume(warp / 4 - 1, p, {scale, cap, {sinks, out, lse, partial, slots, out_type, kv_scale}}, shared);

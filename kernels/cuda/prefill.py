@@ -6,14 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
-from attn_ops.kernels.cuda.operands import COLUMNS, DTYPES, FP8_TYPES, OUT_TYPES, box_of_pages, paged_map
+from attn_ops.kernels.cuda.operands import DTYPES, FP8_TYPES, OUT_TYPES, box_of_pages, paged_map, row_columns
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from torch import Tensor
 
 from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.ops.unsupported import CUDA_PREFILL_HEAD_DIMS
+from attn_ops.ops.unsupported import CUDA_PREFILL_FP8_HEAD_DIMS, CUDA_PREFILL_HEAD_DIMS
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
@@ -44,29 +45,33 @@ def _kernel(kv: str, of_kv: Mapping[str, str], aligned: tuple[str, ...]) -> Kern
     return Kernel("prefill.cu", "prefill", parameters, writes=("out", "lse", "partial"), aligned=aligned)
 
 
-KERNEL = _kernel(
-    "map", dict.fromkeys(("box", "k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"), ("q", "out")
+MAPPED = dict.fromkeys(("box", "k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32")
+"""Parameters of keys and values that are read through tensor maps."""
+
+KERNEL = _kernel("map", MAPPED, ("q", "out"))
+KV_FP8_KERNEL = _kernel(
+    "pointer", {**dict.fromkeys(FP8_STRIDES, "i64"), "kv_type": "i32", "kv_scale": "pointer"}, ("q", "k", "v", "out")
 )
-FP8_KERNEL = _kernel(
-    "pointer", {**dict.fromkeys(FP8_STRIDES, "i64"), "kv_scale": "pointer", "kv_type": "i32"}, ("q", "k", "v", "out")
-)
-KERNELS: dict[bool, Kernel] = {False: KERNEL, True: FP8_KERNEL}
-FP8_MACROS: dict[bool, dict[str, int]] = {False: {}, True: {"KV_FP8": 1}}
-"""By whether keys and values are FP8."""
+Q_FP8_KERNEL = _kernel("map", {**MAPPED, "kv_scale": "pointer"}, ("q", "out"))
 
 
 class Tile(NamedTuple):
-    """Sizes of a pair of head dims, ``kTile``, ``kKeyStages``, ``kValueStages`` and ``kQueries`` of the source."""
+    """Sizes of a pair of head dims, ``kTile``, ``kKeyStages``, ``kValueStages`` and ``kQueries`` of the source.
+
+    transposed_stages  ``kTransposedStages`` of FP8 products
+    """
 
     tokens: int
     key_stages: int
     value_stages: int
     queries: int
+    transposed_stages: int = 0
 
-    def shared_bytes(self, dim_qk: int, dim_vo: int) -> int:
+    def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int) -> int:
         """Shared memory of a CTA: query buffers, rings, and a KiB for statistics and barriers."""
         rows = self.queries * 2 * PACKED_ROWS * dim_qk
-        return 2 * (rows + self.tokens * (self.key_stages * dim_qk + self.value_stages * dim_vo)) + 1024
+        of_token = self.key_stages * dim_qk + (self.value_stages + self.transposed_stages) * dim_vo
+        return itemsize * (rows + self.tokens * of_token) + 1024
 
 
 TILES = {
@@ -75,35 +80,59 @@ TILES = {
     (192, 128): Tile(128, 2, 2, 1),
     (256, 256): Tile(64, 3, 2, 1),
 }
-"""By the head dims of keys and of values."""
+"""By the head dims of keys and of values, of 16-bit products."""
+
+FP8_TILES = {
+    (64, 64): Tile(128, 4, 2, 2, 4),
+    (128, 128): Tile(128, 4, 2, 2, 4),
+    (256, 256): Tile(64, 4, 2, 1, 4),
+}
+"""Of FP8 products."""
 
 assert TILES.keys() == CUDA_PREFILL_HEAD_DIMS
+assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
+
+E4M3 = torch.float8_e4m3fn
+
+
+def tile_of(dims: tuple[int, int], dtype: torch.dtype) -> Tile:
+    """By the head dims and the dtype of the query."""
+    return (FP8_TILES if dtype == E4M3 else TILES)[dims]
+
 
 SPECIALIZATIONS = {
     (*dims, paged, dtype, fp8): Specialization(
-        KERNELS[fp8],
-        {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "PAGED": paged, "DTYPE": number} | FP8_MACROS[fp8],
+        kernel,
+        {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "PAGED": paged, "DTYPE": DTYPES.get(dtype, 2), **macros},
         threads=384,
-        shared_bytes=tile.shared_bytes(*dims),
+        shared_bytes=tile.shared_bytes(*dims, dtype.itemsize),
     )
-    for dims, tile in TILES.items()
+    for tiles, dtypes, fp8, kernel, macros in (
+        (TILES, tuple(DTYPES), False, KERNEL, {}),
+        (TILES, tuple(DTYPES), True, KV_FP8_KERNEL, {"KV_FP8": 1}),
+        (FP8_TILES, (E4M3,), True, Q_FP8_KERNEL, {"Q_FP8": 1}),
+    )
+    for dims, tile in tiles.items()
     for paged in (False, True)
-    for dtype, number in DTYPES.items()
-    for fp8 in (False, True)
+    for dtype in dtypes
 }
 """By head dims, whether KV is paged, dtype of the query, and whether KV is FP8."""
+
+LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
+"""By dtype of the query: that of outputs whose threads store 16 bytes at a time, ``kLikeQuery``."""
 
 
 def ragged_map(t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int) -> tuple[TensorMap, int, int]:
     """The map of ragged keys or values. Heads are its outermost dimension."""
     _, token, head = strides
-    blocks = t.shape[-1] // COLUMNS
-    shape, boxes = (heads, blocks, tokens, COLUMNS), (1, blocks, box, COLUMNS)
-    return TensorMap(t, shape, (head, COLUMNS, token, 1), boxes), 0, 1
+    columns = row_columns(t)
+    blocks = t.shape[-1] // columns
+    shape, boxes = (heads, blocks, tokens, columns), (1, blocks, box, columns)
+    return TensorMap(t, shape, (head, columns, token, 1), boxes, columns * t.element_size()), 0, 1
 
 
 def kv_arguments(x: Operands, paged: bool, page_size: int, tokens: int) -> dict[str, Any]:
-    """The arguments of 16-bit keys and values, for KV tiles of ``tokens``."""
+    """The arguments of keys and values of the query's dtype, for KV tiles of ``tokens``."""
     box = box_of_pages(page_size, tokens) if paged else tokens
     make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
@@ -120,8 +149,8 @@ def kv_arguments(x: Operands, paged: bool, page_size: int, tokens: int) -> dict[
     }
 
 
-def fp8_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
-    """The arguments of FP8 keys and values."""
+def converted_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
+    """The arguments of FP8 keys and values that are converted to the dtype of the query."""
     return {
         "k": x.k,
         "v": x.v,
@@ -134,9 +163,11 @@ def fp8_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
 def query_map(q: Tensor, group: int) -> tuple[TensorMap, int]:
     """The map of queries, and its rows of a box: 64 packed rows, unless a group does not divide them."""
     box_rows = PACKED_ROWS // group if PACKED_ROWS % group == 0 else 0
-    blocks = q.shape[2] // COLUMNS
-    shape, strides = (blocks, q.shape[0], q.shape[1], COLUMNS), (COLUMNS, q.stride(0), q.stride(1), 1)
-    return TensorMap(q, shape, strides, (blocks, max(box_rows, 1), group if box_rows else 1, COLUMNS)), box_rows
+    columns = row_columns(q)
+    blocks = q.shape[2] // columns
+    shape, strides = (blocks, q.shape[0], q.shape[1], columns), (columns, q.stride(0), q.stride(1), 1)
+    box = blocks, max(box_rows, 1), group if box_rows else 1, columns
+    return TensorMap(q, shape, strides, box, columns * q.element_size()), box_rows
 
 
 def launch_tiles(
@@ -155,7 +186,11 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     fp8 = x.k.dtype in FP8
-    of_kv = fp8_arguments(x, o.kv_scale) if fp8 else kv_arguments(x, paged, page_size, TILES[dims].tokens)
+    if fp8 and x.q.dtype not in FP8:
+        of_kv = converted_arguments(x, o.kv_scale)
+    else:
+        scale = {"kv_scale": o.kv_scale} if fp8 else {}
+        of_kv = kv_arguments(x, paged, page_size, tile_of(dims, x.q.dtype).tokens) | scale
     q_map, q_box_rows = query_map(x.q, group)
     block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
     num_units = num_items * num_kv_heads * -(-tile_rows * group // block_rows)
@@ -186,7 +221,7 @@ def launch_tiles(
         page_size=page_size,
         tile_rows=tile_rows,
         num_items=num_items,
-        out_type=0 if out.dtype == x.q.dtype else OUT_TYPES[out.dtype],
+        out_type=0 if out.dtype == LIKE_QUERY[x.q.dtype] else OUT_TYPES[out.dtype],
     )
 
 

@@ -1,11 +1,13 @@
 // Prefill: the consumers.
 #pragma once
 
-#include "descriptors.cuh"
-#include "epilogue.cuh"
-#include "hopper.cuh"
 #include "prefill_problem.cuh"
 #include "tanh.cuh"
+#if Q_FP8
+#include "prefill_fp8_products.cuh"
+#else
+#include "prefill_products.cuh"
+#endif
 
 namespace attn_ops {
 namespace {
@@ -31,29 +33,9 @@ struct DivideByGroup {
 
 // A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.
 struct Rows {
-  float row_max[2], row_sum[2];  // row_sum over the columns of this thread
+  float row_max[2], row_sum[2];  // row_max less kLogScale; row_sum over the columns of this thread, relative to it
   int low[2], high[2];           // tokens that the row sees
 };
-
-using Logits = float[kTile / 2];
-using Output = float[kDimVo / 2];
-using Probabilities = uint32[kTile / 16][4];
-
-DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
-#pragma unroll
-  for (int column = 0; column < kDimQk; column += 16) {
-    const int box = column / 64, step = column % 64 * 2 / 16;
-    wgmma_ss(logits, query + (box * kPackedRows * kRowBytes / 16 + step),
-             keys + (box * TileLayout<kDimQk>::kColumn / 16 + step), column > 0);
-  }
-  wgmma_commit();
-}
-
-DEVICE void issue_pv(Output& output, const Probabilities& p, uint64 values) {
-#pragma unroll
-  for (int i = 0; i < kTile / 16; ++i) wgmma_rs(output, p[i], values + i * 2 * TileLayout<kDimVo>::kGroup / 16);
-  wgmma_commit();
-}
 
 // The tanh of `to_cap` times each logit. Almost all logits of a model are far below the cap, where it needs no
 // exponential: the warp takes the other form if one of its logits is not. So it does where logits are of other memory,
@@ -107,7 +89,7 @@ DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2]) 
 #pragma unroll
     for (int i = 0; i < kTile / 8; ++i)
       largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * r], logits[4 * i + 2 * r + 1]));
-    const float row_max = fmaxf(rows.row_max[r], max_of_quad(largest) * factor);
+    const float row_max = fmaxf(rows.row_max[r], max_of_quad(largest) * factor - kLogScale);
     const float anchor = finite(row_max);
     alpha[r] = exp2_approx(rows.row_max[r] - anchor);
     rows.row_max[r] = row_max;
@@ -176,26 +158,40 @@ DEVICE void store(Output& output, Rows& rows, const Problem& p, DivideByGroup ro
   store_as<kDimVo>(to.out_type, to.out, output, 0, to_row, exists);
 }
 
+// An accumulator passes through a query buffer that is smaller in parts.
+constexpr int kStateParts = (kConsumerThreads * kDimVo / 2 * 4 + 2 * kQueryBytes - 1) / (2 * kQueryBytes);
+
 // Adds the state of the odd KV tiles to that of the even ones, through the query buffer, which neither consumer reads
 // any more. Which consumer has which depends on the units before; the order of additions does not.
 DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 memory) {
+  constexpr int kGroups = kDimVo / 8 / kStateParts;  // of 4 registers, in a part
   const int thread = threadIdx.x % kConsumerThreads, lane = thread % 32;
+  const auto sync = [] { named_sync(kBothConsumers, 2 * kConsumerThreads); };
+  const auto store_part = [&](int part) {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int j = 4 * (part * kGroups + i);
+      store_shared(memory + (i * kConsumerThreads + thread) * 16,
+                   uint4{__float_as_uint(output[j]), __float_as_uint(output[j + 1]), __float_as_uint(output[j + 2]),
+                         __float_as_uint(output[j + 3])});
+    }
+  };
   float sums[2] = {sum_of_quad(rows.row_sum[0]), sum_of_quad(rows.row_sum[1])};
-  named_sync(kBothConsumers, 2 * kConsumerThreads);
+  sync();
   const int line = thread / 32 * 16 + lane / 4;
   if (odd) {
-#pragma unroll
-    for (int i = 0; i < kDimVo / 8; ++i)
-      store_shared(memory + (i * kConsumerThreads + thread) * 16,
-                   uint4{__float_as_uint(output[4 * i]), __float_as_uint(output[4 * i + 1]),
-                         __float_as_uint(output[4 * i + 2]), __float_as_uint(output[4 * i + 3])});
+    store_part(0);
     if (lane % 4 == 0)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         shared.peer_max[line + 8 * r] = rows.row_max[r], shared.peer_sum[line + 8 * r] = sums[r];
   }
-  named_sync(kBothConsumers, 2 * kConsumerThreads);
-  if (odd) return fence_async_shared();  // TMA writes here next
+  sync();  // the state is stored
+  if (odd) {
+#pragma unroll
+    for (int part = 1; part < kStateParts; ++part) sync(), store_part(part), sync();
+    return fence_async_shared();  // TMA writes here next
+  }
   float alpha[2], peer_alpha[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -208,12 +204,17 @@ DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 
   }
   rescale(output, alpha);
 #pragma unroll
-  for (int i = 0; i < kDimVo / 8; ++i) {
-    const uint4 peer = load_shared(memory + (i * kConsumerThreads + thread) * 16);
-    output[4 * i] += __uint_as_float(peer.x) * peer_alpha[0];
-    output[4 * i + 1] += __uint_as_float(peer.y) * peer_alpha[0];
-    output[4 * i + 2] += __uint_as_float(peer.z) * peer_alpha[1];
-    output[4 * i + 3] += __uint_as_float(peer.w) * peer_alpha[1];
+  for (int part = 0; part < kStateParts; ++part) {
+    if (part > 0) sync(), sync();
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const uint4 peer = load_shared(memory + (i * kConsumerThreads + thread) * 16);
+      const int j = 4 * (part * kGroups + i);
+      output[j] += __uint_as_float(peer.x) * peer_alpha[0];
+      output[j + 1] += __uint_as_float(peer.y) * peer_alpha[0];
+      output[j + 2] += __uint_as_float(peer.z) * peer_alpha[1];
+      output[j + 3] += __uint_as_float(peer.w) * peer_alpha[1];
+    }
   }
   fence_async_shared();
 }
@@ -231,19 +232,19 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   const float to_cap = arguments.cap > 0 ? scale / arguments.cap : 0.f;
   const int first_line = split_kv ? 0 : consumer * kPackedRows;
   const int lane = threadIdx.x % 32, line = first_line + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
-  const uint64 keys = k_major(shared_address(shared.keys[0]), TileLayout<kDimQk>::kGroup);
-  const uint64 values =
-      mn_major(shared_address(shared.values[0]), TileLayout<kDimVo>::kGroup, TileLayout<kDimVo>::kColumn);
+  const uint64 keys = k_major(shared_address(shared.keys[0]), TileLayout<kDimQk>::kGroup, kRowBytes);
+  const uint64 values = pv_values(shared);
   const FullBarriers<kKeyStages> k_full = {shared_address(shared.k_full)};
-  const FullBarriers<kValueStages> v_full = {shared_address(shared.v_full)};
-  const uint32 k_empty = shared_address(shared.k_empty), v_empty = shared_address(shared.v_empty);
+  const FullBarriers<kPvStages> v_full = {pv_full(shared)};
+  const uint32 k_empty = shared_address(shared.k_empty), v_empty = pv_empty(shared);
   const auto wait_for_queries = [&](uint32 n) { wait(shared_address(&shared.q_full[n % kQueries]), n / kQueries & 1); };
   const auto queries = [&](uint32 n) { return shared_address(shared.query[n % kQueries][split_kv ? 0 : consumer]); };
+  const auto values_of = [&](uint32 tile) { return values + tile % kPvStages * (kValueBytes / 16); };
   const auto issue_tile = [&](Logits& logits, uint32 n, uint32 tile) {
     wait(k_full.of(tile), k_full.parity(tile));
     mark(kWaitKeys);
     wgmma_fence();
-    issue_qk(logits, k_major(queries(n), kGroupBytes), keys + tile % kKeyStages * (kKeyBytes / 16));
+    issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), keys + tile % kKeyStages * (kKeyBytes / 16));
   };
   Logits logits;
   bool first_logits = false;  // of the unit are complete
@@ -274,6 +275,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     const bool all_rows = last_row < count;
 
     Output output;
+    Partial partial;
 #pragma unroll
     for (int i = 0; i < kDimVo / 2; ++i) output[i] = 0;
     const int tiles = (end - start + kTile - 1) / kTile, step = split_kv ? 2 : 1;
@@ -308,9 +310,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         mark(kQk);
         wait(v_full.of(previous), v_full.parity(previous));
         mark(kWaitValues);
-        fence_registers(output);
-        wgmma_fence();
-        issue_pv(output, probabilities, values + previous % kValueStages * (kValueBytes / 16));
+        issue_pv(output, partial, probabilities, values_of(previous));
         wgmma_wait<1>();
         fence_registers(logits);
         arrive_by_warp(k_empty + number % kKeyStages * 8);
@@ -318,11 +318,13 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         softmax(start + tile * kTile);
         fence_registers(logits);
         mark(kSoftmax);
-        // Complete already. Without a loop here, the assembler may move the exponentials behind the wait for O.
-        wait(v_full.of(previous), v_full.parity(previous));
+        // Complete already. Without a loop here, the assembler may move the exponentials behind the wait for O; of FP8
+        // products, unless the loop depends on their sums. These are not negative: the barrier is the same.
+        const bool negative = kFp8Products && (rows.row_sum[0] < 0 || rows.row_sum[1] < 0);
+        wait(v_full.of(previous) + negative, v_full.parity(previous));
         wgmma_wait<0>();
-        fence_registers(output);
-        arrive_by_warp(v_empty + previous % kValueStages * 8);
+        finish_pv(output, partial, probabilities, values_of(previous));
+        arrive_by_warp(v_empty + previous % kPvStages * 8);
         if (__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) rescale(output, alpha);
         round(probabilities, logits);
         mark(kPv);
@@ -331,8 +333,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       if (!split_kv) arrive_by_warp(q_empty);
       wait(v_full.of(number), v_full.parity(number));
       mark(kWaitValues);
-      wgmma_fence();
-      issue_pv(output, probabilities, values + number % kValueStages * (kValueBytes / 16));
+      issue_pv(output, partial, probabilities, values_of(number));
       if (kQueries > 1 && !split_kv) {
         mark(kPv);
         wait_for_queries(n + 1);
@@ -342,8 +343,8 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
           base += tiles;
           issue_tile(logits, n + 1, base);
           wgmma_wait<1>();
-          fence_registers(output);
-          arrive_by_warp(v_empty + number % kValueStages * 8);
+          finish_pv(output, partial, probabilities, values_of(number));
+          arrive_by_warp(v_empty + number % kPvStages * 8);
           mark(kPv);
           store(output, rows, p, row_of, arguments.results, block, line);
           mark(kEpilogue);
@@ -356,8 +357,8 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         }
       }
       wgmma_wait<0>();
-      fence_registers(output);
-      arrive_by_warp(v_empty + number % kValueStages * 8);
+      finish_pv(output, partial, probabilities, values_of(number));
+      arrive_by_warp(v_empty + number % kPvStages * 8);
       mark(kPv);
     }
     const bool odd = split_kv && (base ^ consumer) & 1;

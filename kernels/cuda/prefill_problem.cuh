@@ -7,25 +7,35 @@
 #ifndef KV_FP8
 #define KV_FP8 0
 #endif
+#ifndef Q_FP8
+#define Q_FP8 0
+#endif
 
 namespace attn_ops {
 namespace {
 
 constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
-// Sizes by head dims are those of TILES in prefill.py.
-constexpr int kTile = kDimVo > 128 ? 64 : 128;                        // tokens of a KV tile
-constexpr int kKeyStages = kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;  // KV tiles of the ring of keys
-constexpr int kValueStages = kDimQk == 64 ? 4 : 2;                    // and of values
-constexpr int kQueries = kDimQk > 128 ? 1 : 2;                        // query buffers
+constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
+constexpr int kElementBytes = kFp8Products ? 1 : 2;
+// Sizes by head dims are those of TILES and FP8_TILES in prefill.py.
+constexpr int kTile = kDimVo > 128 ? 64 : 128;  // tokens of a KV tile
+constexpr int kKeyStages =                      // KV tiles of the ring of keys
+    kFp8Products || kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;
+constexpr int kValueStages = !kFp8Products && kDimQk == 64 ? 4 : 2;  // and of values
+constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
+constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
 constexpr int kQueryBlocks = 2 * kQueries;                            // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                       // of a consumer
-constexpr int kRowBytes = 128;                                        // of 64 columns in shared memory
-constexpr int kGroupBytes = 8 * kRowBytes;                            // of 8 rows and 64 columns
-constexpr int kQueryBytes = kPackedRows * kDimQk * 2, kKeyBytes = kTile * kDimQk * 2, kValueBytes = kTile * kDimVo * 2;
+// A row in shared memory, as wide as the swizzle, has kColumns columns. Wider heads have several such blocks of columns.
+constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
+constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
+constexpr int kGroupBytes = 8 * kRowBytes;  // of 8 rows of a block of columns
+constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
+constexpr int kKeyBytes = kTile * kDimQk * kElementBytes, kValueBytes = kTile * kDimVo * kElementBytes;
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 // Of a thread. More than the CTA has from its launch would never become free: 168 for each of its 384 threads.
-// Producers that convert FP8 spill less with more, which consumers of heads of 64 can spare.
-constexpr bool kSparesRegisters = KV_FP8 && kDimQk == 64;
+// Producers of FP8 spill less with more, which consumers of heads of 64 can spare.
+constexpr bool kSparesRegisters = kDimQk == 64 && (KV_FP8 || kFp8Products);
 constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConsumerRegisters = kSparesRegisters ? 224 : 232;
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 constexpr int kNone = 1 << 30;                                   // a window without a bound
@@ -63,6 +73,9 @@ struct Shared {
   alignas(1024) char query[kQueries][2][kQueryBytes];
   alignas(1024) char keys[kKeyStages][kKeyBytes];
   alignas(1024) char values[kValueStages][kValueBytes];
+#if Q_FP8
+  alignas(1024) char transposed[kTransposedStages][kValueBytes];
+#endif
   float peer_max[kPackedRows], peer_sum[kPackedRows];
   QueryBlock query_blocks[kQueryBlocks];
   Unit unit;
@@ -70,6 +83,9 @@ struct Shared {
   // take alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
   uint64 k_full[2 * kKeyStages], k_empty[kKeyStages], v_full[2 * kValueStages], v_empty[kValueStages];
   uint64 q_full[kQueries], q_empty[kQueries], unit_full, unit_empty, staging;
+#if Q_FP8
+  uint64 t_full[2 * kTransposedStages], t_empty[kTransposedStages];  // of transposed values
+#endif
 };
 
 struct Problem {
@@ -182,12 +198,18 @@ DEVICE void release_unit(Shared& shared) {
 }
 
 // Where a KV tile of DIM columns has what, in bytes. A box is a page or a part of one: its tokens are in groups of
-// 8, each with all its columns. Ragged KV begins at any token: all tokens of 64 columns, then those of the next.
+// 8, each with all its columns. Ragged KV begins at any token: all tokens of a block of columns, then those of the next.
 template <int DIM>
 struct TileLayout {
-  static constexpr int kGroup = PAGED ? DIM / 64 * kGroupBytes : kGroupBytes;  // to the next 8 tokens
-  static constexpr int kColumn = PAGED ? kGroupBytes : kTile * kRowBytes;      // to the next 64 columns
+  static constexpr int kGroup = PAGED ? DIM / kColumns * kGroupBytes : kGroupBytes;  // to the next 8 tokens
+  static constexpr int kColumn = PAGED ? kGroupBytes : kTile * kRowBytes;            // to the next block of columns
 };
+
+// The place in a swizzled tile of what is at byte `offset` of one that is not.
+template <int ROW_BYTES = kRowBytes>
+DEVICE uint32 swizzled(uint32 offset) {
+  return offset ^ (offset >> 7 & (ROW_BYTES / 16 - 1)) << 4;
+}
 
 }  // namespace
 }  // namespace attn_ops

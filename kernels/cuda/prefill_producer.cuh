@@ -9,10 +9,11 @@ namespace {
 
 DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
   using Layout = TileLayout<kDimVo>;
-  constexpr int kChunks = kDimVo / 8;
+  constexpr int kChunks = kDimVo / kColumns * kRowChunks;
   for (int i = begin * kChunks + lane; i < end * kChunks; i += 32) {
     const int row = i / kChunks, chunk = i % kChunks;
-    store_shared(values + row / 8 * Layout::kGroup + chunk / 8 * Layout::kColumn + row % 8 * kRowBytes + chunk % 8 * 16,
+    store_shared(values + row / 8 * Layout::kGroup + chunk / kRowChunks * Layout::kColumn + row % 8 * kRowBytes +
+                     chunk % kRowChunks * 16,
                  uint4{0, 0, 0, 0});
   }
 }
@@ -93,18 +94,22 @@ struct Queries {
   int64 stride_row, stride_head;  // elements
 };
 
-// Copies the packed rows of a unit: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each 64 columns.
+// Copies the packed rows of a unit: of a block of columns, a thread has 16 bytes of a row, and these of the rows that
+// are a multiple of kAtOnce, which 8 divides, further on.
 DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 to, int thread) {
-  const char* from = q.first + (unit.row * q.stride_row + unit.kv_head * p.group * q.stride_head) * 2 + thread % 8 * 16;
-  const uint32 swizzled = thread / 8 * kRowBytes + (thread % 8 ^ thread / 8) * 16;
-  for (int row = thread / 8; row < p.block_rows(); row += 8) {
+  constexpr int kAtOnce = kQueryThreads / kRowChunks;
+  const int chunk = thread % kRowChunks, first = thread / kRowChunks;
+  const char* from =
+      q.first + (unit.row * q.stride_row + unit.kv_head * p.group * q.stride_head) * kElementBytes + chunk * 16;
+  const uint32 in_group = swizzled(first % 8 * kRowBytes + chunk * 16);
+  for (int row = first; row < p.block_rows(); row += kAtOnce) {
     const int packed = unit.first_packed_row + row, tile_row = uint32(packed) / uint32(p.group);
     const int head = packed - tile_row * p.group;
     const bool exists = tile_row < unit.count && uint32(unit.row + tile_row) < uint32(p.rows);
-    const char* row_from = exists ? from + (tile_row * q.stride_row + head * q.stride_head) * 2 : q.first;
-    const uint32 row_to = to + row / kPackedRows * kQueryBytes + row % kPackedRows / 8 * kGroupBytes + swizzled;
+    const char* row_from = exists ? from + (tile_row * q.stride_row + head * q.stride_head) * kElementBytes : q.first;
+    const uint32 row_to = to + row / kPackedRows * kQueryBytes + row % kPackedRows / 8 * kGroupBytes + in_group;
 #pragma unroll
-    for (int column = 0; column < kDimQk / 64; ++column)
+    for (int column = 0; column < kDimQk / kColumns; ++column)
       copy_chunk(row_to + column * kPackedRows * kRowBytes, exists ? row_from + column * kRowBytes : q.first, exists);
   }
   wait_for_chunks();

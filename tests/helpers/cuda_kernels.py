@@ -67,10 +67,10 @@ def declared_parameters(one: Specialization) -> dict[str, str]:
     """The names and kinds of the kernel's parameters in its source."""
     text = re.sub(r"//.*", "", sources(one)[0].decode())
     macros = dict(one.macros)
-    # Parameters of some specializations: `#if MACRO`, those, `#else`, the others, `#endif`.
+    # Parameters of some specializations: `#if MACRO`, those, `#else`, the others, if there are, `#endif`.
     text = re.sub(
-        r"#if (\w+)\n((?:(?!#).*\n)*)#else\n((?:(?!#).*\n)*)#endif\n",
-        lambda found: found[2] if macros.get(found[1]) else found[3],
+        r"#if (\w+)\n((?:(?!#).*\n)*)(?:#else\n((?:(?!#).*\n)*))?#endif\n",
+        lambda found: found[2] if macros.get(found[1]) else found[3] or "",
         text,
     )
     found = re.search(rf"__global__[^;{{]*?\b{one.kernel.function}\((.*?)\)\s*{{", text, re.DOTALL)
@@ -120,7 +120,7 @@ def usage_of(one: Specialization) -> Usage:
         used["REG"],
         used["STACK"] + used["LOCAL"],
         used["SHARED"] + one.shared_bytes,
-        len(re.findall(r"\bHGMMA\b", code)),
+        len(re.findall(r"\b[HQ]GMMA\b", code)),
     )
 
 

@@ -63,21 +63,21 @@ def dense(batch: int, q_len: int, kv_len: int, *, seed: int = 0, **more: Any) ->
     return tensors[0], tensors[1], tensors[2]
 
 
-def check_dense(want: Expected, out: Tensor, lse: Tensor | None = None) -> None:
+def check_dense(want: Expected, out: Tensor, lse: Tensor | None = None, **tolerance: float) -> None:
     """``out [batch, seqlen, heads, dim]`` and the natural ``lse [batch, heads, seqlen]``."""
     if lse is not None:
         assert lse.shape == (out.shape[0], out.shape[2], out.shape[1])
         assert lse.is_contiguous()
         lse = ln(lse.transpose(1, 2).flatten(0, 1))
-    want.check(out.flatten(0, 1), lse)
+    want.check(out.flatten(0, 1), lse, **tolerance)
 
 
-def check_varlen(want: Expected, out: Tensor, lse: Tensor | None = None) -> None:
+def check_varlen(want: Expected, out: Tensor, lse: Tensor | None = None, **tolerance: float) -> None:
     """``out [tokens, heads, dim]`` and the natural ``lse [heads, tokens]``."""
     if lse is not None:
         assert lse.shape == (out.shape[1], out.shape[0])
         lse = ln(lse.t())
-    want.check(out, lse)
+    want.check(out, lse, **tolerance)
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import attn_ops
 from helpers.cases import Case
+from helpers.fp8_products import Fp8Expected
 from helpers.oracle import GARBAGE, Expected, PagedBatch
 
 CPU_BACKENDS = ("reference", "auto")
@@ -114,8 +115,19 @@ class Setup:
     def _prefill_options(self) -> dict[str, Any]:
         return {"causal": self.case.causal, "window_right": self.case.window_right, "mask": self.packed_mask}
 
+    def check_fp8_products(self, out: Tensor, lse: Tensor, float32_eps: float = 2**-23) -> float:
+        """:meth:`check` of a kernel that multiplies in FP8."""
+        assert out.dtype == (self.case.out_dtype or self.case.dtype)
+        assert out.is_contiguous()
+        assert lse.dtype == torch.float32
+        return self._expected(Fp8Expected).check(out, lse, float32_eps=float32_eps)
+
     @cached_property
     def expected(self) -> Expected:
+        return self._expected(Expected)
+
+    def _expected(self, kind: Any) -> Any:
+        """By ``kind``, :class:`Expected` or :class:`Fp8Expected`."""
         # A decode row is the last of its sequence: the causal mask hides no key from it.
         rows = self.q[: sum(self.qo_lens)].split(self.qo_lens)
         k_scale, v_scale = self.case.kv_scale or (1.0, 1.0)
@@ -124,7 +136,7 @@ class Setup:
             for q, k, v, mask in zip(rows, self.keys, self.values, self.masks, strict=True)
         ]
         no_keys, no_values = (torch.zeros(0, self.num_kv_heads, dim) for dim in self.case.head_dims)
-        return Expected.of(
+        return kind.of(
             [*requests, (self.q[:0], no_keys, no_values, None)],
             padding=self.case.padding,
             causal=self.case.causal,

@@ -286,9 +286,9 @@ PREFILL_FAULTS = {
     ),
     "a stage is released before its last product": Planted(
         Fault(
-            "wgmma_wait<0>();\n        fence_registers(output);\n        "
-            "arrive_by_warp(v_empty + previous % kValueStages * 8);",
-            "arrive_by_warp(v_empty + previous % kValueStages * 8);\n        wgmma_wait<0>();",
+            "wgmma_wait<0>();\n        finish_pv(output, partial, probabilities, values_of(previous));\n        "
+            "arrive_by_warp(v_empty + previous % kPvStages * 8);",
+            "arrive_by_warp(v_empty + previous % kPvStages * 8);\n        wgmma_wait<0>();",
         ),
         r"race: (.|\n)*read by wgmma(.|\n)*TMA",
     ),
@@ -297,7 +297,10 @@ PREFILL_FAULTS = {
         "before wgmma.wait_group",
     ),
     "the output is used in flight, beside the next unit's first logits": Planted(
-        Fault("wgmma_wait<1>();\n          fence_registers(output);", "fence_registers(output);"),
+        Fault(
+            "wgmma_wait<1>();\n          finish_pv(output, partial, probabilities, values_of(number));",
+            "finish_pv(output, partial, probabilities, values_of(number));",
+        ),
         "before wgmma.wait_group",
     ),
     "the next unit's first logits are used in flight": Planted(
@@ -309,9 +312,10 @@ PREFILL_FAULTS = {
     ),
     "no fence of registers": Planted(
         Fault(
-            "wgmma_fence();\n    issue_qk(logits, k_major(queries(n), kGroupBytes), "
+            "wgmma_fence();\n    issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), "
             "keys + tile % kKeyStages * (kKeyBytes / 16));",
-            "issue_qk(logits, k_major(queries(n), kGroupBytes), keys + tile % kKeyStages * (kKeyBytes / 16));",
+            "issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), "
+            "keys + tile % kKeyStages * (kKeyBytes / 16));",
         ),
         "without wgmma.fence",
     ),
@@ -330,10 +334,7 @@ PREFILL_FAULTS = {
         odd=True,
     ),
     "no barrier between stores and loads": Planted(
-        Fault(
-            "named_sync(kBothConsumers, 2 * kConsumerThreads);\n  if (odd) return fence_async_shared();",
-            "if (odd) return fence_async_shared();",
-        ),
+        Fault("sync();  // the state is stored\n", ""),
         "race|uninitialised",
         odd=True,
     ),
@@ -371,8 +372,10 @@ FP8_FAULTS = {
     "no wait for a stage of values": Planted(
         Fault("wait(v_empty + tile % kValueStages * 8, tile / kValueStages & 1 ^ 1);", ""), "race|more arrivals"
     ),
-    "no queries": Planted(Fault("load_queries(p, q, unit, n, shared, thread);", "", 2), "deadlock"),
-    "no release of a unit": Planted(Fault("release_unit(shared);\n    if (!exists) return;", ""), "deadlock"),
+    "no queries": Planted(Fault("load_queries(p, q, unit, n, shared, thread);", "", 3), "deadlock"),
+    "no release of a unit": Planted(
+        Fault("release_unit(shared);\n    if (!exists) return;", "if (!exists) return;", 2), "deadlock"
+    ),
 }
 
 STAGE = "store_shared(staged + i * 32 + lane * 8, output[4 * i + 2 * r], output[4 * i + 2 * r + 1])"

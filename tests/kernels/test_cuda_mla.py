@@ -16,6 +16,7 @@ from attn_ops.kernels.cuda import compile as compile_module
 from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda import mla, prefill
 from attn_ops.kernels.cuda.kernel import Specialization
+from attn_ops.kernels.cuda.operands import COLUMNS
 from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from torch import Tensor
@@ -79,7 +80,7 @@ def test_a_map_of_the_cache_has_every_token(columns: int) -> None:
     cache = _numbered(5, 128, 576)[..., 576 - columns :]
     one = mla.cache_map(cache)
     assert _is_valid(one)
-    assert one.box == (1, mla.TILE, prefill.COLUMNS)
+    assert one.box == (1, mla.TILE, COLUMNS)
     assert torch.equal(_mapped(one), cache)
 
 
@@ -100,8 +101,8 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         "kLatent": mla.LATENT,
         "kTile": mla.TILE,
         "kPackedRows": prefill.PACKED_ROWS,
-        "kRowBytes": 2 * prefill.COLUMNS,
-        "kBlocks": (mla.LATENT + mla.ROTARY) // prefill.COLUMNS,
+        "kRowBytes": 2 * COLUMNS,
+        "kBlocks": (mla.LATENT + mla.ROTARY) // COLUMNS,
         "kQueryBoxBlocks": mla.QUERY_BOX_BLOCKS,
         "kLikeQuery": 0,
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),

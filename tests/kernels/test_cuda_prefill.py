@@ -17,7 +17,7 @@ from attn_ops.kernels.cuda import kernel as kernel_module
 from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.cuda.kernel import Specialization
-from attn_ops.kernels.cuda.operands import GROUP_TOKENS
+from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES
 from attn_ops.kernels.triton import prefill_call
 from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
@@ -30,11 +30,13 @@ from attn_ops.native.images import ImageSet, collect
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 
+E4M3 = torch.float8_e4m3fn
+
 PAGES, PAGE_SIZE, HEADS, DIM = 5, 24, 3, 128
 
 SPILL_BYTES = {False: 16, True: 96}
-"""By whether KV is FP8, of a thread that may be spilled: values that are needed again after a loop. Producers that
-convert have 40 or 56 registers, and what they need once for each unit may be spilled."""
+"""By whether KV is converted, of a thread that may be spilled: values that are needed again after a loop. Producers
+that convert have 40 or 56 registers, and what they need once for each unit may be spilled."""
 
 
 def _numbered(*shape: int) -> Tensor:
@@ -138,10 +140,11 @@ def test_groups_that_do_not_divide_64_are_copied(group: int) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("key", [k for k in prefill.SPECIALIZATIONS if k[3] == torch.bfloat16], ids=str)
+@pytest.mark.parametrize("key", [k for k in prefill.SPECIALIZATIONS if k[3] != torch.float16], ids=str)
 def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
-    one, tile = prefill.SPECIALIZATIONS[key], prefill.TILES[key[:2]]
+    one, tile = prefill.SPECIALIZATIONS[key], prefill.tile_of(key[:2], key[3])
+    row_bytes = min(ROW_BYTES, key[0] * key[3].itemsize)
     expected = {
         "sizeof(Shared)": one.shared_bytes,
         "kTile": tile.tokens,
@@ -149,13 +152,14 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         "kValueStages": tile.value_stages,
         "kQueries": tile.queries,
         "kPackedRows": prefill.PACKED_ROWS,
-        "kRowBytes": 2 * prefill.COLUMNS,
-        "kGroupBytes": 2 * prefill.COLUMNS * GROUP_TOKENS,
+        "kRowBytes": row_bytes,
+        "kGroupBytes": row_bytes * GROUP_TOKENS,
         "kNone": prefill.NO_WINDOW,
         "kMaxGroup": unsupported.CUDA_PREFILL_GROUP,
         "kFp8E4M3": prefill.FP8_TYPES[torch.float8_e4m3fn],
         "kFp8E5M2": prefill.FP8_TYPES[torch.float8_e5m2],
         "kLikeQuery": 0,
+        **({"kTransposedStages": tile.transposed_stages} if tile.transposed_stages else {}),
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
     }
     checks = "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items())
@@ -168,21 +172,25 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("key", prefill.SPECIALIZATIONS, ids=str)
 def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]) -> None:
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
-    one, tokens = prefill.SPECIALIZATIONS[key], prefill.TILES[key[:2]].tokens
-    assert usage_of(one).stack <= SPILL_BYTES[key[4]]
+    one, tile, converts = prefill.SPECIALIZATIONS[key], prefill.tile_of(key[:2], key[3]), key[4] and key[3].itemsize > 1
+    tokens = tile.tokens
+    assert usage_of(one).stack <= SPILL_BYTES[converts]
     code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
-    beside_the_epilogue = ["1", "0"] if prefill.TILES[key[:2]].queries > 1 else []  # last product; next unit's logits
-    assert waits == ["0", "1", "0", *beside_the_epilogue, "0"]  # first tile; mainloop; ...; last product
+    beside_the_epilogue = ["1", "0"] if tile.queries > 1 else []  # last product; next unit's logits
+    pv = ["0"] * (4 if key[:2] == (256, 256) and key[3] == E4M3 else 1)  # for each part of the columns
+    assert waits == ["0", "1", *pv, *beside_the_epilogue, *pv]  # first tile; mainloop; ...; last product
     step = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", code, re.DOTALL)[0]
     of_softmax = step.rpartition("MUFU.RCP")[2].count("MUFU.EX2")  # those before are of the soft cap
     least = 29 if key[:2] == (256, 256) else tokens / 2 * 15 / 16
     assert of_softmax >= least  # of a thread: a warpgroup has 64 packed rows and a KV tile
-    assert not re.search(r"\b(LDL|STL)\b", step)
+    assert "STL" not in step
+    of_the_mask = 3 if key[:2] == (128, 128) and key[3] == E4M3 else 0  # bounds, where a tile is masked
+    assert len(re.findall(r"\bLDL\b", step)) <= of_the_mask
     conversions = {f"{name}.UNPACK": code.count(f".{name}.UNPACK") for name in ("E4M3", "E5M2")}
     # Of a thread: a part of the first keys of a unit, of the others, and of values, two numbers at once.
     of_a_part = tokens * (2 * key[0] + key[1]) // 128 // 2
-    assert set(conversions.values()) == {of_a_part if key[4] else 0}
+    assert set(conversions.values()) == {of_a_part if converts else 0}
 
 
 SMS = 132
@@ -202,14 +210,22 @@ def test_a_launch_has_a_cta_for_each_unit_up_to_one_for_each_sm(
         units = -(-rows // tile_rows) * 2 * -(-tile_rows * group // 128)
         assert fake_driver.array("grid", 3) == [min(units, SMS), 1, 1]
         settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
-        assert settings == [384, prefill.TILES[128, 128].shared_bytes(128, 128), 1]
+        assert settings == [384, prefill.TILES[128, 128].shared_bytes(128, 128, 2), 1]
 
 
 @needs_nvrtc
 @needs_the_module
-@pytest.mark.parametrize(("heads", "kv_dtype"), [(8, torch.bfloat16), (14, torch.bfloat16), (8, torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "kv_dtype"),
+    [
+        (8, torch.bfloat16, torch.bfloat16),
+        (14, torch.bfloat16, torch.bfloat16),
+        (8, torch.bfloat16, torch.float8_e4m3fn),
+        (14, torch.float8_e4m3fn, torch.float8_e4m3fn),
+    ],
+)
 def test_a_package_takes_any_number_of_rows(
-    heads: int, kv_dtype: torch.dtype, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
     eager: list[tuple[int, ...]] = []
@@ -222,7 +238,8 @@ def test_a_package_takes_any_number_of_rows(
     def call(rows: Tensor) -> Tensor:
         symbols.extend(n.node for n in rows.shape if isinstance(n, torch.SymInt))
         q, k = rows.new_zeros(rows.shape[0], heads, 128), rows.new_zeros(300, 2, 128)
-        return prefill.single_prefill(q, k.to(kv_dtype), (k + 1).to(kv_dtype), causal=True, window_left=70)[0]
+        tensors = q.to(dtype), k.to(kv_dtype), (k + 1).to(kv_dtype)
+        return prefill.single_prefill(*tensors, causal=True, window_left=70)[0]
 
     def tensor(rows: int) -> Tensor:
         return torch.zeros(rows, dtype=torch.bfloat16)
@@ -233,7 +250,7 @@ def test_a_package_takes_any_number_of_rows(
     ((outs, ins, integers, _, name),) = packaged
     image = images.images[name]
     assert [spec.name for spec in image.tensors] == ["out", "q", "k", "v"]
-    assert (image.function, len(image.maps)) == ("prefill", 3 if kv_dtype == torch.bfloat16 else 1)
+    assert (image.function, len(image.maps)) == ("prefill", 3 if kv_dtype == dtype else 1)
     hints = {node.expr: node.hint for node in symbols}
     sizes = 2 * sum(t.dim() for t in (*outs, *ins))
     for count in (50, 7, 1000):
@@ -312,6 +329,40 @@ FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_reasons_of_fp8_one_by_one(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
     assert unsupported.cuda_prefill_fp8(problem) == [reason]
+    assert not on_hopper
+
+
+OF_E4M3: dict[str, Any] = {"dtype": E4M3, "kv_dtype": E4M3}
+
+E4M3_TAKEN: list[dict[str, Any]] = [
+    *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in prefill.FP8_TILES),
+    {"op": "ragged_prefill", "page_size": 0},
+    {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS | {"kv_scale"}))},
+]
+
+
+@pytest.mark.parametrize("fields", E4M3_TAKEN, ids=str)
+def test_calls_with_fp8_queries_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
+    problem = replace(GOOD, **OF_E4M3 | fields)
+    assert unsupported.cuda_prefill_e4m3(problem) == []
+    dims = problem.head_dim_qk, problem.head_dim_vo
+    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, problem.op == "batch_prefill", problem.dtype, True)]]
+
+
+E4M3_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.bfloat16}, "the query is torch.bfloat16, not torch.float8_e4m3fn"),
+    ({"kv_dtype": torch.float8_e5m2}, "the cache is torch.float8_e5m2, not torch.float8_e4m3fn"),
+    ({"head_dim_qk": 192}, "head dimensions 192 and 128 have no tile"),
+    ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
+    ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
+    ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
+    ({"options": ("mask",)}, "it does not implement mask"),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), E4M3_REFUSED, ids=[reason for _, reason in E4M3_REFUSED])
+def test_reasons_of_fp8_queries(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
+    assert unsupported.cuda_prefill_e4m3(replace(GOOD, **OF_E4M3 | fields)) == [reason]
     assert not on_hopper
 
 

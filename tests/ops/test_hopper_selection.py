@@ -20,6 +20,8 @@ from attn_ops.ops.checks import CHECKS
 
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
 GENERAL, PREFILL, FP8_PREFILL, MLA = "triton", "cuda.prefill", "cuda.prefill_fp8", "cuda.mla"
+E4M3_PREFILL = "cuda.prefill_e4m3"
+E4M3 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +100,8 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     assert _chosen(*call, lowerable=True) == GENERAL
     assert _chosen(*call, lowerable=True, images=True) == kernel
     lines = _lines(*call)
-    refused = [] if kernel == MLA else [FP8_PREFILL]
-    assert list(lines) == [kernel, GENERAL, *refused, "cpu.sdpa", "reference"]
+    e4m3, fp8 = ([], []) if kernel == MLA else ([E4M3_PREFILL], [FP8_PREFILL])
+    assert list(lines) == [kernel, *e4m3, GENERAL, *fp8, "cpu.sdpa", "reference"]
     assert lines[kernel] == f"runs it, kernel {kernel.partition('.')[2]}; packages launch its image"
     assert lines[GENERAL] == "can run it, kernel prefill"
     assert lines["reference"] == "can run it"
@@ -155,8 +157,45 @@ def test_an_fp8_cache_is_read_by_the_general_kernel_unless_cuda_is_asked_for(
     assert _chosen(*call, name="cuda") == FP8_PREFILL
     assert _chosen(*call, name="cuda", lowerable=True, images=True) == FP8_PREFILL
     lines = _lines(*call)
-    assert list(lines) == [PREFILL, GENERAL, FP8_PREFILL, "cpu.sdpa", "reference"]
+    assert list(lines) == [PREFILL, E4M3_PREFILL, GENERAL, FP8_PREFILL, "cpu.sdpa", "reference"]
     assert lines[FP8_PREFILL] == "can run it, kernel prefill_fp8"
+
+
+@pytest.mark.parametrize("kind", ["prefill", "ragged"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_scale": (1.0, 2.0), "head_dims": (64, 64), "out_dtype": torch.bfloat16},
+        {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0, "head_dims": (256, 256)},
+    ],
+    ids=str,
+)
+def test_fp8_queries_are_multiplied_in_fp8(kind: str, options: dict[str, Any]) -> None:
+    call = _prefill(kind, dtype=E4M3, **options)
+    assert _chosen(*call) == _chosen(*call, name="cuda") == E4M3_PREFILL
+    assert _chosen(*call, lowerable=True, images=True) == E4M3_PREFILL
+    assert _chosen(*call, lowerable=True) == GENERAL
+    assert _lines(*call)[GENERAL] == "can run it, kernel prefill"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"head_dims": (192, 128)}, "head dimensions 192 and 128"),
+        ({"page_size": 12}, "pages of 12 tokens"),
+        ({"masked": 0.5}, "does not implement mask"),
+        ({"pos_encoding": "ALIBI"}, "does not implement pos_encoding"),
+    ],
+    ids=str,
+)
+def test_other_fp8_queries_are_converted(options: dict[str, Any], reason: str) -> None:
+    """The general kernel gets them in float16, and so does that which converts keys and values, if it is asked for."""
+    call = _prefill(dtype=E4M3, **options)
+    assert _chosen(*call) == GENERAL
+    assert reason in _lines(*call)[E4M3_PREFILL]
+    if "head_dims" in options:
+        assert _chosen(*call, name="cuda") == FP8_PREFILL
 
 
 def test_decode_runs_the_general_kernel_and_cuda_has_none() -> None:

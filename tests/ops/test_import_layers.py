@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("eager.checked_call",),
     ("plan", "meta", "eager.startup", "eager.launches"),
     ("kernels",),
-    ("ops.schemas", "ops.backends", "ops.checks", "ops.inductor", "flops"),
+    ("ops.schemas", "ops.fp8_queries", "ops.backends", "ops.checks", "ops.inductor", "flops"),
     ("ops.register",),
     ("plan.planner_base",),
     ("planner", "distributed.sharding_table", "distributed.sharding_agreement", "distributed.sharding_plan"),

@@ -57,6 +57,7 @@ torch.compile(attend, fullgraph=True)(q, k, v)
 
 REASONS = (
     "cuda.prefill: it runs on cuda, not cpu",
+    "cuda.prefill_e4m3: it runs on cuda, not cpu",
     "triton: it runs on cuda, not cpu",
     "cuda.prefill_fp8: it runs on cuda, not cpu",
 )
@@ -69,18 +70,16 @@ def test_the_log_says_which_kernel_runs_and_why() -> None:
     done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     messages = [line.rpartition("] ")[2] for line in done.stderr.splitlines() if "attn_ops/ops/" in line]
-    hopper, triton, fp8 = REASONS
+    reasons, graph = "; ".join(REASONS), "Inductor does not generate it"
+    *hopper, triton, fp8 = REASONS
+    in_packages = "; ".join((*(f"{one}, {graph}" for one in hopper), triton, f"{fp8}, {graph}"))
     traced = messages.index("single_prefill: reference runs the traced call")
-    eager = f"single_prefill: cpu (kernel sdpa) runs it; {hopper}; {triton}; {fp8}"
+    eager = f"single_prefill: cpu (kernel sdpa) runs it; {reasons}"
     assert messages[0] == eager
-    in_graphs = f"single_prefill: reference runs it; {hopper}; {triton}; {fp8}; cpu.sdpa: it runs eager calls only"
+    in_graphs = f"single_prefill: reference runs it; {reasons}; cpu.sdpa: it runs eager calls only"
     assert set(messages[1:traced]) <= {eager, in_graphs}  # of the fake tensors
     inlined = messages.index("single_prefill: a graph contains the kernels of reference")
-    assert (
-        messages[inlined - 1]
-        == f"single_prefill: reference runs it; {hopper}, Inductor does not generate it; {triton}; "
-        f"{fp8}, Inductor does not generate it; cpu.sdpa: Inductor does not generate it"
-    )
+    assert messages[inlined - 1] == f"single_prefill: reference runs it; {in_packages}; cpu.sdpa: {graph}"
     called = "single_prefill: a graph calls the op, as Inductor does not generate the kernel reference"
     assert called in messages[inlined:]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_ops.errors import OptionError, PlanError, ShapeError
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.checks.checker import OpChecker, caches, memory_layout
+from attn_ops.ops.fp8_queries import QUERY
 from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, AttentionOptions
 from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
@@ -127,7 +128,7 @@ def batch_prefill(
 ) -> Problem:
     op = OpChecker("batch_prefill")
     o = AttentionOptions(**options)
-    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
+    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", (*FLOATS, QUERY), None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
     problem = _attention(op, q, k_cache, v_cache, page_size, heads, o)
     return _planned(op, PrefillPlan, problem, q, plan, workspace, o)[1]
@@ -137,7 +138,7 @@ def _dense_kv(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) ->
     """The KV heads of checked keys and values that are not paged."""
     op.layout(kv_layout)
     dims = "[nnz_kv, num_kv_heads, head_dim]" if kv_layout == "NHD" else "[num_kv_heads, nnz_kv, head_dim]"
-    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", FLOATS, None)
+    op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", (*FLOATS, QUERY), None)
     op.tensor("k", k, dims, FLOATS + FP8, q)
     op.tensor("v", v, dims, FLOATS + FP8, q)
     for dim in (0, 1):

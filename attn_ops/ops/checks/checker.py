@@ -141,6 +141,13 @@ class OpChecker:
             self.fail(
                 DTypeError, f"the keys are {dtype_name(k)} and the values {dtype_name(v)}", "one dtype", "convert one"
             )
+        if q.dtype in FP8 and k.dtype != q.dtype:
+            self.fail(
+                DTypeError,
+                f"the keys are {dtype_name(k)} and q {dtype_name(q)}",
+                "the dtype of q, if that is FP8",
+                "convert q to float16, which has every FP8 number",
+            )
         if k.dtype not in (q.dtype, *FP8):
             self.fail(
                 DTypeError,

@@ -75,6 +75,9 @@ PLAN = ("qo_indptr", "kv_indices", "work", "queue", "cta_indptr", "kv_len", "mer
 
 C_TYPES = {"pointer": ctypes.c_void_p, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
+MACHINE = ("cuda.h", "basics.", "hopper.", "cluster.", "wgmma_fp8.", "??")
+"""Beginnings of places that are not the kernel's."""
+
 MAX_BOX, MAX_STRIDE, ALIGNMENT = 256, 1 << 40, 16
 
 needs_a_compiler = pytest.mark.skipif(
@@ -225,9 +228,7 @@ def _with_lines(message: str, library: Path) -> str:
         words = ["addr2line", "-i", "-e", str(library), address]
         lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
         places = [re.sub(r" \(.*\)", "", line.rpartition("/")[2]) for line in lines]
-        of_kernel = [
-            one for one in places if not one.startswith(("cuda.h", "basics.", "hopper.", "cluster.", "mma.", "??"))
-        ]
+        of_kernel = [one for one in places if not one.startswith(MACHINE)]
         return "at " + ", called at ".join(of_kernel or places)
 
     return re.sub(r"@\{(\w+)\}", lambda found: place(found[1]), message)

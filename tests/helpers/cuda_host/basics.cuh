@@ -35,7 +35,14 @@ DEVICE float exp2_approx(float x) { return without_denormals(std::exp2(without_d
 DEVICE float log2_approx(float x) { return std::log2(x); }
 DEVICE float reciprocal_approx(float x) { return without_denormals(1 / without_denormals(x)); }
 
-DEVICE uint32 float16_pair(float low, float high) { 
+// prmt takes the lowest three bits of a digit as the byte's number; kernels here leave the fourth, the sign, at 0.
+DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
+  uint32 chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= uint32((uint64(high) << 32 | low) >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return chosen;
+}
+
+DEVICE uint32 float16_pair(float low, float high) {
   return host::to_float16(low) | uint32(host::to_float16(high)) << 16;
 }
 DEVICE uint32 bfloat16_pair(float low, float high) {

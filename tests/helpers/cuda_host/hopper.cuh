@@ -42,6 +42,16 @@ DEVICE void store_shared(uint32 to, float x, float y) {
 }
 DEVICE void store_shared(uint32 to, uint4 v) { *static_cast<uint4*>(host::from_shared_address(to)) = v; }
 DEVICE uint4 load_shared(uint32 from) { return *static_cast<const uint4*>(host::from_shared_address(from)); }
+DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    m[i] = 0;
+    for (int half = 0; half < 2; ++half) {
+      const uint32 from = uint32(host::exchange(row, 8 * i + lane % 4 * 2 + half, "ldmatrix.trans")) + lane / 4 * 2;
+      m[i] |= uint32(*static_cast<const uint16*>(host::from_shared_address(from))) << 16 * half;
+    }
+  }
+}
 DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
@@ -62,17 +72,18 @@ template <int N>
 DEVICE void fence_registers(float (&d)[N]) {
   host::check_registers(d, N);
 }
+constexpr host::Operands kOperands = DTYPE == 2 ? host::Operands::kBFloat16 : host::Operands::kFloat16;
 template <int N>
 DEVICE void wgmma_ss(float (&d)[N], uint64 a, uint64 b, bool accumulate) {
-  host::wgmma({d, 2 * N, nullptr, a, b, false, accumulate, DTYPE == 2});
+  host::wgmma({d, 2 * N, nullptr, a, b, false, accumulate, kOperands});
 }
 template <int N>
 DEVICE void wgmma_ss_mn(float (&d)[N], uint64 a, uint64 b) {
-  host::wgmma({d, 2 * N, nullptr, a, b, true, true, DTYPE == 2});
+  host::wgmma({d, 2 * N, nullptr, a, b, true, true, kOperands});
 }
 template <int N>
 DEVICE void wgmma_rs(float (&d)[N], const uint32 (&a)[4], uint64 b) {
-  host::wgmma({d, 2 * N, a, 0, b, true, true, DTYPE == 2});
+  host::wgmma({d, 2 * N, a, 0, b, true, true, kOperands});
 }
 
 }  // namespace attn_ops

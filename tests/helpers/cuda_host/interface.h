@@ -57,22 +57,17 @@ void wait(std::uint32_t barrier, std::uint32_t parity);
 void load_box(std::uint32_t ctas, std::uint32_t to, const void* map, const int* coordinates, int rank,
               std::uint32_t barrier);  // ctas: a bit mask, 0 for the own one
 
-// ---- mma.sync ----
-
-struct Fragments {  // of a lane: D [16, 8], A [16, 16], B [16, 8]
-  float* d;
-  const std::uint32_t *a, *b;
-};
-void multiply_by_warp(const Fragments& fragments, bool bfloat16);  // D += A B
-
 // ---- WGMMA ----
+
+enum class Operands { kFloat16, kBFloat16, kE4M3 };
 
 struct Product {
   float* d;                       // this thread's part of the accumulator [64, columns]
   int columns;
-  const std::uint32_t* a;         // A [64, 16] in registers, or null
+  const std::uint32_t* a;         // A [64, 16], of e4m3 [64, 32], in registers, or null
   std::uint64_t a_descriptor, b_descriptor;
-  bool b_mn_major, accumulate, bfloat16;
+  bool b_mn_major, accumulate;
+  Operands type;
 };
 void wgmma(const Product& product);
 void wgmma_fence();

@@ -93,13 +93,6 @@ struct WarpGroup {
   Time issued = 0;  // products
 };
 
-// Fragments of the lanes of a warp that have come to a product.
-struct WarpProduct {
-  int arrived = 0;
-  Fragments lanes[32];
-  Queue waiting;
-};
-
 struct Copy {  // cp.async
   char* to;
   const char* from;  // null for zeros
@@ -145,7 +138,6 @@ struct Cta {
   std::map<std::uint32_t, Barrier> barriers;  // by offset in shared memory
   Rendezvous all, named[16], warps[kMaxWarps];
   Exchange exchanges[kMaxWarps];
-  WarpProduct products[kMaxWarps];
   WarpGroup groups[kMaxWarps / 4];
   std::vector<Thread> threads;
   int running, bulk_threads;

@@ -1,4 +1,4 @@
-// Products of matrices: mma.sync of a warp, and WGMMA of a warpgroup.
+// Products of matrices: WGMMA of a warpgroup.
 #include "machine.h"
 
 #include <cstring>
@@ -11,17 +11,19 @@ std::vector<std::unique_ptr<Accumulator>> accumulators;
 
 namespace {
 
-// An operand in shared memory. Hardware swizzles addresses: the layout repeats every 1024 bytes.
+// An operand in shared memory. Its rows are as wide as the swizzle. Hardware swizzles addresses: the layout repeats every 8
+// rows, counted from address 0.
 struct Operand {
-  std::uint32_t start, leading, stride;  // bytes
+  std::uint32_t start, leading, stride, width;  // bytes
 
   Operand(std::uint64_t d, std::uint32_t pc)
-      : start(d << 4 & 0x3FFF0), leading(d >> 12 & 0x3FFF0), stride(d >> 28 & 0x3FFF0) {
-    if (d >> 62 != 1 || (d >> 49 & 7)) fail("a descriptor of another swizzle than 128 bytes, " + at(pc));
+      : start(d << 4 & 0x3FFF0), leading(d >> 12 & 0x3FFF0), stride(d >> 28 & 0x3FFF0), width(256 >> (d >> 62)) {
+    if ((width != 128 && width != 64) || (d >> 49 & 7))
+      fail("a descriptor of another swizzle than 128 or 64 bytes, " + at(pc));
   }
-  // Of 8 elements from row `r` and column `c` of the matrix in memory, whose rows are 64 elements wide.
-  std::uint32_t chunk(int r, int c) const {
-    return swizzled(start + r / 8 * stride + r % 8 * 128 + c / 64 * leading + c % 64 * 2, 128);
+  // Of 16 bytes of row `r` of the matrix in memory.
+  std::uint32_t chunk(std::uint32_t r, std::uint32_t byte) const {
+    return swizzled(start + r / 8 * stride + r % 8 * width + byte / width * leading + byte % width, width);
   }
 };
 
@@ -33,46 +35,77 @@ struct Multiplication {
   Access access;
   std::uint32_t pc;
 
-  void load(std::uint32_t address, float (&to)[8]) {
+  int size() const { return product.type == Operands::kE4M3 ? 1 : 2; }  // bytes of an element
+
+  // Element `i` of packed ones.
+  float value(const void* packed, int i) const {
+    if (size() == 1) return from_e4m3(static_cast<const std::uint8_t*>(packed)[i]);
+    const std::uint16_t x = static_cast<const std::uint16_t*>(packed)[i];
+    return product.type == Operands::kBFloat16 ? from_bfloat16(x) : from_float16(x);
+  }
+
+  // Elements of 16 bytes.
+  void load(std::uint32_t address, float (&to)[16]) {
     const std::uint32_t offset = address - kSharedBase;
     check_shared(cta, offset, 16, "an operand of wgmma", pc);
     cta.shared.shadow.read(offset, 16, access, view, cluster, true, cta.shared.name);
-    std::uint16_t from[8];
+    alignas(16) char from[16];
     std::memcpy(from, cta.shared.begin + offset, sizeof from);
-    for (int i = 0; i < 8; ++i) to[i] = value(from[i]);
+    for (int i = 0; i < 16 / size(); ++i) to[i] = value(from, i);
   }
-  float value(std::uint16_t x) const { return product.bfloat16 ? from_bfloat16(x) : from_float16(x); }
+
+  // Adds as the tensor cores add FP8 products: all terms lose their bits below 2^-13 of the largest one's leading bit.
+  void add_coarsely(float* d, const float (&a)[32], const float (&b)[32][256]) const {
+    static float quantum[256];
+    const int columns = product.columns;
+    for (int n = 0; n < columns; ++n) quantum[n] = std::abs(d[n]);
+    for (int k = 0; k < 32; ++k)
+      for (int n = 0; n < columns; ++n) quantum[n] = std::max(quantum[n], std::abs(a[k] * b[k][n]));
+    for (int n = 0; n < columns; ++n) {
+      const auto exponent = std::bit_cast<std::uint32_t>(quantum[n]) & 0x7F800000;  // 2^e of the largest
+      quantum[n] = std::max(std::bit_cast<float>(exponent) * 0x1p-13f, 0x1p-100f);
+      d[n] = std::trunc(d[n] / quantum[n]) * quantum[n];
+    }
+    for (int k = 0; k < 32; ++k)
+      for (int n = 0; n < columns; ++n) d[n] += std::trunc(a[k] * b[k][n] / quantum[n]) * quantum[n];
+  }
 
   void run(Accumulator& to) {
-    static float a[64][16], b[16][256];
-    const int columns = product.columns;
-    float values[8];
+    static float a[64][32], b[32][256];
+    const int columns = product.columns, of_word = 4 / size(), of_chunk = 16 / size(), depth = 32 / size();
+    float values[16];
     if (product.a) {
       for (int t = 0; t < 128; ++t)
         for (int i = 0; i < 4; ++i)
-          for (int half = 0; half < 2; ++half)
-            a[t / 32 * 16 + t % 32 / 4 + i % 2 * 8][t % 4 * 2 + i / 2 * 8 + half] =
-                value(std::uint16_t(group.products[t].a[i] >> 16 * half));
+          for (int j = 0; j < of_word; ++j)
+            a[t / 32 * 16 + t % 32 / 4 + i % 2 * 8][t % 4 * of_word + i / 2 * of_chunk + j] =
+                value(&group.products[t].a[i], j);
     } else {
       const Operand operand(product.a_descriptor, pc);
       for (int row = 0; row < 64; ++row)
-        for (int k = 0; k < 16; k += 8) load(operand.chunk(row, k), values), std::copy_n(values, 8, &a[row][k]);
+        for (int k = 0; k < depth; k += of_chunk)
+          load(operand.chunk(row, k * size()), values), std::copy_n(values, of_chunk, &a[row][k]);
     }
     const Operand operand(product.b_descriptor, pc);
     if (product.b_mn_major) {
-      for (int k = 0; k < 16; ++k)
-        for (int n = 0; n < columns; n += 8) load(operand.chunk(k, n), values), std::copy_n(values, 8, &b[k][n]);
+      for (int k = 0; k < depth; ++k)
+        for (int n = 0; n < columns; n += of_chunk)
+          load(operand.chunk(k, n * size()), values), std::copy_n(values, of_chunk, &b[k][n]);
     } else {
       for (int n = 0; n < columns; ++n)
-        for (int k = 0; k < 16; k += 8) {
-          load(operand.chunk(n, k), values);
-          for (int i = 0; i < 8; ++i) b[k + i][n] = values[i];
+        for (int k = 0; k < depth; k += of_chunk) {
+          load(operand.chunk(n, k * size()), values);
+          for (int i = 0; i < of_chunk; ++i) b[k + i][n] = values[i];
         }
     }
     for (int row = 0; row < 64; ++row) {
       float* d = to.d[row];
       if (!product.accumulate) std::fill_n(d, columns, 0.0f);
-      for (int k = 0; k < 16; ++k)
+      if (size() == 1) {
+        add_coarsely(d, a[row], b);
+        continue;
+      }
+      for (int k = 0; k < depth; ++k)
         for (int n = 0; n < columns; ++n) d[n] += a[row][k] * b[k][n];
     }
   }
@@ -107,7 +140,7 @@ void multiply(WarpGroup& group, std::uint32_t pc) {
     const Product& p = group.products[i];
     Thread& t = *group.threads[i];
     if (p.columns != first.columns || p.a_descriptor != first.a_descriptor || p.b_descriptor != first.b_descriptor ||
-        p.accumulate != first.accumulate || !p.a != !first.a || p.b_mn_major != first.b_mn_major)
+        p.accumulate != first.accumulate || p.type != first.type || !p.a != !first.a || p.b_mn_major != first.b_mn_major)
       fail("wgmma with different operands in a warpgroup, " + at(pc));
     t.uncommitted = group.issued;
     if (p.a) {
@@ -143,33 +176,6 @@ void release_accumulator(Accumulator* accumulator) {
 }
 
 }  // namespace
-
-void multiply_by_warp(const Fragments& fragments, bool bfloat16) {
-  WarpProduct& product = self->cta->products[self->index / 32];
-  product.lanes[self->index % 32] = fragments;
-  if (++product.arrived < 32) return block(product.waiting, "mma.sync", PC);
-  product.arrived = 0;
-  const auto value = [&](std::uint32_t word, int half) {
-    const auto x = std::uint16_t(word >> 16 * half);
-    return bfloat16 ? from_bfloat16(x) : from_float16(x);
-  };
-  float a[16][16], b[16][8];
-  for (int lane = 0; lane < 32; ++lane) {
-    const int row = lane / 4, column = lane % 4 * 2;
-    for (int half = 0; half < 2; ++half) {
-      for (int i = 0; i < 4; ++i)
-        a[row + i % 2 * 8][column + i / 2 * 8 + half] = value(product.lanes[lane].a[i], half);
-      for (int i = 0; i < 2; ++i) b[column + i * 8 + half][row] = value(product.lanes[lane].b[i], half);
-    }
-  }
-  for (int lane = 0; lane < 32; ++lane)
-    for (int i = 0; i < 4; ++i) {
-      float sum = product.lanes[lane].d[i];
-      for (int k = 0; k < 16; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
-      product.lanes[lane].d[i] = sum;
-    }
-  wake(product.waiting);
-}
 
 void wgmma(const Product& product) {
   const std::uint32_t pc = PC;

@@ -1,0 +1,40 @@
+"""FP8 queries: which ops take them, and their conversion for kernels that do not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_ops.eager.launches import record
+
+FP8_QUERY_OPS = frozenset({"batch_prefill", "ragged_prefill", "single_prefill", "block_sparse_prefill"})
+"""Ops that take FP8 queries, with keys and values of the same dtype."""
+
+QUERY = torch.float8_e4m3fn
+"""The dtype of such queries."""
+
+CONVERTED_DTYPE = torch.float16
+"""What kernels that take no FP8 queries get. It has every FP8 number."""
+
+
+@functools.cache
+def converting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of an op on converted queries. Unless a dtype is given, outputs have that of the query.
+
+    The conversion is PyTorch's, so a call with one cannot be replayed as launches.
+    """
+
+    @functools.wraps(function)
+    def call(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if q.dtype != QUERY:
+            return function(q, *args, **kwargs)
+        record(None)
+        if kwargs.get("out_dtype") is None:
+            kwargs["out_dtype"] = q.dtype
+        return function(q.to(CONVERTED_DTYPE), *args, **kwargs)
+
+    return call

@@ -1,0 +1,99 @@
+// Prefill: the products of a consumer in FP8, e4m3 times e4m3.
+//
+// Keys of a KV tile as operands of PV
+// -----------------------------------
+// Of the logits of 32 keys, a thread with c = lane % 4 has those of keys 8 i + 2 c + e, i < 4 and e < 2. As operand of PV,
+// it needs columns 16 h + 4 c + j, h < 2 and j < 4. So column 16 h + 4 c + 2 i + e of the operand is key
+// 16 h + 8 i + 2 c + e, for i < 2: each thread rounds what it has, and the transposed values have their tokens in the same
+// order (`prefill_fp8_transpose.cuh`).
+//
+// Probabilities
+// -------------
+// They are at most 2^kLogScale and lose precision below 2^-6, the smallest normal number of e4m3: below 2^-14 of the
+// largest one. Row sums are those of the probabilities before they are rounded.
+//
+// Sums
+// ----
+// The tensor cores add FP8 products, and to them the accumulator, with about 14 bits, and drop those below. Over thousands
+// of keys the accumulator would lose most of what a KV tile adds to it. So the product of each tile is an accumulator of
+// its own, `Partial`, which is added to the output in float32. For wide heads it has a part of the columns at a time.
+#pragma once
+
+#include "descriptors.cuh"
+#include "epilogue.cuh"
+#include "prefill_problem.cuh"
+#include "wgmma_fp8.cuh"
+
+namespace attn_ops {
+namespace {
+
+using Logits = float[kTile / 2];
+using Output = float[kDimVo / 2];
+using Probabilities = uint32[kTile / 32][4];
+constexpr int kPvParts = kDimVo > 128 ? 4 : 1;  // of the columns; their products do not overlap each other
+using Partial = float[kDimVo / 2 / kPvParts];
+
+constexpr float kLogScale = 8;  // probabilities are those of the online softmax times 2^kLogScale
+
+// The ring from which PV reads values.
+constexpr int kPvStages = kTransposedStages;
+DEVICE uint64 pv_values(Shared& shared) { return k_major(shared_address(shared.transposed[0]), 8 * kTile, kTile); }
+DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.t_full); }
+DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.t_empty); }
+
+DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
+#pragma unroll
+  for (int column = 0; column < kDimQk; column += 32) {
+    const int box = column / kColumns, step = column % kColumns / 16;
+    wgmma_e4m3_ss(logits, query + (box * kPackedRows * kRowBytes / 16 + step),
+                  keys + (box * TileLayout<kDimQk>::kColumn / 16 + step), column > 0);
+  }
+  wgmma_commit();
+}
+
+// A part of the columns.
+DEVICE void issue_part(Partial& partial, const Probabilities& p, uint64 values, int part) {
+#pragma unroll
+  for (int i = 0; i < kTile / 32; ++i)
+    wgmma_e4m3_rs(partial, p[i], values + (part * (kDimVo / kPvParts) * kTile + i * 32) / 16, i > 0);
+  wgmma_commit();
+}
+
+DEVICE void add_part(Output& output, Partial& partial, int part) {
+  constexpr int kCount = kDimVo / 2 / kPvParts;
+  fence_registers(partial);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) output[part * kCount + i] += partial[i];
+}
+
+// The first part.
+DEVICE void issue_pv(Output&, Partial& partial, const Probabilities& p, uint64 values) {
+  wgmma_fence();
+  issue_part(partial, p, values, 0);
+}
+
+// Adds the first part, which is complete, and computes and adds the others.
+static_assert(kPvParts == 1 || kQueries == 1);  // no other product is under way
+DEVICE void finish_pv(Output& output, Partial& partial, const Probabilities& p, uint64 values) {
+  add_part(output, partial, 0);
+#pragma unroll
+  for (int part = 1; part < kPvParts; ++part) {
+    wgmma_fence();
+    issue_part(partial, p, values, part);
+    wgmma_wait<0>();
+    add_part(output, partial, part);
+  }
+}
+
+DEVICE void round(Probabilities& p, const Logits& logits) {
+#pragma unroll
+  for (int i = 0; i < kTile / 32; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float* pairs = logits + 16 * i + j / 2 * 8 + j % 2 * 2;  // of a row: two keys, and two 8 further on
+      p[i][j] = e4m3_pair(pairs[0], pairs[1]) | uint32(e4m3_pair(pairs[4], pairs[5])) << 16;
+    }
+}
+
+}  // namespace
+}  // namespace attn_ops
