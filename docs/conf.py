@@ -44,7 +44,7 @@ html_theme_options = {
     "navbar_center": "navbar-nav",
     "navbar_end": ["search-button", "theme-switcher"],
     "navbar_persistent": [],
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "article_header_end": [],
     "article_footer_items": ["prev-next"],
     "secondary_sidebar_items": ["page-toc"],
