@@ -23,6 +23,7 @@ extensions = [
     "own_host",
 ]
 exclude_patterns = ["_build"]
+smartquotes_action = "qe"  # quotes and ellipses; two hyphens begin an option of a command
 templates_path = ["_templates"]
 
 myst_enable_extensions = ["deflist", "fieldlist"]
