@@ -91,8 +91,8 @@ class Comparison:
                 graph_of(call, 1, 1)
                 calls[name] = call
             except Exception as error:  # other libraries raise any type
-                self.not_measured.append(NotMeasured(name, row, _reason(error)))
-                print(f"{row}: {name} not measured: {_reason(error)}", flush=True)
+                self.not_measured.append(NotMeasured(name, row, reason_of(error)))
+                print(f"{row}: {name} not measured: {reason_of(error)}", flush=True)
                 if time.perf_counter() - start > MAX_FAILURE_SECONDS:
                     self._gave_up.add(name)
         rounds = ROUNDS_OF_LONG_CALLS if expected > LONG_CALL_MICROSECONDS else ROUNDS
@@ -110,7 +110,8 @@ def _checked(prepare: Prepare, problem: Any, max_error: float) -> Call:
     return call
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why a peer was not measured, in a line: the type and the first line of the message."""
     if isinstance(error, NotMeasuredError):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]

@@ -77,4 +77,5 @@ def run(args: argparse.Namespace) -> None:
         results.append(_measure(row, comparison))
         release_memory()
     columns = report.Columns((OURS,), tuple(comparison.peers))
-    report.save(args.name, report.title_of(args.name), NOTE, results, args.output, columns, comparison.not_measured)
+    title, absent = report.title_of(args.name), comparison.not_measured
+    report.save(args.name, title, NOTE, results, args.output, columns, absent, libraries=["flash_attn"])

@@ -1,4 +1,4 @@
-"""Decode with PyTorch's SDPA and FlashInfer."""
+"""Decode with PyTorch's SDPA, FlashInfer and FlashAttention 2."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.comparison import NotMeasuredError, Prepare
 from benchmarks.decode_problem import DecodeProblem
-from benchmarks.peers import flashinfer, flashinfer_workspace
+from benchmarks.peers import flash_attn, flashinfer, flashinfer_workspace
 from benchmarks.timing import Call
+
+
+def _contiguous(problem: DecodeProblem) -> list[tuple[Tensor, Tensor]]:
+    """Contiguous KV caches ``[batch, num_kv_heads, length, head_dim]``."""
+    if problem.row.equal_length is None:
+        raise NotMeasuredError("a contiguous cache needs requests of one length")
+    if problem.kv_dtype != problem.dtype:
+        raise NotMeasuredError("it needs queries and keys of one dtype")
+    return [problem.contiguous(i) for i in range(problem.copies)]
 
 
 def sdpa(backend: SDPBackend) -> Prepare:
     """``scaled_dot_product_attention`` on a contiguous KV cache, with one query row per request."""
 
     def prepare(problem: DecodeProblem) -> Call:
-        if problem.row.equal_length is None:
-            raise NotMeasuredError("a contiguous cache needs requests of one length")
-        if problem.kv_dtype != problem.dtype:
-            raise NotMeasuredError("it needs queries and keys of one dtype")
-        caches = [problem.contiguous(i) for i in range(problem.copies)]
+        caches = _contiguous(problem)
         q = problem.q[:, :, None]
 
         def call(copy: int) -> Tensor:
@@ -103,6 +108,13 @@ def flashinfer_xqa(problem: DecodeProblem) -> Call:
     return call
 
 
+def flash_attn_kvcache(problem: DecodeProblem) -> Call:
+    """``flash_attn_with_kvcache`` on a contiguous KV cache: its pages are of 256 tokens and more."""
+    function, q = flash_attn().flash_attn_with_kvcache, problem.q[:, None]
+    caches = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in _contiguous(problem)]
+    return lambda copy: function(q, *caches[copy], cache_seqlens=problem.kv_len, causal=True)[:, 0]
+
+
 DECODE_PEERS: dict[str, Prepare] = {
     "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
@@ -110,4 +122,5 @@ DECODE_PEERS: dict[str, Prepare] = {
     "flashinfer tensor cores": flashinfer_wrapper(use_tensor_cores=True),
     "flashinfer persistent": flashinfer_persistent,
     "flashinfer xqa": flashinfer_xqa,
+    "flash_attn": flash_attn_kvcache,
 }

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report
-from benchmarks.comparison import NotMeasured, add_peers
+from benchmarks.comparison import NotMeasured, add_peers, reason_of
 
 OURS = "attn_ops"
 PEERS = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -261,7 +261,7 @@ def measure(
         except Exception as error:  # other libraries raise any type
             if name == OURS:
                 raise
-            not_measured.append(NotMeasured(name, what, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"))
+            not_measured.append(NotMeasured(name, what, reason_of(error)))
     times: dict[str, list[float]] = {name: [] for name in running}
     for _ in range(rounds):
         for name, model in running.items():
@@ -280,10 +280,23 @@ def measure(
 
 def installed(names: Iterable[str]) -> dict[str, str]:
     """Of each implementation that transformers cannot run here, why."""
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+    from transformers import modeling_flash_attention_utils as flash
+    from transformers import utils
 
-    found = {"flash_attention_2": is_flash_attn_2_available(), "flash_attention_3": is_flash_attn_3_available()}
-    return {name: "not installed, or without CUDA" for name in names if not found.get(name, True)}
+    available = {
+        "flash_attention_2": utils.is_flash_attn_2_available,
+        "flash_attention_3": utils.is_flash_attn_3_available,
+    }
+    reasons = {}
+    for name in (name for name in names if name in available):
+        if not available[name]():
+            reasons[name] = "not installed, or without CUDA"
+            continue
+        try:
+            flash.lazy_import_flash_attention(name)
+        except ImportError as error:  # built for another torch, or without a package that it needs
+            reasons[name] = reason_of(error)
+    return reasons
 
 
 @torch.no_grad()

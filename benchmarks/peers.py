@@ -1,7 +1,8 @@
-"""FlashInfer, as the benchmarks of decode, prefill, MLA and serving steps use it."""
+"""FlashInfer and FlashAttention 2, as the benchmarks of decode, prefill, MLA and serving steps use them."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -13,17 +14,33 @@ from benchmarks.comparison import NotMeasuredError
 FLASHINFER_WORKSPACE_BYTES = 256 << 20
 
 
-def flashinfer() -> Any:
-    """The module.
+def module(name: str) -> Any:
+    """The module of a peer.
 
     Raises:
         NotMeasuredError: it is not installed.
     """
-    if importlib.util.find_spec("flashinfer") is None:
-        raise NotMeasuredError("flashinfer is not installed")
-    import flashinfer
+    if importlib.util.find_spec(name) is None:
+        raise NotMeasuredError(f"{name} is not installed")
+    return importlib.import_module(name)
 
-    return flashinfer
+
+def flashinfer() -> Any:
+    """FlashInfer.
+
+    Raises:
+        NotMeasuredError: it is not installed.
+    """
+    return module("flashinfer")
+
+
+def flash_attn() -> Any:
+    """FlashAttention 2.
+
+    Raises:
+        NotMeasuredError: it is not installed.
+    """
+    return module("flash_attn")
 
 
 def flashinfer_workspace(device: str) -> Tensor:

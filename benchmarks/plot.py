@@ -34,6 +34,7 @@ STYLES = {
     "sdpa flash": (LEAF, "<"),
     "flex": (PURPLE, "X"),
     "varlen": (PLUM, "h"),
+    "flash_attn": (PINK, "P"),
 }
 OTHER = ("#555555", "o")
 OURS, LINE, MUTED = "#2e6f9e", "#222222", "#9aa5b1"

@@ -101,4 +101,5 @@ def run(args: argparse.Namespace) -> None:
         results.append(_measure(row, comparison))
         release_memory()
     columns = report.Columns(tuple(ours), tuple(comparison.peers), higher_is_better=True)
-    report.save(name, report.title_of(name), NOTE, results, args.output, columns, comparison.not_measured)
+    title, absent = report.title_of(name), comparison.not_measured
+    report.save(name, title, NOTE, results, args.output, columns, absent, libraries=["flash_attn"])

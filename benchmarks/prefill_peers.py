@@ -1,4 +1,4 @@
-"""Prefill with PyTorch's SDPA, FlexAttention and varlen attention, and with FlashInfer."""
+"""Prefill with PyTorch's SDPA, FlexAttention and varlen attention, with FlashInfer and with FlashAttention 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.comparison import NotMeasuredError, Prepare
-from benchmarks.peers import flashinfer, flashinfer_workspace
+from benchmarks.peers import flash_attn, flashinfer, flashinfer_workspace
 from benchmarks.prefill_problem import PrefillProblem
 from benchmarks.prefill_rows import PrefillRow
 from benchmarks.timing import Call
@@ -90,6 +90,19 @@ def varlen(problem: PrefillProblem) -> Call:
     return call
 
 
+def flash_attn_varlen(problem: PrefillProblem) -> Call:
+    """``flash_attn_varlen_func`` on ragged KV: its pages are of 256 tokens and more."""
+    function, row = flash_attn().flash_attn_varlen_func, problem.row
+    longest = max(row.qo_lens), max(row.kv_lens)
+    options = {"causal": row.causal, "window_size": (row.window_left, -1), "softcap": row.logits_soft_cap}
+
+    def call(copy: int) -> Tensor:
+        keys, values = problem.keys[copy], problem.values[copy]
+        return function(problem.q, keys, values, problem.qo_indptr, problem.kv_indptr, *longest, **options)
+
+    return call
+
+
 def _dtypes(problem: PrefillProblem) -> dict[str, torch.dtype]:
     of_16_bits = {"q_data_type": problem.dtype}
     fp8 = {"q_data_type": problem.q.dtype, "kv_data_type": problem.kv_dtype, "o_data_type": problem.dtype}
@@ -165,4 +178,5 @@ PREFILL_PEERS: dict[str, Prepare] = {
     "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
     "flex": flex,
     "varlen": varlen,
+    "flash_attn": flash_attn_varlen,
 }

@@ -45,7 +45,8 @@ class Buffer:
     def __init__(self, held: Tensor, new: Tensor, length: int) -> None:
         """With the ``length`` tokens that are ``held``, and room for ``new`` ones and more."""
         batch, heads, rows, head_dim = new.shape
-        self.memory = new.new_empty((batch, heads, ((length + rows) // ROOM + 1) * ROOM, head_dim))
+        least = length + rows + (length + rows) // 8  # in proportion, so that each token is copied a few times at most
+        self.memory = new.new_empty((batch, heads, (least // ROOM + 1) * ROOM, head_dim))
         self.room, self.sizes, self.strides = self.memory.shape[2], (batch, heads, head_dim), self.memory.stride()
         if length:
             self.tokens(0, length).copy_(held)

@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+import attn_ops.flash_attn
 from benchmarks import (
     comparison,
     decode,
+    decode_peers,
     mla,
     model,
     overheads,
     plot,
     prefill,
+    prefill_peers,
     prefill_problem,
     report,
     sparse,
@@ -103,6 +106,21 @@ def test_peers_that_refuse_fail_or_are_wrong_are_listed_and_not_timed(timed: lis
     assert reasons["refuses"] == "it has no kernel"
     assert reasons["fails"] == "RuntimeError: no such kernel"
     assert reasons["wrong"].startswith("AssertionError: wrong result: relative error 1.0")
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window_left": 6}, {"logits_soft_cap": 2.0}])
+def test_flash_attn_is_called_as_its_functions_are_defined(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This library has functions of the same names and arguments."""
+    for peers in (decode_peers, prefill_peers):
+        monkeypatch.setattr(peers, "flash_attn", lambda: attn_ops.flash_attn)
+    step = prefill_problem.PrefillProblem(replace(STEP, **options), device="cpu")
+    assert step.error(prefill_peers.flash_attn_varlen(step)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    even = DecodeProblem(replace(SMALL, lengths=(40, 40)), device="cpu")
+    assert even.error(decode_peers.flash_attn_kvcache(even)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    with pytest.raises(NotMeasuredError, match="a contiguous cache needs requests of one length"):
+        decode_peers.flash_attn_kvcache(DecodeProblem(SMALL, device="cpu"))
 
 
 def test_a_wrong_result_of_ours_ends_the_run(timed: list[str]) -> None:

@@ -68,6 +68,20 @@ def test_too_many_plans_are_detected(
         generate.check_plans(generate.BATCH, models["attn_ops"], work, "eager")
 
 
+def test_a_package_that_cannot_be_imported_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> None:
+        raise ImportError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr("transformers.utils.is_flash_attn_3_available", lambda: False)
+    monkeypatch.setattr("transformers.modeling_flash_attention_utils.lazy_import_flash_attention", fails)
+    assert generate.installed(generate.PEERS) == {
+        "flash_attention_2": "ImportError: flash_attention_2: undefined symbol",
+        "flash_attention_3": "not installed, or without CUDA",
+    }
+    assert generate.installed(["sdpa"]) == {}
+
+
 def test_no_row_is_begun_after_the_time(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)

@@ -222,6 +222,17 @@ def test_a_cache_grows_in_place(transformers: Any) -> None:
     assert {t.data_ptr() for t in held}.isdisjoint(memory)
 
 
+def test_a_long_generation_copies_each_token_a_few_times(transformers: Any) -> None:
+    """Buffers grow in proportion: the tokens copied to new ones are within 9 times those held at the end."""
+    cache, new, copied = growing(transformers, 9), torch.zeros(2, 2, 1, 16), 0
+    for length in range(9, 40 * ROOM):
+        memory = cache.layers[0].keys.data_ptr()
+        held, _ = cache.update(new, new, 0)
+        copied += length * (held.data_ptr() != memory)
+    assert cache.get_seq_length() == 40 * ROOM
+    assert copied <= 9 * 40 * ROOM
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "crop": lambda cache: cache.crop(-4),
     "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
