@@ -91,6 +91,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: list[Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
     ) -> None:
+        where = type(self).__name__
         self._use_cuda_graph = use_cuda_graph
         buffers = {
             "qo_indptr_buf": qo_indptr_buf_arr,
@@ -99,15 +100,15 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf_arr,
         }
         if num_levels < 1:
-            fail(ShapeError, type(self).__name__, f"num_levels is {num_levels}", "1 or more", "change it")
+            fail(ShapeError, where, f"num_levels is {num_levels}", "1 or more", "change it")
         if num_levels > MAX_LEVELS:
-            fail(ShapeError, type(self).__name__, f"num_levels is {num_levels}", f"at most {MAX_LEVELS}", "change it")
+            fail(ShapeError, where, f"num_levels is {num_levels}", f"at most {MAX_LEVELS}", "change it")
         if use_cuda_graph:
-            _check_levels(type(self).__name__, num_levels, {f"{name}_arr": arr or [] for name, arr in buffers.items()})
+            _check_levels(where, num_levels, {f"{name}_arr": arr or [] for name, arr in buffers.items()})
         self._levels = []
         for i in range(num_levels):
-            mine: dict[str, Any] = {name: arr[i] for name, arr in buffers.items() if use_cuda_graph and arr}
-            level = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, **mine)
+            own: dict[str, Any] = {name: arr[i] for name, arr in buffers.items() if use_cuda_graph and arr}
+            level = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, **own)
             self._levels.append(level)
 
     @property
@@ -145,17 +146,18 @@ class MultiLevelCascadeAttentionWrapper:
         kv_data_type: DType | None = None,
     ) -> None:
         """Plan every level; lists have one tensor per level, as for the prefill wrapper. ``causal`` is the last's."""
+        where = f"{type(self).__name__}.plan"
         arrays = {
             "qo_indptr_arr": qo_indptr_arr,
             "paged_kv_indptr_arr": paged_kv_indptr_arr,
             "paged_kv_indices_arr": paged_kv_indices_arr,
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
-        _check_levels(f"{type(self).__name__}.plan", len(self._levels), arrays)
-        if as_dtype(f"{type(self).__name__}.plan", "q_data_type", q_data_type) in FP8:
+        _check_levels(where, len(self._levels), arrays)
+        if as_dtype(where, "q_data_type", q_data_type) in FP8:
             fail(
                 UnsupportedError,
-                f"{type(self).__name__}.plan",
+                where,
                 f"q_data_type is {str(q_data_type).removeprefix('torch.')}",
                 "float16, bfloat16 or float32",
                 "convert the query, times its scale: the states of the levels are merged in its dtype",
@@ -183,7 +185,7 @@ class MultiLevelCascadeAttentionWrapper:
         if len(set(rows)) > 1:
             fail(
                 ShapeError,
-                f"{type(self).__name__}.plan",
+                where,
                 f"the levels have {', '.join(map(str, rows))} query rows",
                 "the same number in each level",
                 "correct qo_indptr_arr",

@@ -27,7 +27,7 @@ from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
 from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache, latent
-from attn_ops.frontend.one_shot import block_table, latent_call, lengths, uniform_indptr
+from attn_ops.frontend.one_shot import block_table, latent_call, lengths, uniform_indptr, with_pages
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
@@ -359,14 +359,17 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if groups is not None:
             p = self._planned
             assert p is not None
+            assert isinstance(p.plan, PrefillPlan)
             p.check(call)
             pages = p.plan.kv_indices
             # Made first: kernels may read a plan before the preceding kernel, one of dequantize's, has ended.
             dequantized = self._dequantized_pages(pages)
             tensors = groups.dequantize(tensors, pages)
-            # Dynamo of torch 2.11 passes no result of _replace() to an op.
-            fields = {**p.plan._asdict(), "kv_indices": dequantized}
-            call = call._replace(tensors=tensors, plan=replace(p, plan=PrefillPlan(**fields), dtypes=None))
+            if torch.compiler.is_compiling():  # the compiler may make it last: planning publishes what it writes
+                plan = with_pages(p.plan, dequantized)
+            else:
+                plan = p.plan._replace(kv_indices=dequantized)
+            call = call._replace(tensors=tensors, plan=replace(p, plan=plan, dtypes=None))
         return call
 
     def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Tensor:

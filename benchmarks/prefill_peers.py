@@ -103,10 +103,18 @@ def flash_attn_varlen(problem: PrefillProblem) -> Call:
     return call
 
 
-def _dtypes(problem: PrefillProblem) -> dict[str, torch.dtype]:
-    of_16_bits = {"q_data_type": problem.dtype}
-    fp8 = {"q_data_type": problem.q.dtype, "kv_data_type": problem.kv_dtype, "o_data_type": problem.dtype}
-    return fp8 if problem.row.fp8 else of_16_bits
+def _options(problem: PrefillProblem) -> dict[str, Any]:
+    """What ``plan()`` of FlashInfer's prefill wrappers takes by name."""
+    row = problem.row
+    dtypes: dict[str, Any] = {"q_data_type": problem.dtype}
+    if row.fp8:
+        dtypes = {"q_data_type": problem.q.dtype, "kv_data_type": problem.kv_dtype, "o_data_type": problem.dtype}
+    return dtypes | {
+        "head_dim_vo": row.head_dim_vo,
+        "causal": row.causal,
+        "window_left": row.window_left,
+        "logits_soft_cap": row.logits_soft_cap,
+    }
 
 
 def _scales(problem: PrefillProblem) -> list[Tensor]:
@@ -129,11 +137,7 @@ def flashinfer_paged(backend: str) -> Prepare:
             row.num_kv_heads,
             row.head_dim,
             row.page_size,
-            head_dim_vo=row.head_dim_vo,
-            causal=row.causal,
-            window_left=row.window_left,
-            logits_soft_cap=row.logits_soft_cap,
-            **_dtypes(problem),
+            **_options(problem),
         )
         out = problem.empty_out()
         caches = list(zip(problem.k_caches, problem.v_caches, strict=True))
@@ -156,11 +160,7 @@ def flashinfer_ragged(backend: str) -> Prepare:
             row.num_qo_heads,
             row.num_kv_heads,
             row.head_dim,
-            head_dim_vo=row.head_dim_vo,
-            causal=row.causal,
-            window_left=row.window_left,
-            logits_soft_cap=row.logits_soft_cap,
-            **_dtypes(problem),
+            **_options(problem),
         )
         out = problem.empty_out()
         scales = _scales(problem)

@@ -23,6 +23,7 @@ extensions = [
     "own_host",
 ]
 exclude_patterns = ["_build"]
+smartquotes_action = "qe"  # quotes and ellipses; two hyphens begin an option of a command
 templates_path = ["_templates"]
 
 myst_enable_extensions = ["deflist", "fieldlist"]
@@ -44,7 +45,7 @@ html_theme_options = {
     "navbar_center": "navbar-nav",
     "navbar_end": ["search-button", "theme-switcher"],
     "navbar_persistent": [],
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "article_header_end": [],
     "article_footer_items": ["prev-next"],
     "secondary_sidebar_items": ["page-toc"],

@@ -22,6 +22,7 @@ from helpers.cpu_time import (  # noqa: F401  hooks
 )
 from helpers.fake_driver import fake_driver, fake_driver_library  # noqa: F401  fixtures
 from helpers.garbage import pytest_runtest_teardown, pytest_runtestloop  # noqa: F401  hooks
+from helpers.hopper import on_hopper  # noqa: F401  a fixture
 
 import attn_ops  # noqa: F401  registers the ops
 

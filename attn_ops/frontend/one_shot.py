@@ -174,9 +174,21 @@ def with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:
 
 def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
     """The same batch in a new plan of the same capacity, for calls that see keys outside the planned window."""
-    problem = PlanProblem.of(plan.problem)._replace(window=0)
+    return _planned_again(plan, PlanProblem.of(plan.problem)._replace(window=0), plan.kv_indices)
+
+
+def with_pages(plan: PrefillPlan, kv_indices: Tensor) -> PrefillPlan:
+    """The same batch in a new plan, over other pages: ``kv_indices`` as many as ``plan`` has."""
+    again = _planned_again(plan, PlanProblem.of(plan.problem), kv_indices)
+    assert isinstance(again, PrefillPlan)
+    return again
+
+
+def _planned_again(
+    plan: DecodePlan | PrefillPlan, problem: PlanProblem, kv_indices: Tensor
+) -> DecodePlan | PrefillPlan:
     fields = [problem.as_shape_tensor(plan.kv_len.device), *(torch.empty_like(t) for t in plan[1:])]
-    table = plan.kv_indptr, plan.kv_indices, (plan.kv_len - 1) % problem.page_size + 1
+    table = plan.kv_indptr, kv_indices, (plan.kv_len - 1) % problem.page_size + 1
     if isinstance(plan, DecodePlan):
         call_op("plan_decode", *table, fields)
         return DecodePlan(*fields)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attn_ops.eager.prepared_call import is_traced
 from attn_ops.errors import UnsupportedError
-from attn_ops.frontend.flash.metadata import SharedPlans, _active
+from attn_ops.frontend.flash.metadata import SharedPlans, active_blocks
 
 WHERE = "attn_implementation='attn_ops'"
 
@@ -63,7 +63,7 @@ class Step:
 
 class _LastingPlans(SharedPlans):
     def __exit__(self, *_: object) -> None:
-        _active().pop()
+        active_blocks().pop()
 
 
 class Kind(NamedTuple):

@@ -76,13 +76,15 @@ def query_offsets(row_indptr: Tensor) -> Tensor:
 
 
 def place_rows(plan: PrefillPlan, positions: Tensor) -> None:
-    """Give the rows of request ``b`` positions from ``positions[b]`` on, int32 on the device of the plan."""
+    """Give the rows of request ``b`` positions from ``positions[b]`` on, int32 on the device of the plan.
+
+    Work items that tensor operations write are not published (:mod:`attn_ops.kernels.triton.pdl`). Nor need they be:
+    prefill kernels wait for the preceding kernel before they read a work item.
+    """
     work = plan.work
     request = work[:, _REQUEST].long().clamp(0, positions.shape[0] - 1)
     position = positions[request] + work[:, _ROW] - plan.qo_indptr[request]
     work[:, _POSITION].copy_(torch.where(work[:, _ROWS] > 0, position, 0))
-    if work.is_cuda:
-        plan.kv_len.add_(0)  # a kernel with PDL may read what the preceding one wrote before it is visible
 
 
 def check_bsr(where: str, indptr: Tensor, indices: Tensor, num_cols: int, max_blocks: int | None) -> None:

@@ -8,6 +8,8 @@ find their boundaries, and boundaries their requests, by gathers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_decode as plan_in_closed_form
@@ -264,6 +266,39 @@ def plan_decode_kernel(
     publish(merge_indptr + max_batch)
 
 
+def planning_arguments(
+    kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, seq_lens: Tensor | None, p: DecodePlan
+) -> dict[str, Any]:
+    """Arguments that the kernels of decode plans share: the page table, the plan and its problem."""
+    problem, max_batch, num_ctas = PlanProblem.of(p.problem), p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
+    return {
+        "kv_indptr": kv_indptr,
+        "kv_indices": kv_indices,
+        "last_page_len": kv_last_page_len,
+        "seq_lens": seq_lens,
+        "plan_kv_indptr": p.kv_indptr,
+        "plan_kv_indices": p.kv_indices,
+        "plan_kv_len": p.kv_len,
+        "work": p.work,
+        "cta_indptr": p.cta_indptr,
+        "merge_indptr": p.merge_indptr,
+        "split_counters": p.split_counters,
+        "batch": kv_indptr.shape[0] - 1,
+        "num_indices": kv_indices.shape[0],
+        "max_batch": max_batch,
+        "max_pages": p.kv_indices.shape[0],
+        "num_ctas": num_ctas,
+        "num_split_counters": p.split_counters.numel(),
+        "PAGE_SIZE": problem.page_size,
+        "WINDOW": problem.window,
+        "SHARD": shard_of(problem, problem.window > 0),
+        "KV_BLOCK": KV_BLOCK,
+        "B": triton.next_power_of_2(max_batch),
+        "C": triton.next_power_of_2(num_ctas + 1),
+        "COPY_PAGES": COPY_PAGES,
+    }
+
+
 def plan_decode(
     kv_indptr: Tensor,
     kv_indices: Tensor,
@@ -279,38 +314,14 @@ def plan_decode(
     if max_batch > MAX_PUBLISHED_REQUESTS:
         plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
-    block_batch, num_indices = triton.next_power_of_2(max_batch), kv_indices.shape[0]
-    pdl = supports_pdl(kv_indptr)
+    block_batch, pdl = triton.next_power_of_2(max_batch), supports_pdl(kv_indptr)
     max_product = num_ctas * (p.kv_indices.shape[0] * problem.page_size // KV_BLOCK + max_batch)
     launch(
         plan_decode_kernel,
-        (SCHEDULER_CTAS.value + triton.cdiv(num_indices, COPY_PAGES),),
+        (SCHEDULER_CTAS.value + triton.cdiv(kv_indices.shape[0], COPY_PAGES),),
         Options(min(MAX_WARPS, max(MIN_WARPS, block_batch // REQUESTS_PER_WARP)), launch_pdl=pdl),
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        last_page_len=kv_last_page_len,
-        seq_lens=seq_lens,
-        plan_kv_indptr=p.kv_indptr,
-        plan_kv_indices=p.kv_indices,
-        plan_kv_len=p.kv_len,
-        work=p.work,
-        cta_indptr=p.cta_indptr,
-        merge_indptr=p.merge_indptr,
-        split_counters=p.split_counters,
-        batch=kv_indptr.shape[0] - 1,
-        num_indices=num_indices,
-        max_batch=max_batch,
-        max_pages=p.kv_indices.shape[0],
-        num_ctas=num_ctas,
-        num_split_counters=p.split_counters.numel(),
-        PAGE_SIZE=problem.page_size,
-        WINDOW=problem.window,
-        SHARD=shard_of(problem, problem.window > 0),
-        KV_BLOCK=KV_BLOCK,
+        **planning_arguments(kv_indptr, kv_indices, kv_last_page_len, seq_lens, p),
         IMBALANCE_DENOM=IMBALANCE_DENOM,
-        B=block_batch,
-        C=triton.next_power_of_2(num_ctas + 1),
-        COPY_PAGES=COPY_PAGES,
         INT64=not isinstance(max_product, int) or max_product >= 1 << 31,
         PDL=pdl,
     )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.context import shard_of, tokens_before
+from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
-from attn_ops.kernels.triton.plan_decode import COPY_PAGES, clear, copy_page_numbers, count_tokens
+from attn_ops.kernels.triton.plan_decode import COPY_PAGES, clear, copy_page_numbers, count_tokens, planning_arguments
 from attn_ops.kernels.triton.plan_decode import plan_decode as plan_balanced
 from attn_ops.kernels.triton.search import count_at_most
 from attn_ops.kernels.triton.work_item import store_work_item
@@ -145,43 +145,19 @@ def plan_decode(
     """Fill ``plan`` with splits of the size in its problem, or for load balance if that has none."""
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
-    max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
+    max_batch = p.kv_len.shape[0]
     if not problem.split or max_batch > MAX_PUBLISHED_REQUESTS:
         plan_balanced(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
-    block_batch, num_indices = triton.next_power_of_2(max_batch), kv_indices.shape[0]
-    pdl = supports_pdl(kv_indptr)
+    block_batch, pdl = triton.next_power_of_2(max_batch), supports_pdl(kv_indptr)
     launch(
         plan_decode_fixed_split_kernel,
-        (1 + triton.cdiv(num_indices, COPY_PAGES),),
+        (1 + triton.cdiv(kv_indices.shape[0], COPY_PAGES),),
         Options(num_warps=4 if block_batch <= MAX_REQUESTS_OF_FOUR_WARPS else 8, launch_pdl=pdl),
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        last_page_len=kv_last_page_len,
-        seq_lens=seq_lens,
-        plan_kv_indptr=p.kv_indptr,
-        plan_kv_indices=p.kv_indices,
-        plan_kv_len=p.kv_len,
-        work=p.work,
-        cta_indptr=p.cta_indptr,
-        merge_indptr=p.merge_indptr,
-        split_counters=p.split_counters,
-        batch=kv_indptr.shape[0] - 1,
-        num_indices=num_indices,
-        max_batch=max_batch,
-        max_pages=p.kv_indices.shape[0],
-        num_ctas=num_ctas,
+        **planning_arguments(kv_indptr, kv_indices, kv_last_page_len, seq_lens, p),
         max_items=p.work.shape[0],
-        num_split_counters=p.split_counters.numel(),
-        PAGE_SIZE=problem.page_size,
-        WINDOW=problem.window,
-        SHARD=shard_of(problem, problem.window > 0),
         SPLIT_BLOCKS=problem.split // KV_BLOCK,
-        KV_BLOCK=KV_BLOCK,
-        B=block_batch,
         LOG_B=block_batch.bit_length() - 1,
-        C=triton.next_power_of_2(num_ctas + 1),
         STEP_ITEMS=STEP_ITEMS,
-        COPY_PAGES=COPY_PAGES,
         PDL=pdl,
     )

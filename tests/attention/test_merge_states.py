@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.oracle import attention, merge
+from helpers.states import random_states
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,15 +17,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 on_each_backend = pytest.mark.usefixtures("cpu_calls_on_each_backend")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _states(shape: tuple[int, ...], dtype: torch.dtype, spread: float, empty: float) -> tuple[Tensor, Tensor]:
-    """Random states. A share ``empty`` of them has seen no key: its ``s`` is -inf and its ``v`` is NaN."""
-    generator = torch.Generator().manual_seed(0)
-    v, s = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[:-1], generator=generator) * spread
-    none = torch.rand(s.shape, generator=generator) < empty
-    v[none], s[none] = math.nan, -math.inf
-    return v, s
 
 
 def _check(out: Tensor, lse: Tensor, v: Tensor, s: Tensor) -> None:
@@ -41,7 +33,7 @@ def _check(out: Tensor, lse: Tensor, v: Tensor, s: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(5, 3, 4, 64), (3, 1, 2, 8), (2, 17, 1, 80), (4, 0, 2, 16), (0, 3, 2, 16)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_states(dtype: torch.dtype, shape: tuple[int, ...], spread: float, empty: float) -> None:
-    v, s = _states(shape, dtype, spread, empty)
+    v, s = random_states(shape, dtype, spread, empty)
     _check(*torch.ops.attn.merge_states(v, s), v, s)
 
 
@@ -49,14 +41,14 @@ def test_merge_states(dtype: torch.dtype, shape: tuple[int, ...], spread: float,
 @pytest.mark.parametrize("empty", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_state(dtype: torch.dtype, empty: float) -> None:
-    v, s = _states((6, 2, 4, 32), dtype, 3.0, empty)
+    v, s = random_states((6, 2, 4, 32), dtype, 3.0, empty)
     (v_a, v_b), (s_a, s_b) = v.unbind(1), s.unbind(1)
     _check(*torch.ops.attn.merge_state(v_a, s_a, v_b, s_b), v, s)
 
 
 @on_each_backend
 def test_merge_state_of_different_strides() -> None:
-    v, s = _states((6, 2, 4, 32), torch.float32, 3.0, 0.2)
+    v, s = random_states((6, 2, 4, 32), torch.float32, 3.0, 0.2)
     (v_a, v_b), (s_a, s_b) = v.unbind(1), s.unbind(1)
     wide = torch.cat((v_b, torch.full_like(v_b, math.nan)), -1)
     _check(*torch.ops.attn.merge_state(v_a, s_a, wide[..., :32], s_b), v, s)
@@ -99,7 +91,7 @@ def test_any_partition_merges_to_the_whole(seed: int, keys: int, splits: list[in
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None, spare: int) -> None:
     """Masked rows keep their bits, whatever the other state holds, and so does memory between rows."""
-    v, s = _states((6, 2, 4, 32), dtype, 3.0, 0.3)
+    v, s = random_states((6, 2, 4, 32), dtype, 3.0, 0.3)
     v_other, s_other = v[:, 1].contiguous(), s[:, 1].contiguous()
     merged = torch.tensor([True, False, True, True, False, False])
     keep = None if mask is None else merged.to(mask)
@@ -124,7 +116,7 @@ def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None, spar
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_states_varlen(dtype: torch.dtype, counts: tuple[int, ...], heads: int, empty: float) -> None:
     """Behind the states of the last row are two more, of NaN."""
-    v, s = _states((sum(counts) + 2, heads, 16), dtype, 3.0, empty)
+    v, s = random_states((sum(counts) + 2, heads, 16), dtype, 3.0, empty)
     v[-2:] = math.nan
     indptr = torch.tensor([0, *counts]).cumsum(0).int()
     out, lse = torch.ops.attn.merge_states_varlen(v, s, indptr)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.flash_requests import dense, expected
-from helpers.tracing import GraphRecorder
+from helpers.tracing import CallModule, GraphRecorder
 from helpers.wrapper_requests import DEVICE, Requests
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_ops.flash_attn import (
     flash_attn_func,
@@ -129,21 +129,12 @@ def test_compiles_once(name: str) -> None:
     assert recorder.ops == form.ops
 
 
-class Call(nn.Module):
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.call = call
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.call(*tensors)
-
-
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("name", FORMS)
 def test_exports(name: str, strict: bool) -> None:
     form = FORMS[name]
     form.call(*copies(form.batches[0]))  # a plan of these lengths, which the program must not contain
-    program = torch.export.export(Call(form.call), copies(form.batches[0]), strict=strict).module()
+    program = torch.export.export(CallModule(form.call), copies(form.batches[0]), strict=strict).module()
     for tensors in form.batches:
         same(program(*copies(tensors)), form.call(*copies(tensors)))
 
@@ -169,7 +160,7 @@ def test_a_program_with_a_dynamic_batch() -> None:
     batch = torch.export.Dim("batch", min=1, max=64)
     pages = torch.export.Dim("pages", min=1, max=4096)
     shapes = ({0: batch}, {0: pages}, {0: pages}, {0: batch}, {0: batch})
-    program = torch.export.export(Call(call), decode(DECODES[0]), dynamic_shapes=(shapes,)).module()
+    program = torch.export.export(CallModule(call), decode(DECODES[0]), dynamic_shapes=(shapes,)).module()
     r = Requests((130, 1, 37, 0, 20, 7))
     want = expected(list(zip(r.q[:, None], r.batch.keys, r.batch.values, strict=True)))
     q, k, v, lens, table = decode(r)
@@ -206,7 +197,7 @@ def test_metadata_is_an_input_of_a_program() -> None:
         q, k, v, lens, table = decode(r)
         return q, k, v, get_scheduler_metadata(4, 1, 0, 4, 2, 64, lens, page_size=16, block_table=table)
 
-    program = torch.export.export(Call(layer), inputs(DECODES[0])).module()
+    program = torch.export.export(CallModule(layer), inputs(DECODES[0])).module()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for i, r in enumerate(DECODES):
         want = expected(list(zip(r.q[:, None], r.batch.keys, r.batch.values, strict=True)))

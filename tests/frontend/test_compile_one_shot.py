@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers.mla_requests import Latents
 from helpers.oracle import Expected
-from helpers.tracing import GraphRecorder
+from helpers.tracing import CallModule, GraphRecorder
 from helpers.wrapper_requests import DEVICE, Requests
-from torch import Tensor, nn
+from torch import Tensor
 
 import attn_ops as flashinfer
 
@@ -212,20 +212,11 @@ def test_compiles_once(name: str) -> None:
     assert recorder.ops == form.ops
 
 
-class Call(nn.Module):
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.call = call
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.call(*tensors)
-
-
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("name", FORMS)
 def test_exports(name: str, strict: bool) -> None:
     form = FORMS[name]
     first, second = (form.tensors(r) for r in form.batches)
-    program = torch.export.export(Call(form.call), first, strict=strict).module()
+    program = torch.export.export(CallModule(form.call), first, strict=strict).module()
     for r, tensors in zip(form.batches, (first, second), strict=True):
         check(form, r, program(*tensors))

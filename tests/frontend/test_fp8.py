@@ -10,6 +10,7 @@ import torch
 from helpers.fp8_products import rounding_of_probabilities
 from helpers.mla_requests import Latents
 from helpers.oracle import Expected
+from helpers.tracing import GraphRecorder
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 from torch import Tensor
 
@@ -406,8 +407,10 @@ def test_scales_per_group_alone_make_a_page_table() -> None:
     wrapper, tensors = planned_mla(m, BF16), (*m.split(m.q), *m.split(m.cache))
     expected = wrapper.run(*tensors, ckv_scale=1.0, kpe_scale=1.0)
     assert wrapper._page_numbers is None
-    compiled = torch.compile(wrapper.run, fullgraph=True, backend="aot_eager")(*tensors, **groups, kpe_scale=1.0)
+    graph = GraphRecorder()
+    compiled = torch.compile(wrapper.run, fullgraph=True, backend=graph)(*tensors, **groups, kpe_scale=1.0)
     assert wrapper._page_numbers is None
+    assert graph.ops == ["plan_prefill", "batch_mla"]  # which publishes the page table
     torch.testing.assert_close(compiled, expected, rtol=0.02, atol=0.02)
     torch.testing.assert_close(wrapper.run(*tensors, **groups, kpe_scale=1.0), compiled)
     kept = wrapper._page_numbers

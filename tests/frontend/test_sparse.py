@@ -6,7 +6,9 @@ Keys of blocks that are not selected are NaN: a result that is a number did not 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,6 +342,13 @@ def _maps(**changes: Any) -> Any:
     maps |= {"block_row_sz": int32([4, 4], [3, 5]), "block_col_sz": int32([4, 4], [3, 5])}
     wrapper.plan(**{**maps, **SIZES, "q_data_type": torch.float32, **changes})
     return wrapper
+
+
+def test_prefill_waits_before_it_reads_positions() -> None:
+    """Tensor operations write those of causal plans, and publish nothing: no prefill kernel reads a plan early."""
+    folder = Path(attn_ops.kernels.__path__[0])
+    for path in (*folder.glob("cuda/prefill*.cu*"), folder / "triton" / "prefill.py"):
+        assert not re.search(r"\b(acquire|acquire_plan)\(", path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.parametrize(("call", "error", "message"), PLAN_ERRORS)

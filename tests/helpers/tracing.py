@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._inductor.exc import InductorError
 
 BROKEN_GATHER = pytest.mark.xfail(
@@ -32,3 +33,14 @@ class GraphRecorder:
         (graph,) = self.graphs
         targets = (str(node.target) for node in graph.graph.nodes)
         return [t.removeprefix("attn.") for t in targets if t.startswith("attn.")]
+
+
+class CallModule(nn.Module):
+    """A function as a module, for ``torch.export``."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.call(*tensors)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracle import merge
+from helpers.states import random_states
 from torch import Tensor, nn
 
 import attn_ops
@@ -38,17 +39,6 @@ SHAPES = (
 """Rows, states, heads, head_dim: fewer, as many and more states than are copied at once; rows that do not fill CTAs."""
 
 
-def _states(
-    shape: tuple[int, ...], dtype: torch.dtype, spread: float = 5.0, empty: float = 0.3
-) -> tuple[Tensor, Tensor]:
-    """Random states. A share ``empty`` of them has seen no key: its ``s`` is -inf and its ``v`` is NaN."""
-    generator = torch.Generator().manual_seed(0)
-    v, s = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[:-1], generator=generator) * spread
-    none = torch.rand(s.shape, generator=generator) < empty
-    v[none], s[none] = math.nan, -math.inf
-    return v, s
-
-
 def _check(out: Tensor, lse: Tensor, v: Tensor, s: Tensor) -> None:
     expected_out, expected_lse = merge(v, s)
     assert out.dtype == v.dtype
@@ -65,14 +55,14 @@ def _merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_states(dtype: torch.dtype, shape: tuple[int, ...], spread: float, empty: float) -> None:
-    v, s = _states(shape, dtype, spread, empty)
+    v, s = random_states(shape, dtype, spread, empty)
     _check(*_merge_states(v.cuda(), s.cuda()), v, s)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_states_of_any_strides(dtype: torch.dtype) -> None:
     """Spare columns of NaN, states outermost, heads before rows, one state for all rows, and one for all heads."""
-    v, s = _states((6, 5, 4, 48), dtype)
+    v, s = random_states((6, 5, 4, 48), dtype)
     wide = torch.full((6, 5, 4, 64), math.nan, dtype=dtype)
     wide[..., :48] = v
     outermost = v.transpose(0, 1).contiguous().cuda().transpose(0, 1)
@@ -88,7 +78,7 @@ def test_merge_states_of_any_strides(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 1, 8), (5, 2, 4, 80), (700, 2, 32, 128), (0, 2, 2, 16)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_state(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    v, s = _states(shape, dtype)
+    v, s = random_states(shape, dtype)
     parts = [t.cuda().unbind(1) for t in (v, s)]
     _check(*torch.ops.attn.merge_state(parts[0][0], parts[1][0], parts[0][1], parts[1][1], backend="cuda"), v, s)
     a = parts[0][0].contiguous()
@@ -100,7 +90,7 @@ def test_merge_state(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None, spare: int) -> None:
     """Masked rows keep their bits, whatever the other state holds, and so does memory between rows."""
-    v, s = _states((37, 2, 5, 48), dtype)
+    v, s = random_states((37, 2, 5, 48), dtype)
     v_other, s_other = v[:, 1].contiguous().cuda(), s[:, 1].contiguous().cuda()
     merged = torch.arange(37) % 3 != 1
     keep = None
@@ -120,7 +110,7 @@ def test_merge_state_in_place(dtype: torch.dtype, mask: torch.dtype | None, spar
 
 
 def test_nan_and_infinity_stay_in_their_row() -> None:
-    v, s = _states((9, 6, 3, 64), torch.float32, empty=0.0)
+    v, s = random_states((9, 6, 3, 64), torch.float32, empty=0.0)
     v[2, 3, 1, 5], s[4, 0, 2], v[6, 1, 0, 7] = math.nan, math.nan, math.inf
     out, lse = (t.cpu() for t in _merge_states(v.cuda(), s.cuda()))
     assert out[2, 1, 5].isnan()
@@ -136,7 +126,7 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
 
 def test_repeated_calls_agree_bit_for_bit_and_take_other_tensors() -> None:
     """The second call of a key launches the prepared call, as one in a CUDA graph does."""
-    v, s = _states((50, 8, 32, 128), torch.bfloat16)
+    v, s = random_states((50, 8, 32, 128), torch.bfloat16)
     first = _merge_states(v.cuda(), s.cuda())
     for _ in range(3):
         again = _merge_states(v.cuda(), s.cuda())
@@ -156,7 +146,7 @@ def test_repeated_calls_agree_bit_for_bit_and_take_other_tensors() -> None:
 
 def test_a_kernel_waits_for_what_it_reads() -> None:
     """Launched with programmatic dependent launch, one after the other: each reads what the one before wrote."""
-    v, s = _states((3000, 2, 32, 128), torch.float32, empty=0.0)
+    v, s = random_states((3000, 2, 32, 128), torch.float32, empty=0.0)
     out, lse = v[:, 0].cuda().contiguous(), s[:, 0].cuda().contiguous()
     other, other_s = v[:, 1].cuda().contiguous(), s[:, 1].cuda().contiguous()
     for _ in range(20):
@@ -197,7 +187,7 @@ def test_a_package_has_the_kernels_and_takes_other_sizes(tmp_path: Path) -> None
     from attn_ops.native import images
 
     def inputs(rows: int) -> tuple[Tensor, ...]:
-        v, s = _states((rows, 6, 4, 128), torch.bfloat16, empty=0.0)
+        v, s = random_states((rows, 6, 4, 128), torch.bfloat16, empty=0.0)
         return v.cuda(), s.cuda(), (torch.arange(rows) % 2 == 0).cuda()
 
     built: list[Any] = []
@@ -221,6 +211,6 @@ def test_a_package_has_the_kernels_and_takes_other_sizes(tmp_path: Path) -> None
 
 
 def test_explain_names_the_kernel() -> None:
-    v, s = (t.cuda() for t in _states((3, 2, 4, 64), torch.bfloat16))
+    v, s = (t.cuda() for t in random_states((3, 2, 4, 64), torch.bfloat16))
     lines = attn_ops.explain("merge_states", v, s).splitlines()
     assert lines[0] == "cuda.merge_states: runs it, kernel merge_states; packages launch its image"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from helpers.fake_driver import FakeDriver, needs_the_module
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attn_ops.eager import prepared_call
 from attn_ops.native import packaged_launch
 from attn_ops.native.images import ImageSet, collect
 from attn_ops.ops import unsupported
@@ -271,17 +269,6 @@ GOOD = Problem(
     head_dim_vo=128,
     page_size=16,
 )
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Specialization]]:
-    """Every kernel compiles. The list gets those that are compiled."""
-    compiled: list[Specialization] = []
-    monkeypatch.setattr(compile_module, "unavailable_reason", lambda *ones: compiled.extend(ones) or "")
-    monkeypatch.setattr(unsupported, "compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(unsupported, "triton_installed", lambda: True)
-    monkeypatch.setattr(prepared_call, "is_available", lambda: True)
-    return compiled
 
 
 TAKEN: list[dict[str, Any]] = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,25 +16,10 @@ from attn_ops.errors import BackendError
 from attn_ops.ops import backends, unsupported
 from attn_ops.ops.checks import CHECKS
 
+pytestmark = pytest.mark.usefixtures("on_hopper")
+
 BF16 = torch.bfloat16
 CUDA = "cuda.merge_states"
-
-
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Every kernel compiles. The list gets those that are compiled."""
-    compiled: list[Any] = []
-    from attn_ops.kernels.cuda import compile as compile_module
-
-    monkeypatch.setattr(
-        compile_module, "unavailable_reason", lambda *specializations: compiled.extend(specializations) or ""
-    )
-    monkeypatch.setattr(unsupported, "compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(unsupported, "triton_installed", lambda: True)
-    monkeypatch.setattr(prepared_call, "is_available", lambda: True)
-    backends.choose.cache_clear()
-    yield compiled
-    backends.choose.cache_clear()
 
 
 def _states(*shape: int, dtype: torch.dtype = BF16, spare: int = 0) -> tuple[Tensor, Tensor]:

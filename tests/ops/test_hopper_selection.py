@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,29 +12,16 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attn_ops
-from attn_ops.eager import prepared_call
 from attn_ops.errors import BackendError
 from attn_ops.ops import backends, unsupported
 from attn_ops.ops.checks import CHECKS
+
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
 GENERAL, PREFILL, FP8_PREFILL, MLA = "triton", "cuda.prefill", "cuda.prefill_fp8", "cuda.mla"
 E4M3_PREFILL = "cuda.prefill_e4m3"
 E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With a compiler whose every kernel compiles."""
-    from attn_ops.kernels.cuda import compile as compile_module
-
-    monkeypatch.setattr(compile_module, "unavailable_reason", lambda *specializations: "")
-    monkeypatch.setattr(prepared_call, "is_available", lambda: True)
-    monkeypatch.setattr(unsupported, "compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(unsupported, "triton_installed", lambda: True)
-    backends.choose.cache_clear()
-    yield
-    backends.choose.cache_clear()
 
 
 def _on_cuda(arguments: dict[str, Any]) -> dict[str, Any]:

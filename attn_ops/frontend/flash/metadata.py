@@ -172,12 +172,12 @@ class SharedPlans:
         if capturing != self._capturing:
             self.clear()
         self._capturing = capturing
-        _active().append(self)
+        active_blocks().append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _active().pop()
-        if self not in _active():
+        active_blocks().pop()
+        if self not in active_blocks():
             self.clear()
 
     def clear(self) -> None:
@@ -201,7 +201,7 @@ class SharedPlans:
 _scopes = threading.local()
 
 
-def _active() -> list[SharedPlans]:
+def active_blocks() -> list[SharedPlans]:
     """The blocks that this thread is in."""
     if not hasattr(_scopes, "active"):
         _scopes.active = []
@@ -268,7 +268,7 @@ class SharedKey(NamedTuple):
             if is_capturing():
                 return make and make()
             return host_plans().find((self.key, stream), self.tensors, make)
-        active = _active()
+        active = active_blocks()
         return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
 
 

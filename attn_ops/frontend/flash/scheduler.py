@@ -1,0 +1,124 @@
+"""The plan of a step for all its layers, under FlashAttention's name: ``get_scheduler_metadata``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import OptionError, fail
+from attn_ops.frontend.arguments import positive
+from attn_ops.frontend.flash import arguments
+from attn_ops.frontend.flash.arguments import WindowSize
+from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths, check_tables, one_of
+from attn_ops.frontend.flash.metadata import MISSING, NO_TOTALS, SchedulerMetadata
+from attn_ops.plan.page_table import INT32_MAX
+from attn_ops.plan.resizable import PlanSpec
+from attn_ops.typed import typed
+
+
+@typed
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: int | Tensor | None,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    *,
+    block_table: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    total_q: int | None = None,
+    total_k_new: int | None = None,
+    has_qv: bool = False,
+    device: str | torch.device | None = None,
+) -> SchedulerMetadata:
+    """The plan of a step, for all its layers: their ``scheduler_metadata``.
+
+    It holds copies of lengths and page table as they are now, so make it again in every step. Nothing is copied to the
+    host. It traces: made inside a graph, it is a part of it; made outside, its tensors are inputs.
+
+    Args:
+        batch_size: requests.
+        max_seqlen_q: query rows of each request, unless ``cu_seqlens_q``, int ``[batch + 1]``, gives them; ``total_q``
+            are then the rows of ``q``. Without ``total_q`` each call plans for its own.
+        max_seqlen_k: the size ``seqlen_cache`` of a dense cache; without effect for a paged one.
+        headdim, headdim_v: of the keys and the values. ``has_qv``: for calls with ``qv`` of ``headdim_v``.
+        cache_seqlens: tokens in the cache before the append, int ``[batch]`` or a number; None for a full cache.
+        max_seqlen_k_new: tokens that each request appends, unless ``cu_seqlens_k_new``, int ``[batch + 1]``, gives
+            them; ``total_k_new`` are then the rows of ``k``. Without it each call plans for its own.
+        page_size, block_table: of a paged cache: a plan holds the page table, which FlashAttention's metadata does not.
+            Without it each call plans for its own. ``page_table`` is another name of ``block_table``.
+        cache_batch_idx, cache_leftpad, attention_chunk: those of the calls.
+        causal, window_size: those of the calls, or less restrictive.
+        device: of the plan; default that of the tensors among the arguments, else PyTorch's default.
+        qkv_dtype, has_softcap, num_splits, pack_gqa, sm_margin: without effect.
+    """
+    where = "get_scheduler_metadata"
+    chunk = arguments.chunk_of(where, attention_chunk)
+    positive(where, batch_size=batch_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, headdim=headdim)
+    no_total_q = cu_seqlens_q is not None and total_q is None
+    no_total_k = cu_seqlens_k_new is not None and total_k_new is None
+    rows = 0 if no_total_q else batch_size * max_seqlen_q if total_q is None else total_q
+    appended = 0 if no_total_k else batch_size * max_seqlen_k_new if total_k_new is None else total_k_new
+    if rows < 0 or appended < 0 or any(type(n) is int and n > INT32_MAX for n in (rows, appended)):
+        numbers, change = f"{rows} query rows and {appended} appended tokens", "max_seqlen_q, total_q, max_seqlen_k_new"
+        fail(OptionError, where, numbers, f"0 to {INT32_MAX}, an int32", f"change {change} or total_k_new")
+    table_name, table = one_of(where, block_table=block_table, page_table=page_table)
+    check_tables(where, table_name, table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    window = arguments.window(where, window_size, causal)
+    value_dim = headdim if headdim_v is None else headdim_v
+    tensors = (cache_seqlens, table, cu_seqlens_q)
+    found = next((t.device for t in tensors if isinstance(t, Tensor)), None)
+    on = torch.device(device) if device is not None else found or torch.empty(0).device
+    missing = MISSING if page_size is not None and table is None else 0
+    if no_total_q or no_total_k:
+        missing |= NO_TOTALS
+    decode = False
+    if cu_seqlens_q is None and not has_qv and not chunk and max_seqlen_q == 1:  # a branch, as in the call
+        decode = True
+    spec = PlanSpec(
+        decode=decode,
+        paged=True,
+        page_size=max_seqlen_k if page_size is None else page_size,
+        num_qo_heads=num_heads_q,
+        num_kv_heads=num_heads_kv,
+        head_dim_qk=headdim + (value_dim if has_qv else 0),
+        head_dim_vo=value_dim,
+        window_left=window.window_left,
+        causal=window.causal and not decode,
+        window_right=-1 if decode else window.window_right,
+    )
+    batch = CacheBatch(
+        spec,
+        table,
+        batch_size,
+        CacheLengths.of(where, "cache_seqlens", cache_seqlens),
+        rows,
+        on,
+        cu_seqlens_q,
+        appended,
+        cu_seqlens_k_new,
+        cache_batch_idx=cache_batch_idx,
+        leftpad=cache_leftpad,
+        chunk=chunk,
+    )
+    if missing:
+        return batch.unplanned(missing)
+    batch.check_places(where)
+    return batch.make(where)
