@@ -11,6 +11,7 @@ from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.errors import DTypeError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import DType, as_dtype
 from attn_ops.frontend.kv_cache import PagedCache
+from attn_ops.frontend.prepared_plan import refuse_tracing
 from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import index
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -153,6 +154,7 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_indices_arr": paged_kv_indices_arr,
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
+        refuse_tracing(where, arrays)
         _check_levels(where, len(self._levels), arrays)
         if as_dtype(where, "q_data_type", q_data_type) in FP8:
             fail(

@@ -13,6 +13,7 @@ from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.masks import packed_mask_by_plan
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
+from attn_ops.frontend.prepared_plan import refuse_tracing
 from attn_ops.frontend.scales import Scale
 from attn_ops.plan.state import PrefillPlan
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -243,6 +244,7 @@ class BatchPODWithPagedKVCacheWrapper:
             (self._prefill, (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)),
             (self._decode, (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d)),
         )
+        refuse_tracing(f"{type(self).__name__}.plan", [table for _, table in batches])
         prepared = [
             wrapper.prepare_plan(
                 *table,

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._pytree import tree_leaves
 
+from attn_ops.eager.prepared_call import is_traced
+from attn_ops.errors import PlanError, fail
 from attn_ops.frontend.arguments import DTypes
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import BatchSize, PageTable, seen
@@ -111,9 +116,24 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]
     return tuple(parts)
 
 
+def refuse_tracing(where: str, arguments: Any) -> None:
+    """Raise if contents of tensors are not known: in export, ``make_fx``, ``jit.trace`` and ``FakeTensorMode``."""
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
+    if recorded or detect_fake_mode(tree_leaves(arguments)) is not None:
+        fail(
+            PlanError,
+            where,
+            "it is traced, and a traced page table has no contents",
+            "an eager call",
+            "call it before the traced code; in a graph use a planner's plan() and the ops",
+        )
+
+
 def plan_batch(wrapper: Any, args: Any, kwargs: Any) -> None:
     """``wrapper.prepare_plan(*args, **kwargs).commit()``, or a repetition of the last such call."""
     signature, last = _signature(args, kwargs), wrapper._repeatable
+    if signature is None or is_traced():
+        refuse_tracing(f"{wrapper._name}.plan", (args, kwargs))
     if last is not None and signature is not None and last.repeat(wrapper, signature, args, kwargs):
         return
     prepared = wrapper.prepare_plan(*args, **kwargs)

@@ -10,8 +10,12 @@ import torch
 from helpers.tracing import GraphRecorder
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import attn_ops as flashinfer
+from attn_ops.errors import PlanError
 from attn_ops.plan.page_table import PageTable
 
 
@@ -247,6 +251,56 @@ def test_plan_inside_of_a_compiled_function() -> None:
 
     second.expected().check(torch.compile(step, backend="aot_eager")(second))
     second.expected().check(wrapper.run(second.q, second.cache("tensor")))
+
+
+def _export(step: Any, *tables: torch.Tensor) -> None:
+    class Step(nn.Module):
+        def forward(self, *tables: torch.Tensor) -> torch.Tensor:
+            step(*tables)
+            return tables[0] + 1
+
+    torch.export.export(Step(), tables)
+
+
+def _fake(step: Any, *tables: torch.Tensor) -> None:
+    with FakeTensorMode() as mode:
+        step(*map(mode.from_tensor, tables))
+
+
+TRACERS = {
+    "export": _export,
+    "fake tensors": _fake,
+    "make_fx": lambda step, *tables: make_fx(step)(*tables),
+    "make_fx, fake": lambda step, *tables: make_fx(step, tracing_mode="fake")(*tables),
+    "make_fx, symbolic": lambda step, *tables: make_fx(step, tracing_mode="symbolic")(*tables),
+}
+
+
+@pytest.mark.parametrize("cascade", [False, True])
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_plan_of_traced_tables_is_refused(tracer: str, cascade: bool) -> None:
+    r = DECODES[0]
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    _decode(r, wrapper)
+    levels = flashinfer.MultiLevelCascadeAttentionWrapper(1, workspace())
+
+    def step(*tables: torch.Tensor) -> torch.Tensor:
+        if cascade:
+            levels.plan([torch.arange(len(r.kv_lens) + 1)], *([t] for t in tables), *r.sizes)
+        else:
+            wrapper.plan(*tables, *r.sizes)
+        return tables[0] + 1
+
+    with pytest.raises(PlanError, match=r"plan: it is traced, .*expected an eager call; call it before the traced"):
+        TRACERS[tracer](step, *r.table)
+    r.expected().check(wrapper.run(r.q, r.cache("tensor")))  # as planned before
+
+
+def test_plan_in_a_dispatch_mode() -> None:
+    r, wrapper = DECODES[0], flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    with FlopCounterMode(display=False):
+        _decode(r, wrapper)
+        r.expected().check(wrapper.run(r.q, r.cache("tensor")))
 
 
 def test_arguments_without_effect_in_graphs() -> None:
