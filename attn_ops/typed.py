@@ -307,6 +307,8 @@ def _admits(value: Any, annotation: Any) -> bool:
         return isinstance(value, _ADMITTED.get(origin, origin)) and all(_admits(*element) for element in elements)
     if annotation is bool and type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return True
+    if annotation is int and isinstance(value, bool):
+        return False
     kinds = _ADMITTED.get(annotation, annotation)
     return isinstance(value, kinds) if isinstance(kinds, type | tuple) else True
 

@@ -187,6 +187,15 @@ def test_planner(changes: dict[str, Any], error: type[AttnOpsError], what: str, 
         PrefillPlanner(max_tokens=8, **sizes)
 
 
+@pytest.mark.parametrize("name", ["max_batch", "page_size", "head_dim"])
+def test_a_size_is_no_flag(name: str) -> None:
+    sizes = {"max_batch": 3, "max_pages": 7, **PAGED, name: True}
+    with pytest.raises(ArgumentError, match=f"DecodePlanner: {name} is True, of type bool; expected an integer"):
+        DecodePlanner(**sizes)
+    with pytest.raises(ArgumentError, match=f"PrefillPlanner: {name} is True, of type bool; expected an integer"):
+        PrefillPlanner(max_tokens=8, **sizes)
+
+
 HUGE = 2**30 + 1
 
 
