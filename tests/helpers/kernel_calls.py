@@ -78,9 +78,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
 }
 
-DECODES = ("decode of 128", "decode of 64, options, groups of 16", "decode of 128, FP8 cache")
 ATTENTION_ON_CUDA = (
-    *DECODES,
     *("prefill of 128", "prefill of 128, alternating warpgroups", "prefill of 128, FP8 cache"),
     "prefill of 256, options",
     *("ragged of 128", "ragged of 192/128", "single"),
