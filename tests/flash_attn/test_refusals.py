@@ -64,6 +64,13 @@ def test_a_tensor_of_windows_in_a_trace(mode: str) -> None:
         )
 
 
+def test_a_tensor_of_windows_in_a_compiled_call() -> None:
+    """``torch.compile`` cannot print a tensor, and gives the library's message."""
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="window_size is a tensor of a traced call; expected a pair"):
+        compiled(*dense(2, 5, 9), window_size=torch.tensor([3, 0]))
+
+
 @pytest.mark.parametrize("positions", [(None, True), (None, False), (0.0, True), (None,)], ids=str)
 def test_the_positions_of_flash_attention_3(positions: tuple[Any, ...]) -> None:
     """There ``softmax_scale`` and ``causal`` come where ``dropout_p`` and ``softmax_scale`` are here."""

@@ -81,10 +81,12 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
     if isinstance(window_size, Tensor) and _is_pair_on_host(window_size):
         window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        unread = isinstance(window_size, Tensor) and is_traced()
+        shown = "a tensor of a traced call" if unread else f"{window_size!r}"
         fail(
             ArgumentError,
             where,
-            f"window_size is {window_size!r}",
+            f"window_size is {shown}",
             "a pair (left, right) of tokens, each -1 for no limit",
             "pass such a pair",
         )
