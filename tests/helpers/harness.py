@@ -88,6 +88,15 @@ class Setup:
         assert out.is_contiguous()
         self.expected.check(out, lse, **tolerance)
 
+    def fill_with_nan(self, tokens: Tensor) -> None:
+        """The keys and values of these ``tokens`` of the first request, in FP8."""
+        at: Any = tokens
+        if self.kind != "ragged":
+            page_size = self.case.page_size
+            at = self.page_table[1].long()[tokens // page_size], tokens % page_size
+        for t in (self.k, self.v):
+            t.view(torch.uint8)[at] = 0x7F  # a NaN of e4m3 and of e5m2
+
     @property
     def arguments(self) -> dict[str, Any]:
         keys = ("k", "v") if self.kind == "ragged" else ("k_cache", "v_cache")

@@ -29,8 +29,6 @@ pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 
 OPS = {"prefill": prefill.batch_prefill, "ragged": prefill.ragged_prefill}
 
-TENSORS = {"prefill": ("q", "k_cache", "v_cache", "plan", "workspace"), "ragged": ("q", "k", "v", "plan", "workspace")}
-
 
 def _case(name: str, **fields: Any) -> Case:
     sizes: dict[str, Any] = {"kv_lens": (70, 0, 150, 2), "qo_lens": (40, 0, 33, 2), "heads": (8, 2)}
@@ -67,10 +65,8 @@ FP8_PREFILL = [(kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV))) for
 def _attend(kind: str, case: Case, host: Host) -> tuple[Tensor, Tensor]:
     """Run the case on the host and compare it with the oracle."""
     setup = Setup(kind, case)
-    arguments = setup.arguments
-    positional = [arguments.pop(name) for name in TENSORS[kind]]
     with host.installed():
-        out, lse = OPS[kind](*positional, **arguments)
+        out, lse = OPS[kind](**setup.arguments)
     setup.check(out, lse, **setup.tolerance("cuda"))
     return out, lse
 
@@ -101,16 +97,9 @@ def test_scales_of_fp8_are_any_numbers(kv_scale: tuple[float, float] | None, cap
 def test_fp8_tokens_before_the_window_may_be_nan(kind: str) -> None:
     case = _case("hidden", kv_lens=(300,), qo_lens=(40,), causal=True, window_left=33, **FP8_KV)
     setup = Setup(kind, case)
-    hidden = torch.arange(300 - 40 - 33)
-    at: Any = hidden
-    if kind == "prefill":
-        at = setup.page_table[1].long()[hidden // case.page_size], hidden % case.page_size
-    for t in (setup.k, setup.v):
-        t.view(torch.uint8)[at] = 0x7F
-    positional = [setup.arguments[name] for name in TENSORS[kind]]
-    options = {name: value for name, value in setup.arguments.items() if name not in TENSORS[kind]}
+    setup.fill_with_nan(torch.arange(300 - 40 - 33))
     with Host().installed():
-        out, lse = OPS[kind](*positional, **options)
+        out, lse = OPS[kind](**setup.arguments)
     setup.check(out, lse, **setup.tolerance("cuda"))
 
 
@@ -164,11 +153,10 @@ def test_plans_of_random_extremes_stay_within_the_tensors(seed: int) -> None:
     kind = ("prefill", "ragged")[seed % 2]
     setup = Setup(kind, _case("extremes", **SPLIT | F16_64, causal=seed % 3 == 0, padding=2))
     arguments = random_plan(setup.arguments, seed)
-    positional = [arguments.pop(name) for name in TENSORS[kind]]
     with Host(sms=2, seed=seed).installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_call, "combine_split_tiles", lambda *_: None)
         try:
-            OPS[kind](*positional, **arguments)
+            OPS[kind](**arguments)
         except HostError as error:
             if not re.match(r"race(.|\n)* of (out|lse|partial)", str(error)):
                 raise

@@ -20,7 +20,6 @@ pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 
 E4M3 = torch.float8_e4m3fn
 OPS = {"prefill": prefill.batch_prefill, "ragged": prefill.ragged_prefill}
-TENSORS = {"prefill": ("q", "k_cache", "v_cache", "plan", "workspace"), "ragged": ("q", "k", "v", "plan", "workspace")}
 
 
 def _case(name: str, **fields: Any) -> Case:
@@ -58,10 +57,8 @@ CASES = [
 def _attend(kind: str, case: Case, host: Host) -> float:
     """Run the case on the host and compare it with the oracle."""
     setup = Setup(kind, case)
-    arguments = setup.arguments
-    positional = [arguments.pop(name) for name in TENSORS[kind]]
     with host.installed():
-        out, lse = OPS[kind](*positional, **arguments)
+        out, lse = OPS[kind](**setup.arguments)
     return setup.check_fp8_products(out, lse, TENSOR_CORE_EPS)
 
 
@@ -77,16 +74,10 @@ def test_prefill(seed: int) -> None:
 def test_tokens_before_the_window_may_be_nan(kind: str) -> None:
     case = _case("hidden", kv_lens=(300,), qo_lens=(40,), causal=True, window_left=33)
     setup = Setup(kind, case)
-    hidden = torch.arange(300 - 40 - 33)
-    at: Any = hidden
-    if kind == "prefill":
-        at = setup.page_table[1].long()[hidden // case.page_size], hidden % case.page_size
-    for t in (setup.k, setup.v):
-        t.view(torch.uint8)[at] = 0x7F
-    positional = [setup.arguments[name] for name in TENSORS[kind]]
-    options = {name: value for name, value in setup.arguments.items() if name not in TENSORS[kind]}
+    setup.fill_with_nan(torch.arange(300 - 40 - 33))
     with Host().installed():
-        setup.check_fp8_products(*OPS[kind](*positional, **options), TENSOR_CORE_EPS)
+        out, lse = OPS[kind](**setup.arguments)
+    setup.check_fp8_products(out, lse, TENSOR_CORE_EPS)
 
 
 def test_a_single_key_gives_its_value() -> None:
@@ -134,12 +125,10 @@ def test_sums_over_long_kv_lose_nothing(dim: int, planted: int) -> None:
 
 def test_the_order_of_threads_changes_no_bit() -> None:
     setup = Setup("ragged", _case("order", **OF_64, window_left=40, sinks=1.0, planner={"tile_rows": 8}))
-    arguments = setup.arguments
-    positional = [arguments.pop(name) for name in TENSORS["ragged"]]
     results = []
     for seed in range(4):
         with Host(sms=2, seed=seed).installed():
-            results.append(prefill.ragged_prefill(*positional, **arguments))
+            results.append(prefill.ragged_prefill(**setup.arguments))
     for one in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], one, strict=True))
 
