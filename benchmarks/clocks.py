@@ -22,18 +22,16 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.comparison import release_memory
 from benchmarks.prefill_problem import MlaProblem, PrefillProblem
-from benchmarks.prefill_rows import MLA_ROWS, PREFILL_ROWS
+from benchmarks.prefill_rows import MLA_ROWS, PREFILL_FP8_ROWS, PREFILL_ROWS
 from benchmarks.timing import Call
 
+CONSUMERS = {"consumer 0": (4, 5, 6, 7), "consumer 1": (8, 9, 10, 11)}
+PREFILL_ROLES = {"producer K": (0,), "producer V": (1,), "producer Q": (2,), **CONSUMERS}
+
 ROLES = {
-    "mla": {"producer KV": (0,), "producer Q": (2,), "consumer 0": (4, 5, 6, 7), "consumer 1": (8, 9, 10, 11)},
-    "prefill": {
-        "producer K": (0,),
-        "producer V": (1,),
-        "producer Q": (2,),
-        "consumer 0": (4, 5, 6, 7),
-        "consumer 1": (8, 9, 10, 11),
-    },
+    "mla": {"producer KV": (0,), "producer Q": (2,), **CONSUMERS},
+    "prefill": PREFILL_ROLES,
+    "prefill_fp8": PREFILL_ROLES,
 }
 """The warps of each role. Those that are not named do nothing."""
 
@@ -41,7 +39,7 @@ WARPS = 12
 CLOCK_BYTES = 24
 """``sizeof(WarpClock)``."""
 
-ROWS = {"mla": (0, 1, 2, 4), "prefill": (1, 4, 6)}
+ROWS = {"mla": (0, 1, 2, 4), "prefill": (1, 4, 6), "prefill_fp8": (0, 5)}
 """The rows of a benchmark that are measured by default."""
 
 WARM_UP, LAUNCHES = 4, 8
@@ -135,7 +133,8 @@ def _mla(p: MlaProblem) -> Call:
 
 
 def _prefill(p: PrefillProblem) -> Call:
-    planner, options = p.planner(paged=True), {"causal": p.row.causal}
+    planner = p.planner(paged=True)
+    options = {"causal": p.row.causal, "out_dtype": p.dtype if p.row.fp8_query else None}
     return lambda i: prefill.batch_prefill(
         p.q, p.k_caches[i], p.v_caches[i], list(planner.state), planner.workspace, **options
     )
@@ -144,6 +143,7 @@ def _prefill(p: PrefillProblem) -> Call:
 KERNELS: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Call]]] = {
     "mla": (MLA_ROWS, MlaProblem, _mla),
     "prefill": (PREFILL_ROWS, PrefillProblem, _prefill),
+    "prefill_fp8": (PREFILL_FP8_ROWS, PrefillProblem, _prefill),
 }
 
 

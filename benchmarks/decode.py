@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def ours(problem: DecodeProblem) -> Call:
     """``batch_decode`` with a plan that is made in advance."""
     planner = problem.planner()
-    plan = planner.plan(*problem.page_table)
+    plan = planner.plan(*problem.table.arguments)
     return lambda copy: torch.ops.attn.batch_decode(problem.q, *problem.caches(copy), plan, planner.workspace)[0]
 
 

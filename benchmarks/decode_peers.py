@@ -46,7 +46,7 @@ def flashinfer_wrapper(use_tensor_cores: bool) -> Prepare:
         workspace = flashinfer_workspace(problem.device)
         wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
         wrapper.plan(
-            *problem.page_table,
+            *problem.table.arguments,
             row.num_qo_heads,
             row.num_kv_heads,
             row.head_dim,
@@ -68,9 +68,9 @@ def flashinfer_persistent(problem: DecodeProblem) -> Call:
     qo_indptr = torch.arange(row.batch + 1, dtype=torch.int32, device=problem.device)
     wrapper.plan(
         qo_indptr,
-        problem.kv_indptr,
-        problem.kv_indices,
-        problem.kv_len,
+        problem.table.indptr,
+        problem.table.indices,
+        problem.table.kv_len,
         row.num_qo_heads,
         row.num_kv_heads,
         row.head_dim,
@@ -88,7 +88,7 @@ def flashinfer_xqa(problem: DecodeProblem) -> Call:
     """``xqa_batch_decode_with_kv_cache``, with block tables."""
     fi, row = flashinfer(), problem.row
     workspace = flashinfer_workspace(problem.device)
-    block_tables = problem.block_tables()
+    block_tables = problem.table.block_tables()
     out = torch.empty_like(problem.q)
 
     def call(copy: int) -> Tensor:
@@ -97,7 +97,7 @@ def flashinfer_xqa(problem: DecodeProblem) -> Call:
             problem.caches(copy),
             workspace,
             block_tables,
-            problem.kv_len,
+            problem.table.kv_len,
             max(row.lengths),
             bmm1_scale=row.head_dim**-0.5,
             bmm2_scale=1.0,
@@ -112,7 +112,7 @@ def flash_attn_kvcache(problem: DecodeProblem) -> Call:
     """``flash_attn_with_kvcache`` on a contiguous KV cache: its pages are of 256 tokens and more."""
     function, q = flash_attn().flash_attn_with_kvcache, problem.q[:, None]
     caches = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in _contiguous(problem)]
-    return lambda copy: function(q, *caches[copy], cache_seqlens=problem.kv_len, causal=True)[:, 0]
+    return lambda copy: function(q, *caches[copy], cache_seqlens=problem.table.kv_len, causal=True)[:, 0]
 
 
 DECODE_PEERS: dict[str, Prepare] = {

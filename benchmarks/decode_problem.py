@@ -8,6 +8,7 @@ from torch import Tensor
 import attn_ops
 from benchmarks.comparison import largest_error
 from benchmarks.decode_rows import DecodeRow
+from benchmarks.page_table import PageTable
 from benchmarks.timing import copies_for
 
 
@@ -18,14 +19,9 @@ class DecodeProblem:
         self.row, self.dtype, self.device = row, dtype, device
         self.kv_dtype = torch.float8_e4m3fn if row.fp8 else dtype
         generator = torch.Generator(device).manual_seed(0)
-        pages = [-(-length // row.page_size) for length in row.lengths]
-        self.num_pages = sum(pages)
-        self.kv_indptr = torch.tensor([0, *pages]).cumsum(0).to(device, torch.int32)
-        self.kv_indices = torch.randperm(self.num_pages, generator=generator, device=device).int()
-        self.kv_len = torch.tensor(row.lengths, dtype=torch.int32, device=device)
-        self.kv_last_page_len = (self.kv_len - 1) % row.page_size + 1
+        self.table = PageTable(row.lengths, row.page_size, generator, device)
         self.copies = copies_for(row.kv_bytes())
-        shape = (self.num_pages, row.page_size, row.num_kv_heads, row.head_dim)
+        shape = (self.table.num_pages, row.page_size, row.num_kv_heads, row.head_dim)
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -38,7 +34,7 @@ class DecodeProblem:
         """A planner of exactly this batch."""
         return attn_ops.DecodePlanner(
             self.row.batch,
-            self.num_pages,
+            self.table.num_pages,
             page_size=self.row.page_size,
             num_qo_heads=self.row.num_qo_heads,
             num_kv_heads=self.row.num_kv_heads,
@@ -47,23 +43,14 @@ class DecodeProblem:
             device=self.device,
         )
 
-    @property
-    def page_table(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.kv_indptr, self.kv_indices, self.kv_last_page_len
-
     def caches(self, copy: int) -> tuple[Tensor, Tensor]:
         return self.k_caches[copy], self.v_caches[copy]
-
-    def block_tables(self) -> Tensor:
-        """Page numbers ``[batch, pages of the longest request]``, zero after the last page of each request."""
-        rows = [self.kv_indices[a:b] for a, b in zip(self.kv_indptr[:-1], self.kv_indptr[1:], strict=True)]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def contiguous(self, copy: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[batch, num_kv_heads, length, head_dim]`` of a copy. Lengths must be equal."""
         shape = (self.row.batch, -1, self.row.num_kv_heads, self.row.head_dim)
         return tuple(
-            cache[self.kv_indices.long()].view(shape).transpose(1, 2).contiguous() for cache in self.caches(copy)
+            cache[self.table.indices.long()].view(shape).transpose(1, 2).contiguous() for cache in self.caches(copy)
         )  # type: ignore[return-value]
 
     def error(self, out: Tensor, copy: int = 0, requests: int = 4) -> float:
@@ -73,8 +60,8 @@ class DecodeProblem:
         return largest_error((out[b], self._expected(b, copy)) for b in chosen)
 
     def _expected(self, b: int, copy: int) -> Tensor:
-        row, pages = self.row, self.kv_indices[self.kv_indptr[b] : self.kv_indptr[b + 1]].long()
-        k, v = (cache[pages].flatten(0, 1)[: row.lengths[b]].float() for cache in self.caches(copy))
+        row = self.row
+        k, v = (self.table.tokens(cache, b, row.lengths[b]).float() for cache in self.caches(copy))
         q = self.q[b].float().view(row.num_kv_heads, -1, row.head_dim)
         probabilities = torch.softmax(q @ k.permute(1, 2, 0) * row.head_dim**-0.5, -1)
         return (probabilities @ v.transpose(0, 1)).flatten(0, 1)

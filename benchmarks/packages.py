@@ -52,7 +52,7 @@ def _decode(batch: int, length: int) -> Problem:
     row = DecodeRow("", (length,) * batch, 32, 8, None)
     p = DecodeProblem(row)
     planner = p.planner()
-    planner.plan(*p.page_table)
+    planner.plan(*p.table.arguments)
     return Problem("batch_decode", {}, [(p.q, *p.caches(i)) for i in range(p.copies)], planner.state, planner.workspace)
 
 

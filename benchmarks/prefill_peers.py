@@ -169,11 +169,59 @@ def flashinfer_ragged(backend: str) -> Prepare:
     return prepare
 
 
+def flashinfer_persistent(problem: PrefillProblem) -> Call:
+    """``BatchAttention``: chunks and single rows in one persistent kernel, paged."""
+    fi, row = flashinfer(), problem.row
+    _refuse_window_and_cap(row)
+    if row.fp8_query:
+        raise NotMeasuredError("it is measured with 16-bit queries")
+    wrapper = fi.BatchAttention("NHD", problem.device)
+    indptr, indices, _ = problem.table.arguments
+    sizes = (row.num_qo_heads, row.num_kv_heads, row.head_dim, row.head_dim_vo, row.page_size)
+    types = {"q_data_type": problem.dtype, "kv_data_type": problem.kv_dtype}
+    wrapper.plan(problem.qo_indptr, indptr, indices, problem.table.kv_len, *sizes, causal=row.causal, **types)
+    out = problem.empty_out()
+    lse = torch.empty(problem.q.shape[:2], dtype=torch.float32, device=problem.device)
+    return lambda i: wrapper.run(problem.q, (problem.k_caches[i], problem.v_caches[i]), out=out, lse=lse)[0]
+
+
+MAX_XQA_ROWS = 32
+"""Query rows of a request, as its mask is made here in one word."""
+
+
+def flashinfer_xqa(problem: PrefillProblem) -> Call:
+    """``xqa_batch_decode_with_kv_cache`` with a few query rows per request, causal among themselves."""
+    fi, row = flashinfer(), problem.row
+    rows = row.qo_lens[0]
+    if len(set(row.qo_lens)) > 1 or rows > MAX_XQA_ROWS or not row.causal or row.fp8_query:
+        raise NotMeasuredError(f"it takes requests of equally many query rows, at most {MAX_XQA_ROWS}, causal")
+    words = torch.tensor([[(2 << i) - 1] for i in range(rows)], device=problem.device)
+    mask = words.int().view(torch.uint16).expand(row.batch, -1, -1).contiguous()
+    workspace, tables, out = flashinfer_workspace(problem.device), problem.table.block_tables(), problem.empty_out()
+    return lambda i: fi.decode.xqa_batch_decode_with_kv_cache(
+        problem.q,
+        (problem.k_caches[i], problem.v_caches[i]),
+        workspace,
+        tables,
+        problem.table.kv_len,
+        max(row.kv_lens),
+        bmm1_scale=row.head_dim**-0.5,
+        bmm2_scale=1.0,
+        window_left=row.window_left,
+        out=out.unflatten(0, (row.batch, rows)),
+        kv_layout="NHD",
+        q_len_per_req=rows,
+        mask=mask,
+    ).flatten(0, 1)
+
+
 PREFILL_PEERS: dict[str, Prepare] = {
     "flashinfer fa3 paged": flashinfer_paged("fa3"),
     "flashinfer fa3 ragged": flashinfer_ragged("fa3"),
     "flashinfer fa2 paged": flashinfer_paged("fa2"),
     "flashinfer fa2 ragged": flashinfer_ragged("fa2"),
+    "flashinfer persistent": flashinfer_persistent,
+    "flashinfer xqa": flashinfer_xqa,
     "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
     "flex": flex,

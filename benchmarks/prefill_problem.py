@@ -7,33 +7,9 @@ from torch import Tensor
 
 import attn_ops
 from benchmarks.comparison import largest_error
+from benchmarks.page_table import PageTable, indptr
 from benchmarks.prefill_rows import MlaRow, PrefillRow
 from benchmarks.timing import copies_for
-
-
-def indptr(lengths: tuple[int, ...], device: str) -> Tensor:
-    """Cumulative lengths, int32 ``[len(lengths) + 1]``."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-
-
-class PageTable:
-    """A page table of shuffled pages, of requests with ``lengths`` tokens."""
-
-    def __init__(self, lengths: tuple[int, ...], page_size: int, generator: torch.Generator, device: str) -> None:
-        pages = tuple(-(-length // page_size) for length in lengths)
-        self.num_pages = sum(pages)
-        self.indptr = indptr(pages, device)
-        self.indices = torch.randperm(self.num_pages, generator=generator, device=device).int()
-        last = [(length - 1) % page_size + 1 for length in lengths]
-        self.last_page_len = torch.tensor(last, dtype=torch.int32, device=device)
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.indptr, self.indices, self.last_page_len
-
-    def tokens(self, cache: Tensor, b: int, length: int) -> Tensor:
-        """The first ``length`` tokens of request b, ``[length, ...]``, in a cache ``[pages, page_size, ...]``."""
-        return cache[self.indices[self.indptr[b] : self.indptr[b + 1]].long()].flatten(0, 1)[:length]
 
 
 class PrefillProblem:

@@ -118,6 +118,8 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(1, 16384, 16384, None, dims=(64, 64)),
     _prefill(1, 8192, 8192, None, dims=(256, 256), heads=(16, 4)),
     _prefill(1, 8192, 8192, None, dims=(192, 128), heads=(16, 16)),
+    _prefill(64, 4, 4096, None),
+    PrefillRow("1 x (2048 new on 8k) + 64 x (1 new on 2k)", (2048, *[1] * 64), (8192, *[2048] * 64), None),
 )
 
 
@@ -127,10 +129,14 @@ def _fp8(row: PrefillRow, query: bool = False) -> PrefillRow:
 
 PREFILL_FP8_ROWS: tuple[PrefillRow, ...] = (
     _fp8(_prefill(1, 8192, 8192, None)),
-    _fp8(_prefill(1, 8192, 8192, None), query=True),
     _fp8(_prefill(8, 512, 8192, None)),
     _fp8(_prefill(64, 512, 512, None)),
     _fp8(_prefill(32, 16, 4096, None)),
+    _fp8(_prefill(1, 8192, 8192, None), query=True),
+    _fp8(_prefill(1, 16384, 16384, None), query=True),
+    _fp8(_prefill(8, 512, 8192, None), query=True),
+    _fp8(_prefill(8, 2048, 2048, None), query=True),
+    _fp8(_prefill(64, 512, 512, None), query=True),
 )
 
 MLA_ROWS: tuple[MlaRow, ...] = (

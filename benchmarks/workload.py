@@ -178,12 +178,11 @@ def flashinfer_persistent(p: StepProblem) -> StepImplementation:
     fi, row = flashinfer(), p.row
     wrapper = fi.BatchAttention("NHD", p.device)
     indptr, indices, _ = p.table.arguments
-    kv_len = torch.tensor(row.kv_lens, dtype=torch.int32, device=p.device)
     sizes = (row.num_qo_heads, row.num_kv_heads, row.head_dim, row.head_dim_vo, row.page_size)
     types = {"q_data_type": p.dtype, "kv_data_type": p.dtype}
     out, lse = p.empty_out(), torch.empty(p.q.shape[:2], dtype=torch.float32, device=p.device)
     return StepImplementation(
-        lambda: wrapper.plan(p.qo_indptr, indptr, indices, kv_len, *sizes, causal=True, **types),
+        lambda: wrapper.plan(p.qo_indptr, indptr, indices, p.table.kv_len, *sizes, causal=True, **types),
         lambda copy: (wrapper.run(p.q, p.caches(copy), out=out, lse=lse)[0],),
     )
 

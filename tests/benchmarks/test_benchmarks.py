@@ -26,6 +26,7 @@ from benchmarks import (
     prefill_peers,
     prefill_problem,
     report,
+    small_ops,
     sparse,
     sparse_problem,
     workload,
@@ -44,7 +45,7 @@ STEP = PrefillRow("step", (1, 1, 1, 9, 30), (20, 33, 5, 40, 30), None, True, 4, 
 
 @pytest.fixture(autouse=True)
 def two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("decode_problem", "prefill_problem", "sparse_problem"):
+    for module in ("decode_problem", "prefill_problem", "small_ops", "sparse_problem"):
         monkeypatch.setattr(f"benchmarks.{module}.copies_for", lambda num_bytes: 2)
 
 
@@ -73,11 +74,11 @@ def test_a_decode_problem_detects_wrong_results(fp8: bool) -> None:
 
 
 def test_the_block_tables_hold_each_request_s_pages() -> None:
-    problem = DecodeProblem(SMALL, device="cpu")
-    tables = problem.block_tables()
+    table = DecodeProblem(SMALL, device="cpu").table
+    tables = table.block_tables()
     assert tables.shape == (3, 3)
-    for b, (begin, end) in enumerate(zip(problem.kv_indptr, problem.kv_indptr[1:], strict=False)):
-        assert torch.equal(tables[b, : end - begin], problem.kv_indices[begin:end])
+    for b, (begin, end) in enumerate(zip(table.indptr, table.indptr[1:], strict=False)):
+        assert torch.equal(tables[b, : end - begin], table.indices[begin:end])
 
 
 def _peer(call: Callable[[Any], Any]) -> comparison.Prepare:
@@ -360,6 +361,22 @@ def test_sparse_rows_have_the_columns_of_the_report(
     assert row["attn_ops"] == pytest.approx(problem.flops() / 8 / 1e6)
     assert row["share"] == pytest.approx(problem.flops() / 8 / report.PEAK_FLOPS_PER_US)
     assert (row["wrong"], row["flex"]) == (None, None)
+
+
+@pytest.mark.parametrize("kind", small_ops.KINDS)
+def test_small_ops_are_checked_and_have_the_columns_of_the_report(
+    kind: str, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_ops, "device_microseconds", lambda calls, *_: dict.fromkeys(calls, 1.0))
+    kinds = {
+        name: of._replace(problem=functools.partial(of.problem, device="cpu")) for name, of in small_ops.KINDS.items()
+    }
+    monkeypatch.setattr(small_ops, "KINDS", kinds)
+    small = small_ops.SmallRow("small", kind, 2, 3, states=2, context=20, batch=2)
+    ours, wrong = small_ops._ours, lambda p: lambda i: small_ops._ours(p)(1 - i)
+    row = small_ops._measure(small, Comparison({small_ops.OURS: ours}, {"wrong": wrong, "good": ours}))
+    assert (row["attn_ops"], row["copy"], row["wrong"], row["good"]) == (8.0, 1.0, None, 4.0)
+    assert row["TB/s"] == pytest.approx(kinds[kind].problem(small).bytes() / 8 / 1e6)
 
 
 def test_mla_rows_have_the_columns_of_the_report(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
