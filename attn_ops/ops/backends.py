@@ -45,6 +45,7 @@ class Problem:
     """What decides which kernel runs an op. Fields that an op does not have keep their defaults.
 
     page_size      tokens of a page, 0 without pages
+    tile_rows      query rows of a query tile
     options        names of the :class:`~attn_ops.ops.options.AttentionOptions` that are not at their defaults
     context_ranks  ranks that hold the keys of a plan
     """
@@ -59,6 +60,7 @@ class Problem:
     head_dim_qk: int = 1
     head_dim_vo: int = 1
     page_size: int = 0
+    tile_rows: int = 1
     options: tuple[str, ...] = ()
     layout: MemoryLayout = ORDINARY
     context_ranks: int = 1
@@ -72,6 +74,7 @@ class Backend:
     module               has one function per op, of the op's name and signature less ``backend``
     unsupported_reasons  why it does not run a problem; none if it does
     kernels              op -> kernel, for an entry that has some ops only; None: every op, in plain PyTorch
+    auto_reasons         why ``auto`` does not take it, if also because a later entry is faster; None: the same reasons
     specialized          listed under its kernel's name for its ops alone, before the general entry of its backend
     inductor_lowerable   Inductor can inline its functions: aten ops and Triton kernels. If not, a compiled graph calls
                          the op
@@ -88,6 +91,7 @@ class Backend:
     module: str
     unsupported_reasons: Callable[[Problem], list[str]]
     kernels: Mapping[str, str] | None = None
+    auto_reasons: Callable[[Problem], list[str]] | None = None
     specialized: bool = False
     inductor_lowerable: bool = True
     eager_only: bool = False
@@ -107,11 +111,12 @@ class Backend:
         function = getattr(importlib.import_module(self.module), op)
         return function if self.fp8_queries or op not in FP8_QUERY_OPS else converting(function)
 
-    def reasons(self, problem: Problem) -> list[str]:
-        """The reasons for the problem that its function gets."""
+    def reasons(self, problem: Problem, name: str) -> list[str]:
+        """The reasons for the problem that its function gets, in a call that asks for the backend ``name``."""
         if problem.dtype == QUERY and not self.fp8_queries and problem.op in FP8_QUERY_OPS:
             problem = replace(problem, dtype=CONVERTED_DTYPE)
-        return self.unsupported_reasons(problem)
+        by_auto = self.auto_reasons if name == "auto" else None
+        return (by_auto or self.unsupported_reasons)(problem)
 
     def capture_launches(self) -> Callable[..., Any] | None:
         """The function that ``capture`` names, called as ``(function, args, kwargs)``."""
@@ -148,6 +153,12 @@ BACKENDS: tuple[Backend, ...] = (
         fp8_queries=True,
     ),
     _cuda(
+        "attn_ops.kernels.cuda.prefill",
+        unsupported.cuda_prefill_fp8,
+        kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_fp8"),
+        auto_reasons=functools.partial(unsupported.cuda_prefill_fp8, auto=True),
+    ),
+    _cuda(
         "attn_ops.kernels.cuda.mla",
         unsupported.cuda_mla,
         kernels={"batch_mla": "mla"},
@@ -158,11 +169,6 @@ BACKENDS: tuple[Backend, ...] = (
         unsupported.triton,
         kernels=unsupported.TRITON_KERNELS,
         capture="attn_ops.kernels.triton.launch:capture_launches",
-    ),
-    _cuda(  # slower than triton with few rows on long caches: only for calls that ask for it
-        "attn_ops.kernels.cuda.prefill",
-        unsupported.cuda_prefill_fp8,
-        kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_fp8"),
     ),
     Backend(
         "cpu",
@@ -209,7 +215,7 @@ def choose(
     candidates = [b for b in _entries(problem.op) if name in ("auto", b.name)]
     refused: list[str] = [] if candidates else [f"{name}: it has no kernel for {problem.op}"]
     for backend in candidates:
-        reasons = backend.reasons(problem)
+        reasons = backend.reasons(problem, name)
         if lowerable and not backend.inductor_lowerable and not (images and backend.has_images):
             reasons = [*reasons, NOT_GENERATED]
         if traced and backend.eager_only and name == "auto":
@@ -246,7 +252,7 @@ def explain(problem: Problem, name: str = "auto") -> str:
     """
     lines, left = [], list(PLACES)
     for backend in _entries(problem.op):
-        reasons = backend.reasons(problem)
+        reasons = backend.reasons(problem, name)
         if name not in ("auto", backend.name):
             reasons = [*reasons, f"backend={name} is asked for"]
         kernel = "" if backend.kernels is None else f", kernel {backend.kernels.get(problem.op)}"

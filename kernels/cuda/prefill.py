@@ -14,7 +14,7 @@ from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefi
 from torch import Tensor
 
 from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.ops.unsupported import CUDA_PREFILL_FP8_HEAD_DIMS, CUDA_PREFILL_HEAD_DIMS
+from attn_ops.ops.unsupported import CUDA_PREFILL_FP8_HEAD_DIMS, CUDA_PREFILL_HEAD_DIMS, CUDA_PREFILL_ROWS
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
@@ -89,6 +89,7 @@ FP8_TILES = {
 }
 """Of FP8 products."""
 
+assert PACKED_ROWS == CUDA_PREFILL_ROWS
 assert TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
 

@@ -18,10 +18,8 @@ from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
-
-SINGLE_PACKED_ROWS = 256
-"""Packed rows in a query tile of ``single_prefill``, which has no plan."""
 
 
 class Operands(NamedTuple):
@@ -70,7 +68,7 @@ def attend(
     o: AttentionOptions,
 ) -> None:
     """Write ``out`` and, unless it has no elements, ``lse``."""
-    tile_rows = max(1, SINGLE_PACKED_ROWS // (x.heads[0] // x.heads[1]))
+    tile_rows = rows_per_tile(*map(int, x.heads))
     num_items = partials = 0
     if plan is not None:
         tile_rows, partials = PlanProblem.of(plan.problem).tile_rows, num_partials(plan)

@@ -150,9 +150,19 @@ def test_ragged_matches_oracle(case: Case, launches: list[None]) -> None:
     "case", [BASE, *(c for c in CASES if c.name == "heads=4-4" or ", cap and sinks" in c.name)], ids=str
 )
 def test_single_matches_oracle(case: Case, launches: list[None]) -> None:
-    backend = "auto" if case.kv_dtype is None else "cuda"  # auto keeps Triton for an FP8 KV cache
+    backend = "cuda" if case.kv_dtype == torch.float8_e5m2 else "auto"  # auto keeps Triton for such a cache
     Setup("ragged", case, "cuda").check_single(backend)
     assert launches
+
+
+@pytest.mark.parametrize("tile_rows", [16, 17, 64])
+@pytest.mark.parametrize("kind", ["prefill", "ragged"])
+def test_auto_keeps_triton_for_few_rows_over_an_fp8_cache(kind: str, tile_rows: int, launches: list[None]) -> None:
+    """Query tiles of 64, 68 and 256 packed rows."""
+    case = replace(BASE, name="FP8 KV", planner={"tile_rows": tile_rows}, **FP8[0])
+    setup = Setup(kind, case, "cuda")
+    setup.check(*setup.run("auto"), **setup.tolerance("cuda"))
+    assert bool(launches) == (tile_rows > 16)
 
 
 def test_alternating_warpgroups_give_the_same_bits_while_memory_is_busy(launches: list[None]) -> None:
@@ -237,16 +247,17 @@ def test_other_requests_change_no_bit_of_few_rows(
     assert len(launches) == 2
 
 
+@pytest.mark.parametrize("kv", [{}, FP8[0]], ids=["16-bit KV", "FP8 KV"])
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_graphs_call_the_op(mode: str | None, launches: list[None]) -> None:
+def test_compiled_graphs_call_the_op(mode: str | None, kv: dict[str, Any], launches: list[None]) -> None:
     """The op stays a call, since Inductor generates Triton only, and no cache is copied for it."""
     torch._dynamo.reset()
-    setup = Setup("prefill", BASE, "cuda")
+    setup = Setup("prefill", replace(BASE, **kv), "cuda")
     mark_static(*setup.planner.state, setup.planner.workspace)
     inputs, options = positional("batch_prefill", setup.arguments)
 
     def step(*args: Any) -> Any:
-        return torch.ops.attn.batch_prefill(args[0] * 1, *args[1:], **options, backend="cuda")
+        return torch.ops.attn.batch_prefill(args[0] * 1, *args[1:], **options)
 
     compiled = torch.compile(step, fullgraph=True, mode=mode)
     with torch.no_grad():

@@ -17,7 +17,6 @@ from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES
-from attn_ops.kernels.triton import prefill_call
 from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from torch import Tensor
@@ -27,6 +26,7 @@ from attn_ops.native import packaged_launch
 from attn_ops.native.images import ImageSet, collect
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
+from attn_ops.plan.sizing import rows_per_tile
 
 E4M3 = torch.float8_e4m3fn
 
@@ -204,7 +204,7 @@ def test_a_launch_has_a_cta_for_each_unit_up_to_one_for_each_sm(
     for rows, heads in ((5, 8), (33, 8), (1000, 8), (40, 14)):
         prefill.single_prefill(torch.zeros(rows, heads, 128, dtype=torch.bfloat16), k, k)
         group = heads // 2
-        tile_rows = prefill_call.SINGLE_PACKED_ROWS // group
+        tile_rows = rows_per_tile(heads, 2)
         units = -(-rows // tile_rows) * 2 * -(-tile_rows * group // 128)
         assert fake_driver.array("grid", 3) == [min(units, SMS), 1, 1]
         settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("on_hopper")
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
 GENERAL, PREFILL, FP8_PREFILL, MLA = "triton", "cuda.prefill", "cuda.prefill_fp8", "cuda.mla"
 E4M3_PREFILL = "cuda.prefill_e4m3"
-E4M3 = torch.float8_e4m3fn
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def _on_cuda(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     assert _chosen(*call, lowerable=True, images=True) == kernel
     lines = _lines(*call)
     e4m3, fp8 = ([], []) if kernel == MLA else ([E4M3_PREFILL], [FP8_PREFILL])
-    assert list(lines) == [kernel, *e4m3, GENERAL, *fp8, "cpu.sdpa", "reference"]
+    assert list(lines) == [kernel, *e4m3, *fp8, GENERAL, "cpu.sdpa", "reference"]
     assert lines[kernel] == f"runs it, kernel {kernel.partition('.')[2]}; packages launch its image"
     assert lines[GENERAL] == "can run it, kernel prefill"
     assert lines["reference"] == "can run it"
@@ -97,7 +98,7 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     ("call", "reason"),
     [
         (_prefill(dtype=torch.float32), "not a 16-bit dtype"),
-        (_prefill(kv_dtype=torch.float8_e4m3fn), "the cache is torch.float8_e4m3fn"),
+        (_prefill(kv_dtype=E5M2), "the cache is torch.float8_e5m2"),
         (_prefill(head_dims=(96, 96)), "head dimensions 96 and 96"),
         (_prefill(head_dims=(192, 192)), "head dimensions 192 and 192"),
         (_prefill(page_size=12), "pages of 12 tokens"),
@@ -130,21 +131,124 @@ def test_other_calls_run_the_general_kernel(call: tuple[str, dict[str, Any]], re
     assert lines[GENERAL] == "runs it, kernel prefill"
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def _single(rows: int, **options: Any) -> tuple[str, dict[str, Any]]:
+    arguments = _prefill("ragged", qo_lens=(rows,), kv_lens=(300,), **options)[1]
+    return "single_prefill", {name: t for name, t in arguments.items() if name not in ("plan", "workspace")}
+
+
+def _block_sparse(row_block: int) -> tuple[str, dict[str, Any]]:
+    planner = attn_ops.BlockSparsePlanner(128, 256, row_block, 16, 9, num_qo_heads=8, num_kv_heads=2, head_dim=128)
+    q = torch.zeros(128, 8, 128, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 256, 2, 128).to(E4M3).unbind()
+    tensors = {"q": q, "k": k, "v": v, "plan": planner.state, "workspace": planner.workspace}
+    return "block_sparse_prefill", _on_cuda(tensors)
+
+
+FIXED_SPLIT = {"fixed_split_size": 16}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"kv_scale": (1.0, 2.0)}, {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0}], ids=str
+    "call",
+    [
+        _prefill(kv_dtype=E4M3),
+        _prefill("ragged", kv_dtype=E4M3, kv_scale=(1.0, 2.0), dtype=torch.float16),
+        _prefill(kv_dtype=E4M3, window_left=50, logits_soft_cap=5.0, sinks=1.0, out_dtype=E5M2),
+        _prefill("ragged", kv_dtype=E4M3, head_dims=(192, 128)),
+        _prefill(dtype=E4M3, head_dims=(192, 128)),  # of which there are no products in FP8
+        _prefill(kv_dtype=E4M3, planner={"tile_rows": 17}),
+        _prefill(kv_dtype=E4M3, heads=(130, 2), planner={"tile_rows": 1}),
+        _prefill(kv_dtype=E4M3, qo_lens=(1, 1), planner=FIXED_SPLIT),  # its tiles depend on no number of rows
+        _single(1, kv_dtype=E4M3),
+        _block_sparse(64),
+    ],
+    ids=range(10),
 )
-@pytest.mark.parametrize("kind", ["prefill", "ragged"])
-def test_an_fp8_cache_is_read_by_the_general_kernel_unless_cuda_is_asked_for(
-    kind: str, options: dict[str, Any], kv_dtype: torch.dtype
+def test_an_fp8_cache_is_converted_where_both_consumers_have_rows(
+    call: tuple[str, dict[str, Any]], on_hopper: list[Any]
 ) -> None:
-    call = _prefill(kind, kv_dtype=kv_dtype, **options)
-    assert _chosen(*call) == GENERAL
-    assert _chosen(*call, name="cuda") == FP8_PREFILL
-    assert _chosen(*call, name="cuda", lowerable=True, images=True) == FP8_PREFILL
+    for place in ({}, {"traced": True}, {"lowerable": True, "images": True}):
+        assert _chosen(*call, **place) == _chosen(*call, **place, name="cuda") == FP8_PREFILL
+    assert len(set(on_hopper)) == 1
+    assert _chosen(*call, lowerable=True) == GENERAL
     lines = _lines(*call)
-    assert list(lines) == [PREFILL, E4M3_PREFILL, GENERAL, FP8_PREFILL, "cpu.sdpa", "reference"]
-    assert lines[FP8_PREFILL] == "can run it, kernel prefill_fp8"
+    assert list(lines)[:4] == [PREFILL, E4M3_PREFILL, FP8_PREFILL, GENERAL]
+    assert lines[FP8_PREFILL] == "runs it, kernel prefill_fp8; packages launch its image"
+    assert lines[GENERAL] == "can run it, kernel prefill"
+
+
+ROWS = "auto takes it for query tiles of more than 64 packed rows, not {}"
+CACHES = "auto takes it for caches of torch.float8_e4m3fn, not torch.float8_e5m2"
+
+
+@pytest.mark.parametrize(
+    ("call", "reasons"),
+    [
+        (_prefill(kv_dtype=E4M3, planner={"tile_rows": 16}), ROWS.format(64)),
+        (_prefill("ragged", kv_dtype=E4M3, qo_lens=(16, 16), kv_scale=(1.0, 2.0)), ROWS.format(64)),
+        (_prefill(kv_dtype=E4M3, heads=(7, 1), planner={"tile_rows": 9}), ROWS.format(63)),
+        (_prefill(dtype=E4M3, head_dims=(192, 128), qo_lens=(1, 1)), ROWS.format(64)),
+        (_block_sparse(16), ROWS.format(64)),
+        (_prefill(kv_dtype=E5M2), CACHES),
+        (_single(100, kv_dtype=E5M2, dtype=torch.float16), CACHES),
+        (_prefill(kv_dtype=E5M2, planner={"tile_rows": 1}), f"{CACHES}, {ROWS.format(4)}"),
+    ],
+    ids=range(8),
+)
+def test_other_fp8_caches_are_left_to_the_general_kernel_unless_cuda_is_asked_for(
+    call: tuple[str, dict[str, Any]], reasons: str, on_hopper: list[Any]
+) -> None:
+    for place in ({}, {"traced": True}, {"lowerable": True, "images": True}):
+        assert _chosen(*call, **place) == GENERAL
+    lines = _lines(*call)
+    assert lines[FP8_PREFILL] == reasons
+    assert lines[GENERAL] == "runs it, kernel prefill"
+    assert not on_hopper  # nothing is compiled that does not run
+    op, arguments = call
+    assert _chosen(*call, name="cuda") == _chosen(*call, name="cuda", lowerable=True, images=True) == FP8_PREFILL
+    named = _lines(op, arguments | {"backend": "cuda"})
+    assert named[FP8_PREFILL] == "runs it, kernel prefill_fp8; packages launch its image"
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (_prefill(dtype=torch.float32, kv_dtype=E4M3), "torch.float32 is not a 16-bit dtype"),
+        (_prefill(dtype=torch.float32, kv_dtype=E5M2), f"torch.float32 is not a 16-bit dtype, {CACHES}"),
+        (_prefill(kv_dtype=E4M3, page_size=12), "pages of 12 tokens are not multiples of 8"),
+        (_prefill(qo_lens=(1, 1)), "the cache is torch.bfloat16, not FP8"),
+    ],
+    ids=range(4),
+)
+def test_calls_that_no_kernel_for_fp8_caches_runs(call: tuple[str, dict[str, Any]], reason: str) -> None:
+    assert _lines(*call)[FP8_PREFILL] == reason
+
+
+def test_an_exported_program_has_any_number_of_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """What ``auto`` takes depends on query tiles, so the number of rows needs no guard."""
+
+    class Attend(torch.nn.Module):
+        def __init__(self, op: str) -> None:
+            super().__init__()
+            self.op = getattr(torch.ops.attn, op)
+
+        def forward(self, *tensors: Any) -> Any:
+            return self.op(*tensors)
+
+    rows = torch.export.Dim("rows", min=1, max=4000)
+    calls = {
+        FP8_PREFILL: (_single(50, kv_dtype=E4M3), _prefill("ragged", kv_dtype=E4M3)),
+        GENERAL: (_prefill("ragged", kv_dtype=E4M3, qo_lens=(16, 16)),),
+    }
+    for kernel, (op, arguments) in [(kernel, call) for kernel, some in calls.items() for call in some]:
+        inputs = tuple(arguments[name] for name in ("q", "k", "v", "plan", "workspace") if name in arguments)
+        fixed = tuple(type(t)(*({} for _ in t)) if isinstance(t, tuple) else {} for t in inputs[1:])
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "attn_ops.ops.register"):
+            program = torch.export.export(Attend(op), inputs, dynamic_shapes=(({0: rows}, *fixed),))
+        messages = {record.getMessage() for record in caplog.records if record.name == "attn_ops.ops.register"}
+        assert messages == {f"{op}: {kernel} runs the traced call"}
+        (found,) = program.range_constraints.values()
+        assert (int(found.lower), int(found.upper)) == (1, 4000)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "ragged"])
@@ -176,12 +280,10 @@ def test_fp8_queries_are_multiplied_in_fp8(kind: str, options: dict[str, Any]) -
     ids=str,
 )
 def test_other_fp8_queries_are_converted(options: dict[str, Any], reason: str) -> None:
-    """The general kernel gets them in float16, and so does that which converts keys and values, if it is asked for."""
+    """The kernel that converts keys and values gets them in float16, and so does the general kernel."""
     call = _prefill(dtype=E4M3, **options)
-    assert _chosen(*call) == GENERAL
+    assert _chosen(*call) == (FP8_PREFILL if "head_dims" in options else GENERAL)
     assert reason in _lines(*call)[E4M3_PREFILL]
-    if "head_dims" in options:
-        assert _chosen(*call, name="cuda") == FP8_PREFILL
 
 
 def test_decode_runs_the_general_kernel_and_cuda_has_none() -> None:

@@ -44,6 +44,7 @@ class Kind(NamedTuple):
     dims: tuple[int, int]  # of keys and values
     page_size: int
     options: dict[str, Any]
+    kv_dtype: torch.dtype = torch.bfloat16
 
 
 KINDS = {
@@ -58,6 +59,7 @@ KINDS = {
     ),
     "mla": Kind("batch_mla", ("mla", "combine_prefill_kernel"), (128, 1), (576, 512), 64, {}),
 }
+FP8_PREFILL = KINDS["prefill"]._replace(kv_dtype=torch.float8_e4m3fn)
 
 
 class Attend(nn.Module):
@@ -115,7 +117,7 @@ def _call(built_planner: Any, kind: Kind, case: int) -> Call:
     key_dim, value_dim = kind.dims
     latent = kind.op == "batch_mla"
     width = key_dim if latent else key_dim + value_dim
-    tokens = [random(n, kind.heads[1], width) for n in kv_lens]
+    tokens = [random(n, kind.heads[1], width).to(kind.kv_dtype).bfloat16() for n in kv_lens]
     cache = torch.full((CACHE_PAGES, kind.page_size, kind.heads[1], width), math.nan, dtype=torch.bfloat16)
     for b, request in enumerate(tokens):
         pages = table[1][table[0][b] : table[0][b + 1]].long()
@@ -130,7 +132,7 @@ def _call(built_planner: Any, kind: Kind, case: int) -> Call:
     if latent:
         tensors = (*q.split((512, 64), -1), *cache[:, :, 0].split((512, 64), -1))
     else:
-        tensors = (q, *cache.split(kind.dims, -1))
+        tensors = (q, *cache.to(kind.kv_dtype).split(kind.dims, -1))
     on_gpu = tuple(t.contiguous().cuda() for t in tensors)
     arguments = [t.cuda() for t in (table if kind.op == "batch_decode" else (indptr(qo_lens), *table))]
     plan = built_planner.plan(*arguments)
@@ -168,9 +170,7 @@ def _expected(kind: Kind, model: Attend, calls: list[Call]) -> list[tuple[Tensor
     return results
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    kind = KINDS[request.param]
+def _build(kind: Kind, folder: Path) -> Built:
     planner, model = _planner(kind), Attend(kind)
     calls = [_call(planner, kind, case) for case in range(len(LENGTHS))]
     x = calls[0]
@@ -179,10 +179,14 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     fixed: tuple[Any, ...] = tuple({} for _ in x.tensors[queries:])
     shapes = (({0: rows},) * queries + (*fixed, type(x.plan)(*({} for _ in x.plan)), {}),)
     program = torch.export.export(model, (*x.tensors, x.plan, x.workspace), dynamic_shapes=shapes)
-    path = tmp_path_factory.mktemp(request.param) / "attend.pt2"
-    quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=quickly)
+    path, quickly = str(folder / "attend.pt2"), {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    package = torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=quickly)
     return Built(kind, package, planner, calls, _expected(kind, model, calls))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return _build(KINDS[request.param], tmp_path_factory.mktemp(request.param))
 
 
 def _assert_equal(expected: list[tuple[Tensor, ...]], actual: list[Tensor], what: str) -> None:
@@ -238,6 +242,13 @@ def test_in_python(built: Built, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = torch.load(tmp_path / "outputs.pt")
     _assert_equal([*expected, *expected], results, "in Python")
+
+
+def test_fp8_keys_and_values_are_read_by_the_kernel_of_eager_calls(tmp_path: Path) -> None:
+    """``auto`` takes the same one in the package: its query tiles have 256 packed rows."""
+    built = _build(FP8_PREFILL, tmp_path)
+    test_the_package_contains_the_images(built)
+    test_in_python(built, tmp_path)
 
 
 def _misaligned(t: Tensor) -> Tensor:

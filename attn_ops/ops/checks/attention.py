@@ -14,6 +14,7 @@ from attn_ops.ops.checks.checker import OpChecker, caches, memory_layout
 from attn_ops.ops.fp8_queries import QUERY
 from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, AttentionOptions
 from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
+from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
 
 
@@ -74,7 +75,7 @@ def _planned(
     workspace: Tensor,
     options: AttentionOptions,
 ) -> tuple[Any, Problem]:
-    """The plan, which must be one for this problem, and its workspace large enough; and the problem with its ranks."""
+    """The plan, which must be one for this problem, and its workspace large enough; and the problem as planned."""
     typed = op.plan(plan, kind, q)
     if kind is PrefillPlan:
         op.limit("q_nope" if op.name == "batch_mla" else "q", "query rows", q.shape[0], MAX_QUERY_ROWS)
@@ -83,7 +84,8 @@ def _planned(
     op.covered(typed, options)
     op.without_sinks(typed, options)
     op.workspace(workspace, workspace_size(typed), q)
-    return typed, replace(problem, context_ranks=PlanProblem.of(typed.problem).world)
+    planned = PlanProblem.of(typed.problem)
+    return typed, replace(problem, context_ranks=planned.world, tile_rows=planned.tile_rows)
 
 
 def batch_decode(
@@ -185,7 +187,7 @@ def single_prefill(
     if o.mask is not None:
         bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
         op.size("mask", "bytes", o.mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
-    return problem
+    return replace(problem, tile_rows=rows_per_tile(problem.num_qo_heads, problem.num_kv_heads))
 
 
 def block_sparse_prefill(
