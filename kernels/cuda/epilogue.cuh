@@ -23,13 +23,25 @@ DEVICE void arrive_by_warp(uint32 barrier) {
   if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
-// Probabilities as an operand in registers, of 16 tokens in each row.
-template <int N>
-DEVICE void round(uint32 (&p)[N / 8][4], const float (&logits)[N]) {
+// Probabilities of row ROW as an operand in registers, of 16 tokens in each row of it.
+template <int ROW, int N>
+DEVICE void round_row(uint32 (&p)[N / 8][4], const float (&logits)[N]) {
 #pragma unroll
   for (int i = 0; i < N / 8; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) p[i][j] = pack(logits[8 * i + 2 * j], logits[8 * i + 2 * j + 1]);
+    for (int j = ROW; j < 4; j += 2) p[i][j] = pack(logits[8 * i + 2 * j], logits[8 * i + 2 * j + 1]);
+}
+
+template <int N>
+DEVICE void rescale(float (&output)[N], const float (&alpha)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) output[i] *= alpha[i / 2 % 2];
+}
+
+// By a warp only if the maximum of a row has changed.
+template <int N>
+DEVICE void rescale_if_changed(float (&output)[N], const float (&alpha)[2]) {
+  if (__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) rescale(output, alpha);
 }
 
 // Transposes four words of the four lanes of a quad: lane i gets word i of each.

@@ -114,16 +114,6 @@ DEVICE void store_probabilities(uint32 to, const Probabilities& p) {
   fence_async_shared();
 }
 
-DEVICE void rescale(Output& output, const float (&alpha)[2]) {
-  if (!__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) return;
-#pragma unroll
-  for (int i = 0; i < kHalf / 8; ++i)
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) output[4 * i + 2 * r + c] *= alpha[r];
-}
-
 // An arrival of this warp on the barrier at this place of each CTA of the cluster.
 DEVICE void release(uint32 barrier) {
   __syncwarp();
@@ -229,7 +219,7 @@ struct Consumer {
     }
     const int visible = end - start - i * kTile;
     if (visible < kTile) zero_values(peer_stage + SELF * kHalfBytes, visible, kBarrier);
-    rescale(output, alpha);
+    rescale_if_changed(output, alpha);
     fence_registers(output);
     wgmma_fence();
 #pragma unroll
@@ -269,14 +259,14 @@ struct Consumer {
     float alpha[2];
     update(logits, rows, arguments.factor, alpha, &shared.row_max[SELF][line]);
     Probabilities probabilities;
-    round(probabilities, logits);
+    round_row<0>(probabilities, logits), round_row<1>(probabilities, logits);
     named_sync(kBarrier, kConsumerThreads);
     store_probabilities(own_stage + kRotary * kBlockBytes, probabilities);
     arrive_by_warp(p_stored + SELF * 8);
     mark(kSoftmax);
     if (visible < kTile) zero_values(own_stage + SELF * kHalfBytes, visible, kBarrier);
     if (FOLLOWS && kKeys) end_peer_pv<0>();
-    rescale(output, alpha);
+    rescale_if_changed(output, alpha);
     fence_registers(output);
     wgmma_fence();
 #pragma unroll

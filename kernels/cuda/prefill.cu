@@ -46,17 +46,21 @@
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
 //     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
 //     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
-//     8.  [consumer]    soft cap, mask, online softmax: P_j and alpha
-//     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if any alpha of the warp is not 1; round P_j
+//     8.  [consumer]    soft cap, mask; online softmax: both maxima of each thread, and alpha; probabilities of its row 0
+//     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha; round P_j of row 0
+//     10. [consumer]    probabilities of row 1; round P_j of row 1
 // epilogue of the unit
-//     10. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; issue O += P V; with two query buffers,
+//     11. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; issue O += P V; with two query buffers,
 //                       without split_kv and if unit n+1 has KV tiles: its steps 2 and 5; wait for O; arrive on v_empty
-//     11. [consumer]    split_kv: the one with the odd tiles stores its state (m, l, O) in the query buffer, the one with
-//                       the even ones adds it to its own; both arrive on q_empty[b] here, not in step 10
-//     12. [consumer]    join the sink, divide by l; store output and LSE, or the partial result in its slot. With
+//     12. [consumer]    split_kv: the one with the odd tiles stores its state (m, l, O) in the query buffer, the one with
+//                       the even ones adds it to its own; both arrive on q_empty[b] here, not in step 11
+//     13. [consumer]    join the sink, divide by l; store output and LSE, or the partial result in its slot. With
 //                       split_kv the consumer with the even tiles alone
-//     13. [consumer]    wait for the first logits of unit n+1, if they were issued: their QK product overlaps step 12;
+//     14. [consumer]    wait for the first logits of unit n+1, if they were issued: their QK product overlaps step 13;
 //                       arrive on k_empty
+//
+// Exponentials take every eighth issue slot of a warp. In the others, step 9 is done beside those of step 10: O is complete
+// by then. With wide heads (kFinishEarly is false) it is not, and step 9 follows step 10.
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
 //
@@ -80,9 +84,10 @@
 //         step 1 for unit n+1; for unit 0 at the beginning
 // The scheduler also waits for the last tile of producer K, which waits for consumers, which wait for transposed values: but
 // only for those of earlier tiles. Consumers wait for t_full in place of v_full, and arrive on t_empty. The product of a
-// tile is added to O in float32: steps 6 and 10 issue D = P V, and step 9 and the epilogue add D to O once it is complete.
-// With heads of 256, D has 64 columns: the other three products are issued, awaited and added there, one after the other.
-// A query buffer has half the size of an accumulator: in step 11, O goes through it in two parts.
+// tile is added to O in float32: steps 6 and 11 issue D = P V, and step 9 and the epilogue do O = alpha O + D once it is
+// complete, with the alpha of the tile of D. With heads of 256, D has 64 columns: the other three products are issued,
+// awaited and added there, one after the other. A query buffer has half the size of an accumulator: in step 12, O goes
+// through it in two parts.
 #include "prefill_consumer.cuh"
 #include "prefill_fp8_producer.cuh"
 #include "prefill_problem.cuh"
@@ -98,14 +103,15 @@ namespace attn_ops {
 //     4n - 1 - c and so on.
 // Owns: the rows of its units in `out` and `lse`, or their partial results in `partial`.
 // Loop invariant of a consumer, before it takes KV tile j: P holds the probabilities of its last tile, row_max and
-//     row_sum include that tile, O includes those before it and is relative to row_max.
+//     row_sum include that tile, O includes those before it and is relative to row_max (with FP8 products, to the maximum
+//     before that tile).
 // Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes of the tile; with FP8 KV
 //     an arrival of each producer warp. k_empty and v_empty, one for each stage: an arrival of each warp that reads
 //     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
 //     q_empty: an arrival of each consumer warp. unit_full: an arrival of the scheduler. unit_empty: an arrival of
 //     producers K and V each, and of each thread that loads queries; with FP8 KV or FP8 products of each producer warp.
 //     staging: an arrival of producer V, and the bytes. A named barrier of all consumer threads, around the exchange of
-//     step 11. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
+//     step 12. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
 //     transposes, and t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(384, 1) prefill(

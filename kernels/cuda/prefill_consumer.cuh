@@ -64,7 +64,9 @@ DEVICE uint32 columns_before(int end) {
   return static_cast<uint32>((uint64(1) << (end / 8 * 2 + min(end % 8, 2))) - 1);
 }
 
-// By bits, of which an instruction makes seven predicates, where registers suffice for it.
+// By bits, of which an instruction makes seven predicates, where registers and 32 bits suffice for it.
+constexpr bool kMaskByBits = !KV_FP8 && kTile <= 128;
+
 DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -75,44 +77,38 @@ DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int token = 8 * i + c;
-        const bool hidden = KV_FP8 ? token < low || token >= count : !(visible >> (2 * i + c) & 1);
+        const bool hidden = kMaskByBits ? !(visible >> (2 * i + c) % 32 & 1) : token < low || token >= count;
         if (hidden) logits[4 * i + 2 * r + c] = -kInfinity;
       }
   }
 }
 
-// The online softmax over one more KV tile: logits become probabilities. `alpha` rescales sums of the tiles before.
-DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2]) {
+// The online softmax over one more KV tile, of row ROW of this thread. First its maximum, which is returned less kLogScale,
+// or 0 if the row sees no token. `alpha` rescales sums over the tiles before.
+template <int ROW>
+DEVICE float update_max(const Logits& logits, Rows& rows, float factor, float (&alpha)[2]) {
+  float largest = -kInfinity;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float largest = -kInfinity;
-#pragma unroll
-    for (int i = 0; i < kTile / 8; ++i)
-      largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * r], logits[4 * i + 2 * r + 1]));
-    const float row_max = fmaxf(rows.row_max[r], max_of_quad(largest) * factor - kLogScale);
-    const float anchor = finite(row_max);
-    alpha[r] = exp2_approx(rows.row_max[r] - anchor);
-    rows.row_max[r] = row_max;
-    float sum = rows.row_sum[r] * alpha[r];
-#pragma unroll
-    for (int i = 0; i < kTile / 8; ++i)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& x = logits[4 * i + 2 * r + c];
-        x = exp2_approx(x * factor - anchor);
-        sum += x;
-      }
-    rows.row_sum[r] = sum;
-  }
+  for (int i = 0; i < kTile / 8; ++i)
+    largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * ROW], logits[4 * i + 2 * ROW + 1]));
+  const float row_max = fmaxf(rows.row_max[ROW], max_of_quad(largest) * factor - kLogScale);
+  const float anchor = finite(row_max);
+  alpha[ROW] = exp2_approx(rows.row_max[ROW] - anchor);
+  rows.row_max[ROW] = row_max, rows.row_sum[ROW] *= alpha[ROW];
+  return anchor;
 }
 
-DEVICE void rescale(Output& output, const float (&alpha)[2]) {
+// Then its logits become probabilities.
+template <int ROW>
+DEVICE void exponentiate(Logits& logits, Rows& rows, float factor, float anchor) {
 #pragma unroll
-  for (int i = 0; i < kDimVo / 8; ++i)
+  for (int i = 0; i < kTile / 8; ++i)
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) output[4 * i + 2 * r + c] *= alpha[r];
+    for (int c = 0; c < 2; ++c) {
+      float& x = logits[4 * i + 2 * ROW + c];
+      x = exp2_approx(x * factor - anchor);
+      rows.row_sum[ROW] += x;
+    }
 }
 
 struct Results {
@@ -273,6 +269,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     const int last_row = row_of(remainder + first_line + kPackedRows - 1);
     const int visible_begin = low + last_row, visible_end = min(end, high + row_of(remainder + first_line));
     const bool all_rows = last_row < count;
+    const int plain_end = folded && arguments.cap <= 0 ? visible_end : 0;  // and need no more if they end before this
 
     Output output;
     Partial partial;
@@ -282,13 +279,13 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     int tile = split_kv ? (base ^ consumer) & 1 : 0;  // which full barriers a consumer waits for depends on this
     if (tile < tiles) {
       Probabilities probabilities;
-      float alpha[2];
-      const auto softmax = [&](int first) {
-        const bool all_visible = first + kTile <= visible_end && first >= visible_begin && all_rows;
+      float alpha[2], alpha_before[2];
+      const auto mask_tile = [&](int first) {
+        if (first + kTile <= plain_end && first >= visible_begin) return;
+        const bool visible_to_all = first + kTile <= visible_end && first >= visible_begin;
         if (!folded) multiply(logits, kv_scale[0]);
-        if (arguments.cap > 0) soft_cap(logits, to_cap, all_visible);
-        if (first + kTile > visible_end || first < visible_begin) mask(logits, rows, first);
-        update(logits, rows, factor, alpha);
+        if (arguments.cap > 0) soft_cap(logits, to_cap, visible_to_all && all_rows);
+        if (!visible_to_all) mask(logits, rows, first);
       };
       uint32 number = base + tile;  // of the KV tile whose logits are computed, among all of this CTA
       if (!first_logits) {
@@ -299,8 +296,11 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         mark(kQk);
       }
       first_logits = false;
-      softmax(start + tile * kTile);
-      round(probabilities, logits);
+      mask_tile(start + tile * kTile);
+      exponentiate<0>(logits, rows, factor, update_max<0>(logits, rows, factor, alpha));
+      exponentiate<1>(logits, rows, factor, update_max<1>(logits, rows, factor, alpha));
+      alpha_before[0] = alpha[0], alpha_before[1] = alpha[1];
+      round_row<0>(probabilities, logits), round_row<1>(probabilities, logits);
       mark(kSoftmax);
       tally(kTiles);
       for (tile += step; tile < tiles; tile += step) {
@@ -315,18 +315,28 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         fence_registers(logits);
         arrive_by_warp(k_empty + number % kKeyStages * 8);
         mark(kQk);
-        softmax(start + tile * kTile);
+        // O += P V of the tile before, which is complete already. Without a loop here, and unless that depends on the sum
+        // of row 0, the assembler may move the exponentials behind the wait. The sum is not negative: the barrier is the
+        // same.
+        const auto finish_previous = [&] {
+          const bool negative = rows.row_sum[0] < 0;
+          wait(v_full.of(previous) + negative, v_full.parity(previous));
+          wgmma_wait<0>();
+          finish_pv(output, partial, probabilities, values_of(previous), alpha_before);
+          arrive_by_warp(v_empty + previous % kPvStages * 8);
+          rescale_for_next(output, alpha);
+          round_row<0>(probabilities, logits);
+        };
+        mask_tile(start + tile * kTile);
+        exponentiate<0>(logits, rows, factor, update_max<0>(logits, rows, factor, alpha));
+        const float anchor = update_max<1>(logits, rows, factor, alpha);
+        if (kFinishEarly) finish_previous();
+        exponentiate<1>(logits, rows, factor, anchor);
         fence_registers(logits);
         mark(kSoftmax);
-        // Complete already. Without a loop here, the assembler may move the exponentials behind the wait for O; of FP8
-        // products, unless the loop depends on their sums. These are not negative: the barrier is the same.
-        const bool negative = kFp8Products && (rows.row_sum[0] < 0 || rows.row_sum[1] < 0);
-        wait(v_full.of(previous) + negative, v_full.parity(previous));
-        wgmma_wait<0>();
-        finish_pv(output, partial, probabilities, values_of(previous));
-        arrive_by_warp(v_empty + previous % kPvStages * 8);
-        if (__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) rescale(output, alpha);
-        round(probabilities, logits);
+        if (!kFinishEarly) finish_previous();
+        alpha_before[0] = alpha[0], alpha_before[1] = alpha[1];
+        round_row<1>(probabilities, logits);
         mark(kPv);
         tally(kTiles);
       }
@@ -343,7 +353,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
           base += tiles;
           issue_tile(logits, n + 1, base);
           wgmma_wait<1>();
-          finish_pv(output, partial, probabilities, values_of(number));
+          finish_pv(output, partial, probabilities, values_of(number), alpha_before);
           arrive_by_warp(v_empty + number % kPvStages * 8);
           mark(kPv);
           store(output, rows, p, row_of, arguments.results, block, line);
@@ -357,7 +367,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         }
       }
       wgmma_wait<0>();
-      finish_pv(output, partial, probabilities, values_of(number));
+      finish_pv(output, partial, probabilities, values_of(number), alpha_before);
       arrive_by_warp(v_empty + number % kPvStages * 8);
       mark(kPv);
     }

@@ -33,6 +33,8 @@ using Probabilities = uint32[kTile / 32][4];
 constexpr int kPvParts = kDimVo > 128 ? 4 : 1;  // of the columns; their products do not overlap each other
 using Partial = float[kDimVo / 2 / kPvParts];
 
+constexpr bool kFinishEarly = kDimVo > 64;  // as measured; prefill_products.cuh says what it is
+
 constexpr float kLogScale = 8;  // probabilities are those of the online softmax times 2^kLogScale
 
 // The ring from which PV reads values.
@@ -59,11 +61,12 @@ DEVICE void issue_part(Partial& partial, const Probabilities& p, uint64 values, 
   wgmma_commit();
 }
 
-DEVICE void add_part(Output& output, Partial& partial, int part) {
+DEVICE void add_part(Output& output, Partial& partial, int part, const float (&alpha)[2]) {
   constexpr int kCount = kDimVo / 2 / kPvParts;
   fence_registers(partial);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) output[part * kCount + i] += partial[i];
+  for (int i = 0; i < kCount; ++i)
+    output[part * kCount + i] = fmaf(output[part * kCount + i], alpha[i / 2 % 2], partial[i]);
 }
 
 // The first part.
@@ -72,24 +75,29 @@ DEVICE void issue_pv(Output&, Partial& partial, const Probabilities& p, uint64 v
   issue_part(partial, p, values, 0);
 }
 
-// Adds the first part, which is complete, and computes and adds the others.
+// Rescales the output by `alpha`, of the tile whose product this is, and adds that: the first part, which is complete, and
+// the others, which are computed here.
 static_assert(kPvParts == 1 || kQueries == 1);  // no other product is under way
-DEVICE void finish_pv(Output& output, Partial& partial, const Probabilities& p, uint64 values) {
-  add_part(output, partial, 0);
+DEVICE void finish_pv(Output& output, Partial& partial, const Probabilities& p, uint64 values,
+                      const float (&alpha)[2]) {
+  add_part(output, partial, 0, alpha);
 #pragma unroll
   for (int part = 1; part < kPvParts; ++part) {
     wgmma_fence();
     issue_part(partial, p, values, part);
     wgmma_wait<0>();
-    add_part(output, partial, part);
+    add_part(output, partial, part, alpha);
   }
 }
 
-DEVICE void round(Probabilities& p, const Logits& logits) {
+DEVICE void rescale_for_next(Output&, const float (&)[2]) {}  // finish_pv does it
+
+template <int ROW>
+DEVICE void round_row(Probabilities& p, const Logits& logits) {
 #pragma unroll
   for (int i = 0; i < kTile / 32; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = ROW; j < 4; j += 2) {
       const float* pairs = logits + 16 * i + j / 2 * 8 + j % 2 * 2;  // of a row: two keys, and two 8 further on
       p[i][j] = e4m3_pair(pairs[0], pairs[1]) | uint32(e4m3_pair(pairs[4], pairs[5])) << 16;
     }

@@ -18,8 +18,9 @@ constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 // Sizes by head dims are those of TILES and FP8_TILES in prefill.py.
-constexpr int kTile = kDimVo > 128 ? 64 : 128;  // tokens of a KV tile
-constexpr int kKeyStages =                      // KV tiles of the ring of keys
+constexpr int kTile =  // tokens of a KV tile
+    kDimVo > 128 ? 64 : kDimQk == 64 && !kFp8Products ? 192 : 128;
+constexpr int kKeyStages =  // KV tiles of the ring of keys
     kFp8Products || kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;
 constexpr int kValueStages = !kFp8Products && kDimQk == 64 ? 4 : 2;  // and of values
 constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products

@@ -13,6 +13,10 @@ using Output = float[kDimVo / 2];
 using Probabilities = uint32[kTile / 16][4];
 struct Partial {};  // PV adds to the output itself
 
+// Exponentials of a row leave issue slots, in which O of the tile before is finished: it is complete by then, unless heads
+// are wide.
+constexpr bool kFinishEarly = kDimVo <= 128;
+
 constexpr float kLogScale = 0;  // probabilities are those of the online softmax times 2^kLogScale
 
 // The ring from which PV reads values.
@@ -23,15 +27,26 @@ DEVICE uint64 pv_values(Shared& shared) {
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.v_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); }
 
-DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
+// The logits of 2 * COUNT tokens.
+template <int COUNT>
+DEVICE void issue_qk_part(float (&logits)[COUNT], uint64 query, uint64 keys) {
 #pragma unroll
   for (int column = 0; column < kDimQk; column += 16) {
     const int box = column / 64, step = column % 64 * 2 / 16;
     wgmma_ss(logits, query + (box * kPackedRows * kRowBytes / 16 + step),
              keys + (box * TileLayout<kDimQk>::kColumn / 16 + step), column > 0);
   }
+}
+
+// The logits of a KV tile, by products of up to 128 tokens.
+DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
+  constexpr int kFirst = kTile < 128 ? kTile / 2 : 64;
+  issue_qk_part(reinterpret_cast<float(&)[kFirst]>(logits), query, keys);
+  if constexpr (kTile > 128)
+    issue_qk_part(reinterpret_cast<float(&)[32]>(logits[kTile / 2 - 32]), query, keys + TileLayout<kDimQk>::kGroup);
   wgmma_commit();
 }
+static_assert(kTile <= 128 || kTile == 192);
 
 DEVICE void issue_pv(Output& output, Partial&, const Probabilities& p, uint64 values) {
   fence_registers(output);
@@ -41,7 +56,14 @@ DEVICE void issue_pv(Output& output, Partial&, const Probabilities& p, uint64 va
   wgmma_commit();
 }
 
-DEVICE void finish_pv(Output& output, Partial&, const Probabilities&, uint64) { fence_registers(output); }
+DEVICE void finish_pv(Output& output, Partial&, const Probabilities&, uint64, const float (&)[2]) {
+  fence_registers(output);
+}
+
+// Before PV of the next tile. Where instructions are free between exponentials, a branch would cost more than it saves.
+DEVICE void rescale_for_next(Output& output, const float (&alpha)[2]) {
+  kFinishEarly ? rescale(output, alpha) : rescale_if_changed(output, alpha);
+}
 
 }  // namespace
 }  // namespace attn_ops

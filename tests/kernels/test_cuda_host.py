@@ -274,9 +274,9 @@ PREFILL_FAULTS = {
     ),
     "a stage is released before its last product": Planted(
         Fault(
-            "wgmma_wait<0>();\n        finish_pv(output, partial, probabilities, values_of(previous));\n        "
-            "arrive_by_warp(v_empty + previous % kPvStages * 8);",
-            "arrive_by_warp(v_empty + previous % kPvStages * 8);\n        wgmma_wait<0>();",
+            "wgmma_wait<0>();\n          finish_pv(output, partial, probabilities, values_of(previous), alpha_before);\n"
+            "          arrive_by_warp(v_empty + previous % kPvStages * 8);",
+            "arrive_by_warp(v_empty + previous % kPvStages * 8);\n          wgmma_wait<0>();",
         ),
         r"race: (.|\n)*read by wgmma(.|\n)*TMA",
     ),
@@ -286,8 +286,8 @@ PREFILL_FAULTS = {
     ),
     "the output is used in flight, beside the next unit's first logits": Planted(
         Fault(
-            "wgmma_wait<1>();\n          finish_pv(output, partial, probabilities, values_of(number));",
-            "finish_pv(output, partial, probabilities, values_of(number));",
+            "wgmma_wait<1>();\n          finish_pv(output, partial, probabilities, values_of(number), alpha_before);",
+            "finish_pv(output, partial, probabilities, values_of(number), alpha_before);",
         ),
         "before wgmma.wait_group",
     ),
