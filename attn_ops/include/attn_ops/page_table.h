@@ -46,7 +46,9 @@ class PageTable {
   }
 
   // The number of pages that append() would allocate.
-  int64_t needed(Request request, int64_t tokens = 1) const { return needed("needed", find("needed", request), tokens); }
+  int64_t needed(Request request, int64_t tokens = 1) const {
+    return needed("needed", find("needed", request), tokens);
+  }
 
   // Grow a request by `tokens`, with new pages where they are needed.
   void append(Request request, int64_t tokens = 1) {
@@ -120,7 +122,9 @@ class PageTable {
           "do not use a request after its release()");
     return found->second;
   }
-  Entry& find(const char* where, Request request) { return const_cast<Entry&>(std::as_const(*this).find(where, request)); }
+  Entry& find(const char* where, Request request) {
+    return const_cast<Entry&>(std::as_const(*this).find(where, request));
+  }
 
   int64_t page_size_;
   Request next_ = 0;
