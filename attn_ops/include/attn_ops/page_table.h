@@ -61,11 +61,8 @@ class PageTable {
               std::to_string(free_pages()) + " free",
           "a free page for every " + std::to_string(page_size_) + " tokens",
           "release a request, or make the cache larger");
-    entry.pages.reserve(entry.pages.size() + static_cast<size_t>(more));  // nothing throws from here on
-    for (int64_t i = 0; i < more; ++i) {
-      entry.pages.push_back(free_.back());
-      free_.pop_back();
-    }
+    entry.pages.insert(entry.pages.end(), free_.rbegin(), free_.rbegin() + more);  // nothing throws from here on
+    free_.resize(free_.size() - static_cast<size_t>(more));
     entry.length += tokens;
   }
 
