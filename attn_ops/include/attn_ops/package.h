@@ -77,12 +77,12 @@ class Package {
     return detail::run(*loader_, device_, all);
   }
 
-  // Tensors of zeros for the inputs that the argument `name` of forward() has, such as the KV caches. Their sizes are
-  // fixed in the package.
+  // Tensors of zeros for the inputs that the argument `name` of forward() has, such as the KV caches: one for each
+  // tensor of a list, dictionary or NamedTuple. Their sizes are fixed in the package.
   std::vector<at::Tensor> zeros(const std::string& name) const {
     std::vector<at::Tensor> found;
     for (const InputSpec& spec : metadata_.inputs) {
-      if (spec.role != "input" || spec.name.substr(0, spec.name.find('[')) != name) continue;
+      if (spec.role != "input" || spec.name.substr(0, spec.name.find_first_of("[.")) != name) continue;
       for (const Sizes* sizes : {&spec.sizes, &spec.strides})
         if (std::find(sizes->begin(), sizes->end(), kDynamic) != sizes->end())
           fail<ShapeError>(

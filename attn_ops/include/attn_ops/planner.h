@@ -87,6 +87,7 @@ inline Metadata metadata_of(const std::string& path, const char* model) {
 
 // One runner is single-threaded: otherwise the loader waits on the host for a runner whose work on the GPU has ended.
 inline std::unique_ptr<Loader> load(const std::string& path, const char* model, c10::Device device, size_t runners) {
+  if (runners == 0) fail<OptionError>("Package", "num_runners is 0", "at least 1", "make it larger");
   try {
     return std::make_unique<Loader>(path, model, runners == 1, runners, device.index());
   } catch (const std::exception& error) {
@@ -194,7 +195,8 @@ inline std::vector<at::Tensor> upload(const std::vector<std::vector<int64_t>>& v
 //
 // A page table on the host, such as that of a PageTable, is checked, and to a GPU it is copied from pinned memory. One
 // whose tensors are all on the plan's GPU is planned without its contents being read on the host: entries out of range
-// are clamped, as in Python. On CUDA, work is on the current stream, and plan() does not wait for it.
+// are clamped, as in Python. On CUDA, work is on the current stream, and plan() does not wait for it. Only a page table
+// on the GPU may be planned in a CUDA graph: a replay would copy another from pinned memory that has been used again.
 class Planner {
  public:
   // On the device that the package was compiled for. On CUDA that is the current one, or `device`.
@@ -213,10 +215,10 @@ class Planner {
     workspace_ = at::zeros({metadata_.workspace}, options.dtype(at::kFloat));
   }
 
-  // Fill the plan of batch_decode or batch_mla for one query row of each request.
+  // Fill the plan of batch_decode: one query row of each request.
   void plan(const Batch& batch) { fill({}, batch); }
 
-  // Fill the plan of batch_prefill, or of batch_mla: request b has the query rows qo_indptr[b] to qo_indptr[b + 1].
+  // Fill the plan of batch_prefill or batch_mla: request b has the query rows qo_indptr[b] to qo_indptr[b + 1].
   void plan(const at::Tensor& qo_indptr, const Batch& batch) { fill({{"qo_indptr", qo_indptr}}, batch); }
 
   // Fill the plan of ragged_prefill: request b has the KV tokens kv_indptr[b] to kv_indptr[b + 1].
