@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import statistics
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_ops import cpp
+from attn_ops.native.images import LIBCUDA
 from benchmarks import report
 from benchmarks.comparison import release_memory
 from benchmarks.decode_problem import DecodeProblem
@@ -30,7 +32,8 @@ RUNNER = Path(__file__).with_name("time_package.cpp")
 NOTE = (
     "Microseconds per launch of an op alone, bf16. `eager` is the op in a CUDA graph, the median of replays before and "
     "after the package's; `package` is an AOTInductor package in a CUDA graph of a C++ process, on the same inputs. "
-    "Launches rotate over copies of the KV cache. `host` times are of calls that only enqueue work."
+    "Launches rotate over copies of the KV cache, with one query, plan and workspace. `nodes` are those of a launch in "
+    "a CUDA graph. `host` times are of calls that only enqueue work."
 )
 GOAL = 1.03
 """Time of a package, relative to the eager op."""
@@ -39,13 +42,23 @@ ROUNDS = 15
 
 
 class Problem(NamedTuple):
-    """An op with its options, and its tensors: those of each copy, then the plan and the workspace."""
+    """An op with its options, and its tensors: those of each copy, then the plan and the workspace.
+
+    Copies may have tensors in common. What launches have in common stays in the L2 cache.
+    """
 
     op: str
     options: dict[str, Any]
     copies: Sequence[tuple[Tensor, ...]]
     plan: Any
     workspace: Tensor
+
+    def on_host(self) -> tuple[list[Tensor], list[list[int]]]:
+        """The tensors of all copies on the host, each once; and of each copy, the positions of its inputs in them."""
+        inputs = [(*copy, *self.plan, self.workspace) for copy in self.copies]
+        tensors = {id(t): t for copy in inputs for t in copy}
+        places = {key: i for i, key in enumerate(tensors)}
+        return [t.cpu() for t in tensors.values()], [[places[id(t)] for t in copy] for copy in inputs]
 
 
 def _decode(batch: int, length: int) -> Problem:
@@ -66,7 +79,8 @@ def _prefill(length: int) -> Problem:
 def _mla(batch: int, length: int) -> Problem:
     p = MlaProblem(MlaRow("", (length,) * batch, 0.0))
     planner = p.planner()
-    copies = [(p.q_nope.contiguous(), p.q_pe.contiguous(), p.ckv[i], p.kpe[i]) for i in range(p.copies)]
+    q_nope, q_pe = p.q_nope.contiguous(), p.q_pe.contiguous()
+    copies = [(q_nope, q_pe, p.ckv[i], p.kpe[i]) for i in range(p.copies)]
     return Problem("batch_mla", {}, copies, planner.state, planner.workspace)
 
 
@@ -105,6 +119,17 @@ def _package(name: str, path: Path) -> float:
     return time.time() - begin
 
 
+def _nodes(call: Callable[[int], object]) -> int:
+    """Nodes in a CUDA graph of one launch."""
+    graph, count = torch.cuda.CUDAGraph(keep_graph=True), ctypes.c_size_t()
+    with torch.cuda.graph(graph):
+        call(0)
+    error = ctypes.CDLL(LIBCUDA).cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+    if error:
+        raise RuntimeError(f"cuGraphGetNodes: CUDA error {error}; expected the number of nodes of a captured graph")
+    return count.value
+
+
 def _measure(name: str, p: Problem, runner: Path, package: Path, packaging: float) -> report.Row:
     model, inputs = Attend(p), package.with_name("inputs.pt")
 
@@ -114,8 +139,7 @@ def _measure(name: str, p: Problem, runner: Path, package: Path, packaging: floa
     copies = len(p.copies)
     estimate = replay_microseconds(graph_of(call, copies, copies)) / copies
     launches = copies * max(1, round(GRAPH_MICROSECONDS / estimate / copies))
-    shared = [t.cpu() for t in (*p.plan, p.workspace)]
-    torch.save([[*(t.cpu() for t in copy), *shared] for copy in p.copies], inputs)
+    torch.save(p.on_host(), inputs)
     graph = graph_of(call, copies, launches)
 
     def replays() -> list[float]:
@@ -123,17 +147,19 @@ def _measure(name: str, p: Problem, runner: Path, package: Path, packaging: floa
 
     before = replays()
     words = [str(runner), str(package), str(inputs), str(launches), str(ROUNDS)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     eager = statistics.median([*before, *replays()])
-    packaged, host = map(float, done.stdout.split())
+    packaged, nodes, host = done.stdout.split()
     row = {
         "row": name,
         "eager": eager,
-        "package": packaged,
-        "of eager": packaged / eager,
+        "package": float(packaged),
+        "of eager": float(packaged) / eager,
         "goal": GOAL,
+        "eager nodes": _nodes(call),
+        "package nodes": int(nodes),
         "eager host": host_microseconds({"eager": lambda: call(0)})["eager"].least,
-        "package host": host,
+        "package host": float(host),
         "packaging, s": packaging,
         "size, KiB": package.stat().st_size >> 10,
     }

@@ -1,6 +1,8 @@
 // Times an AOTInductor package in a process without Python: time_package MODEL.pt2 INPUTS.pt LAUNCHES ROUNDS
-// INPUTS.pt is a list of copies of the inputs, each a list of tensors, over which the launches rotate. Prints the median
-// device time of a launch in a CUDA graph and the least host time of a call, in microseconds.
+// INPUTS.pt is a list of tensors, and a list of copies of the inputs, over which the launches rotate: each a list of
+// positions among the tensors. What copies have in common is on the GPU once, as it is in the eager process. Prints the
+// median device time of a launch in a CUDA graph in microseconds, the nodes of a launch, and the least host
+// time of a call in microseconds.
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -18,6 +20,7 @@
 
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
+using Package = torch::inductor::AOTIModelPackageLoader;
 
 static double replay_microseconds(at::cuda::CUDAGraph& graph) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
@@ -35,30 +38,42 @@ static double replay_microseconds(at::cuda::CUDAGraph& graph) {
   return milliseconds * 1000;
 }
 
+static void capture(at::cuda::CUDAGraph& graph, Package& package, const std::vector<Tensors>& copies, int launches) {
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+  for (const Tensors& inputs : copies) package.run(inputs);
+  c10::cuda::device_synchronize();
+  graph.capture_begin();
+  for (int i = 0; i < launches; ++i) package.run(copies[i % copies.size()]);
+  graph.capture_end();
+  c10::cuda::device_synchronize();
+}
+
+static size_t count_nodes(Package& package, const std::vector<Tensors>& copies) {
+  at::cuda::CUDAGraph graph(/*keep_graph=*/true);
+  size_t nodes = 0;
+  capture(graph, package, copies, 1);
+  C10_CUDA_CHECK(cudaGraphGetNodes(graph.raw_cuda_graph(), nullptr, &nodes));
+  return nodes;
+}
+
 int main(int argc, char** argv) {
   if (argc != 5) return 2;
   const c10::InferenceMode inference;
   std::ifstream file(argv[2], std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
+  const auto saved = torch::pickle_load(bytes).toTuple();
+  Tensors tensors;
+  for (const c10::IValue& value : saved->elements()[0].toListRef()) tensors.push_back(value.toTensor().to(at::kCUDA));
   std::vector<Tensors> copies;
-  const c10::IValue saved = torch::pickle_load(bytes);
-  for (const c10::IValue& copy : saved.toListRef()) {
+  for (const c10::IValue& copy : saved->elements()[1].toListRef()) {
     copies.emplace_back();
-    for (const c10::IValue& value : copy.toListRef()) copies.back().push_back(value.toTensor().to(at::kCUDA));
+    for (const c10::IValue& position : copy.toListRef()) copies.back().push_back(tensors.at(position.toInt()));
   }
   const int launches = std::atoi(argv[3]), rounds = std::atoi(argv[4]);
 
-  torch::inductor::AOTIModelPackageLoader package(argv[1], "model", /*run_single_threaded=*/true);
+  Package package(argv[1], "model", /*run_single_threaded=*/true);
   at::cuda::CUDAGraph graph;
-  {
-    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
-    for (const Tensors& inputs : copies) package.run(inputs);
-    c10::cuda::device_synchronize();
-    graph.capture_begin();
-    for (int i = 0; i < launches; ++i) package.run(copies[i % copies.size()]);
-    graph.capture_end();
-    c10::cuda::device_synchronize();
-  }
+  capture(graph, package, copies, launches);
   std::vector<double> times;
   for (int round = 0; round <= rounds; ++round) {
     const double time = replay_microseconds(graph) / launches;
@@ -75,6 +90,6 @@ int main(int argc, char** argv) {
     const std::chrono::duration<double, std::micro> elapsed = std::chrono::steady_clock::now() - begin;
     host = std::min(host, elapsed.count() / calls);
   }
-  std::cout << times[times.size() / 2] << ' ' << host << '\n';
+  std::cout << times[times.size() / 2] << ' ' << count_nodes(package, copies) << ' ' << host << '\n';
   return 0;
 }

@@ -21,6 +21,7 @@ from benchmarks import (
     mla,
     model,
     overheads,
+    packages,
     plot,
     prefill,
     prefill_peers,
@@ -79,6 +80,19 @@ def test_the_block_tables_hold_each_request_s_pages() -> None:
     assert tables.shape == (3, 3)
     for b, (begin, end) in enumerate(zip(table.indptr, table.indptr[1:], strict=False)):
         assert torch.equal(tables[b, : end - begin], table.indices[begin:end])
+
+
+def test_copies_for_packages_share_what_eager_launches_share() -> None:
+    p = DecodeProblem(SMALL, device="cpu")
+    planner = p.planner()
+    plan = planner.plan(*p.page_table)
+    copies = [(p.q, *p.caches(i)) for i in range(p.copies)]
+    tensors, places = packages.Problem("batch_decode", {}, copies, plan, planner.workspace).on_host()
+    for copy, at in zip(copies, places, strict=True):
+        assert all(torch.equal(tensors[i], t) for i, t in zip(at, (*copy, *plan, planner.workspace), strict=True))
+    shared = [i == j for i, j in zip(*places, strict=True)]
+    assert shared == [True, False, False] + [True] * (len(plan) + 1)  # all but the caches
+    assert len(tensors) == len(shared) + 2
 
 
 def _peer(call: Callable[[Any], Any]) -> comparison.Prepare:

@@ -3,9 +3,11 @@
 //   cpp_programs calls PACKAGE.pt2 CASES.pt RESULTS.pt [PLANNER.pt2]
 //   cpp_programs threads PACKAGE.pt2 CASES.pt RESULTS.pt RUNNERS CALLS
 //   cpp_programs alignment
+//   cpp_programs zeros PACKAGE.pt2 NAME...
 //   cpp_programs package MODEL.pt2 INPUTS.pt OUTPUTS.pt DEVICE
 //
-// The comment before each function says what it does. Exit status 2: wrong arguments; 3: libpython is mapped.
+// The comment before each function says what it does. Exit status 1: an error of the API, which is on stderr; 2: wrong
+// arguments; 3: libpython is mapped.
 #define AT_PER_OPERATOR_HEADERS  // without it, the headers of pickle.h include every operator of torch
 #include <ATen/ops/equal.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -88,34 +90,29 @@ std::string name(const attn::Error& error) {
 // the exception.
 int calls(int argc, char** argv) {
   if (argc != 4 && argc != 5) return 2;
-  try {
-    attn::Planner planner(argv[argc - 1 == 4 ? 4 : 1]);
-    attn::Package step(argv[1]);
-    const c10::IValue cases = load(argv[2]);
-    std::vector<c10::IValue> results;
-    for (const c10::IValue& one : cases.toListRef()) {
-      const Tensors table = tensors(one.toListRef()[0]);
-      Tensors inputs = tensors(one.toListRef()[1]), outputs;
-      for (at::Tensor& t : inputs)
-        if (t.dim() == 0 && t.isnan().item<bool>()) t = at::Tensor();
-      try {
-        outputs = call(planner, step, table, inputs);
-        std::cout << "ok\n";
-      } catch (const attn::Error& error) {
-        std::string message = error.what();
-        for (char& c : message)
-          if (c == '\n') c = ' ';
-        std::cout << name(error) << ": " << message << '\n';
-      }
-      Tensors owned = planner.state();
-      owned.push_back(planner.workspace());
-      results.push_back(c10::ivalue::Tuple::create({saved(owned), saved(inputs), saved(outputs)}));
+  attn::Planner planner(argv[argc - 1 == 4 ? 4 : 1]);
+  attn::Package step(argv[1]);
+  const c10::IValue cases = load(argv[2]);
+  std::vector<c10::IValue> results;
+  for (const c10::IValue& one : cases.toListRef()) {
+    const Tensors table = tensors(one.toListRef()[0]);
+    Tensors inputs = tensors(one.toListRef()[1]), outputs;
+    for (at::Tensor& t : inputs)
+      if (t.dim() == 0 && t.isnan().item<bool>()) t = at::Tensor();
+    try {
+      outputs = call(planner, step, table, inputs);
+      std::cout << "ok\n";
+    } catch (const attn::Error& error) {
+      std::string message = error.what();
+      for (char& c : message)
+        if (c == '\n') c = ' ';
+      std::cout << name(error) << ": " << message << '\n';
     }
-    save(argv[3], results);
-  } catch (const attn::Error& error) {
-    std::cerr << name(error) << ": " << error.what() << '\n';
-    return 1;
+    Tensors owned = planner.state();
+    owned.push_back(planner.workspace());
+    results.push_back(c10::ivalue::Tuple::create({saved(owned), saved(inputs), saved(outputs)}));
   }
+  save(argv[3], results);
   return libpython_is_mapped() ? 3 : 0;
 }
 
@@ -191,6 +188,19 @@ int alignment(int argc, char**) {
   return 0;
 }
 
+// Prints the sizes and the sum of the tensors of Package::zeros for each name, or what it says.
+int zeros(int argc, char** argv) {
+  if (argc < 3) return 2;
+  const attn::Package step(argv[1]);
+  for (int i = 2; i < argc; ++i) try {
+      for (const at::Tensor& t : step.zeros(argv[i])) std::cout << t.sizes() << ' ' << t.sum().item<float>() << ' ';
+      std::cout << '\n';
+    } catch (const attn::Error& error) {
+      std::cout << name(error) << ": " << error.what() << '\n';
+    }
+  return 0;
+}
+
 // Runs an AOTInductor package once. INPUTS.pt is a list of tensors saved by torch.save; OUTPUTS.pt gets a tuple of the
 // outputs and the mutated inputs. Exit status 4: the package threw. Its message is on stderr, and OUTPUTS.pt has the
 // inputs alone.
@@ -218,9 +228,12 @@ int package(int argc, char** argv) {
   return libpython_is_mapped() ? 3 : status;
 }
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const std::map<std::string, int (*)(int, char**)> programs{
-      {"calls", calls}, {"threads", threads}, {"alignment", alignment}, {"package", package}};
+      {"calls", calls}, {"threads", threads}, {"alignment", alignment}, {"zeros", zeros}, {"package", package}};
   const auto program = programs.find(argc > 1 ? argv[1] : "");
   return program == programs.end() ? 2 : program->second(argc - 1, argv + 1);
+} catch (const attn::Error& error) {
+  std::cerr << name(error) << ": " << error.what() << '\n';
+  return 1;
 }

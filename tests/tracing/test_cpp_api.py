@@ -67,18 +67,23 @@ class Prefill(nn.Module):
         return torch.ops.attn.batch_prefill(q, cache[:, 0], cache[:, 1], plan, workspace, causal=True, return_lse=True)
 
 
-def _with_larger_plan(package: str, path: Path) -> str:
-    """A copy of a package whose metadata gives ``plan.kv_indices`` an element more."""
-    name = "attn_ops.field.kv_indices"
+def _with_metadata(package: str, path: Path, change: Callable[[dict[str, str]], None]) -> str:
+    """A copy of a package with other metadata in both of its models."""
     with zipfile.ZipFile(package) as old, zipfile.ZipFile(path, "w") as new:
         for member in old.infolist():
             content = old.read(member)
             if member.filename.endswith("_metadata.json"):
                 metadata = json.loads(content)
-                metadata[name] = str(int(metadata[name]) + 1)
+                change(metadata)
                 content = json.dumps(metadata).encode()
             new.writestr(member.filename, content)
     return str(path)
+
+
+def _with_larger_plan(package: str, path: Path) -> str:
+    """A copy of a package whose metadata gives ``plan.kv_indices`` an element more."""
+    name = "attn_ops.field.kv_indices"
+    return _with_metadata(package, path, lambda metadata: metadata.update({name: str(int(metadata[name]) + 1)}))
 
 
 SIZES = {"page_size": PAGE, "num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -220,7 +225,37 @@ def test_a_misaligned_tensor_that_a_step_on_a_gpu_writes_is_refused() -> None:
     assert done.stdout.splitlines() == [*written, *["ok"] * 8]
 
 
+@pytest.mark.slow
+def test_zeros_for_an_argument(decode: tuple[str, attn_ops.DecodePlanner], tmp_path: Path) -> None:
+    """A tensor, a list or a NamedTuple of them, as ``export_package`` names what an argument has."""
+    dynamic = "ShapeError: zeros: q is [?, 4, 16]; expected fixed sizes; allocate it for each batch\n"
+    for name in ("cache", "cache[0]", "cache['k']", "cache.k", "cache[0].k", "cached"):
+
+        def rename(metadata: dict[str, str], name: str = name) -> None:
+            if "attn_ops.input.1" in metadata:
+                metadata["attn_ops.input.1"] = metadata["attn_ops.input.1"].replace(" cache ", f" {name} ")
+
+        renamed = _with_metadata(decode[0], tmp_path / "renamed.pt2", rename)
+        words = [*cpp_runner.program("zeros", *cpp_runner.sanitizer()), renamed, "cache", "q", "none"]
+        done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        unknown = [
+            f"ArgumentError: zeros: no input is {n}; expected q, {name}; correct the name\n" for n in ("cache", "none")
+        ]
+        found = "[24, 2, 4, 2, 16] 0 \n" if name != "cached" else unknown[0]
+        assert done.stdout == found + dynamic + unknown[1]
+
+
 THREADS, CALLS = 4, 50
+
+
+@pytest.mark.slow
+def test_a_package_without_runners_is_refused(decode: tuple[str, attn_ops.DecodePlanner], tmp_path: Path) -> None:
+    torch.save([], tmp_path / "cases.pt")
+    words = [*cpp_runner.program("threads", *cpp_runner.sanitizer()), decode[0], str(tmp_path / "cases.pt"), "-"]
+    done = subprocess.run([*words, "0", "1"], env=cpp_runner.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "OptionError: Package: num_runners is 0; expected at least 1; make it larger\n"
 
 
 @pytest.mark.slow

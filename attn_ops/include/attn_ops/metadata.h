@@ -6,6 +6,7 @@
 #include <sstream>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "errors.h"
@@ -46,7 +47,8 @@ class Metadata {
     const int64_t inputs_of_step = entries_.count("attn_ops.inputs") ? number(text("inputs")) : 0;
     for (int64_t i = 0; i < inputs_of_step; ++i) {
       const std::vector<std::string> w = words(text("input." + std::to_string(i)));
-      if (w.size() != 7) refuse("its metadata of input " + std::to_string(i) + " has " + std::to_string(w.size()) + " words");
+      if (w.size() != 7)
+        refuse("its metadata of input " + std::to_string(i) + " has " + std::to_string(w.size()) + " words");
       inputs.push_back({w[0], w[1], w[2], w[3], sizes(w[4]), sizes(w[5]), w[6] == "write"});
     }
   }

@@ -50,8 +50,8 @@ class Package {
   // The step on the batch that `planner` has planned. `inputs` are the tensors of forward() in order, without plan and
   // workspace. On CUDA, work is on the current stream.
   //
-  // Number, dtypes, devices, sizes, strides and alignment are checked before anything runs. The package itself checks what is
-  // dynamic: capacities, and that sizes agree. Both throw before anything is written.
+  // Number, dtypes, devices, sizes, strides and alignment are checked before anything runs. The package itself checks
+  // what is dynamic: capacities, and that sizes agree. Both throw before anything is written.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Planner& planner) {
     check_plan(planner);
     size_t expected = 0;
@@ -77,15 +77,16 @@ class Package {
     return detail::run(*loader_, device_, all);
   }
 
-  // Tensors of zeros for the inputs that the argument `name` of forward() has, such as the KV caches. Their sizes are
-  // fixed in the package.
+  // Tensors of zeros for the inputs that the argument `name` of forward() has, such as the KV caches: one for each
+  // tensor of a list, dictionary or NamedTuple. Their sizes are fixed in the package.
   std::vector<at::Tensor> zeros(const std::string& name) const {
     std::vector<at::Tensor> found;
     for (const InputSpec& spec : metadata_.inputs) {
-      if (spec.role != "input" || spec.name.substr(0, spec.name.find('[')) != name) continue;
+      if (spec.role != "input" || spec.name.substr(0, spec.name.find_first_of("[.")) != name) continue;
       for (const Sizes* sizes : {&spec.sizes, &spec.strides})
         if (std::find(sizes->begin(), sizes->end(), kDynamic) != sizes->end())
-          fail<ShapeError>("zeros", spec.name + " is " + detail::text(spec.sizes), "fixed sizes", "allocate it for each batch");
+          fail<ShapeError>(
+              "zeros", spec.name + " is " + detail::text(spec.sizes), "fixed sizes", "allocate it for each batch");
       const c10::Device device = spec.device == metadata_.device ? device_ : c10::Device(spec.device);
       const auto options = at::TensorOptions(detail::dtype_of(spec.dtype)).device(device);
       found.push_back(at::empty_strided(spec.sizes, spec.strides, options).zero_());
@@ -112,15 +113,15 @@ class Package {
       fail<PlanError>("run", "the plan is a " + other.plan, "a " + metadata_.plan, fix);
     for (size_t i = 0; i < metadata_.fields.size(); ++i) {
       const auto& [name, sizes] = metadata_.fields[i];
-      if (i >= other.fields.size() || other.fields[i] != metadata_.fields[i])
-        fail<PlanError>(
-            "run", "plan." + name + " is " + (i < other.fields.size() ? detail::text(other.fields[i].second) : "missing"),
-            detail::text(sizes), fix);
+      if (i >= other.fields.size() || other.fields[i] != metadata_.fields[i]) {
+        const std::string found = i < other.fields.size() ? detail::text(other.fields[i].second) : "missing";
+        fail<PlanError>("run", "plan." + name + " is " + found, detail::text(sizes), fix);
+      }
     }
     if (other.fields.size() != metadata_.fields.size() || other.workspace != metadata_.workspace)
       fail<PlanError>(
-          "run", "the workspace has " + std::to_string(other.workspace) + " elements", std::to_string(metadata_.workspace),
-          fix);
+          "run", "the workspace has " + std::to_string(other.workspace) + " elements",
+          std::to_string(metadata_.workspace), fix);
     if (planner.device() != device_)
       fail<DeviceError>("run", "the plan is on " + planner.device().str(), device_.str(), fix);
   }
@@ -128,7 +129,8 @@ class Package {
   void check(const InputSpec& spec, const at::Tensor& t) const {
     const char* fix = "pass tensors like the exported ones, or export the program for these sizes";
     if (!t.defined()) fail<ArgumentError>("run", spec.name + " is undefined", "a tensor", "pass a tensor");
-    const std::string dtype = detail::dtype_name(t.scalar_type()), device = c10::DeviceTypeName(t.device().type(), true);
+    const std::string dtype = detail::dtype_name(t.scalar_type());
+    const std::string device = c10::DeviceTypeName(t.device().type(), true);
     if (dtype != spec.dtype) fail<DTypeError>("run", spec.name + " is " + dtype, spec.dtype, "convert it");
     const bool elsewhere = device_.has_index() && spec.device == metadata_.device && t.device() != device_;
     if (device != spec.device || elsewhere)

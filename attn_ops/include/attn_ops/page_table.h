@@ -46,7 +46,9 @@ class PageTable {
   }
 
   // The number of pages that append() would allocate.
-  int64_t needed(Request request, int64_t tokens = 1) const { return needed("needed", find("needed", request), tokens); }
+  int64_t needed(Request request, int64_t tokens = 1) const {
+    return needed("needed", find("needed", request), tokens);
+  }
 
   // Grow a request by `tokens`, with new pages where they are needed.
   void append(Request request, int64_t tokens = 1) {
@@ -59,11 +61,8 @@ class PageTable {
               std::to_string(free_pages()) + " free",
           "a free page for every " + std::to_string(page_size_) + " tokens",
           "release a request, or make the cache larger");
-    entry.pages.reserve(entry.pages.size() + static_cast<size_t>(more));  // nothing throws from here on
-    for (int64_t i = 0; i < more; ++i) {
-      entry.pages.push_back(free_.back());
-      free_.pop_back();
-    }
+    entry.pages.insert(entry.pages.end(), free_.rbegin(), free_.rbegin() + more);  // nothing throws from here on
+    free_.resize(free_.size() - static_cast<size_t>(more));
     entry.length += tokens;
   }
 
@@ -120,7 +119,9 @@ class PageTable {
           "do not use a request after its release()");
     return found->second;
   }
-  Entry& find(const char* where, Request request) { return const_cast<Entry&>(std::as_const(*this).find(where, request)); }
+  Entry& find(const char* where, Request request) {
+    return const_cast<Entry&>(std::as_const(*this).find(where, request));
+  }
 
   int64_t page_size_;
   Request next_ = 0;

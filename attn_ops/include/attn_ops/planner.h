@@ -49,7 +49,8 @@ inline std::string message(const std::exception& error) {
 [[noreturn]] inline void cannot_load(const std::string& path, const std::exception& error) {
   fail<PackageError>(
       "package", "cannot load " + path + ": " + message(error),
-      "a package that attn_ops.export_package wrote for this version of PyTorch", "correct the path, or export it again");
+      "a package that attn_ops.export_package wrote for this version of PyTorch",
+      "correct the path, or export it again");
 }
 
 // Raise for code with instructions that this CPU does not have, which would end the process.
@@ -62,8 +63,10 @@ inline void check_cpu(const std::string& path, const std::string& isa) {
   const bool runs = isa.find("AVX512") != std::string::npos ? avx512 : isa.find("AVX2") == std::string::npos || avx2;
   if (!runs)
     fail<PackageError>(
-        "package", path + " is compiled for a CPU with " + isa, avx2 ? "AVX2, as this CPU has" : "no vector instructions",
-        std::string("export it on a CPU like this one, or with inductor_configs={'cpp.simdlen': ") + (avx2 ? "256}" : "1}"));
+        "package", path + " is compiled for a CPU with " + isa,
+        avx2 ? "AVX2, as this CPU has" : "no vector instructions",
+        std::string("export it on a CPU like this one, or with inductor_configs={'cpp.simdlen': ") +
+            (avx2 ? "256}" : "1}"));
 #else
   (void)path, (void)isa;
 #endif
@@ -84,6 +87,7 @@ inline Metadata metadata_of(const std::string& path, const char* model) {
 
 // One runner is single-threaded: otherwise the loader waits on the host for a runner whose work on the GPU has ended.
 inline std::unique_ptr<Loader> load(const std::string& path, const char* model, c10::Device device, size_t runners) {
+  if (runners == 0) fail<OptionError>("Package", "num_runners is 0", "at least 1", "make it larger");
   try {
     return std::make_unique<Loader>(path, model, runners == 1, runners, device.index());
   } catch (const std::exception& error) {
@@ -152,7 +156,8 @@ inline void check_indptr(const std::string& name, const std::vector<int64_t>& va
   for (size_t b = 0; b + 1 < values.size(); ++b)
     if (values[b + 1] < values[b])
       fail<PageTableError>(
-          "plan", name + " falls from " + text(values[b]) + " to " + text(values[b + 1]) + " at request " + text(static_cast<int64_t>(b)),
+          "plan",
+          name + " falls from " + text(values[b]) + " to " + text(values[b + 1]) + " at request " + std::to_string(b),
           "values that never decrease", "pass cumulative lengths");
 }
 
@@ -190,7 +195,8 @@ inline std::vector<at::Tensor> upload(const std::vector<std::vector<int64_t>>& v
 //
 // A page table on the host, such as that of a PageTable, is checked, and to a GPU it is copied from pinned memory. One
 // whose tensors are all on the plan's GPU is planned without its contents being read on the host: entries out of range
-// are clamped, as in Python. On CUDA, work is on the current stream, and plan() does not wait for it.
+// are clamped, as in Python. On CUDA, work is on the current stream, and plan() does not wait for it. Only a page table
+// on the GPU may be planned in a CUDA graph: a replay would copy another from pinned memory that has been used again.
 class Planner {
  public:
   // On the device that the package was compiled for. On CUDA that is the current one, or `device`.
@@ -209,10 +215,10 @@ class Planner {
     workspace_ = at::zeros({metadata_.workspace}, options.dtype(at::kFloat));
   }
 
-  // Fill the plan of batch_decode or batch_mla for one query row of each request.
+  // Fill the plan of batch_decode: one query row of each request.
   void plan(const Batch& batch) { fill({}, batch); }
 
-  // Fill the plan of batch_prefill, or of batch_mla: request b has the query rows qo_indptr[b] to qo_indptr[b + 1].
+  // Fill the plan of batch_prefill or batch_mla: request b has the query rows qo_indptr[b] to qo_indptr[b + 1].
   void plan(const at::Tensor& qo_indptr, const Batch& batch) { fill({{"qo_indptr", qo_indptr}}, batch); }
 
   // Fill the plan of ragged_prefill: request b has the KV tokens kv_indptr[b] to kv_indptr[b + 1].
@@ -265,7 +271,8 @@ class Planner {
     for (const detail::Table& table : tables) inputs.push_back(table.tensor.to(at::kInt).contiguous());
     const size_t kv = inputs.size() - 3;
     for (size_t i = 0; i <= kv; ++i)
-      if (inputs[i].numel() == 0) fail<ShapeError>("plan", tables[i].name + " is [0]", "[batch + 1]", "pass cumulative lengths");
+      if (inputs[i].numel() == 0)
+        fail<ShapeError>("plan", tables[i].name + " is [0]", "[batch + 1]", "pass cumulative lengths");
     const int64_t requests = inputs[kv].numel() - 1;
     check_last_lengths(inputs[kv + 2].numel(), requests);
     check_sizes(tables.size() == 4 ? std::optional(inputs[0].numel()) : std::nullopt, requests, inputs[kv + 1].numel());
@@ -277,7 +284,8 @@ class Planner {
     std::vector<std::vector<int64_t>> values;
     for (const detail::Table& table : tables) values.push_back(detail::contents(table.tensor));
     const bool prefill = values.size() == 4;
-    const std::vector<int64_t>&indptr = values[values.size() - 3], &indices = values[values.size() - 2], &last = values.back();
+    const std::vector<int64_t>& indptr = values[values.size() - 3];
+    const std::vector<int64_t>&indices = values[values.size() - 2], &last = values.back();
     if (prefill) {
       detail::check_indptr("qo_indptr", values[0]);
       detail::check_capacity("plan", values[0].back(), max_tokens(), "the batch has", "query rows", "max_tokens");
@@ -285,8 +293,8 @@ class Planner {
     detail::check_indptr("kv_indptr", indptr);
     const std::vector<int64_t> lengths = check_pages(indptr, indices, last);
     check_sizes(
-        prefill ? std::optional(static_cast<int64_t>(values[0].size())) : std::nullopt, static_cast<int64_t>(last.size()),
-        static_cast<int64_t>(indices.size()));
+        prefill ? std::optional(static_cast<int64_t>(values[0].size())) : std::nullopt,
+        static_cast<int64_t>(last.size()), static_cast<int64_t>(indices.size()));
     const bool alone = metadata_.of_problem("world") == 1;  // splits are those of one rank's keys
     if (prefill && alone && metadata_.of_problem("split") > 0) check_splits(values[0], lengths);
     return detail::upload(values, device_);
@@ -324,7 +332,9 @@ class Planner {
     if (max_pages() > 0) {
       if (used > static_cast<int64_t>(indices.size()))
         fail<PageTableError>(
-            "plan", "kv_indptr ends at " + detail::text(used) + " and kv_indices has " + std::to_string(indices.size()) + " entries",
+            "plan",
+            "kv_indptr ends at " + detail::text(used) + " and kv_indices has " + std::to_string(indices.size()) +
+                " entries",
             "an entry for every page", "pass all page numbers");
       detail::check_capacity("plan", used, max_pages(), "the batch has", "pages", "max_pages");
     }
