@@ -25,13 +25,14 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def flashinfer() -> Any:
-    """FlashInfer.
+def flashinfer(submodule: str = "") -> Any:
+    """FlashInfer, or one of its modules.
 
     Raises:
         NotMeasuredError: it is not installed.
     """
-    return module("flashinfer")
+    package = module("flashinfer")
+    return importlib.import_module(f"flashinfer.{submodule}") if submodule else package
 
 
 def flash_attn() -> Any:

@@ -140,17 +140,17 @@ def _append(p: AppendProblem) -> Call:
 
 
 def _flashinfer_merge_states(p: MergeProblem) -> Call:
-    function = flashinfer().cascade.merge_states
+    function = flashinfer("cascade").merge_states
     return lambda i: function(p.v[i], p.s[i])[0]
 
 
 def _flashinfer_merge_state(p: MergeProblem) -> Call:
-    function, pairs = flashinfer().cascade.merge_state, _pairs(p)
+    function, pairs = flashinfer("cascade").merge_state, _pairs(p)
     return lambda i: function(*pairs[i])[0]
 
 
 def _flashinfer_append(p: AppendProblem) -> Call:
-    function = flashinfer().page.append_paged_kv_cache
+    function = flashinfer("page").append_paged_kv_cache
     indptr, indices, last = p.table.arguments
 
     def call(i: int) -> tuple[Tensor, Tensor]:

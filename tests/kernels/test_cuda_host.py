@@ -52,6 +52,8 @@ PREFILL = [
     ("ragged", _case("ragged", **F16_64, causal=True, storage="padded", planner={"tile_rows": 32})),
     ("ragged", _case("ragged, windows", **F16_64, window_left=40, window_right=3, heads=(6, 2), kv_layout="HND")),
     ("ragged", _case("ragged, E5M2", **F16_64 | SPLIT, causal=True, out_dtype=torch.float8_e5m2)),
+    ("prefill", _case("64, pages, cap", **F16_64, kv_lens=(470, 0, 210, 2), causal=True, logits_soft_cap=5.0, page_size=8)),
+    ("prefill", _case("64, window", **F16_64, kv_lens=(470, 0, 210, 2), window_left=230, sinks=1.0, page_size=48)),
     ("ragged", _case("192/128", head_dims=(192, 128), heads=(4, 1), causal=True, sinks=1.0, logits_soft_cap=30.0)),
 ]
 
