@@ -85,7 +85,7 @@ def test_the_block_tables_hold_each_request_s_pages() -> None:
 def test_copies_for_packages_share_what_eager_launches_share() -> None:
     p = DecodeProblem(SMALL, device="cpu")
     planner = p.planner()
-    plan = planner.plan(*p.page_table)
+    plan = planner.plan(*p.table.arguments)
     copies = [(p.q, *p.caches(i)) for i in range(p.copies)]
     tensors, places = packages.Problem("batch_decode", {}, copies, plan, planner.workspace).on_host()
     for copy, at in zip(copies, places, strict=True):

@@ -37,6 +37,7 @@ def _case(name: str, **fields: Any) -> Case:
 
 SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 300, 2), "planner": {"num_ctas": 12, "tile_rows": 8}}
 F16_64: dict[str, Any] = {"dtype": torch.float16, "head_dims": (64, 64)}
+LONGER_64 = F16_64 | {"kv_lens": (470, 0, 210, 2)}
 F16_256: dict[str, Any] = {"dtype": torch.float16, "head_dims": (256, 256), "heads": (4, 2)}
 
 PREFILL = [
@@ -52,8 +53,8 @@ PREFILL = [
     ("ragged", _case("ragged", **F16_64, causal=True, storage="padded", planner={"tile_rows": 32})),
     ("ragged", _case("ragged, windows", **F16_64, window_left=40, window_right=3, heads=(6, 2), kv_layout="HND")),
     ("ragged", _case("ragged, E5M2", **F16_64 | SPLIT, causal=True, out_dtype=torch.float8_e5m2)),
-    ("prefill", _case("64, pages, cap", **F16_64, kv_lens=(470, 0, 210, 2), causal=True, logits_soft_cap=5.0, page_size=8)),
-    ("prefill", _case("64, window", **F16_64, kv_lens=(470, 0, 210, 2), window_left=230, sinks=1.0, page_size=48)),
+    ("prefill", _case("64, pages, cap", **LONGER_64, causal=True, logits_soft_cap=5.0, page_size=8)),
+    ("prefill", _case("64, window", **LONGER_64, window_left=230, sinks=1.0, page_size=48)),
     ("ragged", _case("192/128", head_dims=(192, 128), heads=(4, 1), causal=True, sinks=1.0, logits_soft_cap=30.0)),
 ]
 
@@ -276,8 +277,9 @@ PREFILL_FAULTS = {
     ),
     "a stage is released before its last product": Planted(
         Fault(
-            "wgmma_wait<0>();\n          finish_pv(output, partial, probabilities, values_of(previous), alpha_before);\n"
-            "          arrive_by_warp(v_empty + previous % kPvStages * 8);",
+            "wgmma_wait<0>();\n          "
+            "finish_pv(output, partial, probabilities, values_of(previous), alpha_before);\n          "
+            "arrive_by_warp(v_empty + previous % kPvStages * 8);",
             "arrive_by_warp(v_empty + previous % kPvStages * 8);\n          wgmma_wait<0>();",
         ),
         r"race: (.|\n)*read by wgmma(.|\n)*TMA",

@@ -38,8 +38,10 @@ KV tile. Producers that convert have 40 or 56 registers, and what they need once
 
 
 def _spills(key: tuple[Any, ...]) -> tuple[int, int]:
-    """Loads and stores of spilled values in the softmax of a KV tile: bounds of the mask, which masked tiles alone load,
-    and sums of rows."""
+    """Loads and stores of spilled values in the softmax of a KV tile: sums of rows, and bounds of the mask.
+
+    Masked tiles alone load the bounds.
+    """
     if key[3] == E4M3:
         return (4, 0) if key[:2] == (128, 128) else (0, 0)
     return (6, 1) if key[:2] == (64, 64) else (0, 0)
