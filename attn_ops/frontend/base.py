@@ -16,9 +16,9 @@ from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
 from attn_ops.frontend.arguments import DTypes, bounded, layout, own_backend, positional, positive, refuse
+from attn_ops.frontend.call_plans import problem_of, without_window
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.kv_cache import paged_sizes
-from attn_ops.frontend.one_shot import problem_of, without_window
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, RepeatablePlan
 from attn_ops.frontend.scales import ScaleFactors

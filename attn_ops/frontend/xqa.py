@@ -9,11 +9,11 @@ from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import layout, refuse, required
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import check_tree_mask
-from attn_ops.frontend.one_shot import block_table, block_table_call, latent_call, uniform_indptr, uniform_rows
+from attn_ops.frontend.one_shot import block_table, block_table_call, latent_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import MAX_WINDOW, AttentionOptions
-from attn_ops.plan.page_table import cumulative, real
+from attn_ops.plan.page_table import cumulative, real, uniform_indptr
 from attn_ops.typed import typed
 
 

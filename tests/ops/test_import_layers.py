@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan.resizable", "collect_env", "packaging"),
     ("frontend",),
     ("call",),
+    ("frontend.call_plans",),
     ("frontend.one_shot",),
     ("frontend.base", "frontend.cudnn", "frontend.deepseek", "frontend.flash", "frontend.trtllm", "frontend.xqa"),
     ("frontend.paged",),

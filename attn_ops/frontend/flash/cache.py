@@ -14,6 +14,7 @@ from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.prepared_call import OpCall, is_traced
 from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
+from attn_ops.frontend.call_plans import BlockTables
 from attn_ops.frontend.flash.calls import DENSE, VARLEN, FlashCall, Result, nothing_appended, plan_spec
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
@@ -28,10 +29,10 @@ from attn_ops.frontend.flash.metadata import (
     shared,
 )
 from attn_ops.frontend.flash.rotary import Rotary
-from attn_ops.frontend.one_shot import BlockTables, block_table, lengths, uniform_indptr
+from attn_ops.frontend.one_shot import block_table, lengths
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen
+from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen, uniform_indptr
 from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.resizable import PlanSpec
 
