@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall, Planned, as_sinks
+from attn_ops.call import AttentionCall, Planned, PlanSource, as_sinks
 from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
 from attn_ops.frontend.arguments import DTypes, bounded, layout, own_backend, positional, positive, refuse
-from attn_ops.frontend.call_plans import problem_of, without_window
+from attn_ops.frontend.call_plans import problem_of, with_rows, with_workspace, without_window
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
@@ -102,6 +102,22 @@ class PlannedBatch:
 
     def check(self, call: AttentionCall) -> None:
         where, q, kv = call.where, call.tensors[0], call.tensors[-1]
+        self.check_tensors(call)
+        rows, planned = q.shape[0], self.rows.shape[0]
+        if rows != planned and (self.exact or rows < planned):
+            fail(
+                ShapeError,
+                where,
+                f"q has {rows} rows",
+                f"{planned} as planned{_rows_of_a_request(self.spec.rows)}{'' if self.exact else ', or more'}",
+                "call plan() for this batch first",
+            )
+        if self.keys is not None and kv.dim() == 3:
+            self._check_keys(where, kv.shape[0 if call.kv_layout == "NHD" else 1], self.keys.shape[0])
+
+    def check_tensors(self, call: AttentionCall) -> None:
+        """Dtypes and layout of the call's tensors are as planned."""
+        where, q, kv = call.where, call.tensors[0], call.tensors[-1]
         if self.dtypes is not None:
             for name, t, dtype in (("q", q, self.dtypes.q), ("the KV cache", kv, self.dtypes.kv)):
                 if t.dtype != dtype:
@@ -112,19 +128,8 @@ class PlannedBatch:
                         f"{str(dtype).removeprefix('torch.')} as planned",
                         "name its dtype in plan(), as q_data_type and kv_data_type, or convert it",
                     )
-        rows, planned = q.shape[0], self.rows.shape[0]
-        if rows != planned and (self.exact or rows < planned):
-            fail(
-                ShapeError,
-                where,
-                f"q has {rows} rows",
-                f"{planned} as planned{self._rows_of_a_request()}{'' if self.exact else ', or more'}",
-                "call plan() for this batch first",
-            )
         if self.spec.paged and kv.dim() == 4:
             self._check_layout(where, kv, call.kv_layout)
-        if self.keys is not None and kv.dim() == 3:
-            self._check_keys(where, kv.shape[0 if call.kv_layout == "NHD" else 1], self.keys.shape[0])
 
     def _check_layout(self, where: str, kv: Tensor, kv_layout: str) -> None:
         """The likeliest mistake, which the op would report as a wrong number of heads or tokens."""
@@ -139,10 +144,6 @@ class PlannedBatch:
                 f"{planned[0]} tokens and {planned[1]} heads as planned",
                 f"name kv_layout={other!r}, or pass a cache in {kv_layout}",
             )
-
-    def _rows_of_a_request(self) -> str:
-        rows = self.state.get("_q_len_per_req", 1)
-        return f", q_len_per_req {rows} of each request" if rows > 1 else ""
 
     def _check_keys(self, where: str, keys: int, planned: int) -> None:
         if keys < planned:
@@ -159,6 +160,41 @@ class PlannedBatch:
         if self.spec.window_left >= 0 and not 0 <= options.window_left <= self.spec.window_left:
             plan = without_window(plan)
         return Planned(plan, self.workspace), options
+
+
+class RowsOfCall(NamedTuple):
+    """The plan source of a call with ``rows`` query rows per request, over a batch that is planned with one of each.
+
+    The rows are the last tokens of their request, causal among themselves. The call plans them.
+    """
+
+    planned: PlannedBatch
+    rows: int
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.planned.head_dims
+
+    @property
+    def batch(self) -> int:
+        return self.planned.rows.shape[0]
+
+    def check(self, call: AttentionCall) -> None:
+        self.planned.check_tensors(call)
+        rows, needed = call.tensors[0].shape[0], self.batch * self.rows
+        if rows != needed:
+            expected = f"{needed}{_rows_of_a_request(self.rows)}"
+            fail(ShapeError, call.where, f"q has {rows} rows", expected, "correct q or q_len_per_req")
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        plan, spec = self.planned.plan, self.planned.spec
+        assert isinstance(plan, DecodePlan)
+        spec = spec._replace(decode=False, causal=True, window_left=options.window_left, rows=self.rows)
+        return with_workspace(with_rows(plan, spec, self.batch, self.rows)), options._replace(causal=True)
+
+
+def _rows_of_a_request(rows: int | None) -> str:
+    return "" if rows is None or rows == 1 else f", q_len_per_req {rows} of each request"
 
 
 def _planned_option(name: str) -> Any:
@@ -414,11 +450,13 @@ class Wrapper:
         *,
         sinks: Any = None,
         kv_layout: str | None = None,
+        q_len_per_req: int | None = None,
         **changes: Any,
     ) -> AttentionCall:
         """The call of ``tensors``, the query and what it attends to, as planned.
 
-        ``changes`` are options of this call; one that is None stays as planned.
+        ``q_len_per_req``: query rows of each request where one is planned. ``changes`` are options of this call; one
+        that is None stays as planned.
         """
         p = self._planned
         if p is None:
@@ -429,8 +467,12 @@ class Wrapper:
         changes = {name: value for name, value in changes.items() if value is not None}
         if changes:
             options = bounded(where, options._replace(**changes), pos_encoding="pos_encoding_mode")
+        op: str = p.op
+        source: PlanSource = p
+        if q_len_per_req is not None:
+            op, source = "batch_prefill", RowsOfCall(p, q_len_per_req)
         return AttentionCall(
-            where, p.op, tensors, p, options, output, scales, kv_layout or self._kv_layout, self._backend
+            where, op, tensors, source, options, output, scales, kv_layout or self._kv_layout, self._backend
         )
 
 

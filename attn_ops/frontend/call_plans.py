@@ -16,8 +16,9 @@ from attn_ops.eager.checked_call import call_op
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.page_table import uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
-from attn_ops.plan.sizing import ctas_per_head, rows_per_tile, splits_per_head
+from attn_ops.plan.sizing import ctas_per_head, max_splits_for, rows_per_tile, splits_per_head
 from attn_ops.plan.state import (
     DecodePlan,
     PlanProblem,
@@ -86,6 +87,17 @@ def _planned_again(plan: Plan, problem: PlanProblem, kv_indices: Tensor) -> Plan
 
 def _last_page_len(plan: DecodePlan | PrefillPlan) -> Tensor:
     return (plan.kv_len - 1) % PlanProblem.of(plan.problem).page_size + 1
+
+
+def with_rows(plan: DecodePlan, spec: PlanSpec, batch: int, rows: int) -> PrefillPlan:
+    """The first ``batch`` requests in a new plan of ``spec``, a prefill of ``rows`` query rows of each."""
+    problem = problem_of(spec, PlanProblem.of(plan.problem).max_kv_len, rows)
+    pages, qo_indptr = plan.kv_indices.shape[0], uniform_indptr(batch, rows, plan.kv_len.device)
+    splits = splits_per_head(qo_indptr.device, problem)
+    if problem.split:
+        splits = max_splits_for(problem, batch, batch * rows, pages * spec.page_size)
+    table = plan.kv_indptr[: batch + 1], plan.kv_indices, _last_page_len(plan)[:batch]
+    return _prefill(problem, qo_indptr, table, (batch, batch * rows, pages), 0 if spec.unsplit else splits)
 
 
 def _prefill(

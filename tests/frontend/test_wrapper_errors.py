@@ -138,6 +138,21 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "q has 4 rows; expected 8 as planned, q_len_per_req 2 of each request; call plan()",
     ),
+    "rows of run": (
+        lambda: decode().run(R.q, R.cache(), q_len_per_req=2),
+        errors.ShapeError,
+        "q has 4 rows; expected 8, q_len_per_req 2 of each request; correct q or q_len_per_req",
+    ),
+    "other rows of run": (
+        lambda: decode(q_len_per_req=2).run(R.q, R.cache(), q_len_per_req=1),
+        errors.ShapeError,
+        "q_len_per_req is 1; expected 2 as planned; call plan() without it, and name it in run()",
+    ),
+    "no rows of run": (
+        lambda: decode().run(R.q, R.cache(), q_len_per_req=0),
+        errors.OptionError,
+        "q_len_per_req is 0; expected 1 or more",
+    ),
     "rows of prefill": (lambda: prefill().run(P.q[1:], P.cache()), errors.ShapeError, "45 rows; expected 46"),
     "keys of ragged prefill": (
         lambda: ragged().run(P.q, *(t[:-1] for t in P.ragged())),
