@@ -191,8 +191,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """
         where = f"{self._name}.plan"
         refuse(where, window_right=window_right)
-        if q_len_per_req < 1:
-            fail(ShapeError, where, f"q_len_per_req is {q_len_per_req}", "1 or more", "change it")
+        positive(where, q_len_per_req=q_len_per_req)
         if self._graph is not None and self._planned is not None and q_len_per_req != self._q_len_per_req:
             fail(
                 PlanError,
@@ -349,24 +348,28 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """
         where = f"{self._name}.run"
         refuse(where, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
-        if q_len_per_req == self._q_len_per_req:
-            q_len_per_req = None
-        if q_len_per_req is not None:
-            positive(where, q_len_per_req=q_len_per_req)
-            if self._q_len_per_req != 1:
-                fail(
-                    ShapeError,
-                    where,
-                    f"q_len_per_req is {q_len_per_req}",
-                    f"{self._q_len_per_req} as planned",
-                    "call plan() without it, and name it in run()",
-                )
         given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
             given = self._run_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse)
-        given.update(window_left=window_left, q_len_per_req=q_len_per_req)
+        given.update(window_left=window_left, q_len_per_req=self._rows_of_call(where, q_len_per_req))
         return self._paged_call(where, q, paged_kv_cache, output, **given)
+
+    def _rows_of_call(self, where: str, q_len_per_req: int | None) -> int | None:
+        """``q_len_per_req`` of run(), None if it is as planned."""
+        planned = self._q_len_per_req
+        if q_len_per_req is None:
+            return None
+        positive(where, q_len_per_req=q_len_per_req)
+        if planned not in (1, q_len_per_req):
+            fail(
+                ShapeError,
+                where,
+                f"q_len_per_req is {q_len_per_req}",
+                f"{planned} as planned",
+                "call plan() without it, and name it in run()",
+            )
+        return None if q_len_per_req == planned else q_len_per_req
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""

@@ -36,7 +36,7 @@ from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import PrefillPlan
-from attn_ops.typed import typed
+from attn_ops.typed import integers, typed
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -219,6 +219,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         table = self._table(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
         ckv, kpe = head_dim_ckv or 512, 64 if head_dim_kpe is None else head_dim_kpe
         positive(where, head_dim_ckv=ckv)
+        integers(where, head_dim_kpe=kpe)
         spec = PlanSpec(
             decode=False,
             paged=True,

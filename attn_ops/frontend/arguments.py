@@ -13,6 +13,7 @@ from attn_ops.frontend.policy import UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
 from attn_ops.ops.options import BOUNDS, DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX
+from attn_ops.typed import integers
 
 DType = str | torch.dtype
 
@@ -107,6 +108,8 @@ def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
 
 
 def positive(where: str, **sizes: int) -> None:
+    """Sizes are integers, at least 1, and fit int32."""
+    integers(where, **sizes)
     for name, size in sizes.items():
         if size < 1:
             fail(OptionError, where, f"{name} is {size}", "1 or more", "change it")
@@ -202,7 +205,5 @@ def attention_options(
 def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: str) -> AttentionOptions:
     """``options``, each within its bound. ``names``: those by which the caller calls options, but for ``suffix``."""
     for name, bound in BOUNDS.items():
-        value = getattr(options, name)
-        if not bound.holds(value):
-            fail(OptionError, where, f"{names.get(name, name)}{suffix} is {value!r}", bound.expected, "change it")
+        bound.check(where, names.get(name, name) + suffix, getattr(options, name))
     return options

@@ -27,7 +27,7 @@ from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
 from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
-from attn_ops.plan.sizing import count_splits
+from attn_ops.plan.sizing import count_splits, power_of_two_from
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
 from attn_ops.typed import typed
 
@@ -421,7 +421,7 @@ class Wrapper:
         """``mask`` in a buffer whose address and size the next batch keeps."""
         if self._graph is not None:
             return self._graph.hold_mask(mask)
-        size = max(64, 1 << (max(mask.shape[0], 1) - 1).bit_length())
+        size = max(64, power_of_two_from(max(mask.shape[0], 1)))
         if self._mask is None or self._mask.shape[0] < size:
             with torch.inference_mode(False):  # the next plan may be made outside of it
                 self._mask = torch.zeros(size, dtype=torch.uint8, device=self.device)

@@ -34,8 +34,7 @@ def lengths(
 
     ``capacity``: the most tokens that a row of the page table holds.
     """
-    required(where, **{name: t})
-    assert t is not None
+    t = given_tensor(where, name, t, device)
     if t.numel() != batch:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch}], one per request", "correct it")
     if t.is_floating_point() or t.dtype == torch.bool:

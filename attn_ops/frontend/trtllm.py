@@ -37,7 +37,7 @@ from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative
-from attn_ops.typed import typed
+from attn_ops.typed import integers, typed
 
 
 def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
@@ -364,6 +364,7 @@ def trtllm_batch_context_with_kv_cache(
     )
     required(where, cum_seq_lens_q=cum_seq_lens_q)
     caches, tables = _pages(where, kv_cache, block_tables, query.device, kv_layout, uses_shared_paged_kv_idx)
+    integers(where, batch_size=batch_size)
     if tables.shape[0] != batch_size:
         fail(
             ShapeError,

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.errors import OptionError, fail
+from attn_ops.typed import integers
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """dtypes that attention computes in."""
 
@@ -101,13 +104,24 @@ class Bound(NamedTuple):
 
     holds: Callable[[Any], bool]
     expected: str
+    integer: bool = False
+
+    def check(self, where: str, name: str, value: Any) -> None:
+        if self.integer:
+            integers(where, **{name: value})
+        if not self.holds(value):
+            fail(OptionError, where, f"{name} is {value!r}", self.expected, "change it")
 
 
 def _positive(value: float) -> bool:
     return MIN_SCALAR <= value <= MAX_SCALAR
 
 
-_WINDOW = Bound(lambda value: -1 <= value <= MAX_WINDOW, f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window")
+_WINDOW = Bound(
+    lambda value: -1 <= value <= MAX_WINDOW,
+    f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window",
+    integer=True,
+)
 
 
 BOUNDS: dict[str, Bound] = {

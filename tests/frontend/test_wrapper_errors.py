@@ -477,7 +477,7 @@ CASES: dict[str, Case] = {
     "a list as page table": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan([0, 1], *R.table[1:], *R.sizes),  # type: ignore[arg-type]
         errors.ArgumentError,
-        "is of type list; expected an int32 tensor",
+        "indptr is of type list; expected a tensor; make a tensor of it with torch.tensor(indptr)",
     ),
     "levels of other rows": (
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan(

@@ -124,9 +124,7 @@ class OpChecker:
 
     def options(self, q: Tensor, o: AttentionOptions) -> None:
         for name, bound in BOUNDS.items():
-            value = getattr(o, name)
-            if not bound.holds(value):
-                self.fail(OptionError, f"{name} is {value}", bound.expected, "change it")
+            bound.check(self.name, name, getattr(o, name))
         if o.sinks is not None:
             self.tensor("sinks", o.sinks, "[num_qo_heads]", (torch.float32,), q)
             self.size("sinks", "length", o.sinks.shape[0], q.shape[-2], "the query heads of q")
