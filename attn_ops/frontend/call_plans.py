@@ -97,7 +97,7 @@ def with_rows(plan: DecodePlan, spec: PlanSpec, batch: int, rows: int) -> Prefil
     if problem.split:
         splits = max_splits_for(problem, batch, batch * rows, pages * spec.page_size)
     table = plan.kv_indptr[: batch + 1], plan.kv_indices, _last_page_len(plan)[:batch]
-    return _prefill(problem, qo_indptr, table, (batch, batch * rows, pages), 0 if spec.unsplit else splits)
+    return _prefill(problem, qo_indptr, table, (max(1, batch), batch * rows, pages), 0 if spec.unsplit else splits)
 
 
 def _prefill(

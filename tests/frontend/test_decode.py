@@ -183,10 +183,17 @@ def test_run_may_name_the_query_rows_per_request(
     r.expected(causal=True, **meaning).rows(slice(2, None, 3)).check(out, lse)
 
 
+def test_run_may_name_the_rows_of_an_empty_batch() -> None:
+    r, wrapper = Requests(), flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    wrapper.plan(none.new_zeros(1), none, none, *r.sizes)
+    assert wrapper.run(r.q[:0], r.cache(), q_len_per_req=3).shape == (0, 4, 64)
+
+
 def test_rows_of_run_follow_the_plan_in_graph_mode() -> None:
     buffers = [torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (4, 20, 3)]
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
-    for lens in ((37, 3, 130), (9, 64, 2)):
+    for lens in ((37, 3, 130), (9, 64, 2), (0, 0, 0)):
         r = Requests(kv_lens=lens, qo_lens=(2,) * 3)
         wrapper.plan(*r.table, *r.sizes, q_data_type=r.dtype)
         r.expected(causal=True).check(*wrapper.run(r.q, r.cache(), return_lse=True, q_len_per_req=2))
