@@ -205,5 +205,8 @@ def attention_options(
 def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: str) -> AttentionOptions:
     """``options``, each within its bound. ``names``: those by which the caller calls options, but for ``suffix``."""
     for name, bound in BOUNDS.items():
-        bound.check(where, names.get(name, name) + suffix, getattr(options, name))
+        value = getattr(options, name)
+        bound.check(where, names.get(name, name) + suffix, value)
+        if type(value) is int and not bound.integer:  # the dispatcher takes ints of 64 bits alone for floats
+            options = options._replace(**{name: float(value)})
     return options

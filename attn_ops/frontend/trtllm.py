@@ -250,7 +250,7 @@ def trtllm_batch_decode_with_kv_cache(
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
     if bmm1_scale_log2 is not None:
-        bmm1_scale = bmm1_scale_log2 * math.log(2)
+        bmm1_scale = bmm1_scale_log2.float() * math.log(2)
     call = (
         where,
         query,

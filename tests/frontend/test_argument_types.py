@@ -6,6 +6,7 @@ is found again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -151,6 +152,14 @@ def test_a_number_beyond_float32_is_refused_by_the_callers_name(surface: Surface
             if wrong.name not in UNREAD_NUMBERS:
                 unnamed.append(f"{wrong}={wrong.value} is accepted")
     assert not unnamed
+
+
+@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
+def test_an_integer_is_taken_for_a_float(surface: Surface) -> None:
+    """Also one beyond 64 bits, which PyTorch's dispatcher does not convert. Other reasons may refuse the argument."""
+    for wrong in scalar_arguments(surface, (2**70,)):
+        with contextlib.suppress(errors.AttnOpsError):
+            wrong.call()
 
 
 @pytest.mark.parametrize("name", ["trtllm decode", "deepseek", "decode", "prefill", "mla"])
