@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from attn_ops import DecodePlanner
 from attn_ops.distributed import ContextExchange, ContextShard, RankAgreement, merge_context, shard_plan
 from attn_ops.distributed.merge_one_shot import _merge
-from attn_ops.errors import ArgumentError, DeviceError, OptionError, RankError
+from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, RankError, ShapeError
 
 OUT, LSE = torch.ones(3, 2, 4), torch.zeros(3, 2)
 
@@ -41,6 +41,20 @@ def group() -> Iterator[dist.ProcessGroup]:
 def test_devices(arguments: dict[str, Any], name: str, group: dist.ProcessGroup) -> None:
     with pytest.raises(DeviceError, match=f"{name} is on meta; expected cpu as out"):
         merge_context(**{"out": OUT, "lse": LSE, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("replicated", "error"),
+    [((OUT[:2], LSE[:2]), ShapeError), ((OUT.half(), LSE), DTypeError), ((OUT, OUT), ShapeError)],
+)
+def test_states_are_checked_before_they_are_exchanged(
+    replicated: Any, error: type[Exception], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = ContextExchange(3, 2, 4, torch.float32, device="cpu")
+    exchange.unavailable, exchange.buffers = None, torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(ContextExchange, "merge", lambda *_: pytest.fail("the states were exchanged"))
+    with pytest.raises(error, match="replicated is"):
+        merge_context(OUT, LSE, replicated=replicated, exchange=exchange)
 
 
 def test_exchange_on_another_device(group: dist.ProcessGroup) -> None:
