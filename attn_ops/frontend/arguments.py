@@ -208,5 +208,6 @@ def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: st
         value = getattr(options, name)
         bound.check(where, names.get(name, name) + suffix, value)
         if type(value) is int and not bound.integer:  # the dispatcher takes ints of 64 bits alone for floats
-            options = options._replace(**{name: float(value)})
+            as_float: dict[str, Any] = {name: float(value)}
+            options = options._replace(**as_float)
     return options

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops.eager import prepared_call
-from attn_ops.eager.prepared_call import CapturedCall, OpCall, PreparedCalls, outputs_of, prepared
+from attn_ops.eager.captured_call import CapturedCall, outputs_of
+from attn_ops.eager.prepared_call import OpCall, PreparedCalls, prepared
 from attn_ops.frontend import base
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import as_sinks
-from attn_ops.eager.prepared_call import is_traced
+from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import bounded, finite, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors

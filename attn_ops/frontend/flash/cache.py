@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
-from attn_ops.eager.prepared_call import OpCall, is_traced
+from attn_ops.eager.interposition import is_traced
+from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables
