@@ -197,9 +197,11 @@ def test_empty_rows_and_empty_maps() -> None:
     assert torch.equal(lse, torch.full_like(lse, -math.inf))
 
 
-def test_masks_of_blocks_are_ordered_by_row() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_masks_of_blocks_are_ordered_by_row(transposed: bool) -> None:
     """Two blocks in the first block row and one in the second: the rows of the two are concatenated."""
     mask = torch.arange(3 * 2 * 2).view(3, 2, 2) % 3 == 0
+    mask = mask.mT if transposed else mask
     flat = flashinfer.sparse.convert_bsr_mask_layout(mask, torch.tensor([0, 2, 3], dtype=torch.int32))
     assert torch.equal(flat, torch.cat((torch.cat((mask[0], mask[1]), 1).flatten(), mask[2].flatten())))
 
