@@ -26,6 +26,7 @@ from attn_ops.ops import backends
 from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
 from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions
 from attn_ops.plan.page_table import BatchSize, PageTable
+from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
 from attn_ops.plan.sizing import count_splits, power_of_two_from
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
@@ -279,13 +280,7 @@ class Wrapper:
     @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
         """Use another workspace, on the same device. The plan stays; plans own their integers."""
-        where = f"{self._name}.reset_workspace_buffer"
-        if float_workspace_buffer.device != self.device:
-            fail(DeviceError, where, f"the buffer is on {float_workspace_buffer.device}", f"{self.device}", "move it")
-        if self._planned is not None:
-            workspace = self._workspace_for(where, self._planned.plan, float_workspace_buffer)
-            self._planned = replace(self._planned, workspace=workspace)
-        self._workspace, self._repeatable = float_workspace_buffer, None
+        reset_workspaces(f"{self._name}.reset_workspace_buffer", float_workspace_buffer, self)
 
     def dtypes_follow_query(self) -> None:
         """Let run() take any dtype that its op takes, whatever the dtypes of plan()."""
@@ -327,6 +322,13 @@ class Wrapper:
         mark_static(workspace)
         return workspace
 
+    def _with_workspace(self, where: str, buffer: Tensor) -> PlannedBatch | None:
+        """The planned batch with another workspace, which is checked."""
+        if buffer.device != self.device:
+            fail(DeviceError, where, f"the buffer is on {buffer.device}", f"{self.device}", "move it")
+        p = self._planned
+        return None if p is None else replace(p, workspace=self._workspace_for(where, p.plan, buffer))
+
     def _prepare(
         self,
         where: str,
@@ -342,14 +344,7 @@ class Wrapper:
         """Check a batch and allocate its plan. Nothing of the wrapper changes before the commit."""
         sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
         positive(where, **{size: getattr(spec, size) for size in sizes})
-        if spec.num_qo_heads % spec.num_kv_heads:
-            fail(
-                ShapeError,
-                where,
-                f"{spec.num_qo_heads} query heads do not share {spec.num_kv_heads} KV heads evenly",
-                "a multiple of num_kv_heads",
-                "correct num_qo_heads or num_kv_heads",
-            )
+        check_groups(where, spec.num_qo_heads, spec.num_kv_heads)
         mask = None
         if custom_mask is not None or packed_custom_mask is not None:
             lengths = table.lengths(spec.page_size)
@@ -474,6 +469,13 @@ class Wrapper:
         return AttentionCall(
             where, op, tensors, source, options, output, scales, kv_layout or self._kv_layout, self._backend
         )
+
+
+def reset_workspaces(where: str, buffer: Tensor, *wrappers: Wrapper) -> None:
+    """Let ``wrappers`` use ``buffer`` in the place of their workspace, once all of them have checked it."""
+    planned = [wrapper._with_workspace(where, buffer) for wrapper in wrappers]
+    for wrapper, batch in zip(wrappers, planned, strict=True):
+        wrapper._workspace, wrapper._planned, wrapper._repeatable = buffer, batch, None
 
 
 def measured(table: PageTable, spec: PlanSpec) -> tuple[PageTable, BatchSize]:

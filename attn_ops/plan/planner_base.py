@@ -22,7 +22,7 @@ from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import INTEGERS, real, seen
 from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages
-from attn_ops.plan.plan_checks import MAX_SIZE, check_head_shards
+from attn_ops.plan.plan_checks import MAX_SIZE, check_groups, check_head_shards
 from attn_ops.plan.sizing import power_of_two_from
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead, split_tokens, workspace_size
 from attn_ops.typed import integers
@@ -68,14 +68,7 @@ def planner_problem(
         context.check_page_size("planner", problem.page_size)
         if context.world > 1:
             problem = problem._replace(rank=context.rank, world=context.world, interleave=context.interleave)
-    if problem.num_qo_heads % problem.num_kv_heads:
-        fail(
-            ShapeError,
-            "planner",
-            f"{problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly",
-            "a query head count that is a multiple of the KV head count",
-            "repeat or regroup the heads",
-        )
+    check_groups("planner", problem.num_qo_heads, problem.num_kv_heads)
     return problem
 
 

@@ -55,6 +55,17 @@ def whole(q: torch.Tensor, parts: list[tuple[list[torch.Tensor], list[torch.Tens
     return Expected.of(requests, **o)
 
 
+def test_a_workspace_that_a_level_refuses_is_used_by_none() -> None:
+    r, wrapper, first = Requests(), flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()), workspace()
+    table = r.qo_indptr, *r.table
+    wrapper.reset_workspace_buffer(first)
+    wrapper.plan(*([t, t] for t in table), *r.sizes)
+    wrapper._levels[1].plan(*table, *r.sizes, fixed_split_size=1)  # its partial results need memory
+    with pytest.raises(errors.CapacityError, match=r"^MultiLevel\w+.reset_workspace_buffer: .* has 16"):
+        wrapper.reset_workspace_buffer(workspace(16))
+    assert [level._workspace is first for level in wrapper._levels] == [True, True]
+
+
 def test_decode_with_a_shared_prefix() -> None:
     r, shared = Requests(), Requests(kv_lens=(50,), seed=1)
     k, v = shared.ragged()
