@@ -256,22 +256,22 @@ def _plan(wrapper: Any, table: list[Tensor], **options: Any) -> None:
 
 
 @pytest.fixture
-def replays(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``replays()``: how many launches the fake driver has counted, one for each replay."""
+def count_launches(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``count_launches()``: how many launches the fake driver has counted, one for each replay."""
     for op in ("batch_decode", "ragged_prefill"):
         monkeypatch.setitem(prepared_call.OP_CACHES, op, FakeCache(op, 0, 2))
     monkeypatch.setattr(base, "new_caches", lambda device, number: (PreparedCalls(), number))
     return lambda: fake_driver.get("launches")
 
 
-def test_a_wrapper_replays_until_its_plan_options_change(replays: Any) -> None:
+def test_a_wrapper_replays_until_its_plan_options_change(count_launches: Any) -> None:
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
 
     def repeated() -> bool:
-        before = replays()
+        before = count_launches()
         wrapper.run(q, cache)
-        return replays() > before
+        return count_launches() > before
 
     _plan(wrapper, table)
     assert [repeated(), repeated()] == [False, True]
@@ -306,7 +306,7 @@ def test_options_are_those_that_the_dispatcher_passes_on(options: Any, expected:
         assert (type(found[name]), found[name]) == (type(value), value)
 
 
-def test_a_batch_of_other_rows_is_checked(replays: Any) -> None:
+def test_a_batch_of_other_rows_is_checked(count_launches: Any) -> None:
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
     _plan(wrapper, table)
@@ -316,12 +316,12 @@ def test_a_batch_of_other_rows_is_checked(replays: Any) -> None:
     with pytest.raises(attn_ops.errors.ShapeError, match="q has 2 rows"):
         wrapper.run(q, cache)
     _plan(wrapper, table)
-    before = replays()
+    before = count_launches()
     wrapper.run(q, cache)
-    assert replays() == before + 1
+    assert count_launches() == before + 1
 
 
-def test_a_batch_of_more_ragged_keys_is_checked(replays: Any) -> None:
+def test_a_batch_of_more_ragged_keys_is_checked(count_launches: Any) -> None:
     wrapper = attn_ops.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     q, k = torch.zeros(3, 4, 16), torch.zeros(8, 2, 16)
 
@@ -333,7 +333,7 @@ def test_a_batch_of_more_ragged_keys_is_checked(replays: Any) -> None:
     v = torch.zeros(8, 2, 16)
     for count in (0, 1):
         wrapper.run(q, k, v)
-        assert replays() == count
+        assert count_launches() == count
     plan(9)
     with pytest.raises(attn_ops.errors.ShapeError, match="k and v have 8 rows; expected 9"):
         wrapper.run(q, k, v)

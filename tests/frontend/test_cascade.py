@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracle import Expected, merge
-from helpers.wrapper_requests import DEVICE, Requests, workspace
+from helpers.wrapper_requests import DEVICE, Requests, int32, workspace
 
 import attn_ops as flashinfer
 from attn_ops import errors, planner
@@ -97,9 +97,6 @@ def test_cascade(use_cuda_graph: bool) -> None:
     """Four requests share a prefix on pages 4 to 6. Each then has one page of its own, 0 to 3."""
     cache = torch.randn(7, 2, 16, 2, 64).half().to(DEVICE)
     q = torch.randn(4, 4, 64).half().to(DEVICE)
-
-    def int32(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     tables = (
         [int32(0, 4), int32(0, 1, 2, 3, 4)],

@@ -53,13 +53,13 @@ def replanned_graph(first: int, then: int) -> None:
         wrapper.plan(*R.table, *R.sizes, q_len_per_req=rows)
 
 
-def int32(length: int) -> torch.Tensor:
+def int32_zeros(length: int) -> torch.Tensor:
     return torch.zeros(length, dtype=torch.int32, device=DEVICE)
 
 
 def masked_graph(mask_bytes: int) -> None:
     mask = torch.zeros(mask_bytes, dtype=torch.uint8, device=DEVICE)
-    buffers = int32(5), int32(5), int32(20), int32(4), mask
+    buffers = *map(int32_zeros, (5, 5, 20, 4)), mask
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", True, *buffers)
     wrapper.plan(P.qo_indptr, *P.table, *P.sizes, custom_mask=P.mask)
 
@@ -448,7 +448,7 @@ CASES: dict[str, Case] = {
         "the packed mask has 661 bytes and custom_mask_buf 660; expected at least 661",
     ),
     "last page lengths of another batch": (
-        lambda: flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *(int32(n) for n in (5, 20, 5))),
+        lambda: flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *map(int32_zeros, (5, 20, 5))),
         errors.ShapeError,
         "paged_kv_last_page_len_buffer has 5 elements and paged_kv_indptr_buffer 5; expected 4, for the 4 requests",
     ),
