@@ -35,11 +35,7 @@ from attn_ops import errors, exports
 from attn_ops.frontend.policy import UNSUPPORTED
 from attn_ops.typed import typed
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(autouse=True, scope="module")

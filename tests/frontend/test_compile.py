@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,7 @@ import attn_ops as flashinfer
 from attn_ops.errors import PlanError
 from attn_ops.plan.page_table import PageTable
 
-
-@pytest.fixture(autouse=True)
-def _cold() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("cold")
 
 
 DECODES = [
