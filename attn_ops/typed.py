@@ -109,11 +109,14 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def integers(where: str, **values: Any) -> None:
-    """Raise the error of :func:`typed` unless each of ``values`` is an integer: arithmetic takes floats and bools."""
+def integers(where: str, **values: Any) -> tuple[Any, ...]:
+    """``values``, NumPy's integers as Python's. One that is neither an integer nor None raises the error of
+    :func:`typed`: arithmetic takes floats and bools too.
+    """
     for name, value in values.items():
-        if type(value) is not int and not _admits(value, int):
+        if not (type(value) is int or value is None or _admits(value, int)):
             _refuse_type(where, _Argument(name, value, int))
+    return tuple(x if x is None or isinstance(x, int | torch.SymInt) else int(x) for x in values.values())
 
 
 def _renamed(

@@ -14,6 +14,7 @@ from attn_ops.frontend.arguments import bounded, finite, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen
+from attn_ops.typed import integers
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 
@@ -60,6 +61,7 @@ def refuse(where: str, **arguments: Any) -> None:
 
 def chunk_of(where: str, attention_chunk: int) -> int:
     """Keys of a chunk, 0 for no chunks."""
+    (attention_chunk,) = integers(where, attention_chunk=attention_chunk)
     if not 0 <= attention_chunk <= INT32_MAX:
         fail(OptionError, where, f"attention_chunk is {attention_chunk}", f"0 to {INT32_MAX}", "change it")
     return attention_chunk
@@ -92,8 +94,7 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
         )
     sides = [-1 if side is None else side for side in window_size]
     for i, (side, bound) in enumerate(zip(sides, (BOUNDS["window_left"], BOUNDS["window_right"]), strict=True)):
-        if isinstance(side, float) or not bound.holds(side):
-            fail(OptionError, where, f"window_size[{i}] is {side}", bound.expected, "change it")
+        bound.check(where, f"window_size[{i}]", side)
     causal = causal or sides[1] == 0
     return Window(causal, sides[0], -1 if causal else sides[1])
 

@@ -54,7 +54,7 @@ class CacheLengths(NamedTuple):
     def of(cls, where: str, name: str, seqlens: Any, cumulative: Tensor | None = None) -> CacheLengths:
         """Of an argument ``name``, a tensor, an integer of any type, or None."""
         taken = seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int)
-        if not taken and not hasattr(seqlens, "__index__"):
+        if isinstance(seqlens, bool) or not (taken or hasattr(seqlens, "__index__")):
             shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
             fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
         return cls(seqlens if taken else operator.index(seqlens), cumulative, name)
