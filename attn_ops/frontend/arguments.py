@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,10 +143,18 @@ def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Seq
 
 def refuse(where: str, **arguments: Any) -> None:
     """Raise for an argument of :data:`~attn_ops.frontend.policy.UNSUPPORTED` that would change the result."""
+    refuse_listed(where, UNSUPPORTED, arguments)
+
+
+def refuse_listed(where: str, table: Mapping[str, tuple[tuple[Any, ...], str]], arguments: Mapping[str, Any]) -> None:
+    """Raise for an argument that would change the result, by ``table``: name -> (values that change nothing, reason).
+
+    None changes nothing.
+    """
     for name, value in arguments.items():
         if value is None:
             continue
-        neutral, reason = UNSUPPORTED[name]
+        neutral, reason = table[name]
         # By ==: Dynamo does not find a traced float in a tuple by `in`.
         if isinstance(value, Tensor) or not any(value == none for none in neutral):
             shown = "given" if isinstance(value, Tensor | tuple | list) else f"{value!r}"

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.eager.interposition import is_traced
-from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import bounded, finite, renamed
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
+from attn_ops.frontend.arguments import bounded, finite, refuse_listed, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen
@@ -51,12 +51,7 @@ def refuse(where: str, **arguments: Any) -> None:
     """Raise for an argument of :data:`UNSUPPORTED` that would change the result."""
     if arguments.get("dropout_p", 0.0) is None:
         fail(ArgumentError, where, "dropout_p is None", "0.0", _BY_NAME)
-    for name, value in arguments.items():
-        neutral, reason = UNSUPPORTED[name]
-        if value is None or (not isinstance(value, Tensor) and any(value == none for none in neutral)):
-            continue
-        shown = "given" if isinstance(value, Tensor) else f"{value!r}"
-        raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
+    refuse_listed(where, UNSUPPORTED, arguments)
 
 
 def chunk_of(where: str, attention_chunk: int) -> int:
