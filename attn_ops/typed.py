@@ -110,13 +110,19 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def integers(where: str, **values: Any) -> tuple[Any, ...]:
-    """``values``, NumPy's integers as Python's. One that is neither an integer nor None raises the error of
-    :func:`typed`: arithmetic takes floats and bools too.
+    """``values``, NumPy's integers as Python's.
+
+    One that is no integer raises the error of :func:`typed`: arithmetic takes floats and bools too.
     """
     for name, value in values.items():
-        if not (type(value) is int or value is None or _admits(value, int)):
+        if type(value) is not int and not _admits(value, int):
             _refuse_type(where, _Argument(name, value, int))
-    return tuple(x if x is None or isinstance(x, int | torch.SymInt) else int(x) for x in values.values())
+    return tuple(x if isinstance(x, int | torch.SymInt) else int(x) for x in values.values())
+
+
+def optional_integers(where: str, **values: Any) -> tuple[Any, ...]:
+    """:func:`integers`, each of which may be None."""
+    return tuple(None if x is None else integers(where, **{name: x})[0] for name, x in values.items())
 
 
 def _renamed(

@@ -69,8 +69,9 @@ class ContextShard:
 
     def __post_init__(self) -> None:
         where = "ContextShard"
-        for name in ("rank", "world", "interleave"):
-            integers(where, **{name: getattr(self, name)})
+        numbers = {name: getattr(self, name) for name in ("rank", "world", "interleave")}
+        for name, number in zip(numbers, integers(where, **numbers), strict=True):  # ranks compare them as JSON
+            object.__setattr__(self, name, number)
         if self.world < 1:
             fail(OptionError, where, f"world is {self.world}", "1 or more ranks", "pass the size of the group")
         if not 0 <= self.rank < self.world:

@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,11 +115,22 @@ def test_without_a_group(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "name"), [(("0", 2, 16), "rank"), ((0, 2.0, 16), "world"), ((0, 2, 16.0), "interleave")]
+    ("values", "name"),
+    [(("0", 2, 16), "rank"), ((0, 2.0, 16), "world"), ((0, 2, 16.0), "interleave"), ((None, 2, 16), "rank")],
 )
 def test_numbers_of_shards(values: Any, name: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{name} is .*, of type"):
+    with pytest.raises(ArgumentError, match=f"{name} is .*; expected an integer"):
         ContextShard(*values)
+
+
+def test_numbers_of_an_exchange(group: dist.ProcessGroup) -> None:
+    """NumPy's integers are Python's where ranks compare them as JSON; a float is refused."""
+    shard = ContextShard(np.int64(0), np.int64(2), np.int64(16))  # type: ignore[arg-type]
+    assert all(type(n) is int for n in (shard.rank, shard.world, shard.interleave))
+    exchange = ContextExchange(np.int64(3), 2, np.int64(4), torch.float32, device="cpu")  # type: ignore[arg-type]
+    assert (type(exchange.half_bytes), exchange.half_bytes) == (int, 320)
+    with pytest.raises(ArgumentError, match=r"max_rows is 3\.0, of type float"):
+        ContextExchange(3.0, 2, 4, device="cpu")  # type: ignore[arg-type]
 
 
 def test_kernel_gets_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
