@@ -16,7 +16,6 @@ from attn_ops.frontend.arguments import (
     DType,
     DTypes,
     as_dtype,
-    bounded,
     computed_dtype,
     finite,
     positive,
@@ -32,7 +31,7 @@ from attn_ops.frontend.one_shot import block_table, latent_call, lengths
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
-from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
+from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions, bounded
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import PrefillPlan

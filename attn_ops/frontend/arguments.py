@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.policy import UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
-from attn_ops.ops.options import BOUNDS, DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions
+from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.typed import integers
 
@@ -109,8 +109,9 @@ def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
 
 def positive(where: str, **sizes: int) -> None:
     """Sizes are integers, at least 1, and fit int32."""
-    integers(where, **sizes)
     for name, size in sizes.items():
+        if type(size) is not int:
+            integers(where, **{name: size})
         if size < 1:
             fail(OptionError, where, f"{name} is {size}", "1 or more", "change it")
         if type(size) is int and size > INT32_MAX:
@@ -208,14 +209,3 @@ def attention_options(
         window_right=window_right,
     )
     return bounded(where, options, suffix, pos_encoding="pos_encoding_mode")
-
-
-def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: str) -> AttentionOptions:
-    """``options``, each within its bound. ``names``: those by which the caller calls options, but for ``suffix``."""
-    for name, bound in BOUNDS.items():
-        value = getattr(options, name)
-        bound.check(where, names.get(name, name) + suffix, value)
-        if type(value) is int and not bound.integer:  # the dispatcher takes ints of 64 bits alone for floats
-            as_float: dict[str, Any] = {name: float(value)}
-            options = options._replace(**as_float)
-    return options

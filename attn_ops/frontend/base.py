@@ -15,7 +15,7 @@ from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
-from attn_ops.frontend.arguments import DTypes, bounded, layout, own_backend, positional, positive, refuse
+from attn_ops.frontend.arguments import DTypes, layout, own_backend, positional, positive, refuse
 from attn_ops.frontend.call_plans import problem_of, with_rows, with_workspace, without_window
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.kv_cache import paged_sizes
@@ -24,7 +24,7 @@ from attn_ops.frontend.prepared_plan import PreparedPlan, RepeatablePlan
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops import backends
 from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
-from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions
+from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions, bounded
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner

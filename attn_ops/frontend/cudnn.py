@@ -10,11 +10,11 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import bounded, output_dtype, own_backend, positive, ranked, required
+from attn_ops.frontend.arguments import output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.one_shot import block_table, block_table_call, lengths, ragged_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import cumulative, seen
 from attn_ops.typed import typed
 

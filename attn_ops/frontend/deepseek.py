@@ -9,13 +9,13 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import bounded, own_backend, refuse, required
+from attn_ops.frontend.arguments import own_backend, refuse, required
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, uniform_indptr
 from attn_ops.typed import integers, typed

@@ -16,7 +16,6 @@ from attn_ops.call import as_sinks
 from attn_ops.errors import ShapeError, fail
 from attn_ops.frontend.arguments import (
     DType,
-    bounded,
     given_tensor,
     layout,
     output_dtype,
@@ -34,7 +33,7 @@ from attn_ops.frontend.masks import check_tree_mask
 from attn_ops.frontend.one_shot import ROWS, block_table, block_table_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative
 from attn_ops.typed import integers, typed

@@ -106,11 +106,15 @@ class Bound(NamedTuple):
     expected: str
     integer: bool = False
 
-    def check(self, where: str, name: str, value: Any) -> None:
-        if self.integer:
-            integers(where, **{name: value})
+    def checked(self, where: str, name: str, value: Any) -> Any:
+        """``value``, an integer as a float where it is a number: the dispatcher converts those of 64 bits alone."""
+        if type(value) is int:
+            value = value if self.integer else float(value)
+        elif self.integer:
+            (value,) = integers(where, **{name: value})
         if not self.holds(value):
             fail(OptionError, where, f"{name} is {value!r}", self.expected, "change it")
+        return value
 
 
 def _positive(value: float) -> bool:
@@ -142,6 +146,17 @@ BOUNDS: dict[str, Bound] = {
     ),
 }
 """The scalar options that not every value of their type is right for."""
+
+
+def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: str) -> AttentionOptions:
+    """``options``, each within its bound. ``names``: those by which the caller calls options, but for ``suffix``."""
+    for name, value, default in zip(options._fields, options, DEFAULTS, strict=True):
+        if value is not default and name in BOUNDS:
+            checked = BOUNDS[name].checked(where, names.get(name, name) + suffix, value)
+            if checked is not value:
+                options = options._replace(**{name: checked})
+    return options
+
 
 _SCHEMA_TYPES = {
     "float | None": "float?", "float": "float", "int": "int", "str": "str", "bool": "bool", "Tensor | None": "Tensor?",

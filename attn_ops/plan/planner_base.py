@@ -59,7 +59,7 @@ def planner_problem(
     for name, value in sizes.items():
         in_range(name, value)
     for name, value in (("window_left", window_left), ("window_right", window_right)):
-        BOUNDS[name].check("planner", name, value)
+        BOUNDS[name].checked("planner", name, value)
     split = split_tokens(fixed_split_size, sizes["page_size"])
     ahead = keys_ahead(causal, window_right)
     sizes = {name: int(size) for name, size in sizes.items()}  # NumPy's integers lack methods of Python's

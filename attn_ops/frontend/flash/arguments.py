@@ -10,9 +10,9 @@ from torch import Tensor
 from attn_ops.call import as_sinks
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import bounded, finite, refuse_listed, renamed
+from attn_ops.frontend.arguments import finite, refuse_listed, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
-from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions
+from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen
 from attn_ops.typed import integers
 
@@ -87,9 +87,10 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
             "a pair (left, right) of tokens, each -1 for no limit",
             "pass such a pair",
         )
-    sides = [-1 if side is None else side for side in window_size]
-    for i, (side, bound) in enumerate(zip(sides, (BOUNDS["window_left"], BOUNDS["window_right"]), strict=True)):
-        bound.check(where, f"window_size[{i}]", side)
+    sides = [
+        -1 if side is None else BOUNDS[name].checked(where, f"window_size[{i}]", side)
+        for i, (side, name) in enumerate(zip(window_size, ("window_left", "window_right"), strict=True))
+    ]
     causal = causal or sides[1] == 0
     return Window(causal, sides[0], -1 if causal else sides[1])
 
