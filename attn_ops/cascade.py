@@ -10,6 +10,7 @@ from torch import Tensor
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.errors import DTypeError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import DType, as_dtype
+from attn_ops.frontend.base import reset_workspaces
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.prepared_plan import refuse_tracing
 from attn_ops.ops.options import FP8
@@ -118,8 +119,8 @@ class MultiLevelCascadeAttentionWrapper:
 
     @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: Any = None) -> None:
-        for level in self._levels:
-            level.reset_workspace_buffer(float_workspace_buffer)
+        where = f"{type(self).__name__}.reset_workspace_buffer"
+        reset_workspaces(where, float_workspace_buffer, *self._levels)
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Nothing to do: one kernel reads caches of any strides."""

@@ -191,8 +191,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """
         where = f"{self._name}.plan"
         refuse(where, window_right=window_right)
-        if q_len_per_req < 1:
-            fail(ShapeError, where, f"q_len_per_req is {q_len_per_req}", "1 or more", "change it")
+        positive(where, q_len_per_req=q_len_per_req)
         if self._graph is not None and self._planned is not None and q_len_per_req != self._q_len_per_req:
             fail(
                 PlanError,
@@ -341,22 +340,36 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             args: ``k_scale, v_scale`` by position, ``q_scale, k_scale, v_scale`` with an FP8 query; ``sinks, sm_scale``
                 with the variant AttentionSink.
             out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
+            q_len_per_req: query rows of each request where plan() did not name it. They are its last tokens, causal
+                among themselves. Every such call plans anew: name it in plan() if more than one call has it.
 
         Returns:
             ``out`` as q, with ``return_lse`` also float32 ``lse [batch, num_qo_heads]``.
         """
         where = f"{self._name}.run"
         refuse(where, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
-        if q_len_per_req is not None and q_len_per_req != self._q_len_per_req:
-            fail(
-                ShapeError, where, f"q_len_per_req is {q_len_per_req}", f"{self._q_len_per_req} as planned", "plan anew"
-            )
         given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
             given = self._run_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse)
-        call = self._paged_call(where, q, paged_kv_cache, output, window_left=window_left, **given)
-        return call
+        given.update(window_left=window_left, q_len_per_req=self._rows_of_call(where, q_len_per_req))
+        return self._paged_call(where, q, paged_kv_cache, output, **given)
+
+    def _rows_of_call(self, where: str, q_len_per_req: int | None) -> int | None:
+        """``q_len_per_req`` of run(), None if it is as planned."""
+        planned = self._q_len_per_req
+        if q_len_per_req is None:
+            return None
+        positive(where, q_len_per_req=q_len_per_req)
+        if planned not in (1, q_len_per_req):
+            fail(
+                ShapeError,
+                where,
+                f"q_len_per_req is {q_len_per_req}",
+                f"{planned} as planned",
+                "call plan() without it, and name it in run()",
+            )
+        return None if q_len_per_req == planned else q_len_per_req
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""

@@ -16,7 +16,6 @@ from attn_ops.frontend.arguments import (
     DType,
     DTypes,
     as_dtype,
-    bounded,
     computed_dtype,
     finite,
     positive,
@@ -25,17 +24,18 @@ from attn_ops.frontend.arguments import (
 )
 from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
 from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
+from attn_ops.frontend.call_plans import with_pages
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache, latent
-from attn_ops.frontend.one_shot import block_table, latent_call, lengths, uniform_indptr, with_pages
+from attn_ops.frontend.one_shot import block_table, latent_call, lengths
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
-from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
-from attn_ops.plan.page_table import PageTable, by_length, index, real
+from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions, bounded
+from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import PrefillPlan
-from attn_ops.typed import typed
+from attn_ops.typed import integers, typed
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -218,6 +218,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         table = self._table(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
         ckv, kpe = head_dim_ckv or 512, 64 if head_dim_kpe is None else head_dim_kpe
         positive(where, head_dim_ckv=ckv)
+        integers(where, head_dim_kpe=kpe)
         spec = PlanSpec(
             decode=False,
             paged=True,

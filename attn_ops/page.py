@@ -9,7 +9,7 @@ from attn_ops.errors import ArgumentError, PageTableError, fail
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.plan.page_table import INT32_MAX, index, seen
-from attn_ops.typed import typed
+from attn_ops.typed import integers, typed
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
@@ -31,6 +31,7 @@ def get_batch_indices_positions(
         batch_indices, positions: int32 ``[nnz]`` to fill and return.
     """
     where = "get_batch_indices_positions"
+    integers(where, nnz=nnz)
     indptr = index(where, "append_indptr", append_indptr)
     lengths = index(where, "seq_lens", seq_lens).to(indptr.device)
     found = torch.ops.attn.batch_indices_positions(indptr, lengths, nnz)
@@ -51,6 +52,7 @@ def get_batch_indices_positions(
 @typed
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """int32 ``[batch]``, tokens of each request: ``(pages - 1) * page_size + last``, 0 where there is no page."""
+    integers("get_seq_lens", page_size=page_size)
     indptr = index("get_seq_lens", "kv_indptr", kv_indptr)
     last = index("get_seq_lens", "kv_last_page_len", kv_last_page_len).to(indptr.device)
     if seen(indptr) and indptr.numel() > 1:

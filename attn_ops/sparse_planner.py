@@ -21,6 +21,7 @@ from attn_ops.plan.block_sparse import (
     uniform_rows,
 )
 from attn_ops.plan.page_table import INTEGERS
+from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.planner_base import in_range, validates
 from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import PlanProblem, PrefillPlan
@@ -240,14 +241,7 @@ class VariableBlockSparsePlanner(_SparsePlanner):
         sizes = {"num_block_rows": num_block_rows, "num_block_cols": num_block_cols, "max_pages": max_pages}
         for name, size in {"num_rows": num_rows, "num_keys": num_keys, **sizes, "num_kv_heads": num_kv_heads}.items():
             in_range(name, size)
-        if num_qo_heads % num_kv_heads:
-            fail(
-                ShapeError,
-                "planner",
-                f"{num_qo_heads} query heads do not share {num_kv_heads} KV heads evenly",
-                "a query head count that is a multiple of the KV head count",
-                "repeat or regroup the heads",
-            )
+        check_groups("planner", num_qo_heads, num_kv_heads)
         self.causal, self.num_rows, self.num_keys = causal, num_rows, num_keys
         self._shape = num_kv_heads, num_block_rows, num_block_cols
         group, rows = num_qo_heads // num_kv_heads, -(-num_rows // num_block_rows)

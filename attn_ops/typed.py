@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import re
 import types
 import typing
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ _RAW_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What code raises for an argument that it did not expect. Other errors are left alone."""
+"""What code raises for an argument that it did not expect. Other errors are left alone, and those of a device."""
 
 INT64_MAX = torch.iinfo(torch.int64).max
 
@@ -70,16 +71,6 @@ class _Argument(NamedTuple):
     annotation: Any
 
 
-_TYPED_OP = "_typed_op"
-"""Attribute of functions over ops, whose arguments all have an effect, those of :data:`NO_EFFECT` too."""
-
-
-def typed_op(function: Callable[P, R]) -> Callable[P, R]:
-    """:func:`typed` for a function over an op: names in FlashInfer's :data:`NO_EFFECT` mean other arguments here."""
-    setattr(function, _TYPED_OP, True)
-    return typed(function)
-
-
 def typed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: a call that fails because of an argument's type raises an error that names the argument.
 
@@ -95,17 +86,19 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if is_compiling():
             return function(*args, **kwargs)
-        error = _type_error(function, args, kwargs, skip=UNSUPPORTED) if constructs else None
+        error = _type_error(function, args, kwargs, _is_read_later) if constructs else None
         if error is None:
             try:
                 return function(*args, **kwargs)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
             except AttnOpsError as raised:
                 error = _renamed(raised, function, args, kwargs)
                 if error is None:
                     raise
             except _RAW_ERRORS as raised:
                 error = (
-                    _type_error(function, args, kwargs)
+                    _type_error(function, args, kwargs, functools.partial(_may_explain, str(raised)))
                     or _value_error(function, args, kwargs)
                     or _flag_error(raised, function, args, kwargs)
                 )
@@ -114,6 +107,22 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
         raise error from None
 
     return call
+
+
+def integers(where: str, **values: Any) -> tuple[Any, ...]:
+    """``values``, NumPy's integers as Python's.
+
+    One that is no integer raises the error of :func:`typed`: arithmetic takes floats and bools too.
+    """
+    for name, value in values.items():
+        if type(value) is not int and not _admits(value, int):
+            _refuse_type(where, _Argument(name, value, int))
+    return tuple(x if isinstance(x, int | torch.SymInt) else int(x) for x in values.values())
+
+
+def optional_integers(where: str, **values: Any) -> tuple[Any, ...]:
+    """:func:`integers`, each of which may be None."""
+    return tuple(None if x is None else integers(where, **{name: x})[0] for name, x in values.items())
 
 
 def _renamed(
@@ -125,7 +134,17 @@ def _renamed(
     own = message.startswith(f"{_where(function, args)}: ")
     if not isinstance(raised, ArgumentError) or not (about_type or (" is missing; " in message and not own)):
         return None
-    return _type_error(function, args, kwargs, unless_in=message if own else "")
+    return _type_error(function, args, kwargs, functools.partial(_may_explain, message), message if own else "")
+
+
+def _is_read_later(argument: _Argument) -> bool:
+    """Whether a method may read an argument of its constructor."""
+    return argument.name not in UNSUPPORTED and argument.name not in NO_EFFECT
+
+
+def _may_explain(message: str, argument: _Argument) -> bool:
+    """Whether an argument may be why a call failed. One that most functions do not read is None in most calls."""
+    return argument.name not in NO_EFFECT or argument.value is not None or "None" in message
 
 
 def _where(function: Callable[..., Any], args: Sequence[Any]) -> str:
@@ -141,17 +160,16 @@ def _type_error(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    *,
-    skip: Container[str] = (),
+    counts: Callable[[_Argument], bool],
     unless_in: str = "",
 ) -> AttnOpsError | None:
-    """The error of the first argument that its annotation does not admit; None if all are admitted.
+    """The error of the first argument that ``counts`` and that its annotation does not admit; None if there is none.
 
-    Arguments in ``skip`` are left out. None too if the message ``unless_in`` names the argument already.
+    None too if the message ``unless_in`` names the argument already.
     """
-    for argument in _arguments(function, args, kwargs):
-        wrong = None if argument.name in skip else _mismatch(argument)
-        if wrong is not None and wrong.name in unless_in:
+    for argument in filter(counts, _arguments(function, args, kwargs)):
+        wrong = _mismatch(argument)
+        if wrong is not None and re.search(rf"(?<!\w){re.escape(wrong.name)}(?!\w)", unless_in):
             return None
         if wrong is not None:
             return _caught(_refuse_type, _where(function, args), wrong)
@@ -195,22 +213,19 @@ def _caught(refuse: Callable[..., None], *args: Any) -> AttnOpsError | None:
     return None
 
 
-def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[_Argument]:
-    """The arguments that have an effect, those of ``*args`` and ``**kwargs`` apart.
+def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Argument]:
+    """The arguments, those of ``*args`` and ``**kwargs`` apart; last those that have no effect in most functions.
 
     Nothing if they are too many, too few or unknown: Python's own message says it.
     """
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
-        return
-    hints = typing.get_type_hints(function)
-    without_effect: Container[str] = () if hasattr(function, _TYPED_OP) else NO_EFFECT
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        named = kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if name in hints and named and name not in without_effect:
-            yield _Argument(name, value, hints[name])
+        return []
+    hints, parameters = typing.get_type_hints(function), bound.signature.parameters
+    collected = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [name for name in bound.arguments if name in hints and parameters[name].kind not in collected]
+    return [_Argument(name, bound.arguments[name], hints[name]) for name in sorted(named, key=NO_EFFECT.__contains__)]
 
 
 def _is_device(name: str) -> bool:

@@ -80,6 +80,19 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_grad() -> Iterator[None]:
+    """No gradients are recorded."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def cold(no_grad: None) -> None:
+    """The compiler has compiled nothing in this process."""
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def vector_code() -> Iterator[None]:
     """Inductor's code has the vector instructions of this CPU, as it has outside of the tests."""
     with inductor.patch({"cpp.simdlen": None}):

@@ -69,7 +69,10 @@ def merge_context(
 
     group = context_group("merge_context", exchange.group if group is None and exchange is not None else group)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    _check(out, lse, sinks, replicated, world if scatter_heads else 1)
+    shares = world if scatter_heads else 1
+    _check(out, lse, sinks, replicated, shares)
+    if replicated is not None:
+        _check_replicated(out, replicated, shares)
     if plan is not None:
         _check_plan(plan, rank, world)
     if exchange is not None:
@@ -85,7 +88,6 @@ def merge_context(
         if scatter_heads and sinks is not None:
             sinks = sinks.chunk(world)[rank]
     if replicated is not None:
-        _check_replicated(out, replicated)
         out, lse = torch.ops.attn.merge_state(out, lse, *replicated)
     return (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
 
@@ -165,16 +167,20 @@ def _check_exchange(exchange: ContextExchange, group: ProcessGroup, rank: int, w
         )
 
 
-def _check_replicated(out: Tensor, replicated: tuple[Tensor, Tensor]) -> None:
-    shapes = [list(t.shape) for t in replicated]
-    if shapes != [list(out.shape), list(out.shape[:2])]:
+def _check_replicated(out: Tensor, replicated: tuple[Tensor, Tensor], shares: int) -> None:
+    rows, heads, dim = out.shape
+    shapes, expected = [list(t.shape) for t in replicated], [[rows, heads // shares, dim], [rows, heads // shares]]
+    if shapes != expected:
         fail(
             ShapeError,
             "merge_context",
             f"replicated is {shapes}",
-            f"{[list(out.shape), list(out.shape[:2])]} as the merged result",
+            f"{expected} as the merged result",
             "pass (out, lse) of the same rows and heads",
         )
+    dtypes = [t.dtype for t in replicated]
+    if dtypes != [out.dtype, torch.float32]:
+        fail(DTypeError, "merge_context", f"replicated is {dtypes}", f"{[out.dtype, torch.float32]}", "convert it")
 
 
 def _packed(out: Tensor, lse: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from attn_ops.ops.unsupported import compute_capability, triton_installed
 from attn_ops.plan.context import context_group
 from attn_ops.plan.plan_checks import MAX_SIZE
 from attn_ops.plan.rank_answers import RankAnswers
-from attn_ops.typed import typed
+from attn_ops.typed import integers, typed
 
 __all__ = ["ContextExchange"]
 
@@ -173,10 +173,12 @@ class ContextExchange:
             nonlocal on
             given = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
             on = torch.empty(0, device=given).device  # with the index of the current device
-            for name, size in (("max_rows", max_rows), ("num_heads", num_heads), ("head_dim", head_dim)):
+            sizes = {"max_rows": max_rows, "num_heads": num_heads, "head_dim": head_dim}
+            rows, heads, dim = integers("ContextExchange", **sizes)
+            for name, size in sizes.items():
                 _check_range(name, size, 1, MAX_SIZE)
             _check_range("timeout_s", timeout_s, 1e-3, MAX_TIMEOUT_S)
-            self.half_bytes = bytes_of_states(max_rows * num_heads, head_dim, dtype)
+            self.half_bytes = bytes_of_states(rows * heads, dim, dtype)
             self.timeout_ms = int(timeout_s * 1000)
             return self._unsupported(on, dtype)
 

@@ -16,15 +16,9 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from attn_ops.eager.prepared_call import (
-    _C,
-    INTERPOSITION_CHECKS,
-    MAX_ENTRIES,
-    OP_CACHES,
-    OpCall,
-    flatten_tensors,
-    has_gradients,
-)
+from attn_ops.eager.captured_call import _C
+from attn_ops.eager.interposition import INTERPOSITION_CHECKS
+from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, OpCall, flatten_tensors, has_gradients
 
 Check = Callable[[Sequence[Any], dict[str, Any]], Callable[..., Any]]
 """``check(args, kwargs)`` refuses a call of an op, or returns the function that makes it and others of its key."""

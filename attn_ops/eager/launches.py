@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.eager.prepared_call import CapturedCall, Launch, outputs_of
+from attn_ops.eager.captured_call import CapturedCall, Launch, outputs_of
 
 
 class _Captured(threading.local):

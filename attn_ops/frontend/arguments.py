@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.policy import UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
-from attn_ops.ops.options import BOUNDS, DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions
+from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX
+from attn_ops.typed import integers
 
 DType = str | torch.dtype
 
@@ -107,7 +108,10 @@ def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
 
 
 def positive(where: str, **sizes: int) -> None:
+    """Sizes are integers, at least 1, and fit int32."""
     for name, size in sizes.items():
+        if type(size) is not int:
+            integers(where, **{name: size})
         if size < 1:
             fail(OptionError, where, f"{name} is {size}", "1 or more", "change it")
         if type(size) is int and size > INT32_MAX:
@@ -140,10 +144,18 @@ def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Seq
 
 def refuse(where: str, **arguments: Any) -> None:
     """Raise for an argument of :data:`~attn_ops.frontend.policy.UNSUPPORTED` that would change the result."""
+    refuse_listed(where, UNSUPPORTED, arguments)
+
+
+def refuse_listed(where: str, table: Mapping[str, tuple[tuple[Any, ...], str]], arguments: Mapping[str, Any]) -> None:
+    """Raise for an argument that would change the result, by ``table``: name -> (values that change nothing, reason).
+
+    None changes nothing.
+    """
     for name, value in arguments.items():
         if value is None:
             continue
-        neutral, reason = UNSUPPORTED[name]
+        neutral, reason = table[name]
         # By ==: Dynamo does not find a traced float in a tuple by `in`.
         if isinstance(value, Tensor) or not any(value == none for none in neutral):
             shown = "given" if isinstance(value, Tensor | tuple | list) else f"{value!r}"
@@ -197,12 +209,3 @@ def attention_options(
         window_right=window_right,
     )
     return bounded(where, options, suffix, pos_encoding="pos_encoding_mode")
-
-
-def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: str) -> AttentionOptions:
-    """``options``, each within its bound. ``names``: those by which the caller calls options, but for ``suffix``."""
-    for name, bound in BOUNDS.items():
-        value = getattr(options, name)
-        if not bound.holds(value):
-            fail(OptionError, where, f"{names.get(name, name)}{suffix} is {value!r}", bound.expected, "change it")
-    return options

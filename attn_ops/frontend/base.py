@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall, Planned, as_sinks
+from attn_ops.call import AttentionCall, Planned, PlanSource, as_sinks
 from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
-from attn_ops.frontend.arguments import DTypes, bounded, layout, own_backend, positional, positive, refuse
+from attn_ops.frontend.arguments import DTypes, layout, own_backend, positional, positive, refuse
+from attn_ops.frontend.call_plans import problem_of, with_rows, with_workspace, without_window
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.kv_cache import paged_sizes
-from attn_ops.frontend.one_shot import problem_of, without_window
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, RepeatablePlan
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops import backends
 from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
-from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions
+from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions, bounded
 from attn_ops.plan.page_table import BatchSize, PageTable
+from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
-from attn_ops.plan.sizing import count_splits
+from attn_ops.plan.sizing import count_splits, power_of_two_from
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
 from attn_ops.typed import typed
 
@@ -102,6 +103,22 @@ class PlannedBatch:
 
     def check(self, call: AttentionCall) -> None:
         where, q, kv = call.where, call.tensors[0], call.tensors[-1]
+        self.check_tensors(call)
+        rows, planned = q.shape[0], self.rows.shape[0]
+        if rows != planned and (self.exact or rows < planned):
+            fail(
+                ShapeError,
+                where,
+                f"q has {rows} rows",
+                f"{planned} as planned{_rows_of_a_request(self.spec.rows)}{'' if self.exact else ', or more'}",
+                "call plan() for this batch first",
+            )
+        if self.keys is not None and kv.dim() == 3:
+            self._check_keys(where, kv.shape[0 if call.kv_layout == "NHD" else 1], self.keys.shape[0])
+
+    def check_tensors(self, call: AttentionCall) -> None:
+        """Dtypes and layout of the call's tensors are as planned."""
+        where, q, kv = call.where, call.tensors[0], call.tensors[-1]
         if self.dtypes is not None:
             for name, t, dtype in (("q", q, self.dtypes.q), ("the KV cache", kv, self.dtypes.kv)):
                 if t.dtype != dtype:
@@ -112,19 +129,8 @@ class PlannedBatch:
                         f"{str(dtype).removeprefix('torch.')} as planned",
                         "name its dtype in plan(), as q_data_type and kv_data_type, or convert it",
                     )
-        rows, planned = q.shape[0], self.rows.shape[0]
-        if rows != planned and (self.exact or rows < planned):
-            fail(
-                ShapeError,
-                where,
-                f"q has {rows} rows",
-                f"{planned} as planned{self._rows_of_a_request()}{'' if self.exact else ', or more'}",
-                "call plan() for this batch first",
-            )
         if self.spec.paged and kv.dim() == 4:
             self._check_layout(where, kv, call.kv_layout)
-        if self.keys is not None and kv.dim() == 3:
-            self._check_keys(where, kv.shape[0 if call.kv_layout == "NHD" else 1], self.keys.shape[0])
 
     def _check_layout(self, where: str, kv: Tensor, kv_layout: str) -> None:
         """The likeliest mistake, which the op would report as a wrong number of heads or tokens."""
@@ -139,10 +145,6 @@ class PlannedBatch:
                 f"{planned[0]} tokens and {planned[1]} heads as planned",
                 f"name kv_layout={other!r}, or pass a cache in {kv_layout}",
             )
-
-    def _rows_of_a_request(self) -> str:
-        rows = self.state.get("_q_len_per_req", 1)
-        return f", q_len_per_req {rows} of each request" if rows > 1 else ""
 
     def _check_keys(self, where: str, keys: int, planned: int) -> None:
         if keys < planned:
@@ -159,6 +161,41 @@ class PlannedBatch:
         if self.spec.window_left >= 0 and not 0 <= options.window_left <= self.spec.window_left:
             plan = without_window(plan)
         return Planned(plan, self.workspace), options
+
+
+class RowsOfCall(NamedTuple):
+    """The plan source of a call with ``rows`` query rows per request, over a batch that is planned with one of each.
+
+    The rows are the last tokens of their request, causal among themselves. The call plans them.
+    """
+
+    planned: PlannedBatch
+    rows: int
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.planned.head_dims
+
+    @property
+    def batch(self) -> int:
+        return self.planned.rows.shape[0]
+
+    def check(self, call: AttentionCall) -> None:
+        self.planned.check_tensors(call)
+        rows, needed = call.tensors[0].shape[0], self.batch * self.rows
+        if rows != needed:
+            expected = f"{needed}{_rows_of_a_request(self.rows)}"
+            fail(ShapeError, call.where, f"q has {rows} rows", expected, "correct q or q_len_per_req")
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        plan, spec = self.planned.plan, self.planned.spec
+        assert isinstance(plan, DecodePlan)
+        spec = spec._replace(decode=False, causal=True, window_left=options.window_left, rows=self.rows)
+        return with_workspace(with_rows(plan, spec, self.batch, self.rows)), options._replace(causal=True)
+
+
+def _rows_of_a_request(rows: int | None) -> str:
+    return "" if rows is None or rows == 1 else f", q_len_per_req {rows} of each request"
 
 
 def _planned_option(name: str) -> Any:
@@ -243,13 +280,7 @@ class Wrapper:
     @typed
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any = None) -> None:
         """Use another workspace, on the same device. The plan stays; plans own their integers."""
-        where = f"{self._name}.reset_workspace_buffer"
-        if float_workspace_buffer.device != self.device:
-            fail(DeviceError, where, f"the buffer is on {float_workspace_buffer.device}", f"{self.device}", "move it")
-        if self._planned is not None:
-            workspace = self._workspace_for(where, self._planned.plan, float_workspace_buffer)
-            self._planned = replace(self._planned, workspace=workspace)
-        self._workspace, self._repeatable = float_workspace_buffer, None
+        reset_workspaces(f"{self._name}.reset_workspace_buffer", float_workspace_buffer, self)
 
     def dtypes_follow_query(self) -> None:
         """Let run() take any dtype that its op takes, whatever the dtypes of plan()."""
@@ -291,6 +322,13 @@ class Wrapper:
         mark_static(workspace)
         return workspace
 
+    def _with_workspace(self, where: str, buffer: Tensor) -> PlannedBatch | None:
+        """The planned batch with another workspace, which is checked."""
+        if buffer.device != self.device:
+            fail(DeviceError, where, f"the buffer is on {buffer.device}", f"{self.device}", "move it")
+        p = self._planned
+        return None if p is None else replace(p, workspace=self._workspace_for(where, p.plan, buffer))
+
     def _prepare(
         self,
         where: str,
@@ -306,14 +344,7 @@ class Wrapper:
         """Check a batch and allocate its plan. Nothing of the wrapper changes before the commit."""
         sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
         positive(where, **{size: getattr(spec, size) for size in sizes})
-        if spec.num_qo_heads % spec.num_kv_heads:
-            fail(
-                ShapeError,
-                where,
-                f"{spec.num_qo_heads} query heads do not share {spec.num_kv_heads} KV heads evenly",
-                "a multiple of num_kv_heads",
-                "correct num_qo_heads or num_kv_heads",
-            )
+        check_groups(where, spec.num_qo_heads, spec.num_kv_heads)
         mask = None
         if custom_mask is not None or packed_custom_mask is not None:
             lengths = table.lengths(spec.page_size)
@@ -385,7 +416,7 @@ class Wrapper:
         """``mask`` in a buffer whose address and size the next batch keeps."""
         if self._graph is not None:
             return self._graph.hold_mask(mask)
-        size = max(64, 1 << (max(mask.shape[0], 1) - 1).bit_length())
+        size = max(64, power_of_two_from(max(mask.shape[0], 1)))
         if self._mask is None or self._mask.shape[0] < size:
             with torch.inference_mode(False):  # the next plan may be made outside of it
                 self._mask = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -414,11 +445,13 @@ class Wrapper:
         *,
         sinks: Any = None,
         kv_layout: str | None = None,
+        q_len_per_req: int | None = None,
         **changes: Any,
     ) -> AttentionCall:
         """The call of ``tensors``, the query and what it attends to, as planned.
 
-        ``changes`` are options of this call; one that is None stays as planned.
+        ``q_len_per_req``: query rows of each request where one is planned. ``changes`` are options of this call; one
+        that is None stays as planned.
         """
         p = self._planned
         if p is None:
@@ -429,9 +462,20 @@ class Wrapper:
         changes = {name: value for name, value in changes.items() if value is not None}
         if changes:
             options = bounded(where, options._replace(**changes), pos_encoding="pos_encoding_mode")
+        op: str = p.op
+        source: PlanSource = p
+        if q_len_per_req is not None:
+            op, source = "batch_prefill", RowsOfCall(p, q_len_per_req)
         return AttentionCall(
-            where, p.op, tensors, p, options, output, scales, kv_layout or self._kv_layout, self._backend
+            where, op, tensors, source, options, output, scales, kv_layout or self._kv_layout, self._backend
         )
+
+
+def reset_workspaces(where: str, buffer: Tensor, *wrappers: Wrapper) -> None:
+    """Let ``wrappers`` use ``buffer`` in the place of their workspace, once all of them have checked it."""
+    planned = [wrapper._with_workspace(where, buffer) for wrapper in wrappers]
+    for wrapper, batch in zip(wrappers, planned, strict=True):
+        wrapper._workspace, wrapper._planned, wrapper._repeatable = buffer, batch, None
 
 
 def measured(table: PageTable, spec: PlanSpec) -> tuple[PageTable, BatchSize]:

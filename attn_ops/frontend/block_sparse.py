@@ -55,7 +55,7 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     row = torch.arange(rows, device=mask.device)[:, None]
     begin = first * rows * cols + (entry - first) * cols
     place = begin[:, None, None] + row * (count * cols)[:, None, None] + torch.arange(cols, device=mask.device)
-    return torch.empty_like(mask).view(-1).scatter_(0, place.flatten(), mask.flatten())
+    return mask.new_empty(mask.numel()).scatter_(0, place.flatten(), mask.flatten())
 
 
 class BlockSparseAttentionWrapper(SparseWrapper):

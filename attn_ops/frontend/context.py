@@ -15,6 +15,7 @@ from attn_ops.errors import OptionError, fail
 from attn_ops.frontend.arguments import refuse
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import PlanProblem
+from attn_ops.typed import integers
 
 
 class RankKeys(NamedTuple):
@@ -61,6 +62,7 @@ def context_shard(
     if not enable_dcp:
         refuse(where, cp_world=cp_world, cp_rank=cp_rank, causal_seqlens_kv_global=causal_seqlens_kv_global)
         return None
+    integers(where, cp_world=cp_world, cp_rank=cp_rank)
     if cp_world < 1:
         fail(OptionError, where, f"cp_world is {cp_world}", "1 or more", "pass the number of ranks")
     if not 0 <= cp_rank < cp_world:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import bounded, output_dtype, own_backend, ranked, required
+from attn_ops.frontend.arguments import output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.one_shot import block_table, block_table_call, lengths, ragged_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import cumulative, seen
 from attn_ops.typed import typed
 
@@ -132,6 +132,7 @@ def cudnn_batch_decode_with_kv_cache(
     assert actual_seq_lens_kv is not None
     assert block_tables is not None
     _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
+    positive(where, q_len_per_req=q_len_per_req)
     tables = block_table(where, "block_tables", block_tables, q.device)
     rows = uniform_rows(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
     even = torch.arange(tables.shape[0] + 1) * q_len_per_req

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import bounded, own_backend, refuse, required
+from attn_ops.frontend.arguments import own_backend, refuse, required
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
-from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, rank_keys, uniform_indptr, uniform_rows
+from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.page_table import cumulative
-from attn_ops.typed import typed
+from attn_ops.plan.page_table import cumulative, uniform_indptr
+from attn_ops.typed import integers, typed
 
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
 
@@ -47,6 +47,7 @@ def _decode(
     """``context``: the shard, and the tokens of each request on all ranks, its query rows included."""
     required(where, seq_lens=seq_lens)
     assert seq_lens is not None
+    integers(where, kv_lora_rank=dims[0], qk_rope_head_dim=dims[1])
     rank, form = (4, "[batch, q_len, num_heads, {}]") if cum_seq_lens_q is None else (3, "[rows, num_heads, {}]")
     if query.dim() != rank or query.shape[-1] != sum(dims):
         fail(ShapeError, where, f"query is {list(query.shape)}", form.format(sum(dims)), "reshape it")
@@ -243,6 +244,8 @@ def trtllm_ragged_attention_deepseek(
         num_elts_per_sage_attn_blk=num_elts_per_sage_attn_blk,
         uses_spcompress=uses_spcompress,
     )
+    required(where, cum_seq_lens_q=cum_seq_lens_q, cum_seq_lens_kv=cum_seq_lens_kv)
+    integers(where, batch_size=batch_size)
     qo_indptr, kv_indptr = (
         cumulative(where, name, indptr, batch_size, rows_name, rows)
         for name, indptr, rows_name, rows in (

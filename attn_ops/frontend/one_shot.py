@@ -1,41 +1,25 @@
 """One-shot calls: attention without a prior plan(). The call plans and attends, and traces.
 
-The plan's capacity follows from shapes alone, so nothing waits for a device. Under ``torch.compile`` and
-``torch.export`` a call is a page-table op (for block tables), a plan op and an attention op. Lengths on the host are
-checked against the table; longer ones on a GPU are cut off at the table's width.
+Lengths on the host are checked against the table; longer ones on a GPU are cut off at the table's width.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall, Planned, Unplanned
-from attn_ops.eager.checked_call import call_op
+from attn_ops.call import AttentionCall, Unplanned
 from attn_ops.errors import DTypeError, PageTableError, ShapeError, fail
 from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
+from attn_ops.frontend.call_plans import BlockTables, RaggedLengths
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.kv_cache import paged_sizes
-from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.page_table import as_int32, seen
+from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
-from attn_ops.plan.sizing import ctas_per_head, rows_per_tile, splits_per_head
-from attn_ops.plan.state import (
-    DecodePlan,
-    PlanProblem,
-    PrefillPlan,
-    allocate_decode,
-    allocate_prefill,
-    keys_ahead,
-    split_tokens,
-    workspace_size,
-)
 
 ROWS = "[rows, num_qo_heads, head_dim]"
 
@@ -50,8 +34,7 @@ def lengths(
 
     ``capacity``: the most tokens that a row of the page table holds.
     """
-    required(where, **{name: t})
-    assert t is not None
+    t = given_tensor(where, name, t, device)
     if t.numel() != batch:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch}], one per request", "correct it")
     if t.is_floating_point() or t.dtype == torch.bool:
@@ -108,14 +91,6 @@ def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -
     return as_int32(where, name, t).to(device).contiguous()
 
 
-def uniform_indptr(batch: int, q_len: int, device: torch.device) -> Tensor:
-    """int32 ``[batch + 1]``: ``qo_indptr`` of ``q_len`` query rows per request."""
-    if torch.compiler.is_compiling():  # Inductor of PyTorch 2.13 cannot simplify indices computed from an arange
-        steps = torch.nn.functional.pad(torch.full((batch,), q_len, dtype=torch.int32, device=device), (1, 0))
-        return steps.cumsum(0, dtype=torch.int32)
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
-
-
 def uniform_rows(where: str, rows: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:
     """:func:`uniform_indptr` of a query of so many ``rows``; None for one row per request, which is decode."""
     if rows != batch * q_len:
@@ -135,150 +110,6 @@ def check_dense(where: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, t in (("k", k), ("v", v)):
         ranked(where, name, t, "[kv_len, num_kv_heads, head_dim]")
     positive(where, num_qo_heads=q.shape[1], head_dim=q.shape[2])
-
-
-# ---------------------------------------------------------------------------------------------- plans made in the call
-
-
-def bound(size: int) -> int:
-    """``size``, at least 1; in graphs the next power of 2, so that a range of sizes shares one graph."""
-    if type(size) is int and not torch.compiler.is_compiling():
-        return max(1, size)
-    power = 1
-    while power < size:
-        power *= 2
-    return power
-
-
-def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
-    """``rows``: query rows of a request, approximately."""
-    tile_rows = spec.tile_rows or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows)
-    return PlanProblem(
-        page_size=spec.page_size,
-        num_qo_heads=spec.num_qo_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_vo=spec.head_dim_vo,
-        max_kv_len=bound(max_kv_len),
-        tile_rows=1 if spec.decode else tile_rows,
-        window=spec.window_left + 1,
-        ahead=keys_ahead(spec.causal, spec.window_right),
-        split=split_tokens(spec.fixed_split_size, spec.page_size),
-    )
-
-
-def with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:
-    """The plan and a new workspace for it."""
-    return Planned(plan, torch.empty(workspace_size(plan), dtype=torch.float32, device=plan.kv_len.device))
-
-
-def without_window(plan: DecodePlan | PrefillPlan) -> DecodePlan | PrefillPlan:
-    """The same batch in a new plan of the same capacity, for calls that see keys outside the planned window."""
-    return _planned_again(plan, PlanProblem.of(plan.problem)._replace(window=0), plan.kv_indices)
-
-
-def with_pages(plan: PrefillPlan, kv_indices: Tensor) -> PrefillPlan:
-    """The same batch in a new plan, over other pages: ``kv_indices`` as many as ``plan`` has."""
-    again = _planned_again(plan, PlanProblem.of(plan.problem), kv_indices)
-    assert isinstance(again, PrefillPlan)
-    return again
-
-
-def _planned_again(
-    plan: DecodePlan | PrefillPlan, problem: PlanProblem, kv_indices: Tensor
-) -> DecodePlan | PrefillPlan:
-    fields = [problem.as_shape_tensor(plan.kv_len.device), *(torch.empty_like(t) for t in plan[1:])]
-    table = plan.kv_indptr, kv_indices, (plan.kv_len - 1) % problem.page_size + 1
-    if isinstance(plan, DecodePlan):
-        call_op("plan_decode", *table, fields)
-        return DecodePlan(*fields)
-    call_op("plan_prefill", plan.qo_indptr, *table, fields)
-    return PrefillPlan(*fields)
-
-
-class BlockTables(NamedTuple):
-    """A batch by ``block_tables [batch, width]`` and ``seq_lens [batch]``, int32 on the query's device.
-
-    qo_indptr  ``[batch + 1]``; None for decode, one query row per request
-    rows       query rows of the batch
-    tree_mask  which of its request's last tokens each row sees, in the place of ``causal``
-    keys       of one rank; None for all
-    """
-
-    spec: PlanSpec
-    block_tables: Tensor
-    seq_lens: Tensor
-    qo_indptr: Tensor | None
-    rows: int
-    tree_mask: Tensor | None = None
-    keys: RankKeys | None = None
-
-    @property
-    def head_dims(self) -> tuple[int, int]:
-        return self.spec.head_dim_qk, self.spec.head_dim_vo
-
-    def check(self, call: AttentionCall) -> None:
-        return None
-
-    def plan(self) -> DecodePlan | PrefillPlan:
-        # Capacity for one request at least: an empty batch is no special case.
-        batch, width = max(1, self.block_tables.shape[0]), self.block_tables.shape[1]
-        page_size, device = self.spec.page_size, self.block_tables.device
-        kv_lens = self.seq_lens if self.keys is None else self.keys.visible(self.seq_lens)
-        table = call_op("page_table", self.block_tables, kv_lens, page_size)
-        problem = problem_of(self.spec, bound(width) * page_size, bound(-(-self.rows // batch)))
-        problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
-        if self.qo_indptr is None:
-            ctas = ctas_per_head(device, self.spec.num_kv_heads)
-            decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
-            call_op("plan_decode", *table, decode, **options)
-            return decode
-        splits = splits_per_head(device, problem)
-        prefill = allocate_prefill(problem, batch, self.rows, batch * width, device, splits, torch.empty)
-        call_op("plan_prefill", self.qo_indptr, *table, prefill, **options)
-        return prefill
-
-    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
-        plan = self.plan()
-        if self.tree_mask is not None:
-            assert isinstance(plan, PrefillPlan)
-            capacity = self.block_tables.shape[1] * self.spec.page_size
-            options = options._replace(mask=tree_mask_bits(self.tree_mask, plan, capacity))
-        return with_workspace(plan), options
-
-
-class RaggedLengths(NamedTuple):
-    """A batch of ragged KV by cumulative lengths, int32 ``[batch + 1]`` on the query's device.
-
-    ``rows`` and ``keys`` are those of the tensors. ``max_kv_len``: the most keys of one request, if that is known.
-    """
-
-    spec: PlanSpec
-    qo_indptr: Tensor
-    kv_indptr: Tensor
-    rows: int
-    keys: int
-    max_kv_len: int | None = None
-
-    @property
-    def head_dims(self) -> tuple[int, int]:
-        return self.spec.head_dim_qk, self.spec.head_dim_vo
-
-    def check(self, call: AttentionCall) -> None:
-        return None
-
-    def plan(self) -> PrefillPlan:
-        batch = max(1, self.qo_indptr.shape[0] - 1)
-        longest = self.keys if self.max_kv_len is None else self.max_kv_len
-        problem, device = problem_of(self.spec, longest, bound(-(-self.rows // batch))), self.qo_indptr.device
-        splits = splits_per_head(device, problem)
-        plan = allocate_prefill(problem, batch, self.rows, 0, device, splits, torch.empty)
-        no_pages, ones = self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
-        call_op("plan_prefill", self.qo_indptr, self.kv_indptr, no_pages, ones, plan)
-        return plan
-
-    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
-        return with_workspace(self.plan()), options
 
 
 # ----------------------------------------------------------------------------------------------------------- the calls

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import positive, renamed, required
 from attn_ops.plan.resizable import PlanSpec
@@ -21,8 +23,8 @@ def prefill_spec(
     """The spec of a prefill. ``head_dim`` is an alias of ``head_dim_qk``; ragged KV has ``page_size`` 1."""
     dim = renamed(where, "head_dim", head_dim, "head_dim_qk", head_dim_qk)
     required(where, head_dim_qk=dim, page_size=page_size)
-    if head_dim_vo is not None and not isinstance(head_dim_vo, int):
-        fail(ArgumentError, where, "head_dim_vo is not a number", "one", "pass what follows page_size by name")
+    if isinstance(head_dim_vo, Tensor):  # in the place of the mask of earlier releases
+        fail(ArgumentError, where, "head_dim_vo is a tensor", "an integer", "pass what follows page_size by name")
     assert page_size is not None
     positive(where, page_size=page_size)
     return PlanSpec(

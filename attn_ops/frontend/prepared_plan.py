@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves
 
-from attn_ops.eager.prepared_call import is_traced
+from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import PlanError, fail
 from attn_ops.frontend.arguments import DTypes
 from attn_ops.ops.options import AttentionOptions

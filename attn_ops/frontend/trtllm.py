@@ -16,7 +16,6 @@ from attn_ops.call import as_sinks
 from attn_ops.errors import ShapeError, fail
 from attn_ops.frontend.arguments import (
     DType,
-    bounded,
     given_tensor,
     layout,
     output_dtype,
@@ -34,10 +33,10 @@ from attn_ops.frontend.masks import check_tree_mask
 from attn_ops.frontend.one_shot import ROWS, block_table, block_table_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative
-from attn_ops.typed import typed
+from attn_ops.typed import integers, typed
 
 
 def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
@@ -250,7 +249,7 @@ def trtllm_batch_decode_with_kv_cache(
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
     if bmm1_scale_log2 is not None:
-        bmm1_scale = bmm1_scale_log2 * math.log(2)
+        bmm1_scale = bmm1_scale_log2.float() * math.log(2)
     call = (
         where,
         query,
@@ -364,6 +363,7 @@ def trtllm_batch_context_with_kv_cache(
     )
     required(where, cum_seq_lens_q=cum_seq_lens_q)
     caches, tables = _pages(where, kv_cache, block_tables, query.device, kv_layout, uses_shared_paged_kv_idx)
+    integers(where, batch_size=batch_size)
     if tables.shape[0] != batch_size:
         fail(
             ShapeError,

@@ -9,16 +9,17 @@ from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import layout, refuse, required
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import check_tree_mask
-from attn_ops.frontend.one_shot import block_table, block_table_call, latent_call, uniform_indptr, uniform_rows
+from attn_ops.frontend.one_shot import block_table, block_table_call, latent_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import MAX_WINDOW, AttentionOptions
-from attn_ops.plan.page_table import cumulative, real
-from attn_ops.typed import typed
+from attn_ops.plan.page_table import cumulative, real, uniform_indptr
+from attn_ops.typed import integers, typed
 
 
 def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
     """q as ``[rows, num_qo_heads, head_dim]``, and the query rows of each request."""
+    integers(where, q_seq_len=q_seq_len)
     if q.dim() in (4, 5) and q.shape[1] != 1:
         fail(ShapeError, where, f"q has a beam of {q.shape[1]}", "1", "pass [batch, 1, ...]")
     if q.dim() == 5:
@@ -41,7 +42,10 @@ def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
 def _agree(where: str, **pairs: tuple[int | None, int]) -> None:
     """Sizes given as arguments are those of the tensors."""
     for name, (given, actual) in pairs.items():
-        if given is not None and given != actual:
+        if given is None:
+            continue
+        integers(where, **{name: given})
+        if given != actual:
             fail(ShapeError, where, f"{name} is {given}", f"{actual} as the tensors have", "correct one")
 
 
@@ -106,6 +110,7 @@ def xqa(
         qo_indptr = cumulative(where, "q_cu_seq_lens", q_cu_seq_lens, tables.shape[0], "q", q)
     if mask is not None:
         check_tree_mask(where, mask, flat.shape[0], q_len)
+    integers(where, sliding_win_size=sliding_win_size)
     if sliding_win_size < 0:
         fail(ShapeError, where, f"sliding_win_size is {sliding_win_size}", "tokens, or 0 for no window", "change it")
     if sliding_win_size > MAX_WINDOW + 1:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import is_traced
+from attn_ops.eager.interposition import is_traced
 
 ROOM = 128
 """Tokens that the size of a buffer is a multiple of."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import is_traced
+from attn_ops.eager.interposition import is_traced
 from attn_ops.flash_attn import flash_attn_with_kvcache
 from attn_ops.integrations.transformers_masks import Kind
 from attn_ops.integrations.transformers_plans import Caches, Lease, Places, plan

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import is_traced
+from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import UnsupportedError
 from attn_ops.frontend.flash.metadata import SharedPlans, active_blocks
 

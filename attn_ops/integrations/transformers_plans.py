@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.checked_call import call_op
-from attn_ops.eager.prepared_call import current_stream, is_traced
+from attn_ops.eager.interposition import is_traced
+from attn_ops.eager.prepared_call import current_stream
 from attn_ops.flash_attn import SchedulerMetadata, get_scheduler_metadata
 from attn_ops.frontend.flash.metadata import is_capturing
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.typed import typed_op
+from attn_ops.typed import typed
 
 Plan = list[Tensor] | tuple[Tensor, ...]
 """A :class:`~attn_ops.DecodePlan` or :class:`~attn_ops.PrefillPlan`, or their fields in order."""
 
 
-@typed_op
+@typed
 def plan_decode(
     kv_indptr: Tensor,
     kv_indices: Tensor,
@@ -42,7 +42,7 @@ def plan_decode(
     return torch.ops.attn.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens, backend=backend)
 
 
-@typed_op
+@typed
 def plan_prefill(
     qo_indptr: Tensor,
     kv_indptr: Tensor,
@@ -77,7 +77,7 @@ def plan_prefill(
     )
 
 
-@typed_op
+@typed
 def batch_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -153,7 +153,7 @@ def batch_decode(
     )
 
 
-@typed_op
+@typed
 def batch_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -241,7 +241,7 @@ def batch_prefill(
     )
 
 
-@typed_op
+@typed
 def ragged_prefill(
     q: Tensor,
     k: Tensor,
@@ -326,7 +326,7 @@ def ragged_prefill(
     )
 
 
-@typed_op
+@typed
 def single_prefill(
     q: Tensor,
     k: Tensor,
@@ -403,7 +403,7 @@ def single_prefill(
     )
 
 
-@typed_op
+@typed
 def block_sparse_prefill(
     q: Tensor,
     k: Tensor,
@@ -473,7 +473,7 @@ def block_sparse_prefill(
     )
 
 
-@typed_op
+@typed
 def batch_mla(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -541,7 +541,7 @@ def batch_mla(
     )
 
 
-@typed_op
+@typed
 def append_kv(
     k: Tensor,
     v: Tensor,
@@ -585,7 +585,7 @@ def append_kv(
     )
 
 
-@typed_op
+@typed
 def append_mla_kv(
     ckv: Tensor,
     kpe: Tensor,
@@ -626,7 +626,7 @@ def append_mla_kv(
     )
 
 
-@typed_op
+@typed
 def batch_indices_positions(
     append_indptr: Tensor,
     seq_lens: Tensor,
@@ -650,7 +650,7 @@ def batch_indices_positions(
     return torch.ops.attn.batch_indices_positions(append_indptr, seq_lens, nnz, backend=backend)
 
 
-@typed_op
+@typed
 def seq_lens(
     kv_indptr: Tensor,
     kv_last_page_len: Tensor,
@@ -673,7 +673,7 @@ def seq_lens(
     return torch.ops.attn.seq_lens(kv_indptr, kv_last_page_len, page_size, backend=backend)
 
 
-@typed_op
+@typed
 def page_table(
     block_tables: Tensor,
     seq_lens: Tensor,
@@ -698,7 +698,7 @@ def page_table(
     return torch.ops.attn.page_table(block_tables, seq_lens, page_size, backend=backend)
 
 
-@typed_op
+@typed
 def block_sparse_table(
     block_mask: Tensor,
     row_indptr: Tensor,
@@ -743,7 +743,7 @@ def block_sparse_table(
     )
 
 
-@typed_op
+@typed
 def shard_page_table(
     kv_indptr: Tensor,
     kv_indices: Tensor,
@@ -788,7 +788,7 @@ def shard_page_table(
     )
 
 
-@typed_op
+@typed
 def merge_state(
     v_a: Tensor,
     s_a: Tensor,
@@ -813,7 +813,7 @@ def merge_state(
     return torch.ops.attn.merge_state(v_a, s_a, v_b, s_b, backend=backend)
 
 
-@typed_op
+@typed
 def merge_states(
     v: Tensor,
     s: Tensor,
@@ -834,7 +834,7 @@ def merge_states(
     return torch.ops.attn.merge_states(v, s, backend=backend)
 
 
-@typed_op
+@typed
 def merge_state_in_place(
     v: Tensor,
     s: Tensor,
@@ -857,7 +857,7 @@ def merge_state_in_place(
     return torch.ops.attn.merge_state_in_place(v, s, v_other, s_other, mask, backend=backend)
 
 
-@typed_op
+@typed
 def merge_states_varlen(
     v: Tensor,
     s: Tensor,
@@ -880,7 +880,7 @@ def merge_states_varlen(
     return torch.ops.attn.merge_states_varlen(v, s, indptr, backend=backend)
 
 
-@typed_op
+@typed
 def packbits(
     x: Tensor,
     *,
@@ -900,7 +900,7 @@ def packbits(
     return torch.ops.attn.packbits(x, bitorder=bitorder, backend=backend)
 
 
-@typed_op
+@typed
 def segment_packbits(
     x: Tensor,
     indptr: Tensor,

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.errors import OptionError, fail
+from attn_ops.typed import integers
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """dtypes that attention computes in."""
 
@@ -101,13 +104,28 @@ class Bound(NamedTuple):
 
     holds: Callable[[Any], bool]
     expected: str
+    integer: bool = False
+
+    def checked(self, where: str, name: str, value: Any) -> Any:
+        """``value``, an integer as a float where it is a number: the dispatcher converts those of 64 bits alone."""
+        if type(value) is int:
+            value = value if self.integer else float(value)
+        elif self.integer:
+            (value,) = integers(where, **{name: value})
+        if not self.holds(value):
+            fail(OptionError, where, f"{name} is {value!r}", self.expected, "change it")
+        return value
 
 
 def _positive(value: float) -> bool:
     return MIN_SCALAR <= value <= MAX_SCALAR
 
 
-_WINDOW = Bound(lambda value: -1 <= value <= MAX_WINDOW, f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window")
+_WINDOW = Bound(
+    lambda value: -1 <= value <= MAX_WINDOW,
+    f"0 or more tokens, at most {MAX_WINDOW}, or -1 for no window",
+    integer=True,
+)
 
 
 BOUNDS: dict[str, Bound] = {
@@ -128,6 +146,17 @@ BOUNDS: dict[str, Bound] = {
     ),
 }
 """The scalar options that not every value of their type is right for."""
+
+
+def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: str) -> AttentionOptions:
+    """``options``, each within its bound. ``names``: those by which the caller calls options, but for ``suffix``."""
+    for name, value, default in zip(options._fields, options, DEFAULTS, strict=True):
+        if value is not default and name in BOUNDS:
+            checked = BOUNDS[name].checked(where, names.get(name, name) + suffix, value)
+            if checked is not value:
+                options = options._replace(**{name: checked})
+    return options
+
 
 _SCHEMA_TYPES = {
     "float | None": "float?", "float": "float", "int": "int", "str": "str", "bool": "bool", "Tensor | None": "Tensor?",

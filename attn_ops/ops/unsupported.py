@@ -231,7 +231,7 @@ def kernel_unavailable(module: str, *keys: Hashable) -> str:
 
     They are compiled if necessary.
     """
-    native = importlib.import_module("attn_ops.eager.prepared_call")
+    native = importlib.import_module("attn_ops.eager.captured_call")
     if not native.is_available():
         return f"the launcher is missing ({native.NATIVE_REASON})"
     kernels, compiler = (importlib.import_module(f"attn_ops.kernels.cuda.{name}") for name in (module, "compile"))

@@ -7,16 +7,16 @@ have the same page table; the number of a page is that of its owner's cache.
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, OptionError, RankError, fail
+from attn_ops.errors import OptionError, RankError, fail
 from attn_ops.plan.plan_checks import MAX_SIZE
 from attn_ops.plan.state import PlanProblem
+from attn_ops.typed import integers
 
 __all__ = ["ContextShard", "context_group"]
 
@@ -69,10 +69,9 @@ class ContextShard:
 
     def __post_init__(self) -> None:
         where = "ContextShard"
-        for name in ("rank", "world", "interleave"):
-            value = getattr(self, name)
-            if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-                fail(ArgumentError, where, f"{name} is of type {type(value).__name__}", "an integer", "pass an int")
+        numbers = {name: getattr(self, name) for name in ("rank", "world", "interleave")}
+        for name, number in zip(numbers, integers(where, **numbers), strict=True):  # ranks compare them as JSON
+            object.__setattr__(self, name, number)
         if self.world < 1:
             fail(OptionError, where, f"world is {self.world}", "1 or more ranks", "pass the size of the group")
         if not 0 <= self.rank < self.world:

@@ -194,6 +194,14 @@ def offsets(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: 
     return indptr
 
 
+def uniform_indptr(batch: int, q_len: int, device: torch.device) -> Tensor:
+    """int32 ``[batch + 1]``: ``qo_indptr`` of ``q_len`` query rows per request."""
+    if torch.compiler.is_compiling():  # Inductor of PyTorch 2.13 cannot simplify indices computed from an arange
+        steps = torch.nn.functional.pad(torch.full((batch,), q_len, dtype=torch.int32, device=device), (1, 0))
+        return steps.cumsum(0, dtype=torch.int32)
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
+
+
 def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> PageTable:
     """The page table of requests whose lengths are given in tokens, ``kv_len [batch]``.
 

@@ -65,6 +65,18 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
         check_kv_tokens(where, capacities.max_pages, problem)
 
 
+def check_groups(where: str, num_qo_heads: int, num_kv_heads: int) -> None:
+    """Each KV head has as many query heads as the others."""
+    if num_qo_heads % num_kv_heads:
+        fail(
+            ShapeError,
+            where,
+            f"{num_qo_heads} query heads do not share {num_kv_heads} KV heads evenly",
+            "a query head count that is a multiple of the KV head count",
+            "repeat or regroup the heads",
+        )
+
+
 def check_head_shards(where: str, heads: Mapping[str, int], ranks: int) -> None:
     """Each of these head counts, by name, divides evenly over ``ranks`` ranks.
 

@@ -22,8 +22,10 @@ from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import INTEGERS, real, seen
 from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages
-from attn_ops.plan.plan_checks import MAX_SIZE, check_head_shards
+from attn_ops.plan.plan_checks import MAX_SIZE, check_groups, check_head_shards
+from attn_ops.plan.sizing import power_of_two_from
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead, split_tokens, workspace_size
+from attn_ops.typed import integers
 
 MAX_WORKSPACE = 1 << 40
 """float32 elements of the largest workspace, 4 TiB: more than any device has."""
@@ -34,9 +36,12 @@ WORKSPACE = "workspace"
 
 def in_range(name: str, value: int | None, least: int = 1, most: int = MAX_SIZE) -> None:
     """Check an argument of a planner; None stands for its default."""
-    if value is not None and value < least:
+    if value is None:
+        return
+    integers("planner", **{name: value})
+    if value < least:
         fail(OptionError, "planner", f"{name} is {value}", f"at least {least}", "make it larger")
-    if value is not None and value > most:
+    if value > most:
         fail(OptionError, "planner", f"{name} is {value}", f"at most {most}", "make it smaller")
 
 
@@ -54,23 +59,16 @@ def planner_problem(
     for name, value in sizes.items():
         in_range(name, value)
     for name, value in (("window_left", window_left), ("window_right", window_right)):
-        if not BOUNDS[name].holds(value):
-            fail(OptionError, "planner", f"{name} is {value}", BOUNDS[name].expected, "change it")
+        BOUNDS[name].checked("planner", name, value)
     split = split_tokens(fixed_split_size, sizes["page_size"])
     ahead = keys_ahead(causal, window_right)
-    problem = PlanProblem(**sizes, window=window_left + 1, ahead=ahead, split=split)
+    sizes = {name: int(size) for name, size in sizes.items()}  # NumPy's integers lack methods of Python's
+    problem = PlanProblem(**sizes, window=int(window_left) + 1, ahead=ahead, split=split)
     if context is not None:
         context.check_page_size("planner", problem.page_size)
         if context.world > 1:
             problem = problem._replace(rank=context.rank, world=context.world, interleave=context.interleave)
-    if problem.num_qo_heads % problem.num_kv_heads:
-        fail(
-            ShapeError,
-            "planner",
-            f"{problem.num_qo_heads} query heads do not share {problem.num_kv_heads} KV heads evenly",
-            "a query head count that is a multiple of the KV head count",
-            "repeat or regroup the heads",
-        )
+    check_groups("planner", problem.num_qo_heads, problem.num_kv_heads)
     return problem
 
 
@@ -86,7 +84,7 @@ def default_max_kv_len(max_pages: int, page_size: int) -> int:
 
     It is part of a plan's shape, so plans of about the same number of pages share a compiled graph.
     """
-    return min(MAX_SIZE, 1 << (max(max_pages, 1) * page_size - 1).bit_length())
+    return min(MAX_SIZE, power_of_two_from(max(max_pages, 1) * page_size))
 
 
 def check_storage(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.planner_base import WORKSPACE
-from attn_ops.plan.sizing import MAX_PACKED_ROWS, rows_per_tile
+from attn_ops.plan.sizing import MAX_PACKED_ROWS, power_of_two_from, rows_per_tile
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
@@ -160,4 +160,4 @@ def _plan_arguments(sized: SizedPlanner, table: PageTable) -> tuple[Any, ...]:
 
 def _resized(have: int, needed: int) -> int:
     """``have`` if that is enough, else the power of two from ``needed`` on."""
-    return have if needed <= have else 1 << (needed - 1).bit_length()
+    return have if needed <= have else power_of_two_from(needed)

@@ -27,10 +27,15 @@ MAX_SPLIT_WORKSPACE_BYTES = 20 << 20
 """Largest workspace for the partial results of prefill tiles that are split for load balance."""
 
 
+def power_of_two_from(size: int) -> int:
+    """The first power of two that is not less than ``size``, an integer of Python or NumPy, 1 or more."""
+    return 1 << (int(size) - 1).bit_length()
+
+
 def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = MAX_PACKED_ROWS) -> int:
     """Default ``tile_rows`` of a prefill plan, in query rows. ``rows`` is the number of query rows of a request."""
     group = max(1, num_qo_heads // max(1, num_kv_heads))  # the head counts are checked later, with a message
-    packed_rows = min(MAX_PACKED_ROWS, max(MIN_PACKED_ROWS, 1 << (rows * group - 1).bit_length()))
+    packed_rows = min(MAX_PACKED_ROWS, max(MIN_PACKED_ROWS, power_of_two_from(rows * group)))
     return max(1, packed_rows // group)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.typed import typed_op
+from attn_ops.typed import typed
 
 Plan = list[Tensor] | tuple[Tensor, ...]
 """A :class:`~attn_ops.DecodePlan` or :class:`~attn_ops.PrefillPlan`, or their fields in order."""
@@ -101,7 +101,7 @@ def _function(op: OpText) -> str:
     arguments = op.schema.arguments
     lines = [f"    {_annotated(a)}," for a in arguments if not a.kwarg_only]
     lines += ["    *,", *(f"    {_annotated(a)}," for a in arguments if a.kwarg_only)]
-    parts = ["@typed_op", f"def {op.name}(", *lines, f") -> {_returns(op)}:", _docstring(op), _call(op)]
+    parts = ["@typed", f"def {op.name}(", *lines, f") -> {_returns(op)}:", _docstring(op), _call(op)]
     return "\n".join(parts)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attn_ops.eager import launches
-from attn_ops.eager.prepared_call import ALIGNMENT_MASK, Launch
+from attn_ops.eager.captured_call import ALIGNMENT_MASK, Launch
 from attn_ops.native.images import (
     ALIGNMENT,
     MAP_TYPES,

@@ -1,7 +1,7 @@
 """Triton: the general GPU backend, and what Inductor inlines into CUDA graphs and packages."""
 
 from attn_ops.kernels.triton.append import append_kv, append_mla_kv
-from attn_ops.kernels.triton.decode import batch_decode
+from attn_ops.kernels.triton.decode_call import batch_decode
 from attn_ops.kernels.triton.launch import capture_launches
 from attn_ops.kernels.triton.merge_states import merge_state, merge_state_in_place, merge_states, merge_states_varlen
 from attn_ops.kernels.triton.mla import batch_mla

@@ -15,20 +15,16 @@ graph that would take longer, since the other programs have nothing to do meanwh
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.combine_decode import combine_slots, combine_split_rows, store_heads
-from attn_ops.kernels.triton.config_decode import decode_tile, min_shared_for_even_spread, short_stages
-from attn_ops.kernels.triton.config_tuned import tuned
-from attn_ops.kernels.triton.context import shard_of, token_position, tokens_before
-from attn_ops.kernels.triton.fp8 import float16_scale, readable_in_pairs, unpack
+from attn_ops.kernels.triton.combine_decode import combine_slots, store_heads
+from attn_ops.kernels.triton.context import token_position, tokens_before
+from attn_ops.kernels.triton.fp8 import float16_scale, unpack
 from attn_ops.kernels.triton.indexing import within
-from attn_ops.kernels.triton.launch import constexpr_table, is_eager, launch
-from attn_ops.kernels.triton.pdl import acquire, read_plan_early
+from attn_ops.kernels.triton.launch import constexpr_table
+from attn_ops.kernels.triton.pdl import acquire
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate_halves
 from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, online_softmax_update, soft_cap
 from attn_ops.kernels.triton.work_item import (
@@ -40,20 +36,13 @@ from attn_ops.kernels.triton.work_item import (
     WORK_SLOT,
     WORK_STRIDE,
 )
-from attn_ops.meta.outputs import attention as allocate
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from attn_ops.plan.state import DecodePlan, PlanProblem, num_slots
 
 BLOCK_ITEMS = tl.constexpr(32)
 """Work items that a program looks at in one step, before and after its mainloop."""
 
 NO_INDEX = tl.constexpr(2**31 - 1)
 """Larger than every row and work item: what a minimum over none of them is."""
-
-COMBINE_STEP_ELEMENTS = 16384
-"""Elements of partial results that the last program of a row loads in one step; half as many for 16 heads and more."""
 
 
 @constexpr_table
@@ -510,103 +499,3 @@ def decode_kernel(
                 )  # fmt: skip
                 pending = tl.where(here, none, pending)
                 item = tl.min(pending, 0)
-
-
-def batch_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: list[Tensor],
-    workspace: Tensor,
-    *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    pos_encoding: str = "NONE",
-    rope_scale: float = 1.0,
-    rope_theta: float = 10000.0,
-    out_dtype: torch.dtype | None = None,
-    kv_layout: str = "NHD",
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """``(out [rows, num_qo_heads, head_dim_vo], lse [rows, num_qo_heads] or [0])``; the op's schema has the options."""
-    p = DecodePlan(*plan)
-    problem = PlanProblem.of(p.problem)
-    out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse, out_dtype=out_dtype)
-    rows, group = q.shape[0], problem.num_qo_heads // problem.num_kv_heads
-    rope, positional = pos_encoding == "ROPE_LLAMA", pos_encoding != "NONE" or window_left >= 0
-    token_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
-    max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
-    short = short_stages(k_cache.dtype, p.kv_indices.shape[0] * problem.page_size, num_ctas)
-    dims = (problem.head_dim_qk, problem.head_dim_vo)
-    tile = decode_tile(q.device, q.dtype, *dims, group, k_cache.dtype, rope, short)
-    if not rope:
-        tile = tuned(tile, "decode", q.device, q.dtype, k_cache.dtype, *dims, group, problem.page_size)
-    step_elements = COMBINE_STEP_ELEMENTS if tile.heads < 16 else COMBINE_STEP_ELEMENTS // 2
-    splits_per_step = max(1, step_elements // (tile.heads * tile.dim_vo))
-    pdl, eager = read_plan_early(q, max_batch), is_eager(q)
-    programs = num_ctas * problem.num_kv_heads * triton.cdiv(group, tile.heads)
-    min_shared = min_shared_for_even_spread(q.device, programs) if pdl and isinstance(programs, int) else 0
-    writes = ("out", "lse", "partial")  # and split_counters with COMBINE, which is not traced
-    options = tile.options._replace(launch_pdl=pdl, min_shared=min_shared, writes=writes)
-    strides = (
-        *(q.stride(0), q.stride(1)),
-        *(k_cache.stride(0), k_cache.stride(token_dim)),
-        *(v_cache.stride(0), v_cache.stride(token_dim)),
-    )
-    pairs = readable_in_pairs(v_cache)
-    arguments = {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "sinks": sinks,
-        "kv_scale": kv_scale,
-        "out": out,
-        "lse": lse,
-        "partial": workspace,
-        "split_counters": p.split_counters,
-        "kv_indices": p.kv_indices,
-        "kv_len": p.kv_len,
-        "work": p.work,
-        "cta_indptr": p.cta_indptr,
-        "merge_indptr": p.merge_indptr,
-        "scale": sm_scale or 1 / math.sqrt(problem.head_dim_qk),
-        "cap": logits_soft_cap,
-        "window_left": window_left,
-        "log2_theta": math.log2(rope_theta),
-        "inverse_rope_scale": 1 / rope_scale,
-        "rows": rows,
-        "max_batch": max_batch,
-        "num_pages": k_cache.shape[0],
-        "max_pages": p.kv_indices.shape[0],
-        "max_items": p.work.shape[0],
-        "slots": num_slots(p),
-        "stride_k_head": k_cache.stride(head_dim),
-        "stride_v_head": v_cache.stride(head_dim) // (2 if pairs else 1),
-        "STRIDES": Strides(*map(int, strides)),
-        "SHAPE": Shape(problem.num_kv_heads, group, *dims, problem.page_size, *shard_of(problem, positional)),
-        "FEATURES": Features(
-            CAP=bool(logits_soft_cap > 0),
-            WINDOW=bool(window_left >= 0),
-            SINKS=sinks is not None,
-            KV_SCALE=kv_scale is not None,
-            ROPE=rope,
-            ALIBI=pos_encoding == "ALIBI",
-            LOG2_HEADS=problem.num_qo_heads.bit_length() - 1,
-            LSE=return_lse,
-            FP8_PAIRS=pairs,
-        ),
-        "TILE": Tile(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
-        "BLOCK_REQUESTS": triton.next_power_of_2(triton.cdiv(max_batch, num_ctas)),
-        "SPLITS_FAST_PATH": max(1, splits_per_step // 8),
-        "SPLITS_PER_STEP": splits_per_step,
-        "PDL": pdl,
-    }
-    # Both ways are compiled in eager calls too, since a CUDA graph capture cannot load a kernel.
-    launch(decode_kernel, (programs,), options, not eager, **arguments, COMBINE=False)
-    combine_split_rows(out, lse, workspace, sinks, p, return_lse, not eager)
-    if eager:
-        launch(decode_kernel, (programs,), options, **arguments, COMBINE=True)
-    return out, lse

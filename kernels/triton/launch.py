@@ -40,7 +40,7 @@ from torch._subclasses import FakeTensor
 from triton.runtime.jit import JITFunction
 
 from attn_ops.eager import launches
-from attn_ops.eager.prepared_call import ALIGNMENT_MASK, CapturedCall, Launch, is_available
+from attn_ops.eager.captured_call import ALIGNMENT_MASK, CapturedCall, Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.native.images import MAX_LOADED, collecting, load
 

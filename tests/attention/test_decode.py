@@ -55,7 +55,7 @@ def test_interpreted_matches_oracle(case: Case, monkeypatch: pytest.MonkeyPatch)
     """With a combine kernel, as in a graph, and combined by the programs that finish last, as in eager calls."""
     setup = Setup("decode", case)
     for eager in (False, True):
-        monkeypatch.setattr("attn_ops.kernels.triton.decode.is_eager", lambda q, eager=eager: eager)
+        monkeypatch.setattr("attn_ops.kernels.triton.decode_call.is_eager", lambda q, eager=eager: eager)
         setup.check(*setup.run("interpreter"), **setup.tolerance("interpreter"))
         assert not setup.planner.state.split_counters.any()
 

@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from attn_ops import DecodePlanner
 from attn_ops.distributed import ContextExchange, ContextShard, RankAgreement, merge_context, shard_plan
 from attn_ops.distributed.merge_one_shot import _merge
-from attn_ops.errors import ArgumentError, DeviceError, OptionError, RankError
+from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, RankError, ShapeError
 
 OUT, LSE = torch.ones(3, 2, 4), torch.zeros(3, 2)
 
@@ -41,6 +42,20 @@ def group() -> Iterator[dist.ProcessGroup]:
 def test_devices(arguments: dict[str, Any], name: str, group: dist.ProcessGroup) -> None:
     with pytest.raises(DeviceError, match=f"{name} is on meta; expected cpu as out"):
         merge_context(**{"out": OUT, "lse": LSE, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("replicated", "error"),
+    [((OUT[:2], LSE[:2]), ShapeError), ((OUT.half(), LSE), DTypeError), ((OUT, OUT), ShapeError)],
+)
+def test_states_are_checked_before_they_are_exchanged(
+    replicated: Any, error: type[Exception], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = ContextExchange(3, 2, 4, torch.float32, device="cpu")
+    exchange.unavailable, exchange.buffers = None, torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(ContextExchange, "merge", lambda *_: pytest.fail("the states were exchanged"))
+    with pytest.raises(error, match="replicated is"):
+        merge_context(OUT, LSE, replicated=replicated, exchange=exchange)
 
 
 def test_exchange_on_another_device(group: dist.ProcessGroup) -> None:
@@ -100,11 +115,22 @@ def test_without_a_group(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "name"), [(("0", 2, 16), "rank"), ((0, 2.0, 16), "world"), ((0, 2, 16.0), "interleave")]
+    ("values", "name"),
+    [(("0", 2, 16), "rank"), ((0, 2.0, 16), "world"), ((0, 2, 16.0), "interleave"), ((None, 2, 16), "rank")],
 )
 def test_numbers_of_shards(values: Any, name: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{name} is of type"):
+    with pytest.raises(ArgumentError, match=f"{name} is .*; expected an integer"):
         ContextShard(*values)
+
+
+def test_numbers_of_an_exchange(group: dist.ProcessGroup) -> None:
+    """NumPy's integers are Python's where ranks compare them as JSON; a float is refused."""
+    shard = ContextShard(np.int64(0), np.int64(2), np.int64(16))  # type: ignore[arg-type]
+    assert all(type(n) is int for n in (shard.rank, shard.world, shard.interleave))
+    exchange = ContextExchange(np.int64(3), 2, np.int64(4), torch.float32, device="cpu")  # type: ignore[arg-type]
+    assert (type(exchange.half_bytes), exchange.half_bytes) == (int, 320)
+    with pytest.raises(ArgumentError, match=r"max_rows is 3\.0, of type float"):
+        ContextExchange(3.0, 2, 4, device="cpu")  # type: ignore[arg-type]
 
 
 def test_kernel_gets_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from helpers import fake_driver as f
 from helpers.fake_driver import FakeDriver
 from torch import Tensor
 
-from attn_ops.eager import prepared_call
-from attn_ops.eager.prepared_call import CapturedCall, Lookup, OpCache, OpCall, outputs_of, prepared_function
+from attn_ops.eager import captured_call, prepared_call
+from attn_ops.eager.captured_call import CapturedCall, outputs_of
+from attn_ops.eager.prepared_call import Lookup, OpCache, OpCall, prepared_function
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
 
@@ -203,9 +204,9 @@ def test_a_plan_is_looked_up_in_every_call(op: Any, fake_driver: FakeDriver) -> 
 
 @pytest.mark.parametrize("given", [[], (1,), (torch.zeros(1),) * 65, ()])
 def test_arguments_of_a_call_on_tensors_are_checked(given: Any) -> None:
-    call = prepared_call._C.PreparedCall((), ((0, 0),), (), True)
+    call = captured_call._C.PreparedCall((), ((0, 0),), (), True)
     with pytest.raises((TypeError, IndexError)):
         call.call(given)
-    writes = prepared_call._C.PreparedCall((), (), (0,), True)
+    writes = captured_call._C.PreparedCall((), (), (0,), True)
     with pytest.raises(TypeError, match="writes to arguments"):
         writes.call((torch.zeros(1),))

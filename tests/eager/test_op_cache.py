@@ -12,8 +12,9 @@ from helpers.fake_driver import FakeDriver
 from helpers.native_launcher import STREAM
 from torch import Tensor
 
-from attn_ops.eager import prepared_call
-from attn_ops.eager.prepared_call import CapturedCall, OpCache
+from attn_ops.eager import captured_call, prepared_call
+from attn_ops.eager.captured_call import CapturedCall
+from attn_ops.eager.prepared_call import OpCache
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
 
@@ -36,7 +37,7 @@ class Op:
     def _first_call(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self.misses += 1
         result = (torch.empty(2, 4), torch.empty(0)) if self.outputs is None else self.outputs
-        outputs = prepared_call.outputs_of(result)
+        outputs = captured_call.outputs_of(result)
         written = outputs[0] if outputs else args[0]
         return result, CapturedCall([f.launched(self.image, self.x(args), written)], outputs)
 
@@ -94,7 +95,7 @@ def test_a_replay_returns_what_the_call_did(kind: str) -> None:
         op.cache.first_call = op._first_call
     first, again = (op.cache.op(torch.zeros(2), torch.zeros(4), plan) for _ in range(2))
     assert type(again) is type(first)
-    for old, new in zip(prepared_call.outputs_of(first), prepared_call.outputs_of(again), strict=True):
+    for old, new in zip(captured_call.outputs_of(first), captured_call.outputs_of(again), strict=True):
         assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
         assert (new is old) == (old.numel() == 0)
 
@@ -272,4 +273,4 @@ IMAGE_ROW = ("k", "k", b"", 90, 128, 0, False, (1, 1, 1))
 )
 def test_the_module_refuses_what_does_not_fit(make: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        make(prepared_call._C, f.load())
+        make(captured_call._C, f.load())

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops.eager import prepared_call
-from attn_ops.eager.prepared_call import CapturedCall, OpCall, PreparedCalls, outputs_of, prepared
+from attn_ops.eager.captured_call import CapturedCall, outputs_of
+from attn_ops.eager.prepared_call import OpCall, PreparedCalls, prepared
 from attn_ops.frontend import base
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
@@ -255,22 +256,22 @@ def _plan(wrapper: Any, table: list[Tensor], **options: Any) -> None:
 
 
 @pytest.fixture
-def launches(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``launches()`` of the fake driver, one for each replay."""
+def count_launches(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``count_launches()``: how many launches the fake driver has counted, one for each replay."""
     for op in ("batch_decode", "ragged_prefill"):
         monkeypatch.setitem(prepared_call.OP_CACHES, op, FakeCache(op, 0, 2))
     monkeypatch.setattr(base, "new_caches", lambda device, number: (PreparedCalls(), number))
     return lambda: fake_driver.get("launches")
 
 
-def test_a_wrapper_replays_until_its_plan_options_change(launches: Any) -> None:
+def test_a_wrapper_replays_until_its_plan_options_change(count_launches: Any) -> None:
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
 
     def repeated() -> bool:
-        before = launches()
+        before = count_launches()
         wrapper.run(q, cache)
-        return launches() > before
+        return count_launches() > before
 
     _plan(wrapper, table)
     assert [repeated(), repeated()] == [False, True]
@@ -305,7 +306,7 @@ def test_options_are_those_that_the_dispatcher_passes_on(options: Any, expected:
         assert (type(found[name]), found[name]) == (type(value), value)
 
 
-def test_a_batch_of_other_rows_is_checked(launches: Any) -> None:
+def test_a_batch_of_other_rows_is_checked(count_launches: Any) -> None:
     wrapper, table = _wrapper()
     q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 2, 16, 2, 16)
     _plan(wrapper, table)
@@ -315,12 +316,12 @@ def test_a_batch_of_other_rows_is_checked(launches: Any) -> None:
     with pytest.raises(attn_ops.errors.ShapeError, match="q has 2 rows"):
         wrapper.run(q, cache)
     _plan(wrapper, table)
-    before = launches()
+    before = count_launches()
     wrapper.run(q, cache)
-    assert launches() == before + 1
+    assert count_launches() == before + 1
 
 
-def test_a_batch_of_more_ragged_keys_is_checked(launches: Any) -> None:
+def test_a_batch_of_more_ragged_keys_is_checked(count_launches: Any) -> None:
     wrapper = attn_ops.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     q, k = torch.zeros(3, 4, 16), torch.zeros(8, 2, 16)
 
@@ -330,9 +331,9 @@ def test_a_batch_of_more_ragged_keys_is_checked(launches: Any) -> None:
 
     plan(8)
     v = torch.zeros(8, 2, 16)
-    for replays in (0, 1):
+    for count in (0, 1):
         wrapper.run(q, k, v)
-        assert launches() == replays
+        assert count_launches() == count
     plan(9)
     with pytest.raises(attn_ops.errors.ShapeError, match="k and v have 8 rows; expected 9"):
         wrapper.run(q, k, v)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops.call import AttentionCall
-from attn_ops.eager import prepared_call
+from attn_ops.eager import captured_call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -84,7 +84,7 @@ def _mla() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An entry for each run that was no replay."""
-    assert prepared_call.is_available(), prepared_call.NATIVE_REASON
+    assert captured_call.is_available(), captured_call.NATIVE_REASON
     executed: list[str] = []
     resolve = AttentionCall._resolve
 

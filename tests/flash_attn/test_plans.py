@@ -22,7 +22,7 @@ from attn_ops.flash_attn import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from attn_ops.frontend import one_shot
+from attn_ops.frontend import call_plans
 from attn_ops.frontend.flash import metadata
 
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="lengths on the host")
@@ -42,7 +42,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return count
 
-    for source in (one_shot.RaggedLengths, one_shot.BlockTables):
+    for source in (call_plans.RaggedLengths, call_plans.BlockTables):
         monkeypatch.setattr(source, "plan", counted(source))
     metadata.host_plans().entries.clear()
     yield made

@@ -14,8 +14,9 @@ from helpers.flash_requests import DenseCache, check_dense, check_varlen, dense,
 from helpers.wrapper_requests import DEVICE, Requests
 from torch import Tensor
 
-from attn_ops.eager import prepared_call
-from attn_ops.eager.prepared_call import CapturedCall, OpCache, flatten_tensors, outputs_of
+from attn_ops.eager import captured_call, prepared_call
+from attn_ops.eager.captured_call import CapturedCall, outputs_of
+from attn_ops.eager.prepared_call import OpCache, flatten_tensors
 from attn_ops.flash_attn import (
     SharedPlans,
     flash_attn_func,
@@ -44,8 +45,8 @@ class Replays:
 @pytest.fixture
 def replays(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Replays:
     """Tensors say that they are on CUDA. Each op of ``OPS`` launches a kernel on its query and its last tensor."""
-    if not prepared_call.is_available():
-        pytest.skip(prepared_call.NATIVE_REASON)
+    if not captured_call.is_available():
+        pytest.skip(captured_call.NATIVE_REASON)
     if DEVICE == "cuda":
         pytest.skip("tensors on the CPU stand for those of a GPU")
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)

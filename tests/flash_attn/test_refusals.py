@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.flash_requests import DenseCache, dense
@@ -34,7 +35,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window_size": (-2, 0)}, r"window_size\[0\] is -2; expected 0 or more tokens"),
     ({"window_size": (0, 1 << 30)}, r"window_size\[1\] is 1073741824; expected 0 or more tokens"),
     ({"window_size": 5}, "window_size is 5; expected a pair"),
-    ({"window_size": (2.5, 0)}, r"window_size\[0\] is 2.5; expected 0 or more tokens"),
+    ({"window_size": (2.5, 0)}, r"window_size\[0\] is 2.5, of type float; expected an integer"),
+    ({"window_size": (2, True)}, r"window_size\[1\] is True, of type bool; expected an integer"),
+    ({"attention_chunk": 4.0}, "attention_chunk is 4.0, of type float; expected an integer"),
+    ({"attention_chunk": True}, "attention_chunk is True, of type bool; expected an integer"),
     ({"window_size": torch.tensor([1, 2, 3])}, r"window_size is tensor\(\[1, 2, 3\]\); expected a pair"),
     ({"window_size": torch.tensor([-2, 0])}, r"window_size\[0\] is -2; expected 0 or more tokens"),
     ({"window_size": torch.tensor([2.5, 0.0])}, r"window_size is tensor\(.*; expected a pair"),
@@ -53,6 +57,35 @@ def test_options(options: dict[str, Any], message: str) -> None:
     r = Requests((9, 5), (4, 3))
     with pytest.raises(errors.AttnOpsError, match=message):
         flash_attn_varlen_func(r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, 4, 9, **options)
+
+
+SCHEDULED: dict[str, Any] = {
+    "batch_size": 2,
+    "max_seqlen_q": 1,
+    "max_seqlen_k": 16,
+    "num_heads_q": 4,
+    "num_heads_kv": 2,
+    "headdim": 64,
+    "headdim_v": 64,
+    "cache_seqlens": 7,
+    "page_size": 16,
+    "max_seqlen_k_new": 1,
+    "attention_chunk": 16,
+    "total_q": 2,
+    "total_k_new": 2,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_numbers_of_metadata_are_integers(name: str) -> None:
+    """A float or a bool is refused; NumPy's integers are taken."""
+    drop = "max_seqlen_q" if name == "total_q" else "page_size" if name == "max_seqlen_k" else None
+    given = {key: value for key, value in SCHEDULED.items() if key != drop or drop == "max_seqlen_q"}
+    table = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE) if "page_size" in given else None
+    get_scheduler_metadata(**{**given, name: np.int64(given[name])}, block_table=table, device=DEVICE)
+    for wrong in (float(given[name]), True):
+        with pytest.raises(errors.ArgumentError, match=f"{name} is {wrong}, of type {type(wrong).__name__}; expected"):
+            get_scheduler_metadata(**{**given, name: wrong}, block_table=table, device=DEVICE)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

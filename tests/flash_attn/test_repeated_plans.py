@@ -27,9 +27,8 @@ LAYERS = 3
 
 
 @pytest.fixture(autouse=True)
-def _cold() -> Iterator[None]:
-    torch.compiler.reset()
-    with torch.no_grad(), torch._inductor.utils.fresh_cache():
+def _empty_cache(cold: None) -> Iterator[None]:
+    with torch._inductor.utils.fresh_cache():
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.flash_requests import DenseCache, check_dense, check_varlen, dense, expected, rotated
-from helpers.wrapper_requests import DEVICE, Requests
+from helpers.wrapper_requests import DEVICE, Requests, int32
 from torch import Tensor
 
 from attn_ops import errors
@@ -40,10 +40,6 @@ def called(f: Callable[..., Any], *args: Any, traced: bool = False, **options: A
 
 def random(*shape: int, seed: int = 5) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.float16)
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 # ----------------------------------------------------------------------------------------------- rows of a block table

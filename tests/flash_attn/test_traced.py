@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,12 +19,7 @@ from attn_ops.flash_attn import (
     get_scheduler_metadata,
 )
 
-
-@pytest.fixture(autouse=True)
-def _cold() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("cold")
 
 
 class Form(NamedTuple):

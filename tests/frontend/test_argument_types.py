@@ -6,6 +6,7 @@ is found again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -16,7 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.argument_types import ALL, WrongArgument, scalar_arguments, wrong_arguments
+from helpers.argument_types import (
+    ALL,
+    WrongArgument,
+    is_listed,
+    scalar_arguments,
+    whole_numbers,
+    wrong_arguments,
+)
 from helpers.surfaces import SURFACES
 from helpers.surfaces.base import Surface
 from torch import Tensor
@@ -24,13 +32,10 @@ from torch.utils import _pytree as pytree
 
 import attn_ops as flashinfer
 from attn_ops import errors, exports
+from attn_ops.frontend.policy import UNSUPPORTED
 from attn_ops.typed import typed
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,6 +49,8 @@ def _hints_are_resolved_once() -> Iterator[None]:
 def _is_accepted(wrong: WrongArgument) -> bool:
     """Values that do mean something, or that nothing reads."""
     name, value = wrong.name, wrong.value
+    if is_listed(wrong.surface, wrong.stage, name):
+        return True
     if isinstance(value, Tensor) and value.is_meta:
         return True  # what is computed from it is on meta too
     if value is None:
@@ -101,6 +108,29 @@ def test_a_wrong_type_is_refused_and_nothing_is_written(surface: Surface) -> Non
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("surface", ALL, ids=lambda surface: surface.name)
+def test_a_whole_number_must_be_an_integer(surface: Surface) -> None:
+    """A float or a bool is refused, or has the value that changes nothing; NumPy's integers are taken."""
+    for stage, name, value in whole_numbers(surface):
+        if name in surface.stages[stage]:
+            surface.outcome(stage, **{name: np.int64(value)})
+        for wrong in (float(value), bool(value)):
+            refused = _refusal(surface, stage, name, wrong)
+            if refused is None:
+                unread = name == "token_pos_in_items_len" and not value
+                assert name in UNSUPPORTED or unread, f"{surface.name}.{stage}.{name}={wrong!r} is accepted"
+            elif not isinstance(refused, errors.UnsupportedError):
+                assert f"{name} is {wrong}, of type {type(wrong).__name__}; expected an integer" in str(refused)
+
+
+def _refusal(surface: Surface, stage: str, name: str, value: Any) -> errors.AttnOpsError | None:
+    try:
+        surface.outcome(stage, **{name: value})
+    except errors.AttnOpsError as error:
+        return error
+    return None
+
+
 UNREAD_NUMBERS = {"o_scale", "rope_scale", "rope_theta"}
 """``o_scale`` is divided out by the caller; the shared-prefix wrappers apply no positional encoding."""
 
@@ -118,6 +148,14 @@ def test_a_number_beyond_float32_is_refused_by_the_callers_name(surface: Surface
             if wrong.name not in UNREAD_NUMBERS:
                 unnamed.append(f"{wrong}={wrong.value} is accepted")
     assert not unnamed
+
+
+@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
+def test_an_integer_is_taken_for_a_float(surface: Surface) -> None:
+    """Also one beyond 64 bits, which PyTorch's dispatcher does not convert. Other reasons may refuse the argument."""
+    for wrong in scalar_arguments(surface, (2**70,)):
+        with contextlib.suppress(errors.AttnOpsError):
+            wrong.call()
 
 
 @pytest.mark.parametrize("name", ["trtllm decode", "deepseek", "decode", "prefill", "mla"])
@@ -158,7 +196,7 @@ def test_the_message_names_what_was_given_and_how_to_fix_it(
     with pytest.raises(error) as raised:
         _caller(**changes)
     assert message in str(raised.value)
-    assert raised.value.__suppress_context__ == (error is errors.ArgumentError)
+    assert raised.value.__suppress_context__ or isinstance(raised.value.__context__, errors.AttnOpsError | None)
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracle import Expected, merge
-from helpers.wrapper_requests import DEVICE, Requests, workspace
+from helpers.wrapper_requests import DEVICE, Requests, int32, workspace
 
 import attn_ops as flashinfer
 from attn_ops import errors, planner
@@ -55,6 +55,17 @@ def whole(q: torch.Tensor, parts: list[tuple[list[torch.Tensor], list[torch.Tens
     return Expected.of(requests, **o)
 
 
+def test_a_workspace_that_a_level_refuses_is_used_by_none() -> None:
+    r, wrapper, first = Requests(), flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()), workspace()
+    table = r.qo_indptr, *r.table
+    wrapper.reset_workspace_buffer(first)
+    wrapper.plan(*([t, t] for t in table), *r.sizes)
+    wrapper._levels[1].plan(*table, *r.sizes, fixed_split_size=1)  # its partial results need memory
+    with pytest.raises(errors.CapacityError, match=r"^MultiLevel\w+.reset_workspace_buffer: .* has 16"):
+        wrapper.reset_workspace_buffer(workspace(16))
+    assert [level._workspace is first for level in wrapper._levels] == [True, True]
+
+
 def test_decode_with_a_shared_prefix() -> None:
     r, shared = Requests(), Requests(kv_lens=(50,), seed=1)
     k, v = shared.ragged()
@@ -86,9 +97,6 @@ def test_cascade(use_cuda_graph: bool) -> None:
     """Four requests share a prefix on pages 4 to 6. Each then has one page of its own, 0 to 3."""
     cache = torch.randn(7, 2, 16, 2, 64).half().to(DEVICE)
     q = torch.randn(4, 4, 64).half().to(DEVICE)
-
-    def int32(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     tables = (
         [int32(0, 4), int32(0, 1, 2, 3, 4)],

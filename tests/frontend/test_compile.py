@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,7 @@ import attn_ops as flashinfer
 from attn_ops.errors import PlanError
 from attn_ops.plan.page_table import PageTable
 
-
-@pytest.fixture(autouse=True)
-def _cold() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("cold")
 
 
 DECODES = [
@@ -64,6 +58,18 @@ def test_decode_is_one_op_and_stays_compiled(lengths: str, monkeypatch: pytest.M
             out, lse = step(r.q, r.cache("tensor"))
         r.expected(window_left=90, v_scale=2.0).check(out, lse)
     assert recorder.ops == ["batch_decode"]
+
+
+def test_decode_plans_the_rows_of_run_in_the_graph() -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    recorder = GraphRecorder()
+    step = torch.compile(lambda q, cache: wrapper.run(q, cache, q_len_per_req=3), fullgraph=True, backend=recorder)
+    for i, kv_lens in enumerate(((37, 5, 130, 3), (4, 200, 0, 1))):
+        r = Requests(kv_lens, (3,) * 4, num_pages=70, seed=i)
+        _decode(r, wrapper)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            r.expected(causal=True).check(step(r.q, r.cache("tensor")))
+    assert recorder.ops == ["plan_prefill", "batch_prefill"]
 
 
 @pytest.mark.parametrize("masked", [False, True])

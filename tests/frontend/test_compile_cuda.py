@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -16,14 +16,7 @@ from torch.utils import _pytree as pytree
 
 from attn_ops.ops.schemas import SCHEMAS
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _cold() -> Iterator[None]:
-    torch.compiler.reset()
-    with torch.no_grad():
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cold")]
 
 
 def cases() -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +14,8 @@ from helpers.wrapper_requests import DEVICE, Requests
 from torch import Tensor
 
 import attn_ops as flashinfer
+
+pytestmark = pytest.mark.usefixtures("cold")
 
 DECODE = ["page_table", "plan_decode", "batch_decode"]
 PREFILL = ["page_table", "plan_prefill", "batch_prefill"]
@@ -189,13 +191,6 @@ FORMS: dict[str, Form] = {
     "xqa mla": Form(MLA, latents((1, 70), (1, 9), (1, 130)), mla, xqa_batch_mla, lambda m: m.expected(sm_scale=0.1)),
     "deepseek": Form(RAGGED, PREFILLS, packed, deepseek, causal),
 }
-
-
-@pytest.fixture(autouse=True)
-def _cold() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 def check(form: Form, r: Any, result: Any) -> None:

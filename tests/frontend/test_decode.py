@@ -159,6 +159,46 @@ def test_several_query_rows_per_request(is_causal: bool | None) -> None:
     r.expected(causal=is_causal in (None, True)).check(out, lse)
 
 
+ROWS_OF_RUN: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {}, {}),
+    ({"window_left": 5}, {}, {"window_left": 5}),
+    ({"window_left": 5}, {"window_left": 90}, {"window_left": 90}),
+    ({"pos_encoding_mode": "ROPE_LLAMA"}, {"k_scale": 0.5}, {"pos_encoding": "ROPE_LLAMA", "k_scale": 0.5}),
+    ({"disable_split_kv": True}, {}, {}),
+    ({"fixed_split_size": 4}, {}, {}),
+]
+
+
+@pytest.mark.parametrize(("options", "changes", "meaning"), ROWS_OF_RUN, ids=str)
+def test_run_may_name_the_query_rows_per_request(
+    options: dict[str, Any], changes: dict[str, Any], meaning: dict[str, Any]
+) -> None:
+    """As FlashInfer's wrapper with trtllm-gen does, which plans lengths and pages alone."""
+    r = Requests(kv_lens=(37, 3, 0, 130), qo_lens=(3,) * 4)
+    wrapper = planned(r, **options)
+    for _ in range(2):
+        out, lse = wrapper.run(r.q, r.cache(), return_lse=True, q_len_per_req=3, **changes)
+        r.expected(causal=True, **meaning).check(out, lse)
+    out, lse = wrapper.run(r.q[2::3], r.cache(), return_lse=True, **changes)  # as planned: the last row sees all keys
+    r.expected(causal=True, **meaning).rows(slice(2, None, 3)).check(out, lse)
+
+
+def test_run_may_name_the_rows_of_an_empty_batch() -> None:
+    r, wrapper = Requests(), flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    wrapper.plan(none.new_zeros(1), none, none, *r.sizes)
+    assert wrapper.run(r.q[:0], r.cache(), q_len_per_req=3).shape == (0, 4, 64)
+
+
+def test_rows_of_run_follow_the_plan_in_graph_mode() -> None:
+    buffers = [torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (4, 20, 3)]
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
+    for lens in ((37, 3, 130), (9, 64, 2), (0, 0, 0)):
+        r = Requests(kv_lens=lens, qo_lens=(2,) * 3)
+        wrapper.plan(*r.table, *r.sizes, q_data_type=r.dtype)
+        r.expected(causal=True).check(*wrapper.run(r.q, r.cache(), return_lse=True, q_len_per_req=2))
+
+
 def test_begin_forward_and_forward() -> None:
     r = Requests()
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracle import Expected
-from helpers.wrapper_requests import DEVICE
+from helpers.wrapper_requests import DEVICE, int32
 from torch import Tensor
 
 import attn_ops as flashinfer
@@ -23,10 +23,6 @@ LAYERS = 2
 
 def half(*shape: int) -> Tensor:
     return torch.randn(*shape).half().to(DEVICE)
-
-
-def int32(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +69,9 @@ def test_single_decode() -> None:
 def test_batch_decode(workspace_buffer: Tensor) -> None:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, kv_layout="NHD")
     wrapper.plan(
-        int32(PAGE_INDPTR),
+        int32(*PAGE_INDPTR),
         torch.arange(128).int().to(DEVICE),
-        int32(LAST_PAGE_LEN),
+        int32(*LAST_PAGE_LEN),
         64,
         8,
         128,
@@ -125,7 +121,7 @@ def test_batch_prefill(workspace_buffer: Tensor) -> None:
         torch.arange(0, 513, 64).int().to(DEVICE),
         torch.arange(0, 257, 32).int().to(DEVICE),
         torch.arange(256).int().to(DEVICE),
-        int32([16] * 8),
+        int32(*[16] * 8),
         32,
         8,
         128,
@@ -144,10 +140,10 @@ def test_batch_prefill(workspace_buffer: Tensor) -> None:
 def test_batch_attention() -> None:
     wrapper = flashinfer.BatchAttention(kv_layout="NHD", device=DEVICE)
     wrapper.plan(
-        int32([0, 64, 128, 192]),
-        int32([0, 100, 200, 300]),
+        int32(0, 64, 128, 192),
+        int32(0, 100, 200, 300),
         torch.arange(300).int().to(DEVICE),
-        int32([100, 100, 100]),
+        int32(100, 100, 100),
         32,
         8,
         128,
@@ -166,7 +162,7 @@ def test_batch_attention() -> None:
 def test_mla(workspace_buffer: Tensor) -> None:
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace_buffer, kv_layout="NHD")
     q, kv_cache = half(8, 32, 576), half(256, 16, 576)
-    page_table, seq_lens = torch.arange(256).int().view(8, 32).to(DEVICE), int32(range(50, 450, 50))
+    page_table, seq_lens = torch.arange(256).int().view(8, 32).to(DEVICE), int32(*range(50, 450, 50))
     out = wrapper.forward(q, kv_cache, page_table, seq_lens)
     assert out.shape == (8, 32, 512)
     for b in (0, 7):
@@ -176,7 +172,7 @@ def test_mla(workspace_buffer: Tensor) -> None:
 
 def test_paged_prefill_equals_its_causal_mask(workspace_buffer: Tensor) -> None:
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, "NHD")
-    qo_indptr, indptr, last = int32(QO_INDPTR), int32(PAGE_INDPTR), int32(LAST_PAGE_LEN)
+    qo_indptr, indptr, last = int32(*QO_INDPTR), int32(*PAGE_INDPTR), int32(*LAST_PAGE_LEN)
     indices = torch.arange(128).int().to(DEVICE)
     q, kv_cache = half(LAYERS, 100, 64, 128), half(LAYERS, 128, 2, 16, 16, 128)
     wrapper.plan(qo_indptr, indptr, indices, last, 64, 16, 128, 16, causal=True)
@@ -193,7 +189,7 @@ def test_paged_prefill_equals_its_causal_mask(workspace_buffer: Tensor) -> None:
 
 def test_ragged_prefill_equals_its_causal_mask(workspace_buffer: Tensor) -> None:
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer, "NHD")
-    qo_indptr = int32(QO_INDPTR)
+    qo_indptr = int32(*QO_INDPTR)
     kv_indptr = qo_indptr.clone()
     q, k, v = half(LAYERS, 100, 64, 128), half(LAYERS, 100, 16, 128), half(LAYERS, 100, 16, 128)
     wrapper.plan(qo_indptr, kv_indptr, 64, 16, 128, causal=True)
@@ -210,13 +206,13 @@ def test_ragged_prefill_equals_its_causal_mask(workspace_buffer: Tensor) -> None
 def test_complete_batch_attention(workspace_buffer: Tensor, return_lse: bool) -> None:
     seq_lens, page_size = [10, 15], 16
     kv_cache, q = half(2, 2, 8, page_size, 128), half(25, 32, 128)
-    q_indptr, kv_indptr = int32([0, 10, 25]), int32([0, 1, 2])
+    q_indptr, kv_indptr = int32(0, 10, 25), int32(0, 1, 2)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, kv_layout="HND")
     wrapper.plan(
         q_indptr,
         kv_indptr,
-        int32([0, 1]),
-        int32(seq_lens),
+        int32(0, 1),
+        int32(*seq_lens),
         32,
         8,
         128,
@@ -234,7 +230,7 @@ def test_complete_batch_attention(workspace_buffer: Tensor, return_lse: bool) ->
 def test_get_batch_indices_positions() -> None:
     from attn_ops.page import get_batch_indices_positions
 
-    batch_indices, positions = get_batch_indices_positions(int32([0, 5, 8, 15]), int32([5, 10, 7]), 15)
+    batch_indices, positions = get_batch_indices_positions(int32(0, 5, 8, 15), int32(5, 10, 7), 15)
     assert batch_indices.tolist() == [0] * 5 + [1] * 3 + [2] * 7
     assert positions.tolist() == [*range(5), 7, 8, 9, *range(7)]
 
@@ -242,7 +238,7 @@ def test_get_batch_indices_positions() -> None:
 def test_decode_on_tensor_cores(workspace_buffer: Tensor) -> None:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, kv_layout="NHD", use_tensor_cores=True)
     assert wrapper.use_tensor_cores
-    wrapper.plan(int32([0, 1, 3]), int32([2, 0, 1]), int32([5, 16]), 8, 2, 64, 16)
+    wrapper.plan(int32(0, 1, 3), int32(2, 0, 1), int32(5, 16), 8, 2, 64, 16)
     q, cache = half(2, 8, 64), half(3, 2, 16, 2, 64)
-    requests = [(q[:1], *tokens(cache, int32([2]), 5)), (q[1:], *tokens(cache, int32([0, 1]), 32))]
+    requests = [(q[:1], *tokens(cache, int32(2), 5)), (q[1:], *tokens(cache, int32(0, 1), 32))]
     Expected.of(requests).check(wrapper.run(q, cache))

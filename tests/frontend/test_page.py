@@ -7,14 +7,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers.wrapper_requests import DEVICE, Requests
+from helpers.wrapper_requests import DEVICE, Requests, int32
 
 import attn_ops as flashinfer
 from attn_ops import decode, errors, page, quantization
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

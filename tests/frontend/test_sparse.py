@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,8 @@ def padded(indices: Tensor, size: int = 72) -> Tensor:
     return torch.cat((indices, indices.new_full((size - len(indices),), -7)))
 
 
-@pytest.fixture
-def _cold() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-
-
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.usefixtures("_cold")
+@pytest.mark.usefixtures("cold")
 def test_plan_and_op_compile_once_for_all_maps(causal: bool) -> None:
     """Maps of one capacity, with other numbers of blocks, run in one graph."""
     step, recorder = Step(causal), GraphRecorder()
@@ -94,7 +87,7 @@ def test_plan_and_op_compile_once_for_all_maps(causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.usefixtures("_cold")
+@pytest.mark.usefixtures("cold")
 def test_run_is_one_op_and_stays_compiled(causal: bool) -> None:
     wrapper, recorder = flashinfer.BlockSparseAttentionWrapper(workspace()), GraphRecorder()
     step = torch.compile(lambda q, k, v: wrapper.run(q, k, v, return_lse=True), fullgraph=True, backend=recorder)
@@ -197,9 +190,11 @@ def test_empty_rows_and_empty_maps() -> None:
     assert torch.equal(lse, torch.full_like(lse, -math.inf))
 
 
-def test_masks_of_blocks_are_ordered_by_row() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_masks_of_blocks_are_ordered_by_row(transposed: bool) -> None:
     """Two blocks in the first block row and one in the second: the rows of the two are concatenated."""
     mask = torch.arange(3 * 2 * 2).view(3, 2, 2) % 3 == 0
+    mask = mask.mT if transposed else mask
     flat = flashinfer.sparse.convert_bsr_mask_layout(mask, torch.tensor([0, 2, 3], dtype=torch.int32))
     assert torch.equal(flat, torch.cat((torch.cat((mask[0], mask[1]), 1).flatten(), mask[2].flatten())))
 
@@ -250,7 +245,7 @@ def test_a_call_is_of_the_planned_matrix(call: Callable[[], Any], error: type[Ex
         call()
 
 
-@pytest.mark.usefixtures("_cold")
+@pytest.mark.usefixtures("cold")
 def test_a_traced_call_is_of_the_planned_matrix() -> None:
     sparse = planner()
 

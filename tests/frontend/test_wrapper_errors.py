@@ -53,13 +53,13 @@ def replanned_graph(first: int, then: int) -> None:
         wrapper.plan(*R.table, *R.sizes, q_len_per_req=rows)
 
 
-def int32(length: int) -> torch.Tensor:
+def int32_zeros(length: int) -> torch.Tensor:
     return torch.zeros(length, dtype=torch.int32, device=DEVICE)
 
 
 def masked_graph(mask_bytes: int) -> None:
     mask = torch.zeros(mask_bytes, dtype=torch.uint8, device=DEVICE)
-    buffers = int32(5), int32(5), int32(20), int32(4), mask
+    buffers = *map(int32_zeros, (5, 5, 20, 4)), mask
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", True, *buffers)
     wrapper.plan(P.qo_indptr, *P.table, *P.sizes, custom_mask=P.mask)
 
@@ -137,6 +137,21 @@ CASES: dict[str, Case] = {
         lambda: decode(q_len_per_req=2).run(R.q, R.cache()),
         errors.ShapeError,
         "q has 4 rows; expected 8 as planned, q_len_per_req 2 of each request; call plan()",
+    ),
+    "rows of run": (
+        lambda: decode().run(R.q, R.cache(), q_len_per_req=2),
+        errors.ShapeError,
+        "q has 4 rows; expected 8, q_len_per_req 2 of each request; correct q or q_len_per_req",
+    ),
+    "other rows of run": (
+        lambda: decode(q_len_per_req=2).run(R.q, R.cache(), q_len_per_req=1),
+        errors.ShapeError,
+        "q_len_per_req is 1; expected 2 as planned; call plan() without it, and name it in run()",
+    ),
+    "no rows of run": (
+        lambda: decode().run(R.q, R.cache(), q_len_per_req=0),
+        errors.OptionError,
+        "q_len_per_req is 0; expected 1 or more",
     ),
     "rows of prefill": (lambda: prefill().run(P.q[1:], P.cache()), errors.ShapeError, "45 rows; expected 46"),
     "keys of ragged prefill": (
@@ -433,7 +448,7 @@ CASES: dict[str, Case] = {
         "the packed mask has 661 bytes and custom_mask_buf 660; expected at least 661",
     ),
     "last page lengths of another batch": (
-        lambda: flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *(int32(n) for n in (5, 20, 5))),
+        lambda: flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *map(int32_zeros, (5, 20, 5))),
         errors.ShapeError,
         "paged_kv_last_page_len_buffer has 5 elements and paged_kv_indptr_buffer 5; expected 4, for the 4 requests",
     ),
@@ -462,7 +477,7 @@ CASES: dict[str, Case] = {
     "a list as page table": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan([0, 1], *R.table[1:], *R.sizes),  # type: ignore[arg-type]
         errors.ArgumentError,
-        "is of type list; expected an int32 tensor",
+        "indptr is of type list; expected a tensor; make a tensor of it with torch.tensor(indptr)",
     ),
     "levels of other rows": (
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan(

@@ -10,7 +10,7 @@ import inspect
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 
 import attn_ops as flashinfer
 from attn_ops import errors, exports
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 DRAWS = int(os.environ.get("ATTN_OPS_FUZZ_SEEDS", "100"))
 """Wrong calls of each surface."""
@@ -36,12 +38,6 @@ ALLOCATED = ("nnz", "max_batch", "max_tokens", "max_pages", "num_ctas", "max_kv_
 """Sizes of what a call allocates: a huge one that memory has room for is right."""
 
 STRINGS = ("", "nonsense", "nhd", "NONE", "HND", "e4m3", "\0")
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def _tensor(d: random.Random, base: Any) -> Any:

@@ -211,16 +211,20 @@ def _wrong(annotation: Any, base: Any) -> Iterator[Any]:
             yield value
 
 
+def is_listed(surface: Surface, stage: str, name: str) -> bool:
+    """Whether an argument is among those without effect, although it may have one in this call."""
+    return name in NO_EFFECT or f"{surface.name}.{stage}.{name}" in NO_EFFECT_HERE
+
+
 def parameters(surface: Surface) -> Iterator[tuple[str, str, Any]]:
-    """``(stage, name, annotation)`` of the arguments that have an effect."""
+    """``(stage, name, annotation)`` of the annotated arguments."""
     for stage in surface.stages:
         function: Callable[..., Any] = surface.function(stage)
         if inspect.isclass(function):
             function = function.__init__
         hints = typing.get_type_hints(function)
         for name in inspect.signature(function).parameters:
-            listed = name in NO_EFFECT or f"{surface.name}.{stage}.{name}" in NO_EFFECT_HERE
-            if name in hints and not listed:
+            if name in hints:
                 yield stage, name, hints[name]
 
 
@@ -233,9 +237,21 @@ def wrong_arguments(surface: Surface) -> Iterator[WrongArgument]:
 def scalar_arguments(surface: Surface, values: tuple[float, ...]) -> Iterator[WrongArgument]:
     """Each argument that takes a float, replaced by each of ``values``."""
     for stage, name, annotation in parameters(surface):
-        if float in _kinds(annotation):
+        if float in _kinds(annotation) and not is_listed(surface, stage, name):
             for value in values:
                 yield WrongArgument(surface, stage, name, value)
+
+
+def whole_numbers(surface: Surface) -> Iterator[tuple[str, str, int]]:
+    """``(stage, name, value)`` of the arguments that take an integer and no float, with that of the base call."""
+    for stage, name, annotation in parameters(surface):
+        kinds = _kinds(annotation)
+        alias = name == "head_dim" and "head_dim_qk" in surface.stages[stage]
+        if int in kinds and float not in kinds and not alias and not is_listed(surface, stage, name):
+            function: Callable[..., Any] = surface.function(stage)
+            default = inspect.signature(function).parameters[name].default
+            value = surface.stages[stage].get(name, default)
+            yield stage, name, value if isinstance(value, int) else 1
 
 
 def _unlike(surfaces: list[Surface]) -> list[Surface]:

@@ -13,8 +13,7 @@ from unittest.mock import patch
 import torch
 import triton
 from attn_ops.kernels import triton as backend
-from attn_ops.kernels.triton import config_decode, config_prefill, launch
-from attn_ops.kernels.triton import decode as backend_decode
+from attn_ops.kernels.triton import config_decode, config_prefill, decode_call, launch
 from attn_ops.kernels.triton.pdl import publish_plan
 
 import attn_ops
@@ -76,7 +75,7 @@ def compiling_for(capability: int) -> Iterator[Compiled]:
             patch.object(config_prefill, "shared_memory", shared_memory),
             patch.object(config_prefill, "tensor_memory", lambda device: capability // 10 == 10),
             patch.object(launch, "_hopper", lambda device: capability >= 90),
-            patch.object(backend_decode, "min_shared_for_even_spread", lambda device, programs: 0),
+            patch.object(decode_call, "min_shared_for_even_spread", lambda device, programs: 0),
         ):
             yield compiled
     finally:
@@ -113,7 +112,7 @@ def decode(
 
 def eager(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Call ``function`` as in eager mode, where the last CTA combines."""
-    with mock.patch("attn_ops.kernels.triton.decode.is_eager", return_value=True):
+    with mock.patch("attn_ops.kernels.triton.decode_call.is_eager", return_value=True):
         function(*args, **kwargs)
 
 

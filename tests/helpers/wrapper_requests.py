@@ -113,6 +113,10 @@ class Requests:
         return expected
 
 
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
 def _cumulative(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
 

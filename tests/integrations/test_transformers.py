@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from attn_ops.errors import ArgumentError, GradientError, UnsupportedError
+from attn_ops.frontend.call_plans import BlockTables, RaggedLengths
 from attn_ops.frontend.flash import metadata
-from attn_ops.frontend.one_shot import BlockTables, RaggedLengths
 
 Model = Callable[[str, str], Any]
 

@@ -14,8 +14,9 @@ from helpers.transformers_models import TOLERANCE, generate, padded, tokens
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from attn_ops.eager import prepared_call
-from attn_ops.eager.prepared_call import CapturedCall, OpCache, flatten_tensors, outputs_of
+from attn_ops.eager import captured_call, prepared_call
+from attn_ops.eager.captured_call import CapturedCall, outputs_of
+from attn_ops.eager.prepared_call import OpCache, flatten_tensors
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash import cache as flash_cache
 from attn_ops.integrations import transformers_plans as plans
@@ -94,8 +95,8 @@ def test_a_mask_without_padding_reads_one_number() -> None:
 def steps(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     """``steps(call)``: runs of the body of a function of FlashAttention, and launches of prepared calls. Tensors say
     that they are on CUDA, where ``batch_decode`` launches a kernel."""
-    if not prepared_call.is_available():
-        pytest.skip(prepared_call.NATIVE_REASON)
+    if not captured_call.is_available():
+        pytest.skip(captured_call.NATIVE_REASON)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     image, bodies, options = f.load(), [0], arguments.options
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attn_ops
-from attn_ops.eager import prepared_call
+from attn_ops.eager import captured_call
 from attn_ops.native import packaged_launch
 from attn_ops.native.images import LIBCUDA, Image, ImageSet, NoImageError, collect, load
 
@@ -153,22 +153,22 @@ def test_packages_launch_as_the_kernel_asks(
         assert outputs == {"out", "lse"} | ({"partial"} if "combine" not in compiled.function else set())
 
 
-@pytest.mark.skipif(not prepared_call.is_available(), reason=prepared_call.NATIVE_REASON)
+@pytest.mark.skipif(not captured_call.is_available(), reason=captured_call.NATIVE_REASON)
 def test_eager_calls_launch_as_the_kernel_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, libcuda = _eager(_decode(), monkeypatch), FakeLibcuda(tmp_path)
     libcuda.reset()
-    prepared_call._C.connect(str(libcuda.path))
+    captured_call._C.connect(str(libcuda.path))
     try:
         for one in eager:
             made = image.eager_image(one.compiled, one.layout, one.names, one.values, one.options)
             sizes = libcuda.sizes_of(made.parameters)
             integers, floats = image.scalars_of(one.layout, one.values)
             tensors = image.tensors_of(one.layout, one.values)
-            call = prepared_call.Launch(load(made, 0), tensors, (*one.grid, *integers), tuple(floats))
+            call = captured_call.Launch(load(made, 0), tensors, (*one.grid, *integers), tuple(floats))
             call.run(0, n.STREAM)
             _assert_launched(libcuda, one, sizes)
     finally:
-        prepared_call._C.connect(LIBCUDA)
+        captured_call._C.connect(LIBCUDA)
 
 
 def test_kernels_compile_for_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,9 @@ from helpers.surfaces.base import Surface
 from helpers.wrapper_requests import DEVICE
 from torch.utils import _pytree as pytree
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LOWER = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan.state", "ops.options"),
     ("ops.unsupported",),
     ("native",),
+    ("eager.captured_call", "eager.interposition"),
     ("eager.prepared_call",),
     ("eager.checked_call",),
     ("plan", "meta", "eager.startup", "eager.launches"),
@@ -47,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan.resizable", "collect_env", "packaging"),
     ("frontend",),
     ("call",),
+    ("frontend.call_plans",),
     ("frontend.one_shot",),
     ("frontend.base", "frontend.cudnn", "frontend.deepseek", "frontend.flash", "frontend.trtllm", "frontend.xqa"),
     ("frontend.paged",),
@@ -66,8 +68,15 @@ LAZY = "kernels"
 PRIVATE: dict[str, set[str]] = {
     "torch._inductor": {"ops.inductor", "ops.size_guards", "native.package", "packaging"},
     "torch._dynamo": {"ops.inductor", "demo.compiling"},
-    "torch._C": {"eager.prepared_call", "eager.launches", "kernels.triton.launch", "plan.state"},
-}
+    "torch._C": {
+        "eager.captured_call",
+        "eager.interposition",
+        "eager.prepared_call",
+        "eager.launches",
+        "kernels.triton.launch",
+        "plan.state",
+    },
+}  # fmt: skip
 """Private parts of PyTorch, and the modules that may use them: those to look at when a release changes one."""
 
 

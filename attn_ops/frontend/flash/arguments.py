@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import as_sinks
-from attn_ops.eager.prepared_call import is_traced
-from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import bounded, finite, renamed
+from attn_ops.eager.interposition import is_traced
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
+from attn_ops.frontend.arguments import finite, refuse_listed, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors
-from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions
+from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen
+from attn_ops.typed import integers
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 
@@ -50,16 +51,12 @@ def refuse(where: str, **arguments: Any) -> None:
     """Raise for an argument of :data:`UNSUPPORTED` that would change the result."""
     if arguments.get("dropout_p", 0.0) is None:
         fail(ArgumentError, where, "dropout_p is None", "0.0", _BY_NAME)
-    for name, value in arguments.items():
-        neutral, reason = UNSUPPORTED[name]
-        if value is None or (not isinstance(value, Tensor) and any(value == none for none in neutral)):
-            continue
-        shown = "given" if isinstance(value, Tensor) else f"{value!r}"
-        raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
+    refuse_listed(where, UNSUPPORTED, arguments)
 
 
 def chunk_of(where: str, attention_chunk: int) -> int:
     """Keys of a chunk, 0 for no chunks."""
+    (attention_chunk,) = integers(where, attention_chunk=attention_chunk)
     if not 0 <= attention_chunk <= INT32_MAX:
         fail(OptionError, where, f"attention_chunk is {attention_chunk}", f"0 to {INT32_MAX}", "change it")
     return attention_chunk
@@ -90,10 +87,10 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
             "a pair (left, right) of tokens, each -1 for no limit",
             "pass such a pair",
         )
-    sides = [-1 if side is None else side for side in window_size]
-    for i, (side, bound) in enumerate(zip(sides, (BOUNDS["window_left"], BOUNDS["window_right"]), strict=True)):
-        if isinstance(side, float) or not bound.holds(side):
-            fail(OptionError, where, f"window_size[{i}] is {side}", bound.expected, "change it")
+    sides = [
+        -1 if side is None else BOUNDS[name].checked(where, f"window_size[{i}]", side)
+        for i, (side, name) in enumerate(zip(window_size, ("window_left", "window_right"), strict=True))
+    ]
     causal = causal or sides[1] == 0
     return Window(causal, sides[0], -1 if causal else sides[1])
 

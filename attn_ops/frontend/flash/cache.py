@@ -11,9 +11,11 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
-from attn_ops.eager.prepared_call import OpCall, is_traced
+from attn_ops.eager.interposition import is_traced
+from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
+from attn_ops.frontend.call_plans import BlockTables
 from attn_ops.frontend.flash.calls import DENSE, VARLEN, FlashCall, Result, nothing_appended, plan_spec
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
@@ -28,10 +30,10 @@ from attn_ops.frontend.flash.metadata import (
     shared,
 )
 from attn_ops.frontend.flash.rotary import Rotary
-from attn_ops.frontend.one_shot import BlockTables, block_table, lengths, uniform_indptr
+from attn_ops.frontend.one_shot import block_table, lengths
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen
+from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen, uniform_indptr
 from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.resizable import PlanSpec
 
@@ -52,7 +54,7 @@ class CacheLengths(NamedTuple):
     def of(cls, where: str, name: str, seqlens: Any, cumulative: Tensor | None = None) -> CacheLengths:
         """Of an argument ``name``, a tensor, an integer of any type, or None."""
         taken = seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int)
-        if not taken and not hasattr(seqlens, "__index__"):
+        if isinstance(seqlens, bool) or not (taken or hasattr(seqlens, "__index__")):
             shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
             fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
         return cls(seqlens if taken else operator.index(seqlens), cumulative, name)

@@ -11,13 +11,14 @@ from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import Lookup, OpCall, flatten_tensors
 from attn_ops.errors import DTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked
+from attn_ops.frontend.call_plans import RaggedLengths
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
 from attn_ops.frontend.flash.metadata import BatchForm, Found, Scheduled, SchedulerMetadata, shared
-from attn_ops.frontend.one_shot import RaggedLengths, dense_call, uniform_indptr
+from attn_ops.frontend.one_shot import dense_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.plan.page_table import cumulative, index
+from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"

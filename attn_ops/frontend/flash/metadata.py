@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attn_ops.call import AttentionCall, Planned
-from attn_ops.eager.prepared_call import current_stream, is_traced
+from attn_ops.eager.interposition import is_traced
+from attn_ops.eager.prepared_call import current_stream
 from attn_ops.errors import ArgumentError, PlanError, fail
-from attn_ops.frontend.one_shot import with_workspace
+from attn_ops.frontend.call_plans import with_workspace
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import DecodePlan, PrefillPlan

@@ -13,7 +13,7 @@ from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths, check_tables
 from attn_ops.frontend.flash.metadata import MISSING, NO_TOTALS, SchedulerMetadata
 from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.resizable import PlanSpec
-from attn_ops.typed import typed
+from attn_ops.typed import integers, optional_integers, typed
 
 
 @typed
@@ -72,6 +72,12 @@ def get_scheduler_metadata(
     where = "get_scheduler_metadata"
     chunk = arguments.chunk_of(where, attention_chunk)
     positive(where, batch_size=batch_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, headdim=headdim)
+    max_seqlen_q, max_seqlen_k, max_seqlen_k_new = integers(
+        where, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, max_seqlen_k_new=max_seqlen_k_new
+    )
+    headdim_v, page_size, total_q, total_k_new = optional_integers(
+        where, headdim_v=headdim_v, page_size=page_size, total_q=total_q, total_k_new=total_k_new
+    )
     no_total_q = cu_seqlens_q is not None and total_q is None
     no_total_k = cu_seqlens_k_new is not None and total_k_new is None
     rows = 0 if no_total_q else batch_size * max_seqlen_q if total_q is None else total_q

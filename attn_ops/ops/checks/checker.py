@@ -21,7 +21,7 @@ from attn_ops.errors import (
 )
 from attn_ops.ops import size_guards
 from attn_ops.ops.backends import MemoryLayout
-from attn_ops.ops.options import BOUNDS, FLOATS, FP8, LAYOUTS, AttentionOptions
+from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, AttentionOptions, bounded
 from attn_ops.plan.plan_checks import check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
 
@@ -123,10 +123,7 @@ class OpChecker:
             )
 
     def options(self, q: Tensor, o: AttentionOptions) -> None:
-        for name, bound in BOUNDS.items():
-            value = getattr(o, name)
-            if not bound.holds(value):
-                self.fail(OptionError, f"{name} is {value}", bound.expected, "change it")
+        bounded(self.name, o)
         if o.sinks is not None:
             self.tensor("sinks", o.sinks, "[num_qo_heads]", (torch.float32,), q)
             self.size("sinks", "length", o.sinks.shape[0], q.shape[-2], "the query heads of q")

@@ -62,7 +62,7 @@ def _options() -> list[Bad]:
             ),
             Bad(op, {"rope_scale": 0.0}, OptionError, "rope_scale is 0.0", "a positive number"),
             Bad(op, {"rope_theta": -1.0}, OptionError, "rope_theta is -1.0", "a positive number"),
-            Bad(op, {"pos_encoding": "ROPE"}, OptionError, "pos_encoding is ROPE", "NONE, ROPE_LLAMA, ALIBI"),
+            Bad(op, {"pos_encoding": "ROPE"}, OptionError, "pos_encoding is 'ROPE'", "NONE, ROPE_LLAMA, ALIBI"),
             Bad(op, {"kv_layout": "NDH"}, OptionError, "kv_layout is NDH", "NHD or HND"),
             Bad(op, {"backend": "fa3"}, OptionError, "backend is fa3", "auto or one of cuda, triton, cpu, reference"),
             Bad(op, {"sinks": torch.zeros(3)}, ShapeError, "sinks has length 3", "4 as in the query heads"),

@@ -49,6 +49,7 @@ def decode_wrapper(d: Draw) -> Call:
     o = draw_options(d, shape, "causal", "k_scale", "v_scale")
     rows = d.pick(1, 1, 1, 2, 4)
     drawn: Arguments = {"rows": rows, "decode": False}
+    of_plan, of_run = d.pick(({"q_len_per_req": rows}, {}), ({}, {"q_len_per_req": rows}))
     split: Arguments = d.pick({}, {}, {"disable_split_kv": True}, {"fixed_split_size": 4})
     workspace = draw_workspace(d, fixed_split="fixed_split_size" in split)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -58,13 +59,13 @@ def decode_wrapper(d: Draw) -> Call:
     dtypes = {"q_data_type": shape.dtype, "kv_data_type": shape.kv_dtype}
 
     def plan(batch: Batch) -> None:
-        wrapper.plan(*batch.page_table(host=True), *sizes, **common_options(o), **dtypes, **split, q_len_per_req=rows)
+        wrapper.plan(*batch.page_table(host=True), *sizes, **common_options(o), **dtypes, **split, **of_plan)
 
     earlier = _earlier(d, plan, shape, **drawn)
     batch = Batch(d, shape, **drawn)
     q, cache, lse = batch.q, draw_cache(d, batch), d.chance(0.7)
     scales = draw_scales(d, shape, "q_scale", "k_scale", "v_scale")
-    run = {**scales, **_buffers(d, batch, lse), "return_lse": lse, "sinks": o.sinks}
+    run = {**scales, **_buffers(d, batch, lse), **of_run, "return_lse": lse, "sinks": o.sinks}
 
     def prepare() -> None:
         earlier()
@@ -73,7 +74,7 @@ def decode_wrapper(d: Draw) -> Call:
     exact = replace(scaled(o, **scales), causal=True)
     return public_call(
         d, "decode wrapper", shape, o, lambda: batch.expected(exact), lambda: wrapper.run(q, cache, **run),
-        (q, cache, run), f"{batch}, {o}, {scales}, {split}", lse=lse, prepare=prepare, workspace=workspace,
+        (q, cache, run), f"{batch}, {o}, {scales}, {split}, {of_run}", lse=lse, prepare=prepare, workspace=workspace,
         outputs=tuple(run[k] for k in ("out", "lse") if k in run), rounded=2,
     )  # fmt: skip
 

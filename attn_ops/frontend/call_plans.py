@@ -1,0 +1,196 @@
+"""Plans made in a call: for one-shot calls, and again for calls that an earlier plan does not fit.
+
+A plan's capacity follows from shapes alone, so nothing waits for a device, and the call traces: under ``torch.compile``
+and ``torch.export`` it is a page-table op (for block tables), a plan op and an attention op.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_ops.call import AttentionCall, Planned
+from attn_ops.eager.checked_call import call_op
+from attn_ops.frontend.context import RankKeys
+from attn_ops.frontend.masks import tree_mask_bits
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.page_table import uniform_indptr
+from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.sizing import ctas_per_head, max_splits_for, rows_per_tile, splits_per_head
+from attn_ops.plan.state import (
+    DecodePlan,
+    PlanProblem,
+    PrefillPlan,
+    allocate_decode,
+    allocate_prefill,
+    keys_ahead,
+    split_tokens,
+    workspace_size,
+)
+
+Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
+
+
+def bound(size: int) -> int:
+    """``size``, at least 1; in graphs the next power of 2, so that a range of sizes shares one graph."""
+    if type(size) is int and not torch.compiler.is_compiling():
+        return max(1, size)
+    power = 1
+    while power < size:
+        power *= 2
+    return power
+
+
+def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
+    """``rows``: query rows of a request, approximately."""
+    tile_rows = spec.tile_rows or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows)
+    return PlanProblem(
+        page_size=spec.page_size,
+        num_qo_heads=spec.num_qo_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_vo=spec.head_dim_vo,
+        max_kv_len=bound(max_kv_len),
+        tile_rows=1 if spec.decode else tile_rows,
+        window=spec.window_left + 1,
+        ahead=keys_ahead(spec.causal, spec.window_right),
+        split=split_tokens(spec.fixed_split_size, spec.page_size),
+    )
+
+
+def with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:
+    """The plan and a new workspace for it."""
+    return Planned(plan, torch.empty(workspace_size(plan), dtype=torch.float32, device=plan.kv_len.device))
+
+
+def without_window(plan: Plan) -> Plan:
+    """The same batch in a new plan of the same capacity, for calls that see keys outside the planned window."""
+    return _planned_again(plan, PlanProblem.of(plan.problem)._replace(window=0), plan.kv_indices)
+
+
+def with_pages(plan: PrefillPlan, kv_indices: Tensor) -> PrefillPlan:
+    """The same batch in a new plan, over other pages: ``kv_indices`` as many as ``plan`` has."""
+    return _planned_again(plan, PlanProblem.of(plan.problem), kv_indices)
+
+
+def _planned_again(plan: Plan, problem: PlanProblem, kv_indices: Tensor) -> Plan:
+    again = type(plan)(problem.as_shape_tensor(plan.kv_len.device), *(torch.empty_like(t) for t in plan[1:]))
+    table = plan.kv_indptr, kv_indices, _last_page_len(plan)
+    if isinstance(plan, DecodePlan):
+        call_op("plan_decode", *table, again)
+    else:
+        call_op("plan_prefill", plan.qo_indptr, *table, again)
+    return again
+
+
+def _last_page_len(plan: DecodePlan | PrefillPlan) -> Tensor:
+    return (plan.kv_len - 1) % PlanProblem.of(plan.problem).page_size + 1
+
+
+def with_rows(plan: DecodePlan, spec: PlanSpec, batch: int, rows: int) -> PrefillPlan:
+    """The first ``batch`` requests in a new plan of ``spec``, a prefill of ``rows`` query rows of each."""
+    problem = problem_of(spec, PlanProblem.of(plan.problem).max_kv_len, rows)
+    pages, qo_indptr = plan.kv_indices.shape[0], uniform_indptr(batch, rows, plan.kv_len.device)
+    splits = splits_per_head(qo_indptr.device, problem)
+    if problem.split:
+        splits = max_splits_for(problem, batch, batch * rows, pages * spec.page_size)
+    table = plan.kv_indptr[: batch + 1], plan.kv_indices, _last_page_len(plan)[:batch]
+    return _prefill(problem, qo_indptr, table, (max(1, batch), batch * rows, pages), 0 if spec.unsplit else splits)
+
+
+def _prefill(
+    problem: PlanProblem,
+    qo_indptr: Tensor,
+    table: tuple[Tensor, Tensor, Tensor],
+    capacity: tuple[int, int, int],
+    splits: int,
+    **options: Tensor,
+) -> PrefillPlan:
+    """A new plan of a page table. ``capacity``: requests, query rows and pages, and ``splits``."""
+    plan = allocate_prefill(problem, *capacity, qo_indptr.device, splits, torch.empty)
+    call_op("plan_prefill", qo_indptr, *table, plan, **options)
+    return plan
+
+
+class BlockTables(NamedTuple):
+    """A batch by ``block_tables [batch, width]`` and ``seq_lens [batch]``, int32 on the query's device.
+
+    qo_indptr  ``[batch + 1]``; None for decode, one query row per request
+    rows       query rows of the batch
+    tree_mask  which of its request's last tokens each row sees, in the place of ``causal``
+    keys       of one rank; None for all
+    """
+
+    spec: PlanSpec
+    block_tables: Tensor
+    seq_lens: Tensor
+    qo_indptr: Tensor | None
+    rows: int
+    tree_mask: Tensor | None = None
+    keys: RankKeys | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.spec.head_dim_qk, self.spec.head_dim_vo
+
+    def check(self, call: AttentionCall) -> None:
+        return None
+
+    def plan(self) -> DecodePlan | PrefillPlan:
+        # Capacity for one request at least: an empty batch is no special case.
+        batch, width = max(1, self.block_tables.shape[0]), self.block_tables.shape[1]
+        page_size, device = self.spec.page_size, self.block_tables.device
+        kv_lens = self.seq_lens if self.keys is None else self.keys.visible(self.seq_lens)
+        table = call_op("page_table", self.block_tables, kv_lens, page_size)
+        problem = problem_of(self.spec, bound(width) * page_size, bound(-(-self.rows // batch)))
+        problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
+        if self.qo_indptr is None:
+            ctas = ctas_per_head(device, self.spec.num_kv_heads)
+            decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
+            call_op("plan_decode", *table, decode, **options)
+            return decode
+        splits = splits_per_head(device, problem)
+        return _prefill(problem, self.qo_indptr, table, (batch, self.rows, batch * width), splits, **options)
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        plan = self.plan()
+        if self.tree_mask is not None:
+            assert isinstance(plan, PrefillPlan)
+            capacity = self.block_tables.shape[1] * self.spec.page_size
+            options = options._replace(mask=tree_mask_bits(self.tree_mask, plan, capacity))
+        return with_workspace(plan), options
+
+
+class RaggedLengths(NamedTuple):
+    """A batch of ragged KV by cumulative lengths, int32 ``[batch + 1]`` on the query's device.
+
+    ``rows`` and ``keys`` are those of the tensors. ``max_kv_len``: the most keys of one request, if that is known.
+    """
+
+    spec: PlanSpec
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    rows: int
+    keys: int
+    max_kv_len: int | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.spec.head_dim_qk, self.spec.head_dim_vo
+
+    def check(self, call: AttentionCall) -> None:
+        return None
+
+    def plan(self) -> PrefillPlan:
+        batch = max(1, self.qo_indptr.shape[0] - 1)
+        longest = self.keys if self.max_kv_len is None else self.max_kv_len
+        problem = problem_of(self.spec, longest, bound(-(-self.rows // batch)))
+        table = self.kv_indptr, self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
+        return _prefill(
+            problem, self.qo_indptr, table, (batch, self.rows, 0), splits_per_head(self.qo_indptr.device, problem)
+        )
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        return with_workspace(self.plan()), options
