@@ -24,7 +24,7 @@ from attn_ops.native import packaged_launch
 from attn_ops.native.images import LIBCUDA, Image, ImageSet, NoImageError, collect, load
 
 pytest.importorskip("triton")
-from attn_ops.kernels.triton import decode, image, launch
+from attn_ops.kernels.triton import decode_call, image, launch
 from attn_ops.kernels.triton.cubin import parameter_layout
 
 pytestmark = [n.needs_a_compiler, pytest.mark.slow]
@@ -45,7 +45,7 @@ def _decode(max_batch: int = 8, rows: int = 4, pages: int = 64) -> Op:
         max_batch, pages, page_size=16, num_qo_heads=8, num_kv_heads=2, head_dim=128, num_ctas=33
     )
     cache = torch.zeros(70, 2, 16, 2, 128, dtype=BF16)
-    return Op(decode.batch_decode, planner, (torch.zeros(rows, 8, 128, dtype=BF16), cache[:, 0], cache[:, 1]))
+    return Op(decode_call.batch_decode, planner, (torch.zeros(rows, 8, 128, dtype=BF16), cache[:, 0], cache[:, 1]))
 
 
 @contextmanager
