@@ -53,7 +53,7 @@ def _compiling() -> Iterator[None]:
     """For a Hopper GPU on which decode asks for more shared memory than it uses."""
     with (
         offline_compile.compiling_for(90),
-        mock.patch.object(decode, "min_shared_for_even_spread", return_value=90 << 10),
+        mock.patch.object(decode_call, "min_shared_for_even_spread", return_value=90 << 10),
     ):
         yield
 
