@@ -339,7 +339,7 @@ def run(args: argparse.Namespace) -> None:
                     model.destroy_cached_continuous_batching_manager()
             torch._dynamo.reset()
     if rows and late:
-        not_measured.append(NotMeasured("all", "; ".join(late), f"not begun within {args.seconds:g} s"))
+        not_measured.append(NotMeasured(report.ALL, "; ".join(late), f"not begun within {args.seconds:g} s"))
         report.save("generate", title, NOTE, rows, args.output, columns, not_measured, LIBRARIES)
     if failures:
         raise failures[0]

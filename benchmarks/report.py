@@ -27,6 +27,9 @@ PEAK_FLOPS_PER_US = 790e6
 
 FASTEST, SPEEDUP = "fastest peer", "vs fastest peer"
 
+ALL = "all"
+"""In the place of a peer that was not measured: every implementation of the row."""
+
 Row = dict[str, Any]
 
 
@@ -69,12 +72,14 @@ def headline(rows: Sequence[Row], columns: Columns, not_measured: Sequence[NotMe
     if not found:
         return "No peer was measured."
     values = [speedup for _, speedup in found]
-    absent = [peer for peer in dict.fromkeys(e.peer for e in not_measured) if not any(row.get(peer) for row in rows)]
-    names = ", ".join(f"{name} ({count})" for name, count in Counter(name for name, _ in found).most_common())
+    names = dict.fromkeys(e.peer for e in not_measured if e.peer != ALL)
+    absent = [peer for peer in names if not any(row.get(peer) for row in rows)]
+    fastest = ", ".join(f"{name} ({count})" for name, count in Counter(name for name, _ in found).most_common())
     return (
         f"Speed relative to the fastest peer of each row: {statistics.geometric_mean(values):.2f}x (geometric mean), "
         f"{min(values):.2f}x to {max(values):.2f}x; faster in {sum(v > 1 for v in values)} of {len(values)} rows. "
-        f"Fastest peers, by number of rows: {names}." + (f" In no row measured: {', '.join(absent)}." if absent else "")
+        f"Fastest peers, by number of rows: {fastest}."
+        + (f" In no row measured: {', '.join(absent)}." if absent else "")
     )
 
 

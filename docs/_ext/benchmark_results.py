@@ -1,4 +1,4 @@
-"""The tables that ``python -m benchmarks`` wrote, where there are any."""
+"""The tables that ``python -m benchmarks`` wrote, where there are any: those of an H200, then those of other GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 
 
 def results() -> Page:
-    files = sorted(RESULTS.glob("*.md"))
+    files = [*sorted(RESULTS.glob("*.md")), *sorted(RESULTS.glob("*/*.md"))]
     if not files:
         return Page("No result is stored in `benchmarks/results/` of this version.")
     return Page("\n\n".join(_demoted(file.read_text(encoding="utf-8")) for file in files))

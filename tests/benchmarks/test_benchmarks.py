@@ -294,7 +294,9 @@ def test_saved_results_have_a_headline(tmp_path: Path, monkeypatch: pytest.Monke
     assert "**No peer here.**" in (tmp_path / "other.md").read_text()
 
 
-@pytest.mark.parametrize("path", sorted(report.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(report.RESULTS.rglob("*.json")), ids=lambda path: f"{path.parent.stem}/{path.stem}"
+)
 def test_stored_results_name_the_fastest_peers(path: Path) -> None:
     data = json.loads(path.read_text(encoding="utf-8"))
     assert path.with_suffix(".md").read_text(encoding="utf-8") == report.markdown(data)
