@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+from typing import Any
 
 from benchmarks import (
     clocks,
@@ -24,6 +26,7 @@ from benchmarks import (
     warm,
     workload,
 )
+from benchmarks.comparison import EndedError
 
 COMMANDS = {
     "clocks": clocks,
@@ -47,6 +50,11 @@ COMMANDS = {
 }
 
 
+def _end(*_: Any) -> None:
+    """Let the benchmark save the rows that it has."""
+    raise EndedError
+
+
 def main() -> None:
     """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of attn_ops and its peers.")
@@ -55,6 +63,7 @@ def main() -> None:
         summary = (module.__doc__ or "").partition("\n")[0]
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, _end)
     COMMANDS[args.command].run(args)
 
 

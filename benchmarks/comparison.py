@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,16 @@ Prepare = Callable[[Any], Call]
 """An implementation: takes a problem and returns the function that launches it."""
 
 T = TypeVar("T")
+
+
+class Named(Protocol):
+    """A row of a benchmark."""
+
+    @property
+    def name(self) -> str: ...
+
+
+R = TypeVar("R", bound=Named)
 
 MAX_RELATIVE_ERROR = 1e-2
 MAX_FAILURE_SECONDS = 10.0
@@ -31,6 +41,14 @@ LONG_CALL_MICROSECONDS = 5000.0
 
 class NotMeasuredError(Exception):
     """A peer does not run a problem. The message gives the reason."""
+
+
+class EndedError(BaseException):
+    """The process is to end, by SIGTERM. Peers may not catch it."""
+
+
+ALL = "all"
+"""In the place of a peer that was not measured: every implementation of the row."""
 
 
 class NotMeasured(NamedTuple):
@@ -67,6 +85,20 @@ class Comparison:
         self.not_measured: list[NotMeasured] = []
         self._left_out = [name for name in all_peers if name not in peers]
         self._gave_up: set[str] = set()
+
+    def rows(self, rows: Sequence[R], measure: Callable[[R], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What ``measure`` returns for each row. If the process is to end, for the rows before, if there are any."""
+        results: list[dict[str, Any]] = []
+        try:
+            for row in rows:
+                results.append(measure(row))
+                release_memory()
+        except EndedError:
+            if not results:
+                raise
+            late = "; ".join(row.name for row in rows[len(results) :])
+            self.not_measured.append(NotMeasured(ALL, late, "the process was ended before"))
+        return results
 
     def times(self, row: str, problem: Any, expected: float, max_error: float = MAX_RELATIVE_ERROR) -> dict[str, float]:
         """Median microseconds of one launch of each implementation that runs ``problem`` correctly, also printed.

@@ -9,7 +9,7 @@ import torch
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, add_peers, release_memory, selected
+from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, add_peers, selected
 from benchmarks.decode_peers import DECODE_PEERS
 from benchmarks.decode_problem import DecodeProblem
 from benchmarks.decode_rows import ROWS, DecodeRow
@@ -72,10 +72,8 @@ def _measure(row: DecodeRow, comparison: Comparison) -> report.Row:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
     comparison = Comparison({OURS: ours}, selected(DECODE_PEERS, args), DECODE_PEERS)
-    results = []
-    for row in ROWS if args.rows is None else [ROWS[i] for i in args.rows]:
-        results.append(_measure(row, comparison))
-        release_memory()
+    chosen = ROWS if args.rows is None else [ROWS[i] for i in args.rows]
+    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
     columns = report.Columns((OURS,), tuple(comparison.peers))
     title, absent = report.title_of(args.name), comparison.not_measured
     report.save(args.name, title, NOTE, results, args.output, columns, absent, libraries=["flash_attn"])

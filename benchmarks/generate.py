@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report
-from benchmarks.comparison import NotMeasured, add_peers, reason_of
+from benchmarks.comparison import ALL, NotMeasured, add_peers, reason_of
 
 OURS = "attn_ops"
 PEERS = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -339,7 +339,7 @@ def run(args: argparse.Namespace) -> None:
                     model.destroy_cached_continuous_batching_manager()
             torch._dynamo.reset()
     if rows and late:
-        not_measured.append(NotMeasured(report.ALL, "; ".join(late), f"not begun within {args.seconds:g} s"))
+        not_measured.append(NotMeasured(ALL, "; ".join(late), f"not begun within {args.seconds:g} s"))
         report.save("generate", title, NOTE, rows, args.output, columns, not_measured, LIBRARIES)
     if failures:
         raise failures[0]

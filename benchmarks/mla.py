@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.comparison import Comparison, add_peers, release_memory, selected
+from benchmarks.comparison import Comparison, add_peers, selected
 from benchmarks.mla_peers import MLA_PEERS
 from benchmarks.prefill_problem import MlaProblem
 from benchmarks.prefill_rows import MLA_ROWS, MlaRow
@@ -59,9 +59,7 @@ def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
     comparison = Comparison({OURS: _ours}, selected(MLA_PEERS, args), MLA_PEERS)
-    results = []
-    for row in MLA_ROWS if args.rows is None else [MLA_ROWS[i] for i in args.rows]:
-        results.append(_measure(row, comparison))
-        release_memory()
+    chosen = MLA_ROWS if args.rows is None else [MLA_ROWS[i] for i in args.rows]
+    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
     columns = report.Columns((OURS,), tuple(comparison.peers))
     report.save("mla", "MLA decode", NOTE, results, args.output, columns, comparison.not_measured)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, Prepare, add_peers, release_memory, selected
+from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, Prepare, add_peers, selected
 from benchmarks.decode import MAX_FP8_ERROR
 from benchmarks.prefill_peers import PREFILL_PEERS
 from benchmarks.prefill_problem import PrefillProblem
@@ -90,10 +90,8 @@ def run(args: argparse.Namespace) -> None:
     rows, ours = (PREFILL_FP8_ROWS, FP8_OURS) if args.fp8 else (PREFILL_ROWS, OURS)
     name = args.name or ("prefill_fp8" if args.fp8 else "prefill")
     comparison = Comparison(ours, selected(PREFILL_PEERS, args), PREFILL_PEERS)
-    results = []
-    for row in rows if args.rows is None else [rows[i] for i in args.rows]:
-        results.append(_measure(row, comparison))
-        release_memory()
+    chosen = rows if args.rows is None else [rows[i] for i in args.rows]
+    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
     columns = report.Columns(tuple(ours), tuple(comparison.peers), higher_is_better=True)
     title, absent = report.title_of(name), comparison.not_measured
     report.save(name, title, NOTE, results, args.output, columns, absent, libraries=["flash_attn"])

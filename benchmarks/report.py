@@ -16,7 +16,7 @@ import torch
 
 import attn_ops
 from attn_ops.ops.inductor import sources_tag
-from benchmarks.comparison import NotMeasured
+from benchmarks.comparison import ALL, NotMeasured
 
 RESULTS = Path(__file__).with_name("results")
 PEAK_BYTES_PER_US = 4.45e6
@@ -26,9 +26,6 @@ PEAK_FLOPS_PER_US = 790e6
 """The rate of the fastest bf16 product of two 8192 x 8192 matrices measured on an H200."""
 
 FASTEST, SPEEDUP = "fastest peer", "vs fastest peer"
-
-ALL = "all"
-"""In the place of a peer that was not measured: every implementation of the row."""
 
 Row = dict[str, Any]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.comparison import Comparison, Prepare, add_peers, largest_error, release_memory, selected
+from benchmarks.comparison import Comparison, Prepare, add_peers, largest_error, selected
 from benchmarks.page_table import PageTable
 from benchmarks.peers import flashinfer
 from benchmarks.timing import Call, copies_for, device_microseconds
@@ -218,10 +218,8 @@ def _measure(row: SmallRow, comparison: Comparison) -> report.Row:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
     comparison = Comparison({OURS: _ours}, selected(PEERS, args), PEERS)
-    results = []
-    for row in ROWS if args.rows is None else [ROWS[i] for i in args.rows]:
-        results.append(_measure(row, comparison))
-        release_memory()
+    chosen = ROWS if args.rows is None else [ROWS[i] for i in args.rows]
+    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
     columns = report.Columns((OURS,), tuple(comparison.peers))
     title = "Merging states and appending tokens"
     report.save("small_ops", title, NOTE, results, args.output, columns, comparison.not_measured)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import Comparison, NotMeasuredError, Prepare, add_peers, release_memory, selected
+from benchmarks.comparison import Comparison, NotMeasuredError, Prepare, add_peers, selected
 from benchmarks.peers import flashinfer, flashinfer_workspace
 from benchmarks.sparse_problem import SPARSE_ROWS, SparseProblem, SparseRow
 from benchmarks.timing import Call
@@ -105,9 +105,7 @@ def _measure(row: SparseRow, comparison: Comparison) -> report.Row:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
     comparison = Comparison(OURS, selected(SPARSE_PEERS, args), SPARSE_PEERS)
-    results = []
-    for row in SPARSE_ROWS if args.rows is None else [SPARSE_ROWS[i] for i in args.rows]:
-        results.append(_measure(row, comparison))
-        release_memory()
+    chosen = SPARSE_ROWS if args.rows is None else [SPARSE_ROWS[i] for i in args.rows]
+    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
     columns = report.Columns(tuple(OURS), tuple(comparison.peers), higher_is_better=True)
     report.save(args.name, report.title_of(args.name), NOTE, results, args.output, columns, comparison.not_measured)

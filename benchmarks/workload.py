@@ -18,7 +18,7 @@ from torch import Tensor
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import Comparison, Prepare, add_peers, release_memory, selected
+from benchmarks.comparison import Comparison, Prepare, add_peers, selected
 from benchmarks.peers import flashinfer, flashinfer_workspace
 from benchmarks.prefill_problem import PrefillProblem
 from benchmarks.prefill_rows import PrefillRow
@@ -264,9 +264,6 @@ def steps() -> list[PrefillRow]:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the steps."""
     workload = Workload(args)
-    results = []
-    for row in steps():
-        results.append(workload.measure(row))
-        release_memory()
+    results = workload.comparison.rows(steps(), workload.measure)
     columns = report.Columns(tuple(workload.OURS), tuple(workload.comparison.peers))
     report.save("workload", "Serving steps", NOTE, results, args.output, columns, workload.comparison.not_measured)

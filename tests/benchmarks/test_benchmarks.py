@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import attn_ops.flash_attn
+import benchmarks.__main__
 from benchmarks import (
     comparison,
     decode,
@@ -281,6 +284,24 @@ def test_peers_left_out_are_listed(timed: list[str]) -> None:
     found = Comparison({"ours": decode.ours}, {"good": decode.ours}, ("good", "other"))
     found.times("small", DecodeProblem(SMALL, device="cpu"), 1.0)
     assert found.not_measured == [NotMeasured("other", "small", "left out with --peers")]
+
+
+def test_a_benchmark_that_is_ended_keeps_its_rows() -> None:
+    """As ``timeout`` ends it."""
+    found = Comparison({}, {})
+    rows = [replace(SMALL, name=name) for name in ("first", "second", "third")]
+
+    def measure(row: DecodeRow) -> dict[str, Any]:
+        if row.name == "second":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"row": row.name}
+
+    before = signal.signal(signal.SIGTERM, benchmarks.__main__._end)
+    try:
+        assert found.rows(rows, measure) == [{"row": "first"}]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found.not_measured == [NotMeasured("all", "second; third", "the process was ended before")]
 
 
 def test_saved_results_have_a_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
