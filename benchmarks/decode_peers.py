@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.comparison import NotMeasuredError, Prepare
 from benchmarks.decode_problem import DecodeProblem
-from benchmarks.peers import flash_attn, flashinfer, flashinfer_workspace
+from benchmarks.peers import flash_attn, flashinfer, flashinfer_workspace, xqa_call
 from benchmarks.timing import Call
 
 
@@ -86,26 +86,8 @@ def flashinfer_persistent(problem: DecodeProblem) -> Call:
 
 def flashinfer_xqa(problem: DecodeProblem) -> Call:
     """``xqa_batch_decode_with_kv_cache``, with block tables."""
-    fi, row = flashinfer(), problem.row
-    workspace = flashinfer_workspace(problem.device)
-    block_tables = problem.table.block_tables()
-    out = torch.empty_like(problem.q)
-
-    def call(copy: int) -> Tensor:
-        return fi.decode.xqa_batch_decode_with_kv_cache(
-            problem.q,
-            problem.caches(copy),
-            workspace,
-            block_tables,
-            problem.table.kv_len,
-            max(row.lengths),
-            bmm1_scale=row.head_dim**-0.5,
-            bmm2_scale=1.0,
-            out=out,
-            kv_layout="NHD",
-        )
-
-    return call
+    call, out = xqa_call(problem.q, problem.table), torch.empty_like(problem.q)
+    return lambda copy: call(problem.caches(copy), out=out)
 
 
 def flash_attn_kvcache(problem: DecodeProblem) -> Call:

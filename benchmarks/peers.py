@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.comparison import NotMeasuredError
+from benchmarks.page_table import PageTable
 
 FLASHINFER_WORKSPACE_BYTES = 256 << 20
 
@@ -42,6 +44,14 @@ def flash_attn() -> Any:
         NotMeasuredError: it is not installed.
     """
     return module("flash_attn")
+
+
+def xqa_call(q: Tensor, table: PageTable, **options: Any) -> Callable[..., Tensor]:
+    """``xqa_batch_decode_with_kv_cache`` of ``q [rows, num_qo_heads, head_dim]``, to call with NHD caches."""
+    function, workspace = flashinfer().decode.xqa_batch_decode_with_kv_cache, flashinfer_workspace(str(q.device))
+    tables, longest = table.block_tables(), int(table.kv_len.max())
+    options |= {"bmm1_scale": q.shape[-1] ** -0.5, "bmm2_scale": 1.0, "kv_layout": "NHD"}
+    return lambda caches, out=None: function(q, caches, workspace, tables, table.kv_len, longest, out=out, **options)
 
 
 def flashinfer_workspace(device: str) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.comparison import NotMeasuredError, Prepare
-from benchmarks.peers import flash_attn, flashinfer, flashinfer_workspace
+from benchmarks.peers import flash_attn, flashinfer, flashinfer_workspace, xqa_call
 from benchmarks.prefill_problem import PrefillProblem
 from benchmarks.prefill_rows import PrefillRow
 from benchmarks.timing import Call
@@ -191,28 +191,13 @@ MAX_XQA_ROWS = 32
 
 def flashinfer_xqa(problem: PrefillProblem) -> Call:
     """``xqa_batch_decode_with_kv_cache`` with a few query rows per request, causal among themselves."""
-    fi, row = flashinfer(), problem.row
-    rows = row.qo_lens[0]
+    row, rows = problem.row, problem.row.qo_lens[0]
     if len(set(row.qo_lens)) > 1 or rows > MAX_XQA_ROWS or not row.causal or row.fp8_query:
         raise NotMeasuredError(f"it takes requests of equally many query rows, at most {MAX_XQA_ROWS}, causal")
     words = torch.tensor([[(2 << i) - 1] for i in range(rows)], device=problem.device)
     mask = words.int().view(torch.uint16).expand(row.batch, -1, -1).contiguous()
-    workspace, tables, out = flashinfer_workspace(problem.device), problem.table.block_tables(), problem.empty_out()
-    return lambda i: fi.decode.xqa_batch_decode_with_kv_cache(
-        problem.q,
-        (problem.k_caches[i], problem.v_caches[i]),
-        workspace,
-        tables,
-        problem.table.kv_len,
-        max(row.kv_lens),
-        bmm1_scale=row.head_dim**-0.5,
-        bmm2_scale=1.0,
-        window_left=row.window_left,
-        out=out.unflatten(0, (row.batch, rows)),
-        kv_layout="NHD",
-        q_len_per_req=rows,
-        mask=mask,
-    ).flatten(0, 1)
+    call = xqa_call(problem.q, problem.table, window_left=row.window_left, q_len_per_req=rows, mask=mask)
+    return lambda copy: call((problem.k_caches[copy], problem.v_caches[copy])).view(problem.q.shape)
 
 
 PREFILL_PEERS: dict[str, Prepare] = {

@@ -20,7 +20,7 @@ NOTE = (
     "Microseconds per launch: bf16, heads of 128, pages of 16. Bytes are those of all inputs read once and of outputs, "
     "or new tokens in the cache, written once; `TB/s` counts them. `copy` is a `copy_` that reads and writes as many. "
     f"`{report.SPEEDUP}` is the time of FlashInfer divided by that of attn_ops. "
-    "Replays are interleaved in one process, and the median is shown."
+    "Those two take turns in one process, the copy is timed after them, and medians are shown."
 )
 OURS, COPY = "attn_ops", "copy"
 HEAD_DIM, PAGE = 128, 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from benchmarks import (
     model,
     overheads,
     packages,
+    peers,
     plot,
     prefill,
     prefill_peers,
@@ -131,14 +133,38 @@ def test_flash_attn_is_called_as_its_functions_are_defined(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This library has functions of the same names and arguments."""
-    for peers in (decode_peers, prefill_peers):
-        monkeypatch.setattr(peers, "flash_attn", lambda: attn_ops.flash_attn)
+    for module in (decode_peers, prefill_peers):
+        monkeypatch.setattr(module, "flash_attn", lambda: attn_ops.flash_attn)
     step = prefill_problem.PrefillProblem(replace(STEP, **options), device="cpu")
     assert step.error(prefill_peers.flash_attn_varlen(step)(1), 1) < comparison.MAX_RELATIVE_ERROR
     even = DecodeProblem(replace(SMALL, lengths=(40, 40)), device="cpu")
     assert even.error(decode_peers.flash_attn_kvcache(even)(1), 1) < comparison.MAX_RELATIVE_ERROR
     with pytest.raises(NotMeasuredError, match="a contiguous cache needs requests of one length"):
         decode_peers.flash_attn_kvcache(DecodeProblem(SMALL, device="cpu"))
+
+
+def test_flashinfer_is_called_as_its_functions_are_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This library has functions and wrappers of the same names and arguments."""
+    for module in (peers, decode_peers, prefill_peers, small_ops):
+        monkeypatch.setattr(
+            module, "flashinfer", lambda name="": importlib.import_module(f"attn_ops.{name}" if name else "attn_ops")
+        )
+    even = DecodeProblem(SMALL, device="cpu")
+    for peer in (decode_peers.flashinfer_xqa, decode_peers.flashinfer_persistent):
+        assert even.error(peer(even)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    few = replace(STEP, qo_lens=(4, 4), kv_lens=(33, 12))
+    for peer, row in (
+        (prefill_peers.flashinfer_xqa, few),
+        (prefill_peers.flashinfer_xqa, replace(few, qo_lens=(1, 1))),
+        (prefill_peers.flashinfer_persistent, STEP),
+    ):
+        problem = prefill_problem.PrefillProblem(row, device="cpu")
+        assert problem.error(peer(problem)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    for name, of in small_ops.KINDS.items():
+        small = of.problem(small_ops.SmallRow("small", name, 2, 3, states=2, context=20, batch=2), "cpu")
+        assert small.error(small_ops._flashinfer(small)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    with pytest.raises(NotMeasuredError, match="equally many query rows"):
+        prefill_peers.flashinfer_xqa(prefill_problem.PrefillProblem(STEP, device="cpu"))
 
 
 def test_a_wrong_result_of_ours_ends_the_run(timed: list[str]) -> None:
