@@ -64,22 +64,7 @@ DEVICE void store(void* address, const Vector& x) {
                : "memory");
 }
 
-// Copies 16 bytes, or 4, to shared memory without registers: the assembler would move loads to their uses to save
-// these, and fewer would be in flight. Zeros unless `exists`. The thread reads them after wait_for_copies.
-DEVICE void copy_async(Vector* shared, const void* global, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :
-               : "r"(static_cast<uint32>(__cvta_generic_to_shared(shared))), "l"(global), "r"(exists ? 16 : 0)
-               : "memory");
-}
-
-DEVICE void copy_async(float* shared, const float* global, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-               :
-               : "r"(static_cast<uint32>(__cvta_generic_to_shared(shared))), "l"(global), "r"(exists ? 4 : 0)
-               : "memory");
-}
-
+// Copies from global to shared memory: a thread commits those that it has issued as a group, and waits for groups.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until all but this thread's last `kPending` groups of copies have arrived.

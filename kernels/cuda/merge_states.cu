@@ -15,14 +15,30 @@ using Element = Type::Element;
 
 constexpr int kThreads = 128;
 constexpr int kElements = Type::kElements;
-constexpr int kBatch = 4;    // states that are added to the softmax at once
-constexpr int kBatches = 2;  // that are copied at the same time
+// States that are added to the softmax at once. With few rows the latency of their loads counts; with many, memory is
+// faster if fewer loads are in flight.
+constexpr int kBatch = 4, kBatchOfFewRows = 8;
 
 // The online softmax of a packed row. row_max is the largest s so far, row_sum the sum of 2^(s - row_max), acc the sum
 // of 2^(s - row_max) * v over this thread's elements.
 struct Softmax {
   float row_max = -kInfinity, row_sum = 0.0f;
   float acc[kElements] = {};
+
+  Softmax() = default;
+
+  // As a thread has stored it.
+  __device__ __forceinline__ Softmax(const float (&shared)[kElements + 2][kThreads], int thread)
+      : row_max(shared[0][thread]), row_sum(shared[1][thread]) {
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) acc[e] = shared[e + 2][thread];
+  }
+
+  __device__ __forceinline__ void store(float (&shared)[kElements + 2][kThreads], int thread) const {
+    shared[0][thread] = row_max, shared[1][thread] = row_sum;
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) shared[e + 2][thread] = acc[e];
+  }
 
   template <int kStates>
   __device__ __forceinline__ void add(const float (&s)[kStates], const Vector (&v)[kStates]) {
@@ -45,6 +61,15 @@ struct Softmax {
     }
   }
 
+  // The states of another thread.
+  __device__ __forceinline__ void add(const Softmax& other) {
+    const float new_max = fmaxf(row_max, other.row_max), anchor = finite(new_max);
+    const float alpha = exp2_approx(row_max - anchor), other_alpha = exp2_approx(other.row_max - anchor);
+    row_max = new_max, row_sum = row_sum * alpha + other.row_sum * other_alpha;
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) acc[e] = acc[e] * alpha + other.acc[e] * other_alpha;
+  }
+
   __device__ __forceinline__ Vector output() const {
     const float inverse = row_sum > 0.0f ? reciprocal_approx(row_sum) : 0.0f;
     float value[kElements];
@@ -56,78 +81,101 @@ struct Softmax {
   __device__ __forceinline__ float lse() const { return row_max + log2_approx(row_sum); }
 };
 
-// What a thread owns: the Vector from element `column` on of a packed row. `vectors` are those of a row.
+// How packed rows and their Vectors lie over CTAs. Most threads make a few loads and end: divisions would take them longer
+// than the rest before the first load, so they are multiplications by ceil(2^32 / divisor).
+struct Layout {
+  int64 packed_rows;  // rows * heads
+  int heads, vectors;
+  int64 of_heads, of_vectors;  // ceil(2^32 / heads) and of vectors
+
+  // n / divisor while n * divisor < 2^32: the inverse exceeds 2^32 / divisor by less than 1.
+  __device__ __forceinline__ static uint32 divide(uint32 n, int64 inverse) { return n * static_cast<uint64>(inverse) >> 32; }
+};
+
+// What a thread owns: the Vector from element `column` on of a packed row, of which a CTA has `rows`. `group` numbers the
+// rows of all threads: with several parts, those after `rows` are the same rows again.
 struct Place {
   int64 packed_row, row;
-  int head, column;
+  int head, column, group;
   bool exists;
 
-  __device__ __forceinline__ Place(int64 packed_rows, int heads, int vectors) {
-    const int rows = kThreads / vectors, index = static_cast<int>(threadIdx.x) / vectors;
-    packed_row = static_cast<int64>(blockIdx.x) * rows + index;
-    exists = index < rows && packed_row < packed_rows;
-    column = (static_cast<int>(threadIdx.x) - index * vectors) * kElements;
-    if (packed_rows >> 32) {
-      row = packed_row / heads;
-    } else {  // a division of 32 bits takes a fifth of the time
-      row = static_cast<uint32>(packed_row) / static_cast<uint32>(heads);
-    }
-    head = static_cast<int>(packed_row - row * heads);
+  __device__ __forceinline__ Place(const Layout& to, int rows, int parts = 1) {
+    group = Layout::divide(threadIdx.x, to.of_vectors);
+    const int first = parts > 1 ? group % rows : group;
+    packed_row = static_cast<int64>(blockIdx.x) * rows + first;
+    exists = group < rows * parts && packed_row < to.packed_rows;
+    column = (static_cast<int>(threadIdx.x) - group * to.vectors) * kElements;
+    row = to.packed_rows * to.heads >> 32 ? packed_row / to.heads : Layout::divide(packed_row, to.of_heads);
+    head = static_cast<int>(packed_row - row * to.heads);
   }
 };
 
-// Grid: blocks of kThreads / vectors packed rows.
-// Owns: a CTA owns that many packed rows, and merges all states of each.
-// Loop invariant: `softmax` is that of the states before `state`. The copies of those from `state` to
-// `state + kBatches * kBatch` are under way. A thread reads what it has copied itself: there are no barriers.
+// The states of this thread's Vector.
+struct States {
+  const Element* v;
+  const float* s;
+  int64 stride_v, stride_s;
+
+  // Adds N states from `first` on, whose loads are in flight together.
+  template <int N>
+  __device__ __forceinline__ void add_to(Softmax& softmax, int first) const {
+    float lses[N];
+    Vector values[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      lses[i] = s[(first + i) * stride_s];
+      values[i] = load_streaming(v + (first + i) * stride_v);
+    }
+    softmax.add(lses, values);
+  }
+};
+
+// Grid: blocks of `rows` packed rows.
+// Owns: a CTA owns that many packed rows, and merges all states of each: a thread those of a part, then the threads of
+//     part 0 the others'.
+// Loop invariant: `softmax` is that of the part's states before `state`.
+// Barrier: one, with several parts, before the softmax of the others is read.
 // Bound by: memory bandwidth; with few rows by latency, since batches of states are loaded one after the other.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_states_kernel(const Element* v,   // [rows, states, heads, vectors * kElements]
                         const float* s,     // [rows, states, heads]
                         Element* out,       // [rows, heads, vectors * kElements], contiguous
                         float* lse,         // [rows, heads], contiguous
-                        int64 packed_rows,  // rows * heads
-                        int states, int heads, int vectors, int64 stride_v_row, int64 stride_v_state,
-                        int64 stride_v_head, int64 stride_s_row, int64 stride_s_state) {
-  const Place at(packed_rows, heads, vectors);
+                        int64 packed_rows, int heads, int vectors, int64 of_heads, int64 of_vectors, int rows,
+                        int states, int parts, int part_states,  // parts * part_states >= states
+                        int64 stride_v_row, int64 stride_v_state, int64 stride_v_head, int64 stride_s_row,
+                        int64 stride_s_state) {
+  const Place at({packed_rows, heads, vectors, of_heads, of_vectors}, rows, parts);
+  const int part = parts > 1 ? at.group / rows : 0;
   wait_for_earlier_kernels();
   launch_later_kernels();
-  if (!at.exists) return;
-  v += at.row * stride_v_row + at.head * stride_v_head + at.column;
-  s += at.row * stride_s_row + at.head;
-  __shared__ Vector copied_v[kBatches][kBatch][kThreads];
-  __shared__ float copied_s[kBatches][kBatch][kThreads];
-  const auto copy = [&](int batch, int first) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const bool exists = first + i < states;
-      copy_async(&copied_v[batch][i][threadIdx.x], exists ? v + (first + i) * stride_v_state : v, exists);
-      copy_async(&copied_s[batch][i][threadIdx.x], exists ? s + (first + i) * stride_s_state : s, exists);
-    }
-    commit_copies();
-  };
-#pragma unroll
-  for (int batch = 0; batch < kBatches; ++batch) copy(batch, batch * kBatch);
   Softmax softmax;
-  int batch = 0;
-  for (int state = 0; state < states; state += kBatch) {
-    wait_for_copies<kBatches - 1>();
-    float lses[kBatch];
-    Vector values[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      lses[i] = state + i < states ? copied_s[batch][i][threadIdx.x] : -kInfinity;
-      values[i] = copied_v[batch][i][threadIdx.x];
+  if (at.exists) {
+    const States of_row = {v + at.row * stride_v_row + at.head * stride_v_head + at.column,
+                           s + at.row * stride_s_row + at.head, stride_v_state, stride_s_state};
+    int state = part * part_states;
+    const int end = min(state + part_states, states);
+    if (parts > 1)
+      for (; state + kBatchOfFewRows <= end; state += kBatchOfFewRows) of_row.add_to<kBatchOfFewRows>(softmax, state);
+    for (; state + kBatch <= end; state += kBatch) of_row.add_to<kBatch>(softmax, state);
+    switch (end - state) {
+      case 3: of_row.add_to<3>(softmax, state); break;
+      case 2: of_row.add_to<2>(softmax, state); break;
+      case 1: of_row.add_to<1>(softmax, state); break;
     }
-    softmax.add(lses, values);
-    copy(batch, state + kBatches * kBatch);
-    batch = (batch + 1) % kBatches;
   }
+  if (parts > 1) {
+    __shared__ float sums[kElements + 2][kThreads];
+    softmax.store(sums, threadIdx.x);
+    __syncthreads();
+    for (int i = 1; i < parts && part == 0; ++i) softmax.add(Softmax(sums, threadIdx.x + i * rows * vectors));
+  }
+  if (!at.exists || part > 0) return;
   store(out + at.packed_row * (vectors * kElements) + at.column, softmax.output());
   if (at.column == 0) lse[at.packed_row] = softmax.lse();
 }
 
-// Grid: blocks of kThreads / vectors packed rows.
+// Grid: blocks of `rows` packed rows.
 // Owns: a CTA owns that many packed rows, and merges the states a and b of each.
 // Bound by: memory bandwidth; with few rows by launch latency.
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -136,9 +184,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                        const Element* v_b, const float* s_b,
                        Element* out,  // [rows, heads, vectors * kElements], contiguous
                        float* lse,    // [rows, heads], contiguous
-                       int64 packed_rows, int heads, int vectors, int64 stride_va_row, int64 stride_va_head,
-                       int64 stride_sa_row, int64 stride_vb_row, int64 stride_vb_head, int64 stride_sb_row) {
-  const Place at(packed_rows, heads, vectors);
+                       int64 packed_rows, int heads, int vectors, int64 of_heads, int64 of_vectors, int rows,
+                       int64 stride_va_row, int64 stride_va_head, int64 stride_sa_row, int64 stride_vb_row,
+                       int64 stride_vb_head, int64 stride_sb_row) {
+  const Place at({packed_rows, heads, vectors, of_heads, of_vectors}, rows);
   wait_for_earlier_kernels();
   launch_later_kernels();
   if (!at.exists) return;
@@ -151,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (at.column == 0) lse[at.packed_row] = softmax.lse();
 }
 
-// Grid: blocks of kThreads / vectors packed rows.
+// Grid: blocks of `rows` packed rows.
 // Owns: a CTA owns that many packed rows, merges the other state into each and stores it in place.
 // Barrier: one, between the loads of s and its store, since several threads load the same element.
 // Bound by: memory bandwidth; with few rows by launch latency.
@@ -160,9 +209,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                                 float* s,    // [rows, heads]
                                 const Element* v_other, const float* s_other,
                                 const unsigned char* merged,  // [rows]: whether a row is merged, or null for all
-                                int64 packed_rows, int heads, int vectors, int64 stride_v_row, int64 stride_v_head,
-                                int64 stride_s_row, int64 stride_vo_row, int64 stride_vo_head, int64 stride_so_row) {
-  const Place at(packed_rows, heads, vectors);
+                                int64 packed_rows, int heads, int vectors, int64 of_heads, int64 of_vectors, int rows,
+                                int64 stride_v_row, int64 stride_v_head, int64 stride_s_row, int64 stride_vo_row,
+                                int64 stride_vo_head, int64 stride_so_row) {
+  const Place at({packed_rows, heads, vectors, of_heads, of_vectors}, rows);
   wait_for_earlier_kernels();
   launch_later_kernels();
   const bool merges = at.exists && (!merged || merged[at.row]);

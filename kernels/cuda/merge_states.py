@@ -16,18 +16,30 @@ THREADS = 128
 
 VECTOR_BYTES = 16
 
+PART_STATES = 8
+"""States of a part at least, which are loaded at once."""
+
+MAX_THREADS = 1 << 17
+"""Threads that a Hopper GPU runs at once, about: fewer rows leave room for parts of their states."""
+
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """dtype -> the macro DTYPE."""
 
-SIZES = {"packed_rows": "i64", "heads": "i32", "vectors": "i32"}
+SIZES = {
+    "packed_rows": "i64",
+    **dict.fromkeys(("heads", "vectors"), "i32"),
+    **dict.fromkeys(("of_heads", "of_vectors"), "i64"),
+    "rows": "i32",
+}
+"""Parameters of all three kernels: ``Layout``, and the packed rows of a CTA."""
 
 MERGE_STATES = Kernel(
     "merge_states.cu",
     "merge_states_kernel",
     {
         **dict.fromkeys(("v", "s", "out", "lse"), "pointer"),
-        "packed_rows": "i64",
-        **dict.fromkeys(("states", "heads", "vectors"), "i32"),
+        **SIZES,
+        **dict.fromkeys(("states", "parts", "part_states"), "i32"),
         **dict.fromkeys(("stride_v_row", "stride_v_state", "stride_v_head", "stride_s_row", "stride_s_state"), "i64"),
     },
     writes=("out", "lse"),
@@ -70,21 +82,35 @@ SPECIALIZATIONS = {
 """By op and dtype."""
 
 
-def _sizes(v: Tensor) -> tuple[tuple[Any], dict[str, Any]]:
+def _sizes(v: Tensor, parts: int = 1) -> tuple[tuple[Any], dict[str, Any]]:
     """The grid, and the arguments of :data:`SIZES`, for ``v [rows, ..., heads, head_dim]``."""
-    heads, dim = v.shape[-2:]
-    vectors = int(dim) * v.itemsize // VECTOR_BYTES
-    rows_of_cta = THREADS // vectors
-    packed_rows = v.shape[0] * heads
-    grid = ((packed_rows + rows_of_cta - 1) // rows_of_cta,)
-    return grid, {"packed_rows": packed_rows, "heads": heads, "vectors": vectors}
+    heads, vectors = v.shape[-2], _vectors(v)
+    rows, packed_rows = THREADS // vectors // parts, v.shape[0] * heads
+    inverses = {"of_heads": -(-(1 << 32) // torch.sym_max(heads, 1)), "of_vectors": -(-(1 << 32) // vectors)}
+    sizes = {"packed_rows": packed_rows, "heads": heads, "vectors": vectors, **inverses, "rows": rows}
+    return ((packed_rows + rows - 1) // rows,), sizes
+
+
+def _vectors(v: Tensor) -> int:
+    """Vectors of a row."""
+    return int(v.shape[-1]) * v.itemsize // VECTOR_BYTES
+
+
+def _parts(v: Tensor) -> int:
+    """Parts of the states of a row, each merged by other threads, if there are few rows: one if a graph does not know."""
+    packed_rows, states = v.shape[0] * v.shape[2], v.shape[1]
+    if not (isinstance(packed_rows, int) and isinstance(states, int)):
+        return 1
+    vectors = _vectors(v)
+    return max(min(states // PART_STATES, THREADS // vectors, MAX_THREADS // max(packed_rows * vectors, 1)), 1)
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    if v.shape[1] == 2:  # with all loads in registers: no fixed number of copies in flight, of which most are for none
+    if v.shape[1] == 2:
         return merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
     out, lse = allocate_merge_states(v, s)
-    grid, sizes = _sizes(v)
+    parts = _parts(v)
+    grid, sizes = _sizes(v, parts)
     launch(
         SPECIALIZATIONS["merge_states", v.dtype],
         grid,
@@ -93,6 +119,8 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         out=out,
         lse=lse,
         states=v.shape[1],
+        parts=parts,
+        part_states=(v.shape[1] + parts - 1) // parts,
         stride_v_row=v.stride(0),
         stride_v_state=v.stride(1),
         stride_v_head=v.stride(2),

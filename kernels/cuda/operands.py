@@ -38,12 +38,12 @@ FP8_TYPES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
 """``Fp8Type`` of the sources."""
 
 
-def box_of_pages(page_size: int, tile_tokens: int) -> int:
-    """Tokens of a box of paged KV: a page, or a part of it that lies in one KV tile and in one KV block.
+def box_of_pages(page_size: int, most: int) -> int:
+    """Tokens of a box of paged KV: a page, or a part of it of at most ``most`` tokens that lies in one KV block.
 
     Splits begin at KV blocks. One that began inside of a box would see the keys of the split before it.
     """
-    return math.gcd(page_size, min(tile_tokens, KV_BLOCK))
+    return math.gcd(page_size, min(most, KV_BLOCK))
 
 
 def paged_map(t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box: int) -> tuple[TensorMap, int, int]:

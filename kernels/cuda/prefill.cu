@@ -20,7 +20,7 @@
 //                   also transpose values
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
 //
-// The scheduler takes the next unit from a counter (`Schedule`) when producer K comes to the last tile of a unit: early
+// The scheduler takes the next unit from a counter (`Schedule`) when producer K has kTilesAhead tiles of a unit left: early
 // enough that nobody waits for it, and as late as that allows, so that CTAs end together. The unit goes to the producers
 // through `unit` in shared memory, and from producer Q to the consumers with the queries.
 //
@@ -40,7 +40,7 @@
 //     2.  [consumer]    wait for q_full[b]
 // mainloop, for each KV tile j of the unit
 //     3.  [producer K]  wait for k_empty[j]; expect the bytes of the tile on k_full[j]; issue a TMA load for each box;
-//                       load the page numbers of tile j+1. Before the last tile of the unit: arrive on unit_empty
+//                       load the page numbers of tile j+1. With kTilesAhead tiles of the unit left: arrive on unit_empty
 //     4.  [producer V]  the same with v. Where the KV ends, or a window begins, inside a box: wait for the loads on
 //                       `staging`, set the other rows of the box to 0, arrive on v_full[j]
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
@@ -168,7 +168,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
       .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,
       .max_items = max_items, .max_batch = max_batch, .num_kv_heads = num_kv_heads, .group = group,
-      .page_size = page_size, .box = box, .tile_rows = tile_rows, .num_items = num_items, .queue = queue,
+      .page_size = page_size, .box = box, .tile_rows = tile_rows, .num_items = num_items,
+      .slots = slots, .queue = queue,
   };
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
@@ -219,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
 #if !KV_FP8 && !Q_FP8
     constexpr const float* kv_scale = nullptr;
 #endif
-    consume(warp / 4 - 1, p, {scale, cap, {sinks, out, lse, partial, slots, out_type, kv_scale}}, shared);
+    consume(warp / 4 - 1, p, {scale, cap, {sinks, out, lse, partial, out_type, kv_scale}}, shared);
   }
   stop_clocks();
 }

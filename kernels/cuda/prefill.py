@@ -58,6 +58,8 @@ Q_FP8_KERNEL = _kernel("map", {**MAPPED, "kv_scale": "pointer"}, ("q", "out"))
 class Tile(NamedTuple):
     """Sizes of a pair of head dims, ``kTile``, ``kKeyStages``, ``kValueStages`` and ``kQueries`` of the source.
 
+    box                most tokens of a TMA box of keys and values. Boxes after the last token are not read, and values
+                       after it in the last box are cleared; but a box, with ragged KV of 64 columns, is an instruction
     transposed_stages  ``kTransposedStages`` of FP8 products
     """
 
@@ -65,6 +67,7 @@ class Tile(NamedTuple):
     key_stages: int
     value_stages: int
     queries: int
+    box: int
     transposed_stages: int = 0
 
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int) -> int:
@@ -75,17 +78,17 @@ class Tile(NamedTuple):
 
 
 TILES = {
-    (64, 64): Tile(192, 4, 4, 2),
-    (128, 128): Tile(128, 2, 2, 2),
-    (192, 128): Tile(128, 2, 2, 1),
-    (256, 256): Tile(64, 3, 2, 1),
+    (64, 64): Tile(192, 4, 4, 2, 64),
+    (128, 128): Tile(128, 2, 2, 2, 32),
+    (192, 128): Tile(128, 2, 2, 1, 128),
+    (256, 256): Tile(64, 3, 2, 1, 32),
 }
 """By the head dims of keys and of values, of 16-bit products."""
 
 FP8_TILES = {
-    (64, 64): Tile(128, 4, 2, 2, 4),
-    (128, 128): Tile(128, 4, 2, 2, 4),
-    (256, 256): Tile(64, 4, 2, 1, 4),
+    (64, 64): Tile(128, 4, 2, 2, 64, 4),
+    (128, 128): Tile(128, 4, 2, 2, 32, 4),
+    (256, 256): Tile(64, 4, 2, 1, 32, 4),
 }
 """Of FP8 products."""
 
@@ -124,17 +127,16 @@ LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*D
 
 
 def ragged_map(t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int) -> tuple[TensorMap, int, int]:
-    """The map of ragged keys or values. Heads are its outermost dimension."""
+    """The map of ragged keys or values. Heads are its outermost dimension. A box has one block of columns."""
     _, token, head = strides
     columns = row_columns(t)
-    blocks = t.shape[-1] // columns
-    shape, boxes = (heads, blocks, tokens, columns), (1, blocks, box, columns)
+    shape, boxes = (heads, t.shape[-1] // columns, tokens, columns), (1, 1, box, columns)
     return TensorMap(t, shape, (head, columns, token, 1), boxes, columns * t.element_size()), 0, 1
 
 
-def kv_arguments(x: Operands, paged: bool, page_size: int, tokens: int) -> dict[str, Any]:
-    """The arguments of keys and values of the query's dtype, for KV tiles of ``tokens``."""
-    box = box_of_pages(page_size, tokens) if paged else tokens
+def kv_arguments(x: Operands, paged: bool, page_size: int, tile: Tile) -> dict[str, Any]:
+    """The arguments of keys and values of the query's dtype."""
+    box = box_of_pages(page_size, tile.box) if paged else tile.box
     make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
         make_map(t, strides, x.heads[1], extent, box) for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
@@ -191,7 +193,7 @@ def launch_tiles(
         of_kv = converted_arguments(x, o.kv_scale)
     else:
         scale = {"kv_scale": o.kv_scale} if fp8 else {}
-        of_kv = kv_arguments(x, paged, page_size, tile_of(dims, x.q.dtype).tokens) | scale
+        of_kv = kv_arguments(x, paged, page_size, tile_of(dims, x.q.dtype)) | scale
     q_map, q_box_rows = query_map(x.q, group)
     block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
     num_units = num_items * num_kv_heads * -(-tile_rows * group // block_rows)

@@ -115,7 +115,7 @@ struct Results {
   const float* sinks;  // of each head, or null
   void* out;
   float *lse, *partial;  // lse may be null
-  int slots, out_type;
+  int out_type;
   const float* kv_scale;  // of FP8 keys and values, or null
 };
 
@@ -126,31 +126,36 @@ struct Arguments {
 
 // Divides by the row sums and stores output and LSE, or the partial result. `line` is this thread's first packed row of
 // the unit.
-DEVICE void store(Output& output, Rows& rows, const Problem& p, DivideByGroup row_of, const Results& to,
+DEVICE void store(Output& output, const Rows& rows, const Problem& p, DivideByGroup row_of, const Results& to,
                   const QueryBlock& block, int line) {
-  const int lane = threadIdx.x % 32, first = uniform(block.remainder) + line;
-  const int slot = block.slot, num_heads = p.num_kv_heads * p.group;
-  const int64 first_row = slot < 0 ? int64(block.row) : int64(slot) * p.tile_rows + block.row_of_item;
-  float norm[2];
+  const int first = uniform(block.remainder) + line, num_heads = p.num_kv_heads * p.group;
+  const bool split = block.slot >= 0;
+  const float sums[2] = {sum_of_quad(rows.row_sum[0]), sum_of_quad(rows.row_sum[1])};
+  float norm[2], lse[2];
   int64 to_row[2];
   bool exists[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int packed = first + 8 * r, row = row_of(packed), head = block.head + packed - row * p.group;
-    exists[r] = row < block.count && uint32(block.row + row) < uint32(p.rows) && slot < to.slots;
-    float row_max = rows.row_max[r], sum = sum_of_quad(rows.row_sum[r]), alpha = 1;
-    if (to.sinks && slot < 0) {  // the combine kernel adds the sink to split tiles
-      const float sink = (exists[r] ? to.sinks[head] : -kInfinity) * kLog2e, joined = fmaxf(row_max, sink);
+    const int packed = first + 8 * r, row = row_of(packed), head = packed - row * p.group;
+    exists[r] = row < block.stored;
+    to_row[r] = block.first + int64(row) * num_heads + head;
+    float row_max = rows.row_max[r], sum = sums[r], alpha = 1;
+    if (to.sinks && !split) {  // the combine kernel adds the sink to split tiles
+      const float sink = (exists[r] ? to.sinks[block.head + head] : -kInfinity) * kLog2e, joined = fmaxf(row_max, sink);
       const float anchor = finite(joined);
       alpha = exp2f(row_max - anchor), sum = sum * alpha + exp2f(sink - anchor), row_max = joined;
     }
     norm[r] = (sum > 0 ? alpha / sum : 0.f) * (to.kv_scale ? to.kv_scale[1] : 1.f);
-    to_row[r] = (first_row + row) * num_heads + head;
-    float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * num_heads * kDimVo;
-    if (lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max + log2f(sum);
+    lse[r] = row_max + log2f(sum);
+  }
+  float* to_lse = to.lse;
+  if (split) to_lse = to.partial + int64(p.slots) * p.tile_rows * num_heads * kDimVo;
+  if (to_lse && threadIdx.x % 4 == 0) {
+    if (exists[0]) to_lse[to_row[0]] = lse[0];
+    if (exists[1]) to_lse[to_row[1]] = lse[1];
   }
   rescale(output, norm);
-  if (slot >= 0) return store_partial<kDimVo>(to.partial, output, 0, to_row, exists);
+  if (split) return store_partial<kDimVo>(to.partial, output, 0, to_row, exists);
   store_as<kDimVo>(to.out_type, to.out, output, 0, to_row, exists);
 }
 
@@ -248,10 +253,10 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   for (uint32 n = 0;; ++n) {
     wait_for_queries(n);
     const QueryBlock& block = shared.query_blocks[n % kQueryBlocks];
-    const int count = uniform(block.count), low = uniform(block.low), high = uniform(block.high);
+    const int stored = uniform(block.stored), low = uniform(block.low), high = uniform(block.high);
     const int start = uniform(block.start), end = uniform(block.end);
-    mark(count > 0 ? kWaitUnit : kIdle);
-    if (count <= 0) return;
+    mark(stored >= 0 ? kWaitUnit : kIdle);
+    if (stored < 0) return;
     tally(kUnits);
     const int remainder = uniform(block.remainder);
     const uint32 q_empty = shared_address(&shared.q_empty[n % kQueries]);
@@ -268,7 +273,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     // Tiles within these bounds are visible to all rows of this consumer.
     const int last_row = row_of(remainder + first_line + kPackedRows - 1);
     const int visible_begin = low + last_row, visible_end = min(end, high + row_of(remainder + first_line));
-    const bool all_rows = last_row < count;
+    const bool all_rows = last_row < stored;
     const int plain_end = folded && arguments.cap <= 0 ? visible_end : 0;  // and need no more if they end before this
 
     Output output;
@@ -349,7 +354,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         wait_for_queries(n + 1);
         mark(kWaitUnit);
         const QueryBlock& following = shared.query_blocks[(n + 1) % kQueryBlocks];
-        if (uniform(following.count) > 0 && uniform(following.start) < uniform(following.end)) {
+        if (uniform(following.stored) >= 0 && uniform(following.start) < uniform(following.end)) {
           base += tiles;
           issue_tile(logits, n + 1, base);
           wgmma_wait<1>();

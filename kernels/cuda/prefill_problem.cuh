@@ -24,6 +24,7 @@ constexpr int kKeyStages =  // KV tiles of the ring of keys
     kFp8Products || kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;
 constexpr int kValueStages = !kFp8Products && kDimQk == 64 ? 4 : 2;  // and of values
 constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
+constexpr int kTilesAhead = kKeyStages > 2 ? 1 : 3;                  // KV tiles left to load when the next unit is taken
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
 constexpr int kQueryBlocks = 2 * kQueries;                            // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                       // of a consumer
@@ -53,14 +54,13 @@ enum NamedBarrier { kBothConsumers = 1 };
 // A consumer releases a query buffer before its epilogue, which still reads the unit: so there are more of these. The
 // one of unit n is written again for unit n + kQueryBlocks, when consumers have released the queries of a unit after n.
 struct QueryBlock {
-  int row;            // of q: the first query row
-  int count;          // query rows of the work item from there on. No unit follows if it is 0
+  int stored;         // query rows from the unit's first one on whose results are stored. No unit follows if negative
   int low, high;
   int start, end;     // KV tokens
   int slot;           // of the partial result, negative without a split
-  int row_of_item;    // the first query row in its work item
   int head;           // the first of the KV head's group
   int remainder;      // of the first packed row divided by the group
+  int64 first;        // where the first query row and head are stored: its number among those of `out` or `partial`
 };
 
 struct Unit : Item {     // `start` to `end` are loaded. No unit follows if `count` is 0
@@ -92,7 +92,7 @@ struct Shared {
 struct Problem {
   const int *qo_indptr, *kv_indices, *work;
   int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
-  int page_size, box, tile_rows, num_items;
+  int page_size, box, tile_rows, num_items, slots;
   int* queue;  // of the plan; null without one
 
   DEVICE bool split_kv() const { return tile_rows * group <= kPackedRows; }

@@ -18,7 +18,7 @@ DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
   }
 }
 
-// One warp: the KV tiles of all units into a ring. That of keys asks for the next unit before the last tile of one.
+// One warp: the KV tiles of all units into a ring. That of keys asks for the next unit when kTilesAhead tiles are left.
 // Boxes after the end lie outside of the tensor map and read as zeros.
 // Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
 // 0, since a probability of 0 times NaN is NaN.
@@ -42,10 +42,11 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
     const Unit unit = wait_for_unit(n, shared);
     if (unit.count <= 0) return;
     uint32 number = load_page(unit, unit.start);
-    if (VALUES || unit.start >= unit.end) release_unit(shared);
+    bool released = VALUES || unit.start >= unit.end;
+    if (released) release_unit(shared);
     mark(kSchedule);
     for (int first = unit.start; first < unit.end;) {
-      if (!VALUES && first + kTile >= unit.end) release_unit(shared);
+      if (!released && unit.end - first <= kTilesAhead * kTile) release_unit(shared), released = true;
       const uint32 stage = tile % kStages, to = ring + stage * kBytes;
       const int token = first + lane * box, visible = unit.end - first;
       // After the end, outside of the map.
@@ -62,10 +63,14 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
       for (int i = 0; i < boxes; ++i) {
         const int row_of_box = __shfl_sync(~0u, row, i), head_of_box = __shfl_sync(~0u, head, i);
         if (elect()) {
-          if (PAGED)
+          if (PAGED) {
             load_box(to + i * box / 8 * TileLayout<kDim>::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box, barrier);
-          else
-            load_box(to + i * box * kRowBytes, source.map, 0, row_of_box, 0, head_of_box, barrier);
+          } else {
+#pragma unroll
+            for (int block = 0; block < kDim / kColumns; ++block)
+              load_box(to + block * TileLayout<kDim>::kColumn + i * box * kRowBytes, source.map, 0, row_of_box, block,
+                       head_of_box, barrier);
+          }
         }
       }
       if (zero) {
@@ -117,17 +122,20 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
 }
 
 DEVICE QueryBlock query_block(const Problem& p, const Unit& unit) {
+  if (unit.count <= 0) return {.stored = -1};
+  const int row = unit.row + unit.first_row, head = unit.kv_head * p.group;
+  const bool exists = row >= 0 && unit.slot < p.slots;
+  const int64 to_row = unit.slot < 0 ? int64(row) : int64(unit.slot) * p.tile_rows + unit.first_row;
   return {
-      .row = unit.row + unit.first_row,
-      .count = unit.count - unit.first_row,
+      .stored = exists ? max(min(unit.count - unit.first_row, p.rows - row), 0) : 0,
       .low = relative_bound(unit.position, unit.first_row, -p.window_left, kBeforeAll),
       .high = relative_bound(unit.position, unit.first_row + 1, p.window_right, kMaxTokens),
       .start = unit.start,
       .end = unit.end,
       .slot = unit.slot,
-      .row_of_item = unit.first_row,
-      .head = unit.kv_head * p.group,
+      .head = head,
       .remainder = unit.first_packed_row - unit.first_row * p.group,
+      .first = to_row * (p.num_kv_heads * p.group) + head,
   };
 }
 
@@ -138,7 +146,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
   mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
   mark(kWaitEmpty);
-  if (thread == 0) shared.query_blocks[n % kQueryBlocks] = exists ? query_block(p, unit) : QueryBlock{};
+  if (thread == 0) shared.query_blocks[n % kQueryBlocks] = query_block(p, unit);
   const uint32 to = shared_address(shared.query[buffer][0]);
   if (exists && q.box_rows) {
     const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_row;

@@ -30,13 +30,14 @@ SHAPES = (
     (5, 3, 4, 64),
     (700, 2, 32, 128),
     (33, 70, 3, 80),
+    (9, 23, 4, 128),
     (7, 4, 5, 16),
     (3, 9, 2, 512),
     (129, 8, 7, 256),
     (4, 0, 2, 16),
     (0, 3, 2, 16),
 )
-"""Rows, states, heads, head_dim: fewer, as many and more states than are copied at once; rows that do not fill CTAs."""
+"""Rows, states, heads, head_dim: fewer, as many and more states than are loaded at once; rows that do not fill CTAs."""
 
 
 def _check(out: Tensor, lse: Tensor, v: Tensor, s: Tensor) -> None:

@@ -123,7 +123,8 @@ def test_units_are_the_work_of_the_plan(
         num_ctas=16,
     )
     plan = planner.plan(indptr(qo_lens), *(tables if paged else (indptr(kv_lens),)))
-    box = prefill.box_of_pages(page_size, TILE) if paged else TILE
+    box = prefill.TILES[128, 128].box
+    box = prefill.box_of_pages(page_size, box) if paged else box
     sizes = {"pages": 1 << 20} if paged else {"kv_rows": sum(kv_lens)}
     right = {"right": 0} if causal else {}
     units = _units(programs[paged], plan, total + padding, box, 13, **sizes, **right)
