@@ -38,15 +38,23 @@ HOST_GOALS = {
 }
 
 IMPORT = "import time, torch; t = time.perf_counter(); import attn_ops; print(time.perf_counter() - t)"
+FIRST_CALL_PARTS = ("Triton's driver and hash", "plan", "decode")
 FIRST_CALL = """
 import time, torch, attn_ops
+from attn_ops.eager.startup import wait_until_prepared
 planner = attn_ops.DecodePlanner(4, 64, page_size=16, num_qo_heads=32, num_kv_heads=8, head_dim=128, device="cuda")
 q = torch.randn(4, 32, 128, device="cuda", dtype=torch.bfloat16)
 k = torch.randn(64, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
 table = [torch.tensor(t, dtype=torch.int32, device="cuda") for t in ([0, 16, 32, 48, 64], range(64), [16] * 4)]
-torch.cuda.synchronize(); t = time.perf_counter()
-torch.ops.attn.batch_decode(q, k, k, planner.plan(*table), planner.workspace)
-torch.cuda.synchronize(); print(time.perf_counter() - t)
+
+def timed(call, *args):
+    torch.cuda.synchronize(); t = time.perf_counter()
+    call(*args)
+    torch.cuda.synchronize(); print(time.perf_counter() - t)
+
+timed(wait_until_prepared)
+timed(planner.plan, *table)
+timed(torch.ops.attn.batch_decode, q, k, k, planner.state, planner.workspace)
 """
 
 
@@ -89,14 +97,14 @@ class _Step:
         plan, (k, v), q = planner.plan(*self.table), self.cache.unbind(1), self.q
         new_k, new_v = torch.randn(2, self.batch, 8, 128, device="cuda", dtype=torch.bfloat16).unbind()
         rows = torch.arange(self.batch, device="cuda", dtype=torch.int32)
-        position = plan.kv_len - 1
+        position, fields = plan.kv_len - 1, list(plan)
         library = torch.library.Library("attn_benchmark", "FRAGMENT")
         library.define("nothing" + SCHEMAS["batch_decode"])
         library.impl("nothing", lambda *args: (q, q), "CUDA")
         self.library, ops = library, torch.ops.attn
         return {
             DECODE: lambda: ops.batch_decode(q, k, v, plan, planner.workspace),
-            EMPTY_OP: lambda: torch.ops.attn_benchmark.nothing(q, k, v, plan, planner.workspace),
+            EMPTY_OP: lambda: torch.ops.attn_benchmark.nothing(q, k, v, fields, planner.workspace),
             "append_kv": lambda: ops.append_kv(new_k, new_v, k, v, rows, position, plan.kv_indices, plan.kv_indptr),
             "torch.Tensor.add_": lambda: position.add_(0),
         }
@@ -165,20 +173,29 @@ def headline(rows: list[report.Row]) -> str:
     return f"Host time: {'; '.join(parts)}."
 
 
-def _in_new_process(program: str) -> float:
-    """What the program prints last, with an empty Triton cache."""
+def _in_new_process(program: str) -> list[float]:
+    """The numbers that the program prints, with an empty Triton cache."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TRITON_CACHE_DIR": folder}
         done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+    return [float(number) for number in done.stdout.split()]
+
+
+def _first_call() -> list[report.Row]:
+    """The first plan and decode, and what they wait for one after the other."""
+    parts = _in_new_process(FIRST_CALL)
+    rows = [_row("first plan and decode, empty caches", sum(parts), "s", "<= 3")]
+    for name, seconds in zip(FIRST_CALL_PARTS, parts, strict=True):
+        rows.append(_row(f"of it, {name}", seconds, "s", None))
+    return rows
 
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the overheads."""
     rows = [*_host(), *_device(), *_memory()]
-    rows.append(_row("first plan and decode, empty caches", _in_new_process(FIRST_CALL), "s", "<= 3"))
+    rows += _first_call()
     rows.append(
-        _row("import attn_ops after torch", 1e3 * min(_in_new_process(IMPORT) for _ in range(3)), "ms", "<= 150")
+        _row("import attn_ops after torch", 1e3 * min(_in_new_process(IMPORT)[0] for _ in range(3)), "ms", "<= 150")
     )
     report.save("overheads", "Overheads", NOTE, rows, args.output, headline(rows))

@@ -5,20 +5,22 @@ The key is that of a prepared call (:mod:`attn_ops.eager.prepared_call`) without
 sizes of a plan's tensors in the place of their identity. Without the extension module every call is checked.
 
 Ops         behind the dispatcher
-Frontend    :func:`call_op`, before it, unless a mode, transform, tracer or profiler must observe the op
+With plans  :func:`call_with_plan`, before it, unless a mode, transform, tracer or profiler must observe the op
+Frontend    :func:`call_op`, likewise
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
+from torch import Tensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from attn_ops.eager.captured_call import _C
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
-from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, OpCall, flatten_tensors, has_gradients
+from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, dispatch, passed_on
 
 Check = Callable[[Sequence[Any], dict[str, Any]], Callable[..., Any]]
 """``check(args, kwargs)`` refuses a call of an op, or returns the function that makes it and others of its key."""
@@ -48,7 +50,7 @@ class CheckedCalls:
         return self.check(args, kwargs)(*args, **kwargs)
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(torch.ops.attn, self.name)(*args, **kwargs)
+        return dispatch(getattr(torch.ops.attn, self.name), args, kwargs)
 
     def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         function = self.check(args, kwargs)
@@ -59,10 +61,8 @@ class CheckedCalls:
         return function(*args, **kwargs)
 
     def _on_direct_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        dispatched = None if key is None else OpCall(self.name, tuple(args), kwargs).as_dispatched()
-        if dispatched is None or has_gradients(flatten_tensors((*args, *kwargs.values()))):
-            return self._dispatched(*args, **kwargs)
-        return self._on_miss(key, args, dispatched)
+        call = None if key is None else passed_on(self.name, args, kwargs)
+        return self._dispatched(*args, **kwargs) if call is None else self._on_miss(key, call.args, call.kwargs)
 
 
 def call_op(op: str, *args: Any, **kwargs: Any) -> Any:
@@ -77,3 +77,29 @@ def call_op(op: str, *args: Any, **kwargs: Any) -> Any:
 
 CHECKED_CALLS: dict[str, CheckedCalls] = {}
 """Of each op, for calls on the CPU (:mod:`attn_ops.ops.register`)."""
+
+
+class PlannedCalls(NamedTuple):
+    """Calls of an op with a plan that have not passed the dispatcher, but for those that it must see."""
+
+    cuda: Callable[..., Any]
+    others: Callable[..., Any]
+
+
+PLANNED_CALLS: dict[int, PlannedCalls] = {}
+"""By identity of the ops with a plan and of their overloads, which live as long as the process."""
+
+
+def call_with_plan(
+    function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """``__torch_function__`` of plans: an op finds a repeated call here, before the dispatcher converts the plan.
+
+    Another argument with such a function, as a tensor of a subclass has, gets the call with a list for the plan.
+    """
+    kwargs = kwargs or {}
+    if not is_dynamo_compiling() and len(types) == 1 and args and type(args[0]) is Tensor:
+        calls = PLANNED_CALLS.get(id(function))
+        if calls is not None:
+            return (calls.cuda if args[0].is_cuda else calls.others)(*args, **kwargs)
+    return dispatch(function, args, kwargs)

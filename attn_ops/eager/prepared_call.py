@@ -7,7 +7,7 @@ takes the host longer than to launch it. A prepared call launches what an earlie
 same device and grad mode, both or neither in a CUDA graph capture, and tensors of equal sizes, strides, dtype, device,
 alignment and, in grad mode, ``requires_grad``.
 
-Ops        :class:`OpCache`, behind the dispatcher, and before it for calls of this package
+Ops        :class:`OpCache`, behind the dispatcher, and before it for calls of this package or with a plan
 Methods    :func:`prepared`, for ``run`` of wrappers and ``plan`` of planners
 Functions  :func:`prepared_function`, for functions that are given their plan or need none
 
@@ -30,6 +30,9 @@ from attn_ops.eager.captured_call import _C, CapturedCall, Launch, index_of, is_
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 
 P = ParamSpec("P")
+
+TENSOR_TYPES = (Tensor, torch.nn.Parameter)
+"""Those of arguments of prepared calls. Another subclass may override what an op does."""
 
 MAX_ENTRIES = 4096
 """Entries of a cache. An insertion beyond it first evicts all of them."""
@@ -61,6 +64,16 @@ def flatten_tensors(args: Sequence[Any]) -> list[Tensor]:
     return tensors
 
 
+def as_list(x: Any) -> Any:
+    """A plan as the list of its tensors, as the dispatcher passes it on; anything else itself."""
+    return list(x) if isinstance(x, tuple) else x
+
+
+def dispatch(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an op by the dispatcher: with lists, which have no ``__torch_function__``, in the place of plans."""
+    return op(*map(as_list, args), **{name: as_list(x) for name, x in kwargs.items()})
+
+
 def plan_tensors(args: Sequence[Any]) -> list[Tensor]:
     """The tensors of the plans of a call. A plan keeps its tensors, and their addresses, for life."""
     return [t for x in args if isinstance(x, list) for t in x]
@@ -78,9 +91,9 @@ FirstCall = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, CapturedCall | 
 class OpCache:
     """The prepared calls of one op. An entry is evicted when a tensor of its plan is freed, and all at the limit.
 
-    op      the implementation of the op. A plan comes as a list, of tensors that are the same in every call of a key
-    direct  the same for calls of this package that have not passed the dispatcher, but for those that it must see. A
-            plan comes as a tuple, and its tensors are arguments as all others
+    op       the implementation of the op. A plan comes as a list, of tensors that are the same in every call of a key
+    planned  the same for calls by a plan, a tuple, that have not passed the dispatcher, but for those that it must see
+    direct   the same for calls of this package, in which the tensors of a plan are arguments as all others
     """
 
     def __init__(self, name: str, first_call: FirstCall) -> None:
@@ -90,13 +103,13 @@ class OpCache:
         """For each entry, the tensors of its plans, with callbacks that evict the entry."""
         self._direct_entries: dict[Hashable, Any] = {}
         self.op: Callable[..., Any] = self._uncached
+        self.planned: Callable[..., Any] = self._dispatched
         self.direct: Callable[..., Any] = self._dispatched
         if _C is not None:
-            grad = torch.is_grad_enabled
+            grad, checks = torch.is_grad_enabled, INTERPOSITION_CHECKS
             self.op = _C.CallCache(self._entries, grad, self._on_miss, (), False, True)
-            self.direct = _C.CallCache(
-                self._direct_entries, grad, self._on_direct_miss, INTERPOSITION_CHECKS, False, True
-            )
+            self.planned = _C.CallCache(self._entries, grad, self._on_planned_miss, checks, False, True, True)
+            self.direct = _C.CallCache(self._direct_entries, grad, self._on_direct_miss, checks, False, True)
 
     @property
     def num_entries(self) -> int:
@@ -106,7 +119,11 @@ class OpCache:
         return self.first_call(args, kwargs)[0]
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(torch.ops.attn, self.name)(*args, **kwargs)
+        return dispatch(getattr(torch.ops.attn, self.name), args, kwargs)
+
+    def _on_planned_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        call = None if key is None else passed_on(self.name, args, kwargs)
+        return self._dispatched(*args, **kwargs) if call is None else self._on_miss(key, call.args, call.kwargs)
 
     def _on_direct_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         dispatched = None if key is None else OpCall(self.name, tuple(args), kwargs).as_dispatched()
@@ -145,17 +162,44 @@ OP_CACHES: dict[str, OpCache] = {}
 """Of each op, for calls on CUDA (:mod:`attn_ops.ops.register`)."""
 
 
-_SCHEMA_TYPES = {"float": float, "int": int, "bool": bool, "str": str, "ScalarType": torch.dtype}
+_SCHEMA_TYPES = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "str": str,
+    "ScalarType": torch.dtype,
+    "Tensor": Tensor,
+    "List[Tensor]": list,
+}
+
+
+class _Argument(NamedTuple):
+    """An argument of a schema: its type, and whether it may be None, may be passed by position, has no default."""
+
+    kind: type
+    optional: bool
+    positional: bool
+    required: bool
+
+    def accepts(self, x: Any) -> bool:
+        """Whether the dispatcher passes ``x`` on as it is."""
+        if x is None:
+            return self.optional
+        if self.kind is list:
+            return type(x) is list and all(type(t) in TENSOR_TYPES for t in x)
+        return type(x) in TENSOR_TYPES if self.kind is Tensor else type(x) is self.kind
 
 
 @functools.cache  # one entry for each op
-def _argument_types(op: str) -> dict[str, tuple[type | None, bool]]:
-    """Of each argument its type, if that is a number, and whether it may be None."""
-    names = {a.name: str(a.real_type) for a in getattr(torch.ops.attn, op).default._schema.arguments}
-    return {
-        name: (_SCHEMA_TYPES.get(of.removeprefix("Optional[").removesuffix("]")), of.startswith("Optional["))
-        for name, of in names.items()
-    }
+def _arguments_of(op: str) -> dict[str, _Argument]:
+    found = {}
+    for a in getattr(torch.ops.attn, op).default._schema.arguments:
+        kind = str(a.real_type)
+        inner = kind.removeprefix("Optional[")
+        optional = inner != kind
+        of = _SCHEMA_TYPES[inner[:-1] if optional else inner]
+        found[a.name] = _Argument(of, optional, not a.kwarg_only, not a.has_default_value())
+    return found
 
 
 class Lookup(NamedTuple):
@@ -222,17 +266,39 @@ class OpCall(NamedTuple):
     def op_call(self) -> OpCall:
         return self
 
+    def is_complete(self) -> bool:
+        """Whether ``args`` are the op's positional arguments, and the dispatcher passes them on as they are."""
+        positional = {name: a for name, a in _arguments_of(self.op).items() if a.positional}
+        names, count = list(positional), len(self.args)
+        return (
+            count <= len(names)
+            and all(positional[name].accepts(x) for name, x in zip(names, self.args, strict=False))
+            and not any(positional[name].required for name in names[count:])
+            and self.kwargs.keys().isdisjoint(names[:count])
+        )
+
     def as_dispatched(self) -> dict[str, Any] | None:
         """``kwargs`` as the dispatcher passes them on; None if it may convert more than ints to floats, or refuse."""
-        types, converted = _argument_types(self.op), dict(self.kwargs)
+        arguments, converted = _arguments_of(self.op), dict(self.kwargs)
         for name, x in self.kwargs.items():
-            expected, optional = types[name]
-            if (x is None and optional) or (x is not None and (expected is None or type(x) is expected)):
+            argument = arguments.get(name)
+            if argument is None:
+                return None
+            if argument.accepts(x):
                 continue
-            if expected is not float or type(x) is not int or abs(x) >= 1 << 1023:
+            if argument.kind is not float or type(x) is not int or abs(x) >= 1 << 1023:
                 return None
             converted[name] = float(x)
         return converted
+
+
+def passed_on(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCall | None:
+    """A call of an op as the dispatcher passes it on; None if it may refuse, change or differentiate the call."""
+    call = OpCall(op, tuple(map(as_list, args)), kwargs)
+    dispatched = call.as_dispatched() if call.is_complete() else None
+    if dispatched is None or has_gradients(flatten_tensors((*args, *kwargs.values()))):
+        return None
+    return call._replace(kwargs=dispatched)
 
 
 class Executable(Protocol):

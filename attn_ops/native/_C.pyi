@@ -66,6 +66,7 @@ class CallCache:
         interposition_checks: tuple[Callable[[], Any], ...],
         of_method: bool,
         on_cuda: bool,
+        tuple_is_plan: bool = False,
     ) -> None:
         """Make a cache.
 
@@ -76,9 +77,10 @@ class CallCache:
                 cached.
             interposition_checks: if any returns true, a mode, transform or profiler must observe the op: a miss.
             of_method: the cache is called as ``cache(number, owner, args, kwargs)``. The owner is no part of the key;
-                calls with lists miss.
-            on_cuda: the device and whether its stream is captured are part of the key, and tensors of lists by
+                calls with plans miss.
+            on_cuda: the device and whether its stream is captured are part of the key, and tensors of plans by
                 identity; otherwise neither, and these tensors by their sizes, as all others.
+            tuple_is_plan: a tuple among the arguments is a plan, as a list is. Otherwise its tensors are arguments.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

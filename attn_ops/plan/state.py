@@ -176,12 +176,12 @@ class PrefillPlan(NamedTuple):
     queue: Tensor
 
 
-for _plan in (DecodePlan, PrefillPlan):
+PLANS = (DecodePlan, PrefillPlan)
+
+for _plan in PLANS:
     pytree._register_namedtuple(_plan, serialized_type_name=f"attn_ops.{_plan.__name__}")
-    # The dispatcher looks for this attribute in each argument. To raise that there is none takes it half a microsecond.
-    _plan.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[union-attr]
 # torch.export.load reads a program's example inputs, plans among them, with weights_only.
-torch.serialization.add_safe_globals([DecodePlan, PrefillPlan])
+torch.serialization.add_safe_globals(list(PLANS))
 
 
 def decode_shapes(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int) -> dict[str, tuple[int, ...]]:

@@ -465,6 +465,15 @@ def test_serving_steps_have_the_columns_of_the_report(timed: list[str], monkeypa
     assert found.comparison.not_measured == [NotMeasured("other", "step", "left out with --peers")]
 
 
+def test_the_first_call_is_the_sum_of_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overheads, "_in_new_process", lambda program: [0.25, 0.5, 1.0])
+    found = [(row["what"], row["measured"]) for row in overheads._first_call()]
+    assert found[0] == ("first plan and decode, empty caches", 1.75)
+    assert found[1:] == [
+        (f"of it, {name}", x) for name, x in zip(overheads.FIRST_CALL_PARTS, (0.25, 0.5, 1.0), strict=True)
+    ]
+
+
 def test_headlines_of_tables_without_peer_columns() -> None:
     times = {"wrapper.run": 7.0, "wrapper.plan": 48.0, f"{overheads.PEER}.run": 21.0}
     rows: list[report.Row] = [{"what": f"{name}, host", "measured": time} for name, time in times.items()]

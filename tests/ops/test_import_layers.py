@@ -74,7 +74,6 @@ PRIVATE: dict[str, set[str]] = {
         "eager.prepared_call",
         "eager.launches",
         "kernels.triton.launch",
-        "plan.state",
     },
 }  # fmt: skip
 """Private parts of PyTorch, and the modules that may use them: those to look at when a release changes one."""

@@ -5,11 +5,12 @@ namespace {
 
 struct CallCache {
   Ref entries, grad_mode, on_miss, interposition_checks;
-  bool of_method = false;  // calls are (number, owner, args, kwargs); the owner is no part of the key
-  bool on_cuda = true;     // the key has the device and its capture, and a list's tensors by identity, else by sizes
+  bool of_method = false;      // calls are (number, owner, args, kwargs); the owner is no part of the key
+  bool on_cuda = true;         // the key has the device and its capture, and a plan's tensors by identity, else by sizes
+  bool tuple_is_plan = false;  // a tuple among the arguments is a plan, as a list is; else its tensors are arguments
 };
 
-enum class Argument : uint64_t { kOption, kList, kTuple, kTensor };
+enum class Argument : uint64_t { kOption, kPlan, kTuple, kTensor };
 constexpr size_t kMaxWords = 384, kMaxOptions = 2 * kMaxTensors;
 
 struct NotCacheable {};
@@ -42,14 +43,15 @@ struct Arguments {
     add_word(reinterpret_cast<uintptr_t>(Py_TYPE(x)));
   }
 
-  // A list is a plan. On CUDA the identity of its tensors is part of the key, so that launches may contain their
-  // addresses. Nothing keeps the tensors of a list given to a method.
-  void add_list(PyObject* list) {
+  // On CUDA the identity of a plan's tensors is part of the key, so that launches may contain their addresses. Nothing
+  // keeps the tensors of a plan given to a method.
+  void add_plan(PyObject* plan) {
     if (cache.of_method) throw NotCacheable();
-    const Py_ssize_t size = PyList_Size(list);
-    add_size(Argument::kList, size);
+    const bool is_list = PyList_Check(plan);
+    const Py_ssize_t size = is_list ? PyList_Size(plan) : PyTuple_Size(plan);
+    add_size(Argument::kPlan, size);
     for (Py_ssize_t i = 0; i < size; ++i) {
-      PyObject* x = PyList_GetItem(list, i);
+      PyObject* x = is_list ? PyList_GetItem(plan, i) : PyTuple_GetItem(plan, i);
       cache.on_cuda ? add_word(reinterpret_cast<uintptr_t>(x)) : add(x);
     }
   }
@@ -82,8 +84,8 @@ struct Arguments {
 
   void add(PyObject* x) {
     if (Py_TYPE(x) == torch.tensor || Py_TYPE(x) == torch.parameter) return add_tensor(x);
+    if (PyList_Check(x) || (cache.tuple_is_plan && PyTuple_Check(x))) return add_plan(x);
     if (PyTuple_Check(x)) return add_tuple(x);
-    if (PyList_Check(x)) return add_list(x);
     if (PyObject_TypeCheck(x, torch.tensor)) throw NotCacheable();  // a subclass may override what the op does
     add_option(x);
   }
@@ -184,11 +186,11 @@ PyObject* call_cached(PyObject* self, PyObject* args, PyObject* kwargs) {
 
 std::unique_ptr<CallCache> make_call_cache(PyObject* args) {
   PyObject *entries, *grad_mode, *on_miss, *checks;
-  int of_method, on_cuda;
-  require(PyArg_ParseTuple(args, "O!OOO!pp", &PyDict_Type, &entries, &grad_mode, &on_miss, &PyTuple_Type, &checks,
-                           &of_method, &on_cuda));
+  int of_method, on_cuda, tuple_is_plan = false;
+  require(PyArg_ParseTuple(args, "O!OOO!pp|p", &PyDict_Type, &entries, &grad_mode, &on_miss, &PyTuple_Type, &checks,
+                           &of_method, &on_cuda, &tuple_is_plan));
   auto cache = std::make_unique<CallCache>();
-  cache->of_method = of_method, cache->on_cuda = on_cuda;
+  cache->of_method = of_method, cache->on_cuda = on_cuda, cache->tuple_is_plan = tuple_is_plan;
   cache->entries = Ref::of(entries), cache->grad_mode = Ref::of(grad_mode);
   cache->on_miss = Ref::of(on_miss), cache->interposition_checks = Ref::of(checks);
   return cache;
