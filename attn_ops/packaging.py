@@ -137,6 +137,9 @@ def _architecture(configs: Mapping[str, Any]) -> dict[str, str]:
 
 def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, inputs: Sequence[Any]) -> dict[str, Any]:
     """``inputs`` by the names of the arguments of ``forward``, in its order."""
+    if not isinstance(inputs, Sequence):
+        kind = type(inputs).__name__
+        fail(ArgumentError, WHERE, f"inputs is of type {kind}", "a tuple", "pass the arguments of forward in its order")
     try:
         bound = inspect.signature(module.forward).bind(*inputs)
     except TypeError as error:
@@ -145,7 +148,7 @@ def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, input
             WHERE,
             f"inputs do not fit forward of {type(module).__name__}: {error}",
             "one example for each argument",
-            "pass them in the order of forward",
+            "pass them in the order of forward, which takes them by position",
         )
     arguments = dict(bound.arguments)
     if not any(value is planner.state for value in arguments.values()):

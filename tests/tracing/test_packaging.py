@@ -115,6 +115,16 @@ REFUSALS = {
         errors.ArgumentError,
         "inputs do not fit forward of Decoder: missing a required argument: 'workspace'",
     ),
+    "inputs by name": (
+        _changed(inputs=lambda p: {"x": d.inputs()[0], "plan": p.state, "workspace": p.workspace}),
+        errors.ArgumentError,
+        "export_package: inputs is of type dict; expected a tuple; pass the arguments of forward in its order",
+    ),
+    "shapes by position": (
+        _changed(dynamic_shapes=lambda p: ({}, {}, {})),
+        errors.ArgumentError,
+        "dynamic_shapes is of type tuple; expected a mapping of names to values or None; pass a mapping of names",
+    ),
     "no plan": (
         _changed(inputs=lambda p: (*d.inputs(), attn_ops.DecodePlan(*map(torch.clone, p.state)), p.workspace)),
         errors.ArgumentError,
