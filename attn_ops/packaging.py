@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,9 @@ FORMAT = "2"
 
 METADATA = "aot_inductor.metadata"
 """Inductor's option for what is stored in a package: strings by name."""
+
+ARCHITECTURES = {256: "x86-64-v3", 512: "x86-64-v4"}
+"""x86-64 levels with vectors of so many bits. The C++ API takes a CPU with the vectors for one of that level."""
 
 
 @typed
@@ -114,12 +118,28 @@ def export_package(
 
 def _compile(program: ExportedProgram, configs: Mapping[str, Any], metadata: dict[str, str]) -> Any:
     args, kwargs = program.example_inputs
-    options = {**configs, "aot_inductor.package": True, METADATA: dict(metadata)}  # Inductor adds to its metadata
+    options = {**_architecture(configs), **configs, "aot_inductor.package": True}
+    options[METADATA] = dict(metadata)  # Inductor adds to it
     return torch._inductor.aot_compile(program.module(check_guards=False), args, kwargs, options=options)
+
+
+def _architecture(configs: Mapping[str, Any]) -> dict[str, str]:
+    """Inductor's option that keeps the code on the host to vectors of ``cpp.simdlen`` bits, where that is given.
+
+    ``cpp.simdlen`` alone is for the code that Inductor writes. The C++ compiler may use any instruction of this CPU.
+    """
+    from torch._inductor import config
+
+    bits = configs.get("cpp.simdlen", config.cpp.simdlen)
+    known = platform.machine() in ("x86_64", "AMD64") and getattr(config.cpp, "march", "") is None
+    return {"cpp.march": ARCHITECTURES.get(bits, "x86-64")} if known and bits is not None else {}
 
 
 def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, inputs: Sequence[Any]) -> dict[str, Any]:
     """``inputs`` by the names of the arguments of ``forward``, in its order."""
+    if not isinstance(inputs, Sequence):
+        kind = type(inputs).__name__
+        fail(ArgumentError, WHERE, f"inputs is of type {kind}", "a tuple", "pass the arguments of forward in its order")
     try:
         bound = inspect.signature(module.forward).bind(*inputs)
     except TypeError as error:
@@ -128,7 +148,7 @@ def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, input
             WHERE,
             f"inputs do not fit forward of {type(module).__name__}: {error}",
             "one example for each argument",
-            "pass them in the order of forward",
+            "pass them in the order of forward, which takes them by position",
         )
     arguments = dict(bound.arguments)
     if not any(value is planner.state for value in arguments.values()):

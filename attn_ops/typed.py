@@ -347,7 +347,7 @@ def _describe(annotation: Any) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(origin, type):
         if issubclass(origin, Mapping):
-            return "a mapping of names to tensors"
+            return f"a mapping of names to {'tensors' if args[-1:] == (Tensor,) else 'values'}"
         of = _describe(args[0]).removeprefix("a ") if args and args[0] is not Any else "value"
         return f"a {origin.__name__.lower()} of {of}s"
     return _NAMES.get(annotation, f"a {getattr(annotation, '__name__', annotation)}")

@@ -32,7 +32,7 @@ def lengths(
 ) -> Tensor:
     """int32 ``[batch]`` of lengths of any integer dtype, which may have further dimensions of size 1.
 
-    ``capacity``: the most tokens that a row of the page table holds.
+    ``capacity``: the most tokens that a row of the page table, or of a cache without one, holds.
     """
     t = given_tensor(where, name, t, device)
     if t.numel() != batch:
@@ -49,9 +49,9 @@ def lengths(
         fail(
             PageTableError,
             where,
-            f"a request has {int(t.max())} tokens and its row of the page table holds {capacity}",
+            f"a request has {int(t.max())} tokens and room for {capacity}",
             f"at most {capacity}",
-            "pass wider tables",
+            "pass a larger cache or a wider page table",
         )
     return t.reshape(batch).to(device, torch.int32)
 

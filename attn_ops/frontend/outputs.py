@@ -139,7 +139,7 @@ def check_buffer(
             DTypeError,
             where,
             f"{name} is {str(buffer.dtype).removeprefix('torch.')}",
-            str(dtype).removeprefix("torch."),
+            str(dtype).removeprefix("torch.") if dtype.is_floating_point else "a floating-point dtype",
             f"pass such a buffer, or no {name}",
         )
     if buffer.device != device:

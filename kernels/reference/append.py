@@ -30,6 +30,16 @@ def gather(cache: Tensor, index: Tensor) -> Tensor:
     return bits(cache).index_select(0, index.flatten()).unflatten(0, index.shape).view(cache.dtype)
 
 
+def with_spare_row(t: Tensor) -> Tensor:
+    """``t``, with a row of zeros behind the last if the number of rows is symbolic.
+
+    A package may be called without rows, and what is out of range needs a row to read.
+    """
+    if type(t.shape[0]) is int:
+        return t
+    return torch.cat((bits(t), bits(t).new_zeros((1, *t.shape[1:])))).view(t.dtype)
+
+
 def _scatter(
     new: tuple[Tensor, ...],
     caches: tuple[Tensor, ...],

@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.reference.append import as_nhd, block_pages, gather
+from attn_ops.kernels.reference.append import as_nhd, block_pages, gather, with_spare_row
 from attn_ops.kernels.reference.masks import byte_offsets, unpack
 from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
 from attn_ops.kernels.reference.sizes import any_zero
@@ -213,6 +213,7 @@ def prefill(
         # Rows past the end of a tile are scattered to one row past the last, which is dropped.
         out = torch.cat((out, out.new_zeros((1, *out.shape[1:]))))
         lse = torch.cat((lse, lse.new_zeros((1, lse.shape[1]))))
+        rows_of_q = with_spare_row(q)
         for work in plan.work.split(items):
             first, rows, _, _, position, _, _, request = work.unbind(1)
             offset = torch.arange(problem.tile_rows, device=q.device)
@@ -225,7 +226,7 @@ def prefill(
             custom_mask = None
             if mask is not None and offsets is not None:
                 custom_mask = unpack(mask, offsets[request], torch.where(inside, row, 0), kv_len, keys.shape[1])
-            queries = q[torch.where(inside, source, 0)]
+            queries = rows_of_q[torch.where(inside, source, 0)]
             tiles = Tiles(queries, row, position[:, None] + offset, kv_len, shard, custom_mask)
             tile_out, tile_lse = _attend(tiles, keys, _gather_pages(v, plan, request, length), opts)
             target = torch.where(inside, source, q.shape[0])
@@ -263,7 +264,8 @@ def ragged_prefill(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    keys, values = (t[:, None] if kv_layout == "NHD" else t.transpose(0, 1)[:, None] for t in (k, v))
+    tokens = (t if kv_layout == "NHD" else t.transpose(0, 1) for t in (k, v))
+    keys, values = (with_spare_row(t)[:, None] for t in tokens)
     return prefill(q, keys, values, PrefillPlan(*plan), mask, AttentionOptions(**options), return_lse)
 
 

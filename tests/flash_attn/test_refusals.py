@@ -157,7 +157,11 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"block_table": TABLE[:1]}, "the table has 1 rows; expected 2, as q has requests"),
     ({"v": None}, "v is missing"),
     ({"cache_seqlens": None}, "cache_seqlens is missing"),
-    ({"cache_seqlens": 40}, "a request has 41 tokens and its row of the page table holds 40"),
+    ({"cache_seqlens": 40}, "a request has 41 tokens and room for 40"),
+    (
+        {"cache_seqlens": torch.tensor([3, 40])},
+        "a request has 41 tokens and room for 40; expected at most 40; pass a larger",
+    ),
     ({"cache_seqlens": 41}, "cache_seqlens is 41 and a request has room for 40 tokens"),
     ({"cache_seqlens": torch.tensor([3, -1])}, "cache_seqlens has a length of -1"),
     ({"k": torch.ones(3, 1, 2, 64)}, r"k is \[3, 1, 2, 64\]; expected \[2, 1, ...\]"),
@@ -222,7 +226,7 @@ def test_metadata_without_a_form(form: Any) -> None:
 USED: list[tuple[dict[str, Any], str]] = [
     ({"out": torch.ones(2, 7, 4, 64)}, r"out is \[2, 7, 4, 64\]; expected \[7, 4, 64\]"),
     ({"out": torch.ones(5, 4, 64)}, r"out is \[5, 4, 64\]; expected \[7, 4, 64\]"),
-    ({"out": torch.ones(7, 4, 64, dtype=torch.int32)}, "out is int32"),
+    ({"out": torch.ones(7, 4, 64, dtype=torch.int32)}, "out is int32; expected a floating-point dtype; pass"),
     ({"v": torch.ones(12, 2, 64).half()}, r"v is \[12, 2, 64\]; expected 14 tokens, as k"),
     ({"qv": torch.ones(6, 4, 64).half()}, r"qv is \[6, 4, 64\]; expected 7 tokens, as q"),
 ]

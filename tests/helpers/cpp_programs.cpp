@@ -4,6 +4,7 @@
 //   cpp_programs threads PACKAGE.pt2 CASES.pt RESULTS.pt RUNNERS CALLS
 //   cpp_programs alignment
 //   cpp_programs zeros PACKAGE.pt2 NAME...
+//   cpp_programs message
 //   cpp_programs package MODEL.pt2 INPUTS.pt OUTPUTS.pt DEVICE
 //
 // The comment before each function says what it does. Exit status 1: an error of the API, which is on stderr; 2: wrong
@@ -201,6 +202,17 @@ int zeros(int argc, char** argv) {
   return 0;
 }
 
+// Prints what the API says of an assertion of torch that fails, as it is and as a package throws it.
+int message(int argc, char**) {
+  if (argc != 1) return 2;
+  try {
+    TORCH_CHECK(false, "index out of bounds");
+  } catch (const c10::Error& error) {
+    std::cout << attn::detail::message(error) << '\n' << attn::detail::message(std::runtime_error(error.what())) << '\n';
+  }
+  return 0;
+}
+
 // Runs an AOTInductor package once. INPUTS.pt is a list of tensors saved by torch.save; OUTPUTS.pt gets a tuple of the
 // outputs and the mutated inputs. Exit status 4: the package threw. Its message is on stderr, and OUTPUTS.pt has the
 // inputs alone.
@@ -230,7 +242,7 @@ int package(int argc, char** argv) {
 
 int main(int argc, char** argv) try {
   const std::map<std::string, int (*)(int, char**)> programs{
-      {"calls", calls}, {"threads", threads}, {"alignment", alignment}, {"zeros", zeros}, {"package", package}};
+      {"calls", calls}, {"threads", threads}, {"alignment", alignment}, {"zeros", zeros}, {"message", message}, {"package", package}};
   const auto program = programs.find(argc > 1 ? argv[1] : "");
   return program == programs.end() ? 2 : program->second(argc - 1, argv + 1);
 } catch (const attn::Error& error) {

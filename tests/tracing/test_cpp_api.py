@@ -225,6 +225,13 @@ def test_a_misaligned_tensor_that_a_step_on_a_gpu_writes_is_refused() -> None:
     assert done.stdout.splitlines() == [*written, *["ok"] * 8]
 
 
+def test_an_assertion_of_torch_has_no_backtrace() -> None:
+    program = cpp_runner.program("message", *cpp_runner.sanitizer())
+    done = subprocess.run(program, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "index out of bounds\n" * 2
+
+
 @pytest.mark.slow
 def test_zeros_for_an_argument(decode: tuple[str, attn_ops.DecodePlanner], tmp_path: Path) -> None:
     """A tensor, a list or a NamedTuple of them, as ``export_package`` names what an argument has."""
@@ -493,6 +500,8 @@ def test_a_file_that_is_no_package_of_export_package(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         gpu = _archive(tmp_path / "gpu.pt2", {**whole, "attn_ops.device": "cuda"})
         refused.append((gpu, "DeviceError: Planner: there is no device of type cuda: "))
+    other = _archive(tmp_path / "other.pt2", whole, model="step")
+    refused.append((other, "metadata for model 'plan' in the zip archive.; expected a package that "))
     for path, message in refused:
         words = [*program, str(path), "cases.pt", "results.pt"]
         done = subprocess.run(words, env=cpp_runner.environment(), capture_output=True, text=True, check=False)
@@ -500,12 +509,12 @@ def test_a_file_that_is_no_package_of_export_package(tmp_path: Path) -> None:
         assert message in done.stderr
 
 
-def _archive(path: Path, metadata: dict[str, str]) -> Path:
+def _archive(path: Path, metadata: dict[str, str], model: str = "plan") -> Path:
     """A package without code: it is refused before its code would be loaded."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("package/archive_format", "pt2")
-        archive.writestr("package/data/aotinductor/plan/x.wrapper_metadata.json", json.dumps(metadata))
-        archive.writestr("package/data/aotinductor/plan/x.wrapper.so", b"")
+        archive.writestr(f"package/data/aotinductor/{model}/x.wrapper_metadata.json", json.dumps(metadata))
+        archive.writestr(f"package/data/aotinductor/{model}/x.wrapper.so", b"")
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from tracing.conftest import Package
 
 import attn_ops
-from attn_ops import errors
+from attn_ops import errors, packaging
 from attn_ops.plan.state import workspace_size
 
 
@@ -114,6 +115,16 @@ REFUSALS = {
         errors.ArgumentError,
         "inputs do not fit forward of Decoder: missing a required argument: 'workspace'",
     ),
+    "inputs by name": (
+        _changed(inputs=lambda p: {"x": d.inputs()[0], "plan": p.state, "workspace": p.workspace}),
+        errors.ArgumentError,
+        "export_package: inputs is of type dict; expected a tuple; pass the arguments of forward in its order",
+    ),
+    "shapes by position": (
+        _changed(dynamic_shapes=lambda p: ({}, {}, {})),
+        errors.ArgumentError,
+        "dynamic_shapes is of type tuple; expected a mapping of names to values or None; pass a mapping of names",
+    ),
     "no plan": (
         _changed(inputs=lambda p: (*d.inputs(), attn_ops.DecodePlan(*map(torch.clone, p.state)), p.workspace)),
         errors.ArgumentError,
@@ -160,3 +171,28 @@ def test_refused_before_anything_is_compiled(case: str, tmp_path: Path, monkeypa
         attn_ops.export_package(planner=planner, **arguments)
     assert message in str(raised.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(torch._inductor.config.cpp, "march"), reason="this torch compiles for the host's CPU")
+@pytest.mark.parametrize(
+    ("configs", "march"),
+    [
+        ({"cpp.simdlen": None}, None),
+        ({"cpp.simdlen": 512}, "x86-64-v4"),
+        ({"cpp.simdlen": 256}, "x86-64-v3"),
+        ({"cpp.simdlen": 1}, "x86-64"),
+        ({"cpp.simdlen": 256, "cpp.march": "znver1"}, "znver1"),
+    ],
+    ids=str,
+)
+def test_the_compiler_uses_no_other_vectors_than_inductor(
+    configs: dict[str, Any], march: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The C++ API takes a package by the vectors that Inductor says its code has."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(torch._inductor, "aot_compile", lambda *args, options: options)
+    program: Any = SimpleNamespace(example_inputs=((), {}), module=lambda check_guards: None)
+    with torch._inductor.config.patch({"cpp.march": None}):
+        options = packaging._compile(program, configs, {})
+    assert options.get("cpp.march") == march
+    assert options["cpp.simdlen"] == configs["cpp.simdlen"]

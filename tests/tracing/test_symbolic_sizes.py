@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_ops.kernels.reference import attention
 from helpers.oracle import Expected
 from helpers.page_tables import int32
 from helpers.tracing import BROKEN_GATHER
@@ -295,3 +296,36 @@ def test_a_batch_as_large_as_the_queue_of_a_plan_is_symbolic() -> None:
         with torch._dynamo.config.patch(error_on_recompile=batch > size):
             out = compiled(q, plan, planner.workspace)
         Expected.of([(q[b : b + 1], k[b, :3], v[b, :3]) for b in range(batch)]).check(out)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("op", ["batch_prefill", "ragged_prefill"])
+def test_code_for_any_number_of_rows_runs_without_rows_and_without_keys(op: str, kv_layout: str) -> None:
+    """As in a package, which has the code that is traced here."""
+    if op == "ragged_prefill":
+        planner = attn_ops.PrefillPlanner(2, 8, 0, **{**SIZES, "page_size": 1}, max_kv_len=16)
+        plan, kv = planner.plan(int32([0, 1, 3]), int32([0, 4, 9])), torch.randn(2, 9, KV_HEADS, DIM)
+    else:
+        planner = attn_ops.PrefillPlanner(2, 8, 4, **SIZES)
+        plan = planner.plan(int32([0, 1, 3]), int32([0, 1, 3]), int32([2, 0, 1]), int32([4, 1]))
+        kv = torch.randn(2, 20, PAGE, KV_HEADS, DIM)
+    k, v = kv if kv_layout == "NHD" else kv.transpose(-3, -2)
+    q, ragged = torch.randn(3, HEADS, DIM), op == "ragged_prefill"
+
+    class Body(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor]) -> tuple[Tensor, Tensor]:
+            return getattr(attention, op)(q, k, v, plan, planner.workspace, kv_layout=kv_layout, return_lse=True)
+
+    axis = 1 if ragged and kv_layout == "HND" else 0
+    keys = {axis: Dim("keys", max=16)} if ragged else {}
+    shapes = ({0: Dim("rows", max=8)}, keys, keys, [{} for _ in plan])
+    graph = torch.export.export(Body(), (q, k, v, [*plan]), dynamic_shapes=shapes).graph_module
+    calls = [(rows, k.shape[axis]) for rows in (3, 1, 0)] + ([(3, 0), (0, 0)] if ragged else [])
+    for rows, size in calls:
+        if size == 0:
+            planner.plan(int32([0, 1, 3]), int32([0, 0, 0]))
+        inputs = q[:rows], *(t.narrow(axis, 0, size) for t in (k, v))
+        options = {"kv_layout": kv_layout, "return_lse": True, "backend": "reference"}
+        expected = getattr(torch.ops.attn, op)(*inputs, plan, planner.workspace, **options)
+        for result, wanted in zip(graph(*inputs, *plan), expected, strict=True):
+            torch.testing.assert_close(result, wanted)

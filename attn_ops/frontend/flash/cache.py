@@ -79,7 +79,7 @@ class CacheLengths(NamedTuple):
                 where,
                 f"{self.name} is {number} and a request has room for {capacity} tokens",
                 f"0 to {capacity}",
-                "pass a larger cache or wider block_table",
+                "pass a larger cache or a wider page table",
             )
         return torch.full((batch,), number, dtype=torch.int32, device=device)
 
@@ -249,9 +249,9 @@ class CacheBatch(NamedTuple):
                 fail(
                     PageTableError,
                     where,
-                    f"a request has {after} tokens and its row of the page table holds {capacity}",
+                    f"a request has {after} tokens and room for {capacity}",
                     f"at most {capacity}",
-                    "pass a larger cache or wider block_table",
+                    "pass a larger cache or a wider page table",
                 )
 
     def metadata(self, where: str, given: Any) -> Found:

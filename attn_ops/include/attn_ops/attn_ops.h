@@ -9,7 +9,7 @@
 //   const auto outputs = step.run({q, cache}, planner);
 //
 // It needs libtorch, of the version that wrote the package, and no library of attn_ops. docs/guide/export.md describes
-// it. Errors are exceptions with the messages of the Python API; a call that throws has written nothing.
+// it. Errors are exceptions with the messages of the Python API; a call that is refused has written nothing.
 #pragma once
 
 #include "errors.h"

@@ -40,15 +40,17 @@ inline std::string text(int64_t number) { return std::to_string(number); }
 inline std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 inline at::ScalarType dtype_of(const std::string& name) { return c10::getStringToDtypeMap().at(name); }
 
-// The message of a C++ exception without the backtrace.
+// The message of a C++ exception without the backtrace. A package throws errors of torch as other exceptions.
 inline std::string message(const std::exception& error) {
   const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-  return of_torch ? of_torch->what_without_backtrace() : error.what();
+  const std::string what = of_torch ? of_torch->what_without_backtrace() : error.what();
+  return what.substr(0, what.find("\nException raised from "));
 }
 
 [[noreturn]] inline void cannot_load(const std::string& path, const std::exception& error) {
+  const std::string what = message(error);
   fail<PackageError>(
-      "package", "cannot load " + path + ": " + message(error),
+      "package", "cannot load " + path + ": " + what.substr(0, what.find('\n')),  // a list of all files follows
       "a package that attn_ops.export_package wrote for this version of PyTorch",
       "correct the path, or export it again");
 }
