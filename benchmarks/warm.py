@@ -14,7 +14,8 @@ import torch
 from benchmarks.comparison import NotMeasuredError
 from benchmarks.decode_rows import ROWS
 from benchmarks.peers import flashinfer
-from benchmarks.prefill_rows import PREFILL_ROWS
+from benchmarks.prefill_peers import MAX_XQA_ROWS
+from benchmarks.prefill_rows import PREFILL_FP8_ROWS, PREFILL_ROWS
 
 POS_ENCODING_NONE, SLIDING_WINDOW, SOFT_CAP, PROFILER, FP16_QK_REDUCTION = 0, False, False, False, False
 XQA_PAGE_SIZES = (16, 64)
@@ -28,6 +29,12 @@ KINDS = ("main", "heads", "fp8", "mla")
 JitModule = tuple[str, tuple[Any, ...]]
 """The name of a generator in ``flashinfer.jit``, and its arguments."""
 
+LOADED = {
+    "gen_batch_prefill_module": "_gen_batch_prefill_primary_module",
+    "gen_batch_attention_module": "_gen_batch_attention_primary_module",
+}
+"""Generators that FlashInfer 0.7 loads in wrappers: of equal strides of keys and values. FA3 has no such one."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
@@ -37,11 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prefill(
-    backend: str, kv: torch.dtype, qk: int, vo: int, window: bool = SLIDING_WINDOW, soft_cap: bool = SOFT_CAP
+    backend: str,
+    kv: torch.dtype,
+    qk: int,
+    vo: int,
+    window: bool = SLIDING_WINDOW,
+    soft_cap: bool = SOFT_CAP,
+    query: torch.dtype = torch.bfloat16,
 ) -> JitModule:
-    dtype = torch.bfloat16
     options = (POS_ENCODING_NONE, window, soft_cap, FP16_QK_REDUCTION)
-    return "gen_batch_prefill_module", (backend, dtype, kv, dtype, torch.int32, qk, vo, *options)
+    return "gen_batch_prefill_module", (backend, query, kv, torch.bfloat16, torch.int32, qk, vo, *options)
+
+
+def _xqa(kv: torch.dtype, page_size: int, dim: int, group: int, rows: int = 1) -> JitModule:
+    dtype = torch.bfloat16
+    return "gen_xqa_module", (dtype, kv, page_size, dim, group, SLIDING_WINDOW, dtype, rows)
 
 
 def modules() -> Iterator[JitModule]:
@@ -60,8 +77,13 @@ def modules() -> Iterator[JitModule]:
         yield "gen_batch_attention_module", (*types, SOFT_CAP, PROFILER)
         yield "gen_batch_decode_module", (*types, SLIDING_WINDOW, SOFT_CAP)
         if decode.page_size in XQA_PAGE_SIZES:
-            group = decode.num_qo_heads // decode.num_kv_heads
-            yield "gen_xqa_module", (dtype, kv, decode.page_size, dim, group, SLIDING_WINDOW, dtype, 1)
+            yield _xqa(kv, decode.page_size, dim, decode.num_qo_heads // decode.num_kv_heads)
+    for row in (*PREFILL_ROWS, *PREFILL_FP8_ROWS):
+        kv, dims, rows = torch.float8_e4m3fn if row.fp8 else dtype, (row.head_dim, row.head_dim_vo), row.qo_lens[0]
+        if row.fp8_query:
+            yield _prefill("fa3", kv, *dims, query=kv)
+        elif len(set(row.qo_lens)) == 1 and rows <= MAX_XQA_ROWS:
+            yield _xqa(kv, row.page_size, row.head_dim, row.num_qo_heads // row.num_kv_heads, rows)
 
 
 def kind(module: JitModule) -> str:
@@ -75,16 +97,23 @@ def kind(module: JitModule) -> str:
     return "heads" if dims and "prefill" in name else "main"
 
 
+def generator(jit: Any, module: JitModule) -> Any:
+    """The generator of ``jit``, FlashInfer's generators by name, whose module a wrapper loads."""
+    name, options = module
+    public = getattr(jit, name)
+    return public if options[0] == "fa3" else getattr(jit, LOADED.get(name, name), public)
+
+
 def _build(module: JitModule) -> str:
     """Build a module. Returns the outcome as text."""
     name, options = module
     start = time.perf_counter()
     try:
         flashinfer()
+        import flashinfer.jit.attention.modules as jit
         import flashinfer.jit.xqa as jit_xqa
-        from flashinfer import jit
 
-        spec = getattr(jit_xqa if "xqa" in name else jit, name)(*options)
+        spec = generator(jit_xqa if "xqa" in name else jit, module)(*options)
         spec.build(False)
     except Exception as error:  # FlashInfer and its compilers raise several types
         return f"{name}{options} does not build: {str(error)[-300:]}"

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ from benchmarks.decode_rows import ROWS, DecodeRow
 from benchmarks.model import MODULES, Kernel, gaps, kernel_parts, part_times
 from benchmarks.prefill_rows import PREFILL_ROWS, MlaRow, PrefillRow
 from benchmarks.timing import HostTime
-from benchmarks.warm import KINDS, kind, modules
+from benchmarks.warm import KINDS, LOADED, generator, kind, modules
 
 SMALL = DecodeRow("small", (40, 7, 16), 4, 2, 1.0, head_dim=16)
 STEP = PrefillRow("step", (1, 1, 1, 9, 30), (20, 33, 5, 40, 30), None, True, 4, 2, 16, 16)
@@ -273,7 +274,23 @@ def test_every_module_has_kernels_that_a_profile_counts() -> None:
 def test_every_module_to_build_is_of_some_kind() -> None:
     found = set(modules())
     assert {kind(module) for module in found} == set(KINDS)
-    assert len(found) < 30
+    assert len(found) < 40
+
+
+def test_modules_of_fp8_queries_and_of_several_rows_are_built() -> None:
+    found = set(modules())
+    fp8 = torch.float8_e4m3fn
+    assert any(options[:3] == ("fa3", fp8, fp8) for _, options in found)
+    assert {options[-1] for name, options in found if "xqa" in name} == {1, 4, 16}
+
+
+def test_the_module_that_a_wrapper_loads_is_built() -> None:
+    names = {name: name for pair in LOADED.items() for name in pair}
+    new, old = SimpleNamespace(**names), SimpleNamespace(**{name: name for name in LOADED})
+    for name, loaded in LOADED.items():
+        assert generator(new, (name, ("fa2",))) == loaded
+        assert generator(new, (name, ("fa3",))) == name
+        assert generator(old, (name, ("fa2",))) == name
 
 
 TIMES = report.Columns(("attn_ops", "one launch"), ("flashinfer", "sdpa cudnn", "flex"))
