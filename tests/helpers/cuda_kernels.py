@@ -10,8 +10,10 @@ import argparse
 import functools
 import json
 import re
+import struct
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +52,28 @@ def check_syntax(one: Specialization, more: str) -> None:
     found_compiler.compile(one.kernel.source, text, headers, words, "PTX")
 
 
+SIGNATURE = """
+template <class T> constexpr int kKind = -1;
+template <class T> constexpr int kKind<T*> = 0;
+template <> constexpr int kKind<TensorMap> = 1;
+template <> constexpr int kKind<int> = 2;
+template <> constexpr int kKind<unsigned> = 2;
+template <> constexpr int kKind<int64> = 3;
+template <> constexpr int kKind<uint64> = 3;
+template <> constexpr int kKind<float> = 4;
+template <class... P, class... I>
+__device__ constexpr bool has_kinds(void (*)(P...), I... expected) {
+  return ((kKind<P> == expected) && ...);
+}
+"""
+
+
+def check_parameters(one: Specialization, kinds: Iterable[str]) -> None:
+    """Compile an assertion of the kinds of the kernel's parameters, which takes less than to look at PTX."""
+    expected = [str(list(PTX_TYPES).index(kind)) for kind in kinds]
+    check_syntax(one, f"{SIGNATURE}static_assert(has_kinds({', '.join([one.kernel.function, *expected])}));\n")
+
+
 def compiled_parameters(one: Specialization) -> list[str]:
     """The types of the kernel's parameters in the compiler's output, of :data:`PTX_TYPES`."""
     found_compiler, _ = nvrtc.find()
@@ -82,6 +106,9 @@ def declared_parameters(one: Specialization) -> dict[str, str]:
     return kinds
 
 
+INSTRUCTION_BYTES = 16
+
+
 class Usage(NamedTuple):
     """What a kernel takes of a GPU."""
 
@@ -91,41 +118,72 @@ class Usage(NamedTuple):
     hgmma: int  # matrix instructions of warpgroups
 
 
-def tool(name: str, *words: str, cubin: bytes) -> str:
-    """The output of one of Triton's tools, such as ``"nvdisasm"``, for a compiled kernel."""
+def tool(name: str, *words: str, file: bytes) -> str:
+    """The output of one of Triton's tools, such as ``"nvdisasm"``, for a file."""
     import triton
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [getattr(triton.knobs.nvidia, name).path, *words, file.name]
+    with tempfile.NamedTemporaryFile() as named:
+        named.write(file)
+        named.flush()
+        command = [getattr(triton.knobs.nvidia, name).path, *words, named.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-@functools.cache
+def instructions_of(cubin: bytes, function: str) -> bytes:
+    """The encoded instructions of a kernel: a section of the cubin, which is an ELF file of 64 bits."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + i * size) for i in range(count)]
+    names = sections[of_names][4]
+    for name, _, _, _, offset, length in sections:
+        if cubin.startswith(f".text.{function}\0".encode(), names + name):
+            return cubin[offset : offset + length]
+    raise ValueError(f"the cubin has no function {function}")
+
+
+_disassembled: dict[Specialization, str] = {}
+
+
+def disassemble(several: Iterable[Specialization]) -> None:
+    """Keep the text of several kernels for :func:`disassembly`, by one process: most of its time is its start."""
+    codes = {one: instructions_of(cubin_of(one), one.kernel.function) for one in several if one not in _disassembled}
+    if not codes:
+        return
+    machine = ARCHITECTURE.replace("sm_", "SM")
+    lines = tool("nvdisasm", "--binary", machine, file=b"".join(codes.values())).splitlines()
+    lines = [line for line in lines if re.match(r"\s*/\*[0-9a-f]+\*/", line)]
+    assert len(lines) * INSTRUCTION_BYTES == sum(map(len, codes.values()))
+    begin = 0
+    for one, code in codes.items():
+        end = begin + len(code) // INSTRUCTION_BYTES
+        _disassembled[one] = "\n".join(lines[begin:end])
+        begin = end
+
+
 def disassembly(one: Specialization) -> str:
-    """The code of every function in the kernel's cubin."""
-    return tool("nvdisasm", "-c", cubin=cubin_of(one))
+    """The instructions of a kernel, each a line."""
+    disassemble([one])
+    return _disassembled[one]
 
 
 @functools.cache
 def usage_of(one: Specialization) -> Usage:
     cubin, function = cubin_of(one), one.kernel.function
-    report = tool("cuobjdump", "--dump-resource-usage", cubin=cubin).split(f"Function {function}:")[1]
+    report = tool("cuobjdump", "--dump-resource-usage", file=cubin).split(f"Function {function}:")[1]
     used: dict[str, Any] = {
         n: int(v) for n, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report.split("Function")[0])
     }
-    code = disassembly(one).split(f".text.{function}:")[1].split(".text.")[0]
     return Usage(
         used["REG"],
         used["STACK"] + used["LOCAL"],
         used["SHARED"] + one.shared_bytes,
-        len(re.findall(r"\b[HQ]GMMA\b", code)),
+        len(re.findall(r"\b[HQ]GMMA\b", disassembly(one))),
     )
 
 
 def measure() -> dict[str, Usage]:
     """By name of the specialization."""
+    disassemble(specializations())
     return {one.name: usage_of(one) for one in specializations()}
 
 

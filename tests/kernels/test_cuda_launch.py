@@ -22,6 +22,7 @@ from attn_ops.kernels.cuda.merge_states import DTYPES, KERNELS
 from helpers import native_launcher as n
 from helpers.cuda_kernels import (
     PTX_TYPES,
+    check_parameters,
     compiled_parameters,
     declared_parameters,
     needs_nvrtc,
@@ -258,11 +259,23 @@ def test_a_persistent_grid_is_no_larger_than_its_items(monkeypatch: pytest.Monke
 @needs_nvrtc
 @pytest.mark.parametrize("one", specializations(), ids=lambda one: one.name)
 def test_the_declared_parameters_are_those_of_the_source(one: Specialization) -> None:
-    """Names, order and kinds in the source, and sizes in the compiler's output."""
+    """Names, order and kinds in the source, and kinds as the compiler sees them."""
     assert list(declared_parameters(one).items()) == list(one.kernel.parameters.items())
+    kinds = list(one.kernel.parameters.values())
+    check_parameters(one, kinds)
+    with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
+        check_parameters(one, ["fp32" if kind == "i32" else kind for kind in kinds])
+
+
+LISTS = {(one.kernel.function, tuple(one.kernel.parameters.items())): one for one in specializations()}
+"""A specialization for each kernel and list of parameters."""
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("one", LISTS.values(), ids=lambda one: one.name)
+def test_the_declared_parameters_are_those_of_the_output(one: Specialization) -> None:
+    """Sizes and kinds in PTX."""
     assert compiled_parameters(one) == [PTX_TYPES[kind] for kind in one.kernel.parameters.values()]
-    pointers = {name for name, kind in one.kernel.parameters.items() if kind == "pointer"}
-    assert {*one.kernel.writes, *one.kernel.aligned} <= pointers
 
 
 @needs_nvrtc

@@ -16,7 +16,7 @@ from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda import mla, prefill
 from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.kernels.cuda.operands import COLUMNS
-from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
+from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -111,7 +111,13 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         check_syntax(one, 'static_assert(kTile == 1, "");\n')
 
 
+@pytest.fixture(scope="module")
+def disassembled() -> None:
+    disassemble(mla.SPECIALIZATIONS.values())
+
+
 @needs_nvrtc
+@pytest.mark.usefixtures("disassembled")
 @pytest.mark.parametrize("key", mla.SPECIALIZATIONS, ids=str)
 def test_registers_suffice_and_products_overlap(key: tuple[Any, ...]) -> None:
     """Where the assembler does not see that products can overlap, it adds waits between them."""

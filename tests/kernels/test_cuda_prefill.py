@@ -17,7 +17,7 @@ from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES
-from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
+from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -181,7 +181,13 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         check_syntax(one, 'static_assert(kTile == 1, "");\n')
 
 
+@pytest.fixture(scope="module")
+def disassembled() -> None:
+    disassemble(prefill.SPECIALIZATIONS.values())
+
+
 @needs_nvrtc
+@pytest.mark.usefixtures("disassembled")
 @pytest.mark.parametrize("key", prefill.SPECIALIZATIONS, ids=str)
 def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]) -> None:
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
