@@ -120,7 +120,7 @@ def test_a_map_of_ragged_tokens_has_every_token(layout: str) -> None:
     }[layout]
     one, page_step, head_step = prefill.ragged_map(t, (0, t.stride(0), t.stride(1)), HEADS, tokens, 64)
     assert _is_valid(one)
-    assert one.box == (1, DIM // 64, 64, 64)
+    assert one.box == (1, 1, 64, 64)
     assert (page_step, one.shape[2]) == (0, tokens)
     mapped = _mapped(one)
     for head in range(HEADS):
@@ -179,6 +179,12 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
     check_syntax(one, checks)
     with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
         check_syntax(one, 'static_assert(kTile == 1, "");\n')
+
+
+def test_a_tile_is_whole_boxes_of_whole_groups() -> None:
+    for tile in (*prefill.TILES.values(), *prefill.FP8_TILES.values()):
+        assert tile.tokens % tile.box == 0
+        assert tile.box % GROUP_TOKENS == 0
 
 
 @needs_nvrtc
