@@ -352,7 +352,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             if groups is not None:
                 tensors = groups.dequantize(tensors, tables.flatten())
                 tables = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device).view(tables.shape)
-            return latent_call(where, tensors, tables, lens, rows, options, output, scales)
+            return latent_call(where, tensors, tables, lens, rows, options, output, scales, table="page_table")
         if kv_len is not None:
             required(where, page_table=page_table)
         sm_scale = None if bmm1_scale is None else 1.0

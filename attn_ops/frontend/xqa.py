@@ -129,6 +129,7 @@ def xqa(
         ),
         kv_layout=kv_layout,
         tree_mask=mask,
+        table="page_table",
     ).execute()
     return result if output is None else None
 
@@ -189,5 +190,6 @@ def xqa_mla(
         AttentionOptions(sm_scale=1.0, causal=True),
         OutputSpec(output, rows_shape=tuple(q.shape[:-2])),
         ScaleFactors({"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}),
+        table="page_table",
     ).execute()
     return result if output is None else None

@@ -210,7 +210,7 @@ CASES: dict[str, Case] = {
     "block tables too narrow": (
         lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables()[:, :8], torch.tensor(R.kv_lens, dtype=torch.int32)),
         errors.PageTableError,
-        "a request has 130 tokens and room for 128",
+        "a request has 130 tokens and page_table room for 128",
     ),
     "xqa beam": (
         lambda: flashinfer.xqa(R.q.view(2, 2, 4, 64), *R.cache(), R.block_tables(), R.seq_lens),

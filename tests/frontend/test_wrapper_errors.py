@@ -420,7 +420,7 @@ CASES: dict[str, Case] = {
             seq_lens=torch.tensor(P.kv_lens),
         ),
         errors.PageTableError,
-        "a request has 130 tokens and room for 128",
+        "a request has 130 tokens and block_tables room for 128",
     ),
     "sinks that are no tensor": (
         lambda: run_decode(sinks=0.5),
