@@ -6,7 +6,7 @@ row of the table has as many tokens as the row has places.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,16 @@ from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 
 ROWS = "[rows, num_qo_heads, head_dim]"
+
+
+class TableNames(NamedTuple):
+    """The arguments of a function that have the block tables and the lengths."""
+
+    table: str = "block_tables"
+    lengths: str = "seq_lens"
+
+
+USUAL_NAMES = TableNames()
 
 
 # ------------------------------------------------------------------------------------- arguments of one-shot functions
@@ -139,12 +149,9 @@ def block_table_call(
     backend: str = "auto",
     tree_mask: Tensor | None = None,
     keys: RankKeys | None = None,
-    table: str = "block_tables",
+    names: TableNames = USUAL_NAMES,
 ) -> AttentionCall:
-    """``(q [rows, num_qo_heads, head_dim], k_cache, v_cache)`` by block tables; ``qo_indptr`` None for decode.
-
-    ``table``: the argument that has the block tables.
-    """
+    """``(q [rows, num_qo_heads, head_dim], k_cache, v_cache)`` by block tables; ``qo_indptr`` None for decode."""
     q, k_cache, v_cache = tensors
     ranked(where, "the query", q, ROWS)
     positive(where, num_qo_heads=q.shape[1])
@@ -165,7 +172,7 @@ def block_table_call(
         causal=options.causal and qo_indptr is not None,
     )
     capacity = block_tables.shape[1] * page_size
-    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q.device, capacity, table)
+    seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q.device, capacity, names.table)
     batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask, keys)
     op = "batch_decode" if spec.decode else "batch_prefill"
     return AttentionCall(where, op, tensors, batch, options, output, scales, kv_layout, backend)
@@ -181,7 +188,7 @@ def latent_call(
     output: OutputSpec,
     scales: ScaleFactors,
     keys: RankKeys | None = None,
-    table: str = "block_tables",
+    names: TableNames = USUAL_NAMES,
 ) -> AttentionCall:
     """MLA of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` by block tables; ``options`` has an ``sm_scale``."""
     q_nope, q_pe, ckv, kpe = tensors
@@ -201,7 +208,7 @@ def latent_call(
         causal=options.causal,
     )
     capacity = block_tables.shape[1] * spec.page_size
-    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q_nope.device, capacity, table)
+    seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q_nope.device, capacity, names.table)
     batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q_nope.shape[0], keys=keys)
     return AttentionCall(where, "batch_mla", tensors, batch, options, output, scales)
 

@@ -177,7 +177,7 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
         {"qv": torch.ones(2, 1, 4, 64).half(), "k_cache": torch.ones(2, 40, 1, 64).half()},
         "qv is given and v_cache has 2 KV heads; expected 1",
     ),
-    ({"q": torch.ones(2, 1, 4, 64, dtype=torch.float32)}, "the keys are float16 and q float32"),
+    ({"q": torch.ones(2, 1, 4, 64, dtype=torch.float32)}, "k_cache is float16 and q float32"),
     ({"q": torch.ones(2, 1, 3, 64).half()}, "3 query heads do not share 2 KV heads evenly"),
     ({"q": torch.ones(2, 4, 64).half()}, r"q is \[2, 4, 64\]; expected \[batch, seqlen, num_heads, head_dim\]"),
     ({"k_cache": 3}, "k_cache is 3, of type int; expected a tensor"),
