@@ -66,8 +66,11 @@ class CapacityError(PlanError):
     """A batch exceeds the capacity of the plan. The message gives the capacity that it needs."""
 
 
-class PageTableError(PlanError):
-    """The contents of a page table are inconsistent: an indptr, a last page length or a page number."""
+class PageTableError(PlanError, RuntimeError):
+    """The contents of a page table are inconsistent: an indptr, a last page length or a page number.
+
+    A RuntimeError too, as FlashAttention raises.
+    """
 
 
 class PlacementError(AttnOpsError, ValueError):

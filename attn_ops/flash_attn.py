@@ -248,6 +248,7 @@ def flash_attn_varlen_func(
             cu_seqlens_q=cu_seqlens_q,
             places=k.shape[0],
             chunk=chunk,
+            table_name="block_table",
         )
         found = batch.metadata(where, scheduler_metadata)
         tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, found.metadata, k.shape[1])
@@ -355,7 +356,11 @@ def flash_attn_with_kvcache(
     rows_of = table if cache_batch_idx is None else cache_batch_idx
     if rows_of is not None and rows_of.shape[0] != requests:
         fail(
-            ShapeError, where, f"the table has {rows_of.shape[0]} rows", f"{requests}, as q has requests", "correct it"
+            ShapeError,
+            where,
+            f"{table_name if rows_of is table else 'cache_batch_idx'} has {rows_of.shape[0]} rows",
+            f"{requests}, as q has requests",
+            "correct it",
         )
     if rows_of is None and scheduler_metadata is None and requests > k_cache.shape[0]:
         fail(
@@ -386,6 +391,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx,
         cache_leftpad,
         chunk,
+        None if table is None else table_name,
     )
     rotary = Rotary.of(where, rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1], q.device)
     found = batch.metadata(where, scheduler_metadata)

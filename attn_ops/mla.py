@@ -27,7 +27,7 @@ from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
 from attn_ops.frontend.call_plans import with_pages
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache, latent
-from attn_ops.frontend.one_shot import block_table, latent_call, lengths
+from attn_ops.frontend.one_shot import TableNames, block_table, latent_call, lengths
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
@@ -352,7 +352,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             if groups is not None:
                 tensors = groups.dequantize(tensors, tables.flatten())
                 tables = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device).view(tables.shape)
-            return latent_call(where, tensors, tables, lens, rows, options, output, scales)
+            names = TableNames("page_table", "kv_len")
+            return latent_call(where, tensors, tables, lens, rows, options, output, scales, names=names)
         if kv_len is not None:
             required(where, page_table=page_table)
         sm_scale = None if bmm1_scale is None else 1.0

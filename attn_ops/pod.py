@@ -193,7 +193,7 @@ class PODWithPagedKVCacheWrapper:
             None if kv_layout_d == "NHD" else layout(where, kv_layout_d),
         )
         decode = self._decode._paged_call(
-            where, q_d, paged_kv_cache_d, output, **scales, kv_layout=kv_layout, **changes
+            f"{where} (_d)", q_d, paged_kv_cache_d, output, **scales, kv_layout=kv_layout, **changes
         )
         return prefill, decode.execute()
 
@@ -298,8 +298,8 @@ class BatchPODWithPagedKVCacheWrapper:
             mask = packed_mask_by_plan(where, custom_mask_p, packed_custom_mask_p, planned.plan, q_p.device)
         causal: dict[str, Any] = {"causal": True} if causal_p else {}
         calls = (
-            self._prefill._paged_call(where, q_p, paged_kv_cache_p, output, mask=mask, **causal),
-            self._decode._paged_call(where, q_d, paged_kv_cache_d, output, **scales),
+            self._prefill._paged_call(f"{where} (_p)", q_p, paged_kv_cache_p, output, mask=mask, **causal),
+            self._decode._paged_call(f"{where} (_d)", q_d, paged_kv_cache_d, output, **scales),
         )
         return calls[0].execute(), calls[1].execute()
 

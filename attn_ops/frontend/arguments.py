@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.policy import UNSUPPORTED
+from attn_ops.frontend.policy import NEGLIGIBLE, UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
 from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX
@@ -142,8 +142,26 @@ def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Seq
     return values
 
 
+def check_dtypes(where: str, query: Tensor, *caches: Tensor) -> None:
+    """Of ``query`` and ``kv_cache``, which ops know under other names."""
+    names = [str(t.dtype).removeprefix("torch.") for t in (query, *caches)]
+    if query.dtype not in FLOATS + FP8:
+        expected = "float16, bfloat16, float32, float8_e4m3fn or float8_e5m2"
+        fail(DTypeError, where, f"query is {names[0]}", expected, "convert it")
+    for name, cache in zip(names[1:], caches, strict=True):
+        if cache.dtype != caches[0].dtype:
+            fail(DTypeError, where, f"kv_cache is {names[1]} and {name}", "one dtype", "convert one of the pair")
+        if query.dtype not in FP8 and cache.dtype not in (query.dtype, *FP8):
+            expected = f"{names[0]}, float8_e4m3fn or float8_e5m2"
+            fail(DTypeError, where, f"kv_cache is {name} and query {names[0]}", expected, "convert one of the two")
+
+
 def refuse(where: str, **arguments: Any) -> None:
     """Raise for an argument of :data:`~attn_ops.frontend.policy.UNSUPPORTED` that would change the result."""
+    for name in arguments:
+        most, value = NEGLIGIBLE.get(name), arguments[name]
+        if most is not None and isinstance(value, float) and 0 <= value <= most:
+            arguments = {**arguments, name: None}
     refuse_listed(where, UNSUPPORTED, arguments)
 
 

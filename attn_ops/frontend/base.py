@@ -38,6 +38,16 @@ FP8_SCALES_BY_POSITION = ("q_scale", "k_scale", "v_scale")
 """Arguments of run() that may follow the cache by position: in general, of FlashInfer's AttentionSink variant, and
 three of them with an FP8 query."""
 
+NAMES = {
+    "batch_mla": ("q_nope", "ckv_cache", "kpe_cache"),
+    "ragged_prefill": ("q", "k", "v"),
+    "block_sparse_prefill": ("q", "k", "v"),
+}
+"""Arguments of ``run()`` that are the first and the last two tensors of an op: a query, and what it attends to."""
+
+PAGED_NAMES = "q", "the KV cache", "the KV cache"
+"""Those of other ops."""
+
 _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 """Entries 7, 9 and 11 of ``jit_args`` for that variant: names of its tensors, names of its scalars, its own name."""
 
@@ -109,7 +119,7 @@ class PlannedBatch:
             fail(
                 ShapeError,
                 where,
-                f"q has {rows} rows",
+                f"{NAMES.get(call.op, PAGED_NAMES)[0]} has {rows} rows",
                 f"{planned} as planned{_rows_of_a_request(self.spec.rows)}{'' if self.exact else ', or more'}",
                 "call plan() for this batch first",
             )
@@ -118,9 +128,10 @@ class PlannedBatch:
 
     def check_tensors(self, call: AttentionCall) -> None:
         """Dtypes and layout of the call's tensors are as planned."""
-        where, q, kv = call.where, call.tensors[0], call.tensors[-1]
+        where, (q, *_, k, v) = call.where, call.tensors
         if self.dtypes is not None:
-            for name, t, dtype in (("q", q, self.dtypes.q), ("the KV cache", kv, self.dtypes.kv)):
+            dtypes = self.dtypes.q, self.dtypes.kv, self.dtypes.kv
+            for name, t, dtype in zip(NAMES.get(call.op, PAGED_NAMES), (q, k, v), dtypes, strict=True):
                 if t.dtype != dtype:
                     fail(
                         DTypeError,
@@ -129,8 +140,8 @@ class PlannedBatch:
                         f"{str(dtype).removeprefix('torch.')} as planned",
                         "name its dtype in plan(), as q_data_type and kv_data_type, or convert it",
                     )
-        if self.spec.paged and kv.dim() == 4:
-            self._check_layout(where, kv, call.kv_layout)
+        if self.spec.paged and v.dim() == 4:
+            self._check_layout(where, v, call.kv_layout)
 
     def _check_layout(self, where: str, kv: Tensor, kv_layout: str) -> None:
         """The likeliest mistake, which the op would report as a wrong number of heads or tokens."""

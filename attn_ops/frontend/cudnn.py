@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_ops.call import as_sinks
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import output_dtype, own_backend, positive, ranked, required
-from attn_ops.frontend.one_shot import block_table, block_table_call, lengths, ragged_call, uniform_rows
+from attn_ops.frontend.one_shot import TableNames, block_table, block_table_call, lengths, ragged_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
@@ -57,6 +57,9 @@ def token_offsets(indptr: Tensor, seq_lens: Tensor | None, elements: int) -> Ten
     ends = seq_lens.flatten().cpu().long().cumsum(0)
     packed = torch.cat((ends.new_zeros(1), ends)) * elements
     return indptr // elements if torch.equal(indptr.cpu().long(), packed) else indptr
+
+
+NAMES = TableNames("block_tables", "actual_seq_lens_kv")
 
 
 def check_repeated(where: str, name: str, tensor: Tensor | None, indptr_name: str, indptr: Tensor, step: int) -> None:
@@ -156,6 +159,7 @@ def cudnn_batch_decode_with_kv_cache(
         OutputSpec(out, lse, return_lse, dtype),
         ScaleFactors(),
         kv_layout="HND",
+        names=NAMES,
     ).execute()
 
 
@@ -266,8 +270,13 @@ def cudnn_batch_prefill_with_kv_cache(
     if block_tables is not None:
         _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
         tables = block_table(where, "block_tables", block_tables, q.device)
+        if actual_seq_lens_q.numel() != tables.shape[0]:
+            shown, expected = f"actual_seq_lens_q has {actual_seq_lens_q.numel()} lengths", f"{tables.shape[0]}"
+            fail(ShapeError, where, shown, f"{expected}, the rows of block_tables", "correct it")
         batch = tables, actual_seq_lens_kv, qo_indptr
-        call = block_table_call(where, tensors, *batch, options, output, scales, kv_layout="HND", backend=backend)
+        call = block_table_call(
+            where, tensors, *batch, options, output, scales, kv_layout="HND", backend=backend, names=NAMES
+        )
         result = call.execute()
         return result if return_lse else (result, None)
     kv_indptr = _indptr(where, "actual_seq_lens_kv", actual_seq_lens_kv, "k_cache", k_cache)

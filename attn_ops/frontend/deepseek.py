@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.errors import OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import own_backend, refuse, required
+from attn_ops.frontend.arguments import check_dtypes, own_backend, refuse, required
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, rank_keys, uniform_rows
@@ -51,6 +51,7 @@ def _decode(
     rank, form = (4, "[batch, q_len, num_heads, {}]") if cum_seq_lens_q is None else (3, "[rows, num_heads, {}]")
     if query.dim() != rank or query.shape[-1] != sum(dims):
         fail(ShapeError, where, f"query is {list(query.shape)}", form.format(sum(dims)), "reshape it")
+    check_dtypes(where, query, kv_cache)
     flat, (ckv, kpe) = query.reshape(-1, *query.shape[-2:]), latent(where, kv_cache, dims[0])
     if kpe.shape[-1] != dims[1]:
         fail(ShapeError, where, f"kv_cache is {list(kv_cache.shape)}", f"{sum(dims)} at the end", "correct the sizes")

@@ -1,9 +1,12 @@
 """One-shot calls: attention without a prior plan(). The call plans and attends, and traces.
 
-Lengths on the host are checked against the table; longer ones on a GPU are cut off at the table's width.
+Lengths on the host are checked against the table. Elsewhere, where no length is read, a request that is longer than its
+row of the table has as many tokens as the row has places.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,15 +27,31 @@ from attn_ops.plan.resizable import PlanSpec
 ROWS = "[rows, num_qo_heads, head_dim]"
 
 
+class TableNames(NamedTuple):
+    """The arguments of a function that have the block tables and the lengths."""
+
+    table: str = "block_tables"
+    lengths: str = "seq_lens"
+
+
+USUAL_NAMES = TableNames()
+
+
 # ------------------------------------------------------------------------------------- arguments of one-shot functions
 
 
 def lengths(
-    where: str, name: str, t: Tensor | None, batch: int, device: torch.device, capacity: int | None = None
+    where: str,
+    name: str,
+    t: Tensor | None,
+    batch: int,
+    device: torch.device,
+    capacity: int | None = None,
+    table: str | None = "block_tables",
 ) -> Tensor:
     """int32 ``[batch]`` of lengths of any integer dtype, which may have further dimensions of size 1.
 
-    ``capacity``: the most tokens that a row of the page table, or of a cache without one, holds.
+    ``capacity``: the most tokens that a row of ``table``, an argument, holds, or of a cache without a table.
     """
     t = given_tensor(where, name, t, device)
     if t.numel() != batch:
@@ -46,14 +65,15 @@ def lengths(
     if seen(t) and batch and int(t.min()) < 0:
         fail(PageTableError, where, f"{name} has a length of {int(t.min())}", "0 or more", "correct it")
     if capacity is not None and seen(t) and batch and int(t.max()) > capacity:
-        fail(
-            PageTableError,
-            where,
-            f"a request has {int(t.max())} tokens and room for {capacity}",
-            f"at most {capacity}",
-            "pass a larger cache or a wider page table",
-        )
+        too_long(where, int(t.max()), capacity, table)
     return t.reshape(batch).to(device, torch.int32)
+
+
+def too_long(where: str, tokens: int, capacity: int, table: str | None) -> NoReturn:
+    """A request does not fit its row of ``table``, or of a cache without a table."""
+    holder, fix = ("its cache", "pass a larger cache") if table is None else (table, f"pass a wider {table}")
+    shown = f"a request has {tokens} tokens and {holder} room for {capacity}"
+    fail(PageTableError, where, shown, f"at most {capacity}", fix)
 
 
 def rank_keys(
@@ -129,6 +149,7 @@ def block_table_call(
     backend: str = "auto",
     tree_mask: Tensor | None = None,
     keys: RankKeys | None = None,
+    names: TableNames = USUAL_NAMES,
 ) -> AttentionCall:
     """``(q [rows, num_qo_heads, head_dim], k_cache, v_cache)`` by block tables; ``qo_indptr`` None for decode."""
     q, k_cache, v_cache = tensors
@@ -151,7 +172,7 @@ def block_table_call(
         causal=options.causal and qo_indptr is not None,
     )
     capacity = block_tables.shape[1] * page_size
-    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q.device, capacity)
+    seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q.device, capacity, names.table)
     batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask, keys)
     op = "batch_decode" if spec.decode else "batch_prefill"
     return AttentionCall(where, op, tensors, batch, options, output, scales, kv_layout, backend)
@@ -167,6 +188,7 @@ def latent_call(
     output: OutputSpec,
     scales: ScaleFactors,
     keys: RankKeys | None = None,
+    names: TableNames = USUAL_NAMES,
 ) -> AttentionCall:
     """MLA of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` by block tables; ``options`` has an ``sm_scale``."""
     q_nope, q_pe, ckv, kpe = tensors
@@ -186,7 +208,7 @@ def latent_call(
         causal=options.causal,
     )
     capacity = block_tables.shape[1] * spec.page_size
-    seq_lens = lengths(where, "seq_lens", seq_lens, block_tables.shape[0], q_nope.device, capacity)
+    seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q_nope.device, capacity, names.table)
     batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q_nope.shape[0], keys=keys)
     return AttentionCall(where, "batch_mla", tensors, batch, options, output, scales)
 

@@ -105,7 +105,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "o_sf_vec_size": ((), _FP4_OUT),
     "sage_attn_sfs": (((None,) * 4,), _SAGE),
     "num_elts_per_sage_attn_blk": (((0,) * 4,), _SAGE),
-    "skip_softmax_threshold_scale_factor": ((0, 0.0), _SPARSE),
+    "skip_softmax_threshold_scale_factor": ((0, 0.0), _SPARSE + "; factors up to 2^-24 change less than rounding"),
     "skip_softmax": ((False,), _SPARSE),
     "sparse_mla_top_k": ((0,), _SPARSE),
     "sparse_mla_top_k_lens": ((), _SPARSE),
@@ -120,8 +120,15 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cp_rank": ((0,), _CONTEXT),
     "causal_seqlens_kv_global": ((), _CONTEXT),
     "window_right": ((0,), "keys after the query are causal's business; pass causal or is_causal"),
-    "uses_shared_paged_kv_idx": ((True,), "keys and values share one page table; pass two caches of one numbering"),
+    "uses_shared_paged_kv_idx": ((True,), "a latent is a key and a value at once; pass the one table of a request"),
     "kv_scale_format": (("auto",), "MLA caches are float16, bfloat16, float32 or plain FP8"),
     "metadata": ((), "give the arguments of plan() themselves"),
 }
 """name -> (values that change nothing, reason). None always changes nothing."""
+
+NEGLIGIBLE = {"skip_softmax_threshold_scale_factor": 2.0**-24}
+"""name -> the largest number of :data:`UNSUPPORTED` that changes less than float32 rounds.
+
+Probabilities below the factor over the number of keys may be left out, next to the row's largest one: together at most
+the factor.
+"""

@@ -16,6 +16,7 @@ from attn_ops.call import as_sinks
 from attn_ops.errors import ShapeError, fail
 from attn_ops.frontend.arguments import (
     DType,
+    check_dtypes,
     given_tensor,
     layout,
     output_dtype,
@@ -129,6 +130,7 @@ def _decode(
     shard, and the tokens of each request on all ranks before its query rows.
     """
     caches, table = _pages(where, kv_cache, block_tables, query.device, kv_layout, shared_pages)
+    check_dtypes(where, query, *caches)
     name, indptr = ragged
     if indptr is None:
         q_len = 1 if q_len_per_req is None else q_len_per_req
@@ -363,6 +365,7 @@ def trtllm_batch_context_with_kv_cache(
     )
     required(where, cum_seq_lens_q=cum_seq_lens_q)
     caches, tables = _pages(where, kv_cache, block_tables, query.device, kv_layout, uses_shared_paged_kv_idx)
+    check_dtypes(where, query, *caches)
     integers(where, batch_size=batch_size)
     if tables.shape[0] != batch_size:
         fail(

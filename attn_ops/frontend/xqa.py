@@ -9,7 +9,7 @@ from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import layout, refuse, required
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import check_tree_mask
-from attn_ops.frontend.one_shot import block_table, block_table_call, latent_call, uniform_rows
+from attn_ops.frontend.one_shot import TableNames, block_table, block_table_call, latent_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import MAX_WINDOW, AttentionOptions
@@ -129,6 +129,7 @@ def xqa(
         ),
         kv_layout=kv_layout,
         tree_mask=mask,
+        names=TableNames("page_table"),
     ).execute()
     return result if output is None else None
 
@@ -189,5 +190,6 @@ def xqa_mla(
         AttentionOptions(sm_scale=1.0, causal=True),
         OutputSpec(output, rows_shape=tuple(q.shape[:-2])),
         ScaleFactors({"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}),
+        names=TableNames("page_table"),
     ).execute()
     return result if output is None else None

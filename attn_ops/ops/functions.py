@@ -685,7 +685,8 @@ def page_table(
 
     Args:
         block_tables: ``[batch, max_pages_per_request]``; int32. Page numbers, a row per request, of which the first
-            ``ceil(seq_len / page_size)`` are used.
+            ``ceil(seq_len / page_size)`` are used. A request that is longer than its row has as many tokens as the row
+            has places.
         seq_lens: ``[batch]``; int32. Tokens of each request.
         page_size: Tokens in a page, at least 1.
         backend: ``auto``, or the name of the one backend to use.

@@ -97,7 +97,7 @@ def _vectors(v: Tensor) -> int:
 
 
 def _parts(v: Tensor) -> int:
-    """Parts of the states of a row, each merged by other threads, if there are few rows: one if a graph does not know."""
+    """Parts of the states of a row, each merged by other threads, if rows are few. One if a graph does not know."""
     packed_rows, states = v.shape[0] * v.shape[2], v.shape[1]
     if not (isinstance(packed_rows, int) and isinstance(states, int)):
         return 1

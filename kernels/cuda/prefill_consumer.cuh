@@ -41,15 +41,17 @@ struct Rows {
 // exponential: the warp takes the other form if one of its logits is not. So it does where logits are of other memory,
 // on which no bit of a result may depend.
 DEVICE void soft_cap(Logits& logits, float to_cap, bool all_visible) {
-  float largest = all_visible ? 0 : kInfinity;
+  const float scale = fabsf(to_cap);
+  float largest = all_visible && scale >= kLeastTanhScale && scale <= 1 / kLeastTanhScale ? 0 : kInfinity;
 #pragma unroll
   for (int i = 0; i < kTile / 2; ++i) largest = fmaxf(largest, fabsf(logits[i]));
-  if (__any_sync(~0u, largest * to_cap > kSmallTanh)) {
+  if (__any_sync(~0u, largest * scale > kSmallTanh)) {
 #pragma unroll
     for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh_exact(logits[i] * to_cap);
   } else {
+    const SmallTanh tanh(to_cap);
 #pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh_small(logits[i] * to_cap);
+    for (int i = 0; i < kTile / 2; ++i) logits[i] = tanh(logits[i]);
   }
 }
 

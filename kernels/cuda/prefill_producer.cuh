@@ -121,22 +121,21 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
   fence_async_shared();
 }
 
-DEVICE QueryBlock query_block(const Problem& p, const Unit& unit) {
-  if (unit.count <= 0) return {.stored = -1};
+DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to) {
+  if (unit.count <= 0) {
+    to = {.stored = -1};
+    return;
+  }
+  to.start = unit.start, to.end = unit.end, to.slot = unit.slot;
+  to.remainder = unit.first_packed_row - unit.first_row * p.group;
+  to.low = relative_bound(unit.position, unit.first_row, -p.window_left, kBeforeAll);
+  to.high = relative_bound(unit.position, unit.first_row + 1, p.window_right, kMaxTokens);
   const int row = unit.row + unit.first_row, head = unit.kv_head * p.group;
   const bool exists = row >= 0 && unit.slot < p.slots;
+  to.stored = exists ? max(min(unit.count - unit.first_row, p.rows - row), 0) : 0;
   const int64 to_row = unit.slot < 0 ? int64(row) : int64(unit.slot) * p.tile_rows + unit.first_row;
-  return {
-      .stored = exists ? max(min(unit.count - unit.first_row, p.rows - row), 0) : 0,
-      .low = relative_bound(unit.position, unit.first_row, -p.window_left, kBeforeAll),
-      .high = relative_bound(unit.position, unit.first_row + 1, p.window_right, kMaxTokens),
-      .start = unit.start,
-      .end = unit.end,
-      .slot = unit.slot,
-      .head = head,
-      .remainder = unit.first_packed_row - unit.first_row * p.group,
-      .first = to_row * (p.num_kv_heads * p.group) + head,
-  };
+  to.first = to_row * (p.num_kv_heads * p.group) + head;
+  to.head = head;
 }
 
 // The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does. Without a unit it is the end.
@@ -146,7 +145,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
   mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
   mark(kWaitEmpty);
-  if (thread == 0) shared.query_blocks[n % kQueryBlocks] = query_block(p, unit);
+  if (thread == 0) write_query_block(p, unit, shared.query_blocks[n % kQueryBlocks]);
   const uint32 to = shared_address(shared.query[buffer][0]);
   if (exists && q.box_rows) {
     const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_row;

@@ -10,16 +10,23 @@ DEVICE float tanh_exact(float x) {
   return __fmaf_rn(-2.0f, reciprocal_approx(1 + exp2_approx(x * (2 * kLog2e))), 1.0f);
 }
 
-constexpr float kSmallTanh = 0.75f;
+constexpr float kSmallTanh = 0.5f;
 
-// tanh(x) for |x| <= kSmallTanh, by the polynomial in x^2 of least relative error, 7e-7.
-DEVICE float tanh_small(float x) {
-  const float square = x * x;
-  float ratio = 0.01292963068f;
-  ratio = __fmaf_rn(ratio, square, -0.05005630073f);
-  ratio = __fmaf_rn(ratio, square, 0.1325898315f);
-  ratio = __fmaf_rn(ratio, square, -0.3332825152f);
-  return x * __fmaf_rn(ratio, square, 0.9999994349f);
-}
+// tanh(scale * x) for |scale * x| <= kSmallTanh and |scale| from kLeastTanhScale to its inverse, whose powers are finite:
+// the polynomial in x^2 of least relative error, 6e-7, with the scale in its coefficients.
+struct SmallTanh {
+  float c0, c1, c2, c3;
+
+  DEVICE explicit SmallTanh(float scale) {
+    const float square = scale * scale;
+    c0 = scale * 0.9999994636f, c1 = scale * square * -0.3332631886f;
+    c2 = scale * square * (square * 0.1319029778f), c3 = scale * square * (square * square * -0.04440223053f);
+  }
+  DEVICE float operator()(float x) const {
+    const float square = x * x;
+    return x * __fmaf_rn(__fmaf_rn(__fmaf_rn(c3, square, c2), square, c1), square, c0);
+  }
+};
+constexpr float kLeastTanhScale = 0x1p-16f;
 
 }  // namespace attn_ops

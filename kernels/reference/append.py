@@ -134,17 +134,18 @@ def seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Ten
 def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The page table ``(kv_indptr, kv_indices, kv_last_page_len)`` of a block table: its used entries, compressed.
 
-    ``kv_indices`` has a place for every entry of the block table; places past the last page are 0.
+    ``kv_indices`` has a place for every entry of the block table; places past the last page are 0. A length past a row
+    of the table fills the row.
     """
     batch, max_pages = block_tables.shape
-    pages = ((seq_lens + page_size - 1) // page_size).clamp(0, max_pages)
+    pages = ((seq_lens.clamp(min=0) - 1) // page_size + 1).clamp(max=max_pages)
     ends = pages.cumsum(0)
     indptr = torch.cat((ends.new_zeros(1), ends)).int()
     column = torch.arange(max_pages, device=block_tables.device)
     used = column < pages[:, None]
     index = torch.where(used, (ends - pages)[:, None] + column, batch * max_pages)  # unused entries go past the end
     indices = block_tables.new_zeros(batch * max_pages + 1).scatter_(0, index.flatten(), block_tables.flatten())
-    last = torch.where(pages > 0, (seq_lens - 1) % page_size + 1, 0)
+    last = torch.where(pages > 0, (seq_lens - (pages - 1) * page_size).clamp(max=page_size), 0)
     return indptr, indices[:-1].contiguous(), last.int()
 
 

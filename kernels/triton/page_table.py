@@ -92,7 +92,7 @@ def page_table_kernel(
     """Grid: (blocks of BLOCK entries of ``kv_indices``).
 
     A program owns BLOCK consecutive entries and gathers their pages from the block table; entries past the last page
-    are 0. Program 0 also writes ``kv_indptr`` and ``kv_last_page_len``.
+    are 0. Program 0 also writes ``kv_indptr`` and ``kv_last_page_len``. A length past a row of the table fills the row.
     Loop invariant: ``total`` is the number of pages of the first ``first`` requests, and ``row``, ``column`` locate in
     the block table every owned entry below ``total``.
     Bound by latency: ``cdiv(batch, CHUNK)`` dependent steps of a scan and a search.
@@ -103,13 +103,14 @@ def page_table_kernel(
     for first in range(0, batch, CHUNK):
         i = first + tl.arange(0, CHUNK)
         length = tl.load(seq_lens + i, mask=i < batch, other=0)
-        pages = tl.minimum(tl.maximum(tl.cdiv(length, PAGE_SIZE), 0), max_pages)
+        pages = tl.minimum(tl.where(length > 0, (length - 1) // PAGE_SIZE + 1, 0), max_pages)
         ends = total + tl.cumsum(pages, 0)
         found, request, offset = find_segment(ends, pages, entry, total, CHUNK, LOG_CHUNK)
         row, column = tl.where(found, first + request, row), tl.where(found, offset, column)
         if tl.program_id(0) == 0:
             tl.store(kv_indptr + 1 + i, ends, mask=i < batch)
-            tl.store(kv_last_page_len + i, tl.where(pages > 0, (length - 1) % PAGE_SIZE + 1, 0), mask=i < batch)
+            last = tl.minimum(length - (pages - 1) * PAGE_SIZE, PAGE_SIZE)
+            tl.store(kv_last_page_len + i, tl.where(pages > 0, last, 0), mask=i < batch)
         total = tl.max(ends, 0)
     if tl.program_id(0) == 0:
         tl.store(kv_indptr, 0)

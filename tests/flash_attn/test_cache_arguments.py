@@ -78,7 +78,7 @@ CUMULATIVE: list[tuple[list[int], str]] = [
 def test_cumulative_lengths_of_a_call_over_pages(name: str, values: list[int], message: str) -> None:
     r, lens = Requests((37, 20), (3, 4)), torch.tensor([30, 9])
     if name == "cu_seqlens_q" and len(values) != 3:
-        message = "the table has 2 rows; expected 1" if values else message
+        message = "block_table has 2 rows; expected 1" if values else message
     given = {
         "cu_seqlens_q": r.qo_indptr,
         "cu_seqlens_k_new": r.qo_indptr,

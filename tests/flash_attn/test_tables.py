@@ -87,6 +87,43 @@ def test_rows_that_a_block_table_does_not_have() -> None:
         flash_attn_with_kvcache(q, *r.cache(), **given)
 
 
+PAST = [(0, 0), (5, 0), (0, 10), (0, 16), (5, 16)]
+
+
+@pytest.mark.parametrize(("pad", "chunk"), PAST, ids=str)
+@pytest.mark.parametrize("new", [0, 3])
+def test_a_length_past_the_table_is_that_of_its_row(new: int, pad: int, chunk: int) -> None:
+    """Where no length is read. Tokens that are appended past the row are skipped."""
+    torch._dynamo.reset()
+    r, q = Requests((48, 8)), random(2, 2, 4, 64)
+    k, v = random(2, 3, 2, 64, seed=1), random(2, 3, 2, 64, seed=2)
+    lens, caches = int32(47, 5) if new else int32(61, 8), tuple(t.clone() for t in r.cache())
+    places = {"block_table": r.block_tables(spare=0), "cache_leftpad": int32(pad, 0) if pad else None}
+
+    def call(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Any:
+        added = {"k": k, "v": v} if new else {}
+        given = {"cache_seqlens": lens, "attention_chunk": chunk, "causal": True, "return_softmax_lse": True}
+        return flash_attn_with_kvcache(q, k_cache, v_cache, **added, **places, **given)
+
+    out = called(call, q, *caches, k, v, lens, traced=True)
+    keys, values = ([t.clone() for t in tensors] for tensors in (r.batch.keys, r.batch.values))
+    if new:
+        for old, added in ((keys, k), (values, v)):
+            old[0][47], old[1][5:] = added[0, 0], added[1]
+    requests = [(q[0], keys[0][pad:], values[0][pad:]), (q[1], keys[1], values[1])]
+    check_dense(expected(requests, causal=True, attention_chunk=chunk), *out)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+@pytest.mark.parametrize("lens", [49, 48], ids=str)
+def test_a_table_too_narrow_is_named(name: str, lens: int) -> None:
+    r, q, new = Requests((48,)), random(1, 1, 4, 64), random(1, 49 - lens, 2, 64)
+    given = {"cache_seqlens": int32(lens), name: r.block_tables(spare=0)}
+    with pytest.raises(RuntimeError, match=f"a request has 49 tokens and {name} room for 48; .*pass a wider {name}"):
+        flash_attn_with_kvcache(q, *r.cache(), *((new, new) if lens == 48 else ()), **given)
+
+
 # -------------------------------------------------------------------------------------------------------- left padding
 
 

@@ -53,8 +53,35 @@ def test_lengths_fill_their_rows_of_the_table_at_most() -> None:
     tables, more = r.block_tables(spare=0), torch.tensor([129, 3])
     call = functools.partial(flashinfer.trtllm_batch_decode_with_kv_cache, r.q, r.cache(), workspace(), tables)
     r.expected(sm_scale=0.125).check(call(r.seq_lens.cpu(), 128, 0.125))
-    with pytest.raises(errors.PageTableError, match="a request has 129 tokens and room for 128"):
+    with pytest.raises(errors.PageTableError, match="a request has 129 tokens and block_tables room for 128"):
         call(more, 129, 0.125)
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_function_and_wrapper_have_equal_bits(q_len: int) -> None:
+    """Equal problems have equal plans, whose capacities differ."""
+    r = Requests((70, 3, 9, 130), (q_len,) * 4, kv_layout="HND")
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(
+        r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 130, 0.125, q_len_per_req=q_len
+    )
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "HND")
+    wrapper.plan(*r.table, *r.sizes, sm_scale=0.125, q_data_type=r.dtype, kv_data_type=r.dtype)
+    assert torch.equal(out, wrapper.run(r.q, r.cache(), q_len_per_req=q_len))
+
+
+SKIPS = "skip_softmax_threshold_scale_factor"
+
+
+def test_a_factor_that_skips_less_than_rounding_has_no_effect() -> None:
+    r = Requests(kv_layout="HND")
+    call = functools.partial(flashinfer.trtllm_batch_decode_with_kv_cache, r.q, r.cache(), workspace())
+    tables = r.block_tables(), r.seq_lens, 130, 0.125
+    out = call(*tables)
+    for factor in (1e-30, 2.0**-24, 0, 0.0):
+        assert torch.equal(call(*tables, **{SKIPS: factor}), out)
+    for factor in (1e-7, -1e-30, 1, math.nan):
+        with pytest.raises(errors.UnsupportedError, match=f"{SKIPS} is {factor}, which is not supported"):
+            call(*tables, **{SKIPS: factor})
 
 
 def test_trtllm_scale_in_base_2() -> None:

@@ -210,7 +210,65 @@ CASES: dict[str, Case] = {
     "block tables too narrow": (
         lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables()[:, :8], torch.tensor(R.kv_lens, dtype=torch.int32)),
         errors.PageTableError,
-        "a request has 130 tokens and room for 128",
+        "a request has 130 tokens and page_table room for 128",
+    ),
+    "lengths of another name": (
+        lambda: flashinfer.cudnn_batch_decode_with_kv_cache(
+            R.q,
+            *R.cache(),
+            0.1,
+            None,
+            max_sequence_kv=130,
+            actual_seq_lens_kv=R.seq_lens.float(),
+            block_tables=R.block_tables(),
+        ),
+        errors.DTypeError,
+        "actual_seq_lens_kv is float32; expected int32 or int64",
+    ),
+    "fewer query lengths than tables": (
+        lambda: flashinfer.cudnn_batch_prefill_with_kv_cache(
+            R.q,
+            *R.cache(),
+            0.1,
+            None,
+            max_token_per_sequence=4,
+            max_sequence_kv=130,
+            actual_seq_lens_q=QO[1:2],
+            actual_seq_lens_kv=R.seq_lens,
+            block_tables=R.block_tables(),
+            causal=True,
+            return_lse=False,
+        ),
+        errors.ShapeError,
+        "actual_seq_lens_q has 1 lengths; expected 4, the rows of block_tables",
+    ),
+    "dtype of the query": (
+        lambda: flashinfer.trtllm_batch_decode_with_kv_cache(
+            R.q.int(), R.cache(), None, R.block_tables(), R.seq_lens, 1
+        ),
+        errors.DTypeError,
+        "query is int32; expected float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
+    ),
+    "dtypes of query and cache": (
+        lambda: flashinfer.xqa_batch_decode_with_kv_cache(
+            R.q.bfloat16(), R.cache(), None, R.block_tables(), R.seq_lens, 1
+        ),
+        errors.DTypeError,
+        "kv_cache is float16 and query bfloat16; expected bfloat16, float8_e4m3fn or float8_e5m2",
+    ),
+    "dtypes of a pair": (
+        lambda: flashinfer.xqa_batch_decode_with_kv_cache(
+            R.q, (R.cache()[0], R.cache()[1].bfloat16()), None, R.block_tables(), R.seq_lens, 1
+        ),
+        errors.DTypeError,
+        "kv_cache is float16 and bfloat16; expected one dtype",
+    ),
+    "dtypes of query and latents": (
+        lambda: flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+            R.q[:, None], R.cache()[0][:, :, 0].bfloat16(), None, 32, 48, 16, R.block_tables(), R.seq_lens, 1
+        ),
+        errors.DTypeError,
+        "kv_cache is bfloat16 and query float16",
     ),
     "xqa beam": (
         lambda: flashinfer.xqa(R.q.view(2, 2, 4, 64), *R.cache(), R.block_tables(), R.seq_lens),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -81,6 +82,20 @@ def latent_by_lengths() -> None:
     wrapper.plan(P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 16)
     sizes = (46, 4, 512), (46, 4, 64), (17, 16, 512), (17, 16, 64)
     wrapper.run(*(empty(*size) for size in sizes), kv_len=P.seq_lens)
+
+
+def latent_of(dtypes: tuple[torch.dtype, ...], **planned: torch.dtype) -> None:
+    """Of queries and caches of ``dtypes``."""
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    wrapper.plan(P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 16, **planned)
+    sizes = (46, 4, 512), (46, 4, 64), (17, 16, 512), (17, 16, 64)
+    tensors = (empty(*size).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True))
+    wrapper.run(*tensors, ckv_scale=1.0, kpe_scale=1.0)
+
+
+HALF, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+DTYPES = BF16, BF16, E4M3, E4M3
+LATENTS = {"q_data_type": BF16, "kv_data_type": E4M3}
 
 
 def listed_prefill(indptr: torch.Tensor, lens: torch.Tensor) -> None:
@@ -420,8 +435,31 @@ CASES: dict[str, Case] = {
             seq_lens=torch.tensor(P.kv_lens),
         ),
         errors.PageTableError,
-        "a request has 130 tokens and room for 128",
+        "a request has 130 tokens and block_tables room for 128",
     ),
+    **{
+        f"dtype of {name}": (
+            functools.partial(latent_of, tuple(HALF if i == j else d for j, d in enumerate((BF16,) * 4))),
+            errors.DTypeError,
+            message,
+        )
+        for i, (name, message) in enumerate(
+            {
+                "q_nope": "q_pe is bfloat16; expected float16",
+                "q_pe": "q_pe is float16; expected bfloat16",
+                "ckv_cache": "ckv_cache is float16 and kpe_cache bfloat16; expected one dtype",
+                "kpe_cache": "ckv_cache is bfloat16 and kpe_cache float16; expected one dtype",
+            }.items()
+        )
+    },
+    **{
+        f"planned dtype of {name}": (
+            functools.partial(latent_of, tuple(HALF if i == j else d for j, d in enumerate(DTYPES)), **LATENTS),
+            errors.DTypeError,
+            f"{name} is float16; expected {str(DTYPES[i]).removeprefix('torch.')}{'' if i == 1 else ' as planned'}",
+        )
+        for i, name in enumerate(("q_nope", "q_pe", "ckv_cache", "kpe_cache"))
+    },
     "sinks that are no tensor": (
         lambda: run_decode(sinks=0.5),
         errors.ArgumentError,

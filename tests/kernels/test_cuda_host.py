@@ -96,6 +96,20 @@ def test_scales_of_fp8_are_any_numbers(kv_scale: tuple[float, float] | None, cap
     _attend("prefill", _case("scales", **fields, window_left=50), Host())
 
 
+@pytest.mark.parametrize("sm_scale", [-0.5, -0.01, 2.0**-20, 2.0**18], ids=str)
+def test_capped_logits_have_any_scale(sm_scale: float) -> None:
+    """Scales of both forms of the tanh, and of neither sign alone."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 1, 128, generator=g).to(torch.float16) for n in (20, 150, 150))
+    with Host().installed():
+        options: dict[str, Any] = {"return_lse": True, "out_dtype": torch.float32}
+        out, lse = prefill.single_prefill(q, k, v, sm_scale=sm_scale, logits_soft_cap=5.0, **options)
+    logits = 5 * torch.tanh(q[:, 0].double() @ k[:, 0].double().T * sm_scale / 5)
+    expected = logits.softmax(1) @ v[:, 0].double()
+    torch.testing.assert_close(out[:, 0].double(), expected, rtol=2e-3, atol=2e-3)  # weights are rounded to float16
+    torch.testing.assert_close(lse[:, 0].double(), logits.logsumexp(1) / math.log(2), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["prefill", "ragged"])
 def test_fp8_tokens_before_the_window_may_be_nan(kind: str) -> None:
     case = _case("hidden", kv_lens=(300,), qo_lens=(40,), causal=True, window_left=33, **FP8_KV)

@@ -32,9 +32,10 @@ E4M3 = torch.float8_e4m3fn
 
 PAGES, PAGE_SIZE, HEADS, DIM = 5, 24, 3, 128
 
-SPILL_BYTES = {False: 40, True: 96}
-"""By whether KV is converted, of a thread that may be spilled: values that are needed again after a loop, or once for a
-KV tile. Producers that convert have 40 or 56 registers, and what they need once for each unit may be spilled."""
+SPILL_BYTES = {False: 64, True: 96}
+"""By whether KV is converted, of a thread that may be spilled: values that are needed again after a loop, once for a KV
+tile, or beside the exponentials of a soft cap. Producers that convert have 40 or 56 registers, and what they need once
+for each unit may be spilled."""
 
 
 def _spills(key: tuple[Any, ...]) -> tuple[int, int]:
@@ -42,9 +43,7 @@ def _spills(key: tuple[Any, ...]) -> tuple[int, int]:
 
     Masked tiles alone load the bounds.
     """
-    if key[3] == E4M3:
-        return (4, 0) if key[:2] == (128, 128) else (0, 0)
-    return (6, 1) if key[:2] == (64, 64) else (0, 0)
+    return (4, 0) if key[:2] == (128, 128) and key[3] == E4M3 else (0, 0)
 
 
 def _finishes_early(key: tuple[Any, ...]) -> bool:
@@ -120,7 +119,7 @@ def test_a_map_of_ragged_tokens_has_every_token(layout: str) -> None:
     }[layout]
     one, page_step, head_step = prefill.ragged_map(t, (0, t.stride(0), t.stride(1)), HEADS, tokens, 64)
     assert _is_valid(one)
-    assert one.box == (1, DIM // 64, 64, 64)
+    assert one.box == (1, 1, 64, 64)
     assert (page_step, one.shape[2]) == (0, tokens)
     mapped = _mapped(one)
     for head in range(HEADS):
@@ -179,6 +178,12 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
     check_syntax(one, checks)
     with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
         check_syntax(one, 'static_assert(kTile == 1, "");\n')
+
+
+def test_a_tile_is_whole_boxes_of_whole_groups() -> None:
+    for tile in (*prefill.TILES.values(), *prefill.FP8_TILES.values()):
+        assert tile.tokens % tile.box == 0
+        assert tile.box % GROUP_TOKENS == 0
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_ops_with_such_queries_are_those_of_prefill() -> None:
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(E5M2, E5M2), (E4M3, E5M2), (E4M3, torch.bfloat16)], ids=str)
 def test_other_fp8_queries_are_refused(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(n, 2, 64, device=DEVICE).to(t) for n, t in ((5, dtype), (9, kv_dtype), (9, kv_dtype)))
-    message = "q is float8_e5m2" if dtype == E5M2 else f"the keys are {str(kv_dtype).removeprefix('torch.')} and q"
+    message = "q is float8_e5m2" if dtype == E5M2 else f"k is {str(kv_dtype).removeprefix('torch.')} and q"
     with pytest.raises(errors.DTypeError, match=message):
         torch.ops.attn.single_prefill(q, k, v)
 

@@ -68,6 +68,18 @@ def test_page_table(kv_lens: list[int], page_size: int, spare: int) -> None:
     assert {t.dtype for t in (kv_indptr, kv_indices, last)} == {torch.int32}
 
 
+@given(st.lists(st.one_of(st.integers(-3, 60), st.integers(2**31 - 40, 2**31 - 1)), max_size=8), PAGE_SIZES)
+@example([257], 256)
+def test_a_length_past_its_row_of_the_table_fills_the_row(kv_lens: list[int], page_size: int) -> None:
+    width = 2
+    table = torch.arange(1, len(kv_lens) * width + 1, dtype=torch.int32).view(len(kv_lens), width)
+    held = [min(max(n, 0), width * page_size) for n in kv_lens]
+    expected = torch.ops.attn.page_table(table, int32(held), page_size)
+    got = torch.ops.attn.page_table(table, int32(kv_lens), page_size)
+    assert [t.tolist() for t in got] == [t.tolist() for t in expected]
+    assert torch.ops.attn.seq_lens(got[0], got[2], page_size).tolist() == held
+
+
 @given(lengths, st.sampled_from([1, 3, 16]), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
 @example(MANY, 16, 3, 2, 0)
 def test_shard_page_table(kv_lens: list[int], page_size: int, world: int, run: int, spare: int) -> None:

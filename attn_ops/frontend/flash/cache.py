@@ -30,7 +30,7 @@ from attn_ops.frontend.flash.metadata import (
     shared,
 )
 from attn_ops.frontend.flash.rotary import Rotary
-from attn_ops.frontend.one_shot import block_table, lengths
+from attn_ops.frontend.one_shot import block_table, lengths, too_long
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen, uniform_indptr
@@ -65,22 +65,18 @@ class CacheLengths(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (self.seqlens if isinstance(self.seqlens, Tensor) else None, self.cumulative)
 
-    def before(self, where: str, batch: int, capacity: int, device: torch.device) -> Tensor:
-        """int32 ``[batch]`` on ``device``. Numbers on the host are checked against ``capacity``."""
+    def before(self, where: str, batch: int, capacity: int, device: torch.device, table: str | None = None) -> Tensor:
+        """int32 ``[batch]`` on ``device``. Numbers on the host are checked against ``capacity``, that of ``table``."""
         if self.cumulative is not None:
             given: Tensor = index(where, "cu_seqlens_k", self.cumulative).diff()
-            return lengths(where, "cu_seqlens_k", given, batch, device, capacity)
+            return lengths(where, "cu_seqlens_k", given, batch, device, capacity, table)
         if isinstance(self.seqlens, Tensor):
-            return lengths(where, self.name, self.seqlens, batch, device, capacity)
+            return lengths(where, self.name, self.seqlens, batch, device, capacity, table)
         number = capacity if self.seqlens is None else self.seqlens
         if not 0 <= number <= capacity:
-            fail(
-                CapacityError,
-                where,
-                f"{self.name} is {number} and a request has room for {capacity} tokens",
-                f"0 to {capacity}",
-                "pass a larger cache or a wider page table",
-            )
+            shown = f"{self.name} is {number} and a request has room for {capacity} tokens"
+            fix = "pass a larger cache" if table is None else f"pass a wider {table}"
+            fail(CapacityError, where, shown, f"0 to {capacity}", fix)
         return torch.full((batch,), number, dtype=torch.int32, device=device)
 
 
@@ -99,6 +95,7 @@ class CacheBatch(NamedTuple):
     cache_batch_idx  int ``[batch]``: the row of the table, or of the dense cache, of each request; None: in order
     leftpad          int ``[batch]``: the place of a request's first token; None: 0
     chunk            keys of a chunk, to whose rows alone they are visible; 0: all
+    table_name       of the argument that ``table`` is; None for a dense cache
     """
 
     spec: PlanSpec
@@ -114,6 +111,7 @@ class CacheBatch(NamedTuple):
     cache_batch_idx: Tensor | None = None
     leftpad: Tensor | None = None
     chunk: int = 0
+    table_name: str | None = None
 
     @property
     def form(self) -> BatchForm:
@@ -133,10 +131,11 @@ class CacheBatch(NamedTuple):
         if self.table is None:
             in_order = torch.arange(self.requests, dtype=torch.int32, device=self.device)
             return (in_order if rows is None else rows)[:, None]
-        table = block_table(where, "block_table", self.table, self.device)
+        name = self.table_name or "block_table"
+        table = block_table(where, name, self.table, self.device)
         if rows is None and table.shape[0] != self.requests:
             expected = f"{self.requests}, one per request"
-            fail(ShapeError, where, f"block_table has {table.shape[0]} rows", expected, "correct it")
+            fail(ShapeError, where, f"{name} has {table.shape[0]} rows", expected, "correct it")
         return table if rows is None else table[rows.clamp(0, max(0, table.shape[0] - 1)).long()]
 
     def new_indptr(self, where: str) -> Tensor:
@@ -160,19 +159,23 @@ class CacheBatch(NamedTuple):
         after, spec = self.after(where, capacity), self.spec
         if by_tokens(self.tables, self.chunk, spec.page_size):
             table, spec = by_token(table, spec.page_size), spec._replace(page_size=1)
+        held = after  # the op page_table holds it to the table
+        if self.leftpad is not None or self.chunk:
+            held = after.clamp(max=capacity)
         if self.leftpad is not None:
             leftpad = lengths(where, "cache_leftpad", self.leftpad, self.requests, self.device)
-            table, after = without_padding(table, leftpad), (after - leftpad).clamp(min=0)
+            table = without_padding(table, leftpad)
+            after, held = (after - leftpad).clamp(min=0), (held - leftpad).clamp(min=0)
         if self.appended:
             new = call_op("batch_indices_positions", self.new_indptr(where), after, self.appended)
         qo_indptr, pages = None if spec.decode else self.qo_indptr(where), nothing_appended(self.device)
         if self.chunk:
             assert qo_indptr is not None
             if self.appended:
-                kv_indptr, kv_indices, _ = call_op("page_table", table.contiguous(), after, spec.page_size)
+                kv_indptr, kv_indices, _ = call_op("page_table", table.contiguous(), held, spec.page_size)
                 pages = kv_indices, kv_indptr
-            qo_indptr, table, after = PagedChunks.of(qo_indptr, table, after, spec.page_size, self.chunk, self.rows)
-        plan = BlockTables(spec, table.contiguous(), after, qo_indptr, self.rows).plan()
+            qo_indptr, table, held = PagedChunks.of(qo_indptr, table, held, spec.page_size, self.chunk, self.rows)
+        plan = BlockTables(spec, table.contiguous(), held, qo_indptr, self.rows).plan()
         return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new, *pages)
 
     def unplanned(self, missing: int) -> SchedulerMetadata:
@@ -185,11 +188,11 @@ class CacheBatch(NamedTuple):
 
     def after(self, where: str, capacity: int) -> Tensor:
         """int32 ``[batch]``: the lengths after the append, which are checked on the host."""
-        before = self.lengths.before(where, self.requests, capacity, self.device)
+        before = self.lengths.before(where, self.requests, capacity, self.device, self.table_name)
         if not self.appended:
             return before
         after = before + self.new_indptr(where).diff()
-        return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity)
+        return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity, self.table_name)
 
     def check_places(self, where: str) -> None:
         """A table on the host names places of the cache, as far as tokens of known lengths are there.
@@ -219,7 +222,7 @@ class CacheBatch(NamedTuple):
             fail(
                 PageTableError,
                 where,
-                f"block_table[{b}, {i}] is {int(table[b, i])}",
+                f"{self.table_name}[{b}, {i}] is {int(table[b, i])}",
                 f"a page of the cache, 0 to {self.places - 1}",
                 "pass numbers of this cache",
             )
@@ -246,13 +249,7 @@ class CacheBatch(NamedTuple):
         if isinstance(self.lengths.seqlens, int) and self.cu_new is None:
             after = self.lengths.seqlens + self.appended // max(1, self.requests)
             if self.lengths.seqlens <= capacity < after:
-                fail(
-                    PageTableError,
-                    where,
-                    f"a request has {after} tokens and room for {capacity}",
-                    f"at most {capacity}",
-                    "pass a larger cache or a wider page table",
-                )
+                too_long(where, after, capacity, self.table_name)
 
     def metadata(self, where: str, given: Any) -> Found:
         """``given``, which is checked, or shared or new metadata.

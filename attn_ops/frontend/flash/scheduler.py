@@ -123,6 +123,7 @@ def get_scheduler_metadata(
         cache_batch_idx=cache_batch_idx,
         leftpad=cache_leftpad,
         chunk=chunk,
+        table_name=None if table is None else table_name,
     )
     if missing:
         return batch.unplanned(missing)

@@ -17,6 +17,8 @@ from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
 from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
 
+CACHES = ("k_cache", "v_cache")
+
 
 def _problem(
     op: OpChecker, q: Tensor, k: Tensor, options: AttentionOptions, layout: MemoryLayout, **sizes: int
@@ -42,13 +44,17 @@ def _attention(
     page_size: int,
     num_kv_heads: int,
     options: AttentionOptions,
+    names: tuple[str, str] = ("k", "v"),
 ) -> Problem:
-    """What every attention op checks once its keys and values are well formed; ``page_size`` 0: no pages."""
+    """What every attention op checks once its keys and values are well formed; ``page_size`` 0: no pages.
+
+    ``names``: the arguments that ``k`` and ``v`` are.
+    """
     op.heads(int(q.shape[1]), num_kv_heads)
-    op.size("k", "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
+    op.size(names[0], "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
     if int(q.shape[2]) < 1:
         op.fail(ShapeError, "q has head_dim 0", "at least 1", "pass queries and keys with elements")
-    op.kv_dtype(q, k, v)
+    op.kv_dtype(**{"q": q, names[0]: k, names[1]: v})
     op.options(q, options)
     if options.pos_encoding == "ROPE_LLAMA" and int(q.shape[2]) % 2:
         op.fail(ShapeError, f"q has head_dim {q.shape[2]}", "an even one for ROPE_LLAMA", "pad the heads")
@@ -104,7 +110,7 @@ def batch_decode(
     o = AttentionOptions(**options, causal=True)
     op.tensor("q", q, "[batch, num_qo_heads, head_dim]", FLOATS, None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
-    problem = _attention(op, q, k_cache, v_cache, page_size, heads, o)
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, o, CACHES)
     typed, problem = _planned(op, DecodePlan, problem, q, plan, workspace, o)
     op.capacity(
         q.shape[0],
@@ -132,7 +138,7 @@ def batch_prefill(
     o = AttentionOptions(**options)
     op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", (*FLOATS, QUERY), None)
     page_size, heads = caches(op, q, k_cache, v_cache, kv_layout)
-    problem = _attention(op, q, k_cache, v_cache, page_size, heads, o)
+    problem = _attention(op, q, k_cache, v_cache, page_size, heads, o, CACHES)
     return _planned(op, PrefillPlan, problem, q, plan, workspace, o)[1]
 
 
@@ -273,7 +279,7 @@ def batch_mla(
         op.size("kpe_cache", f"dimension {dim}", kpe_cache.shape[dim], ckv_cache.shape[dim], "ckv_cache")
     op.size("ckv_cache", "head_dim", int(ckv_cache.shape[2]), int(q_nope.shape[2]), "q_nope")
     op.size("kpe_cache", "head_dim", int(kpe_cache.shape[2]), int(q_pe.shape[2]), "q_pe")
-    op.kv_dtype(q_nope, ckv_cache, kpe_cache)
+    op.kv_dtype(q_nope=q_nope, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
     dims = int(q_nope.shape[2]), int(q_pe.shape[2])
     if o.sm_scale is None and dims != MLA_DIMS:
         op.fail(OptionError, f"sm_scale is None with head_dim {dims[0]} + {dims[1]}", "a number", "pass sm_scale")

@@ -133,24 +133,26 @@ class OpChecker:
         if o.mask is not None:
             self.tensor("mask", o.mask, "[bytes]", (torch.uint8,), q)
 
-    def kv_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def kv_dtype(self, **tensors: Tensor) -> None:
+        """Of the query and the two tensors that it attends to, by name."""
+        (query, q), (first, k), (second, v) = tensors.items()
         if k.dtype != v.dtype:
             self.fail(
-                DTypeError, f"the keys are {dtype_name(k)} and the values {dtype_name(v)}", "one dtype", "convert one"
+                DTypeError, f"{first} is {dtype_name(k)} and {second} {dtype_name(v)}", "one dtype", "convert one"
             )
         if q.dtype in FP8 and k.dtype != q.dtype:
             self.fail(
                 DTypeError,
-                f"the keys are {dtype_name(k)} and q {dtype_name(q)}",
-                "the dtype of q, if that is FP8",
-                "convert q to float16, which has every FP8 number",
+                f"{first} is {dtype_name(k)} and {query} {dtype_name(q)}",
+                f"the dtype of {query}, if that is FP8",
+                f"convert {query} to float16, which has every FP8 number",
             )
         if k.dtype not in (q.dtype, *FP8):
             self.fail(
                 DTypeError,
-                f"the keys are {dtype_name(k)} and q {dtype_name(q)}",
-                "the dtype of q, or float8_e4m3fn or float8_e5m2",
-                "convert q or the cache",
+                f"{first} is {dtype_name(k)} and {query} {dtype_name(q)}",
+                f"the dtype of {query}, or float8_e4m3fn or float8_e5m2",
+                f"convert {query}, or {first} and {second}",
             )
 
     def plan(self, plan: Sequence[Tensor], kind: type[DecodePlan] | type[PrefillPlan], like: Tensor | None) -> Any:

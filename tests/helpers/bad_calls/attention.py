@@ -73,15 +73,13 @@ def _options() -> list[Bad]:
             Bad(op, {"kv_scale": torch.zeros(1)}, ShapeError, "kv_scale has length 1", "2 as in the scales"),
             Bad(op, {"q": dims(slice(None), slice(3))}, ShapeError, "3 query heads do not share 2 KV heads", "a query"),
             Bad(op, {"q": dims(slice(None), slice(0))}, ShapeError, "0 query heads do not share 2 KV heads", "a query"),
-            Bad(op, {"q": dims(..., slice(32))}, ShapeError, "k has head_dim 64", "32 as in q"),
+            Bad(op, {"q": dims(..., slice(32))}, ShapeError, f"{key} has head_dim 64", "32 as in q"),
             Bad(op, dict.fromkeys(("q", key, value), dims(..., slice(0))), ShapeError, "q has head_dim 0", "at least"),
-            Bad(op, {"q": to(torch.float16)}, DTypeError, "the keys are float32 and q float16", "the dtype of q"),
-            Bad(op, {value: to(torch.bfloat16)}, DTypeError, "the keys are float32 and the values bfl", "one dtype"),
+            Bad(op, {"q": to(torch.float16)}, DTypeError, f"{key} is float32 and q float16", "the dtype of q"),
+            Bad(op, {value: to(torch.bfloat16)}, DTypeError, f"{key} is float32 and {value} bfl", "one dtype"),
             Bad(op, {value: dims(slice(1, None))}, ShapeError, f"{value} has ", ""),
             Bad(op, {value: dims(slice(None), slice(1))}, ShapeError, f"{value} has dimension 1 1", ""),
-            Bad(
-                op, {key: to(torch.float16), value: to(torch.float16)}, DTypeError, "the keys are float16 and q", "the"
-            ),
+            Bad(op, {key: to(torch.float16), value: to(torch.float16)}, DTypeError, f"{key} is float16 and q", "the"),
             Bad(op, {"sinks": leaf(torch.zeros(4))}, GradientError, "sinks requires grad", "inference"),
             Bad(
                 op,
@@ -155,7 +153,7 @@ def _blocks() -> list[Bad]:
             "block_sparse_prefill", {"k": dims(slice(90)), "v": dims(slice(90))}, ShapeError, "k has 90 tokens", "whole"
         ),
         Bad("block_sparse_prefill", {"v": dims(slice(80))}, ShapeError, "v has dimension 0 80", "96 as in k"),
-        Bad("block_sparse_prefill", {"k": to(torch.bfloat16)}, DTypeError, "the keys are bfloat16 and the val", "one"),
+        Bad("block_sparse_prefill", {"k": to(torch.bfloat16)}, DTypeError, "k is bfloat16 and v float32", "one"),
         Bad("block_sparse_prefill", {"q": leaf}, GradientError, "q requires grad", "inference"),
         Bad("block_sparse_prefill", {"plan": but_last}, PlanError, "plan has 7 tensors", "the 8 of PrefillPlan"),
         Bad(
