@@ -96,8 +96,8 @@ DEVICE void produce_fp8(const Problem& p, const Fp8Source& k, const Fp8Source& v
   const auto find_page = [&](TileTokens& tokens) {
     if (!PAGED) return;
     const int token = tokens.first + (uniform(threadIdx.x / 32) * Keys::kGroups + lane) * 8;
-    const int index = tokens.page_start + token / p.page_size;
-    const bool exists = lane < Keys::kGroups && token < tokens.end && index < p.max_pages;
+    const uint32 index = uint32(tokens.page_start) + uint32(token / p.page_size);
+    const bool exists = lane < Keys::kGroups && token < tokens.end && index < uint32(p.max_pages);
     tokens.page = exists ? p.kv_indices[index] : 0, tokens.row_of_page = token % p.page_size;
   };
   const auto copy_keys = [&](const TileTokens& tokens, uint32 tile) {

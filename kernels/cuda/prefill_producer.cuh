@@ -34,8 +34,9 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   // The page number of this lane's box of the KV tile from token `first` on.
   const auto load_page = [&](const Unit& unit, int first) -> uint32 {
     if (!PAGED) return 0;
-    const int token = first + lane * box, index = unit.page_start + token / p.page_size;
-    return lane < boxes && token < unit.end && index < p.max_pages ? p.kv_indices[index] : 0;
+    const int token = first + lane * box;
+    const uint32 index = uint32(unit.page_start) + uint32(token / p.page_size);
+    return lane < boxes && token < unit.end && index < uint32(p.max_pages) ? p.kv_indices[index] : 0;
   };
   uint32 tile = 0, staged = 0;
   for (uint32 n = 0;; ++n) {
