@@ -34,6 +34,7 @@ Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 
 def at_least_1(size: int) -> int:
+    """``max(1, size)``, without a guard if ``size`` is symbolic."""
     return max(1, size) if type(size) is int else torch.sym_max(1, size)
 
 

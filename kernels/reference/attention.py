@@ -213,7 +213,7 @@ def _groups(work: Tensor, elements: int) -> Sequence[Tensor]:
         groups *= 4
     if groups == 1:
         return [work]
-    size = (items + groups - 1) // groups
+    size = torch.sym_max(2, (items + groups - 1) // groups)  # a size that may be 1 would be taken as 1
     index = torch.arange(size, device=work.device)
     return [work[(index + i * size).clamp(max=items - 1)] for i in range(groups)]  # the last item may come again
 
