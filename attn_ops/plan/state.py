@@ -97,8 +97,11 @@ class PlanProblem(NamedTuple):
     @staticmethod
     def of(problem: Tensor) -> PlanProblem:
         """The numbers that the shape of ``plan.problem`` carries. In graphs ``max_kv_len`` may be symbolic."""
-        _, *sizes = problem.shape
-        return PlanProblem(*map(int, sizes[:_MAX_KV_LEN]), sizes[_MAX_KV_LEN], *map(int, sizes[_MAX_KV_LEN + 1 :]))
+        shape, at = problem.shape, 1 + _MAX_KV_LEN
+        if not torch.compiler.is_compiling() and type(problem) is Tensor:  # sizes are integers
+            return PlanProblem(*shape[1:])
+        numbers = [*map(int, shape[1:at]), shape[at], *map(int, shape[at + 1 :])]
+        return PlanProblem(*numbers)
 
     def sharded_heads(self) -> dict[str, int]:
         """The head counts that are divided over ranks: a single KV head is on every rank."""
