@@ -23,9 +23,11 @@ from attn_ops.frontend.flash.cache import (
     CacheBatch,
     CacheLengths,
     CacheTensors,
+    as_token_pages,
     cache_spec,
     check_latent,
     check_tables,
+    has_symbolic_pages,
     new_tokens,
     one_of,
     rotate,
@@ -370,6 +372,9 @@ def flash_attn_with_kvcache(
             f"{requests} or more, one per request",
             "pass a larger cache, or the row of each request in cache_batch_idx",
         )
+    if table is None and scheduler_metadata is None and has_symbolic_pages(k_cache, v_cache):
+        k_cache, v_cache, table = as_token_pages(where, k_cache, v_cache, requests, cache_batch_idx)
+        cache_batch_idx = None
     rows = q if shape is None else q.flatten(0, 1)
     latents = qv if qv is None or shape is None else qv.flatten(0, 1)
     cached = CacheLengths.of(where, "cache_seqlens", cache_seqlens)

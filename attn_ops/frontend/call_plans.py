@@ -33,14 +33,9 @@ from attn_ops.plan.state import (
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 
-def bound(size: int) -> int:
-    """``size``, at least 1; in graphs the next power of 2, so that a range of sizes shares one graph."""
-    if type(size) is int and not torch.compiler.is_compiling():
-        return max(1, size)
-    power = 1
-    while power < size:
-        power *= 2
-    return power
+def at_least_1(size: int) -> int:
+    """``max(1, size)``, without a guard if ``size`` is symbolic."""
+    return max(1, size) if type(size) is int else torch.sym_max(1, size)
 
 
 def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
@@ -52,7 +47,7 @@ def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
         num_kv_heads=spec.num_kv_heads,
         head_dim_qk=spec.head_dim_qk,
         head_dim_vo=spec.head_dim_vo,
-        max_kv_len=bound(max_kv_len),
+        max_kv_len=at_least_1(max_kv_len),
         tile_rows=1 if spec.decode else tile_rows,
         window=spec.window_left + 1,
         ahead=keys_ahead(spec.causal, spec.window_right),
@@ -144,7 +139,7 @@ class BlockTables(NamedTuple):
         page_size, device = self.spec.page_size, self.block_tables.device
         kv_lens = self.seq_lens if self.keys is None else self.keys.visible(self.seq_lens)
         table = call_op("page_table", self.block_tables, kv_lens, page_size)
-        problem = problem_of(self.spec, bound(width) * page_size, bound(-(-self.rows // batch)))
+        problem = problem_of(self.spec, width * page_size, -(-self.rows // batch))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
             ctas = ctas_per_head(device, self.spec.num_kv_heads)
@@ -186,7 +181,7 @@ class RaggedLengths(NamedTuple):
     def plan(self) -> PrefillPlan:
         batch = max(1, self.qo_indptr.shape[0] - 1)
         longest = self.keys if self.max_kv_len is None else self.max_kv_len
-        problem = problem_of(self.spec, longest, bound(-(-self.rows // batch)))
+        problem = problem_of(self.spec, longest, -(-self.rows // batch))
         table = self.kv_indptr, self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
         return _prefill(
             problem, self.qo_indptr, table, (batch, self.rows, 0), splits_per_head(self.qo_indptr.device, problem)

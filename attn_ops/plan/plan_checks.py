@@ -52,7 +52,7 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
         CapacityError: the pages have more tokens than kernels count.
     """
     problem = PlanProblem.of(plan.problem)
-    if min(problem[:7]) < 1 or problem.split % KV_BLOCK:
+    if not all(_holds(size >= 1) for size in problem[:7]) or problem.split % KV_BLOCK:
         expected = f"sizes of 1 or more and a split that is a multiple of {KV_BLOCK}"
         fail(PlanError, where, f"plan.problem is {problem}", expected, AS_MADE)
     if problem.world != 1 and not (problem.rank < problem.world and 0 < problem.interleave * problem.world <= MAX_SIZE):

@@ -35,8 +35,25 @@ def power_of_two_from(size: int) -> int:
 def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = MAX_PACKED_ROWS) -> int:
     """Default ``tile_rows`` of a prefill plan, in query rows. ``rows`` is the number of query rows of a request."""
     group = max(1, num_qo_heads // max(1, num_kv_heads))  # the head counts are checked later, with a message
-    packed_rows = min(MAX_PACKED_ROWS, max(MIN_PACKED_ROWS, power_of_two_from(rows * group)))
+    packed_rows = MIN_PACKED_ROWS
+    while packed_rows < MAX_PACKED_ROWS and not decide(rows * group <= packed_rows):
+        packed_rows *= 2
     return max(1, packed_rows // group)
+
+
+def decide(condition: bool) -> bool:
+    """Whether a condition on sizes holds, for a choice that is right either way.
+
+    On symbolic sizes it becomes a guard, so that other sizes compile a graph with the other choice. An exported program
+    is for all sizes in their range, and the condition must hold for the whole range.
+    """
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true  # imports SymPy
+
+    # torch.compiler.is_exporting() is always true in what Dynamo of torch 2.11 traces.
+    exporting = torch.compiler._is_exporting_flag
+    return statically_known_true(condition) if exporting else guard_or_false(condition)
 
 
 def splits_per_head(device: torch.device, problem: PlanProblem) -> int:

@@ -63,7 +63,8 @@ class PlanProblem(NamedTuple):
     num_kv_heads  KV heads
     head_dim_qk   elements of a query and a key
     head_dim_vo   elements of a value and an output
-    max_kv_len    largest number of KV tokens of a request. The ``reference`` backend computes on that many.
+    max_kv_len    largest number of KV tokens of a request. The ``reference`` backend computes on that many. The only
+                  number here that kernels are not compiled for
     tile_rows     query rows of a query tile; 1 for decode
     window        keys that a query row sees, its own position included: ``window_left + 1``; 0 for no window
     ahead         keys that a query row sees from its own position on, that included: ``window_right + 1``, 1 for causal
@@ -95,8 +96,12 @@ class PlanProblem(NamedTuple):
 
     @staticmethod
     def of(problem: Tensor) -> PlanProblem:
-        """The numbers that the shape of ``plan.problem`` carries."""
-        return PlanProblem(*map(int, problem.shape[1:]))
+        """The numbers that the shape of ``plan.problem`` carries. In graphs ``max_kv_len`` may be symbolic."""
+        shape, at = problem.shape, 1 + _MAX_KV_LEN
+        if not torch.compiler.is_compiling() and type(problem) is Tensor:  # sizes are integers
+            return PlanProblem(*shape[1:])
+        numbers = [*map(int, shape[1:at]), shape[at], *map(int, shape[at + 1 :])]
+        return PlanProblem(*numbers)
 
     def sharded_heads(self) -> dict[str, int]:
         """The head counts that are divided over ranks: a single KV head is on every rank."""
@@ -113,6 +118,9 @@ class PlanProblem(NamedTuple):
         Its strides are 0, since contiguous strides would overflow int64.
         """
         return torch.empty((0, *[1] * len(self)), dtype=torch.int32, device=device).expand(0, *self)
+
+
+_MAX_KV_LEN = PlanProblem._fields.index("max_kv_len")
 
 
 def keys_ahead(causal: bool, window_right: int) -> int:

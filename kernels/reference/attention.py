@@ -8,13 +8,14 @@ the tile of a work item. The work items of a tile that is split all compute the 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from attn_ops.kernels.reference.append import as_nhd, block_pages, gather, with_spare_row
 from attn_ops.kernels.reference.masks import byte_offsets, unpack
 from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
-from attn_ops.kernels.reference.sizes import any_zero
+from attn_ops.kernels.reference.sizes import any_zero, enough
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
@@ -25,6 +26,8 @@ from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPla
 LOG2E = math.log2(math.e)
 MAX_ELEMENTS = 1 << 26
 """Logits, or elements of gathered keys, that prefill holds at a time."""
+MAX_GROUPS = 64
+"""Of work items, in a graph for any number of them."""
 
 
 class Tiles(NamedTuple):
@@ -132,7 +135,8 @@ def _max_kv_len(plan: DecodePlan | PrefillPlan) -> int:
     problem, pages, kv_len = PlanProblem.of(plan.problem), plan.kv_indices.shape[0], plan.kv_len
     bound = problem.max_kv_len
     if type(pages) is int and pages:  # a symbolic number of pages would make the bound symbolic
-        bound = min(bound, pages * problem.page_size)
+        tokens = pages * problem.page_size
+        bound = min(bound, tokens) if type(bound) is int else torch.sym_min(bound, tokens)
     known = type(kv_len) is Tensor and kv_len.device.type == "cpu" and not torch.compiler.is_compiling()
     return max(1, min(bound, int(kv_len.amax()))) if known and kv_len.numel() else bound
 
@@ -196,6 +200,24 @@ def saturate(out: Tensor, dtype: torch.dtype) -> Tensor:
     return out.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype) if dtype in FP8 else out.to(dtype)
 
 
+def _groups(work: Tensor, elements: int) -> Sequence[Tensor]:
+    """Work items, of ``elements`` each, in groups of at most ``MAX_ELEMENTS``.
+
+    Where sizes are symbolic, a graph has a number of groups that suffices for sizes in a range, up to ``MAX_GROUPS``.
+    """
+    items = work.shape[0]
+    if type(items) is int and type(elements) is int:
+        return work.split(max(1, MAX_ELEMENTS // elements))
+    groups = 1
+    while groups < MAX_GROUPS and not enough(groups * MAX_ELEMENTS, items * elements):
+        groups *= 4
+    if groups == 1:
+        return [work]
+    size = torch.sym_max(2, (items + groups - 1) // groups)  # a size that may be 1 would be taken as 1
+    index = torch.arange(size, device=work.device)
+    return [work[(index + i * size).clamp(max=items - 1)] for i in range(groups)]  # the last item may come again
+
+
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, mask: Tensor | None, opts: AttentionOptions, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
@@ -208,13 +230,13 @@ def prefill(
         problem, length = PlanProblem.of(plan.problem), _max_kv_len(plan)
         shard = ContextShard.of_problem(problem)
         logits, key_elements = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
-        items = max(1, MAX_ELEMENTS // (max(logits, key_elements) * length))
+        elements = max(logits, key_elements) * length
         offsets = None if mask is None else byte_offsets(plan)
         # Rows past the end of a tile are scattered to one row past the last, which is dropped.
         out = torch.cat((out, out.new_zeros((1, *out.shape[1:]))))
         lse = torch.cat((lse, lse.new_zeros((1, lse.shape[1]))))
         rows_of_q = with_spare_row(q)
-        for work in plan.work.split(items):
+        for work in _groups(plan.work, elements):
             first, rows, _, _, position, _, _, request = work.unbind(1)
             offset = torch.arange(problem.tile_rows, device=q.device)
             source = first[:, None] + offset

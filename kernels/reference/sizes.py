@@ -10,3 +10,13 @@ def any_zero(*sizes: int) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return any(guard_or_false(size == 0) for size in sizes)
+
+
+def enough(capacity: int, needed: int) -> bool:
+    """Whether ``capacity`` suffices. A symbolic size gets a guard; one that only the run knows is taken to fit."""
+    condition = needed <= capacity
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)

@@ -288,6 +288,20 @@ def test_compiled_steps(backend: str, transformers: Any, model: Model) -> None:
     assert graphs.frame_count == 1
 
 
+def test_compiled_prompts_of_any_length(model: Model) -> None:
+    """A graph of the first length, then one for each size of query tiles."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    found, graphs = model("llama", "attn_ops"), CompileCounterWithBackend("eager")
+    compiled = torch.compile(found, fullgraph=True, backend=graphs)
+    for length in (9, 5, 20, 33, 50, 64, 100, 17, 150):
+        ids = tokens(length=length)
+        expected = model("llama", "eager")(ids, use_cache=False).logits
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, **TOLERANCE)
+    assert graphs.frame_count <= 4
+
+
 @pytest.mark.slow
 def test_compiled_by_inductor(model: Model) -> None:
     compiled = torch.compile(model("gemma2", "attn_ops"), fullgraph=True)

@@ -165,14 +165,14 @@ def _tabled(q: Tensor, cache: Tensor, block_tables: Tensor, seq_lens: Tensor) ->
     )
 
 
-def test_one_shot_functions_share_graphs_over_ranges_of_sizes() -> None:
+def test_one_shot_functions_share_a_graph() -> None:
     compiled = torch.compile(_deepseek, fullgraph=True, backend="aot_eager")
     for keys in range(9, 33):
         q, kv = torch.randn(6, HEADS, DIM), torch.randn(keys, KV_HEADS, DIM)
         out = compiled(q, kv, int32([0, 3, 6]), int32([0, 4, keys]))
         requests = [(q[:3], kv[:4], kv[:4]), (q[3:], kv[4:], kv[4:])]
         Expected.of(requests, causal=True, sm_scale=SCALE).check(out)
-    assert counters["stats"]["unique_graphs"] <= 3
+    assert counters["stats"]["unique_graphs"] <= 2
     compiled = torch.compile(_tabled, fullgraph=True, backend="aot_eager")
     cache = torch.randn(40, 2, PAGE, KV_HEADS, DIM)
     counters.clear()
@@ -181,7 +181,7 @@ def test_one_shot_functions_share_graphs_over_ranges_of_sizes() -> None:
         tokens = [cache[tables[b].long()].transpose(0, 1).flatten(1, 2)[:, :9] for b in range(2)]
         out = compiled(q, cache, tables, int32([9, 9]))
         Expected.of([(q[b : b + 1], *tokens[b]) for b in range(2)], sm_scale=SCALE).check(out)
-    assert counters["stats"]["unique_graphs"] <= 4
+    assert counters["stats"]["unique_graphs"] <= 2
 
 
 def test_one_shot_functions_run_on_fake_tensors() -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
@@ -277,9 +278,14 @@ def by_tokens(tables: int, chunk: int, page_size: int) -> bool:
     return bool(tables & LEFTPAD) or (chunk > 0 and chunk % max(1, page_size) != 0)
 
 
+def has_pages_in_a_row(cache: Tensor) -> bool:
+    """Whether pages follow each other without gaps."""
+    return cache.shape[0] <= 1 or cache.stride(0) == cache.shape[1] * cache.stride(1)
+
+
 def pages_of_one(where: str, name: str, cache: Tensor) -> Tensor:
     """``cache [pages, page_size, ...]`` as pages of one token, in the same memory."""
-    if cache.shape[0] > 1 and cache.stride(0) != cache.shape[1] * cache.stride(1):
+    if not has_pages_in_a_row(cache):
         fail(
             UnsupportedError,
             where,
@@ -288,6 +294,30 @@ def pages_of_one(where: str, name: str, cache: Tensor) -> Tensor:
             "pass a contiguous cache, or pages that divide attention_chunk",
         )
     return cache.flatten(0, 1).unsqueeze(1)
+
+
+def has_symbolic_pages(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether a graph is for pages of any size, which kernels are compiled for. They may be taken apart into tokens."""
+    if not is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports SymPy
+
+    if has_static_value(k_cache.shape[1]) or k_cache.shape[:2] != v_cache.shape[:2]:
+        return False
+    return has_pages_in_a_row(k_cache) and has_pages_in_a_row(v_cache)
+
+
+def as_token_pages(
+    where: str, k_cache: Tensor, v_cache: Tensor, requests: int, rows: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dense caches as pages of one token, and their block table. ``rows`` is ``cache_batch_idx``."""
+    length, device = k_cache.shape[1], k_cache.device
+    if rows is None:
+        first = torch.arange(requests, dtype=torch.int32, device=device)
+    else:
+        first = lengths(where, "cache_batch_idx", rows, requests, device)
+    table = first[:, None] * length + torch.arange(length, dtype=torch.int32, device=device)
+    return pages_of_one(where, "k_cache", k_cache), pages_of_one(where, "v_cache", v_cache), table
 
 
 class CacheArguments(NamedTuple):

@@ -149,7 +149,7 @@ def ragged_metadata(
     device, form = qo_indptr.device, BatchForm(qo_indptr.shape[0] - 1, rows, chunk=chunk)
     if chunk:
         qo_indptr, kv_indptr = ragged_chunks(qo_indptr, kv_indptr, chunk, keys)
-        max_kv_len = min(max_kv_len, chunk)
+        max_kv_len = torch.sym_min(max_kv_len, chunk)
     plan = RaggedLengths(spec, qo_indptr, kv_indptr, rows, keys, max_kv_len).plan()
     return SchedulerMetadata(plan, form.as_shape_tensor(device), *nothing_appended(device), *nothing_appended(device))
 

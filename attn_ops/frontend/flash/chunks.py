@@ -88,7 +88,7 @@ class PagedChunks(NamedTuple):
         made = Chunks.of(qo_indptr, kv_lens, chunk, rows // chunk + 2 * batch, False)
         pages = chunk // page_size
         first = made.number.clamp(min=0)
-        column = first[:, None] * pages + torch.arange(min(pages, width), device=table.device)
+        column = first[:, None] * pages + torch.arange(torch.sym_min(pages, width), device=table.device)
         chosen = table[made.request].gather(1, column.clamp(0, max(0, width - 1)))
         lens = (made.kv_ends - first * chunk).clamp(min=0)
         return cls(made.qo_indptr, chosen.contiguous(), lens.int())
