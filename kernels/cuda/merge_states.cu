@@ -4,7 +4,8 @@
 // the states. A state of no keys has s = -inf and adds nothing, whatever its v.
 //
 // Compiled for DTYPE (basics.cuh). Head counts, head dimension and strides are parameters. A thread owns one Vector, 16
-// bytes, of a packed row (a row and a head), and reads the row's s itself: no thread waits for another's.
+// bytes, of a packed row (a row and a head), and reads the row's s itself. If there are few rows, it has a part of the
+// states.
 #include "basics.cuh"
 #include "elements.cuh"
 
