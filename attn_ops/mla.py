@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, fail
+from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import (
     DType,
     DTypes,
@@ -92,8 +92,8 @@ class GroupScales(NamedTuple):
                 f"pass a scale for every token and {SCALE_GROUP} columns",
             )
         if ckv_scale_arr.dtype != torch.float32:
-            dtype = str(ckv_scale_arr.dtype).removeprefix("torch.")
-            fail(DTypeError, where, f"ckv_scale_arr is {dtype}", "float32", "convert it")
+            shown = f"ckv_scale_arr is {dtype_name(ckv_scale_arr.dtype)}"
+            fail(DTypeError, where, shown, "float32", "convert it")
         if ckv_scale_arr.device != ckv_cache.device:
             on = ckv_scale_arr.device
             fail(DeviceError, where, f"ckv_scale_arr is on {on}", f"{ckv_cache.device}, where the cache is", "move it")
@@ -336,7 +336,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             pe = pe.to(computed_dtype(pe.dtype, ckv.dtype)) * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
         dtype = self._dtype_of_output(nope, out)
         if o_scale is not None and dtype not in FP8:
-            shown = f"o_scale is given and the output is {str(dtype).removeprefix('torch.')}"
+            shown = f"o_scale is given and the output is {dtype_name(dtype)}"
             fail(OptionError, where, shown, "an FP8 output", "pass an FP8 buffer out, or plan an FP8 output_dtype")
         scales = ScaleFactors(
             {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale},

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from attn_ops.errors import ArgumentError, OptionError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, OptionError, UnsupportedError, dtype_name, fail
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import KV_BLOCK, DecodePlan, PlanProblem, PrefillPlan, num_partials
 from attn_ops.planner import DecodePlanner, PrefillPlanner
@@ -270,8 +270,7 @@ def _input_metadata(
     entries = {"inputs": str(len(named))}
     for i, ((role, name), node) in enumerate(zip(named, nodes, strict=True)):
         t = node.meta["val"]
-        dtype = str(t.dtype).removeprefix("torch.")
-        words = role, name, dtype, t.device.type, _joined(t.shape), _joined(t.stride())
+        words = role, name, dtype_name(t.dtype), t.device.type, _joined(t.shape), _joined(t.stride())
         entries[f"input.{i}"] = " ".join((*words, "write" if node.name in written else "read"))
     return {f"attn_ops.{name}": value for name, value in entries.items()}
 

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attn_ops.errors import ArgumentError, AttnOpsError, DeviceError, DTypeError, OptionError, ShapeError, fail
+from attn_ops.errors import (
+    ArgumentError,
+    AttnOpsError,
+    DeviceError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    dtype_name,
+    fail,
+)
 from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
 
 P = ParamSpec("P")
@@ -242,8 +251,8 @@ def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
             layout = str(leaf.value.layout).removeprefix("torch.")
             fail(ArgumentError, where, f"{leaf.name} is {layout}", "a strided tensor", f"pass {leaf.name}.to_dense()")
         if leaf.value.is_complex():
-            dtype = str(leaf.value.dtype).removeprefix("torch.")
-            fail(DTypeError, where, f"{leaf.name} is {dtype}", "a tensor of real numbers", f"convert {leaf.name}")
+            shown = f"{leaf.name} is {dtype_name(leaf.value.dtype)}"
+            fail(DTypeError, where, shown, "a tensor of real numbers", f"convert {leaf.name}")
         if leaf.value.dim() == 0 and not _admits(1.0, leaf.annotation):
             fail(
                 ShapeError,

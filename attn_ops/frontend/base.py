@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_ops.call import AttentionCall, Planned, PlanSource, as_sinks
 from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.eager.startup import prepare
-from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
+from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, dtype_name, fail
 from attn_ops.frontend import masks
 from attn_ops.frontend.arguments import DTypes, layout, own_backend, positional, positive, refuse
 from attn_ops.frontend.call_plans import problem_of, with_rows, with_workspace, without_window
@@ -136,8 +136,8 @@ class PlannedBatch:
                     fail(
                         DTypeError,
                         where,
-                        f"{name} is {str(t.dtype).removeprefix('torch.')}",
-                        f"{str(dtype).removeprefix('torch.')} as planned",
+                        f"{name} is {dtype_name(t.dtype)}",
+                        f"{dtype_name(dtype)} as planned",
                         "name its dtype in plan(), as q_data_type and kv_data_type, or convert it",
                     )
         if self.spec.paged and v.dim() == 4:

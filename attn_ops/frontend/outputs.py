@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, fail
+from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import output_dtype
 from attn_ops.ops.checks.checker import known
 from attn_ops.ops.options import FP8
@@ -138,8 +138,8 @@ def check_buffer(
         fail(
             DTypeError,
             where,
-            f"{name} is {str(buffer.dtype).removeprefix('torch.')}",
-            str(dtype).removeprefix("torch.") if dtype.is_floating_point else "a floating-point dtype",
+            f"{name} is {dtype_name(buffer.dtype)}",
+            dtype_name(dtype) if dtype.is_floating_point else "a floating-point dtype",
             f"pass such a buffer, or no {name}",
         )
     if buffer.device != device:

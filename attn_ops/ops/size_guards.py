@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attn_ops.errors import dtype_name
+
 
 class Capacity(NamedTuple):
     """A call needs ``needed`` of ``capacity``; ``message`` has ``{needed}`` and ``{capacity}`` in the place of both."""
@@ -145,7 +147,7 @@ def _input_lines(graph: Any, name: str, value: Any, cpp: Callable[[Any], str]) -
     from torch.utils._sympy.value_ranges import bound_sympy
 
     position = list(graph.graph_inputs).index(name)
-    dtype = str(value.get_dtype()).removeprefix("torch.")
+    dtype = dtype_name(value.get_dtype())
     rank = len(value.get_size())
     yield "{"
     yield f"int64_t rank; AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim({name}, &rank));"

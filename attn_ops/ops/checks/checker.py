@@ -18,6 +18,7 @@ from attn_ops.errors import (
     OptionError,
     PlanError,
     ShapeError,
+    dtype_name,
 )
 from attn_ops.ops import size_guards
 from attn_ops.ops.backends import MemoryLayout
@@ -44,8 +45,8 @@ class OpChecker:
         if t.dim() != rank:
             self.fail(ShapeError, f"{name} has rank {t.dim()}", f"{rank}, {dims}", f"reshape {name}")
         if t.dtype not in dtypes:
-            names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-            self.fail(DTypeError, f"{name} is {dtype_name(t)}", names, f"convert it with {name}.to(...)")
+            names = " or ".join(map(dtype_name, dtypes))
+            self.fail(DTypeError, f"{name} is {dtype_name(t.dtype)}", names, f"convert it with {name}.to(...)")
         if like is not None and t.device != like.device:
             self.fail(
                 DeviceError,
@@ -138,19 +139,22 @@ class OpChecker:
         (query, q), (first, k), (second, v) = tensors.items()
         if k.dtype != v.dtype:
             self.fail(
-                DTypeError, f"{first} is {dtype_name(k)} and {second} {dtype_name(v)}", "one dtype", "convert one"
+                DTypeError,
+                f"{first} is {dtype_name(k.dtype)} and {second} {dtype_name(v.dtype)}",
+                "one dtype",
+                "convert one",
             )
         if q.dtype in FP8 and k.dtype != q.dtype:
             self.fail(
                 DTypeError,
-                f"{first} is {dtype_name(k)} and {query} {dtype_name(q)}",
+                f"{first} is {dtype_name(k.dtype)} and {query} {dtype_name(q.dtype)}",
                 f"the dtype of {query}, if that is FP8",
                 f"convert {query} to float16, which has every FP8 number",
             )
         if k.dtype not in (q.dtype, *FP8):
             self.fail(
                 DTypeError,
-                f"{first} is {dtype_name(k)} and {query} {dtype_name(q)}",
+                f"{first} is {dtype_name(k.dtype)} and {query} {dtype_name(q.dtype)}",
                 f"the dtype of {query}, or float8_e4m3fn or float8_e5m2",
                 f"convert {query}, or {first} and {second}",
             )
@@ -170,7 +174,7 @@ class OpChecker:
             if t.dtype != torch.int32 or t.dim() != PLAN_RANKS.get(field, 1) or not t.is_contiguous():
                 self.fail(
                     PlanError,
-                    f"plan.{field} is {dtype_name(t)} of rank {t.dim()}",
+                    f"plan.{field} is {dtype_name(t.dtype)} of rank {t.dim()}",
                     f"contiguous int32 of rank {PLAN_RANKS.get(field, 1)}",
                     "pass the plan as the planner made it",
                 )
@@ -299,10 +303,6 @@ def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> Memory
         mappable=not any(map(unmappable, caches)),
         joinable=not any(map(unjoinable, caches)),
     )
-
-
-def dtype_name(t: Tensor) -> str:
-    return str(t.dtype).removeprefix("torch.")
 
 
 def caches(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> tuple[int, int]:

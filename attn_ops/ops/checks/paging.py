@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DTypeError, OptionError
+from attn_ops.errors import DTypeError, OptionError, dtype_name
 from attn_ops.ops.backends import Problem
-from attn_ops.ops.checks.checker import OpChecker, caches, dtype_name, known
+from attn_ops.ops.checks.checker import OpChecker, caches, known
 from attn_ops.ops.options import FLOATS, FP8
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import INT32_MAX
@@ -28,7 +28,7 @@ def _same_dtype(op: OpChecker, name: str, new: Tensor, cache: Tensor) -> None:
     if new.dtype != cache.dtype:
         op.fail(
             DTypeError,
-            f"{name} is {dtype_name(new)} and {name}_cache {dtype_name(cache)}",
+            f"{name} is {dtype_name(new.dtype)} and {name}_cache {dtype_name(cache.dtype)}",
             "one dtype",
             f"convert {name}",
         )
