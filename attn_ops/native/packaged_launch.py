@@ -12,18 +12,12 @@ from torch import Tensor
 
 from attn_ops.native.images import ALIGNMENT, Image, ImageSet, TensorSpec
 from attn_ops.native.op import launch_image
-
-
-def is_known(condition: Any) -> bool:
-    """Whether ``condition`` holds for all sizes that the graph leaves open."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports SymPy, which eager calls do not
-
-    return statically_known_true(condition)
+from attn_ops.symbolic_sizes import statically_known_true
 
 
 def is_aligned(t: Tensor) -> bool:
     """Whether a fake tensor starts at a multiple of 16 bytes if its storage does."""
-    return is_known(t.storage_offset() * t.itemsize % ALIGNMENT == 0)
+    return statically_known_true(t.storage_offset() * t.itemsize % ALIGNMENT == 0)
 
 
 class PackagedTensors:
@@ -37,7 +31,7 @@ class PackagedTensors:
     def __init__(
         self, named: Sequence[tuple[str, Any]], writes: Sequence[str], alignment_of: Callable[[str, Tensor], int]
     ) -> None:
-        tensors = [(n, t) for n, t in named if isinstance(t, Tensor) and not is_known(t.numel() == 0)]
+        tensors = [(n, t) for n, t in named if isinstance(t, Tensor) and not statically_known_true(t.numel() == 0)]
         tensors.sort(key=lambda item: item[0] not in writes)
         written = {id(t) for n, t in tensors if n in writes}
         self.all: list[Tensor] = []

@@ -6,7 +6,7 @@ Only sizes are read, which the host knows: no check synchronises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from attn_ops.plan.state import (
     num_partials,
     prefill_shapes,
 )
+from attn_ops.symbolic_sizes import guard_or_true
 
 MAX_INT32 = (1 << 31) - 1
 
@@ -52,14 +53,14 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
         CapacityError: the pages have more tokens than kernels count.
     """
     problem = PlanProblem.of(plan.problem)
-    if not all(_holds(size >= 1) for size in problem[:7]) or problem.split % KV_BLOCK:
+    if not all(guard_or_true(size >= 1) for size in problem[:7]) or problem.split % KV_BLOCK:
         expected = f"sizes of 1 or more and a split that is a multiple of {KV_BLOCK}"
         fail(PlanError, where, f"plan.problem is {problem}", expected, AS_MADE)
     if problem.world != 1 and not (problem.rank < problem.world and 0 < problem.interleave * problem.world <= MAX_SIZE):
         expected = "a rank below world and an interleave, or world 1"
         fail(PlanError, where, f"plan.problem is {problem}", expected, AS_MADE)
     capacities = _capacities(plan)
-    if not (_holds(capacities.max_batch >= 1) and _agrees(plan, capacities.shapes(problem))):
+    if not (guard_or_true(capacities.max_batch >= 1) and _agrees(plan, capacities.shapes(problem))):
         _fail_plan(where, plan, problem)
     if type(capacities.max_pages) is int:
         check_kv_tokens(where, capacities.max_pages, problem)
@@ -166,21 +167,11 @@ def _capacities(plan: DecodePlan | PrefillPlan, max_batch: int | None = None) ->
     max_pages = plan.kv_indices.shape[0]
     if isinstance(plan, DecodePlan):
         num_ctas = plan.cta_indptr.shape[0] - 1
-        return _Capacities(max_batch, max_pages, num_ctas=num_ctas if _holds(num_ctas >= 1) else 1)
+        return _Capacities(max_batch, max_pages, num_ctas=num_ctas if guard_or_true(num_ctas >= 1) else 1)
     max_splits = num_partials(plan)
     num_full_tiles = plan.work.shape[0] - max_batch - max_splits
-    return _Capacities(
-        max_batch, max_pages, num_full_tiles=num_full_tiles if _holds(num_full_tiles >= 0) else 0, max_splits=max_splits
-    )
-
-
-def _holds(condition: Any) -> bool:
-    """``condition`` on sizes. One on unbacked symbols, which only the run knows, is taken to hold."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_true  # imports SymPy
-
-    return guard_or_true(condition)
+    num_full_tiles = num_full_tiles if guard_or_true(num_full_tiles >= 0) else 0
+    return _Capacities(max_batch, max_pages, num_full_tiles=num_full_tiles, max_splits=max_splits)
 
 
 def _agrees(plan: DecodePlan | PrefillPlan, shapes: dict[str, tuple[int, ...]]) -> bool:
@@ -190,7 +181,7 @@ def _agrees(plan: DecodePlan | PrefillPlan, shapes: dict[str, tuple[int, ...]]) 
 
 
 def _agree(actual: Sequence[int], expected: Sequence[int]) -> bool:
-    return all(_holds(a == b) for a, b in zip(actual, expected, strict=True))
+    return all(guard_or_true(a == b) for a, b in zip(actual, expected, strict=True))
 
 
 def _fail_plan(where: str, plan: DecodePlan | PrefillPlan, problem: PlanProblem) -> NoReturn:

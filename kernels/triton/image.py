@@ -19,7 +19,8 @@ from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.native.images import ALIGNMENT, Image, ImageSet, NoImageError, Parameter
-from attn_ops.native.packaged_launch import PackagedTensors, is_aligned, is_known
+from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
+from attn_ops.symbolic_sizes import statically_known_true
 
 GENERAL_SIZE = 3
 """In the place of an integer that only the run knows: no multiple of 16, and not 1. Kernels run any other, too."""
@@ -94,7 +95,7 @@ def _compile_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Address(value.dtype, is_aligned(value))
     if isinstance(value, torch.SymInt):
-        return ALIGNMENT if is_known(value % ALIGNMENT == 0) else GENERAL_SIZE
+        return ALIGNMENT if statically_known_true(value % ALIGNMENT == 0) else GENERAL_SIZE
     return value
 
 

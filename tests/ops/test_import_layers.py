@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "errors",
         "version",
         "exports",
+        "symbolic_sizes",
         "cpp",
         "ops",
         "ops.functions",

@@ -25,6 +25,7 @@ from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, AttentionOptions, bounded
 from attn_ops.plan.plan_checks import check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
+from attn_ops.symbolic_sizes import guard_or_false
 
 PLAN_RANKS = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles": 2, "split_counters": 2}
 """Ranks of the fields of a plan that are not vectors."""
@@ -91,7 +92,7 @@ class OpChecker:
     def no_overlap(self, name: str, t: Tensor) -> None:
         """Rows of ``t``, which are written, have memory of their own; those of an expanded tensor share it."""
         for dim, (size, stride) in enumerate(zip(t.shape[:-1], t.stride()[:-1], strict=True)):
-            if known(stride < t.shape[-1]) and known(size > 1):
+            if guard_or_false(stride < t.shape[-1]) and guard_or_false(size > 1):
                 self.fail(
                     ShapeError,
                     f"{name} is written and its rows overlap, with stride {stride} in dimension {dim}",
@@ -255,15 +256,6 @@ class OpChecker:
         )
 
 
-def known(condition: Any) -> bool:
-    """Whether ``condition`` holds. One on sizes that only the run tells is left to the run."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports SymPy
-
-    return guard_or_false(condition)
-
-
 TMA_BYTES = 16
 """Tensor maps and vector loads take addresses and strides that are multiples of this."""
 
@@ -287,16 +279,20 @@ def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> Memory
 
     def misaligned(t: Tensor) -> bool:
         address = 0 if isinstance(t, FakeTensor) else t.data_ptr()
-        return bool(address % TMA_BYTES) or any(known(s * t.itemsize % TMA_BYTES != 0) for s in t.stride()[:-1])
+        return bool(address % TMA_BYTES) or any(
+            guard_or_false(s * t.itemsize % TMA_BYTES != 0) for s in t.stride()[:-1]
+        )
 
     def unmappable(t: Tensor) -> bool:
-        sizes = any(known(n <= 0) or known(n >= MAX_COORDINATE) for n in t.shape)
-        return sizes or any(known(s <= 0) or known(s * t.itemsize >= MAX_STRIDE_BYTES) for s in t.stride())
+        sizes = any(guard_or_false(n <= 0) or guard_or_false(n >= MAX_COORDINATE) for n in t.shape)
+        return sizes or any(
+            guard_or_false(s <= 0) or guard_or_false(s * t.itemsize >= MAX_STRIDE_BYTES) for s in t.stride()
+        )
 
     def unjoinable(t: Tensor) -> bool:
         # The steps are the common divisor of both strides: a head's columns, usually.
         elements = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-        return known(elements >= MAX_JOINED_ELEMENTS)
+        return guard_or_false(elements >= MAX_JOINED_ELEMENTS)
 
     return MemoryLayout(
         aligned=not any(map(misaligned, (*queries, *caches))),

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from attn_ops.errors import DTypeError, OptionError, dtype_name
 from attn_ops.ops.backends import Problem
-from attn_ops.ops.checks.checker import OpChecker, caches, known
+from attn_ops.ops.checks.checker import OpChecker, caches
 from attn_ops.ops.options import FLOATS, FP8
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import INT32_MAX
+from attn_ops.symbolic_sizes import guard_or_false
 
 
 def _places(
@@ -110,7 +111,7 @@ def append_mla_kv(
 
 def _size(op: OpChecker, name: str, value: int, least: int) -> None:
     """At least ``least``, and an int32. A symbolic size is left to the run."""
-    if known(value < least):
+    if guard_or_false(value < least):
         op.fail(OptionError, f"{name} is {value}", f"at least {least}", "change it")
     if type(value) is int and value > INT32_MAX:
         op.fail(OptionError, f"{name} is {value}", f"at most {INT32_MAX}, an int32", "change it")
