@@ -176,11 +176,6 @@ def options_schema(op: str) -> str:
     return ", ".join(map(argument, OP_OPTIONS[op]))
 
 
-def default_options(op: str) -> dict[str, Any]:
-    """The options of ``op`` with their defaults."""
-    return {name: getattr(DEFAULTS, name) for name in OP_OPTIONS[op]}
-
-
 LAYOUTS = {
     "NHD": "[pages, page_size, num_kv_heads, head_dim]",
     "HND": "[pages, num_kv_heads, page_size, head_dim]",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attn_ops.ops.options import FP8
+from attn_ops.ops.options import FLOATS, FP8
 
 if TYPE_CHECKING:
     from attn_ops.ops.backends import Problem
@@ -47,8 +47,6 @@ TRITON_MLA = frozenset({"batch_mla", "append_mla_kv"})
 
 TRITON_COPIES = frozenset({"append_kv", "append_mla_kv"})
 """Ops that move elements of any dtype."""
-
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 TRITON_OPTIONS = frozenset(
     {
@@ -189,7 +187,7 @@ def triton(p: Problem) -> list[str]:
                 capability is None or capability >= (8, 0),
                 f"it needs compute capability 8.0 or newer, not {capability}",
             ),
-            (p.dtype in TRITON_DTYPES or p.op in TRITON_COPIES, f"it does not compute in {p.dtype}"),
+            (p.dtype in FLOATS or p.op in TRITON_COPIES, f"it does not compute in {p.dtype}"),
             *_unimplemented(p, TRITON_OPTIONS),
             (
                 capability is None or capability >= (8, 9) or torch.float8_e4m3fn not in (p.kv_dtype, p.out_dtype),
@@ -256,7 +254,7 @@ def cuda_merge_states(p: Problem) -> list[str]:
         "merge_states",
         [(p.op, p.dtype)],
         [
-            (p.dtype in TRITON_DTYPES, f"it does not compute in {p.dtype}"),
+            (p.dtype in FLOATS, f"it does not compute in {p.dtype}"),
             (0 < row_bytes <= most, f"rows of {row_bytes} bytes are not of 1 to {most}"),
             (row_bytes % CUDA_VECTOR == 0, f"rows of {row_bytes} bytes are not whole vectors of {CUDA_VECTOR}"),
             (p.layout.aligned, f"rows are not aligned to {CUDA_VECTOR} bytes"),

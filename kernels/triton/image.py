@@ -99,10 +99,8 @@ def _compile_value(value: Any) -> Any:
     return value
 
 
-def launch(
-    images: ImageSet, kernel: Any, grid: Sequence[Any], values: Sequence[Any], options: Any, writes: Sequence[str]
-) -> None:
-    """Trace a launch of ``kernel`` with ``values`` in the order of its parameters, of which it writes ``writes``."""
+def launch(images: ImageSet, kernel: Any, grid: Sequence[Any], values: Sequence[Any], options: Any) -> None:
+    """Trace a launch of ``kernel`` with ``values`` in the order of its parameters."""
     names = kernel.arg_names
     wait_until_prepared()
     device = values[0].device
@@ -116,6 +114,6 @@ def launch(
             "parameters that the launcher does not have"
         )
     named = list(zip(names, values, strict=True))
-    tensors = PackagedTensors(named, writes, lambda _, t: ALIGNMENT if is_aligned(t) else t.itemsize)
+    tensors = PackagedTensors(named, options.writes, lambda _, t: ALIGNMENT if is_aligned(t) else t.itemsize)
     parameters = parameters_of(layout, names, values, tensors.slot_of)
     tensors.launch(images, image_of(compiled, options, parameters), grid, *scalars_of(layout, values))
