@@ -20,6 +20,7 @@ from attn_ops.frontend.arguments import (
     finite,
     positive,
     refuse,
+    renamed,
     required,
 )
 from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
@@ -201,17 +202,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             fail(OptionError, where, f"output_scale is {output_scale!r}", ", ".join(OUTPUT_SCALES), "pass one of these")
         if lse_mode not in LSE_MODES:
             fail(OptionError, where, f"lse_mode is {lse_mode!r}", ", ".join(LSE_MODES), "pass one of these")
-        if qo_indptr is not None and cum_seq_lens_q is not None:
-            fail(
-                ArgumentError,
-                where,
-                "qo_indptr and cum_seq_lens_q are both given",
-                "one, they are the same",
-                "drop one",
-            )
-        rows = qo_indptr if cum_seq_lens_q is None else cum_seq_lens_q
+        rows = renamed(where, "qo_indptr", qo_indptr, "cum_seq_lens_q", cum_seq_lens_q)
         required(where, qo_indptr=rows, num_heads=num_heads, page_size=page_size)
-        assert rows is not None
         assert num_heads is not None
         assert page_size is not None
         positive(where, num_heads=num_heads, page_size=page_size)

@@ -94,6 +94,12 @@ def renamed(where: str, old_name: str, old: Any, new_name: str, new: Any, absent
     return old
 
 
+def check_fp16_reduction(where: str, allow_fp16_qk_reduction: bool | None, use_fp16_qk_reduction: bool) -> None:
+    """Two names of a flag that has no effect: a call gives one of them."""
+    names = "allow_fp16_qk_reduction", "use_fp16_qk_reduction"
+    renamed(where, names[0], allow_fp16_qk_reduction, names[1], use_fp16_qk_reduction, absent=False)
+
+
 def required(where: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is None:
