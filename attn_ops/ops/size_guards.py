@@ -48,12 +48,17 @@ def note_capacity(needed: Any, capacity: Any, message: str) -> None:
         noted.append(Capacity(needed, capacity, message))
 
 
+def root_graph(graph: Any) -> Any:
+    """The graph that Inductor compiles; ``graph`` may be that of a branch or a loop in it."""
+    while hasattr(graph, "parent"):
+        graph = graph.parent
+    return graph
+
+
 @contextlib.contextmanager
 def guards_of(graph: Any) -> Iterator[None]:
     """Within, the capacities that checks note become guards of ``graph``, an Inductor graph, if it is a package's."""
-    root = graph
-    while hasattr(root, "parent"):  # the graph of a branch or a loop
-        root = root.parent
+    root = root_graph(graph)
     if not root.aot_mode or not _generates_handles(root):
         yield
         return
