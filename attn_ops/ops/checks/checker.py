@@ -19,6 +19,7 @@ from attn_ops.errors import (
     PlanError,
     ShapeError,
     dtype_name,
+    fail,
 )
 from attn_ops.ops import size_guards
 from attn_ops.ops.backends import MemoryLayout
@@ -38,7 +39,7 @@ class OpChecker:
         self.name = name
 
     def fail(self, error: type[AttnOpsError], what: str, expected: str, fix: str) -> NoReturn:
-        raise error(f"{self.name}: {what}; expected {expected}; {fix}")
+        fail(error, self.name, what, expected, fix)
 
     def tensor(self, name: str, t: Tensor, dims: str, dtypes: Sequence[torch.dtype], like: Tensor | None) -> None:
         """Rank (counted from ``dims``, such as ``"[batch, heads, head_dim]"``), dtype, device and last stride."""
