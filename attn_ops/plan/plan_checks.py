@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 from torch import Tensor
 
 from attn_ops.errors import CapacityError, OptionError, PlanError, ShapeError, fail
+from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.state import (
     KV_BLOCK,
     WORK_FIELDS,
@@ -22,8 +23,6 @@ from attn_ops.plan.state import (
     prefill_shapes,
 )
 from attn_ops.symbolic_sizes import guard_or_true
-
-MAX_INT32 = (1 << 31) - 1
 
 MAX_SIZE = 1 << 30
 """Largest capacity, size and option of a plan: the sum of any two fits int32."""
@@ -37,7 +36,7 @@ MAX_QUERY_ROWS = 1 << 28
 MAX_CTAS_PER_HEAD = (1 << 16) - 1
 """Largest ``num_ctas`` of a decode plan. One CTA of the planning kernel holds an entry for each."""
 
-MAX_WORK_ITEMS = MAX_INT32 // len(WORK_FIELDS)
+MAX_WORK_ITEMS = INT32_MAX // len(WORK_FIELDS)
 
 AS_MADE = "pass the plan as the planner made it"
 
@@ -116,20 +115,20 @@ def check_products(where: str, problem: PlanProblem, max_pages: int, shapes: dic
     """
     check_kv_tokens(where, max_pages, problem)
     partial = problem.tile_rows * problem.num_qo_heads * (problem.head_dim_vo + 1)
-    if partial > MAX_INT32:
+    if partial > INT32_MAX:
         fail(
             OptionError,
             where,
             f"tile_rows is {problem.tile_rows} with {problem.num_qo_heads} heads of {problem.head_dim_vo} elements",
-            f"a partial result of at most {MAX_INT32} elements, not {partial}",
+            f"a partial result of at most {INT32_MAX} elements, not {partial}",
             "make tile_rows smaller",
         )
     fewer = "make max_batch, max_tokens, max_pages or num_ctas smaller, or fixed_split_size larger"
     if shapes["work"][0] > MAX_WORK_ITEMS:
         fail(CapacityError, where, f"the plan has {shapes['work'][0]} work items", f"at most {MAX_WORK_ITEMS}", fewer)
     slots, heads = shapes.get("split_counters", (0, 0))
-    if slots * heads > MAX_INT32:
-        fail(CapacityError, where, f"the plan has {slots} slots of {heads} heads", f"at most {MAX_INT32}", fewer)
+    if slots * heads > INT32_MAX:
+        fail(CapacityError, where, f"the plan has {slots} slots of {heads} heads", f"at most {INT32_MAX}", fewer)
 
 
 class _Capacities(NamedTuple):
