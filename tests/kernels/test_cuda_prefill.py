@@ -13,17 +13,14 @@ pytest.importorskip("triton")  # whose kernel combines partial results, and for 
 
 from attn_ops.kernels.cuda import compile as compile_module
 from attn_ops.kernels.cuda import kernel as kernel_module
-from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES
 from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
+from helpers.packaged_calls import packaged_image
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from attn_ops.native import packaged_launch
-from attn_ops.native.images import ImageSet, collect
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.plan.sizing import rows_per_tile
@@ -259,36 +256,16 @@ def test_a_package_takes_any_number_of_rows(
     heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
-    eager: list[tuple[int, ...]] = []
-    packaged: list[tuple[Any, ...]] = []
-    symbols: list[Any] = []
     monkeypatch.setattr(kernel_module, "num_sms", lambda device: SMS)
-    monkeypatch.setattr(packaged_launch, "launch_image", lambda *args: packaged.append(args))
-    monkeypatch.setattr(launch_module.launches, "run", lambda one, device: eager.append(one.integers))
 
     def call(rows: Tensor) -> Tensor:
-        symbols.extend(n.node for n in rows.shape if isinstance(n, torch.SymInt))
         q, k = rows.new_zeros(rows.shape[0], heads, 128), rows.new_zeros(300, 2, 128)
         tensors = q.to(dtype), k.to(kv_dtype), (k + 1).to(kv_dtype)
         return prefill.single_prefill(*tensors, causal=True, window_left=70)[0]
 
-    def tensor(rows: int) -> Tensor:
-        return torch.zeros(rows, dtype=torch.bfloat16)
-
-    images = ImageSet()
-    with collect(images):
-        make_fx(call, tracing_mode="symbolic")(tensor(50))
-    ((outs, ins, integers, _, name),) = packaged
-    image = images.images[name]
+    image = packaged_image(call, (50, 7, 1000), monkeypatch)
     assert [spec.name for spec in image.tensors] == ["out", "q", "k", "v"]
     assert (image.function, len(image.maps)) == ("prefill", 3 if kv_dtype == dtype else 1)
-    hints = {node.expr: node.hint for node in symbols}
-    sizes = 2 * sum(t.dim() for t in (*outs, *ins))
-    for count in (50, 7, 1000):
-        call(tensor(count))
-        hints[symbols[0].expr] = count  # of dimension 0
-        values = [int(i.node.expr.subs(hints)) if isinstance(i, torch.SymInt) else i for i in integers]
-        assert (*values[:3], *values[3 + sizes :]) == eager[-1]
 
 
 GOOD = Problem(
