@@ -27,7 +27,8 @@ def packaged_image(call: Callable[[Tensor], Tensor], counts: Sequence[int], monk
     monkeypatch.setattr(launch.launches, "run", lambda one, device: eager.append(one.integers))
 
     def traced(rows: Tensor) -> Tensor:
-        symbols.extend(n.node for n in rows.shape if isinstance(n, torch.SymInt))
+        sizes: Sequence[Any] = rows.shape
+        symbols.extend(n.node for n in sizes if isinstance(n, torch.SymInt))
         return call(rows)
 
     images = ImageSet()
