@@ -34,24 +34,14 @@ class PackagedTensors:
         tensors = [(n, t) for n, t in named if isinstance(t, Tensor) and not statically_known_true(t.numel() == 0)]
         tensors.sort(key=lambda item: item[0] not in writes)
         written = {id(t) for n, t in tensors if n in writes}
-        self.all: list[Tensor] = []
-        alignments: list[int] = []
-        names: list[str] = []
-        slots: dict[int, int] = {}
+        found: dict[int, tuple[str, Tensor, int]] = {}
         for name, t in tensors:
-            if id(t) not in slots:
-                slots[id(t)] = len(self.all)
-                self.all.append(t)
-                names.append(name)
-                alignments.append(1)
-            slot = slots[id(t)]
-            alignments[slot] = max(alignments[slot], alignment_of(name, t))
-        self._slots = slots
+            first, _, alignment = found.get(id(t), (name, t, 1))
+            found[id(t)] = first, t, max(alignment, alignment_of(name, t))
+        self.all = [t for _, t, _ in found.values()]
+        self._slots = {key: i for i, key in enumerate(found)}
         self.num_outputs = len(written)
-        self.specs = tuple(
-            TensorSpec(name, t.dtype, t.dim(), alignment)
-            for name, t, alignment in zip(names, self.all, alignments, strict=True)
-        )
+        self.specs = tuple(TensorSpec(name, t.dtype, t.dim(), alignment) for name, t, alignment in found.values())
 
     def slot_of(self, t: Tensor) -> int | None:
         """The position of ``t`` in the call; None without elements."""
