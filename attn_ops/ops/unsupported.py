@@ -79,9 +79,6 @@ CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
 CUDA_PREFILL_GROUP = 1 << 15
 """Largest group size for which the division of the kernel, a multiplication, is exact."""
 
-CUDA_PREFILL_ROWS = 64
-"""Packed rows of a consumer warpgroup of the CUDA prefill kernel. With more in a query tile, both have their own."""
-
 CUDA_MERGE_VECTORS = 128
 """Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
 
@@ -323,20 +320,7 @@ def cuda_prefill_e4m3(p: Problem) -> list[str]:
     return _cuda_prefill(p, True, checks, options, CUDA_PREFILL_FP8_HEAD_DIMS)
 
 
-def cuda_prefill_fp8(p: Problem, auto: bool = False) -> list[str]:
-    """FP8 keys and values, which are converted to the dtype of the query.
-
-    ``auto`` takes Triton for query tiles of at most :data:`CUDA_PREFILL_ROWS` packed rows, as it is faster with few
-    rows on long caches, and for caches of e5m2, on which the two have not been timed.
-    """
-    checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8")]
-    if auto and p.kv_dtype in FP8:
-        e4m3, packed_rows = torch.float8_e4m3fn, p.tile_rows * (p.num_qo_heads // p.num_kv_heads)
-        checks += [
-            (p.kv_dtype == e4m3, f"auto takes it for caches of {e4m3}, not {p.kv_dtype}"),
-            (
-                packed_rows > CUDA_PREFILL_ROWS,
-                f"auto takes it for query tiles of more than {CUDA_PREFILL_ROWS} packed rows, not {packed_rows}",
-            ),
-        ]
+def cuda_prefill_fp8(p: Problem) -> list[str]:
+    """FP8 keys and values, which are converted to the dtype of the query."""
+    checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"), *_has_prefill_maps(p)]
     return _cuda_prefill(p, True, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"})

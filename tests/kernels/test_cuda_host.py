@@ -358,25 +358,31 @@ PREFILL_FAULTS = {
     "no wait for earlier kernels": Planted(Fault("wait_for_earlier_kernels();", ""), "before griddepcontrol.wait"),
 }
 
-PUBLISH = "fence_async_shared();\n    __syncwarp();\n    if (lane == 0) arrive(full);"
+RELEASE = "if (lane == 0) arrive(tiles.fp8_empty + part * 8);"
+CONVERTED = f"fence_async_shared();\n      __syncwarp();\n      {RELEASE}"
 
 FP8_FAULTS = {
     "no proxy fence after conversions": Planted(
-        Fault(PUBLISH, "__syncwarp();\n    if (lane == 0) arrive(full);"), "no proxy fence"
+        Fault(CONVERTED, CONVERTED.removeprefix("fence_async_shared();\n      ")), "no proxy fence"
     ),
     "lane 0 arrives for lanes that still convert": Planted(
-        Fault(PUBLISH, "fence_async_shared();\n    if (lane == 0) arrive(full);"), "race|no proxy fence"
+        Fault(CONVERTED, CONVERTED.replace("__syncwarp();\n      ", "")), "race|no proxy fence"
     ),
-    "keys are converted before they have arrived": Planted(Fault("wait_for_copies<1>();", ""), "race"),
-    "values are converted before they have arrived": Planted(
-        Fault("wait_for_copies<0>();\n      Values::convert(type, to);", "Values::convert(type, to);"), "race"
+    "a tile is converted before it has arrived": Planted(
+        Fault("wait(tiles.fp8_full + part * 8, tile & 1);", ""), "race|uninitialised"
     ),
-    "no wait for a stage of values": Planted(
-        Fault("wait(v_empty + tile % kValueStages * 8, tile / kValueStages & 1 ^ 1);", ""), "race|more arrivals"
+    "a tile is loaded over one that is converted": Planted(
+        Fault("tiles.wait_for_empty(tile);", ""), "race|more arrivals"
     ),
-    "no queries": Planted(Fault("load_queries(p, q, unit, n, shared, thread);", "", 3), "deadlock"),
-    "no release of a unit": Planted(
-        Fault("release_unit(shared);\n    if (!exists) return;", "if (!exists) return;", 2), "deadlock"
+    "no wait for a stage": Planted(
+        Fault("if (part == 0) wait(tiles.empty + tile % STAGES * 8, tile / STAGES & 1 ^ 1);", ""), "race|more arrivals"
+    ),
+    "the end is passed on while tiles are converted": Planted(
+        Fault("for (int i = 0; i < kFp8Stages; ++i) tiles.wait_for_empty(tile + i);", ""), "race|more arrivals"
+    ),
+    "the end is not passed on": Planted(Fault("arrive(tiles.full);", ""), "deadlock"),
+    "a converted tile is not passed on": Planted(
+        Fault("if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);", ""), "deadlock"
     ),
 }
 
