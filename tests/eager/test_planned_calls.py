@@ -216,3 +216,12 @@ def test_gradients_are_refused(call: Callable[..., Any]) -> None:
     with pytest.raises(GradientError):
         call(sinks=torch.zeros(2, requires_grad=True))
     call()
+
+
+def test_parameters_are_prepared_without_gradients(decode: Decode, fake_driver: FakeDriver) -> None:
+    """As the sinks of a model, which require gradients."""
+    planner, sinks = planned(), torch.nn.Parameter(torch.zeros(2))
+    with torch.no_grad():
+        for launches in range(2):
+            OP(*inputs(), planner.state, planner.workspace, sinks=sinks)
+            assert (decode.captures, fake_driver.get("launches")) == (1, launches)
