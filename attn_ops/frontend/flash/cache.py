@@ -74,7 +74,9 @@ class CacheLengths(NamedTuple):
         if isinstance(self.seqlens, Tensor):
             return lengths(where, self.name, self.seqlens, batch, device, capacity, table)
         number = capacity if self.seqlens is None else self.seqlens
-        if not 0 <= number <= capacity:
+        if number < 0:
+            fail(PageTableError, where, f"{self.name} is {number}", "0 or more tokens", "correct it")
+        if number > capacity:
             shown = f"{self.name} is {number} and a request has room for {capacity} tokens"
             fix = "pass a larger cache" if table is None else f"pass a wider {table}"
             fail(CapacityError, where, shown, f"0 to {capacity}", fix)
