@@ -226,6 +226,14 @@ def test_an_entry_is_evicted_with_its_plan(cached: tuple[Op, list[Tensor]]) -> N
     assert not op.cache._plans
 
 
+@pytest.mark.parametrize("field", [0, 1])
+def test_an_entry_is_evicted_with_any_tensor_of_its_plan(cached: tuple[Op, list[Tensor]], field: int) -> None:
+    op, plan = cached
+    del plan[field]
+    assert not op.cache._entries
+    assert not op.cache._plans
+
+
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_call, "MAX_ENTRIES", 3)
     op, plan = Op(), [torch.zeros(1)]
