@@ -104,6 +104,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "None for a number": lambda q, k, v, plan, w: OP(q, k, v, plan, w, window_left=None),
     "no rows": lambda q, k, v, plan, w: OP(q[0], k, v, plan, w),
     "gradients": lambda q, k, v, plan, w: OP(q.clone().requires_grad_(), k, v, plan, w),
+    "a number in a plan": lambda q, k, v, plan, w: OP(q, k, v, attn_ops.DecodePlan(*plan[:7], 3), w),
     "a plan of another op": lambda q, k, v, plan, w: OP(q, k, v, plan[::-1], w),
 }
 
