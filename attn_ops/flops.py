@@ -100,8 +100,8 @@ def single_prefill(
     kv_layout: str = "NHD",
     **_: Any,
 ) -> int:
-    lengths = (torch.tensor([t], device="cpu") for t in (q.shape[0], k.shape[0 if kv_layout == "NHD" else 1]))
-    return _attention(q, v, visible_pairs(*lengths, causal and mask is None, window_left, window_right))
+    rows, keys = (torch.tensor([n], device="cpu") for n in (q.shape[0], k.shape[0 if kv_layout == "NHD" else 1]))
+    return _attention(q, v, visible_pairs(rows, keys, causal and mask is None, window_left, window_right))
 
 
 @register_flop_formula(torch.ops.attn.batch_mla, get_raw=True)

@@ -175,11 +175,12 @@ def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, input
 def _check_apart(arguments: dict[str, Any]) -> None:
     """No tensor is given twice: torch.export takes the two for one input, and the package would ignore the other."""
     held: dict[int, str] = {}
-    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
-        name = f"{path[0].key}{pytree.keystr(path[1:])}"
-        if isinstance(leaf, Tensor) and held.setdefault(id(leaf), name) != name:
-            shown, expected = f"{name} is the same tensor as {held[id(leaf)]}", "an example of its own for each"
-            fail(ArgumentError, WHERE, shown, expected, f"pass a copy as {name}")
+    for argument, value in arguments.items():
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            name = f"{argument}{pytree.keystr(path)}"
+            if isinstance(leaf, Tensor) and held.setdefault(id(leaf), name) != name:
+                shown, expected = f"{name} is the same tensor as {held[id(leaf)]}", "an example of its own for each"
+                fail(ArgumentError, WHERE, shown, expected, f"pass a copy as {name}")
 
 
 def _dynamic_shapes(
