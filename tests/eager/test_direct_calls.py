@@ -250,3 +250,10 @@ def test_arguments_of_a_call_on_tensors_are_checked(given: Any) -> None:
     writes = captured_call._C.PreparedCall((), (), (0,), True)
     with pytest.raises(TypeError, match="writes to arguments"):
         writes.call((torch.zeros(1),))
+
+
+def test_a_call_that_is_not_prepared_makes_the_calls_before_it() -> None:
+    v, s, w, t = torch.zeros(4, 2, 8), torch.zeros(4, 2), torch.ones(4, 2, 8), torch.zeros(4, 2)
+    before = OpCall("merge_state_in_place", (v, s, w, t), {})
+    out, _ = OpCall("merge_state", (v, s, v, s), {}, before=(before,)).execute()
+    assert out.eq(0.5).all()
