@@ -112,7 +112,19 @@ def check_storage(
             )
         if name != WORKSPACE and t.shape != shapes[name]:
             fail(ShapeError, where, f"it is {list(t.shape)}", f"{list(shapes[name])}", "allocate it in that shape")
+    _check_apart(storage)
     return {name: t for name, t in storage.items() if name != WORKSPACE}
+
+
+def _check_apart(storage: Mapping[str, Tensor]) -> None:
+    """Contiguous tensors share no memory, since each is written on its own."""
+    held = [(t.data_ptr(), t.numel() * t.itemsize, name) for name, t in storage.items() if real(t) and not t.is_meta]
+    end, before = 0, ""
+    for begin, size, name in sorted(item for item in held if item[1]):
+        if begin < end:
+            where, what = f"planner: storage[{name!r}]", f"it shares memory with storage[{before!r}]"
+            fail(ArgumentError, where, what, "memory of its own", "allocate both, or pass slices that do not overlap")
+        end, before = begin + size, name
 
 
 def validates(validate: bool | None, *tensors: Tensor) -> bool:

@@ -243,6 +243,38 @@ def test_merge_state(dtype: torch.dtype) -> None:
     assert torch.equal(lse[~merged], s_a[~merged])
 
 
+def _within(t: Tensor, *more: int) -> Tensor:
+    """``t`` in a tensor with so many more elements in each dimension, which are NaN."""
+    outer = torch.full([n + m for n, m in zip(t.shape, more, strict=True)], math.nan, dtype=t.dtype)
+    inner = outer[tuple(slice(n) for n in t.shape)]
+    return inner.copy_(t)
+
+
+@pytest.mark.parametrize("states", [3, 23])
+def test_merges_of_any_strides(states: int) -> None:
+    v, s = _states(7, states, 3, 48, dtype=torch.float16)
+    v, s = _within(v, 1, 2, 1, 16), _within(s, 2, 1, 5)
+    with Host(seed=states).installed():
+        _check_merge(*merges.merge_states(v, s), v, s)
+        v, s = v[:, :2].contiguous(), s[:, :2].contiguous()
+        (v_a, v_b), (s_a, s_b) = v.unbind(1), s.unbind(1)
+        v_a, s_a = _within(v_a, 2, 1, 8), _within(s_a, 1, 2)
+        _check_merge(*merges.merge_state(v_a, s_a, v_b, s_b), v, s)
+        _check_merge(*merges.merge_state(v_b, s_b, v_a, s_a), v, s)
+        out, lse = _within(v_a, 1, 1, 16), _within(s_a, 1, 1)
+        merges.merge_state_in_place(out, lse, v_b, s_b)
+    _check_merge(out, lse, v, s)
+
+
+def test_parts_of_states_leave_each_row_its_threads() -> None:
+    for dim in (8, 48, 128, 1024):
+        for states in (1, 8, 64, 500):
+            v = torch.empty(3, states, 2, dim, dtype=torch.float16, device="meta")
+            vectors, parts = dim // 8, merges._parts(v)
+            assert 1 <= parts <= max(1, states // merges.PART_STATES)
+            assert parts * vectors <= merges.THREADS
+
+
 class Planted(NamedTuple):
     """A fault, what the machine says of it, and whether the case is one of an odd group."""
 

@@ -15,7 +15,7 @@ from attn_ops.kernels.cuda import compile as compile_module
 from attn_ops.kernels.cuda import kernel as kernel_module
 from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.cuda.kernel import Specialization
-from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES
+from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES, box_of_pages, row_columns
 from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from helpers.packaged_calls import packaged_image
@@ -24,6 +24,7 @@ from torch import Tensor
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.plan.sizing import rows_per_tile
+from attn_ops.plan.state import KV_BLOCK
 
 E4M3 = torch.float8_e4m3fn
 
@@ -181,6 +182,18 @@ def test_a_tile_is_whole_boxes_of_whole_groups() -> None:
     for tile in (*prefill.TILES.values(), *prefill.FP8_TILES.values()):
         assert tile.tokens % tile.box == 0
         assert tile.box % GROUP_TOKENS == 0
+
+
+@pytest.mark.parametrize("page_size", [8, 24, 64, 96, 128, 256])
+def test_a_split_begins_with_a_box_of_pages(page_size: int) -> None:
+    for tile in (*prefill.TILES.values(), *prefill.FP8_TILES.values()):
+        box = box_of_pages(page_size, tile.box)
+        assert page_size % box == tile.tokens % box == KV_BLOCK % box == box % GROUP_TOKENS == 0
+
+
+def test_a_row_in_shared_memory_is_no_wider_than_a_head() -> None:
+    assert [row_columns(torch.zeros(1, dim).half()) for dim in (32, 64, 192)] == [32, 64, 64]
+    assert [row_columns(torch.zeros(1, dim).to(torch.float8_e4m3fn)) for dim in (64, 128, 256)] == [64, 128, 128]
 
 
 @pytest.fixture(scope="module")
@@ -385,6 +398,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"options": ("mask",)}, "it does not implement mask"),
     ({"options": ("pos_encoding",)}, "it does not implement pos_encoding"),
     ({"options": ("kv_scale",)}, "it does not implement kv_scale"),
+    ({"options": ("causal",), "context_ranks": 2}, "it does not implement causal on the keys of one rank"),
+    ({"options": ("window_left",), "context_ranks": 2}, "it does not implement window_left on the keys of one rank"),
 ]
 
 
