@@ -17,6 +17,9 @@ pytestmark = needs_nvrtc
 REGISTERS = 2
 """How many more registers a kernel may take: small changes of the source move a few."""
 
+SPILLED_AGAIN = 8
+"""How many more bytes of a thread may be spilled: for the same sources and options nvrtc spills 8 more in some processes."""
+
 SPILL_BYTES = 64
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
 exponentials of a soft cap."""
@@ -55,7 +58,11 @@ def test_no_kernel_takes_more_than_the_table_says(measured: dict[str, Usage]) ->
     worse = []
     for name, now in measured.items():
         before = Usage(*table[name])
-        grows = now.registers > before.registers + REGISTERS or now.stack > before.stack or now.shared > before.shared
+        grows = (
+            now.registers > before.registers + REGISTERS
+            or now.stack > before.stack + SPILLED_AGAIN
+            or now.shared > before.shared
+        )
         if grows or now.hgmma != before.hgmma:
             worse.append(f"{name}: {before} was, {now} is")
     assert not worse, "\n".join([*worse, "if it is meant: (cd tests && python -m helpers.cuda_kernels --write)"])
