@@ -74,11 +74,11 @@ class Tile(NamedTuple):
     converted: bool = False
 
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int) -> int:
-        """Shared memory of a CTA: query buffers, rings, and 2 KiB for statistics and barriers."""
+        """Shared memory of a CTA: query buffers, rings, and a KiB for statistics and barriers."""
         rows = self.queries * 2 * PACKED_ROWS * dim_qk
         of_token = self.key_stages * dim_qk + (self.value_stages + self.transposed_stages) * dim_vo
         fp8 = self.tokens * (dim_qk + dim_vo) if self.converted else 0
-        return itemsize * (rows + self.tokens * of_token) + fp8 + 2048
+        return itemsize * (rows + self.tokens * of_token) + fp8 + 1024
 
     @property
     def threads(self) -> int:
@@ -100,7 +100,7 @@ TILES = {
 """By the head dims of keys and of values, of 16-bit products."""
 
 KV_FP8_TILES = {
-    (64, 64): Tile(128, 4, 4, 2, 64, converted=True),
+    (64, 64): Tile(128, 3, 3, 2, 64, converted=True),
     (128, 128): Tile(128, 2, 2, 2, 32, converted=True),
     (192, 128): Tile(64, 2, 2, 1, 32, converted=True),
     (256, 256): Tile(64, 2, 2, 1, 32, converted=True),

@@ -21,13 +21,13 @@ constexpr int kElementBytes = kFp8Products ? 1 : 2;
 constexpr int kTile =  // tokens of a KV tile
     kDimVo > 128 || (KV_FP8 && kDimQk > 128) ? 64 : kDimQk == 64 && !KV_FP8 && !kFp8Products ? 192 : 128;
 constexpr int kKeyStages =  // KV tiles of the ring of keys
-    kFp8Products || kDimQk == 64 ? 4 : kDimQk == 256 && !KV_FP8 ? 3 : 2;
-constexpr int kValueStages = !kFp8Products && kDimQk == 64 ? 4 : 2;  // and of values
-constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
-constexpr int kTilesAhead = kKeyStages > 2 ? 1 : 3;                  // KV tiles left to load when the next unit is taken
-constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
-constexpr int kQueryBlocks = 2 * kQueries;                            // units whose QueryBlock is kept
-constexpr int kPackedRows = 64;                                       // of a consumer
+    kFp8Products ? 4 : kDimQk == 64 ? (KV_FP8 ? 3 : 4) : kDimQk == 256 && !KV_FP8 ? 3 : 2;
+constexpr int kValueStages = kFp8Products || kDimQk > 64 ? 2 : kKeyStages;  // and of values
+constexpr int kTransposedStages = 4;                 // and of transposed values, of FP8 products
+constexpr int kTilesAhead = kKeyStages > 2 ? 1 : 3;  // KV tiles left to load when the next unit is taken
+constexpr int kQueries = kDimQk > 128 ? 1 : 2;       // query buffers
+constexpr int kQueryBlocks = 2 * kQueries;           // units whose QueryBlock is kept
+constexpr int kPackedRows = 64;                      // of a consumer
 // A row in shared memory, as wide as the swizzle, has kColumns columns. Wider heads have several such blocks of columns.
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
 constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;

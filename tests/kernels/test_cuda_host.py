@@ -291,7 +291,10 @@ PREFILL_FAULTS = {
         "deadlock(.|\n)*wait at prefill_producer.cuh",
     ),
     "another parity": Planted(
-        Fault("wait(empty + stage * 8, tile / kStages & 1 ^ 1);", "wait(empty + stage * 8, tile / kStages & 1);"),
+        Fault(
+            "wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1);",
+            "wait(empty + tile % kStages * 8, tile / kStages & 1);",
+        ),
         "deadlock",
     ),
     "no wait for a stage": Planted(

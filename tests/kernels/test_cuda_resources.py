@@ -18,7 +18,7 @@ REGISTERS = 2
 """How many more registers a kernel may take: small changes of the source move a few."""
 
 SPILLED_AGAIN = 8
-"""How many more bytes of a thread may be spilled: for the same sources and options nvrtc spills 8 more in some processes."""
+"""How many more bytes of a thread may be spilled: nvrtc spills 8 more of the same sources in some processes."""
 
 SPILL_BYTES = 64
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
