@@ -130,7 +130,8 @@ def attention_forward(
         attention_mask: of :func:`attn_ops.integrations.transformers_masks.attention_bounds`, which decides what is
             seen. Without a mask ``sliding_window`` and ``is_causal`` decide.
         scaling, softcap: of the logits. ``s_aux``: ``[num_heads]``, attention sinks.
-        cache: the paged cache of continuous batching.
+        cache: the paged cache of continuous batching, before transformers 5.24. Since then models update it themselves,
+            and ``kwargs`` have what the update adds: lengths, and of decode steps a block table.
 
     Returns:
         ``out [batch, seqlen_q, num_heads, head_dim]``, and None for the probabilities, which are never stored.
@@ -154,7 +155,7 @@ def attention_forward(
         else:
             query, options["qv"] = mla.absorb(module, query)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if cache is not None:
+    if cache is not None or "block_table" in kwargs:
         return _continuous(module, query, key, value, cache, causal, sliding_window, options, kwargs), None
     if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
         lengths = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
@@ -244,10 +245,11 @@ def _continuous(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """A step of continuous batching: requests in one row, over transformers' paged cache."""
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    if cache is not None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     window = _window(sliding_window, causal)
     lengths, table = (kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]), kwargs.get("block_table")
-    step = _step_of(cache, module.layer_idx)
+    step = _step_of(lengths[0] if cache is None else cache, module.layer_idx)
     with step.plans():
         if table is None:
             return _packed(query, key, value, lengths, causal, window, options)
@@ -272,12 +274,14 @@ def _continuous(
     return result
 
 
-def _step_of(cache: Any, layer: int) -> Step:
-    """What the layers of a step share: a layer that comes again, or an earlier one, begins a step."""
-    step = getattr(cache, "attn_ops_step", None)
+def _step_of(shared: Any, layer: int) -> Step:
+    """What the layers of a step share, who all get the object ``shared``: a layer that comes again, or an earlier one,
+    begins a step.
+    """
+    step = getattr(shared, "attn_ops_step", None)
     if step is None or layer <= step.last_layer or is_traced():
         step = Step()
         if not is_traced():
-            cache.attn_ops_step = step
+            shared.attn_ops_step = step
     step.last_layer = layer
     return step
