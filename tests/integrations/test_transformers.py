@@ -408,7 +408,7 @@ from attn_ops.integrations import transformers
 try:
     transformers.register()
 except ImportError as error:
-    assert "pip install" in str(error), error
+    assert "pip install" in str(error) and str(error.__cause__) in str(error), error
 else:
     raise AssertionError("nothing raised")
 """
