@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.prepared_call import OpCall
-from attn_ops.errors import ArgumentError, DTypeError, OptionError, fail
+from attn_ops.errors import ArgumentError, DTypeError, OptionError, dtype_name, fail
 from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Heads, ScaleFactors, fold
@@ -170,7 +170,7 @@ def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") 
     if sinks.dim() == 2:
         sinks = sinks.flatten()
     if sinks.is_complex():
-        fail(DTypeError, where, f"{name} is {str(sinks.dtype).removeprefix('torch.')}", "float32", "convert it")
+        fail(DTypeError, where, f"{name} is {dtype_name(sinks.dtype)}", "float32", "convert it")
     if seen(sinks) and not bool((sinks.float() < math.inf).all()):
         fail(OptionError, where, f"{name} has a NaN or an infinity", "logits, or -inf for no sink", "correct it")
     return sinks.to(device, torch.float32).contiguous()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
-from attn_ops.errors import DTypeError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import DTypeError, ShapeError, UnsupportedError, dtype_name, fail
 from attn_ops.frontend.arguments import DType, as_dtype
 from attn_ops.frontend.base import reset_workspaces
 from attn_ops.frontend.kv_cache import PagedCache
@@ -48,7 +48,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         fail(
             DTypeError,
             "merge_state_in_place",
-            f"s is {str(s.dtype).removeprefix('torch.')}",
+            f"s is {dtype_name(s.dtype)}",
             "float32, since it is written",
             "convert it first",
         )

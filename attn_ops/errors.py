@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
+
 __all__ = [
     "ArgumentError",
     "AttnOpsError",
@@ -95,3 +97,8 @@ def fail(error: type[AttnOpsError], where: str, what: str, expected: str, fix: s
     ``where`` names the function or op, ``what`` says what was wrong, ``fix`` how to fix it.
     """
     raise error(f"{where}: {what}; expected {expected}; {fix}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as messages name it, such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")

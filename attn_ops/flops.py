@@ -27,7 +27,7 @@ def visible_pairs(qo_len: Tensor, kv_len: Tensor, causal: bool, window_left: int
     """
     total = 0
     for rows, keys in zip(qo_len.tolist(), kv_len.tolist(), strict=True):
-        position = torch.arange(keys - rows, keys)
+        position = torch.arange(keys - rows, keys, device="cpu")
         ahead = 0 if causal else window_right if window_right >= 0 else rows
         last = (position + ahead).clamp(-1, keys - 1)
         first = (position - window_left).clamp(0) if window_left >= 0 else torch.zeros_like(position)
@@ -79,7 +79,7 @@ def block_sparse_prefill(
     **__: Any,
 ) -> int:
     rows, begin, end, position = PrefillPlan(*plan).work.long().cpu().unbind(1)[1:5]
-    row = torch.arange(int(rows.amax()))
+    row = torch.arange(int(rows.amax()), device="cpu")
     seen = end[:, None].expand(-1, row.shape[0])
     if causal and mask is None:
         seen = torch.minimum(seen, position[:, None] + row + 1)
@@ -100,8 +100,8 @@ def single_prefill(
     kv_layout: str = "NHD",
     **_: Any,
 ) -> int:
-    lengths = torch.tensor([q.shape[0]]), torch.tensor([k.shape[0 if kv_layout == "NHD" else 1]])
-    return _attention(q, v, visible_pairs(*lengths, causal and mask is None, window_left, window_right))
+    rows, keys = (torch.tensor([n], device="cpu") for n in (q.shape[0], k.shape[0 if kv_layout == "NHD" else 1]))
+    return _attention(q, v, visible_pairs(rows, keys, causal and mask is None, window_left, window_right))
 
 
 @register_flop_formula(torch.ops.attn.batch_mla, get_raw=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_ops.call import as_sinks
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, fail
+from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import (
     DType,
     DTypes,
@@ -20,6 +20,7 @@ from attn_ops.frontend.arguments import (
     finite,
     positive,
     refuse,
+    renamed,
     required,
 )
 from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
@@ -92,8 +93,8 @@ class GroupScales(NamedTuple):
                 f"pass a scale for every token and {SCALE_GROUP} columns",
             )
         if ckv_scale_arr.dtype != torch.float32:
-            dtype = str(ckv_scale_arr.dtype).removeprefix("torch.")
-            fail(DTypeError, where, f"ckv_scale_arr is {dtype}", "float32", "convert it")
+            shown = f"ckv_scale_arr is {dtype_name(ckv_scale_arr.dtype)}"
+            fail(DTypeError, where, shown, "float32", "convert it")
         if ckv_scale_arr.device != ckv_cache.device:
             on = ckv_scale_arr.device
             fail(DeviceError, where, f"ckv_scale_arr is on {on}", f"{ckv_cache.device}, where the cache is", "move it")
@@ -201,17 +202,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             fail(OptionError, where, f"output_scale is {output_scale!r}", ", ".join(OUTPUT_SCALES), "pass one of these")
         if lse_mode not in LSE_MODES:
             fail(OptionError, where, f"lse_mode is {lse_mode!r}", ", ".join(LSE_MODES), "pass one of these")
-        if qo_indptr is not None and cum_seq_lens_q is not None:
-            fail(
-                ArgumentError,
-                where,
-                "qo_indptr and cum_seq_lens_q are both given",
-                "one, they are the same",
-                "drop one",
-            )
-        rows = qo_indptr if cum_seq_lens_q is None else cum_seq_lens_q
+        rows = renamed(where, "qo_indptr", qo_indptr, "cum_seq_lens_q", cum_seq_lens_q)
         required(where, qo_indptr=rows, num_heads=num_heads, page_size=page_size)
-        assert rows is not None
         assert num_heads is not None
         assert page_size is not None
         positive(where, num_heads=num_heads, page_size=page_size)
@@ -336,7 +328,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             pe = pe.to(computed_dtype(pe.dtype, ckv.dtype)) * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
         dtype = self._dtype_of_output(nope, out)
         if o_scale is not None and dtype not in FP8:
-            shown = f"o_scale is given and the output is {str(dtype).removeprefix('torch.')}"
+            shown = f"o_scale is given and the output is {dtype_name(dtype)}"
             fail(OptionError, where, shown, "an FP8 output", "pass an FP8 buffer out, or plan an FP8 output_dtype")
         scales = ScaleFactors(
             {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale},

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from attn_ops.errors import ArgumentError, OptionError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, OptionError, UnsupportedError, dtype_name, fail
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import KV_BLOCK, DecodePlan, PlanProblem, PrefillPlan, num_partials
 from attn_ops.planner import DecodePlanner, PrefillPlanner
@@ -89,8 +89,8 @@ def export_package(
         ``path``.
 
     Raises:
-        ArgumentError: ``inputs`` do not fit ``forward`` or do not contain the plan; ``dynamic_shapes`` names no
-            argument.
+        ArgumentError: ``inputs`` do not fit ``forward``, do not contain the plan or contain a tensor twice;
+            ``dynamic_shapes`` names no argument.
         OptionError: ``path`` does not end with ``.pt2``; ``dynamic_shapes`` has an entry for the plan or the workspace.
         UnsupportedError: an input is not a tensor, or metadata is no mapping of strings.
     """
@@ -159,6 +159,7 @@ def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, input
             "planner.state as an argument of forward",
             "take the plan as an argument; one that is an attribute of the module would be a constant of the graph",
         )
+    _check_apart(arguments)
     for name, value in arguments.items():
         if value is planner.state or value is planner.workspace:
             continue
@@ -169,6 +170,17 @@ def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, input
                 kind = type(leaf).__name__
                 fail(UnsupportedError, WHERE, f"{name} has a value of type {kind}", "tensors", "make it an attribute")
     return arguments
+
+
+def _check_apart(arguments: dict[str, Any]) -> None:
+    """No tensor is given twice: torch.export takes the two for one input, and the package would ignore the other."""
+    held: dict[int, str] = {}
+    for argument, value in arguments.items():
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            name = f"{argument}{pytree.keystr(path)}"
+            if isinstance(leaf, Tensor) and held.setdefault(id(leaf), name) != name:
+                shown, expected = f"{name} is the same tensor as {held[id(leaf)]}", "an example of its own for each"
+                fail(ArgumentError, WHERE, shown, expected, f"pass a copy as {name}")
 
 
 def _dynamic_shapes(
@@ -270,8 +282,7 @@ def _input_metadata(
     entries = {"inputs": str(len(named))}
     for i, ((role, name), node) in enumerate(zip(named, nodes, strict=True)):
         t = node.meta["val"]
-        dtype = str(t.dtype).removeprefix("torch.")
-        words = role, name, dtype, t.device.type, _joined(t.shape), _joined(t.stride())
+        words = role, name, dtype_name(t.dtype), t.device.type, _joined(t.shape), _joined(t.stride())
         entries[f"input.{i}"] = " ".join((*words, "write" if node.name in written else "read"))
     return {f"attn_ops.{name}": value for name, value in entries.items()}
 

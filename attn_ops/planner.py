@@ -89,7 +89,8 @@ class DecodePlanner(PlannerBase):
         OptionError: a size is out of range; ``context`` does not go with the page size or with another option.
         ShapeError: the query heads do not share the KV heads evenly; a tensor of ``storage`` has another shape.
         CapacityError: the workspace of ``storage`` is too small.
-        ArgumentError, DTypeError, DeviceError: a tensor of ``storage`` is no field, or of another dtype or device.
+        ArgumentError: a tensor of ``storage`` is no field, or shares memory with another.
+        DTypeError, DeviceError: a tensor of ``storage`` is of another dtype or device.
     """
 
     state: DecodePlan

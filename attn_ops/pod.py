@@ -147,13 +147,8 @@ class PODWithPagedKVCacheWrapper:
             fail(ArgumentError, where, f"{len(args)} arguments follow enable_pdl", "none without jit_args", "drop them")
         for name, mask in (("custom_mask_d", custom_mask_d), ("packed_custom_mask_d", packed_custom_mask_d)):
             if mask is not None:
-                fail(
-                    UnsupportedError,
-                    where,
-                    f"{name} is given",
-                    "no mask of decode rows",
-                    "use a prefill wrapper for them",
-                )
+                expected, fix = "no mask of decode rows", "use a prefill wrapper for them"
+                fail(UnsupportedError, where, f"{name} is given", expected, fix)
         attention_options(
             where,
             suffix="_p",
@@ -188,10 +183,8 @@ class PODWithPagedKVCacheWrapper:
             rope_theta=rope_theta_p,
             return_lse=return_lse_p,
         )
-        output, kv_layout = (
-            OutputSpec(return_lse=return_lse_d),
-            None if kv_layout_d == "NHD" else layout(where, kv_layout_d),
-        )
+        output = OutputSpec(return_lse=return_lse_d)
+        kv_layout = None if kv_layout_d == "NHD" else layout(where, kv_layout_d)
         decode = self._decode._paged_call(
             f"{where} (_d)", q_d, paged_kv_cache_d, output, **scales, kv_layout=kv_layout, **changes
         )

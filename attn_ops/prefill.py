@@ -18,6 +18,7 @@ from attn_ops.frontend.arguments import (
     DType,
     DTypes,
     attention_options,
+    check_fp16_reduction,
     layout,
     output_dtype,
     own_backend,
@@ -99,14 +100,7 @@ def single_prefill_with_kv_cache(
     """
     where = "single_prefill_with_kv_cache"
     refuse(where, kv_cache_sf=kv_cache_sf)
-    renamed(
-        where,
-        "allow_fp16_qk_reduction",
-        allow_fp16_qk_reduction,
-        "use_fp16_qk_reduction",
-        use_fp16_qk_reduction,
-        absent=False,
-    )
+    check_fp16_reduction(where, allow_fp16_qk_reduction, use_fp16_qk_reduction)
     options = attention_options(
         where,
         pos_encoding_mode=pos_encoding_mode,
@@ -263,14 +257,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ShapeError: a mask's length does not follow from the lengths of the batch. Others as for decoding.
         """
         where = f"{self._name}.plan"
-        renamed(
-            where,
-            "allow_fp16_qk_reduction",
-            allow_fp16_qk_reduction,
-            "use_fp16_qk_reduction",
-            use_fp16_qk_reduction,
-            absent=False,
-        )
+        check_fp16_reduction(where, allow_fp16_qk_reduction, use_fp16_qk_reduction)
         spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         required(
             where,

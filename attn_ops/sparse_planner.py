@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import CapacityError, DTypeError, OptionError, ShapeError, fail
+from attn_ops.errors import CapacityError, DTypeError, OptionError, ShapeError, dtype_name, fail
 from attn_ops.ops.inductor import mark_static
 from attn_ops.plan.block_sparse import (
     bsr_map,
@@ -76,7 +76,7 @@ class _SparsePlanner:
 def _check(name: str, t: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
     if t.dtype not in dtypes:
         expected = "bool" if torch.bool in dtypes else "an integer dtype"
-        fail(DTypeError, "plan", f"{name} is {str(t.dtype).removeprefix('torch.')}", expected, "convert it")
+        fail(DTypeError, "plan", f"{name} is {dtype_name(t.dtype)}", expected, "convert it")
     if tuple(t.shape) != shape:
         fail(ShapeError, "plan", f"{name} is {list(t.shape)}", f"{list(shape)}", "make the planner for these blocks")
 

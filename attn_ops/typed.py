@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attn_ops.errors import ArgumentError, AttnOpsError, DeviceError, DTypeError, OptionError, ShapeError, fail
+from attn_ops.errors import (
+    ArgumentError,
+    AttnOpsError,
+    DeviceError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    dtype_name,
+    fail,
+)
 from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
 
 P = ParamSpec("P")
@@ -179,13 +188,14 @@ def _type_error(
 def _value_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
     """The error of the first argument of a failed call that has a value of the right type which nothing takes.
 
-    An integer beyond 64 bits, a device that PyTorch does not know, or a tensor that is sparse or complex, that has no
+    An integer beyond 64 bits, a device that this machine lacks, or a tensor that is sparse or complex, that has no
     dimensions or is on ``meta``.
     """
-    for name, value, annotation in _arguments(function, args, kwargs):
-        if torch.device in _options(annotation) and isinstance(value, str) and not _is_device(value):
-            where = _where(function, args)
-            return DeviceError(f"{where}: {name} is {value!r}; expected a device of PyTorch; pass cuda or cpu")
+    for name, value in _devices(function, args, kwargs):
+        lacks = _unavailable(value)
+        if lacks:
+            return DeviceError(f"{_where(function, args)}: {name} is {str(value)!r}{lacks}")
+    for name, value, _ in _arguments(function, args, kwargs):
         if isinstance(value, int) and not -INT64_MAX <= value <= INT64_MAX:
             where = _where(function, args)
             return OptionError(f"{where}: {name} is {value}; expected an integer of 64 bits; change it")
@@ -228,12 +238,27 @@ def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return [_Argument(name, bound.arguments[name], hints[name]) for name in sorted(named, key=NO_EFFECT.__contains__)]
 
 
-def _is_device(name: str) -> bool:
+def _devices(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The devices among the arguments, also those that are defaults."""
+    given = {argument.name for argument in _arguments(function, args, kwargs)}
+    hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
+    found = {name: p.default for name, p in parameters.items() if name not in given and p.default is not p.empty}
+    found |= {argument.name: argument.value for argument in _arguments(function, args, kwargs)}
+    return [(name, x) for name, x in found.items() if x is not None and torch.device in _options(hints.get(name))]
+
+
+def _unavailable(device: Any) -> str:
+    """Why nothing can be allocated on ``device``, and what to pass; nothing if something can."""
     try:
-        torch.device(name)
+        torch.device(device)
     except RuntimeError:
-        return False
-    return True
+        return "; expected a device of PyTorch; pass cuda or cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # PyTorch without CUDA asserts
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        return f", which is not available: {reason}; expected a device of this machine; pass another, such as cpu"
+    return ""
 
 
 def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
@@ -242,8 +267,8 @@ def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
             layout = str(leaf.value.layout).removeprefix("torch.")
             fail(ArgumentError, where, f"{leaf.name} is {layout}", "a strided tensor", f"pass {leaf.name}.to_dense()")
         if leaf.value.is_complex():
-            dtype = str(leaf.value.dtype).removeprefix("torch.")
-            fail(DTypeError, where, f"{leaf.name} is {dtype}", "a tensor of real numbers", f"convert {leaf.name}")
+            shown = f"{leaf.name} is {dtype_name(leaf.value.dtype)}"
+            fail(DTypeError, where, shown, "a tensor of real numbers", f"convert {leaf.name}")
         if leaf.value.dim() == 0 and not _admits(1.0, leaf.annotation):
             fail(
                 ShapeError,

@@ -26,16 +26,20 @@ from benchmarks.prefill_rows import MLA_ROWS, PREFILL_FP8_ROWS, PREFILL_ROWS
 from benchmarks.timing import Call
 
 CONSUMERS = {"consumer 0": (4, 5, 6, 7), "consumer 1": (8, 9, 10, 11)}
-PREFILL_ROLES = {"producer K": (0,), "producer V": (1,), "producer Q": (2,), **CONSUMERS}
+CONVERTERS = {"converter K": (4, 5), "converter V": (6, 7)}
+PREFILL_PRODUCERS = {"producer K": (0,), "producer V": (1,), "producer Q": (2,)}
 
 ROLES = {
     "mla": {"producer KV": (0,), "producer Q": (2,), **CONSUMERS},
-    "prefill": PREFILL_ROLES,
-    "prefill_fp8": PREFILL_ROLES,
+    "prefill": {**PREFILL_PRODUCERS, **CONSUMERS},
+    "prefill KV_FP8": {
+        **PREFILL_PRODUCERS,
+        **CONVERTERS,
+        **{name: tuple(warp + 4 for warp in warps) for name, warps in CONSUMERS.items()},
+    },
 }
-"""The warps of each role. Those that are not named do nothing."""
+"""The warps of each role, by kernel. Those that are not named do nothing."""
 
-WARPS = 12
 CLOCK_BYTES = 24
 """``sizeof(WarpClock)``."""
 
@@ -70,7 +74,7 @@ def clocked(one: Specialization) -> Specialization:
         kernel,
         {**dict(one.macros), "CLOCKS": one.shared_bytes},
         threads=one.threads,
-        shared_bytes=one.shared_bytes + WARPS * CLOCK_BYTES,
+        shared_bytes=one.shared_bytes + one.threads // 32 * CLOCK_BYTES,
         cluster=one.cluster,
         pdl=one.pdl,
     )
@@ -78,7 +82,7 @@ def clocked(one: Specialization) -> Specialization:
 
 @contextmanager
 def recording(count: int = 1) -> Iterator[list[Tensor]]:
-    """Launch ``count`` kernels on one grid with clocks. The list gets the clocks ``[CTAs, WARPS, columns]`` of each.
+    """Launch ``count`` kernels on one grid with clocks. The list gets the clocks ``[CTAs, warps, columns]`` of each.
 
     The first launch allocates those of all, so that no other kernel runs between.
     """
@@ -88,7 +92,7 @@ def recording(count: int = 1) -> Iterator[list[Tensor]]:
     def with_clocks(launch: Callable[..., None], one: Specialization, grid: Sequence[Any], /, **arguments: Any) -> None:
         phases, others = columns()
         if not unused:
-            size = count - len(launches), int(grid[0]), WARPS, len(phases) + len(others)
+            size = count - len(launches), int(grid[0]), one.threads // 32, len(phases) + len(others)
             unused.extend(torch.zeros(size, dtype=torch.int64, device=arguments["out"].device))
         launches.append(unused.pop(0))
         launch(clocked(one), grid, **arguments, clocks=launches[-1])
@@ -101,7 +105,7 @@ def recording(count: int = 1) -> Iterator[list[Tensor]]:
 
 
 def account(clocks: Tensor, roles: dict[str, tuple[int, ...]]) -> list[report.Row]:
-    """A row for each role: percent of its time by phase. ``clocks [launches, CTAs, WARPS, columns]``."""
+    """A row for each role: percent of its time by phase. ``clocks [launches, CTAs, warps, columns]``."""
     phases, others = columns()
     rows: list[report.Row] = []
     for role, warps in roles.items():
@@ -116,7 +120,7 @@ def account(clocks: Tensor, roles: dict[str, tuple[int, ...]]) -> list[report.Ro
 
 
 def span(clocks: Tensor) -> str:
-    """When CTAs start and end, in microseconds, medians of the launches ``clocks [launches, CTAs, WARPS, columns]``."""
+    """When CTAs start and end, in microseconds, medians of the launches ``clocks [launches, CTAs, warps, columns]``."""
     phases, others = columns()
     begin, end = (clocks[..., len(phases) + others.index(name)].double() / 1000 for name in ("BeginNs", "EndNs"))
     origin = begin.amin((1, 2))
@@ -147,6 +151,13 @@ KERNELS: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Ca
 }
 
 
+def _roles(kernel: str, row: Any) -> str:
+    """Its name in :data:`ROLES`."""
+    if kernel == "mla":
+        return kernel
+    return "prefill KV_FP8" if row.fp8 and not row.fp8_query else "prefill"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("--kernel", choices=tuple(KERNELS), nargs="*", default=tuple(KERNELS))
@@ -167,6 +178,6 @@ def run(args: argparse.Namespace) -> None:
             torch.cuda.synchronize()
             clocks = torch.stack(launches[WARM_UP:]).cpu()
             print(f"\n{name}, {rows[index].name}: us from the first start: {span(clocks)}\n")
-            print("\n".join(report.table(account(clocks, ROLES[name]))))
+            print("\n".join(report.table(account(clocks, ROLES[_roles(name, rows[index])]))))
             del problem, call, launches
             release_memory()

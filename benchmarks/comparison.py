@@ -59,6 +59,16 @@ class NotMeasured(NamedTuple):
     reason: str
 
 
+def add_rows(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--rows``."""
+    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to measure; default: all")
+
+
+def chosen(rows: Sequence[T], args: argparse.Namespace) -> Sequence[T]:
+    """The rows that ``--rows`` selects."""
+    return rows if args.rows is None else [rows[i] for i in args.rows]
+
+
 def add_peers(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--peers``."""
     parser.add_argument(

@@ -6,7 +6,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +54,7 @@ SHAPES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    report.add_output(parser)
     parser.add_argument("--rounds", type=int, default=40, help="rounds of each call")
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, add_peers, selected
+from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, add_peers, add_rows, chosen, selected
 from benchmarks.decode_peers import DECODE_PEERS
 from benchmarks.decode_problem import DecodeProblem
 from benchmarks.decode_rows import ROWS, DecodeRow
@@ -30,8 +29,8 @@ NOTE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to measure; default: all")
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    add_rows(parser)
+    report.add_output(parser)
     parser.add_argument("--name", default="decode", help="name of the result files; default: %(default)s")
     add_peers(parser)
 
@@ -72,8 +71,7 @@ def _measure(row: DecodeRow, comparison: Comparison) -> report.Row:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
     comparison = Comparison({OURS: ours}, selected(DECODE_PEERS, args), DECODE_PEERS)
-    chosen = ROWS if args.rows is None else [ROWS[i] for i in args.rows]
-    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
+    results = comparison.rows(chosen(ROWS, args), lambda row: _measure(row, comparison))
     columns = report.Columns((OURS,), tuple(comparison.peers))
     title, absent = report.title_of(args.name), comparison.not_measured
     report.save(args.name, title, NOTE, results, args.output, columns, absent, libraries=["flash_attn"])

@@ -11,7 +11,6 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--seconds", type=float, default=90, help="after which no row is begun; default: 90")
     parser.add_argument("--compile-backend", default="inductor", help="of torch.compile; default: inductor")
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    report.add_output(parser)
     add_peers(parser)
 
 

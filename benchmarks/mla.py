@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from benchmarks import report
-from benchmarks.comparison import Comparison, add_peers, selected
+from benchmarks.comparison import Comparison, add_peers, add_rows, chosen, selected
 from benchmarks.mla_peers import MLA_PEERS
 from benchmarks.prefill_problem import MlaProblem
 from benchmarks.prefill_rows import MLA_ROWS, MlaRow
@@ -28,8 +27,8 @@ EXPECTED_FLOPS_PER_US = 500e6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to measure; default: all")
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    add_rows(parser)
+    report.add_output(parser)
     add_peers(parser)
 
 
@@ -59,7 +58,6 @@ def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
     comparison = Comparison({OURS: _ours}, selected(MLA_PEERS, args), MLA_PEERS)
-    chosen = MLA_ROWS if args.rows is None else [MLA_ROWS[i] for i in args.rows]
-    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
+    results = comparison.rows(chosen(MLA_ROWS, args), lambda row: _measure(row, comparison))
     columns = report.Columns((OURS,), tuple(comparison.peers))
     report.save("mla", "MLA decode", NOTE, results, args.output, columns, comparison.not_measured)

@@ -10,7 +10,6 @@ import argparse
 import importlib
 import statistics
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ class Kernel(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 32, 128], help="batch sizes; default: 1 32 128")
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    report.add_output(parser)
 
 
 def random_model(config: ModelConfig, device: str) -> LanguageModel:

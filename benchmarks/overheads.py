@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ timed(torch.ops.attn.batch_decode, q, k, k, planner.state, planner.workspace)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    report.add_output(parser)
 
 
 def _table(batch: int, length: int) -> tuple[torch.Tensor, ...]:

@@ -94,7 +94,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    report.add_output(parser)
     parser.add_argument("--rows", nargs="*", choices=list(PROBLEMS), default=list(PROBLEMS), help="all by default")
 
 

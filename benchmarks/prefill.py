@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import report
-from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, Prepare, add_peers, selected
+from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, Prepare, add_peers, add_rows, chosen, selected
 from benchmarks.decode import MAX_FP8_ERROR
 from benchmarks.prefill_peers import PREFILL_PEERS
 from benchmarks.prefill_problem import PrefillProblem
@@ -30,8 +29,8 @@ EXPECTED_FLOPS_PER_US = 500e6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to measure; default: all")
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    add_rows(parser)
+    report.add_output(parser)
     parser.add_argument("--fp8", action="store_true", help="the rows with FP8 keys and values, on two backends")
     parser.add_argument("--name", help="name of the result files; default: prefill, or prefill_fp8")
     add_peers(parser)
@@ -90,8 +89,7 @@ def run(args: argparse.Namespace) -> None:
     rows, ours = (PREFILL_FP8_ROWS, FP8_OURS) if args.fp8 else (PREFILL_ROWS, OURS)
     name = args.name or ("prefill_fp8" if args.fp8 else "prefill")
     comparison = Comparison(ours, selected(PREFILL_PEERS, args), PREFILL_PEERS)
-    chosen = rows if args.rows is None else [rows[i] for i in args.rows]
-    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
+    results = comparison.rows(chosen(rows, args), lambda row: _measure(row, comparison))
     columns = report.Columns(tuple(ours), tuple(comparison.peers), higher_is_better=True)
     title, absent = report.title_of(name), comparison.not_measured
     report.save(name, title, NOTE, results, args.output, columns, absent, libraries=["flash_attn"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import platform
@@ -28,6 +29,11 @@ PEAK_FLOPS_PER_US = 790e6
 FASTEST, SPEEDUP = "fastest peer", "vs fastest peer"
 
 Row = dict[str, Any]
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--output``."""
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
 
 
 class Columns(NamedTuple):

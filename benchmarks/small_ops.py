@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.comparison import Comparison, Prepare, add_peers, largest_error, selected
+from benchmarks.comparison import Comparison, Prepare, add_peers, add_rows, chosen, largest_error, selected
 from benchmarks.page_table import PageTable
 from benchmarks.peers import flashinfer
 from benchmarks.timing import Call, copies_for, device_microseconds
@@ -196,8 +195,8 @@ def _copy(p: Any) -> Call:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to measure; default: all")
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    add_rows(parser)
+    report.add_output(parser)
     add_peers(parser)
 
 
@@ -218,8 +217,7 @@ def _measure(row: SmallRow, comparison: Comparison) -> report.Row:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
     comparison = Comparison({OURS: _ours}, selected(PEERS, args), PEERS)
-    chosen = ROWS if args.rows is None else [ROWS[i] for i in args.rows]
-    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
+    results = comparison.rows(chosen(ROWS, args), lambda row: _measure(row, comparison))
     columns = report.Columns((OURS,), tuple(comparison.peers))
     title = "Merging states and appending tokens"
     report.save("small_ops", title, NOTE, results, args.output, columns, comparison.not_measured)

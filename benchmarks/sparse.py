@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import Comparison, NotMeasuredError, Prepare, add_peers, selected
+from benchmarks.comparison import Comparison, NotMeasuredError, Prepare, add_peers, add_rows, chosen, selected
 from benchmarks.peers import flashinfer, flashinfer_workspace
 from benchmarks.sparse_problem import SPARSE_ROWS, SparseProblem, SparseRow
 from benchmarks.timing import Call
@@ -28,8 +27,8 @@ EXPECTED_FLOPS_PER_US = 300e6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to measure; default: all")
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
+    add_rows(parser)
+    report.add_output(parser)
     parser.add_argument("--name", default="sparse", help="name of the result files; default: %(default)s")
     add_peers(parser)
 
@@ -105,7 +104,6 @@ def _measure(row: SparseRow, comparison: Comparison) -> report.Row:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
     comparison = Comparison(OURS, selected(SPARSE_PEERS, args), SPARSE_PEERS)
-    chosen = SPARSE_ROWS if args.rows is None else [SPARSE_ROWS[i] for i in args.rows]
-    results = comparison.rows(chosen, lambda row: _measure(row, comparison))
+    results = comparison.rows(chosen(SPARSE_ROWS, args), lambda row: _measure(row, comparison))
     columns = report.Columns(tuple(OURS), tuple(comparison.peers), higher_is_better=True)
     report.save(args.name, report.title_of(args.name), NOTE, results, args.output, columns, comparison.not_measured)

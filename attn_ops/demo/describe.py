@@ -9,6 +9,7 @@ import torch
 from attn_ops.demo.engine import Request
 from attn_ops.demo.memory import Memory
 from attn_ops.demo.model import ModelConfig
+from attn_ops.errors import dtype_name
 from attn_ops.ops import register
 from attn_ops.plan.state import PlanProblem
 from attn_ops.version import __version__
@@ -20,8 +21,7 @@ def header(
     """The lines above the table of results."""
     capacity, lengths = memory.capacity, [len(request.prompt) for request in requests]
     return [
-        f"attn_ops {__version__}, torch {torch.__version__}, {_device_name(memory.device)}, "
-        f"{str(dtype).removeprefix('torch.')}",
+        f"attn_ops {__version__}, torch {torch.__version__}, {_device_name(memory.device)}, {dtype_name(dtype)}",
         f"model     {config.num_layers} layers, hidden {config.hidden_size}, {config.num_qo_heads} query and "
         f"{config.num_kv_heads} KV heads of {config.head_dim}, vocabulary {config.vocab_size}; weights: {weights}",
         f"requests  {len(requests)}, prompts of {min(lengths)} to {max(lengths)} tokens, at most "

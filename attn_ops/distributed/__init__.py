@@ -5,16 +5,14 @@ from typing import Any
 
 from attn_ops.distributed import sharding
 
-EXPORTS: dict[str, tuple[str, ...]] = {
-    "context": ("ContextShard",),
-    "merge": ("merge_context",),
-    "merge_one_shot": ("ContextExchange",),
-    "sharding_agreement": ("RankAgreement",),
-    "sharding_plan": ("shard_plan",),
+HOMES = {
+    "ContextShard": "attn_ops.plan.context",
+    "merge_context": "attn_ops.distributed.merge",
+    "ContextExchange": "attn_ops.distributed.merge_one_shot",
+    "RankAgreement": "attn_ops.distributed.sharding_agreement",
+    "shard_plan": "attn_ops.distributed.sharding_plan",
 }
-"""The public names by their modules, which are imported when a name is first used."""
-
-HOMES = {name: module for module, names in EXPORTS.items() for name in names}
+"""The module of each public name, which is imported when the name is first used."""
 
 __all__ = [*HOMES]
 
@@ -24,7 +22,7 @@ sharding.register()
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{HOMES[name]}", __name__), name)
+    value = getattr(importlib.import_module(HOMES[name]), name)
     globals()[name] = value
     return value
 

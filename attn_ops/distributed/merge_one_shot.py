@@ -247,7 +247,7 @@ class ContextExchange:
         except (ImportError, AttributeError, RuntimeError) as error:
             return f"no symmetric memory: {str(error).partition(chr(10))[0]}"
         self._memory, self._handle = memory, handle
-        self._error = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # which GPUs map, as all pinned memory
+        self._error = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)  # which GPUs map
         self.buffers = torch.tensor([*addresses, self._error.data_ptr()], dtype=torch.int64, device=device)
         self.epochs = torch.zeros(CTAS, dtype=torch.int32, device=device)
         mark_static(self.buffers, self.epochs)

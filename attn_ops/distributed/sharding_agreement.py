@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attn_ops.distributed.sharding_plan import check_in_mesh
 from attn_ops.errors import OptionError, RankError, fail
 from attn_ops.plan.rank_answers import RankAnswers, fingerprint
 from attn_ops.typed import typed
@@ -41,12 +41,7 @@ class RankAgreement:
 
     @typed
     def __init__(self, mesh: DeviceMesh, timeout: float = 60.0) -> None:
-        if not dist.is_initialized():
-            what, fix = "there is no process group", "call torch.distributed.init_process_group"
-            fail(RankError, "RankAgreement", what, "one with the ranks of the mesh", fix)
-        if mesh.get_coordinate() is None:
-            what, fix = "this rank is not in the mesh", "create it on those ranks alone"
-            fail(RankError, "RankAgreement", what, "a rank of the mesh", fix)
+        check_in_mesh("RankAgreement", mesh, "create it on those ranks alone")
         if not timeout > 0:
             fail(OptionError, "RankAgreement", f"timeout is {timeout}", "more than 0 seconds", "change it")
         self.ranks, self.timeout = sorted(mesh.mesh.flatten().tolist()), timeout

@@ -22,6 +22,15 @@ _local_fields: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By ``plan.problem``: the fields of rank-local plans by number of ranks, for calls that recognise a plan's tensors."""
 
 
+def check_in_mesh(where: str, mesh: DeviceMesh, fix: str) -> None:
+    """Raise a RankError unless there is a process group, and this rank is in the mesh."""
+    if not dist.is_initialized():
+        what, init = "there is no process group", "call torch.distributed.init_process_group"
+        fail(RankError, where, what, "one with the ranks of the mesh", init)
+    if mesh.get_coordinate() is None:
+        fail(RankError, where, "this rank is not in the mesh", "a rank of the mesh", fix)
+
+
 @typed
 def shard_plan(plan: Plan, mesh: DeviceMesh) -> Plan:
     """The plan of one rank's heads: what an op needs that is called with the rank's local tensors.
@@ -40,17 +49,7 @@ def shard_plan(plan: Plan, mesh: DeviceMesh) -> Plan:
         RankError: there is no process group, or this rank is not in the mesh.
         ShapeError: the heads do not divide evenly. A single KV head is on every rank.
     """
-    if not dist.is_initialized():
-        what, fix = "there is no process group", "call torch.distributed.init_process_group"
-        fail(RankError, "shard_plan", what, "one with the ranks of the mesh", fix)
-    if mesh.get_coordinate() is None:
-        fail(
-            RankError,
-            "shard_plan",
-            "this rank is not in the mesh",
-            "a rank of the mesh",
-            "call it on those ranks alone",
-        )
+    check_in_mesh("shard_plan", mesh, "call it on those ranks alone")
     problem, shards = PlanProblem.of(plan.problem), mesh.size()
     check_head_shards("shard_plan", problem.sharded_heads(), shards)
     return local_plan(plan, shards)

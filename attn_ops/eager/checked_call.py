@@ -20,13 +20,13 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from attn_ops.eager.captured_call import _C
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
-from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, dispatch, passed_on
+from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, Undispatched, dispatch
 
 Check = Callable[[Sequence[Any], dict[str, Any]], Callable[..., Any]]
 """``check(args, kwargs)`` refuses a call of an op, or returns the function that makes it and others of its key."""
 
 
-class CheckedCalls:
+class CheckedCalls(Undispatched):
     """The functions of one op's calls by key. All are evicted at the limit.
 
     op      the implementation of the op
@@ -39,18 +39,15 @@ class CheckedCalls:
         self.op: Callable[..., Any] = self._uncached
         self.direct: Callable[..., Any] = self._dispatched
         if _C is not None:
-            grad = torch.is_grad_enabled
+            grad, checks = torch.is_grad_enabled, INTERPOSITION_CHECKS
             self.op = _C.CallCache(self._entries, grad, self._on_miss, (), False, False)
-            self.direct = _C.CallCache(self._entries, grad, self._on_direct_miss, INTERPOSITION_CHECKS, False, False)
+            self.direct = _C.CallCache(self._entries, grad, self._on_undispatched_miss, checks, False, False)
 
     def clear(self) -> None:
         self._entries.clear()
 
     def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         return self.check(args, kwargs)(*args, **kwargs)
-
-    def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        return dispatch(getattr(torch.ops.attn, self.name), args, kwargs)
 
     def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         function = self.check(args, kwargs)
@@ -59,10 +56,6 @@ class CheckedCalls:
                 self._entries.clear()
             self._entries[key] = function
         return function(*args, **kwargs)
-
-    def _on_direct_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        call = None if key is None else passed_on(self.name, args, kwargs)
-        return self._dispatched(*args, **kwargs) if call is None else self._on_miss(key, call.args, call.kwargs)
 
 
 def call_op(op: str, *args: Any, **kwargs: Any) -> Any:

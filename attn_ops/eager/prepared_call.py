@@ -88,7 +88,21 @@ FirstCall = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, CapturedCall | 
 """``first_call(args, kwargs)`` makes a call of an op and captures it; None for one that cannot be prepared."""
 
 
-class OpCache:
+class Undispatched:
+    """Calls of one op that have not passed the dispatcher, and go to it if they cannot be found here."""
+
+    name: str
+    _on_miss: Callable[..., Any]
+
+    def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
+        return dispatch(getattr(torch.ops.attn, self.name), args, kwargs)
+
+    def _on_undispatched_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        call = None if key is None else passed_on(self.name, args, kwargs)
+        return self._dispatched(*args, **kwargs) if call is None else self._on_miss(key, call.args, call.kwargs)
+
+
+class OpCache(Undispatched):
     """The prepared calls of one op. An entry is evicted when a tensor of its plan is freed, and all at the limit.
 
     op       the implementation of the op. A plan comes as a list, of tensors that are the same in every call of a key
@@ -108,7 +122,7 @@ class OpCache:
         if _C is not None:
             grad, checks = torch.is_grad_enabled, INTERPOSITION_CHECKS
             self.op = _C.CallCache(self._entries, grad, self._on_miss, (), False, True)
-            self.planned = _C.CallCache(self._entries, grad, self._on_planned_miss, checks, False, True, True)
+            self.planned = _C.CallCache(self._entries, grad, self._on_undispatched_miss, checks, False, True, True)
             self.direct = _C.CallCache(self._direct_entries, grad, self._on_direct_miss, checks, False, True)
 
     @property
@@ -117,13 +131,6 @@ class OpCache:
 
     def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         return self.first_call(args, kwargs)[0]
-
-    def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        return dispatch(getattr(torch.ops.attn, self.name), args, kwargs)
-
-    def _on_planned_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        call = None if key is None else passed_on(self.name, args, kwargs)
-        return self._dispatched(*args, **kwargs) if call is None else self._on_miss(key, call.args, call.kwargs)
 
     def _on_direct_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         dispatched = None if key is None else OpCall(self.name, tuple(args), kwargs).as_dispatched()

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+    dtype_name,
+    fail,
+)
 from attn_ops.frontend.policy import NEGLIGIBLE, UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
 from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions, bounded
@@ -69,7 +78,7 @@ def output_dtype(where: str, name: str, value: DType) -> torch.dtype:
         fail(
             UnsupportedError,
             where,
-            f"{name} is {str(dtype).removeprefix('torch.')}",
+            f"{name} is {dtype_name(dtype)}",
             "float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
             "convert the output afterwards",
         )
@@ -83,6 +92,12 @@ def renamed(where: str, old_name: str, old: Any, new_name: str, new: Any, absent
     if new is not absent and new is not None:
         fail(ArgumentError, where, f"{old_name} and {new_name} are both given", "one, they are the same", "drop one")
     return old
+
+
+def check_fp16_reduction(where: str, allow_fp16_qk_reduction: bool | None, use_fp16_qk_reduction: bool) -> None:
+    """Two names of a flag that has no effect: a call gives one of them."""
+    names = "allow_fp16_qk_reduction", "use_fp16_qk_reduction"
+    renamed(where, names[0], allow_fp16_qk_reduction, names[1], use_fp16_qk_reduction, absent=False)
 
 
 def required(where: str, **arguments: Any) -> None:
@@ -144,7 +159,7 @@ def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Seq
 
 def check_dtypes(where: str, query: Tensor, *caches: Tensor) -> None:
     """Of ``query`` and ``kv_cache``, which ops know under other names."""
-    names = [str(t.dtype).removeprefix("torch.") for t in (query, *caches)]
+    names = [dtype_name(t.dtype) for t in (query, *caches)]
     if query.dtype not in FLOATS + FP8:
         expected = "float16, bfloat16, float32, float8_e4m3fn or float8_e5m2"
         fail(DTypeError, where, f"query is {names[0]}", expected, "convert it")

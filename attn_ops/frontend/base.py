@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_ops.call import AttentionCall, Planned, PlanSource, as_sinks
 from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.eager.startup import prepare
-from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
+from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, dtype_name, fail
 from attn_ops.frontend import masks
 from attn_ops.frontend.arguments import DTypes, layout, own_backend, positional, positive, refuse
 from attn_ops.frontend.call_plans import problem_of, with_rows, with_workspace, without_window
@@ -124,7 +124,11 @@ class PlannedBatch:
                 "call plan() for this batch first",
             )
         if self.keys is not None and kv.dim() == 3:
-            self._check_keys(where, kv.shape[0 if call.kv_layout == "NHD" else 1], self.keys.shape[0])
+            keys, planned = kv.shape[0 if call.kv_layout == "NHD" else 1], self.keys.shape[0]
+            if keys < planned:
+                expected = f"{planned} as planned by kv_indptr, or more"
+                fix = "pass the keys of all requests, or call plan() for this batch first"
+                fail(ShapeError, where, f"k and v have {keys} rows", expected, fix)
 
     def check_tensors(self, call: AttentionCall) -> None:
         """Dtypes and layout of the call's tensors are as planned."""
@@ -136,8 +140,8 @@ class PlannedBatch:
                     fail(
                         DTypeError,
                         where,
-                        f"{name} is {str(t.dtype).removeprefix('torch.')}",
-                        f"{str(dtype).removeprefix('torch.')} as planned",
+                        f"{name} is {dtype_name(t.dtype)}",
+                        f"{dtype_name(dtype)} as planned",
                         "name its dtype in plan(), as q_data_type and kv_data_type, or convert it",
                     )
         if self.spec.paged and v.dim() == 4:
@@ -155,16 +159,6 @@ class PlannedBatch:
                 f"in layout {kv_layout} the KV cache has pages of {page_size} tokens and {heads} heads",
                 f"{planned[0]} tokens and {planned[1]} heads as planned",
                 f"name kv_layout={other!r}, or pass a cache in {kv_layout}",
-            )
-
-    def _check_keys(self, where: str, keys: int, planned: int) -> None:
-        if keys < planned:
-            fail(
-                ShapeError,
-                where,
-                f"k and v have {keys} rows",
-                f"{planned} as planned by kv_indptr, or more",
-                "pass the keys of all requests, or call plan() for this batch first",
             )
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
@@ -436,16 +430,13 @@ class Wrapper:
 
     # ------------------------------------------------------------------------------------------------------ attention
 
-    def _positional(self, where: str, args: tuple[Any, ...], names: tuple[str, ...], **given: Any) -> dict[str, Any]:
-        """``given``, the arguments of run() by name, and those of ``names`` that follow the cache."""
+    def _run_positional(self, where: str, args: tuple[Any, ...], q: Tensor, **given: Any) -> dict[str, Any]:
+        """``given``, the arguments of run() by name, and those that follow the cache by position."""
+        three_scales = q.dtype in FP8 and len(args) == 3 and self._by_position == SCALES_BY_POSITION
+        names = FP8_SCALES_BY_POSITION if three_scales else self._by_position
         given = {"sm_scale": None, **given}
         values = positional(where, names, args, [given[name] for name in names])
         return {**given, **dict(zip(names, values, strict=True))}
-
-    def _run_positional(self, where: str, args: tuple[Any, ...], q: Tensor, **given: Any) -> dict[str, Any]:
-        """:meth:`_positional` of run(): with an FP8 query three scales may follow."""
-        three_scales = q.dtype in FP8 and len(args) == 3 and self._by_position == SCALES_BY_POSITION
-        return self._positional(where, args, FP8_SCALES_BY_POSITION if three_scales else self._by_position, **given)
 
     def _call(
         self,

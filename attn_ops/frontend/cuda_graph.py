@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, CapacityError, DeviceError, DTypeError, PlanError, ShapeError, fail
+from attn_ops.errors import (
+    ArgumentError,
+    CapacityError,
+    DeviceError,
+    DTypeError,
+    PlanError,
+    ShapeError,
+    dtype_name,
+    fail,
+)
 from attn_ops.plan.page_table import BatchSize, PageTable
 
 PLAN_FIELDS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len")
@@ -55,8 +64,8 @@ class GraphBuffers:
             fail(
                 DTypeError,
                 self.where,
-                f"{name} is {str(buffer.dtype).removeprefix('torch.')}",
-                str(dtype).removeprefix("torch."),
+                f"{name} is {dtype_name(buffer.dtype)}",
+                dtype_name(dtype),
                 "allocate it in that dtype",
             )
         if buffer.device != self.device:

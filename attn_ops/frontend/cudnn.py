@@ -138,7 +138,7 @@ def cudnn_batch_decode_with_kv_cache(
     positive(where, q_len_per_req=q_len_per_req)
     tables = block_table(where, "block_tables", block_tables, q.device)
     rows = uniform_rows(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
-    even = torch.arange(tables.shape[0] + 1) * q_len_per_req
+    even = torch.arange(tables.shape[0] + 1, device="cpu") * q_len_per_req
     per_row = {q.shape[1] * q.shape[2], q.stride(0)}, {q.shape[1] * v_cache.shape[-1]}
     _check_offsets(
         where,

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, CapacityError, DTypeError, ShapeError, fail
+from attn_ops.errors import ArgumentError, CapacityError, DTypeError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import required
 from attn_ops.plan.page_table import PageTable, real
 from attn_ops.plan.state import PrefillPlan
@@ -111,13 +111,7 @@ def _check(
     """``length`` None: not known yet."""
     dtypes, meaning = form
     if mask.dtype not in dtypes:
-        fail(
-            DTypeError,
-            where,
-            f"{name} is {str(mask.dtype).removeprefix('torch.')}",
-            str(dtypes[0]).removeprefix("torch."),
-            "convert it",
-        )
+        fail(DTypeError, where, f"{name} is {dtype_name(mask.dtype)}", dtype_name(dtypes[0]), "convert it")
     if mask.dim() != 1 or (length is not None and mask.shape[0] != length):
         expected = f"{'one dimension' if length is None else [length]}, {meaning}"
         fail(ShapeError, where, f"{name} is {list(mask.shape)}", expected, "make it of that length")
@@ -132,7 +126,7 @@ def check_tree_mask(where: str, mask: Tensor, rows: int, q_len: int = 1) -> None
         fail(
             DTypeError,
             where,
-            f"mask is {str(mask.dtype).removeprefix('torch.')}",
+            f"mask is {dtype_name(mask.dtype)}",
             "uint16 or uint32, whose bits are the draft's tokens",
             "pack it: bit j of a row's words is token j",
         )

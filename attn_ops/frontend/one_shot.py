@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall, Unplanned
-from attn_ops.errors import DTypeError, PageTableError, ShapeError, fail
+from attn_ops.errors import DTypeError, PageTableError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths
 from attn_ops.frontend.context import RankKeys
@@ -57,7 +57,7 @@ def lengths(
     if t.numel() != batch:
         fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch}], one per request", "correct it")
     if t.is_floating_point() or t.dtype == torch.bool:
-        fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
+        fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "int32 or int64", "convert it")
     if t.dtype == torch.uint32:
         t = t.view(torch.int32)
     if t.dtype in (torch.uint16, torch.uint64):

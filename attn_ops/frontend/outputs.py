@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, fail
+from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import output_dtype
-from attn_ops.ops.checks.checker import known
 from attn_ops.ops.options import FP8
+from attn_ops.symbolic_sizes import guard_or_false
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 LSE_LAYOUTS = ("NH", "HN")
@@ -138,8 +138,8 @@ def check_buffer(
         fail(
             DTypeError,
             where,
-            f"{name} is {str(buffer.dtype).removeprefix('torch.')}",
-            str(dtype).removeprefix("torch.") if dtype.is_floating_point else "a floating-point dtype",
+            f"{name} is {dtype_name(buffer.dtype)}",
+            dtype_name(dtype) if dtype.is_floating_point else "a floating-point dtype",
             f"pass such a buffer, or no {name}",
         )
     if buffer.device != device:
@@ -147,7 +147,7 @@ def check_buffer(
     if buffer.requires_grad and torch.is_grad_enabled():
         fail(GradientError, where, f"{name} requires grad", "inference, there is no backward", f"detach {name}")
     for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
-        if known(stride == 0) and known(size > 1):
+        if guard_or_false(stride == 0) and guard_or_false(size > 1):
             fail(
                 ShapeError,
                 where,

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.frontend.arguments import DType, DTypes, attention_options, refuse, renamed, required
+from attn_ops.frontend.arguments import (
+    DType,
+    DTypes,
+    attention_options,
+    check_fp16_reduction,
+    refuse,
+    renamed,
+    required,
+)
 from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
 from attn_ops.frontend.cudnn import check_repeated, token_offsets
 from attn_ops.frontend.masks import multi_item_mask
@@ -120,14 +128,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         wrapper's plan().
         """
         where = f"{self._name}.plan"
-        renamed(
-            where,
-            "allow_fp16_qk_reduction",
-            allow_fp16_qk_reduction,
-            "use_fp16_qk_reduction",
-            use_fp16_qk_reduction,
-            absent=False,
-        )
+        check_fp16_reduction(where, allow_fp16_qk_reduction, use_fp16_qk_reduction)
         spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
         split = splitting(where, fixed_split_size, disable_split_kv)
         spec = spec._replace(paged=False, causal=causal, window_left=window_left, window_right=window_right, **split)
@@ -171,8 +172,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             packed_custom_mask=packed_custom_mask,
         )
 
-    plan = committing(prepare_plan)
-    begin_forward = plan
+    begin_forward = plan = committing(prepare_plan)
 
     def _ragged_call(
         self,
@@ -228,8 +228,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         if args:
             given = self._run_positional(where, args, q, **given)
         output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
-        call = self._ragged_call(where, (q, k, v), output, o_scale=o_scale, window_left=window_left, **given)
-        return call
+        return self._ragged_call(where, (q, k, v), output, o_scale=o_scale, window_left=window_left, **given)
 
     def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` with ``return_lse``."""

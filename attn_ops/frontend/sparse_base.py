@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ShapeError, UnsupportedError, fail
+from attn_ops.errors import ShapeError, UnsupportedError, dtype_name, fail
 from attn_ops.frontend.arguments import ranked
 from attn_ops.frontend.base import Wrapper
 from attn_ops.frontend.prepared_plan import PreparedPlan
@@ -95,7 +95,7 @@ def check_encoding(where: str, options: AttentionOptions, *tensors: Tensor) -> N
     if options.pos_encoding == "ROPE_LLAMA":
         for name, t in zip(("q", "k"), tensors, strict=False):
             if t.dtype in FP8:
-                what = f"{name} is {str(t.dtype).removeprefix('torch.')} with ROPE_LLAMA"
+                what = f"{name} is {dtype_name(t.dtype)} with ROPE_LLAMA"
                 fail(UnsupportedError, where, what, "a dtype that holds what is rotated", "rotate it before")
             if t.shape[-1] % 2:
                 fail(ShapeError, where, f"{name} has head_dim {t.shape[-1]}", "an even one for ROPE_LLAMA", "pad it")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DTypeError, ShapeError, fail
+from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked
 from attn_ops.frontend.outputs import OutputSpec, check_buffer
 from attn_ops.frontend.paged import forward_changes
@@ -77,8 +77,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
                 expected = f"[{heads}, {blocks}] as in block_mask_map"
                 fail(ShapeError, where, f"{name} is {list(t.shape)}", expected, "make the two agree")
             if t.dtype not in INTEGERS:
-                what = f"{name} is {str(t.dtype).removeprefix('torch.')}"
-                fail(DTypeError, where, what, "an integer dtype", "convert it")
+                fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "an integer dtype", "convert it")
         positive(where, num_kv_heads=num_kv_heads, num_qo_heads=num_qo_heads)
         if heads != num_kv_heads or num_qo_heads % num_kv_heads:
             what = f"num_qo_heads is {num_qo_heads}, num_kv_heads {num_kv_heads} and the maps are of {heads} heads"

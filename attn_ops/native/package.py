@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from attn_ops.native import images, op
+from attn_ops.ops.size_guards import root_graph
 from attn_ops.ops.unsupported import compute_capability, triton_installed
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,7 @@ def traced(graph: Any, device: torch.device | None, trace: Callable[[], Traced])
 
 def images_of(graph: Any, device: torch.device | None) -> images.ImageSet | None:
     """Where the package of ``graph``, an Inductor graph, collects the images of an op on ``device``; None: nowhere."""
-    root = graph
-    while hasattr(root, "parent"):  # the graph of a branch or a loop
-        root = root.parent
+    root = root_graph(graph)
     if not root.aot_mode or device is None or device.type not in DEVICES:
         return None
     sets: dict[torch.device, images.ImageSet | None] = vars(root).setdefault("attn_ops_images", {})

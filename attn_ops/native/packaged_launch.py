@@ -12,18 +12,12 @@ from torch import Tensor
 
 from attn_ops.native.images import ALIGNMENT, Image, ImageSet, TensorSpec
 from attn_ops.native.op import launch_image
-
-
-def is_known(condition: Any) -> bool:
-    """Whether ``condition`` holds for all sizes that the graph leaves open."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports SymPy, which eager calls do not
-
-    return statically_known_true(condition)
+from attn_ops.symbolic_sizes import statically_known_true
 
 
 def is_aligned(t: Tensor) -> bool:
     """Whether a fake tensor starts at a multiple of 16 bytes if its storage does."""
-    return is_known(t.storage_offset() * t.itemsize % ALIGNMENT == 0)
+    return statically_known_true(t.storage_offset() * t.itemsize % ALIGNMENT == 0)
 
 
 class PackagedTensors:
@@ -37,27 +31,17 @@ class PackagedTensors:
     def __init__(
         self, named: Sequence[tuple[str, Any]], writes: Sequence[str], alignment_of: Callable[[str, Tensor], int]
     ) -> None:
-        tensors = [(n, t) for n, t in named if isinstance(t, Tensor) and not is_known(t.numel() == 0)]
+        tensors = [(n, t) for n, t in named if isinstance(t, Tensor) and not statically_known_true(t.numel() == 0)]
         tensors.sort(key=lambda item: item[0] not in writes)
         written = {id(t) for n, t in tensors if n in writes}
-        self.all: list[Tensor] = []
-        alignments: list[int] = []
-        names: list[str] = []
-        slots: dict[int, int] = {}
+        found: dict[int, tuple[str, Tensor, int]] = {}
         for name, t in tensors:
-            if id(t) not in slots:
-                slots[id(t)] = len(self.all)
-                self.all.append(t)
-                names.append(name)
-                alignments.append(1)
-            slot = slots[id(t)]
-            alignments[slot] = max(alignments[slot], alignment_of(name, t))
-        self._slots = slots
+            first, _, alignment = found.get(id(t), (name, t, 1))
+            found[id(t)] = first, t, max(alignment, alignment_of(name, t))
+        self.all = [t for _, t, _ in found.values()]
+        self._slots = {key: i for i, key in enumerate(found)}
         self.num_outputs = len(written)
-        self.specs = tuple(
-            TensorSpec(name, t.dtype, t.dim(), alignment)
-            for name, t, alignment in zip(names, self.all, alignments, strict=True)
-        )
+        self.specs = tuple(TensorSpec(name, t.dtype, t.dim(), alignment) for name, t, alignment in found.values())
 
     def slot_of(self, t: Tensor) -> int | None:
         """The position of ``t`` in the call; None without elements."""

@@ -74,7 +74,6 @@ class Backend:
     module               has one function per op, of the op's name and signature less ``backend``
     unsupported_reasons  why it does not run a problem; none if it does
     kernels              op -> kernel, for an entry that has some ops only; None: every op, in plain PyTorch
-    auto_reasons         why ``auto`` does not take it, if also because a later entry is faster; None: the same reasons
     specialized          listed under its kernel's name for its ops alone, before the general entry of its backend
     inductor_lowerable   Inductor can inline its functions: aten ops and Triton kernels. If not, a compiled graph calls
                          the op
@@ -91,7 +90,6 @@ class Backend:
     module: str
     unsupported_reasons: Callable[[Problem], list[str]]
     kernels: Mapping[str, str] | None = None
-    auto_reasons: Callable[[Problem], list[str]] | None = None
     specialized: bool = False
     inductor_lowerable: bool = True
     eager_only: bool = False
@@ -111,12 +109,11 @@ class Backend:
         function = getattr(importlib.import_module(self.module), op)
         return function if self.fp8_queries or op not in FP8_QUERY_OPS else converting(function)
 
-    def reasons(self, problem: Problem, name: str) -> list[str]:
-        """The reasons for the problem that its function gets, in a call that asks for the backend ``name``."""
+    def reasons(self, problem: Problem) -> list[str]:
+        """The reasons for the problem that its function gets."""
         if problem.dtype == QUERY and not self.fp8_queries and problem.op in FP8_QUERY_OPS:
             problem = replace(problem, dtype=CONVERTED_DTYPE)
-        by_auto = self.auto_reasons if name == "auto" else None
-        return (by_auto or self.unsupported_reasons)(problem)
+        return self.unsupported_reasons(problem)
 
     def capture_launches(self) -> Callable[..., Any] | None:
         """The function that ``capture`` names, called as ``(function, args, kwargs)``."""
@@ -156,7 +153,6 @@ BACKENDS: tuple[Backend, ...] = (
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill_fp8,
         kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_fp8"),
-        auto_reasons=functools.partial(unsupported.cuda_prefill_fp8, auto=True),
     ),
     _cuda(
         "attn_ops.kernels.cuda.mla",
@@ -215,7 +211,7 @@ def choose(
     candidates = [b for b in _entries(problem.op) if name in ("auto", b.name)]
     refused: list[str] = [] if candidates else [f"{name}: it has no kernel for {problem.op}"]
     for backend in candidates:
-        reasons = backend.reasons(problem, name)
+        reasons = backend.reasons(problem)
         if lowerable and not backend.inductor_lowerable and not (images and backend.has_images):
             reasons = [*reasons, NOT_GENERATED]
         if traced and backend.eager_only and name == "auto":
@@ -252,7 +248,7 @@ def explain(problem: Problem, name: str = "auto") -> str:
     """
     lines, left = [], list(PLACES)
     for backend in _entries(problem.op):
-        reasons = backend.reasons(problem, name)
+        reasons = backend.reasons(problem)
         if name not in ("auto", backend.name):
             reasons = [*reasons, f"backend={name} is asked for"]
         kernel = "" if backend.kernels is None else f", kernel {backend.kernels.get(problem.op)}"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import OptionError, fail
+from attn_ops.errors import OptionError, dtype_name, fail
 from attn_ops.typed import integers
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -142,7 +142,7 @@ BOUNDS: dict[str, Bound] = {
     "rope_theta": Bound(_positive, f"a positive number ({_RANGE})"),
     "out_dtype": Bound(
         lambda value: value is None or value in (*FLOATS, *FP8),
-        f"{', '.join(str(dtype).removeprefix('torch.') for dtype in (*FLOATS, *FP8))}, or None for that of q",
+        f"{', '.join(map(dtype_name, (*FLOATS, *FP8)))}, or None for that of q",
     ),
 }
 """The scalar options that not every value of their type is right for."""
@@ -174,11 +174,6 @@ def options_schema(op: str) -> str:
         return f"{_SCHEMA_TYPES[annotation.__forward_arg__]} {name}={shown}"
 
     return ", ".join(map(argument, OP_OPTIONS[op]))
-
-
-def default_options(op: str) -> dict[str, Any]:
-    """The options of ``op`` with their defaults."""
-    return {name: getattr(DEFAULTS, name) for name in OP_OPTIONS[op]}
 
 
 LAYOUTS = {

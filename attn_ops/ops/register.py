@@ -23,6 +23,7 @@ from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
 from attn_ops.native import images
 from attn_ops.ops import backends, functions
+from attn_ops.ops.backends import Backend
 from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.inductor import Lowerings, concretize_symints
 from attn_ops.ops.schemas import NAMESPACE, SCHEMAS
@@ -42,15 +43,20 @@ def _run(function: Callable[..., Any], device: str, args: Sequence[Any], kwargs:
         return function(*args, **kwargs)
 
 
+def _choose(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Backend, str, dict[str, Any]]:
+    """Check an eager call: its backend, the type of its device, and ``kwargs`` without ``backend``."""
+    options = dict(kwargs)
+    name = options.pop("backend", "auto")
+    problem = CHECKS[op](*args, backend=name, **options)
+    return backends.choose(problem, name), problem.device.type, options
+
+
 def _checked(op: str) -> Check:
     """Check the call and choose the backend; the function that it returns runs it."""
-    check = CHECKS[op]
 
     def checked(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        options = dict(kwargs)
-        name = options.pop("backend", "auto")
-        problem = check(*args, backend=name, **options)
-        function, device = backends.choose(problem, name).implementation(op), problem.device.type
+        backend, device, _ = _choose(op, args, kwargs)
+        function = backend.implementation(op)
 
         def call(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
             return _run(function, device, args, kwargs)
@@ -77,16 +83,12 @@ def _lowering(op: str) -> Callable[..., Any]:
 
 def _op_cache(op: str) -> OpCache:
     """Check the call and run the chosen backend, and capture the launches where it can."""
-    check = CHECKS[op]
 
     def first_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        options = dict(kwargs)
-        name = options.pop("backend", "auto")
-        problem = check(*args, backend=name, **options)
-        backend = backends.choose(problem, name)
+        backend, device, options = _choose(op, args, kwargs)
         function, capture = backend.implementation(op), backend.capture_launches()
         if capture is None:
-            return _run(function, problem.device.type, args, options), None
+            return _run(function, device, args, options), None
         return capture(function, args, options)
 
     return OpCache(op, first_call)

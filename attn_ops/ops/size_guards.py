@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attn_ops.errors import dtype_name
+
 
 class Capacity(NamedTuple):
     """A call needs ``needed`` of ``capacity``; ``message`` has ``{needed}`` and ``{capacity}`` in the place of both."""
@@ -46,12 +48,17 @@ def note_capacity(needed: Any, capacity: Any, message: str) -> None:
         noted.append(Capacity(needed, capacity, message))
 
 
+def root_graph(graph: Any) -> Any:
+    """The graph that Inductor compiles; ``graph`` may be that of a branch or a loop in it."""
+    while hasattr(graph, "parent"):
+        graph = graph.parent
+    return graph
+
+
 @contextlib.contextmanager
 def guards_of(graph: Any) -> Iterator[None]:
     """Within, the capacities that checks note become guards of ``graph``, an Inductor graph, if it is a package's."""
-    root = graph
-    while hasattr(root, "parent"):  # the graph of a branch or a loop
-        root = root.parent
+    root = root_graph(graph)
     if not root.aot_mode or not _generates_handles(root):
         yield
         return
@@ -145,7 +152,7 @@ def _input_lines(graph: Any, name: str, value: Any, cpp: Callable[[Any], str]) -
     from torch.utils._sympy.value_ranges import bound_sympy
 
     position = list(graph.graph_inputs).index(name)
-    dtype = str(value.get_dtype()).removeprefix("torch.")
+    dtype = dtype_name(value.get_dtype())
     rank = len(value.get_size())
     yield "{"
     yield f"int64_t rank; AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim({name}, &rank));"

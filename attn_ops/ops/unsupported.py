@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attn_ops.ops.options import FP8
+from attn_ops.ops.options import FLOATS, FP8
 
 if TYPE_CHECKING:
     from attn_ops.ops.backends import Problem
@@ -48,8 +48,6 @@ TRITON_MLA = frozenset({"batch_mla", "append_mla_kv"})
 TRITON_COPIES = frozenset({"append_kv", "append_mla_kv"})
 """Ops that move elements of any dtype."""
 
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 TRITON_OPTIONS = frozenset(
     {
         *("sm_scale", "logits_soft_cap", "window_left", "window_right", "causal", "mask", "sinks", "kv_scale"),
@@ -80,9 +78,6 @@ CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
 
 CUDA_PREFILL_GROUP = 1 << 15
 """Largest group size for which the division of the kernel, a multiplication, is exact."""
-
-CUDA_PREFILL_ROWS = 64
-"""Packed rows of a consumer warpgroup of the CUDA prefill kernel. With more in a query tile, both have their own."""
 
 CUDA_MERGE_VECTORS = 128
 """Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
@@ -189,7 +184,7 @@ def triton(p: Problem) -> list[str]:
                 capability is None or capability >= (8, 0),
                 f"it needs compute capability 8.0 or newer, not {capability}",
             ),
-            (p.dtype in TRITON_DTYPES or p.op in TRITON_COPIES, f"it does not compute in {p.dtype}"),
+            (p.dtype in FLOATS or p.op in TRITON_COPIES, f"it does not compute in {p.dtype}"),
             *_unimplemented(p, TRITON_OPTIONS),
             (
                 capability is None or capability >= (8, 9) or torch.float8_e4m3fn not in (p.kv_dtype, p.out_dtype),
@@ -256,7 +251,7 @@ def cuda_merge_states(p: Problem) -> list[str]:
         "merge_states",
         [(p.op, p.dtype)],
         [
-            (p.dtype in TRITON_DTYPES, f"it does not compute in {p.dtype}"),
+            (p.dtype in FLOATS, f"it does not compute in {p.dtype}"),
             (0 < row_bytes <= most, f"rows of {row_bytes} bytes are not of 1 to {most}"),
             (row_bytes % CUDA_VECTOR == 0, f"rows of {row_bytes} bytes are not whole vectors of {CUDA_VECTOR}"),
             (p.layout.aligned, f"rows are not aligned to {CUDA_VECTOR} bytes"),
@@ -325,20 +320,7 @@ def cuda_prefill_e4m3(p: Problem) -> list[str]:
     return _cuda_prefill(p, True, checks, options, CUDA_PREFILL_FP8_HEAD_DIMS)
 
 
-def cuda_prefill_fp8(p: Problem, auto: bool = False) -> list[str]:
-    """FP8 keys and values, which are converted to the dtype of the query.
-
-    ``auto`` takes Triton for query tiles of at most :data:`CUDA_PREFILL_ROWS` packed rows, as it is faster with few
-    rows on long caches, and for caches of e5m2, on which the two have not been timed.
-    """
-    checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8")]
-    if auto and p.kv_dtype in FP8:
-        e4m3, packed_rows = torch.float8_e4m3fn, p.tile_rows * (p.num_qo_heads // p.num_kv_heads)
-        checks += [
-            (p.kv_dtype == e4m3, f"auto takes it for caches of {e4m3}, not {p.kv_dtype}"),
-            (
-                packed_rows > CUDA_PREFILL_ROWS,
-                f"auto takes it for query tiles of more than {CUDA_PREFILL_ROWS} packed rows, not {packed_rows}",
-            ),
-        ]
+def cuda_prefill_fp8(p: Problem) -> list[str]:
+    """FP8 keys and values, which are converted to the dtype of the query."""
+    checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"), *_has_prefill_maps(p)]
     return _cuda_prefill(p, True, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"})

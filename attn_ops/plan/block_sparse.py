@@ -122,7 +122,7 @@ def check_bsr(where: str, indptr: Tensor, indices: Tensor, num_cols: int, max_bl
 
 def _check_repeats(where: str, indptr: Tensor, indices: Tensor, num_cols: int) -> None:
     """A block column is at most once in a block row; ``indptr`` and ``indices``, int64 on the host, are in range."""
-    rows = torch.arange(indptr.shape[0] - 1).repeat_interleave(indptr.diff())
+    rows = torch.arange(indptr.shape[0] - 1, device="cpu").repeat_interleave(indptr.diff())
     blocks = (rows * num_cols + indices).sort().values
     repeats = blocks[1:][blocks.diff() == 0]
     if repeats.shape[0]:

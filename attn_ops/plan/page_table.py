@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, fail
+from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail
 from attn_ops.plan.page_table_checks import check_entries, check_indptr
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -153,7 +153,7 @@ def index(where: str, name: str, t: Tensor) -> Tensor:
 def as_int32(where: str, name: str, t: Tensor) -> Tensor:
     """``t`` of any integer dtype as int32. Raises PageTableError for numbers, on the host, that do not fit."""
     if t.dtype not in INTEGERS:
-        fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "int32 or int64", "convert it")
+        fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "int32 or int64", "convert it")
     small = t.to(torch.int32)
     if t.dtype != torch.int32 and seen(t) and not torch.equal(small, t):
         fail(PageTableError, where, f"{name} has a number beyond int32", "numbers of pages or tokens", "correct it")

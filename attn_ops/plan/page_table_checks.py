@@ -60,7 +60,6 @@ def check_pages(
     last: Tensor,
     max_pages: int,
     cache_pages: int | None,
-    where: str = "plan",
 ) -> None:
     """Last page lengths, request lengths and page numbers of a batch whose ``kv_indptr`` is valid.
 
@@ -72,7 +71,7 @@ def check_pages(
     if last.shape != (len(pages),):
         fail(
             ShapeError,
-            where,
+            "plan",
             f"kv_last_page_len is {list(last.shape)}",
             f"[{len(pages)}], one per request as in kv_indptr",
             "make the two agree",
@@ -82,7 +81,7 @@ def check_pages(
         if count > 0 and not 1 <= tokens <= problem.page_size:
             fail(
                 PageTableError,
-                where,
+                "plan",
                 f"kv_last_page_len[{b}] is {tokens}",
                 f"1 to page_size {problem.page_size}",
                 "a request whose last page is full has page_size there, an empty one has no page",
@@ -91,11 +90,11 @@ def check_pages(
             longest = max(longest, (count - 1) * problem.page_size + tokens)
     used = indptr[-1]
     if max_pages:
-        check_entries(kv_indptr, kv_indices, where)
+        check_entries(kv_indptr, kv_indices)
         if used > max_pages:  # before the length of a request, which more pages may allow
             fail(
                 CapacityError,
-                where,
+                "plan",
                 f"the batch has {used} pages and the plan capacity for {max_pages}",
                 f"max_pages of at least {used}",
                 "make the planner with that max_pages",
@@ -103,13 +102,13 @@ def check_pages(
     if longest > problem.max_kv_len:
         fail(
             CapacityError,
-            where,
+            "plan",
             f"a request has {longest} tokens and the plan capacity for {problem.max_kv_len}",
             f"max_kv_len of at least {longest}",
             "make the planner with that max_kv_len",
         )
     if max_pages:
-        check_indices(kv_indices[:used], cache_pages, where)
+        check_indices(kv_indices[:used], cache_pages)
 
 
 def check_indices(kv_indices: Tensor, cache_pages: int | None, where: str = "plan") -> None:

@@ -6,11 +6,12 @@ Only sizes are read, which the host knows: no check synchronises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
 from attn_ops.errors import CapacityError, OptionError, PlanError, ShapeError, fail
+from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.state import (
     KV_BLOCK,
     WORK_FIELDS,
@@ -21,8 +22,7 @@ from attn_ops.plan.state import (
     num_partials,
     prefill_shapes,
 )
-
-MAX_INT32 = (1 << 31) - 1
+from attn_ops.symbolic_sizes import guard_or_true
 
 MAX_SIZE = 1 << 30
 """Largest capacity, size and option of a plan: the sum of any two fits int32."""
@@ -36,7 +36,7 @@ MAX_QUERY_ROWS = 1 << 28
 MAX_CTAS_PER_HEAD = (1 << 16) - 1
 """Largest ``num_ctas`` of a decode plan. One CTA of the planning kernel holds an entry for each."""
 
-MAX_WORK_ITEMS = MAX_INT32 // len(WORK_FIELDS)
+MAX_WORK_ITEMS = INT32_MAX // len(WORK_FIELDS)
 
 AS_MADE = "pass the plan as the planner made it"
 
@@ -52,14 +52,14 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
         CapacityError: the pages have more tokens than kernels count.
     """
     problem = PlanProblem.of(plan.problem)
-    if not all(_holds(size >= 1) for size in problem[:7]) or problem.split % KV_BLOCK:
+    if not all(guard_or_true(size >= 1) for size in problem[:7]) or problem.split % KV_BLOCK:
         expected = f"sizes of 1 or more and a split that is a multiple of {KV_BLOCK}"
         fail(PlanError, where, f"plan.problem is {problem}", expected, AS_MADE)
     if problem.world != 1 and not (problem.rank < problem.world and 0 < problem.interleave * problem.world <= MAX_SIZE):
         expected = "a rank below world and an interleave, or world 1"
         fail(PlanError, where, f"plan.problem is {problem}", expected, AS_MADE)
     capacities = _capacities(plan)
-    if not (_holds(capacities.max_batch >= 1) and _agrees(plan, capacities.shapes(problem))):
+    if not (guard_or_true(capacities.max_batch >= 1) and _agrees(plan, capacities.shapes(problem))):
         _fail_plan(where, plan, problem)
     if type(capacities.max_pages) is int:
         check_kv_tokens(where, capacities.max_pages, problem)
@@ -115,20 +115,20 @@ def check_products(where: str, problem: PlanProblem, max_pages: int, shapes: dic
     """
     check_kv_tokens(where, max_pages, problem)
     partial = problem.tile_rows * problem.num_qo_heads * (problem.head_dim_vo + 1)
-    if partial > MAX_INT32:
+    if partial > INT32_MAX:
         fail(
             OptionError,
             where,
             f"tile_rows is {problem.tile_rows} with {problem.num_qo_heads} heads of {problem.head_dim_vo} elements",
-            f"a partial result of at most {MAX_INT32} elements, not {partial}",
+            f"a partial result of at most {INT32_MAX} elements, not {partial}",
             "make tile_rows smaller",
         )
     fewer = "make max_batch, max_tokens, max_pages or num_ctas smaller, or fixed_split_size larger"
     if shapes["work"][0] > MAX_WORK_ITEMS:
         fail(CapacityError, where, f"the plan has {shapes['work'][0]} work items", f"at most {MAX_WORK_ITEMS}", fewer)
     slots, heads = shapes.get("split_counters", (0, 0))
-    if slots * heads > MAX_INT32:
-        fail(CapacityError, where, f"the plan has {slots} slots of {heads} heads", f"at most {MAX_INT32}", fewer)
+    if slots * heads > INT32_MAX:
+        fail(CapacityError, where, f"the plan has {slots} slots of {heads} heads", f"at most {INT32_MAX}", fewer)
 
 
 class _Capacities(NamedTuple):
@@ -166,21 +166,11 @@ def _capacities(plan: DecodePlan | PrefillPlan, max_batch: int | None = None) ->
     max_pages = plan.kv_indices.shape[0]
     if isinstance(plan, DecodePlan):
         num_ctas = plan.cta_indptr.shape[0] - 1
-        return _Capacities(max_batch, max_pages, num_ctas=num_ctas if _holds(num_ctas >= 1) else 1)
+        return _Capacities(max_batch, max_pages, num_ctas=num_ctas if guard_or_true(num_ctas >= 1) else 1)
     max_splits = num_partials(plan)
     num_full_tiles = plan.work.shape[0] - max_batch - max_splits
-    return _Capacities(
-        max_batch, max_pages, num_full_tiles=num_full_tiles if _holds(num_full_tiles >= 0) else 0, max_splits=max_splits
-    )
-
-
-def _holds(condition: Any) -> bool:
-    """``condition`` on sizes. One on unbacked symbols, which only the run knows, is taken to hold."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_true  # imports SymPy
-
-    return guard_or_true(condition)
+    num_full_tiles = num_full_tiles if guard_or_true(num_full_tiles >= 0) else 0
+    return _Capacities(max_batch, max_pages, num_full_tiles=num_full_tiles, max_splits=max_splits)
 
 
 def _agrees(plan: DecodePlan | PrefillPlan, shapes: dict[str, tuple[int, ...]]) -> bool:
@@ -190,7 +180,7 @@ def _agrees(plan: DecodePlan | PrefillPlan, shapes: dict[str, tuple[int, ...]]) 
 
 
 def _agree(actual: Sequence[int], expected: Sequence[int]) -> bool:
-    return all(_holds(a == b) for a, b in zip(actual, expected, strict=True))
+    return all(guard_or_true(a == b) for a, b in zip(actual, expected, strict=True))
 
 
 def _fail_plan(where: str, plan: DecodePlan | PrefillPlan, problem: PlanProblem) -> NoReturn:

@@ -15,6 +15,7 @@ from attn_ops.errors import (
     DTypeError,
     OptionError,
     ShapeError,
+    dtype_name,
     fail,
 )
 from attn_ops.ops.inductor import mark_static
@@ -98,8 +99,7 @@ def check_storage(
         if not isinstance(t, Tensor):
             fail(ArgumentError, where, f"it is of type {type(t).__name__}", "a tensor", "pass a tensor")
         if t.dtype != dtype:
-            names = [str(d).removeprefix("torch.") for d in (t.dtype, dtype)]
-            fail(DTypeError, where, f"it is {names[0]}", names[1], "allocate it in that dtype")
+            fail(DTypeError, where, f"it is {dtype_name(t.dtype)}", dtype_name(dtype), "allocate it in that dtype")
         if t.device != device:
             fail(DeviceError, where, f"it is on {t.device}", f"{device}, where the plan is", "allocate it there")
         if not t.is_contiguous() or (name == WORKSPACE and t.dim() != 1):
@@ -112,7 +112,19 @@ def check_storage(
             )
         if name != WORKSPACE and t.shape != shapes[name]:
             fail(ShapeError, where, f"it is {list(t.shape)}", f"{list(shapes[name])}", "allocate it in that shape")
+    _check_apart(storage)
     return {name: t for name, t in storage.items() if name != WORKSPACE}
+
+
+def _check_apart(storage: Mapping[str, Tensor]) -> None:
+    """Contiguous tensors share no memory, since each is written on its own."""
+    held = [(t.data_ptr(), t.numel() * t.itemsize, name) for name, t in storage.items() if real(t) and not t.is_meta]
+    end, before = 0, ""
+    for begin, size, name in sorted(item for item in held if item[1]):
+        if begin < end:
+            where, what = f"planner: storage[{name!r}]", f"it shares memory with storage[{before!r}]"
+            fail(ArgumentError, where, what, "memory of its own", "allocate both, or pass slices that do not overlap")
+        end, before = begin + size, name
 
 
 def validates(validate: bool | None, *tensors: Tensor) -> bool:
@@ -232,5 +244,4 @@ def check_integers(table: dict[str, Tensor]) -> None:
     """Raise a DTypeError unless these tensors, by name, have integer dtypes."""
     for name, t in table.items():
         if t.dtype not in INTEGERS:
-            found = str(t.dtype).removeprefix("torch.")
-            fail(DTypeError, "plan", f"{name} is {found}", "an integer dtype", "convert it")
+            fail(DTypeError, "plan", f"{name} is {dtype_name(t.dtype)}", "an integer dtype", "convert it")

@@ -51,7 +51,8 @@ class RankAnswers:
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.ranks, self._questions = list(ranks), 0
-        self._rank, prefix = dist.get_rank(), f"attn_ops/{name}/{fingerprint([torch.tensor(self.ranks)])}"
+        members = torch.tensor(self.ranks, device="cpu")
+        self._rank, prefix = dist.get_rank(), f"attn_ops/{name}/{fingerprint([members])}"
         try:
             shared: Any = distributed_c10d._get_default_store()  # PyTorch's types lack clone()
             store = shared.clone()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import CTAS_PER_SM, KV_BLOCK, PlanProblem, full_tiles
+from attn_ops.symbolic_sizes import decide
 
 CTA_MULTIPLE = 8
 """The number of CTAs per KV head is a multiple of this if it is large enough: 2^n requests then often need no split."""
@@ -39,21 +40,6 @@ def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = MAX_PACKED_R
     while packed_rows < MAX_PACKED_ROWS and not decide(rows * group <= packed_rows):
         packed_rows *= 2
     return max(1, packed_rows // group)
-
-
-def decide(condition: bool) -> bool:
-    """Whether a condition on sizes holds, for a choice that is right either way.
-
-    On symbolic sizes it becomes a guard, so that other sizes compile a graph with the other choice. An exported program
-    is for all sizes in their range, and the condition must hold for the whole range.
-    """
-    if not torch.compiler.is_compiling():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true  # imports SymPy
-
-    # torch.compiler.is_exporting() is always true in what Dynamo of torch 2.11 traces.
-    exporting = torch.compiler._is_exporting_flag
-    return statically_known_true(condition) if exporting else guard_or_false(condition)
 
 
 def splits_per_head(device: torch.device, problem: PlanProblem) -> int:

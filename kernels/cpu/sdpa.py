@@ -96,7 +96,7 @@ class Window(NamedTuple):
 
     def mask(self, rows: int, keys: int, ahead: int) -> Tensor:
         """``[rows, keys]``: 0 for a key that a row sees, else -inf. The first row is ``ahead`` of the first key."""
-        hidden = torch.full((rows, keys), -math.inf, dtype=torch.float32)
+        hidden = torch.full((rows, keys), -math.inf, dtype=torch.float32, device="cpu")
         return hidden.triu(ahead + self.right + 1) + hidden.tril(ahead - self.left - 1)
 
 
@@ -165,8 +165,8 @@ def _collect(blocks: Iterator[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
 
 
 def _without_keys(rows: int, num_qo_heads: int, head_dim_vo: int) -> Result:
-    out = torch.zeros((rows, num_qo_heads, head_dim_vo), dtype=torch.float32)
-    return out, torch.full(out.shape[:-1], -math.inf, dtype=torch.float32)
+    out = torch.zeros((rows, num_qo_heads, head_dim_vo), dtype=torch.float32, device="cpu")
+    return out, out.new_full(out.shape[:-1], -math.inf)
 
 
 def _attend_together(o: AttentionOptions, rows: int, length: int) -> bool:
@@ -225,7 +225,7 @@ class PlannedKeys:
         begins = [start + page for start in self.starts[requests.start : requests.stop]]
         begin, end = begins[0], begins[0] + count * len(begins)
         if begins != list(range(begin, end, count)) or not 0 <= begin < end <= (places or num_pages):
-            index = (torch.tensor(begins)[:, None] + torch.arange(count)).flatten()
+            index = (torch.tensor(begins, device="cpu")[:, None] + torch.arange(count, device="cpu")).flatten()
             index = self.kv_indices[index.clamp_(0, places - 1)] if places else index
             return index.clamp(0, num_pages - 1)
         if not places:

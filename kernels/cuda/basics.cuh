@@ -48,6 +48,15 @@ DEVICE uint32 atomic_increment(int* counter, uint32 last) {
 // ---- Memory -------------------------------------------------------------------------------------------------------
 
 // 16 bytes that are read once: they are not kept in L1.
+DEVICE Vector load(const void* address) {
+  Vector x;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.words[0]), "=r"(x.words[1]), "=r"(x.words[2]), "=r"(x.words[3])
+               : "l"(address)
+               : "memory");
+  return x;
+}
+
 DEVICE Vector load_streaming(const void* address) {
   Vector x;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -62,15 +71,6 @@ DEVICE void store(void* address, const Vector& x) {
                :
                : "l"(address), "r"(x.words[0]), "r"(x.words[1]), "r"(x.words[2]), "r"(x.words[3])
                : "memory");
-}
-
-// Copies from global to shared memory: a thread commits those that it has issued as a group, and waits for groups.
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but this thread's last `kPending` groups of copies have arrived.
-template <int kPending>
-DEVICE void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // ---- Mathematics --------------------------------------------------------------------------------------------------
@@ -100,6 +100,13 @@ DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
   uint32 chosen;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(low), "r"(high), "r"(selector));
   return chosen;
+}
+
+// The larger of each two 16-bit numbers without a sign.
+DEVICE uint32 max_of_halves(uint32 a, uint32 b) {
+  uint32 largest;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
+  return largest;
 }
 
 // ---- Conversions --------------------------------------------------------------------------------------------------

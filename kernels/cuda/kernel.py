@@ -105,9 +105,9 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def persistent_grid(items: Any, device: torch.device, ctas_per_sm: int = 1) -> Any:
+def persistent_grid(items: Any, device: torch.device) -> Any:
     """CTAs of a persistent kernel for ``items`` work items, which in a package is an integer of the call.
 
     A package may run on a GPU with another number of SMs: the kernel takes any grid.
     """
-    return torch.sym_min(items, num_sms(device) * ctas_per_sm)
+    return torch.sym_min(items, num_sms(device))

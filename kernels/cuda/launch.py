@@ -130,16 +130,12 @@ def _table(
     parameters: list[Parameter] = []
     maps: list[MapSpec] = []
     for name, kind, value in _rows(specialization, values):
-        slot = (
-            slot_of(value.base if kind == "map" else value)
-            if kind in ("pointer", "map") and value is not None
-            else None
-        )
+        t = value.base if kind == "map" else value
+        slot = slot_of(t) if isinstance(t, Tensor) else None
         if kind == "map":
             if slot is None:
                 raise NoImageError(f"{name} of {specialization.kernel.function} has no elements")
             parameters.append(Parameter("map", len(maps), name))
-            t = value.base
             maps.append(MapSpec(slot, MAP_TYPES[t.dtype], SWIZZLES[value.swizzle], t.element_size(), value.box))
         elif kind == "pointer":
             parameters.append(Parameter("null", 0, name) if slot is None else Parameter("pointer", slot, name))

@@ -111,11 +111,18 @@ struct Place {
   }
 };
 
+// While outputs fit in L2, memory is faster if inputs leave it to them; otherwise if they take the usual way. In between
+// lies half of the 50 MB of a Hopper GPU, in Vectors.
+constexpr int64 kLargeOutput = (25 << 20) / sizeof(Vector);
+
+DEVICE Vector load_state(const Element* v, bool large_output) { return large_output ? load(v) : load_streaming(v); }
+
 // The states of this thread's Vector.
 struct States {
   const Element* v;
   const float* s;
   int64 stride_v, stride_s;
+  bool large_output;
 
   // Adds N states from `first` on, whose loads are in flight together.
   template <int N>
@@ -125,7 +132,7 @@ struct States {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       lses[i] = s[(first + i) * stride_s];
-      values[i] = load_streaming(v + (first + i) * stride_v);
+      values[i] = load_state(v + (first + i) * stride_v, large_output);
     }
     softmax.add(lses, values);
   }
@@ -153,7 +160,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Softmax softmax;
   if (at.exists) {
     const States of_row = {v + at.row * stride_v_row + at.head * stride_v_head + at.column,
-                           s + at.row * stride_s_row + at.head, stride_v_state, stride_s_state};
+                           s + at.row * stride_s_row + at.head, stride_v_state, stride_s_state,
+                           packed_rows * vectors > kLargeOutput};
     int state = part * part_states;
     const int end = min(state + part_states, states);
     if (parts > 1)
@@ -193,8 +201,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   launch_later_kernels();
   if (!at.exists) return;
   const float lses[2] = {s_a[at.row * stride_sa_row + at.head], s_b[at.row * stride_sb_row + at.head]};
-  const Vector values[2] = {load_streaming(v_a + at.row * stride_va_row + at.head * stride_va_head + at.column),
-                            load_streaming(v_b + at.row * stride_vb_row + at.head * stride_vb_head + at.column)};
+  const bool large = packed_rows * vectors > kLargeOutput;
+  const Vector values[2] = {load_state(v_a + at.row * stride_va_row + at.head * stride_va_head + at.column, large),
+                            load_state(v_b + at.row * stride_vb_row + at.head * stride_vb_head + at.column, large)};
   Softmax softmax;
   softmax.add(lses, values);
   store(out + at.packed_row * (vectors * kElements) + at.column, softmax.output());
@@ -222,9 +231,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Softmax softmax;
   if (merges) {
     const float lses[2] = {*sum, s_other[at.row * stride_so_row + at.head]};
+    const bool large = packed_rows * vectors > kLargeOutput;
     const Vector values[2] = {
-        load_streaming(target),
-        load_streaming(v_other + at.row * stride_vo_row + at.head * stride_vo_head + at.column)};
+        load_state(target, large),
+        load_state(v_other + at.row * stride_vo_row + at.head * stride_vo_head + at.column, large)};
     softmax.add(lses, values);
   }
   __syncthreads();

@@ -20,9 +20,9 @@ COLUMNS = ROW_BYTES // 2
 """16-bit elements of a row in shared memory."""
 
 
-def row_columns(t: Tensor) -> int:
+def row_columns(t: Tensor, row_bytes: int = ROW_BYTES) -> int:
     """Columns of a row in shared memory. Wider heads have several rows."""
-    return min(int(t.shape[-1]), ROW_BYTES // t.element_size())
+    return min(int(t.shape[-1]), row_bytes // t.element_size())
 
 
 GROUP_TOKENS = 8
@@ -46,7 +46,9 @@ def box_of_pages(page_size: int, most: int) -> int:
     return math.gcd(page_size, min(most, KV_BLOCK))
 
 
-def paged_map(t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box: int) -> tuple[TensorMap, int, int]:
+def paged_map(
+    t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box: int, row_bytes: int = ROW_BYTES
+) -> tuple[TensorMap, int, int]:
     """The map of paged keys or values, and what a page and a head add to its outermost index.
 
     Pages and heads are one dimension, whose stride divides theirs: a map has five dimensions at most.
@@ -56,7 +58,7 @@ def paged_map(t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box
         raise NoImageError("the strides of pages and heads depend on sizes that only the run knows")
     unit = math.gcd(page, head)
     pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - 1) * (head // unit) + 1
-    columns = row_columns(t)
+    columns = row_columns(t, row_bytes)
     blocks = t.shape[-1] // columns
     shape = pages_and_heads, page_size // GROUP_TOKENS, blocks, GROUP_TOKENS, columns
     strides = unit, GROUP_TOKENS * token, columns, token, 1

@@ -1,4 +1,5 @@
-// Prefill on Hopper: persistent and warp-specialised, one producer and two consumer warpgroups in each CTA.
+// Prefill on Hopper: persistent and warp-specialised, one producer and two consumer warpgroups in each CTA, and with FP8
+// keys and values one of converters.
 //
 // Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16) and at most one of
 //     KV_FP8  1 if keys and values are FP8, and converted to the type of the query
@@ -19,6 +20,10 @@
 //                   thread is the scheduler, which passes the units of the CTA to the producers. With FP8 products they
 //                   also transpose values
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
+//
+// With FP8 keys and values, consumers are warpgroups 2 and 3:
+// warps 4, 5        converters K: FP8 keys into the ring
+// warps 6, 7        converters V: FP8 values into the ring
 //
 // The scheduler takes the next unit from a counter (`Schedule`) when producer K has kTilesAhead tiles of a unit left: early
 // enough that nobody waits for it, and as late as that allows, so that CTAs end together. The unit goes to the producers
@@ -66,13 +71,12 @@
 //
 // FP8 keys and values
 // -------------------
-// The rings have 16-bit tiles as otherwise, and consumers do the same. The four producer warps convert: each has a
-// quarter of the tokens of every tile. Steps 3 and 4 are these, in which a lane reads and writes chunks of its own:
-//     3.  wait for k_empty[j+1]; copy 16 bytes of FP8 each to the first of the two chunks that they become (cp.async);
-//         wait for v_empty[j]; copy v_j; wait for the keys, convert them in place; proxy fence; arrive on k_full[j+1]
-//     4.  the same with v_j, behind a load of the next page numbers
-// Tokens that no row sees are copied as zeros. Warps 2 and 3 also do step 1, and load the queries while the first keys
-// of the unit arrive.
+// The rings have 16-bit tiles as otherwise, and consumers do the same. Producers load to FP8 tiles, kFp8Stages of keys and
+// as many of values, which together are a KV tile. Below x is k or v:
+//     3, 4.  [producer]   for each part i of KV tile j: steps 3 and 4 with fp8_empty[x][i] and fp8_full[x][i]
+//     4c.    [converter]  for each part i: wait for fp8_full[x][i]; for the first one, wait for x_empty[j]; convert into
+//                         the ring; proxy fence; arrive on fp8_empty[x][i]. Then arrive on x_full[j]
+// After the last unit a producer waits until all is converted, sets fp8_end[x] and arrives on fp8_full[x][0].
 //
 // FP8 products
 // ------------
@@ -89,11 +93,12 @@
 // awaited and added there, one after the other. A query buffer has half the size of an accumulator: in step 12, O goes
 // through it in two parts.
 #include "prefill_consumer.cuh"
-#include "prefill_fp8_producer.cuh"
 #include "prefill_problem.cuh"
 #include "prefill_producer.cuh"
 #if Q_FP8
 #include "prefill_fp8_transpose.cuh"
+#elif KV_FP8
+#include "prefill_fp8_converter.cuh"
 #endif
 
 namespace attn_ops {
@@ -106,25 +111,21 @@ namespace attn_ops {
 //     row_sum include that tile, O includes those before it and is relative to row_max (with FP8 products, to the maximum
 //     before that tile).
 // Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes of the tile; with FP8 KV
-//     an arrival of each producer warp. k_empty and v_empty, one for each stage: an arrival of each warp that reads
+//     an arrival of each converter. fp8_full and fp8_empty, one for each FP8 tile: as full barriers without FP8, and an
+//     arrival of each converter. k_empty and v_empty, one for each stage: an arrival of each warp that reads
 //     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
 //     q_empty: an arrival of each consumer warp. unit_full: an arrival of the scheduler. unit_empty: an arrival of
-//     producers K and V each, and of each thread that loads queries; with FP8 KV or FP8 products of each producer warp.
+//     producers K and V each, and of each thread that loads queries; with FP8 products of each producer warp.
 //     staging: an arrival of producer V, and the bytes. A named barrier of all consumer threads, around the exchange of
 //     step 12. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
 //     transposes, and t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
-extern "C" __global__ void __launch_bounds__(384, 1) prefill(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
     const __grid_constant__ TensorMap q_map,  // [HEAD_DIM_QK / 64, rows, num_kv_heads * group, 64]
-#if KV_FP8
-    const char* k,                            // [pages, page_size, num_kv_heads, HEAD_DIM_QK] or without pages
-    const char* v,                            // with HEAD_DIM_VO
-#else
     // [pages and heads, page_size / 8, HEAD_DIM_QK / 64, 8, 64]; ragged [num_kv_heads, HEAD_DIM_QK / 64, kv_rows, 64]
     const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v,      // with HEAD_DIM_VO
-#endif
     const float* sinks,                       // [num_kv_heads * group] or null
     void* out,                                // [rows, num_kv_heads * group, HEAD_DIM_VO]
     float* lse,                               // [rows, num_kv_heads * group] or null
@@ -139,31 +140,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
     int64 stride_q_row, int64 stride_q_head,  // elements
     int q_box_rows,                           // rows of q in a box of its map, or 0
     int num_kv_heads, int group, int page_size,
-#if KV_FP8
-    int64 k_page, int64 k_token, int64 k_head,  // strides in bytes
-    int64 v_page, int64 v_token, int64 v_head,
-    int kv_type,                              // Fp8Type
-    const float* kv_scale,                    // [2] or null
-#else
     int box,                                  // tokens of a box of the maps of keys and values
     // What a page and a head add to the outermost index of the maps of paged KV:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
+#if KV_FP8
+    int kv_type,                              // Fp8Type
 #endif
-#if Q_FP8
-    const float* kv_scale,
+#if KV_FP8 || Q_FP8
+    const float* kv_scale,                    // [2] or null
 #endif
     int tile_rows,                            // query rows of a work item
     int num_items,
 #if CLOCKS
     int out_type, uint64* clocks) {
-  start_clocks(clocks, 12);
+  start_clocks(clocks, kThreads / 32);
 #else
     int out_type) {
 #endif
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
-#if KV_FP8
-  constexpr int box = 8;  // tokens that are copied at once
-#endif
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
       .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,
@@ -174,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
     const int readers = kConsumerWarps * (p.split_kv() ? 1 : 2);
-    const int writers = KV_FP8 ? kProducerWarps : 1;
+    const int writers = KV_FP8 ? kWarpsOfTensor : 1;
     for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
@@ -185,11 +179,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
 #else
     for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
 #endif
+#if KV_FP8
+    for (auto& barriers : shared.fp8_full)
+      for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), 1);
+    for (auto& barriers : shared.fp8_empty)
+      for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kWarpsOfTensor);
+    for (int& end : shared.fp8_end) end = 0;
+#endif
     for (uint64& barrier : shared.q_full) init_barrier(shared_address(&barrier), q_box_rows ? 1 : kQueryThreads);
     for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), 2 * kConsumerWarps);
     init_barrier(shared_address(&shared.unit_full), 1);
     init_barrier(shared_address(&shared.unit_empty),
-                 KV_FP8 || Q_FP8 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));
+                 Q_FP8 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));
     init_barrier(shared_address(&shared.staging), 1);
     fence_barrier_init();
   }
@@ -200,10 +201,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
   const Queries queries = {&q_map, q_box_rows, q, stride_q_row, stride_q_head};
   if (warp < kProducerWarps) {
     decrease_registers<kProducerRegisters>();
-#if KV_FP8
-    const Fp8Source keys = {k, k_page, k_token, k_head}, values = {v, v_page, v_token, v_head};
-    produce_fp8(p, keys, values, queries, Fp8Type(kv_type), shared);
-#else
     if (warp == 0)
       produce<false>(p, {&k, k_page_step, k_head_step}, shared);
     else if (warp == 1)
@@ -214,13 +211,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(
 #else
       produce_queries(p, queries, shared);
 #endif
+#if KV_FP8
+  } else if (warp < kFirstConsumerWarp) {
+    decrease_registers<kConverterRegisters>();
+    convert_keys_and_values(warp - kProducerWarps, Fp8Type(kv_type), shared);
 #endif
   } else {
     increase_registers<kConsumerRegisters>();
 #if !KV_FP8 && !Q_FP8
     constexpr const float* kv_scale = nullptr;
 #endif
-    consume(warp / 4 - 1, p, {scale, cap, {sinks, out, lse, partial, out_type, kv_scale}}, shared);
+    consume((warp - kFirstConsumerWarp) / kConsumerWarps, p, {scale, cap, {sinks, out, lse, partial, out_type, kv_scale}}, shared);
   }
   stop_clocks();
 }

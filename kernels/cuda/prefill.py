@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
-from attn_ops.kernels.cuda.operands import DTYPES, FP8_TYPES, OUT_TYPES, box_of_pages, paged_map, row_columns
+from attn_ops.kernels.cuda.operands import (
+    COLUMNS,
+    DTYPES,
+    FP8_TYPES,
+    OUT_TYPES,
+    ROW_BYTES,
+    box_of_pages,
+    paged_map,
+    row_columns,
+)
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from torch import Tensor
 
 from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.ops.unsupported import CUDA_PREFILL_FP8_HEAD_DIMS, CUDA_PREFILL_HEAD_DIMS, CUDA_PREFILL_ROWS
+from attn_ops.ops.unsupported import CUDA_PREFILL_FP8_HEAD_DIMS, CUDA_PREFILL_HEAD_DIMS
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
@@ -23,36 +32,28 @@ PACKED_ROWS = 64
 NO_WINDOW = 1 << 30
 """``kNone`` of the source."""
 
-FP8_STRIDES = tuple(f"{t}_{of}" for t in ("k", "v") for of in ("page", "token", "head"))
-"""Parameters with the strides of FP8 keys and values."""
 
-
-def _kernel(kv: str, of_kv: Mapping[str, str], aligned: tuple[str, ...]) -> Kernel:
-    """The kernel whose keys and values are of kind ``kv``, with the parameters ``of_kv`` for them alone."""
+def _kernel(**of_fp8: str) -> Kernel:
+    """The kernel with the parameters ``of_fp8`` of FP8 keys and values."""
     parameters = {
         "q": "pointer",
-        "q_map": "map",
-        **dict.fromkeys(("k", "v"), kv),
+        **dict.fromkeys(("q_map", "k", "v"), "map"),
         **dict.fromkeys(("sinks", "out", "lse", "partial", "qo_indptr", "kv_indices", "work", "queue"), "pointer"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
         **dict.fromkeys(("window_left", "window_right", "rows", "kv_rows", "num_pages"), "i32"),
         **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
         **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size"), "i32"),
-        **of_kv,
+        **dict.fromkeys(("box", "k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
+        **of_fp8,
         **dict.fromkeys(("tile_rows", "num_items", "out_type"), "i32"),
     }
-    return Kernel("prefill.cu", "prefill", parameters, writes=("out", "lse", "partial"), aligned=aligned)
+    return Kernel("prefill.cu", "prefill", parameters, writes=("out", "lse", "partial"), aligned=("q", "out"))
 
 
-MAPPED = dict.fromkeys(("box", "k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32")
-"""Parameters of keys and values that are read through tensor maps."""
-
-KERNEL = _kernel("map", MAPPED, ("q", "out"))
-KV_FP8_KERNEL = _kernel(
-    "pointer", {**dict.fromkeys(FP8_STRIDES, "i64"), "kv_type": "i32", "kv_scale": "pointer"}, ("q", "k", "v", "out")
-)
-Q_FP8_KERNEL = _kernel("map", {**MAPPED, "kv_scale": "pointer"}, ("q", "out"))
+KERNEL = _kernel()
+KV_FP8_KERNEL = _kernel(kv_type="i32", kv_scale="pointer")
+Q_FP8_KERNEL = _kernel(kv_scale="pointer")
 
 
 class Tile(NamedTuple):
@@ -61,6 +62,7 @@ class Tile(NamedTuple):
     box                most tokens of a TMA box of keys and values. Boxes after the last token are not read, and values
                        after it in the last box are cleared; but a box, with ragged KV of 64 columns, is an instruction
     transposed_stages  ``kTransposedStages`` of FP8 products
+    converted          whether a KV tile of FP8 lies beside the rings, which is converted into them
     """
 
     tokens: int
@@ -69,12 +71,24 @@ class Tile(NamedTuple):
     queries: int
     box: int
     transposed_stages: int = 0
+    converted: bool = False
 
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int) -> int:
         """Shared memory of a CTA: query buffers, rings, and a KiB for statistics and barriers."""
         rows = self.queries * 2 * PACKED_ROWS * dim_qk
         of_token = self.key_stages * dim_qk + (self.value_stages + self.transposed_stages) * dim_vo
-        return itemsize * (rows + self.tokens * of_token) + 1024
+        fp8 = self.tokens * (dim_qk + dim_vo) if self.converted else 0
+        return itemsize * (rows + self.tokens * of_token) + fp8 + 1024
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: a warpgroup of producers and two of consumers, with FP8 KV that is converted one of converters."""
+        return 512 if self.converted else 384
+
+    @property
+    def row_bytes(self) -> int:
+        """``kLoadedRowBytes`` of the source, of wide heads."""
+        return COLUMNS if self.converted else ROW_BYTES
 
 
 TILES = {
@@ -85,6 +99,14 @@ TILES = {
 }
 """By the head dims of keys and of values, of 16-bit products."""
 
+KV_FP8_TILES = {
+    (64, 64): Tile(128, 3, 3, 2, 64, converted=True),
+    (128, 128): Tile(128, 2, 2, 2, 32, converted=True),
+    (192, 128): Tile(64, 2, 2, 1, 32, converted=True),
+    (256, 256): Tile(64, 2, 2, 1, 32, converted=True),
+}
+"""Of FP8 keys and values that are converted."""
+
 FP8_TILES = {
     (64, 64): Tile(128, 4, 2, 2, 64, 4),
     (128, 128): Tile(128, 4, 2, 2, 32, 4),
@@ -92,28 +114,27 @@ FP8_TILES = {
 }
 """Of FP8 products."""
 
-assert PACKED_ROWS == CUDA_PREFILL_ROWS
-assert TILES.keys() == CUDA_PREFILL_HEAD_DIMS
+assert TILES.keys() == KV_FP8_TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
 
 E4M3 = torch.float8_e4m3fn
 
 
-def tile_of(dims: tuple[int, int], dtype: torch.dtype) -> Tile:
-    """By the head dims and the dtype of the query."""
-    return (FP8_TILES if dtype == E4M3 else TILES)[dims]
+def tile_of(dims: tuple[int, int], dtype: torch.dtype, fp8: bool) -> Tile:
+    """By the head dims, the dtype of the query, and whether KV is FP8."""
+    return (FP8_TILES if dtype == E4M3 else KV_FP8_TILES if fp8 else TILES)[dims]
 
 
 SPECIALIZATIONS = {
     (*dims, paged, dtype, fp8): Specialization(
         kernel,
         {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "PAGED": paged, "DTYPE": DTYPES.get(dtype, 2), **macros},
-        threads=384,
+        threads=tile.threads,
         shared_bytes=tile.shared_bytes(*dims, dtype.itemsize),
     )
     for tiles, dtypes, fp8, kernel, macros in (
         (TILES, tuple(DTYPES), False, KERNEL, {}),
-        (TILES, tuple(DTYPES), True, KV_FP8_KERNEL, {"KV_FP8": 1}),
+        (KV_FP8_TILES, tuple(DTYPES), True, KV_FP8_KERNEL, {"KV_FP8": 1}),
         (FP8_TILES, (E4M3,), True, Q_FP8_KERNEL, {"Q_FP8": 1}),
     )
     for dims, tile in tiles.items()
@@ -126,20 +147,23 @@ LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*D
 """By dtype of the query: that of outputs whose threads store 16 bytes at a time, ``kLikeQuery``."""
 
 
-def ragged_map(t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int) -> tuple[TensorMap, int, int]:
+def ragged_map(
+    t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int, row_bytes: int
+) -> tuple[TensorMap, int, int]:
     """The map of ragged keys or values. Heads are its outermost dimension. A box has one block of columns."""
     _, token, head = strides
-    columns = row_columns(t)
+    columns = row_columns(t, row_bytes)
     shape, boxes = (heads, t.shape[-1] // columns, tokens, columns), (1, 1, box, columns)
     return TensorMap(t, shape, (head, columns, token, 1), boxes, columns * t.element_size()), 0, 1
 
 
 def kv_arguments(x: Operands, paged: bool, page_size: int, tile: Tile) -> dict[str, Any]:
-    """The arguments of keys and values of the query's dtype."""
+    """The arguments of keys and values."""
     box = box_of_pages(page_size, tile.box) if paged else tile.box
     make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
-        make_map(t, strides, x.heads[1], extent, box) for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
+        make_map(t, strides, x.heads[1], extent, box, tile.row_bytes)
+        for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
     )
     return {
         "k": k,
@@ -149,17 +173,6 @@ def kv_arguments(x: Operands, paged: bool, page_size: int, tile: Tile) -> dict[s
         "k_head_step": k_head_step,
         "v_page_step": v_page_step,
         "v_head_step": v_head_step,
-    }
-
-
-def converted_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
-    """The arguments of FP8 keys and values that are converted to the dtype of the query."""
-    return {
-        "k": x.k,
-        "v": x.v,
-        **dict(zip(FP8_STRIDES, (*x.k_strides, *x.v_strides), strict=True)),
-        "kv_scale": kv_scale,
-        "kv_type": FP8_TYPES[x.k.dtype],
     }
 
 
@@ -189,11 +202,11 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     fp8 = x.k.dtype in FP8
-    if fp8 and x.q.dtype not in FP8:
-        of_kv = converted_arguments(x, o.kv_scale)
-    else:
-        scale = {"kv_scale": o.kv_scale} if fp8 else {}
-        of_kv = kv_arguments(x, paged, page_size, tile_of(dims, x.q.dtype)) | scale
+    of_kv = kv_arguments(x, paged, page_size, tile_of(dims, x.q.dtype, fp8))
+    if fp8:
+        of_kv["kv_scale"] = o.kv_scale
+        if x.q.dtype not in FP8:
+            of_kv["kv_type"] = FP8_TYPES[x.k.dtype]
     q_map, q_box_rows = query_map(x.q, group)
     block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
     num_units = num_items * num_kv_heads * -(-tile_rows * group // block_rows)

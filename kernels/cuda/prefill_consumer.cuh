@@ -66,8 +66,8 @@ DEVICE uint32 columns_before(int end) {
   return static_cast<uint32>((uint64(1) << (end / 8 * 2 + min(end % 8, 2))) - 1);
 }
 
-// By bits, of which an instruction makes seven predicates, where registers and 32 bits suffice for it.
-constexpr bool kMaskByBits = !KV_FP8 && kTile <= 128;
+// By bits, of which an instruction makes seven predicates, where 32 bits suffice.
+constexpr bool kMaskByBits = kTile <= 128;
 
 DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 #pragma unroll

@@ -19,27 +19,36 @@ constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and 
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 // Sizes by head dims are those of TILES and FP8_TILES in prefill.py.
 constexpr int kTile =  // tokens of a KV tile
-    kDimVo > 128 ? 64 : kDimQk == 64 && !kFp8Products ? 192 : 128;
+    kDimVo > 128 || (KV_FP8 && kDimQk > 128) ? 64 : kDimQk == 64 && !KV_FP8 && !kFp8Products ? 192 : 128;
 constexpr int kKeyStages =  // KV tiles of the ring of keys
-    kFp8Products || kDimQk == 64 ? 4 : kDimQk == 256 ? 3 : 2;
-constexpr int kValueStages = !kFp8Products && kDimQk == 64 ? 4 : 2;  // and of values
-constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
-constexpr int kTilesAhead = kKeyStages > 2 ? 1 : 3;                  // KV tiles left to load when the next unit is taken
-constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
-constexpr int kQueryBlocks = 2 * kQueries;                            // units whose QueryBlock is kept
-constexpr int kPackedRows = 64;                                       // of a consumer
+    kFp8Products ? 4 : kDimQk == 64 ? (KV_FP8 ? 3 : 4) : kDimQk == 256 && !KV_FP8 ? 3 : 2;
+constexpr int kValueStages = kFp8Products || kDimQk > 64 ? 2 : kKeyStages;  // and of values
+constexpr int kTransposedStages = 4;                 // and of transposed values, of FP8 products
+constexpr int kTilesAhead = kKeyStages > 2 ? 1 : 3;  // KV tiles left to load when the next unit is taken
+constexpr int kQueries = kDimQk > 128 ? 1 : 2;       // query buffers
+constexpr int kQueryBlocks = 2 * kQueries;           // units whose QueryBlock is kept
+constexpr int kPackedRows = 64;                      // of a consumer
 // A row in shared memory, as wide as the swizzle, has kColumns columns. Wider heads have several such blocks of columns.
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
 constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
 constexpr int kGroupBytes = 8 * kRowBytes;  // of 8 rows of a block of columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
 constexpr int kKeyBytes = kTile * kDimQk * kElementBytes, kValueBytes = kTile * kDimVo * kElementBytes;
+// TMA loads keys and values to the rings. FP8 ones are loaded to tiles of fewer tokens, kFp8Stages of which are a KV
+// tile, and converted from there to the rings.
+constexpr int kFp8Stages = KV_FP8 ? 2 : 1, kLoadedTile = kTile / kFp8Stages;
+constexpr int kLoadedRowBytes = KV_FP8 ? 64 : kRowBytes, kLoadedBytes = KV_FP8 ? 1 : kElementBytes;  // of an element
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
-// Of a thread. More than the CTA has from its launch would never become free: 168 for each of its 384 threads.
-// Producers of FP8 spill less with more, which consumers of heads of 64 can spare.
-constexpr bool kSparesRegisters = kDimQk == 64 && (KV_FP8 || kFp8Products);
-constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConsumerRegisters = kSparesRegisters ? 224 : 232;
-static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
+constexpr int kConverterWarps = KV_FP8 ? 4 : 0, kFirstConsumerWarp = kProducerWarps + kConverterWarps;
+constexpr int kWarpsOfTensor = kConverterWarps / 2;  // that convert keys, or values
+constexpr int kThreads = 32 * (kFirstConsumerWarp + 2 * kConsumerWarps);
+// Of a thread. More than the CTA has from its launch would never become free. Producers that transpose spill less with
+// more, which consumers of heads of 64 can spare.
+constexpr bool kSparesRegisters = kDimQk == 64 && kFp8Products;
+constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConverterRegisters = KV_FP8 ? 56 : 0;
+constexpr int kConsumerRegisters = KV_FP8 ? 208 : kSparesRegisters ? 224 : 232;
+constexpr int kLaunchRegisters = KV_FP8 ? 128 : 168;
+static_assert(kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters <= kThreads / 128 * kLaunchRegisters);
 constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr int kMaxGroup = 1 << 15;                               // CUDA_PREFILL_GROUP: see DivideByGroup
 constexpr int kBeforeAll = -1024;                                // less than any token plus a row of a unit
@@ -76,6 +85,9 @@ struct Shared {
   alignas(1024) char values[kValueStages][kValueBytes];
 #if Q_FP8
   alignas(1024) char transposed[kTransposedStages][kValueBytes];
+#elif KV_FP8
+  alignas(512) char fp8_keys[kFp8Stages][kLoadedTile * kDimQk];
+  alignas(512) char fp8_values[kFp8Stages][kLoadedTile * kDimVo];
 #endif
   float peer_max[kPackedRows], peer_sum[kPackedRows];
   QueryBlock query_blocks[kQueryBlocks];
@@ -86,6 +98,9 @@ struct Shared {
   uint64 q_full[kQueries], q_empty[kQueries], unit_full, unit_empty, staging;
 #if Q_FP8
   uint64 t_full[2 * kTransposedStages], t_empty[kTransposedStages];  // of transposed values
+#elif KV_FP8
+  uint64 fp8_full[2][kFp8Stages], fp8_empty[2][kFp8Stages];  // of FP8 keys, and of values
+  int fp8_end[2];                                            // not 0 if no KV tile follows
 #endif
 };
 
@@ -200,11 +215,17 @@ DEVICE void release_unit(Shared& shared) {
 
 // Where a KV tile of DIM columns has what, in bytes. A box is a page or a part of one: its tokens are in groups of
 // 8, each with all its columns. Ragged KV begins at any token: all tokens of a block of columns, then those of the next.
-template <int DIM>
+template <int DIM, int TOKENS = kTile, int ROW_BYTES = kRowBytes, int BYTES = kElementBytes>
 struct TileLayout {
-  static constexpr int kGroup = PAGED ? DIM / kColumns * kGroupBytes : kGroupBytes;  // to the next 8 tokens
-  static constexpr int kColumn = PAGED ? kGroupBytes : kTile * kRowBytes;            // to the next block of columns
+  static constexpr int kRow = ROW_BYTES;
+  static constexpr int kBlocks = DIM * BYTES / ROW_BYTES;               // of columns
+  static constexpr int kGroup = PAGED ? kBlocks * 8 * kRow : 8 * kRow;  // to the next 8 tokens
+  static constexpr int kColumn = PAGED ? 8 * kRow : TOKENS * kRow;      // to the next block of columns
 };
+
+// Of keys or values as TMA loads them.
+template <int DIM>
+using LoadedLayout = TileLayout<DIM, kLoadedTile, kLoadedRowBytes, kLoadedBytes>;
 
 // The place in a swizzled tile of what is at byte `offset` of one that is not.
 template <int ROW_BYTES = kRowBytes>

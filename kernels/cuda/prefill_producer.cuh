@@ -1,4 +1,4 @@
-// Prefill: the producers of 16-bit keys and values, and of queries.
+// Prefill: the producers of keys and values, and of queries.
 #pragma once
 
 #include "hopper.cuh"
@@ -8,28 +8,48 @@ namespace attn_ops {
 namespace {
 
 DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
-  using Layout = TileLayout<kDimVo>;
-  constexpr int kChunks = kDimVo / kColumns * kRowChunks;
+  using Layout = LoadedLayout<kDimVo>;
+  constexpr int kOfRow = Layout::kRow / 16, kChunks = Layout::kBlocks * kOfRow;
   for (int i = begin * kChunks + lane; i < end * kChunks; i += 32) {
     const int row = i / kChunks, chunk = i % kChunks;
-    store_shared(values + row / 8 * Layout::kGroup + chunk / kRowChunks * Layout::kColumn + row % 8 * kRowBytes +
-                     chunk % kRowChunks * 16,
+    store_shared(values + row / 8 * Layout::kGroup + chunk / kOfRow * Layout::kColumn + row % 8 * Layout::kRow +
+                     chunk % kOfRow * 16,
                  uint4{0, 0, 0, 0});
   }
 }
 
-// One warp: the KV tiles of all units into a ring. That of keys asks for the next unit when kTilesAhead tiles are left.
+// Where TMA loads keys or values: the rings of the consumers, or tiles of FP8 that are converted into these.
+template <bool VALUES>
+struct LoadedTiles {
+  static constexpr int kDim = VALUES ? kDimVo : kDimQk, kBytes = kLoadedTile * kDim * kLoadedBytes;
+  static constexpr int kStages = KV_FP8 ? kFp8Stages : VALUES ? kValueStages : kKeyStages;
+  static constexpr int kFullBarriers = KV_FP8 ? kStages : 2 * kStages;
+  using Layout = LoadedLayout<kDim>;
+
+  uint32 memory, full, empty;
+
+  DEVICE explicit LoadedTiles(Shared& shared)
+#if KV_FP8
+      : memory(shared_address(VALUES ? shared.fp8_values[0] : shared.fp8_keys[0])),
+        full(shared_address(shared.fp8_full[VALUES])), empty(shared_address(shared.fp8_empty[VALUES])) {}
+#else
+      : memory(shared_address(VALUES ? shared.values[0] : shared.keys[0])),
+        full(shared_address(VALUES ? shared.v_full : shared.k_full)),
+        empty(shared_address(VALUES ? shared.v_empty : shared.k_empty)) {}
+#endif
+  DEVICE void wait_for_empty(uint32 tile) const { wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1); }
+};
+
+// One warp: the KV tiles of all units. That of keys asks for the next unit when kTilesAhead tiles are left.
 // Boxes after the end lie outside of the tensor map and read as zeros.
 // Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
 // 0, since a probability of 0 times NaN is NaN.
 template <bool VALUES>
 DEVICE void produce(const Problem& p, Source source, Shared& shared) {
-  constexpr int kDim = VALUES ? kDimVo : kDimQk, kBytes = VALUES ? kValueBytes : kKeyBytes;
-  constexpr int kStages = VALUES ? kValueStages : kKeyStages;
-  const int lane = threadIdx.x % 32, box = p.box, boxes = kTile / box;
-  const uint32 ring = shared_address(VALUES ? shared.values[0] : shared.keys[0]);
-  const uint32 full = shared_address(VALUES ? shared.v_full : shared.k_full);
-  const uint32 empty = shared_address(VALUES ? shared.v_empty : shared.k_empty);
+  using Tiles = LoadedTiles<VALUES>;
+  using Layout = typename Tiles::Layout;
+  const Tiles tiles(shared);
+  const int lane = threadIdx.x % 32, box = p.box, boxes = kLoadedTile / box;
   const uint32 staging = shared_address(&shared.staging);
   // The page number of this lane's box of the KV tile from token `first` on.
   const auto load_page = [&](const Unit& unit, int first) -> uint32 {
@@ -41,35 +61,46 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   uint32 tile = 0, staged = 0;
   for (uint32 n = 0;; ++n) {
     const Unit unit = wait_for_unit(n, shared);
-    if (unit.count <= 0) return;
+    if (unit.count <= 0) {
+#if KV_FP8
+      for (int i = 0; i < kFp8Stages; ++i) tiles.wait_for_empty(tile + i);
+      if (lane == 0) {
+        shared.fp8_end[VALUES] = 1;
+        arrive(tiles.full);
+      }
+#endif
+      return;
+    }
     uint32 number = load_page(unit, unit.start);
     bool released = VALUES || unit.start >= unit.end;
     if (released) release_unit(shared);
     mark(kSchedule);
-    for (int first = unit.start; first < unit.end;) {
+    const int end = unit.start + (unit.end - unit.start + kTile - 1) / kTile * kTile;  // of the last KV tile
+    for (int first = unit.start; first < end;) {
       if (!released && unit.end - first <= kTilesAhead * kTile) release_unit(shared), released = true;
-      const uint32 stage = tile % kStages, to = ring + stage * kBytes;
+      const uint32 to = tiles.memory + tile % Tiles::kStages * Tiles::kBytes;
       const int token = first + lane * box, visible = unit.end - first;
       // After the end, outside of the map.
       const int page = PAGED ? min(number, uint32(p.num_pages) - 1) : 0;
       const int row = PAGED ? (token < unit.end ? token % p.page_size : p.page_size) / 8
                             : (token < unit.end ? unit.page_start + token : p.kv_rows);
       const int head = PAGED ? page * source.page_step + unit.kv_head * source.head_step : unit.kv_head;
-      const bool zero = VALUES && ((visible < kTile && visible % box) || (first == unit.start && unit.hidden));
-      const uint32 loaded = full + tile % (2 * kStages) * 8, barrier = zero ? staging : loaded;
-      wait(empty + stage * 8, tile / kStages & 1 ^ 1);
+      const bool ends = visible > 0 && visible < kLoadedTile && visible % box;  // inside of a box
+      const bool zero = VALUES && (ends || (first == unit.start && unit.hidden));
+      const uint32 loaded = tiles.full + tile % Tiles::kFullBarriers * 8, barrier = zero ? staging : loaded;
+      tiles.wait_for_empty(tile);
       mark(kWaitEmpty);
-      if (lane == 0) arrive_expect(barrier, kBytes);
+      if (lane == 0) arrive_expect(barrier, Tiles::kBytes);
       __syncwarp();
       for (int i = 0; i < boxes; ++i) {
         const int row_of_box = __shfl_sync(~0u, row, i), head_of_box = __shfl_sync(~0u, head, i);
         if (elect()) {
           if (PAGED) {
-            load_box(to + i * box / 8 * TileLayout<kDim>::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box, barrier);
+            load_box(to + i * box / 8 * Layout::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box, barrier);
           } else {
 #pragma unroll
-            for (int block = 0; block < kDim / kColumns; ++block)
-              load_box(to + block * TileLayout<kDim>::kColumn + i * box * kRowBytes, source.map, 0, row_of_box, block,
+            for (int block = 0; block < Layout::kBlocks; ++block)
+              load_box(to + block * Layout::kColumn + i * box * Layout::kRow, source.map, 0, row_of_box, block,
                        head_of_box, barrier);
           }
         }
@@ -78,14 +109,14 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
         wait(staging, staged & 1);
         ++staged;
         if (first == unit.start) zero_rows(to, 0, unit.hidden, lane);
-        if (visible < kTile) zero_rows(to, visible, (visible + box - 1) / box * box, lane);
+        if (ends) zero_rows(to, visible, (visible + box - 1) / box * box, lane);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) arrive(loaded);
       }
       ++tile;
       mark(kIssue);
-      first += kTile;
+      first += kLoadedTile;
       number = load_page(unit, first);
       mark(kSchedule);
     }

@@ -48,11 +48,19 @@ DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
 }
 static_assert(kTile <= 128 || kTile == 192);
 
+// Products of 256 columns at once need more than the registers of the launch with 512 threads.
+constexpr int kPvParts = KV_FP8 && kDimVo > 128 ? 2 : 1;
+
 DEVICE void issue_pv(Output& output, Partial&, const Probabilities& p, uint64 values) {
   fence_registers(output);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kTile / 16; ++i) wgmma_rs(output, p[i], values + i * 2 * TileLayout<kDimVo>::kGroup / 16);
+  for (int part = 0; part < kPvParts; ++part) {
+    auto& columns = reinterpret_cast<float(&)[kDimVo / 2 / kPvParts]>(output[part * (kDimVo / 2 / kPvParts)]);
+    const uint64 of_part = values + part * (kDimVo / kPvParts / kColumns) * TileLayout<kDimVo>::kColumn / 16;
+#pragma unroll
+    for (int i = 0; i < kTile / 16; ++i) wgmma_rs(columns, p[i], of_part + i * 2 * TileLayout<kDimVo>::kGroup / 16);
+  }
   wgmma_commit();
 }
 

@@ -25,27 +25,3 @@ from attn_ops.kernels.reference.merge_states import merge_state, merge_state_in_
 from attn_ops.kernels.reference.mla import batch_mla
 from attn_ops.kernels.reference.packbits import packbits, segment_packbits
 from attn_ops.kernels.reference.plan import plan_decode, plan_prefill
-
-__all__ = [
-    "append_kv",
-    "append_mla_kv",
-    "batch_decode",
-    "batch_indices_positions",
-    "batch_mla",
-    "batch_prefill",
-    "block_sparse_prefill",
-    "block_sparse_table",
-    "merge_state",
-    "merge_state_in_place",
-    "merge_states",
-    "merge_states_varlen",
-    "packbits",
-    "page_table",
-    "plan_decode",
-    "plan_prefill",
-    "ragged_prefill",
-    "segment_packbits",
-    "seq_lens",
-    "shard_page_table",
-    "single_prefill",
-]

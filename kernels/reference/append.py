@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from attn_ops.kernels.reference.sizes import any_zero
 from torch import Tensor
+
+from attn_ops.symbolic_sizes import any_zero
 
 
 def as_nhd(cache: Tensor, kv_layout: str) -> Tensor:

@@ -15,13 +15,13 @@ import torch
 from attn_ops.kernels.reference.append import as_nhd, block_pages, gather, with_spare_row
 from attn_ops.kernels.reference.masks import byte_offsets, unpack
 from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
-from attn_ops.kernels.reference.sizes import any_zero, enough
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
+from attn_ops.symbolic_sizes import any_zero, guard_or_true
 
 LOG2E = math.log2(math.e)
 MAX_ELEMENTS = 1 << 26
@@ -209,7 +209,7 @@ def _groups(work: Tensor, elements: int) -> Sequence[Tensor]:
     if type(items) is int and type(elements) is int:
         return work.split(max(1, MAX_ELEMENTS // elements))
     groups = 1
-    while groups < MAX_GROUPS and not enough(groups * MAX_ELEMENTS, items * elements):
+    while groups < MAX_GROUPS and not guard_or_true(items * elements <= groups * MAX_ELEMENTS):
         groups *= 4
     if groups == 1:
         return [work]

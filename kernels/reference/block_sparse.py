@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from attn_ops.kernels.reference.sizes import any_zero
 from attn_ops.meta.outputs import block_sparse_table as allocate
 from torch import Tensor
+
+from attn_ops.symbolic_sizes import any_zero
 
 
 def block_sparse_table(

@@ -2,7 +2,6 @@
 
 from attn_ops.kernels.triton.append import append_kv, append_mla_kv
 from attn_ops.kernels.triton.decode_call import batch_decode
-from attn_ops.kernels.triton.launch import capture_launches
 from attn_ops.kernels.triton.merge_states import merge_state, merge_state_in_place, merge_states, merge_states_varlen
 from attn_ops.kernels.triton.mla import batch_mla
 from attn_ops.kernels.triton.packbits import packbits, segment_packbits
@@ -11,27 +10,3 @@ from attn_ops.kernels.triton.plan_decode_fixed_split import plan_decode
 from attn_ops.kernels.triton.plan_prefill import plan_prefill
 from attn_ops.kernels.triton.prefill import batch_prefill, block_sparse_prefill, ragged_prefill, single_prefill
 from attn_ops.kernels.triton.shard_page_table import shard_page_table
-
-__all__ = [
-    "append_kv",
-    "append_mla_kv",
-    "batch_decode",
-    "batch_indices_positions",
-    "batch_mla",
-    "batch_prefill",
-    "block_sparse_prefill",
-    "capture_launches",
-    "merge_state",
-    "merge_state_in_place",
-    "merge_states",
-    "merge_states_varlen",
-    "packbits",
-    "page_table",
-    "plan_decode",
-    "plan_prefill",
-    "ragged_prefill",
-    "segment_packbits",
-    "seq_lens",
-    "shard_page_table",
-    "single_prefill",
-]

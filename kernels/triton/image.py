@@ -19,7 +19,8 @@ from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.native.images import ALIGNMENT, Image, ImageSet, NoImageError, Parameter
-from attn_ops.native.packaged_launch import PackagedTensors, is_aligned, is_known
+from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
+from attn_ops.symbolic_sizes import statically_known_true
 
 GENERAL_SIZE = 3
 """In the place of an integer that only the run knows: no multiple of 16, and not 1. Kernels run any other, too."""
@@ -94,14 +95,12 @@ def _compile_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Address(value.dtype, is_aligned(value))
     if isinstance(value, torch.SymInt):
-        return ALIGNMENT if is_known(value % ALIGNMENT == 0) else GENERAL_SIZE
+        return ALIGNMENT if statically_known_true(value % ALIGNMENT == 0) else GENERAL_SIZE
     return value
 
 
-def launch(
-    images: ImageSet, kernel: Any, grid: Sequence[Any], values: Sequence[Any], options: Any, writes: Sequence[str]
-) -> None:
-    """Trace a launch of ``kernel`` with ``values`` in the order of its parameters, of which it writes ``writes``."""
+def launch(images: ImageSet, kernel: Any, grid: Sequence[Any], values: Sequence[Any], options: Any) -> None:
+    """Trace a launch of ``kernel`` with ``values`` in the order of its parameters."""
     names = kernel.arg_names
     wait_until_prepared()
     device = values[0].device
@@ -115,6 +114,6 @@ def launch(
             "parameters that the launcher does not have"
         )
     named = list(zip(names, values, strict=True))
-    tensors = PackagedTensors(named, writes, lambda _, t: ALIGNMENT if is_aligned(t) else t.itemsize)
+    tensors = PackagedTensors(named, options.writes, lambda _, t: ALIGNMENT if is_aligned(t) else t.itemsize)
     parameters = parameters_of(layout, names, values, tensors.slot_of)
     tensors.launch(images, image_of(compiled, options, parameters), grid, *scalars_of(layout, values))

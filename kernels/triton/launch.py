@@ -171,7 +171,7 @@ def launch(
     if isinstance(values[0], FakeTensor):
         images = collecting()
         if images is not None and options.writes:
-            image.launch(images, kernel, grid, values, options, options.writes)
+            image.launch(images, kernel, grid, values, options)
             return
         kernel = torch.library.wrap_triton(kernel)
     elif DIRECT_LAUNCH and is_available() and isinstance(kernel, JITFunction):

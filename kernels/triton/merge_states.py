@@ -8,6 +8,8 @@ A state of no keys has ``s = -inf`` and adds nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.indexing import padded
@@ -205,79 +207,74 @@ def merge_states_varlen_kernel(
     store_merged(out, lse, row_max, row_sum, acc, row * HEADS + head, mask, d, DIM)
 
 
+def _sizes(v: Tensor) -> tuple[tuple[Any], dict[str, Any]]:
+    """The grid, and the arguments that kernels over packed rows share, for ``v [rows, ..., heads, head_dim]``."""
+    packed_rows, dim = v.shape[0] * v.shape[-2], v.shape[-1]
+    sizes = {"HEADS": v.shape[-2], "DIM": dim, "BLOCK_DIM": triton.next_power_of_2(dim), "PACKED_ROWS": PACKED_ROWS}
+    return (triton.cdiv(packed_rows, PACKED_ROWS),), {"packed_rows": packed_rows, **sizes}
+
+
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = allocate_merge_states(v, s)
-    rows, states, heads, dim = v.shape
+    grid, sizes = _sizes(v)
     launch(
         merge_states_kernel,
-        (triton.cdiv(rows * heads, PACKED_ROWS),),
+        grid,
         v=v,
         s=s,
         out=out,
         lse=lse,
-        packed_rows=rows * heads,
-        states=states,
+        states=v.shape[1],
         stride_v_row=v.stride(0),
         stride_v_state=v.stride(1),
         stride_v_head=v.stride(2),
         stride_s_row=s.stride(0),
         stride_s_state=s.stride(1),
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_DIM=triton.next_power_of_2(dim),
-        PACKED_ROWS=PACKED_ROWS,
+        **sizes,
     )
     return out, lse
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = allocate_merge_state(v_a, s_a)
-    rows, heads, dim = v_a.shape
+    grid, sizes = _sizes(v_a)
     launch(
         merge_state_kernel,
-        (triton.cdiv(rows * heads, PACKED_ROWS),),
+        grid,
         v_a=v_a,
         s_a=s_a,
         v_b=v_b,
         s_b=s_b,
         out=out,
         lse=lse,
-        packed_rows=rows * heads,
         stride_va_row=v_a.stride(0),
         stride_va_head=v_a.stride(1),
         stride_sa_row=s_a.stride(0),
         stride_vb_row=v_b.stride(0),
         stride_vb_head=v_b.stride(1),
         stride_sb_row=s_b.stride(0),
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_DIM=triton.next_power_of_2(dim),
-        PACKED_ROWS=PACKED_ROWS,
+        **sizes,
     )
     return out, lse
 
 
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    rows, heads, dim = v.shape
+    grid, sizes = _sizes(v)
     launch(
         merge_state_in_place_kernel,
-        (triton.cdiv(rows * heads, PACKED_ROWS),),
+        grid,
         v=v,
         s=s,
         v_other=v_other,
         s_other=s_other,
         merged=mask,
-        packed_rows=rows * heads,
         stride_v_row=v.stride(0),
         stride_v_head=v.stride(1),
         stride_s_row=s.stride(0),
         stride_vo_row=v_other.stride(0),
         stride_vo_head=v_other.stride(1),
         stride_so_row=s_other.stride(0),
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_DIM=triton.next_power_of_2(dim),
-        PACKED_ROWS=PACKED_ROWS,
+        **sizes,
         MASK=mask is not None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_paged_matches_oracle(case: Case, launches: list[Any]) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.storage != "fused" and c.page_size == 16], ids=str)
 def test_ragged_matches_oracle(case: Case, launches: list[Any]) -> None:
     setup = Setup("ragged", case, "cuda")
-    runs = any(case.kv_lens) or case.kv_dtype is not None  # there is no tensor map of no tokens
+    runs = any(case.kv_lens)  # there is no tensor map of no tokens
     setup.check(*setup.run("cuda" if runs else "auto"), **setup.tolerance("cuda"))
     assert bool(launches) == runs
 
@@ -138,19 +139,34 @@ def test_ragged_matches_oracle(case: Case, launches: list[Any]) -> None:
     "case", [BASE, *(c for c in CASES if c.name == "heads=4-4" or ", cap and sinks" in c.name)], ids=str
 )
 def test_single_matches_oracle(case: Case, launches: list[Any]) -> None:
-    backend = "cuda" if case.kv_dtype == torch.float8_e5m2 else "auto"  # auto keeps Triton for such a cache
-    Setup("ragged", case, "cuda").check_single(backend)
+    Setup("ragged", case, "cuda").check_single("auto")
     assert launches
 
 
 @pytest.mark.parametrize("tile_rows", [16, 17, 64])
 @pytest.mark.parametrize("kind", ["prefill", "ragged"])
-def test_auto_keeps_triton_for_few_rows_over_an_fp8_cache(kind: str, tile_rows: int, launches: list[Any]) -> None:
+@pytest.mark.parametrize("fp8", FP8, ids=["e4m3", "e5m2"])
+def test_auto_takes_it_for_every_fp8_cache(fp8: dict[str, Any], kind: str, tile_rows: int, launches: list[Any]) -> None:
     """Query tiles of 64, 68 and 256 packed rows."""
-    case = replace(BASE, name="FP8 KV", planner={"tile_rows": tile_rows}, **FP8[0])
+    case = replace(BASE, name="FP8 KV", planner={"tile_rows": tile_rows}, **fp8)
     setup = Setup(kind, case, "cuda")
     setup.check(*setup.run("auto"), **setup.tolerance("cuda"))
-    assert bool(launches) == (tile_rows > 16)
+    assert launches
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_fp8_number_is_converted_exactly(dtype: torch.dtype, fp8: torch.dtype, launches: list[Any]) -> None:
+    """One key, of which every query has one column: its logit is a number of the key, and its output is the value."""
+    values = torch.arange(256, dtype=torch.uint8).view(fp8).view(1, 2, 128)
+    keys = torch.where(values.float().isfinite(), values.float(), 0.0).to(fp8)
+    q = torch.eye(128, dtype=dtype).unsqueeze(1).repeat(1, 2, 1)
+    out, lse = torch.ops.attn.single_prefill(
+        q.cuda(), keys.cuda(), values.cuda(), sm_scale=1.0, return_lse=True, out_dtype=torch.float32, backend="cuda"
+    )
+    assert torch.equal(out.cpu().nan_to_num(-1e9), values.float().nan_to_num(-1e9).expand(128, 2, 128))
+    torch.testing.assert_close(lse.cpu().T, keys[0].float() / math.log(2), rtol=1e-6, atol=0)
+    assert launches
 
 
 def test_alternating_warpgroups_give_the_same_bits_while_memory_is_busy(launches: list[Any]) -> None:

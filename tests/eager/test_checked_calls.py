@@ -48,7 +48,14 @@ def test_what_a_check_reads_is_the_key() -> None:
         assert op.is_checked(other, plan, causal=True)
     for changed in ([plan[0]], plan[::-1], [plan[0], plan[1].int()], [plan[0], torch.zeros(4)[::2]], tuple(plan)):
         assert op.is_checked(t, changed, causal=True)
-    for options in ({}, {"causal": 1}, {"causal": False}, {"causal": True, "scale": 1.0}, {"causal": None}):
+    for options in (
+        {},
+        {"other": True},
+        {"causal": 1},
+        {"causal": False},
+        {"causal": True, "scale": 1.0},
+        {"causal": None},
+    ):
         assert op.is_checked(t, plan, **options)
 
 

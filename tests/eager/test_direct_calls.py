@@ -63,6 +63,8 @@ def test_the_tensors_of_a_tuple_may_be_others(op: Any, fake_driver: FakeDriver) 
     assert fake_driver.addresses() == [plan[0].data_ptr(), given[0].data_ptr()]
     made.cache.direct(*states(), (torch.zeros(5), torch.zeros(4)))
     assert made.captures == 2
+    made.cache.direct(*states(), *plan)
+    assert made.captures == 3
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -179,6 +181,21 @@ def test_calls_that_are_made_before_are_launched_before(op: Any, fake_driver: Fa
     assert (function.calls, fake_driver.get("launches")) == (1, 2)
 
 
+def test_a_call_after_one_that_is_not_captured_is_not_replayed(op: Any, fake_driver: FakeDriver) -> None:
+    made, captures = op(), [False, True, False, True]
+    capture = made.cache.first_call
+
+    def first_call(*given: Any) -> Any:
+        result, captured = capture(*given)
+        return result, captured if captures.pop(0) else None
+
+    made.cache.first_call = first_call
+    function = Function(before=lambda *given: (OpCall("merge_state", given, {}),))
+    function.call(*states())
+    function.call(*states())
+    assert (function.calls, fake_driver.get("launches")) == (2, 0)
+
+
 def test_a_plan_is_looked_up_in_every_call(op: Any, fake_driver: FakeDriver) -> None:
     op(2, 4)
     plans = [torch.zeros(4, 2, 8) for _ in range(2)]
@@ -202,6 +219,29 @@ def test_a_plan_is_looked_up_in_every_call(op: Any, fake_driver: FakeDriver) -> 
     assert (function.calls, found) == (2, [])
 
 
+def test_a_call_with_a_lookup_is_not_replayed_into_a_buffer(op: Any, fake_driver: FakeDriver) -> None:
+    op(4, 0)
+
+    def lookup(v: Tensor, s: Tensor, *_: Any) -> Lookup:
+        return Lookup((s,), [], lambda *_: [])
+
+    def finalize(out: Tensor, *_: Any) -> Tensor:
+        return buffer.copy_(out)
+
+    function = Function(
+        args=lambda v, s, *_: (v, s, v, s),
+        lookup=lookup,
+        finalize=lambda *_: finalize,
+        destinations=lambda *x: (x[2], None),
+    )
+    for calls in (1, 2):
+        v, s = states()[:2]
+        buffer = torch.full_like(v, torch.nan)
+        assert function.call(v, s, buffer) is buffer
+        assert not buffer.isnan().any()
+        assert (function.calls, fake_driver.get("launches")) == (calls, 0)
+
+
 @pytest.mark.parametrize("given", [[], (1,), (torch.zeros(1),) * 65, ()])
 def test_arguments_of_a_call_on_tensors_are_checked(given: Any) -> None:
     call = captured_call._C.PreparedCall((), ((0, 0),), (), True)
@@ -210,3 +250,10 @@ def test_arguments_of_a_call_on_tensors_are_checked(given: Any) -> None:
     writes = captured_call._C.PreparedCall((), (), (0,), True)
     with pytest.raises(TypeError, match="writes to arguments"):
         writes.call((torch.zeros(1),))
+
+
+def test_a_call_that_is_not_prepared_makes_the_calls_before_it() -> None:
+    v, s, w, t = torch.zeros(4, 2, 8), torch.zeros(4, 2), torch.ones(4, 2, 8), torch.zeros(4, 2)
+    before = OpCall("merge_state_in_place", (v, s, w, t), {})
+    out, _ = OpCall("merge_state", (v, s, v, s), {}, before=(before,)).execute()
+    assert out.eq(0.5).all()

@@ -164,6 +164,7 @@ CHANGES = {
     "stride": lambda t: torch.zeros(8, 4).T[:4],
     "dtype": lambda t: t.double(),
     "alignment": lambda t: torch.zeros(17)[1:].view(4, 4),
+    "alignment to 8 bytes": lambda t: torch.zeros(18)[2:].view(4, 4),
     "gradient": lambda t: t.clone().requires_grad_(),
     "type": torch.nn.Parameter,
 }
@@ -190,6 +191,7 @@ def test_the_key_contains_options_plans_and_grad_mode(cached: tuple[Op, list[Ten
     assert op(t, plan, causal=True)
     assert not op(t, plan, causal=False)
     assert not op(t, plan, causal=1)
+    assert not op(t, plan, other=True)
     assert not op(t, plan)
     assert not op(t, [plan[0], torch.zeros(1)], causal=True)
     assert not op(t, plan, causal=True, sinks=torch.ones(4, 4))
@@ -224,12 +226,20 @@ def test_an_entry_is_evicted_with_its_plan(cached: tuple[Op, list[Tensor]]) -> N
     assert not op.cache._plans
 
 
+@pytest.mark.parametrize("field", [0, 1])
+def test_an_entry_is_evicted_with_any_tensor_of_its_plan(cached: tuple[Op, list[Tensor]], field: int) -> None:
+    op, plan = cached
+    del plan[field]
+    assert not op.cache._entries
+    assert not op.cache._plans
+
+
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_call, "MAX_ENTRIES", 3)
     op, plan = Op(), [torch.zeros(1)]
     for scale in range(20):
         op(torch.ones(4), plan, scale=scale)
-        assert len(op.cache._entries) <= 3
+        assert len(op.cache._entries) == len(op.cache._plans) <= 3
         assert op(torch.ones(4), plan, scale=scale)
 
 

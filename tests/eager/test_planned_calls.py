@@ -88,6 +88,11 @@ def test_an_entry_goes_with_its_plan(decode: Decode) -> None:
         assert decode.cache.num_entries == 0
 
 
+def with_number(plan: Any) -> Any:
+    """``plan``, a list or a plan, with a number in place of its last tensor."""
+    return [*plan[:-1], 3] if type(plan) is list else plan._replace(split_counters=3)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "plan by name": lambda q, k, v, plan, w: OP(q, k, v, plan=plan, workspace=w),
     "all by name": lambda q, k, v, plan, w: OP(q=q, k_cache=k, v_cache=v, plan=plan, workspace=w),
@@ -104,6 +109,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "None for a number": lambda q, k, v, plan, w: OP(q, k, v, plan, w, window_left=None),
     "no rows": lambda q, k, v, plan, w: OP(q[0], k, v, plan, w),
     "gradients": lambda q, k, v, plan, w: OP(q.clone().requires_grad_(), k, v, plan, w),
+    "a number in a plan": lambda q, k, v, plan, w: OP(q, k, v, with_number(plan), w),
     "a plan of another op": lambda q, k, v, plan, w: OP(q, k, v, plan[::-1], w),
 }
 
@@ -216,3 +222,12 @@ def test_gradients_are_refused(call: Callable[..., Any]) -> None:
     with pytest.raises(GradientError):
         call(sinks=torch.zeros(2, requires_grad=True))
     call()
+
+
+def test_parameters_are_prepared_without_gradients(decode: Decode, fake_driver: FakeDriver) -> None:
+    """As the sinks of a model, which require gradients."""
+    planner, sinks = planned(), torch.nn.Parameter(torch.zeros(2))
+    with torch.no_grad():
+        for launches in range(2):
+            OP(*inputs(), planner.state, planner.workspace, sinks=sinks)
+            assert (decode.captures, fake_driver.get("launches")) == (1, launches)

@@ -188,8 +188,9 @@ def test_two_arguments_of_one_storage_are_not_replayed(merger: Merger) -> None:
 )
 def test_lists_and_subclasses_are_not_cached(merger: Merger, change: Any) -> None:
     v, s = _states()
+    given = change[1](v[0], s[0])
     for calls in (1, 2):
-        merger.merge_own(*change[1](v[0], s[0]))
+        merger.merge_own(*given)
         assert merger.calls == calls
 
 

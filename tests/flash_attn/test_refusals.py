@@ -163,6 +163,7 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
         "a request has 41 tokens and its cache room for 40; expected at most 40; pass a larger cache",
     ),
     ({"cache_seqlens": 41}, "cache_seqlens is 41 and a request has room for 40 tokens"),
+    ({"cache_seqlens": -1}, "cache_seqlens is -1; expected 0 or more tokens; correct it"),
     ({"cache_seqlens": torch.tensor([3, -1])}, "cache_seqlens has a length of -1"),
     ({"k": torch.ones(3, 1, 2, 64)}, r"k is \[3, 1, 2, 64\]; expected \[2, 1, ...\]"),
     ({"rotary_cos": torch.ones(9, 4)}, "rotary_sin is missing; expected both tables or none"),

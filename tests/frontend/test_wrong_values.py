@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 import attn_ops as flashinfer
 from attn_ops import errors, exports
+from attn_ops.flash_attn import get_scheduler_metadata
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -121,6 +122,14 @@ def test_values_of_the_right_type_that_nothing_takes() -> None:
         prefill.outcome("run", q_scale=torch.zeros(1, dtype=torch.complex64))
     with pytest.raises(errors.DeviceError, match="BatchAttention: device is 'e4m3'; expected a device of PyTorch"):
         flashinfer.BatchAttention(device="e4m3")
+    sizes = {"page_size": 4, "num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    with pytest.raises(errors.DeviceError, match="DecodePlanner: device is 'cuda:99', which is not available: "):
+        flashinfer.DecodePlanner(1, 1, device=torch.device("cuda", 99), **sizes)
+    with pytest.raises(errors.DeviceError, match="get_scheduler_metadata: device is 'cuda:99', which is not available"):
+        get_scheduler_metadata(1, 1, 8, 1, 1, 8, 3, device="cuda:99")
+    if not torch.cuda.is_available():
+        with pytest.raises(errors.DeviceError, match="BatchAttention: device is 'cuda', which is not available: "):
+            flashinfer.BatchAttention()
     attention = next(surface for surface in ALL if surface.name == "attention")
     with pytest.raises(errors.ArgumentError, match="causal is None; expected True or False"):
         attention.outcome("plan", causal=None)

@@ -91,10 +91,10 @@ def declared_parameters(one: Specialization) -> dict[str, str]:
     """The names and kinds of the kernel's parameters in its source."""
     text = re.sub(r"//.*", "", sources(one)[0].decode())
     macros = dict(one.macros)
-    # Parameters of some specializations: `#if MACRO`, those, `#else`, the others, if there are, `#endif`.
+    # Parameters of some specializations: `#if MACRO || MACRO`, those, `#else`, the others, if there are, `#endif`.
     text = re.sub(
-        r"#if (\w+)\n((?:(?!#).*\n)*)(?:#else\n((?:(?!#).*\n)*))?#endif\n",
-        lambda found: found[2] if macros.get(found[1]) else found[3] or "",
+        r"#if (\w+(?: \|\| \w+)*)\n((?:(?!#).*\n)*)(?:#else\n((?:(?!#).*\n)*))?#endif\n",
+        lambda found: found[2] if any(map(macros.get, found[1].split(" || "))) else found[3] or "",
         text,
     )
     found = re.search(rf"__global__[^;{{]*?\b{one.kernel.function}\((.*?)\)\s*{{", text, re.DOTALL)

@@ -243,6 +243,38 @@ def test_merge_state(dtype: torch.dtype) -> None:
     assert torch.equal(lse[~merged], s_a[~merged])
 
 
+def _within(t: Tensor, *more: int) -> Tensor:
+    """``t`` in a tensor with so many more elements in each dimension, which are NaN."""
+    outer = torch.full([n + m for n, m in zip(t.shape, more, strict=True)], math.nan, dtype=t.dtype)
+    inner = outer[tuple(slice(n) for n in t.shape)]
+    return inner.copy_(t)
+
+
+@pytest.mark.parametrize("states", [3, 23])
+def test_merges_of_any_strides(states: int) -> None:
+    v, s = _states(7, states, 3, 48, dtype=torch.float16)
+    v, s = _within(v, 1, 2, 1, 16), _within(s, 2, 1, 5)
+    with Host(seed=states).installed():
+        _check_merge(*merges.merge_states(v, s), v, s)
+        v, s = v[:, :2].contiguous(), s[:, :2].contiguous()
+        (v_a, v_b), (s_a, s_b) = v.unbind(1), s.unbind(1)
+        v_a, s_a = _within(v_a, 2, 1, 8), _within(s_a, 1, 2)
+        _check_merge(*merges.merge_state(v_a, s_a, v_b, s_b), v, s)
+        _check_merge(*merges.merge_state(v_b, s_b, v_a, s_a), v, s)
+        out, lse = _within(v_a, 1, 1, 16), _within(s_a, 1, 1)
+        merges.merge_state_in_place(out, lse, v_b, s_b)
+    _check_merge(out, lse, v, s)
+
+
+def test_parts_of_states_leave_each_row_its_threads() -> None:
+    for dim in (8, 48, 128, 1024):
+        for states in (1, 8, 64, 500):
+            v = torch.empty(3, states, 2, dim, dtype=torch.float16, device="meta")
+            vectors, parts = dim // 8, merges._parts(v)
+            assert 1 <= parts <= max(1, states // merges.PART_STATES)
+            assert parts * vectors <= merges.THREADS
+
+
 class Planted(NamedTuple):
     """A fault, what the machine says of it, and whether the case is one of an odd group."""
 
@@ -259,7 +291,10 @@ PREFILL_FAULTS = {
         "deadlock(.|\n)*wait at prefill_producer.cuh",
     ),
     "another parity": Planted(
-        Fault("wait(empty + stage * 8, tile / kStages & 1 ^ 1);", "wait(empty + stage * 8, tile / kStages & 1);"),
+        Fault(
+            "wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1);",
+            "wait(empty + tile % kStages * 8, tile / kStages & 1);",
+        ),
         "deadlock",
     ),
     "no wait for a stage": Planted(
@@ -358,25 +393,31 @@ PREFILL_FAULTS = {
     "no wait for earlier kernels": Planted(Fault("wait_for_earlier_kernels();", ""), "before griddepcontrol.wait"),
 }
 
-PUBLISH = "fence_async_shared();\n    __syncwarp();\n    if (lane == 0) arrive(full);"
+RELEASE = "if (lane == 0) arrive(tiles.fp8_empty + part * 8);"
+CONVERTED = f"fence_async_shared();\n      __syncwarp();\n      {RELEASE}"
 
 FP8_FAULTS = {
     "no proxy fence after conversions": Planted(
-        Fault(PUBLISH, "__syncwarp();\n    if (lane == 0) arrive(full);"), "no proxy fence"
+        Fault(CONVERTED, CONVERTED.removeprefix("fence_async_shared();\n      ")), "no proxy fence"
     ),
     "lane 0 arrives for lanes that still convert": Planted(
-        Fault(PUBLISH, "fence_async_shared();\n    if (lane == 0) arrive(full);"), "race|no proxy fence"
+        Fault(CONVERTED, CONVERTED.replace("__syncwarp();\n      ", "")), "race|no proxy fence"
     ),
-    "keys are converted before they have arrived": Planted(Fault("wait_for_copies<1>();", ""), "race"),
-    "values are converted before they have arrived": Planted(
-        Fault("wait_for_copies<0>();\n      Values::convert(type, to);", "Values::convert(type, to);"), "race"
+    "a tile is converted before it has arrived": Planted(
+        Fault("wait(tiles.fp8_full + part * 8, tile & 1);", ""), "race|uninitialised"
     ),
-    "no wait for a stage of values": Planted(
-        Fault("wait(v_empty + tile % kValueStages * 8, tile / kValueStages & 1 ^ 1);", ""), "race|more arrivals"
+    "a tile is loaded over one that is converted": Planted(
+        Fault("tiles.wait_for_empty(tile);", ""), "race|more arrivals"
     ),
-    "no queries": Planted(Fault("load_queries(p, q, unit, n, shared, thread);", "", 3), "deadlock"),
-    "no release of a unit": Planted(
-        Fault("release_unit(shared);\n    if (!exists) return;", "if (!exists) return;", 2), "deadlock"
+    "no wait for a stage": Planted(
+        Fault("if (part == 0) wait(tiles.empty + tile % STAGES * 8, tile / STAGES & 1 ^ 1);", ""), "race|more arrivals"
+    ),
+    "the end is passed on while tiles are converted": Planted(
+        Fault("for (int i = 0; i < kFp8Stages; ++i) tiles.wait_for_empty(tile + i);", ""), "race|more arrivals"
+    ),
+    "the end is not passed on": Planted(Fault("arrive(tiles.full);", ""), "deadlock"),
+    "a converted tile is not passed on": Planted(
+        Fault("if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);", ""), "deadlock"
     ),
 }
 

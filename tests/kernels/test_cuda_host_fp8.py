@@ -151,7 +151,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         "race|more arrivals",
     ),
     "no warp that transposes releases a unit": (
-        Fault("release_unit(shared);\n    if (!exists) return;", "if (!exists) return;", 2),
+        Fault("release_unit(shared);\n    if (!exists) return;", "if (!exists) return;"),
         "deadlock",
     ),
     "the next unit is written before the one is read": (

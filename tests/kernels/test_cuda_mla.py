@@ -12,18 +12,15 @@ import torch
 pytest.importorskip("triton")  # whose kernel combines partial results, and for its disassembler
 
 from attn_ops.kernels.cuda import compile as compile_module
-from attn_ops.kernels.cuda import launch as launch_module
 from attn_ops.kernels.cuda import mla, prefill
 from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.kernels.cuda.operands import COLUMNS
 from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
+from helpers.packaged_calls import packaged_image
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_ops
-from attn_ops.native import packaged_launch
-from attn_ops.native.images import ImageSet, collect
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 
@@ -175,31 +172,14 @@ def test_a_package_takes_any_number_of_rows(
     heads: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
-    eager: list[tuple[int, ...]] = []
-    packaged: list[tuple[Any, ...]] = []
-    symbols: list[Any] = []
-    monkeypatch.setattr(packaged_launch, "launch_image", lambda *args: packaged.append(args))
-    monkeypatch.setattr(launch_module.launches, "run", lambda one, device: eager.append(one.integers))
     fixed = _call(50, heads)
 
     def call(rows: Tensor) -> Tensor:
-        symbols.extend(n.node for n in rows.shape if isinstance(n, torch.SymInt))
         q = {name: rows.new_zeros(rows.shape[0], heads, n) for name, n in (("q_nope", 512), ("q_pe", 64))}
         return mla.batch_mla(**fixed | q, causal=True)[0]
 
-    images = ImageSet()
-    with collect(images):
-        make_fx(call, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.zeros(50, dtype=torch.bfloat16))
-    ((outs, ins, integers, _, name),) = packaged
-    image = images.images[name]
+    image = packaged_image(call, (50, 7, 900), monkeypatch)
     assert (image.function, len(image.maps)) == ("mla", 4)
-    hints = {node.expr: node.hint for node in symbols}
-    sizes = 2 * sum(t.dim() for t in (*outs, *ins))
-    for count in (50, 7, 900):
-        call(torch.zeros(count, dtype=torch.bfloat16))
-        hints[symbols[0].expr] = count  # of dimension 0
-        values = [int(i.node.expr.subs(hints)) if isinstance(i, torch.SymInt) else i for i in integers]
-        assert (*values[:3], *values[3 + sizes :]) == eager[-1]
 
 
 GOOD = Problem(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -19,16 +18,9 @@ mla = pytest.importorskip("attn_ops.kernels.cuda.mla", exc_type=ImportError)
 
 pytestmark = cuda_host.needs_a_compiler
 
-MAIN = """
-#include <cstdio>
-#include <vector>
-using namespace attn_ops;
-
-int main() {
-  std::vector<int> n;
-  for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
-  const int* at = n.data();
-  const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
+MAIN = (
+    cuda_host.READ_NUMBERS
+    + """\
   Problem p = {.qo_indptr = array(), .work = array()};
   for (int* field : {&p.rows, &p.num_pages, &p.max_pages, &p.max_items, &p.max_batch, &p.heads, &p.page_size,
                      &p.tile_rows, &p.num_items, &p.num_units})
@@ -44,6 +36,7 @@ int main() {
   }
 }
 """
+)
 
 
 class Unit(NamedTuple):
@@ -73,10 +66,7 @@ def _units(programs: dict[int, Path], plan: attn_ops.PrefillPlan, rows: int, clu
     numbers += [rows, 1 << 20, plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0]]
     numbers += [problem.num_qo_heads, problem.page_size, problem.tile_rows, items, items * blocks]
     numbers += [min(clusters, items * blocks) * cluster, int(causal)]
-    words = " ".join(map(str, numbers))
-    run = subprocess.run([programs[cluster]], input=words, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return [Unit(*map(int, line.split())) for line in run.stdout.splitlines()]
+    return [Unit(*row) for row in cuda_host.rows_of(programs[cluster], numbers)]
 
 
 BATCHES = {

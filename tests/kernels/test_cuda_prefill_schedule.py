@@ -21,16 +21,9 @@ pytestmark = cuda_host.needs_a_compiler
 
 HEADS, NO_WINDOW, TILE, PACKED_ROWS = 2, 1 << 30, 128, 64
 
-MAIN = """
-#include <cstdio>
-#include <vector>
-using namespace attn_ops;
-
-int main() {
-  std::vector<int> n;
-  for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
-  const int* at = n.data();
-  const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
+MAIN = (
+    cuda_host.READ_NUMBERS
+    + """\
   Problem p = {.qo_indptr = array(), .work = array()};
   int* const queue = p.queue = const_cast<int*>(array());
   for (int* field : {&p.window_left, &p.window_right, &p.rows, &p.kv_rows, &p.num_pages, &p.max_pages, &p.max_items,
@@ -52,6 +45,7 @@ int main() {
   return queue[kNextUnit];
 }
 """
+)
 
 
 class Unit(NamedTuple):
@@ -86,9 +80,7 @@ def _units(program: Path, plan: attn_ops.PrefillPlan, rows: int, box: int, ctas:
     numbers += [p.get("left", NO_WINDOW), p.get("right", NO_WINDOW), rows, p.get("kv_rows", 0), p.get("pages", 0)]
     numbers += [plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], HEADS, group, problem.page_size]
     numbers += [box, tile_rows, items, min(ctas, units)]
-    run = subprocess.run([program], input=" ".join(map(str, numbers)), capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return [Unit(*map(int, line.split())) for line in run.stdout.splitlines()]
+    return [Unit(*row) for row in cuda_host.rows_of(program, numbers)]
 
 
 BATCHES = {

@@ -17,10 +17,12 @@ pytestmark = needs_nvrtc
 REGISTERS = 2
 """How many more registers a kernel may take: small changes of the source move a few."""
 
-SPILL_BYTES, FP8_SPILL_BYTES = 64, 96
+SPILLED_AGAIN = 8
+"""How many more bytes of a thread may be spilled: nvrtc spills 8 more of the same sources in some processes."""
+
+SPILL_BYTES = 64
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
-exponentials of a soft cap. Producers that convert FP8 have 40 registers, and what they need once for each unit may be
-spilled."""
+exponentials of a soft cap."""
 
 SHARED_MEMORY, REGISTER_FILE = 227 << 10, 255
 """Of a CTA, in bytes; and of a thread."""
@@ -34,16 +36,19 @@ def measured() -> dict[str, Usage]:
 def test_kernels_fit_and_hardly_spill(measured: dict[str, Usage]) -> None:
     for name, row in measured.items():
         assert row.shared <= SHARED_MEMORY, name
-        assert row.stack <= (FP8_SPILL_BYTES if "KV_FP8=1" in name else SPILL_BYTES), name
+        assert row.stack <= SPILL_BYTES, name
         assert row.registers <= REGISTER_FILE, name
 
 
-@pytest.mark.parametrize("one", [s for s in specializations() if s.threads == 384], ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [s for s in specializations() if s.threads >= 384], ids=lambda one: one.name)
 def test_warpgroups_take_the_registers_of_the_launch(one: Specialization) -> None:
-    """One of producers and two of consumers: ``setmaxnreg`` waits for ever for more than the CTA has."""
-    taken = [int(n, 16) for n in re.findall(r"USETMAXREG\S* .*?0x([0-9a-f]+)", disassembly(one))]
+    """Two of consumers, which have most, and one of each other role: ``setmaxnreg`` waits for ever for more than the
+    CTA has.
+    """
+    taken = {int(n, 16) for n in re.findall(r"USETMAXREG\S* .*?0x([0-9a-f]+)", disassembly(one))}
     assert all(n % 8 == 0 for n in taken)
-    assert min(taken) + 2 * max(taken) <= 3 * usage_of(one).registers
+    assert len(taken) == one.threads // 128 - 1
+    assert sum(taken) + max(taken) <= one.threads // 128 * usage_of(one).registers
 
 
 @pytest.mark.skipif(compiler_version() not in read(), reason=f"resources_cuda.json has no {compiler_version()}")
@@ -53,7 +58,11 @@ def test_no_kernel_takes_more_than_the_table_says(measured: dict[str, Usage]) ->
     worse = []
     for name, now in measured.items():
         before = Usage(*table[name])
-        grows = now.registers > before.registers + REGISTERS or now.stack > before.stack or now.shared > before.shared
+        grows = (
+            now.registers > before.registers + REGISTERS
+            or now.stack > before.stack + SPILLED_AGAIN
+            or now.shared > before.shared
+        )
         if grows or now.hgmma != before.hgmma:
             worse.append(f"{name}: {before} was, {now} is")
     assert not worse, "\n".join([*worse, "if it is meant: (cd tests && python -m helpers.cuda_kernels --write)"])

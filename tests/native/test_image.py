@@ -192,7 +192,7 @@ def test_kernels_compile_for_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPa
     with FakeTensorMode():
         out = torch.empty(4, device="cuda:1")
     with pytest.raises(InterruptedError):
-        image.launch(ImageSet(), kernel, (1,), (out,), launch.Options(), ("out",))
+        image.launch(ImageSet(), kernel, (1,), (out,), launch.Options(writes=("out",)))
     assert compiled_on == [torch.device("cuda", 1)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,20 @@ def test_explain_has_a_line_per_backend() -> None:
         "c: too wide",
         "d: can run it",
     ]
+
+
+def test_graphs_and_packages_take_what_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``auto`` keeps a backend for eager calls out of graphs; a package has images, if the backend has some."""
+    eager = replace(_backend("eager"), eager_only=True, inductor_lowerable=False)
+    image = replace(_backend("image"), has_images=True, inductor_lowerable=False)
+    monkeypatch.setattr(backends, "BACKENDS", (eager, image, _backend("plain")))
+    choose = backends.choose.__wrapped__
+    assert choose(PROBLEM).name == choose(PROBLEM, "eager", traced=True).name == "eager"
+    assert choose(PROBLEM, traced=True).name == choose(PROBLEM, lowerable=True, images=True).name == "image"
+    assert choose(PROBLEM, lowerable=True).name == "plain"
+    for images in (False, True):
+        with pytest.raises(BackendError, match="eager: Inductor does not generate it"):
+            choose(PROBLEM, "eager", lowerable=True, images=images)
 
 
 def test_all_unsupported_reasons_are_given_when_none_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,6 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     ("call", "reason"),
     [
         (_prefill(dtype=torch.float32), "not a 16-bit dtype"),
-        (_prefill(kv_dtype=E5M2), "the cache is torch.float8_e5m2"),
         (_prefill(head_dims=(96, 96)), "head dimensions 96 and 96"),
         (_prefill(head_dims=(192, 192)), "head dimensions 192 and 192"),
         (_prefill(page_size=12), "pages of 12 tokens"),
@@ -160,12 +159,16 @@ FIXED_SPLIT = {"fixed_split_size": 16}
         _prefill(kv_dtype=E4M3, qo_lens=(1, 1), planner=FIXED_SPLIT),  # its tiles depend on no number of rows
         _single(1, kv_dtype=E4M3),
         _block_sparse(64),
+        _prefill(kv_dtype=E4M3, planner={"tile_rows": 16}),
+        _prefill(dtype=E4M3, head_dims=(192, 128), qo_lens=(1, 1)),
+        _block_sparse(16),
+        _prefill(kv_dtype=E5M2),
+        _single(100, kv_dtype=E5M2, dtype=torch.float16),
+        _prefill(kv_dtype=E5M2, planner={"tile_rows": 1}),
     ],
-    ids=range(10),
+    ids=range(16),
 )
-def test_an_fp8_cache_is_converted_where_both_consumers_have_rows(
-    call: tuple[str, dict[str, Any]], on_hopper: list[Any]
-) -> None:
+def test_an_fp8_cache_is_converted(call: tuple[str, dict[str, Any]], on_hopper: list[Any]) -> None:
     for place in ({}, {"traced": True}, {"lowerable": True, "images": True}):
         assert _chosen(*call, **place) == _chosen(*call, **place, name="cuda") == FP8_PREFILL
     assert len(set(on_hopper)) == 1
@@ -176,44 +179,11 @@ def test_an_fp8_cache_is_converted_where_both_consumers_have_rows(
     assert lines[GENERAL] == "can run it, kernel prefill"
 
 
-ROWS = "auto takes it for query tiles of more than 64 packed rows, not {}"
-CACHES = "auto takes it for caches of torch.float8_e4m3fn, not torch.float8_e5m2"
-
-
-@pytest.mark.parametrize(
-    ("call", "reasons"),
-    [
-        (_prefill(kv_dtype=E4M3, planner={"tile_rows": 16}), ROWS.format(64)),
-        (_prefill("ragged", kv_dtype=E4M3, qo_lens=(16, 16), kv_scale=(1.0, 2.0)), ROWS.format(64)),
-        (_prefill(kv_dtype=E4M3, heads=(7, 1), planner={"tile_rows": 9}), ROWS.format(63)),
-        (_prefill(dtype=E4M3, head_dims=(192, 128), qo_lens=(1, 1)), ROWS.format(64)),
-        (_block_sparse(16), ROWS.format(64)),
-        (_prefill(kv_dtype=E5M2), CACHES),
-        (_single(100, kv_dtype=E5M2, dtype=torch.float16), CACHES),
-        (_prefill(kv_dtype=E5M2, planner={"tile_rows": 1}), f"{CACHES}, {ROWS.format(4)}"),
-    ],
-    ids=range(8),
-)
-def test_other_fp8_caches_are_left_to_the_general_kernel_unless_cuda_is_asked_for(
-    call: tuple[str, dict[str, Any]], reasons: str, on_hopper: list[Any]
-) -> None:
-    for place in ({}, {"traced": True}, {"lowerable": True, "images": True}):
-        assert _chosen(*call, **place) == GENERAL
-    lines = _lines(*call)
-    assert lines[FP8_PREFILL] == reasons
-    assert lines[GENERAL] == "runs it, kernel prefill"
-    assert not on_hopper  # nothing is compiled that does not run
-    op, arguments = call
-    assert _chosen(*call, name="cuda") == _chosen(*call, name="cuda", lowerable=True, images=True) == FP8_PREFILL
-    named = _lines(op, arguments | {"backend": "cuda"})
-    assert named[FP8_PREFILL] == "runs it, kernel prefill_fp8; packages launch its image"
-
-
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
         (_prefill(dtype=torch.float32, kv_dtype=E4M3), "torch.float32 is not a 16-bit dtype"),
-        (_prefill(dtype=torch.float32, kv_dtype=E5M2), f"torch.float32 is not a 16-bit dtype, {CACHES}"),
+        (_prefill(dtype=torch.float32, kv_dtype=E5M2), "torch.float32 is not a 16-bit dtype"),
         (_prefill(kv_dtype=E4M3, page_size=12), "pages of 12 tokens are not multiples of 8"),
         (_prefill(qo_lens=(1, 1)), "the cache is torch.bfloat16, not FP8"),
     ],
@@ -224,7 +194,7 @@ def test_calls_that_no_kernel_for_fp8_caches_runs(call: tuple[str, dict[str, Any
 
 
 def test_an_exported_program_has_any_number_of_rows(caplog: pytest.LogCaptureFixture) -> None:
-    """What ``auto`` takes depends on query tiles, so the number of rows needs no guard."""
+    """What runs does not depend on the number of rows, which needs no guard."""
 
     class Attend(torch.nn.Module):
         def __init__(self, op: str) -> None:
@@ -235,18 +205,19 @@ def test_an_exported_program_has_any_number_of_rows(caplog: pytest.LogCaptureFix
             return self.op(*tensors)
 
     rows = torch.export.Dim("rows", min=1, max=4000)
-    calls = {
-        FP8_PREFILL: (_single(50, kv_dtype=E4M3), _prefill("ragged", kv_dtype=E4M3)),
-        GENERAL: (_prefill("ragged", kv_dtype=E4M3, qo_lens=(16, 16)),),
-    }
-    for kernel, (op, arguments) in [(kernel, call) for kernel, some in calls.items() for call in some]:
+    some = (
+        _single(50, kv_dtype=E4M3),
+        _prefill("ragged", kv_dtype=E4M3),
+        _prefill("ragged", kv_dtype=E4M3, qo_lens=(16, 16)),
+    )
+    for op, arguments in some:
         inputs = tuple(arguments[name] for name in ("q", "k", "v", "plan", "workspace") if name in arguments)
         fixed = tuple(type(t)(*({} for _ in t)) if isinstance(t, tuple) else {} for t in inputs[1:])
         caplog.clear()
         with caplog.at_level(logging.DEBUG, "attn_ops.ops.register"):
             program = torch.export.export(Attend(op), inputs, dynamic_shapes=(({0: rows}, *fixed),))
         messages = {record.getMessage() for record in caplog.records if record.name == "attn_ops.ops.register"}
-        assert messages == {f"{op}: {kernel} runs the traced call"}
+        assert messages == {f"{op}: {FP8_PREFILL} runs the traced call"}
         (found,) = program.range_constraints.values()
         assert (int(found.lower), int(found.upper)) == (1, 4000)
 

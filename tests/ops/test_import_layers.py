@@ -6,6 +6,7 @@ An import inside a function may point up, for what is needed only then, but not 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "errors",
         "version",
         "exports",
+        "symbolic_sizes",
         "cpp",
         "ops",
         "ops.functions",
@@ -153,3 +155,23 @@ def test_private_parts_of_pytorch_are_used_where_they_are_listed(module: str) ->
 def test_the_table_names_modules_that_exist() -> None:
     assert {prefix for prefixes in LAYERS for prefix in prefixes} <= FILES.keys()
     assert set().union(*PRIVATE.values()) <= FILES.keys()
+
+
+def _documented() -> dict[str, int]:
+    """The layer of each module and folder in the table of the architecture."""
+    text = (ROOT / "docs/contributing/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| (.*) \|$", text, re.MULTILINE)
+    named = {name: int(layer) for layer, names in rows for name in re.findall(r"`([^`]+)`", names)}
+    return {name.rstrip("/").replace("/", "."): layer for name, layer in named.items()}
+
+
+def test_the_documented_layers_hold() -> None:
+    layers = _documented()
+    assert layers.keys() <= FILES.keys()
+    of = {module: layers.get(_longest_prefix(module, set(layers))) for module in FILES}
+    for module, layer in of.items():
+        if not module or module == LAZY or module.startswith(f"{LAZY}."):  # the table says it of kernels in words
+            continue
+        assert layer is not None, f"{module} has no layer in the table"
+        higher = {name for name in _imports(module, lazy=False) if (of[name] or 0) > layer}
+        assert not higher, f"{module} is in layer {layer}"

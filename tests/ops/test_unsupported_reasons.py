@@ -42,6 +42,11 @@ CONDITIONS: list[tuple[dict[str, Any], tuple[int, int], str]] = [
         (8, 6),
         r"compute capability 8.9 or newer for torch.float8_e4m3fn, not \(8, 6\)",
     ),
+    (
+        {"op": "batch_prefill", "out_dtype": torch.float8_e4m3fn} | BF16,
+        (8, 6),
+        r"compute capability 8.9 or newer for torch.float8_e4m3fn, not \(8, 6\)",
+    ),
 ]
 
 

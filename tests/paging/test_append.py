@@ -215,3 +215,12 @@ def test_random_batches_on_a_gpu_are_appended_as_by_the_reference(seed: int) -> 
     )
     for want, got in zip(expected, actual, strict=True):
         assert torch.equal(want, got.cpu())
+
+
+def test_entries_that_the_page_table_does_not_have_are_skipped() -> None:
+    """``kv_indptr`` may end beyond ``kv_indices``, as after a batch that is too large."""
+    k, cache = torch.ones(2, 1, 8), torch.zeros(3, 2, 1, 8)
+    rows, positions, indices, indptr = (torch.tensor(t, dtype=torch.int32) for t in ([0, 0], [1, 2], [2], [0, 4]))
+    torch.ops.attn.append_kv(k, k, cache, cache.clone(), rows, positions, indices, indptr)
+    assert cache[2, 1].eq(1).all()
+    assert cache.sum() == 8

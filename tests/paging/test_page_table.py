@@ -114,3 +114,15 @@ def test_shards_that_do_not_exist(rank: int, world: int, interleave: int, words:
     table = page_table([40, 3], 16)
     with pytest.raises(OptionError, match=words):
         torch.ops.attn.shard_page_table(*table, 16, rank, world, interleave)
+
+
+@given(st.lists(st.integers(-9, 20), min_size=2, max_size=6), st.integers(0, 8))
+@example([0, 3, 2**31 - 1, -(2**31), 2], 4)
+def test_shards_of_entries_out_of_range(kv_indptr: list[int], pages: int) -> None:
+    """Entries beyond ``kv_indices`` are left out, and nothing outside of it is read."""
+    indices, last = torch.arange(10, 10 + pages, dtype=torch.int32), int32([3] * (len(kv_indptr) - 1))
+    held = int32([min(max(n, 0), pages) for n in kv_indptr])
+    for rank in range(2):
+        own = torch.ops.attn.shard_page_table(int32(kv_indptr), indices, last, 4, rank, 2, 4)
+        expected = torch.ops.attn.shard_page_table(held, indices, last, 4, rank, 2, 4)
+        assert [t.tolist() for t in own] == [t.tolist() for t in expected]

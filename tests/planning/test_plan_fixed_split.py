@@ -9,12 +9,13 @@ import pytest
 import torch
 from helpers.oracle import GARBAGE, attention, merge
 from helpers.page_tables import LENGTHS, PAGE_SIZES, Item, disjoint, indptr, items, page_table
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlan, PrefillPlanner
 from attn_ops.errors import CapacityError, OptionError
-from attn_ops.plan.state import KV_BLOCK, num_partials, num_slots, workspace_size
+from attn_ops.plan.sizing import count_splits, max_splits_for
+from attn_ops.plan.state import KV_BLOCK, PlanProblem, num_partials, num_slots, workspace_size
 
 HEADS, DIM = 2, 8
 SIZES: dict[str, Any] = {"num_qo_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
@@ -197,3 +198,21 @@ def test_too_many_splits_are_refused_on_the_host_and_not_made_from_device_length
     table = page_table([n for _, n in lengths], 16)
     plan = planner.plan(indptr([16, 16, 16]), *table, validate=False)
     assert [i.slot for i in items(plan) if i.rows] == [-1] * 3
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 900)), min_size=1, max_size=6),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from([64, 128]),
+    st.sampled_from([(0, 0), (0, 1), (100, 1)]),
+)
+@example([(1, 900)] * 6, 16, 64, (0, 0))
+def test_the_capacity_for_splits_suffices(
+    requests: list[tuple[int, int]], tile_rows: int, split: int, sees: tuple[int, int]
+) -> None:
+    """Of every batch with so many requests, query rows and tokens of the longest request."""
+    window, ahead = sees
+    qo_len, kv_len = torch.tensor(requests).unbind(1)
+    problem = PlanProblem(16, 4, 2, 64, 64, 1024, tile_rows, window, ahead, split)
+    capacity = max_splits_for(problem, len(requests), int(qo_len.sum()), int(kv_len.max()))
+    assert count_splits(problem, qo_len, kv_len) <= capacity

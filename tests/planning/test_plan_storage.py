@@ -79,6 +79,16 @@ def test_the_workspace_may_be_larger_or_left_out(kind: str) -> None:
         assert _planner(kind, {"workspace": workspace}).workspace is workspace
 
 
+@each_kind
+def test_storage_may_be_slices_of_one_tensor(kind: str) -> None:
+    one = torch.zeros(9, dtype=torch.int32)
+    planner = _planner(kind, {"kv_indptr": one[4:], "kv_len": one[:4]})
+    planner.plan(*_table(kind))
+    assert one[4:].equal(planner.state.kv_indptr)
+    assert one[:4].equal(planner.state.kv_len)
+    assert one[:4].any()
+
+
 def test_an_odd_number_of_splits_is_rounded_down() -> None:
     """A tile that is split has at least two splits."""
     sizes = {**SIZES, "num_ctas": 5}
@@ -87,10 +97,14 @@ def test_an_odd_number_of_splits_is_rounded_down() -> None:
     assert [t.shape for t in planner.state] == [t.shape for t in expected.state]
 
 
+SHARED = torch.zeros(999, dtype=torch.int32)
+
 BAD: list[tuple[dict[str, Any], type[AttnOpsError], str]] = [
     ({"kv_length": int32([0] * 4)}, ArgumentError, r"\['kv_length'\]: there is no such field; expected .*kv_len.*; c"),
     ({"problem": int32([0] * 4)}, ArgumentError, r"\['problem'\]: there is no such field; expected .*kv_len.*; c"),
     ({"kv_len": [0] * 4}, ArgumentError, r"\['kv_len'\]: it is of type list; expected a tensor; pass"),
+    ({"kv_len": SHARED[1:5], "kv_indptr": SHARED[4:9]}, ArgumentError, r"\['kv_indptr'\]: it shares memory with sto"),
+    ({"kv_indptr": SHARED[:5], "workspace": SHARED[4:].view(torch.float32)}, ArgumentError, r"\['workspace'\]: it sha"),
     ({"kv_len": torch.zeros(4, dtype=torch.int64)}, DTypeError, r"\['kv_len'\]: it is int64; expected int32; allocate"),
     (
         {"kv_len": torch.zeros(4, dtype=torch.int32, device="meta")},

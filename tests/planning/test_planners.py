@@ -17,6 +17,7 @@ import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
 from attn_ops.errors import PlanError
 from attn_ops.plan.plan_checks import check_plan
+from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import PlanProblem, num_slots
 
 SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -255,3 +256,19 @@ def test_head_shards_of_multi_query_attention_widen_the_tiles() -> None:
 def test_head_shards_divide_the_heads(shards: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecodePlanner(1, 1, page_size=PAGE, **SIZES, head_shards=shards)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "tile_rows"),
+    [
+        ((8, 2), 16, 16),  # exactly 64 packed rows
+        ((8, 2), 17, 32),
+        ((8, 2), 1000, 64),
+        ((24, 1), 2, 2),
+        ((24, 1), 1000, 10),
+        ((512, 1), 1, 1),
+        ((512, 1), 1000, 1),
+    ],
+)
+def test_default_rows_of_a_query_tile(heads: tuple[int, int], rows: int, tile_rows: int) -> None:
+    assert rows_per_tile(*heads, rows) == tile_rows

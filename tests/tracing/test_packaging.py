@@ -143,6 +143,11 @@ REFUSALS = {
         errors.UnsupportedError,
         "scale has a value of type float; expected tensors; make it an attribute",
     ),
+    "a tensor twice": (
+        _changed(inputs=lambda p: (d.inputs()[0], *d.inputs()[1:2] * 2, p.state, p.workspace)),
+        errors.ArgumentError,
+        "second is the same tensor as first; expected an example of its own for each; pass a copy as second",
+    ),
     "an unknown name": (
         _changed(dynamic_shapes=lambda p: {"y": {}}),
         errors.ArgumentError,
@@ -152,6 +157,11 @@ REFUSALS = {
         _changed(dynamic_shapes=lambda p: {"plan": p.state}),
         errors.OptionError,
         "dynamic_shapes has 'plan', which is the planner's; expected no entry",
+    ),
+    "a dynamic workspace": (
+        _changed(dynamic_shapes=lambda p: {"workspace": {}}),
+        errors.OptionError,
+        "dynamic_shapes has 'workspace', which is the planner's; expected no entry",
     ),
     "metadata": (
         _changed(inductor_configs=lambda p: {"aot_inductor.metadata": {"layers": 2}}),
@@ -196,3 +206,5 @@ def test_the_compiler_uses_no_other_vectors_than_inductor(
         options = packaging._compile(program, configs, {})
     assert options.get("cpp.march") == march
     assert options["cpp.simdlen"] == configs["cpp.simdlen"]
+    with torch._inductor.config.patch({"cpp.march": None, "cpp.simdlen": configs["cpp.simdlen"]}):
+        assert packaging._compile(program, {}, {}).get("cpp.march") == (march if march != "znver1" else "x86-64-v3")

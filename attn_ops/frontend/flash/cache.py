@@ -74,7 +74,9 @@ class CacheLengths(NamedTuple):
         if isinstance(self.seqlens, Tensor):
             return lengths(where, self.name, self.seqlens, batch, device, capacity, table)
         number = capacity if self.seqlens is None else self.seqlens
-        if not 0 <= number <= capacity:
+        if number < 0:
+            fail(PageTableError, where, f"{self.name} is {number}", "0 or more tokens", "correct it")
+        if number > capacity:
             shown = f"{self.name} is {number} and a request has room for {capacity} tokens"
             fix = "pass a larger cache" if table is None else f"pass a wider {table}"
             fail(CapacityError, where, shown, f"0 to {capacity}", fix)
@@ -216,7 +218,7 @@ class CacheBatch(NamedTuple):
         self._check_number(where, capacity)
         after = host.after(where, capacity)
         first = self._check_leftpad(where, host) // max(1, self.spec.page_size)
-        pages, column = -(-after // max(1, self.spec.page_size)), torch.arange(table.shape[1])
+        pages, column = -(-after // max(1, self.spec.page_size)), torch.arange(table.shape[1], device="cpu")
         wrong = (column < pages[:, None]) & (column >= first) & ((table < 0) | (table >= self.places))
         if wrong.any():
             b, i = wrong.nonzero()[0].tolist()
@@ -231,7 +233,7 @@ class CacheBatch(NamedTuple):
     def _check_leftpad(self, where: str, host: CacheBatch) -> Tensor:
         """int32 ``[batch, 1]`` on the host: padding, which ends where the cache does at the latest."""
         if self.leftpad is None:
-            return torch.zeros(1, 1, dtype=torch.int32)
+            return torch.zeros(1, 1, dtype=torch.int32, device=host.device)
         leftpad = lengths(where, "cache_leftpad", self.leftpad, self.requests, host.device)
         before = host.lengths.before(where, self.requests, INT32_MAX, host.device)
         wrong = leftpad > before

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, fail
+from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail
 from attn_ops.plan.page_table import seen
 
 
@@ -42,7 +42,7 @@ class Rotary(NamedTuple):
                     "correct it",
                 )
             if not t.is_floating_point():
-                fail(DTypeError, where, f"{name} is {str(t.dtype).removeprefix('torch.')}", "float", "convert it")
+                fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "float", "convert it")
         return cls(cos.to(device), sin.to(device), interleaved)
 
     def check(self, where: str, positions: Tensor) -> None:

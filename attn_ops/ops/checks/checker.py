@@ -18,12 +18,15 @@ from attn_ops.errors import (
     OptionError,
     PlanError,
     ShapeError,
+    dtype_name,
+    fail,
 )
 from attn_ops.ops import size_guards
 from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, AttentionOptions, bounded
 from attn_ops.plan.plan_checks import check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
+from attn_ops.symbolic_sizes import guard_or_false
 
 PLAN_RANKS = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles": 2, "split_counters": 2}
 """Ranks of the fields of a plan that are not vectors."""
@@ -36,7 +39,7 @@ class OpChecker:
         self.name = name
 
     def fail(self, error: type[AttnOpsError], what: str, expected: str, fix: str) -> NoReturn:
-        raise error(f"{self.name}: {what}; expected {expected}; {fix}")
+        fail(error, self.name, what, expected, fix)
 
     def tensor(self, name: str, t: Tensor, dims: str, dtypes: Sequence[torch.dtype], like: Tensor | None) -> None:
         """Rank (counted from ``dims``, such as ``"[batch, heads, head_dim]"``), dtype, device and last stride."""
@@ -44,8 +47,8 @@ class OpChecker:
         if t.dim() != rank:
             self.fail(ShapeError, f"{name} has rank {t.dim()}", f"{rank}, {dims}", f"reshape {name}")
         if t.dtype not in dtypes:
-            names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-            self.fail(DTypeError, f"{name} is {dtype_name(t)}", names, f"convert it with {name}.to(...)")
+            names = " or ".join(map(dtype_name, dtypes))
+            self.fail(DTypeError, f"{name} is {dtype_name(t.dtype)}", names, f"convert it with {name}.to(...)")
         if like is not None and t.device != like.device:
             self.fail(
                 DeviceError,
@@ -90,7 +93,7 @@ class OpChecker:
     def no_overlap(self, name: str, t: Tensor) -> None:
         """Rows of ``t``, which are written, have memory of their own; those of an expanded tensor share it."""
         for dim, (size, stride) in enumerate(zip(t.shape[:-1], t.stride()[:-1], strict=True)):
-            if known(stride < t.shape[-1]) and known(size > 1):
+            if guard_or_false(stride < t.shape[-1]) and guard_or_false(size > 1):
                 self.fail(
                     ShapeError,
                     f"{name} is written and its rows overlap, with stride {stride} in dimension {dim}",
@@ -138,19 +141,22 @@ class OpChecker:
         (query, q), (first, k), (second, v) = tensors.items()
         if k.dtype != v.dtype:
             self.fail(
-                DTypeError, f"{first} is {dtype_name(k)} and {second} {dtype_name(v)}", "one dtype", "convert one"
+                DTypeError,
+                f"{first} is {dtype_name(k.dtype)} and {second} {dtype_name(v.dtype)}",
+                "one dtype",
+                "convert one",
             )
         if q.dtype in FP8 and k.dtype != q.dtype:
             self.fail(
                 DTypeError,
-                f"{first} is {dtype_name(k)} and {query} {dtype_name(q)}",
+                f"{first} is {dtype_name(k.dtype)} and {query} {dtype_name(q.dtype)}",
                 f"the dtype of {query}, if that is FP8",
                 f"convert {query} to float16, which has every FP8 number",
             )
         if k.dtype not in (q.dtype, *FP8):
             self.fail(
                 DTypeError,
-                f"{first} is {dtype_name(k)} and {query} {dtype_name(q)}",
+                f"{first} is {dtype_name(k.dtype)} and {query} {dtype_name(q.dtype)}",
                 f"the dtype of {query}, or float8_e4m3fn or float8_e5m2",
                 f"convert {query}, or {first} and {second}",
             )
@@ -170,7 +176,7 @@ class OpChecker:
             if t.dtype != torch.int32 or t.dim() != PLAN_RANKS.get(field, 1) or not t.is_contiguous():
                 self.fail(
                     PlanError,
-                    f"plan.{field} is {dtype_name(t)} of rank {t.dim()}",
+                    f"plan.{field} is {dtype_name(t.dtype)} of rank {t.dim()}",
                     f"contiguous int32 of rank {PLAN_RANKS.get(field, 1)}",
                     "pass the plan as the planner made it",
                 )
@@ -251,15 +257,6 @@ class OpChecker:
         )
 
 
-def known(condition: Any) -> bool:
-    """Whether ``condition`` holds. One on sizes that only the run tells is left to the run."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports SymPy
-
-    return guard_or_false(condition)
-
-
 TMA_BYTES = 16
 """Tensor maps and vector loads take addresses and strides that are multiples of this."""
 
@@ -283,26 +280,26 @@ def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> Memory
 
     def misaligned(t: Tensor) -> bool:
         address = 0 if isinstance(t, FakeTensor) else t.data_ptr()
-        return bool(address % TMA_BYTES) or any(known(s * t.itemsize % TMA_BYTES != 0) for s in t.stride()[:-1])
+        return bool(address % TMA_BYTES) or any(
+            guard_or_false(s * t.itemsize % TMA_BYTES != 0) for s in t.stride()[:-1]
+        )
 
     def unmappable(t: Tensor) -> bool:
-        sizes = any(known(n <= 0) or known(n >= MAX_COORDINATE) for n in t.shape)
-        return sizes or any(known(s <= 0) or known(s * t.itemsize >= MAX_STRIDE_BYTES) for s in t.stride())
+        sizes = any(guard_or_false(n <= 0) or guard_or_false(n >= MAX_COORDINATE) for n in t.shape)
+        return sizes or any(
+            guard_or_false(s <= 0) or guard_or_false(s * t.itemsize >= MAX_STRIDE_BYTES) for s in t.stride()
+        )
 
     def unjoinable(t: Tensor) -> bool:
         # The steps are the common divisor of both strides: a head's columns, usually.
         elements = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-        return known(elements >= MAX_JOINED_ELEMENTS)
+        return guard_or_false(elements >= MAX_JOINED_ELEMENTS)
 
     return MemoryLayout(
         aligned=not any(map(misaligned, (*queries, *caches))),
         mappable=not any(map(unmappable, caches)),
         joinable=not any(map(unjoinable, caches)),
     )
-
-
-def dtype_name(t: Tensor) -> str:
-    return str(t.dtype).removeprefix("torch.")
 
 
 def caches(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> tuple[int, int]:

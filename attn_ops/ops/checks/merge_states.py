@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ShapeError
+from attn_ops.errors import ShapeError, dtype_name
 from attn_ops.ops.backends import Problem
-from attn_ops.ops.checks.checker import OpChecker, dtype_name, memory_layout
+from attn_ops.ops.checks.checker import OpChecker, memory_layout
 from attn_ops.ops.options import FLOATS
 
 
@@ -27,8 +27,8 @@ def _alike(op: OpChecker, a: Tensor, b: Tensor, name_a: str, name_b: str) -> Non
     if a.shape != b.shape or a.dtype != b.dtype:
         op.fail(
             ShapeError,
-            f"{name_b} is {list(b.shape)} {dtype_name(b)}",
-            f"{list(a.shape)} {dtype_name(a)} as {name_a}",
+            f"{name_b} is {list(b.shape)} {dtype_name(b.dtype)}",
+            f"{list(a.shape)} {dtype_name(a.dtype)} as {name_a}",
             "make the two agree",
         )
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError
 from attn_ops.ops.backends import Problem
-from attn_ops.ops.checks.checker import OpChecker, known
+from attn_ops.ops.checks.checker import OpChecker
+from attn_ops.symbolic_sizes import guard_or_false
 
 
 def _bits(op: OpChecker, x: Tensor, bitorder: str) -> None:
@@ -28,6 +29,6 @@ def segment_packbits(
     op = OpChecker("segment_packbits")
     _bits(op, x, bitorder)
     op.indptr("indptr", indptr, "[segments + 1]", x)
-    if known(num_bytes < 0):
+    if guard_or_false(num_bytes < 0):
         op.fail(OptionError, f"num_bytes is {num_bytes}", "at least 0", "pass the packed size of all segments")
     return Problem(op.name, x.device)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DTypeError, OptionError
+from attn_ops.errors import DTypeError, OptionError, dtype_name
 from attn_ops.ops.backends import Problem
-from attn_ops.ops.checks.checker import OpChecker, caches, dtype_name, known
+from attn_ops.ops.checks.checker import OpChecker, caches
 from attn_ops.ops.options import FLOATS, FP8
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import INT32_MAX
+from attn_ops.symbolic_sizes import guard_or_false
 
 
 def _places(
@@ -28,7 +29,7 @@ def _same_dtype(op: OpChecker, name: str, new: Tensor, cache: Tensor) -> None:
     if new.dtype != cache.dtype:
         op.fail(
             DTypeError,
-            f"{name} is {dtype_name(new)} and {name}_cache {dtype_name(cache)}",
+            f"{name} is {dtype_name(new.dtype)} and {name}_cache {dtype_name(cache.dtype)}",
             "one dtype",
             f"convert {name}",
         )
@@ -110,7 +111,7 @@ def append_mla_kv(
 
 def _size(op: OpChecker, name: str, value: int, least: int) -> None:
     """At least ``least``, and an int32. A symbolic size is left to the run."""
-    if known(value < least):
+    if guard_or_false(value < least):
         op.fail(OptionError, f"{name} is {value}", f"at least {least}", "change it")
     if type(value) is int and value > INT32_MAX:
         op.fail(OptionError, f"{name} is {value}", f"at most {INT32_MAX}, an int32", "change it")

@@ -204,6 +204,27 @@ def program(one: Specialization, main: str) -> Path:
     return _compile("main.cpp", texts, str(machine()), *sanitizers, *macros, "-O1", "-D__global__=inline")
 
 
+READ_NUMBERS = """
+#include <cstdio>
+#include <vector>
+using namespace attn_ops;
+
+int main() {
+  std::vector<int> n;
+  for (int value; std::scanf("%d", &value) == 1;) n.push_back(value);
+  const int* at = n.data();
+  const auto array = [&] { const int size = *at++; const int* first = at; at += size; return first; };
+"""
+"""The beginning of a ``main`` that :func:`rows_of` runs: ``*at`` is the next number, ``array()`` the next of them."""
+
+
+def rows_of(program: Path, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers in each line that a program prints, which reads ``numbers``."""
+    run = subprocess.run([program], input=" ".join(map(str, numbers)), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return [list(map(int, line.split())) for line in run.stdout.splitlines()]
+
+
 @functools.cache
 def _link(kernel: Path) -> Path:
     target = kernel.with_name("kernel.so")

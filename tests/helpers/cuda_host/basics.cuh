@@ -15,20 +15,9 @@ DEVICE uint32 cycles() { return uint32(nanoseconds() / 16); }  // 32 bits last f
 DEVICE void atomic_add(uint64* sum, uint64 x) { *sum += x; }
 DEVICE uint32 atomic_increment(int* counter, uint32 last) { return host::atomic_increment(counter, last); }
 
+DEVICE Vector load(const void* address) { return *static_cast<const Vector*>(address); }
 DEVICE Vector load_streaming(const void* address) { return *static_cast<const Vector*>(address); }
 DEVICE void store(void* address, const Vector& x) { *static_cast<Vector*>(address) = x; }
-
-DEVICE void copy_async(Vector* shared, const void* global, bool exists) {
-  host::copy_async(shared, global, sizeof(Vector), exists);
-}
-DEVICE void copy_async(float* shared, const float* global, bool exists) {
-  host::copy_async(shared, global, sizeof(float), exists);
-}
-DEVICE void commit_copies() { host::commit_copies(); }
-template <int kPending>
-DEVICE void wait_for_copies() {
-  host::wait_for_copies(kPending);
-}
 
 DEVICE float without_denormals(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 DEVICE float exp2_approx(float x) { return without_denormals(std::exp2(without_denormals(x))); }
@@ -41,6 +30,8 @@ DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
   for (int i = 0; i < 4; ++i) chosen |= uint32((uint64(high) << 32 | low) >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
   return chosen;
 }
+
+DEVICE uint32 max_of_halves(uint32 a, uint32 b) { return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a >> 16, b >> 16) << 16; }
 
 DEVICE uint32 float16_pair(float low, float high) {
   return host::to_float16(low) | uint32(host::to_float16(high)) << 16;

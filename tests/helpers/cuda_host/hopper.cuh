@@ -33,7 +33,7 @@ DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, in
 DEVICE void copy_chunk(uint32 to, const void* from, bool exists) {
   host::copy_async(host::from_shared_address(to), from, 16, exists);
 }
-DEVICE void wait_for_chunks() { host::wait_for_copies(-1); }
+DEVICE void wait_for_chunks() { host::wait_for_copies(); }
 DEVICE void fence_async_shared() { host::fence_async_proxy(); }
 DEVICE void store_bulk(void* to, uint32 from, uint32 bytes) { host::store_bulk(to, from, bytes); }
 DEVICE void wait_for_bulk_reads() { host::wait_for_bulk_reads(); }
@@ -61,6 +61,14 @@ DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {
 }
 
 DEVICE uint32 pack(float low, float high) { return DTYPE == 2 ? bfloat16_pair(low, high) : float16_pair(low, high); }
+
+DEVICE uint32 multiply_pair(uint32 a, uint32 b) {
+  const auto value = [](uint32 pair, int half) {
+    const uint16 bits = uint16(pair >> 16 * half);
+    return DTYPE == 2 ? host::from_bfloat16(bits) : host::from_float16(bits);
+  };
+  return pack(value(a, 0) * value(b, 0), value(a, 1) * value(b, 1));
+}
 
 DEVICE void wgmma_fence() { host::wgmma_fence(); }
 DEVICE void wgmma_commit() { host::wgmma_commit(); }

@@ -57,7 +57,7 @@ void run_cluster(int first) {
       t.stack = stacks + (std::size_t(c) * kMaxThreads + i) * kStackBytes;
       t.started = t.finished = t.plan_acquired = t.earlier_kernels_ended = t.may_give_registers = false;
       t.copies.clear(), t.in_flight.clear(), t.product_groups.clear();
-      t.copy_groups = 0, t.uncommitted = 0, t.bulk_stores = {};
+      t.uncommitted = 0, t.bulk_stores = {};
       t.instruction = "", t.barrier = nullptr, t.threads = 0;
       t.time() = 1;
       ready.push_back(&t);

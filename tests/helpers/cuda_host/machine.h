@@ -96,7 +96,7 @@ struct WarpGroup {
 struct Copy {  // cp.async
   char* to;
   const char* from;  // null for zeros
-  int bytes, group;
+  int bytes;
 };
 
 // The bulk stores of a thread, which are numbered from 1 on.
@@ -116,7 +116,6 @@ struct Thread {
   char* stack;
   bool started, finished, plan_acquired, earlier_kernels_ended, may_give_registers;
   std::vector<Copy> copies;
-  int copy_groups;
   BulkStores bulk_stores;
   std::vector<InFlight> in_flight;
   Time uncommitted;                  // the last product

@@ -91,24 +91,19 @@ void copy_async(void* shared, const void* global, int bytes, bool exists) {
   if (reinterpret_cast<std::uintptr_t>(shared) % bytes || (exists && reinterpret_cast<std::uintptr_t>(global) % bytes))
     fail("cp.async of an address that is no multiple of its size, " + at(pc));
   std::memset(shared, 0xFF, bytes);
-  self->copies.push_back({static_cast<char*>(shared), exists ? static_cast<const char*>(global) : nullptr, bytes,
-                          self->copy_groups});
+  self->copies.push_back({static_cast<char*>(shared), exists ? static_cast<const char*>(global) : nullptr, bytes});
 }
 
-void commit_copies() { ++self->copy_groups; }
-
-void wait_for_copies(int pending) {
+void wait_for_copies() {
   const std::uint32_t pc = PC;
-  const int until = pending < 0 ? self->copy_groups + 1 : self->copy_groups - pending;
-  std::erase_if(self->copies, [&](const Copy& copy) {
-    if (copy.group >= until) return false;
+  for (const Copy& copy : self->copies) {
     access(copy.to, copy.bytes, true, pc);
     if (copy.from)
       std::memcpy(copy.to, copy.from, copy.bytes);
     else
       std::memset(copy.to, 0, copy.bytes);
-    return true;
-  });
+  }
+  self->copies.clear();
 }
 
 void fence_async_proxy() {

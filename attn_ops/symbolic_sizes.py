@@ -1,0 +1,46 @@
+"""Conditions on sizes, which are symbols where a call is traced: PyTorch's guards, without SymPy for plain sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _guards() -> Any:
+    from torch.fx.experimental import symbolic_shapes  # imports SymPy
+
+    return symbolic_shapes
+
+
+def guard_or_false(condition: Any) -> bool:
+    """Whether ``condition`` holds, with a guard on symbols; False for one that only the run knows."""
+    return condition if isinstance(condition, bool) else _guards().guard_or_false(condition)
+
+
+def guard_or_true(condition: Any) -> bool:
+    """Whether ``condition`` holds, with a guard on symbols; True for one that only the run knows."""
+    return condition if isinstance(condition, bool) else _guards().guard_or_true(condition)
+
+
+def statically_known_true(condition: Any) -> bool:
+    """Whether ``condition`` holds for all sizes that the graph leaves open, without a guard."""
+    return condition if isinstance(condition, bool) else _guards().statically_known_true(condition)
+
+
+def any_zero(*sizes: int) -> bool:
+    """Whether one of the sizes is 0. A symbolic size that is not known to be 0 counts as nonzero."""
+    return any(guard_or_false(size == 0) for size in sizes)
+
+
+def decide(condition: bool) -> bool:
+    """Whether a condition on sizes holds, for a choice that is right either way.
+
+    On symbolic sizes it becomes a guard, so that other sizes compile a graph with the other choice. An exported program
+    is for all sizes in their range, and the condition must hold for the whole range.
+    """
+    if not torch.compiler.is_compiling():
+        return condition
+    # torch.compiler.is_exporting() is always true in what Dynamo of torch 2.11 traces.
+    exporting = torch.compiler._is_exporting_flag
+    return _guards().statically_known_true(condition) if exporting else _guards().guard_or_false(condition)
