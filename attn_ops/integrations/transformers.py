@@ -34,7 +34,7 @@ def register() -> str:
         ``"attn_ops"``, to be passed as ``attn_implementation``.
 
     Raises:
-        ImportError: transformers is not installed, or is older than 5.
+        ImportError: transformers is not installed, is older than 5.22, or cannot be imported.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -45,7 +45,8 @@ def register() -> str:
         from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
     except ImportError as error:
         raise ImportError(
-            "attn_ops.integrations.transformers needs transformers 5: pip install transformers"
+            f"attn_ops.integrations.transformers needs transformers 5.22 or newer, which was not imported ({error}): "
+            'pip install "transformers>=5.22,<6"'
         ) from error
 
     for name, mask_function in ((NAME, attention_bounds), (PAGED_NAME, no_bounds)):

@@ -163,13 +163,13 @@ def concretize_symints(tree: Any) -> Any:
     def number(x: Any) -> Any:
         return x if not isinstance(x, torch.SymInt | torch.SymFloat) or x.node.hint is None else x.node.hint
 
-    def alike(x: Any) -> Any:
+    def concrete(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return number(x)
         sizes = [tuple(map(number, size)) for size in (x.shape, x.stride())]
         return torch.empty_strided(*sizes, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
-    return pytree.tree_map(alike, tree)
+    return pytree.tree_map(concrete, tree)
 
 
 def mark_dynamic_rows(t: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from types import FrameType
@@ -49,7 +50,8 @@ def _stops(query: torch.Tensor, call: Any) -> tuple[list[Stop], list[str]]:
                     callers.insert(0, outer.f_code.co_name)
                 outer = outer.f_back
             return
-        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        variadic = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
+        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variadic]
         if any(has_query(frame.f_locals.get(name)) for name in arguments):
             stops.append(Stop(module, code.co_name))
 
