@@ -17,7 +17,7 @@ namespace {
 constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
-// Sizes by head dims are those of TILES and FP8_TILES in prefill.py.
+// Sizes by head dims are those of TILES, KV_FP8_TILES and FP8_TILES in prefill.py.
 constexpr int kTile =  // tokens of a KV tile
     kDimVo > 128 || (KV_FP8 && kDimQk > 128) ? 64 : kDimQk == 64 && !KV_FP8 && !kFp8Products ? 192 : 128;
 constexpr int kKeyStages =  // KV tiles of the ring of keys
