@@ -111,8 +111,8 @@ struct Place {
   }
 };
 
-// While outputs fit in L2, memory is faster if inputs leave it to them; otherwise if they take the usual way. In between
-// lies half of the 50 MB of a Hopper GPU, in Vectors.
+// Loads that do not allocate in L1 are faster while the output fits in L2, ordinary loads beyond that. The limit is half of
+// the 50 MB L2 cache of a Hopper GPU, in Vectors.
 constexpr int64 kLargeOutput = (25 << 20) / sizeof(Vector);
 
 DEVICE Vector load_state(const Element* v, bool large_output) { return large_output ? load(v) : load_streaming(v); }

@@ -10,7 +10,6 @@ import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import (
-    COLUMNS,
     DTYPES,
     FP8_TYPES,
     OUT_TYPES,
@@ -87,8 +86,8 @@ class Tile(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """``kLoadedRowBytes`` of the source, of wide heads."""
-        return COLUMNS if self.converted else ROW_BYTES
+        """``kLoadedRowBytes`` of the source, of wide heads: FP8 that is converted becomes twice as wide."""
+        return ROW_BYTES // 2 if self.converted else ROW_BYTES
 
 
 TILES = {
@@ -208,8 +207,7 @@ def launch_tiles(
         if x.q.dtype not in FP8:
             of_kv["kv_type"] = FP8_TYPES[x.k.dtype]
     q_map, q_box_rows = query_map(x.q, group)
-    block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
-    num_units = num_items * num_kv_heads * -(-tile_rows * group // block_rows)
+    num_units = num_items * num_kv_heads * -(-tile_rows * group // (2 * PACKED_ROWS))
     launch(
         SPECIALIZATIONS[(*dims, paged, x.q.dtype, fp8)],
         (persistent_grid(num_units, x.q.device),),
