@@ -110,6 +110,8 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(1, 16384, 16384, 650),
     _prefill(8, 512, 8192, 640),
     _prefill(32, 16, 4096, 250),
+    _prefill(1, 600, 8192, None),
+    _prefill(1, 64, 8192, None),
     _prefill(4, 4096, 4096, 680, causal=False),
     _prefill(64, 512, 512, None),
     _prefill(8, 2048, 2048, None),

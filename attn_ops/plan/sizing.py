@@ -21,6 +21,12 @@ CTA_MULTIPLE = 8
 MIN_PACKED_ROWS, MAX_PACKED_ROWS = 64, 256
 """Packed rows (query rows times query heads per KV head) of a prefill tile by default."""
 
+CTA_PACKED_ROWS = 128
+"""Packed rows that a CTA of a prefill kernel holds."""
+
+HOPPER = 9
+"""Major compute capability of the GPUs whose prefill kernel has one CTA per SM, also for few packed rows."""
+
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
 
@@ -42,6 +48,21 @@ def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = MAX_PACKED_R
     return max(1, packed_rows // group)
 
 
+def has_large_head_dim(problem: PlanProblem) -> bool:
+    return max(problem.head_dim_qk, problem.head_dim_vo) > LARGE_HEAD_DIM
+
+
+def ctas_of_tile(problem: PlanProblem) -> int:
+    """CTAs that compute a query tile for one KV head, each a part of its packed rows."""
+    packed_rows = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
+    return -(-packed_rows // (MIN_PACKED_ROWS if has_large_head_dim(problem) else CTA_PACKED_ROWS))
+
+
+def tiles_per_wave(problem: PlanProblem, max_splits: int) -> int:
+    """Query tiles whose CTAs fill the device once, if ``max_splits`` is the default (:func:`splits_per_head`)."""
+    return max(1, max_splits // (1 if has_large_head_dim(problem) else ctas_of_tile(problem)))
+
+
 def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
     """Default ``max_splits`` of a prefill plan: as many splits per KV head as fill the device once, 0 on the CPU.
 
@@ -50,10 +71,11 @@ def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
     if device.type != "cuda":
         return 0
     packed_rows = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
-    large = max(problem.head_dim_qk, problem.head_dim_vo) > LARGE_HEAD_DIM
-    ctas_per_tile = problem.num_kv_heads * (-(-packed_rows // MIN_PACKED_ROWS) if large else 1)
-    resident_ctas = torch.cuda.get_device_properties(device).multi_processor_count
-    resident_ctas *= 1 if large or packed_rows > MIN_PACKED_ROWS else CTAS_PER_SM
+    large = has_large_head_dim(problem)
+    ctas_per_tile = problem.num_kv_heads * (ctas_of_tile(problem) if large else 1)
+    gpu = torch.cuda.get_device_properties(device)
+    small = not large and packed_rows <= MIN_PACKED_ROWS and gpu.major != HOPPER  # whose CTAs fill an SM
+    resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
     slot_bytes = 4 * problem.tile_rows * problem.num_qo_heads * (problem.head_dim_vo + 1)
     return max(1, min(resident_ctas // ctas_per_tile, MAX_SPLIT_WORKSPACE_BYTES // slot_bytes)) // 2 * 2
 

@@ -43,7 +43,21 @@ LENGTH_BUCKETS = 32
 """Prefill: number of length classes by which work items are ordered, longest first."""
 
 MIN_SPLIT_BLOCKS = 2
-"""Prefill: KV blocks in the shortest split that is made for load balance."""
+"""Prefill: KV blocks in the shortest split that is made for load balance, but for the last blocks of a tile."""
+
+BALANCE_WAVES = 16
+"""Prefill: waves of query tiles from which on none is split for load balance, unless a tile exceeds an even share."""
+
+SPLIT_CANDIDATES = 32
+"""Prefill: numbers of splits of the longest tile that the planner compares: (4 + j % 4) 2^(j // 4) / 4, 1 to 224."""
+
+BLOCK_COST, ITEM_COST, COMBINE_COST = 32, 54, 96
+"""Prefill: times by which the planner compares splits, in 1/32 of that of a KV block in one CTA: a KV block, a work
+item apart from its KV blocks, and a launch of the combine kernel. A slot costs 1 for each CTA that writes it.
+"""
+
+MAX_COST = 1 << 56
+"""Prefill: more than any time by which the planner compares splits."""
 
 MAX_PUBLISHED_REQUESTS = 32768
 """Requests of the largest plan that a kernel writes and publishes: its schedule fits in the shared memory of a CTA.

@@ -9,7 +9,9 @@ With a fixed split size (``problem.split``) every request is split at multiples 
 whatever else is in the batch, and a CTA runs the splits that begin in its range.
 
 Prefill. The query rows of every request form tiles, and work items are ordered by the length of the KV that they read,
-longest first. If tiles are few, those much longer than an even share of all KV blocks are divided into even splits.
+longest first, in which order CTAs take them. The last wave may have fewer tiles than the device runs at a time: its
+tiles are then divided into even splits. If a tile is longer than an even share of all KV blocks, all long tiles are
+(:func:`split_lengths`).
 With a fixed split size all tiles are divided into splits of that size, if the plan has capacity for so many.
 """
 
@@ -21,12 +23,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from attn_ops.plan.sizing import fixed_split_counts, query_tiles, tokens_before
+from attn_ops.plan.sizing import ctas_of_tile, fixed_split_counts, query_tiles, tiles_per_wave, tokens_before
 from attn_ops.plan.state import (
+    BALANCE_WAVES,
+    BLOCK_COST,
+    COMBINE_COST,
     IMBALANCE_DENOM,
+    ITEM_COST,
     KV_BLOCK,
     LENGTH_BUCKETS,
+    MAX_COST,
     MIN_SPLIT_BLOCKS,
+    SPLIT_CANDIDATES,
     DecodePlan,
     PlanProblem,
     PrefillPlan,
@@ -225,6 +233,47 @@ def _plan_fixed_splits(p: DecodePlan, problem: PlanProblem, requests: _Requests)
     p.cta_indptr.copy_(first.clamp(max=capacity))
 
 
+def ceil_div(x: Tensor, y: int | Tensor) -> Tensor:
+    return -(-x // y)
+
+
+def length_buckets(used: Tensor, kv_length: Tensor) -> Tensor:
+    """The class of each query tile by its length of KV, 0 for the longest; ``LENGTH_BUCKETS`` where not ``used``."""
+    kv_length = torch.where(used, kv_length, 0)
+    bucket = LENGTH_BUCKETS - 1 - kv_length * LENGTH_BUCKETS // (kv_length.amax() + 1)
+    return torch.where(used, bucket, LENGTH_BUCKETS)
+
+
+def split_lengths(problem: PlanProblem, used: Tensor, kv_blocks: Tensor, bucket: Tensor, max_splits: int) -> Tensor:
+    """KV blocks of the longest split of each query tile: as many as make the estimated time least.
+
+    Every candidate divides the longest tile into a number of splits, and tiles are divided that are longer than these.
+    The estimate is the mean of all CTAs, or the time of those waves that have splits of more than 3/4, or 1/2, of the
+    longest.
+    """
+    tiles, wave = used.sum(), tiles_per_wave(problem, max_splits)
+    uneven = kv_blocks.amax() * wave > kv_blocks.sum()
+    place = torch.argsort(torch.argsort(bucket, stable=True))  # in the order of work items
+    divided = used & (uneven | ((place >= tiles // wave * wave) & (tiles < BALANCE_WAVES * wave)))
+
+    blocks = torch.where(divided, kv_blocks, 0)
+    j = torch.arange(SPLIT_CANDIDATES, device=used.device)
+    candidates = ceil_div(blocks.amax(), ((4 + j % 4) << j // 4) >> 2).clamp(min=MIN_SPLIT_BLOCKS)
+    splits = torch.where(divided[:, None], ceil_div(blocks[:, None], candidates).clamp(min=1), 0)
+    length = ceil_div(blocks[:, None], splits.clamp(min=1))
+    slots = torch.where(splits > 1, splits, 0).sum(0)
+    time = (BLOCK_COST * blocks.sum() + ITEM_COST * splits.sum(0)) // wave
+    for quarter in (3, 2):  # of the longest
+        count = torch.where(4 * length > quarter * candidates, splits, 0).sum(0)
+        of_wave = BLOCK_COST * (quarter + 1) // 4 * candidates + ITEM_COST
+        time = torch.maximum(time, ceil_div(count, wave) * of_wave)
+    ctas = problem.num_kv_heads * ctas_of_tile(problem)
+    time = time + torch.where(slots > 0, COMBINE_COST + ctas * slots, 0)
+    time = torch.where(slots <= max_splits, time, MAX_COST) * SPLIT_CANDIDATES + j
+    best = candidates.gather(0, time.amin(0, keepdim=True) % SPLIT_CANDIDATES)  # an index would be copied to the host
+    return torch.where(divided, best, torch.iinfo(torch.int32).max)
+
+
 def plan_prefill(
     qo_indptr: Tensor,
     kv_indptr: Tensor,
@@ -268,8 +317,10 @@ def plan_prefill(
         fits = torch.where(fixed > 1, fixed, 0).sum() <= 2 * max_splits
         splits = torch.where(fits, fixed, splits)
     elif max_splits:
-        even_share = (kv_blocks.sum() + 2 * max_splits - 1) // (2 * max_splits)
-        splits = splits * (kv_blocks // even_share.clamp(min=MIN_SPLIT_BLOCKS)).clamp(min=1)
+        bucket = length_buckets(used, kv_end - kv_begin)
+        splits = splits * ceil_div(kv_blocks, split_lengths(problem, used, kv_blocks, bucket, 2 * max_splits)).clamp(
+            min=1
+        )
     is_split = splits > 1
     slot_end = torch.where(is_split, splits, 0).cumsum(0)
     slot = torch.where(is_split, slot_end - splits, -1)
@@ -278,8 +329,7 @@ def plan_prefill(
     kv_length = torch.where(used, kv_end - kv_begin, 0)
     item_blocks = split_blocks or (kv_blocks + splits - 1) // splits.clamp(min=1)
     kv_length = torch.where(is_split, item_blocks * KV_BLOCK, kv_length)
-    bucket = LENGTH_BUCKETS - 1 - kv_length * LENGTH_BUCKETS // (kv_length.amax() + 1)
-    order = torch.argsort(torch.where(used, bucket, LENGTH_BUCKETS), stable=True)
+    order = torch.argsort(length_buckets(used, kv_length), stable=True)
 
     # Work items: the splits of each tile in that order.
     item_end = splits[order].cumsum(0)

@@ -1,8 +1,8 @@
 """``attn::plan_prefill`` in one launch: program 0 makes the work list, the others copy page numbers.
 
 The integers are those of :mod:`attn_ops.kernels.reference.plan`. Program 0 sorts the query tiles of all requests by
-length with a stable counting sort, longest first, and divides the KV of long tiles into splits. It goes over the tiles
-up to four times, :data:`TILES` at a time, and recomputes their extents in each pass: they would not fit in registers.
+length with a stable counting sort, longest first, and divides the KV of some tiles into splits. It goes over the tiles
+up to seven times, :data:`TILES` at a time.
 """
 
 from __future__ import annotations
@@ -11,93 +11,30 @@ import torch
 import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
-from attn_ops.kernels.triton.context import shard_of, tokens_before
+from attn_ops.kernels.triton.balance_prefill import balance_of, balanced_splits
+from attn_ops.kernels.triton.context import shard_of
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
-from attn_ops.kernels.triton.plan_decode import COPY_PAGES, at_previous, copy_page_numbers, count_tokens
-from attn_ops.kernels.triton.search import count_at_most
+from attn_ops.kernels.triton.plan_decode import COPY_PAGES, copy_page_numbers, count_tokens
+from attn_ops.kernels.triton.query_tiles import (
+    BUCKETS,
+    NOT_SPLIT,
+    Tiling,
+    after_first,
+    kv_blocks,
+    length_bucket,
+    split_extent,
+    split_points,
+    tile_extent,
+)
 from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, store_split_tile, store_work_item
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from attn_ops.plan.state import (
-    KV_BLOCK,
-    LENGTH_BUCKETS,
-    MAX_PUBLISHED_REQUESTS,
-    MIN_SPLIT_BLOCKS,
-    PlanProblem,
-    PrefillPlan,
-)
+from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
 
 TILES = 256
 """Query tiles that program 0 processes at a time."""
-
-
-@triton.jit
-def tile_extent(
-    tile, tiles_end, qo_len, kv_len, seq_len, ROWS: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
-    SHARD: tl.constexpr, B: tl.constexpr, LOG_B: tl.constexpr,
-):  # fmt: skip
-    """``(request, offset, rows, position, kv_begin, kv_end)`` of each query tile.
-
-    tile       ``[TILES]``: numbers of tiles, in the order of requests
-    tiles_end  ``[B]``: inclusive sums of the tiles of each request
-    offset     first query row of the tile within its request
-    position   of that row in the request's KV sequence
-    """
-    request = tl.minimum(count_at_most(tiles_end, tile, B, LOG_B), B - 1)
-    qo, kv = tl.gather(qo_len, request, 0), tl.gather(kv_len, request, 0)
-    offset = (tile - at_previous(tiles_end, request, 0)) * ROWS
-    rows = tl.minimum(qo - offset, ROWS)
-    whole = kv
-    if SHARD.WORLD > 1:
-        whole = tl.gather(seq_len, request, 0)
-    position = whole - qo + offset
-    # Keys after those that the tile's last row sees; a sum of a position and a window would exceed int32.
-    hidden = tl.maximum(qo - offset - (ROWS + AHEAD - 1), 0)
-    end = tl.maximum(tokens_before(whole - hidden, SHARD), 0) if AHEAD else kv
-    if SHARD.WORLD > 1:
-        end = tl.minimum(end, kv)
-    begin = (
-        tl.minimum(tl.maximum(tokens_before(position + 1 - WINDOW, SHARD), 0), end) if WINDOW else tl.zeros_like(end)
-    )
-    return request, offset, rows, position, begin, end
-
-
-@triton.jit
-def count_splits(begin, end, used, min_blocks, KV_BLOCK: tl.constexpr, FIXED: tl.constexpr):
-    """``(first_block, blocks, splits, extent)`` of query tiles: their KV blocks, and how they are split.
-
-    splits      1 for a tile that is not split, 0 for an unused one
-    extent      tokens of the longest split
-    min_blocks  KV blocks of the shortest split, or with FIXED of every split but the last
-    """
-    first_block = begin // KV_BLOCK
-    blocks = tl.where(used & (end > begin), tl.cdiv(end, KV_BLOCK) - first_block, 0)
-    splits = tl.where(used, tl.maximum(tl.cdiv(blocks, min_blocks) if FIXED else blocks // min_blocks, 1), 0)
-    length = min_blocks if FIXED else tl.cdiv(blocks, tl.maximum(splits, 1))
-    extent = tl.where(splits > 1, length * KV_BLOCK, end - begin)
-    return first_block, blocks, splits, tl.where(used, extent, 0)
-
-
-@triton.jit
-def length_bucket(extent, longest, used, BUCKETS: tl.constexpr):
-    """The bucket of each query tile's extent, 0 for the longest; ``BUCKETS`` for an unused tile."""
-    return tl.where(used, BUCKETS - 1 - (extent.to(tl.int64) * BUCKETS // (longest + 1)).to(tl.int32), BUCKETS)
-
-
-@triton.jit
-def split_points(first_block, blocks, split, splits, KV_BLOCK: tl.constexpr, SPLIT_BLOCKS: tl.constexpr):
-    """``(begin, end)`` of split number ``split`` of each query tile, in tokens, multiples of a KV block."""
-    divisor = tl.maximum(splits, 1)
-    begin = (first_block + (blocks.to(tl.int64) * split // divisor).to(tl.int32)) * KV_BLOCK
-    end = (first_block + (blocks.to(tl.int64) * (split + 1) // divisor).to(tl.int32)) * KV_BLOCK
-    if SPLIT_BLOCKS:
-        begin, end = (
-            (first_block + split * SPLIT_BLOCKS) * KV_BLOCK,
-            (first_block + (split + 1) * SPLIT_BLOCKS) * KV_BLOCK,
-        )
-    return begin, end
 
 
 @triton.jit
@@ -130,16 +67,10 @@ def plan_prefill_kernel(
     max_items,
     max_split_tiles,
     PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,  # query rows of a tile
-    WINDOW: tl.constexpr,
-    AHEAD: tl.constexpr,
+    TILING: tl.constexpr,
     SHARD: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    MIN_SPLIT_BLOCKS: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr,  # KV blocks of a split of fixed size, 0 for splits of about equal size
-    B: tl.constexpr,  # power of 2, at least max_batch
-    LOG_B: tl.constexpr,
+    BALANCE: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,  # KV blocks of a split of fixed size, 0 for splits for load balance
     TILES: tl.constexpr,
     COPY_PAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -156,7 +87,7 @@ def plan_prefill_kernel(
     if tl.program_id(0) > 0:
         copy_page_numbers(kv_indices, plan_kv_indices, num_indices, tl.program_id(0) - 1, COPY_PAGES)
         return
-    b = tl.arange(0, B)
+    b = tl.arange(0, TILING.B)
     # Loaded here, not by a function: see work_item.py.
     first_page = tl.load(kv_indptr + tl.minimum(b, batch))
     end_page = tl.load(kv_indptr + tl.minimum(b + 1, batch))
@@ -166,61 +97,59 @@ def plan_prefill_kernel(
     if seq_lens is not None:
         seq_len = tl.load(seq_lens + b, mask=b < batch, other=0)
     # As many rows as the tiles hold however they are divided into requests; attention writes zeros to the rest.
-    max_rows = (max_items - max_batch - 2 * max_split_tiles) * ROWS
+    max_rows = (max_items - max_batch - 2 * max_split_tiles) * TILING.ROWS
     first_row = tl.minimum(tl.maximum(tl.load(qo_indptr + tl.minimum(b, batch)), 0), max_rows)
     end_row = tl.minimum(tl.maximum(tl.load(qo_indptr + tl.minimum(b + 1, batch)), 0), max_rows)
     qo_len = tl.maximum(end_row - first_row, 0)
-    tiles_end = tl.cumsum(tl.cdiv(qo_len, ROWS), 0)
+    tiles_end = tl.cumsum(tl.cdiv(qo_len, TILING.ROWS), 0)
     num_tiles = tl.minimum(tl.max(tiles_end, 0), max_items)
 
-    # Pass 1: how short splits may be so that the partial results fit in the workspace.
+    lengths = (tiles_end, qo_len, kv_len, seq_len)
+
+    # Which tiles are split, and how long their splits are.
     t, bucket_id = tl.arange(0, TILES), tl.arange(0, BUCKETS)
-    min_blocks = 1 << 30
+    longest_tile, first_bucket, skip, split_blocks = 0, BUCKETS, 0, NOT_SPLIT
     if max_split_tiles > 0:
-        total = tl.full((), 0, tl.int64)
-        for first in range(0, num_tiles, TILES):
-            tile = first + t
-            _, _, _, _, begin, end = tile_extent(
-                tile, tiles_end, qo_len, kv_len, seq_len, ROWS, WINDOW, AHEAD, SHARD, B, LOG_B
-            )
-            _, blocks, _, _ = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, False)
-            if SPLIT_BLOCKS:
-                blocks = tl.where(blocks > SPLIT_BLOCKS, tl.cdiv(blocks, SPLIT_BLOCKS), 0)
-            total += tl.sum(blocks.to(tl.int64), 0)
         if SPLIT_BLOCKS:
-            min_blocks = tl.where(total <= 2 * max_split_tiles, SPLIT_BLOCKS, min_blocks)
+            total = tl.full((), 0, tl.int64)
+            for first in range(0, num_tiles, TILES):
+                tile = first + t
+                _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+                _, blocks = kv_blocks(begin, end, tile < num_tiles)
+                total += tl.sum(tl.where(blocks > SPLIT_BLOCKS, tl.cdiv(blocks, SPLIT_BLOCKS), 0).to(tl.int64), 0)
+                longest_tile = tl.maximum(longest_tile, tl.max(tl.where(tile < num_tiles, end - begin, 0), 0))
+            if total <= 2 * max_split_tiles:
+                first_bucket, split_blocks = -1, SPLIT_BLOCKS
         else:
-            min_blocks = tl.maximum(tl.cdiv(total, 2 * max_split_tiles), MIN_SPLIT_BLOCKS).to(tl.int32)
-    # Pass 2: the longest split.
-    longest = 0
+            longest_tile, first_bucket, skip, split_blocks = balanced_splits(
+                num_tiles, lengths, 2 * max_split_tiles, BALANCE, TILING, SHARD, TILES
+            )
+    # The longest split.
+    longest, to_skip = 0, skip
     for first in range(0, num_tiles, TILES):
-        tile = first + t
-        _, _, _, _, begin, end = tile_extent(
-            tile, tiles_end, qo_len, kv_len, seq_len, ROWS, WINDOW, AHEAD, SHARD, B, LOG_B
-        )
-        _, _, _, extent = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
+        tile, used = first + t, first + t < num_tiles
+        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        divided, to_skip = after_first(begin, end, used, longest_tile, first_bucket, to_skip)
+        _, _, _, extent = split_extent(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
         longest = tl.maximum(longest, tl.max(extent, 0))
-    # Pass 3: the work items of each length bucket.
-    count = tl.zeros((BUCKETS,), tl.int32)
+    # The work items of each length bucket.
+    count, to_skip = tl.zeros((BUCKETS,), tl.int32), skip
     for first in range(0, num_tiles, TILES):
-        tile = first + t
-        _, _, _, _, begin, end = tile_extent(
-            tile, tiles_end, qo_len, kv_len, seq_len, ROWS, WINDOW, AHEAD, SHARD, B, LOG_B
-        )
-        _, _, splits, extent = count_splits(begin, end, tile < num_tiles, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
-        bucket = length_bucket(extent, longest, tile < num_tiles, BUCKETS)
+        tile, used = first + t, first + t < num_tiles
+        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        divided, to_skip = after_first(begin, end, used, longest_tile, first_bucket, to_skip)
+        _, _, splits, extent = split_extent(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
+        bucket = length_bucket(extent, longest, used)
         count += tl.sum(tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0), 0)
-    # Pass 4: write the work items in the order of buckets, and the split tiles.
+    # Write the work items in the order of buckets, and the split tiles.
     bucket_item = tl.cumsum(count, 0) - count
     num_items, num_slots, num_split_tiles = tl.sum(count, 0), 0, 0
     for first in range(0, num_tiles, TILES):
-        tile = first + t
-        used = tile < num_tiles
-        request, offset, rows, position, begin, end = tile_extent(
-            tile, tiles_end, qo_len, kv_len, seq_len, ROWS, WINDOW, AHEAD, SHARD, B, LOG_B
-        )
-        first_block, blocks, splits, extent = count_splits(begin, end, used, min_blocks, KV_BLOCK, SPLIT_BLOCKS > 0)
-        bucket = length_bucket(extent, longest, used, BUCKETS)
+        tile, used = first + t, first + t < num_tiles
+        request, offset, rows, position, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        divided, skip = after_first(begin, end, used, longest_tile, first_bucket, skip)
+        first_block, blocks, splits, extent = split_extent(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
+        bucket = length_bucket(extent, longest, used)
         of_bucket = tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0)
         up_to = tl.cumsum(of_bucket, 0)
         item = tl.sum(tl.where(of_bucket > 0, bucket_item[None, :] + up_to - of_bucket, 0), 1)
@@ -231,7 +160,7 @@ def plan_prefill_kernel(
         row, page = tl.gather(first_row, request, 0) + offset, tl.gather(first_page, request, 0)
         for split in range(tl.max(splits, 0)):
             mask = used & (split < splits) & (item + split < max_items)
-            split_begin, split_end = split_points(first_block, blocks, split, splits, KV_BLOCK, SPLIT_BLOCKS)
+            split_begin, split_end = split_points(first_block, blocks, split, splits, SPLIT_BLOCKS)
             kv_begin = tl.where(split > 0, split_begin, begin)
             kv_end = tl.where(split + 1 < splits, split_end, end)
             split_slot = tl.where(is_split, slot + split, -1)
@@ -294,16 +223,10 @@ def plan_prefill(
         max_items=p.work.shape[0],
         max_split_tiles=p.split_tiles.shape[0],
         PAGE_SIZE=problem.page_size,
-        ROWS=problem.tile_rows,
-        WINDOW=problem.window,
-        AHEAD=problem.ahead,
+        TILING=Tiling(problem.tile_rows, problem.window, problem.ahead, block_batch, block_batch.bit_length() - 1),
         SHARD=shard_of(problem),
-        BUCKETS=LENGTH_BUCKETS,
-        KV_BLOCK=KV_BLOCK,
-        MIN_SPLIT_BLOCKS=MIN_SPLIT_BLOCKS,
+        BALANCE=balance_of(problem, num_partials(p)),
         SPLIT_BLOCKS=problem.split // KV_BLOCK,
-        B=block_batch,
-        LOG_B=block_batch.bit_length() - 1,
         TILES=TILES,
         COPY_PAGES=COPY_PAGES,
         PDL=pdl,

@@ -164,8 +164,9 @@ def test_every_fp8_number_is_converted_exactly(dtype: torch.dtype, fp8: torch.dt
     out, lse = torch.ops.attn.single_prefill(
         q.cuda(), keys.cuda(), values.cuda(), sm_scale=1.0, return_lse=True, out_dtype=torch.float32, backend="cuda"
     )
-    # The exponent is a fused multiply-add of the logit and a rounded row maximum: the probability is 1 within rounding.
-    close = {"rtol": 1e-6, "atol": 0.0, "equal_nan": True}
+    # The exponent is a fused multiply-add of the logit and a rounded row maximum: the probability is 1 but for that
+    # rounding, which is coarse for large logits. Numbers of FP8 that follow each other differ by more than 6%.
+    close = {"rtol": 1e-2, "atol": 1e-6, "equal_nan": True}
     torch.testing.assert_close(out.cpu(), values.float().expand(128, 2, 128), **close)
     torch.testing.assert_close(lse.cpu().T, keys[0].float() / math.log(2), **close)
     assert launches

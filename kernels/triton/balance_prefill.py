@@ -1,0 +1,131 @@
+"""Splits of query tiles for load balance: which tiles are divided, and into how long splits.
+
+The integers are those of :func:`attn_ops.kernels.reference.plan.split_lengths`, which says what they mean.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from attn_ops.kernels.triton.launch import constexpr_table
+from attn_ops.kernels.triton.query_tiles import (
+    BUCKETS,
+    NOT_SPLIT,
+    after_first,
+    count_splits,
+    kv_blocks,
+    length_bucket,
+    tile_extent,
+)
+
+from attn_ops.plan import state
+from attn_ops.plan.sizing import ctas_of_tile, tiles_per_wave
+from attn_ops.plan.state import PlanProblem
+
+CANDIDATES = tl.constexpr(state.SPLIT_CANDIDATES)
+MIN_SPLIT_BLOCKS = tl.constexpr(state.MIN_SPLIT_BLOCKS)
+BLOCK_COST, ITEM_COST = tl.constexpr(state.BLOCK_COST), tl.constexpr(state.ITEM_COST)
+COMBINE_COST, MAX_COST = tl.constexpr(state.COMBINE_COST), tl.constexpr(state.MAX_COST)
+
+
+@constexpr_table
+class Balance(NamedTuple):
+    """The device, in query tiles and CTAs."""
+
+    WAVE: int  # query tiles whose CTAs fill it once
+    WAVES: int  # waves from which on there is nothing to gain
+    CTAS: int  # of a query tile
+
+
+def balance_of(problem: PlanProblem, max_splits: int) -> Balance:
+    return Balance(
+        tiles_per_wave(problem, max_splits), state.BALANCE_WAVES, problem.num_kv_heads * ctas_of_tile(problem)
+    )
+
+
+@triton.jit
+def tiles_to_divide(
+    num_tiles, lengths, BALANCE: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr
+):
+    """``(longest, first_bucket, skip)`` of :func:`after_first`: the tiles that may be split for load balance."""
+    t = tl.arange(0, TILES)
+    total, longest, longest_blocks = tl.full((), 0, tl.int64), 0, 0
+    for first in range(0, num_tiles, TILES):
+        tile = first + t
+        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        _, blocks = kv_blocks(begin, end, tile < num_tiles)
+        total += tl.sum(blocks.to(tl.int64), 0)
+        longest_blocks = tl.maximum(longest_blocks, tl.max(blocks, 0))
+        longest = tl.maximum(longest, tl.max(tl.where(tile < num_tiles, end - begin, 0), 0))
+    first_bucket, skip = BUCKETS, 0
+    if longest_blocks.to(tl.int64) * BALANCE.WAVE > total:
+        first_bucket = -1
+    elif num_tiles < BALANCE.WAVES * BALANCE.WAVE:
+        count = tl.zeros((BUCKETS,), tl.int32)
+        for first in range(0, num_tiles, TILES):
+            tile = first + t
+            _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+            bucket = length_bucket(end - begin, longest, tile < num_tiles)
+            count += tl.sum((bucket[:, None] == tl.arange(0, BUCKETS)[None, :]).to(tl.int32), 0)
+        in_whole_waves = num_tiles // BALANCE.WAVE * BALANCE.WAVE
+        first_bucket = tl.sum((tl.cumsum(count, 0) <= in_whole_waves).to(tl.int32), 0)
+        skip = in_whole_waves - tl.sum(tl.where(tl.arange(0, BUCKETS) < first_bucket, count, 0), 0)
+    return longest, first_bucket, skip
+
+
+@triton.jit
+def fastest_split(
+    num_tiles, lengths, longest, first_bucket, skip, max_splits, BALANCE: tl.constexpr, TILING: tl.constexpr,
+    SHARD: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """KV blocks of the longest split of the tiles ``after_first(..., longest, first_bucket, skip)``."""
+    t, j = tl.arange(0, TILES), tl.arange(0, CANDIDATES)
+    longest_blocks, to_skip = 0, skip
+    for first in range(0, num_tiles, TILES):
+        tile = first + t
+        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        divided, to_skip = after_first(begin, end, tile < num_tiles, longest, first_bucket, to_skip)
+        _, blocks = kv_blocks(begin, end, divided)
+        longest_blocks = tl.maximum(longest_blocks, tl.max(blocks, 0))
+    candidates = tl.maximum(tl.cdiv(longest_blocks, ((4 + j % 4) << j // 4) >> 2), MIN_SPLIT_BLOCKS)
+
+    total = tl.full((), 0, tl.int64)
+    items, slots = tl.zeros((CANDIDATES,), tl.int64), tl.zeros((CANDIDATES,), tl.int64)
+    over_half, over_three_quarters = tl.zeros((CANDIDATES,), tl.int64), tl.zeros((CANDIDATES,), tl.int64)
+    for first in range(0, num_tiles, TILES):
+        tile = first + t
+        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        divided, skip = after_first(begin, end, tile < num_tiles, longest, first_bucket, skip)
+        _, blocks = kv_blocks(begin, end, divided)
+        splits = count_splits(blocks[:, None], divided[:, None], candidates[None, :])
+        length = tl.cdiv(blocks[:, None], tl.maximum(splits, 1))
+        total += tl.sum(blocks.to(tl.int64), 0)
+        items += tl.sum(splits, 0)
+        slots += tl.sum(tl.where(splits > 1, splits, 0), 0)
+        over_half += tl.sum(tl.where(4 * length > 2 * candidates[None, :], splits, 0), 0)
+        over_three_quarters += tl.sum(tl.where(4 * length > 3 * candidates[None, :], splits, 0), 0)
+    time = (total * BLOCK_COST + items * ITEM_COST) // BALANCE.WAVE
+    of_longest = candidates.to(tl.int64) * BLOCK_COST
+    time = tl.maximum(time, tl.cdiv(over_three_quarters, BALANCE.WAVE) * (of_longest + ITEM_COST))
+    time = tl.maximum(time, tl.cdiv(over_half, BALANCE.WAVE) * (of_longest * 3 // 4 + ITEM_COST))
+    time += tl.where(slots > 0, slots * BALANCE.CTAS + COMBINE_COST, 0)
+    time = tl.where(slots <= max_splits, time, MAX_COST)
+    best = tl.min(time * CANDIDATES + j, 0) % CANDIDATES
+    return tl.sum(tl.where(j == best, candidates, 0), 0)
+
+
+@triton.jit
+def balanced_splits(
+    num_tiles, lengths, max_splits,
+    BALANCE: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """``(longest, first_bucket, skip, split_blocks)``: the tiles to split, and KV blocks of their longest split."""
+    longest, first_bucket, skip = tiles_to_divide(num_tiles, lengths, BALANCE, TILING, SHARD, TILES)
+    split_blocks = NOT_SPLIT
+    if first_bucket < BUCKETS:
+        split_blocks = fastest_split(
+            num_tiles, lengths, longest, first_bucket, skip, max_splits, BALANCE, TILING, SHARD, TILES
+        )
+    return longest, first_bucket, skip, split_blocks

@@ -1,0 +1,127 @@
+"""Query tiles of prefill while they are planned: their extents, their splits and their order.
+
+A planner goes over the tiles of a batch several times, some at a time, and computes all of this again each time: it
+would not fit in registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from attn_ops.kernels.triton.context import tokens_before
+from attn_ops.kernels.triton.launch import constexpr_table
+from attn_ops.kernels.triton.plan_decode import at_previous
+from attn_ops.kernels.triton.search import count_at_most
+
+from attn_ops.plan.state import KV_BLOCK, LENGTH_BUCKETS
+
+BLOCK = tl.constexpr(KV_BLOCK)
+"""KV tokens of a KV block."""
+
+BUCKETS = tl.constexpr(LENGTH_BUCKETS)
+"""Length buckets."""
+
+NOT_SPLIT = tl.constexpr(1 << 30)
+"""KV blocks of the longest split of a tile that is not split."""
+
+
+@constexpr_table
+class Tiling(NamedTuple):
+    """How requests are divided into query tiles, and what a tile sees."""
+
+    ROWS: int  # query rows of a tile
+    WINDOW: int
+    AHEAD: int
+    B: int  # power of 2, at least the requests of a plan
+    LOG_B: int
+
+
+@triton.jit
+def tile_extent(tile, lengths, TILING: tl.constexpr, SHARD: tl.constexpr):
+    """``(request, offset, rows, position, kv_begin, kv_end)`` of each query tile.
+
+    tile      ``[TILES]``: numbers of tiles, in the order of requests
+    lengths   ``[B]`` each, of requests: inclusive sums of their tiles; query rows, KV tokens, and tokens on all ranks
+    offset    first query row of the tile within its request
+    position  of that row in the request's KV sequence
+    """
+    tiles_end, qo_len, kv_len, seq_len = lengths
+    request = tl.minimum(count_at_most(tiles_end, tile, TILING.B, TILING.LOG_B), TILING.B - 1)
+    qo, kv = tl.gather(qo_len, request, 0), tl.gather(kv_len, request, 0)
+    offset = (tile - at_previous(tiles_end, request, 0)) * TILING.ROWS
+    rows = tl.minimum(qo - offset, TILING.ROWS)
+    whole = kv
+    if SHARD.WORLD > 1:
+        whole = tl.gather(seq_len, request, 0)
+    position = whole - qo + offset
+    # Keys after those that the tile's last row sees; a sum of a position and a window would exceed int32.
+    hidden = tl.maximum(qo - offset - (TILING.ROWS + TILING.AHEAD - 1), 0)
+    end = tl.maximum(tokens_before(whole - hidden, SHARD), 0) if TILING.AHEAD else kv
+    if SHARD.WORLD > 1:
+        end = tl.minimum(end, kv)
+    if TILING.WINDOW:
+        begin = tl.minimum(tl.maximum(tokens_before(position + 1 - TILING.WINDOW, SHARD), 0), end)
+    else:
+        begin = tl.zeros_like(end)
+    return request, offset, rows, position, begin, end
+
+
+@triton.jit
+def kv_blocks(begin, end, used):
+    """``(first KV block, number of KV blocks)`` of query tiles; the number is 0 where not ``used``."""
+    first_block = begin // BLOCK
+    return first_block, tl.where(used & (end > begin), tl.cdiv(end, BLOCK) - first_block, 0)
+
+
+@triton.jit
+def length_bucket(extent, longest, used):
+    """The bucket of each query tile's extent in tokens, 0 for the longest; ``BUCKETS`` for an unused tile."""
+    return tl.where(used, BUCKETS - 1 - (extent.to(tl.int64) * BUCKETS // (longest + 1)).to(tl.int32), BUCKETS)
+
+
+@triton.jit
+def after_first(begin, end, used, longest, first_bucket, skip):
+    """``(divided, skip)``: which query tiles come after the first ones of the whole list, longest first.
+
+    longest       tokens of the longest tile
+    first_bucket  bucket of the first of them
+    skip          tiles of that bucket that come before it. The returned number is for the tiles after these
+    """
+    bucket = length_bucket(end - begin, longest, used)
+    of_first = (used & (bucket == first_bucket)).to(tl.int32)
+    divided = used & ((bucket > first_bucket) | ((bucket == first_bucket) & (tl.cumsum(of_first, 0) > skip)))
+    return divided, skip - tl.sum(of_first, 0)
+
+
+@triton.jit
+def count_splits(blocks, used, split_blocks):
+    """Splits of query tiles with that many KV blocks in the longest split: 1 if not split, 0 if not ``used``."""
+    return tl.where(used, tl.maximum(tl.cdiv(blocks, split_blocks), 1), 0)
+
+
+@triton.jit
+def split_extent(begin, end, used, divided, split_blocks, FIXED: tl.constexpr):
+    """``(first_block, blocks, splits, extent)`` of query tiles: their KV blocks, and how they are split.
+
+    divided       whether a tile may be split
+    split_blocks  KV blocks of the longest split; with FIXED of every split but the last
+    splits        1 for a tile that is not split, 0 for an unused one
+    extent        tokens of the longest split
+    """
+    first_block, blocks = kv_blocks(begin, end, used)
+    splits = count_splits(blocks, used, tl.where(divided, split_blocks, NOT_SPLIT))
+    length = split_blocks if FIXED else tl.cdiv(blocks, tl.maximum(splits, 1))
+    return first_block, blocks, splits, tl.where(used, tl.where(splits > 1, length * BLOCK, end - begin), 0)
+
+
+@triton.jit
+def split_points(first_block, blocks, split, splits, SPLIT_BLOCKS: tl.constexpr):
+    """``(begin, end)`` of split number ``split`` of each query tile, in tokens, multiples of a KV block."""
+    if SPLIT_BLOCKS:
+        return (first_block + split * SPLIT_BLOCKS) * BLOCK, (first_block + (split + 1) * SPLIT_BLOCKS) * BLOCK
+    else:  # noqa: RET505  what follows a return is compiled too
+        divisor = tl.maximum(splits, 1)
+        begin = (first_block + (blocks.to(tl.int64) * split // divisor).to(tl.int32)) * BLOCK
+        return begin, (first_block + (blocks.to(tl.int64) * (split + 1) // divisor).to(tl.int32)) * BLOCK
