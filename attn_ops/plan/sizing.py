@@ -30,8 +30,8 @@ HOPPER = 9
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
 
-MAX_SPLIT_WORKSPACE_BYTES = 20 << 20
-"""Largest workspace for the partial results of prefill tiles that are split for load balance."""
+SPLITS_PER_TILE = 2
+"""Splits for load balance that a prefill plan has room for by default, for each query tile of a wave."""
 
 
 def power_of_two_from(size: int) -> int:
@@ -58,26 +58,23 @@ def ctas_of_tile(problem: PlanProblem) -> int:
     return -(-packed_rows // (MIN_PACKED_ROWS if has_large_head_dim(problem) else CTA_PACKED_ROWS))
 
 
-def tiles_per_wave(problem: PlanProblem, max_splits: int) -> int:
-    """Query tiles whose CTAs fill the device once, if ``max_splits`` is the default (:func:`splits_per_head`)."""
-    return max(1, max_splits // (1 if has_large_head_dim(problem) else ctas_of_tile(problem)))
-
-
 def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
-    """Default ``max_splits`` of a prefill plan: as many splits per KV head as fill the device once, 0 on the CPU.
+    """Default ``max_splits`` of a prefill plan: two for each query tile that the device computes at a time.
 
-    A tile of a large head dim takes several CTAs, which split its KV in the same way.
+    It is 0 on the CPU. Two for each tile are what the tiles of the last wave and one long tile need.
     """
     if device.type != "cuda":
         return 0
-    packed_rows = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
-    large = has_large_head_dim(problem)
-    ctas_per_tile = problem.num_kv_heads * (ctas_of_tile(problem) if large else 1)
     gpu = torch.cuda.get_device_properties(device)
-    small = not large and packed_rows <= MIN_PACKED_ROWS and gpu.major != HOPPER  # whose CTAs fill an SM
+    packed_rows = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
+    small = packed_rows <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and gpu.major != HOPPER
     resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
-    slot_bytes = 4 * problem.tile_rows * problem.num_qo_heads * (problem.head_dim_vo + 1)
-    return max(1, min(resident_ctas // ctas_per_tile, MAX_SPLIT_WORKSPACE_BYTES // slot_bytes)) // 2 * 2
+    return SPLITS_PER_TILE * max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
+
+
+def tiles_per_wave(max_splits: int) -> int:
+    """Query tiles that the device computes at a time whose default ``max_splits`` is, 2 or more."""
+    return max_splits // SPLITS_PER_TILE
 
 
 def ctas_per_head(device: torch.device, num_kv_heads: int) -> int:

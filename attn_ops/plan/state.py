@@ -51,8 +51,8 @@ BALANCE_WAVES = 16
 SPLIT_CANDIDATES = 32
 """Prefill: numbers of splits of the longest tile that the planner compares: (4 + j % 4) 2^(j // 4) / 4, 1 to 224."""
 
-BLOCK_COST, ITEM_COST, COMBINE_COST = 32, 54, 96
-"""Prefill: times by which the planner compares splits, in 1/32 of that of a KV block in one CTA: a KV block, a work
+BLOCK_COST, ITEM_COST, COMBINE_COST = 16, 32, 24
+"""Prefill: times by which the planner compares splits, in 1/16 of that of a KV block in one CTA: a KV block, a work
 item apart from its KV blocks, and a launch of the combine kernel. A slot costs 1 for each CTA that writes it.
 """
 

@@ -5,11 +5,8 @@ The integers are those of :func:`attn_ops.kernels.reference.plan.split_lengths`,
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.launch import constexpr_table
 from attn_ops.kernels.triton.query_tiles import (
     BUCKETS,
     NOT_SPLIT,
@@ -21,34 +18,18 @@ from attn_ops.kernels.triton.query_tiles import (
 )
 
 from attn_ops.plan import state
-from attn_ops.plan.sizing import ctas_of_tile, tiles_per_wave
-from attn_ops.plan.state import PlanProblem
+from attn_ops.plan.sizing import SPLITS_PER_TILE as SPLITS
 
+SPLITS_PER_TILE = tl.constexpr(SPLITS)
 CANDIDATES = tl.constexpr(state.SPLIT_CANDIDATES)
 MIN_SPLIT_BLOCKS = tl.constexpr(state.MIN_SPLIT_BLOCKS)
 BLOCK_COST, ITEM_COST = tl.constexpr(state.BLOCK_COST), tl.constexpr(state.ITEM_COST)
 COMBINE_COST, MAX_COST = tl.constexpr(state.COMBINE_COST), tl.constexpr(state.MAX_COST)
-
-
-@constexpr_table
-class Balance(NamedTuple):
-    """The device, in query tiles and CTAs."""
-
-    WAVE: int  # query tiles whose CTAs fill it once
-    WAVES: int  # waves from which on there is nothing to gain
-    CTAS: int  # of a query tile
-
-
-def balance_of(problem: PlanProblem, max_splits: int) -> Balance:
-    return Balance(
-        tiles_per_wave(problem, max_splits), state.BALANCE_WAVES, problem.num_kv_heads * ctas_of_tile(problem)
-    )
+BALANCE_WAVES = tl.constexpr(state.BALANCE_WAVES)
 
 
 @triton.jit
-def tiles_to_divide(
-    num_tiles, lengths, BALANCE: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr
-):
+def tiles_to_divide(num_tiles, lengths, wave, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr):
     """``(longest, first_bucket, skip)`` of :func:`after_first`: the tiles that may be split for load balance."""
     t = tl.arange(0, TILES)
     total, longest, longest_blocks = tl.full((), 0, tl.int64), 0, 0
@@ -60,16 +41,16 @@ def tiles_to_divide(
         longest_blocks = tl.maximum(longest_blocks, tl.max(blocks, 0))
         longest = tl.maximum(longest, tl.max(tl.where(tile < num_tiles, end - begin, 0), 0))
     first_bucket, skip = BUCKETS, 0
-    if longest_blocks.to(tl.int64) * BALANCE.WAVE > total:
+    if longest_blocks.to(tl.int64) * wave > total:
         first_bucket = -1
-    elif num_tiles < BALANCE.WAVES * BALANCE.WAVE:
+    elif num_tiles < wave * BALANCE_WAVES:
         count = tl.zeros((BUCKETS,), tl.int32)
         for first in range(0, num_tiles, TILES):
             tile = first + t
             _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
             bucket = length_bucket(end - begin, longest, tile < num_tiles)
             count += tl.sum((bucket[:, None] == tl.arange(0, BUCKETS)[None, :]).to(tl.int32), 0)
-        in_whole_waves = num_tiles // BALANCE.WAVE * BALANCE.WAVE
+        in_whole_waves = num_tiles // wave * wave
         first_bucket = tl.sum((tl.cumsum(count, 0) <= in_whole_waves).to(tl.int32), 0)
         skip = in_whole_waves - tl.sum(tl.where(tl.arange(0, BUCKETS) < first_bucket, count, 0), 0)
     return longest, first_bucket, skip
@@ -77,10 +58,14 @@ def tiles_to_divide(
 
 @triton.jit
 def fastest_split(
-    num_tiles, lengths, longest, first_bucket, skip, max_splits, BALANCE: tl.constexpr, TILING: tl.constexpr,
-    SHARD: tl.constexpr, TILES: tl.constexpr,
+    num_tiles, lengths, longest, first_bucket, skip, max_splits, wave,
+    CTAS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """KV blocks of the longest split of the tiles ``after_first(..., longest, first_bucket, skip)``."""
+    """KV blocks of the longest split of the tiles ``after_first(..., longest, first_bucket, skip)``.
+
+    wave  tiles that the device computes at a time
+    CTAS  of a tile
+    """
     t, j = tl.arange(0, TILES), tl.arange(0, CANDIDATES)
     longest_blocks, to_skip = 0, skip
     for first in range(0, num_tiles, TILES):
@@ -106,11 +91,11 @@ def fastest_split(
         slots += tl.sum(tl.where(splits > 1, splits, 0), 0)
         over_half += tl.sum(tl.where(4 * length > 2 * candidates[None, :], splits, 0), 0)
         over_three_quarters += tl.sum(tl.where(4 * length > 3 * candidates[None, :], splits, 0), 0)
-    time = (total * BLOCK_COST + items * ITEM_COST) // BALANCE.WAVE
+    time = (total * BLOCK_COST + items * ITEM_COST) // wave
     of_longest = candidates.to(tl.int64) * BLOCK_COST
-    time = tl.maximum(time, tl.cdiv(over_three_quarters, BALANCE.WAVE) * (of_longest + ITEM_COST))
-    time = tl.maximum(time, tl.cdiv(over_half, BALANCE.WAVE) * (of_longest * 3 // 4 + ITEM_COST))
-    time += tl.where(slots > 0, slots * BALANCE.CTAS + COMBINE_COST, 0)
+    time = tl.maximum(time, tl.cdiv(over_three_quarters, wave) * (of_longest + ITEM_COST))
+    time = tl.maximum(time, tl.cdiv(over_half, wave) * (of_longest * 3 // 4 + ITEM_COST))
+    time += tl.where(slots > 0, slots * CTAS + COMBINE_COST, 0)
     time = tl.where(slots <= max_splits, time, MAX_COST)
     best = tl.min(time * CANDIDATES + j, 0) % CANDIDATES
     return tl.sum(tl.where(j == best, candidates, 0), 0)
@@ -119,13 +104,14 @@ def fastest_split(
 @triton.jit
 def balanced_splits(
     num_tiles, lengths, max_splits,
-    BALANCE: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
+    CTAS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``(longest, first_bucket, skip, split_blocks)``: the tiles to split, and KV blocks of their longest split."""
-    longest, first_bucket, skip = tiles_to_divide(num_tiles, lengths, BALANCE, TILING, SHARD, TILES)
+    wave = max_splits // SPLITS_PER_TILE
+    longest, first_bucket, skip = tiles_to_divide(num_tiles, lengths, wave, TILING, SHARD, TILES)
     split_blocks = NOT_SPLIT
     if first_bucket < BUCKETS:
         split_blocks = fastest_split(
-            num_tiles, lengths, longest, first_bucket, skip, max_splits, BALANCE, TILING, SHARD, TILES
+            num_tiles, lengths, longest, first_bucket, skip, max_splits, wave, CTAS, TILING, SHARD, TILES
         )
     return longest, first_bucket, skip, split_blocks

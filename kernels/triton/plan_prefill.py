@@ -2,7 +2,7 @@
 
 The integers are those of :mod:`attn_ops.kernels.reference.plan`. Program 0 sorts the query tiles of all requests by
 length with a stable counting sort, longest first, and divides the KV of some tiles into splits. It goes over the tiles
-up to seven times, :data:`TILES` at a time.
+up to seven times, :data:`MAX_TILES` at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
-from attn_ops.kernels.triton.balance_prefill import balance_of, balanced_splits
+from attn_ops.kernels.triton.balance_prefill import balanced_splits
 from attn_ops.kernels.triton.context import shard_of
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
@@ -31,10 +31,12 @@ from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, st
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
+from attn_ops.plan.sizing import ctas_of_tile
+from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan
+from attn_ops.symbolic_sizes import statically_known_true
 
-TILES = 256
-"""Query tiles that program 0 processes at a time."""
+MIN_TILES, MAX_TILES = 32, 256
+"""Query tiles that program 0 processes at a time: as many as the plan has room for, within these."""
 
 
 @triton.jit
@@ -69,7 +71,7 @@ def plan_prefill_kernel(
     PAGE_SIZE: tl.constexpr,
     TILING: tl.constexpr,
     SHARD: tl.constexpr,
-    BALANCE: tl.constexpr,
+    CTAS: tl.constexpr,  # of a query tile
     SPLIT_BLOCKS: tl.constexpr,  # KV blocks of a split of fixed size, 0 for splits for load balance
     TILES: tl.constexpr,
     COPY_PAGES: tl.constexpr,
@@ -122,7 +124,7 @@ def plan_prefill_kernel(
                 first_bucket, split_blocks = -1, SPLIT_BLOCKS
         else:
             longest_tile, first_bucket, skip, split_blocks = balanced_splits(
-                num_tiles, lengths, 2 * max_split_tiles, BALANCE, TILING, SHARD, TILES
+                num_tiles, lengths, 2 * max_split_tiles, CTAS, TILING, SHARD, TILES
             )
     # The longest split.
     longest, to_skip = 0, skip
@@ -183,6 +185,14 @@ def plan_prefill_kernel(
     publish(plan_qo_indptr)
 
 
+def tiles_at_a_time(max_tiles: int) -> int:
+    """For a plan with room for ``max_tiles``; the most where a graph leaves that open."""
+    tiles = MIN_TILES
+    while tiles < MAX_TILES and not statically_known_true(max_tiles <= tiles):
+        tiles *= 2
+    return tiles
+
+
 def plan_prefill(
     qo_indptr: Tensor,
     kv_indptr: Tensor,
@@ -199,6 +209,7 @@ def plan_prefill(
         plan_in_closed_form(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
     block_batch = triton.next_power_of_2(max_batch)
+    max_tiles = p.work.shape[0] - 2 * p.split_tiles.shape[0]
     num_indices, pdl = kv_indices.shape[0], supports_pdl(kv_indptr)
     launch(
         plan_prefill_kernel,
@@ -225,9 +236,9 @@ def plan_prefill(
         PAGE_SIZE=problem.page_size,
         TILING=Tiling(problem.tile_rows, problem.window, problem.ahead, block_batch, block_batch.bit_length() - 1),
         SHARD=shard_of(problem),
-        BALANCE=balance_of(problem, num_partials(p)),
+        CTAS=problem.num_kv_heads * ctas_of_tile(problem),
         SPLIT_BLOCKS=problem.split // KV_BLOCK,
-        TILES=TILES,
+        TILES=tiles_at_a_time(max_tiles),
         COPY_PAGES=COPY_PAGES,
         PDL=pdl,
     )

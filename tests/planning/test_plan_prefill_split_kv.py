@@ -118,36 +118,30 @@ def test_splits_are_balanced_by_the_keys_in_a_window() -> None:
     assert sorted((item.kv_begin // KV_BLOCK, item.kv_end // KV_BLOCK) for item in whole) == [
         (20 + i, 61 + i) for i in range(4)
     ]
-    work = _work(_plan([request], num_ctas=16, **window))
+    work = _work(_plan([request], num_ctas=32, **window))
     assert sorted(map(_kv_blocks, work)) == [10] * 12 + [11] * 4
 
 
 def test_one_long_tile_is_split_and_many_are_not() -> None:
-    one = _work(_plan([(16, 32 * KV_BLOCK)], num_ctas=8))
+    one = _work(_plan([(16, 32 * KV_BLOCK)], num_ctas=16))
     assert [_kv_blocks(item) for item in one] == [4] * 8
-    many = _plan([(16, 4 * KV_BLOCK)] * 16, num_ctas=8)
+    many = _plan([(16, 4 * KV_BLOCK)] * 16, num_ctas=16)
     assert _split_tiles(many) == []
 
 
 def test_the_last_wave_is_split_where_it_is_short_of_tiles() -> None:
     """Of ten equal tiles, eight fill the device. The other two would take as long again if they were not split."""
-    work = _work(_plan([(160, 100 * KV_BLOCK)], num_ctas=8))
+    work = _work(_plan([(160, 100 * KV_BLOCK)], num_ctas=16))
     assert sorted(map(_kv_blocks, work)) == [25] * 8 + [100] * 8
-    assert _split_tiles(_plan([(128, 100 * KV_BLOCK)], num_ctas=8)) == []
-    assert _split_tiles(_plan([(240, 100 * KV_BLOCK)], num_ctas=8)) == []
+    assert _split_tiles(_plan([(128, 100 * KV_BLOCK)], num_ctas=16)) == []
+    assert _split_tiles(_plan([(240, 100 * KV_BLOCK)], num_ctas=16)) == []
     # Beside shorter tiles, which come after them, the last wave is full.
-    assert _split_tiles(_plan([(160, 100 * KV_BLOCK), (224, 50 * KV_BLOCK)], num_ctas=8)) == []
-
-
-def test_a_tile_of_several_ctas_fills_as_much_of_the_device() -> None:
-    """With 256 rows, a tile takes two CTAs: five tiles are a wave of four and one that is split."""
-    work = _work(_plan([(5 * 256, 100 * KV_BLOCK)], num_ctas=8, tile_rows=256))
-    assert sorted(map(_kv_blocks, work)) == [25] * 4 + [100] * 4
+    assert _split_tiles(_plan([(160, 100 * KV_BLOCK), (224, 50 * KV_BLOCK)], num_ctas=16)) == []
 
 
 def test_the_longest_tile_bounds_the_splits_of_others() -> None:
     """One long request among many short ones: only it is split."""
-    plan = _plan([(16, 400 * KV_BLOCK), *[(16, 10 * KV_BLOCK)] * 20], num_ctas=8)
+    plan = _plan([(16, 400 * KV_BLOCK), *[(16, 10 * KV_BLOCK)] * 20], num_ctas=16)
     assert [tile.row for tile in _split_tiles(plan)] == [0]
     assert max(map(_kv_blocks, _work(plan))) <= 100
 
@@ -160,15 +154,15 @@ def _makespan(work: list[Item], ctas: int) -> float:
     return max(ends)
 
 
-@pytest.mark.parametrize("num_ctas", [8, 16, 66])
-def test_splits_shorten_the_schedule(num_ctas: int) -> None:
+@pytest.mark.parametrize("wave", [8, 16, 66])
+def test_splits_shorten_the_schedule(wave: int) -> None:
     """Of 100 random batches: on average by a fifth, and hardly ever is it longer for them."""
-    draw, gains = random.Random(num_ctas), []
+    draw, gains = random.Random(wave), []
     for _ in range(100):
         lengths = [int(2 ** draw.uniform(4, 9)) for _ in range(draw.choice([1, 1, 2, 4]))]
         batch = [(rows, rows + draw.choice([0, int(2 ** draw.uniform(6, 15))])) for rows in lengths]
-        whole, split = (_work(_plan(batch, ctas, causal=True)) for ctas in (0, num_ctas))
-        gains.append(_makespan(whole, num_ctas) / _makespan(split, num_ctas))
+        whole, split = (_work(_plan(batch, ctas, causal=True)) for ctas in (0, 2 * wave))
+        gains.append(_makespan(whole, wave) / _makespan(split, wave))
     assert min(gains) > 0.85
     assert statistics.mean(gains) > 1.2
 
