@@ -18,17 +18,23 @@ from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
-from attn_ops.plan.sizing import ctas_per_head, max_splits_for, rows_per_tile, splits_per_head
+from attn_ops.plan.sizing import ctas_per_head, max_splits_for, rows_per_tile, splits_per_head, tiles_per_wave
 from attn_ops.plan.state import (
+    KV_BLOCK,
     DecodePlan,
     PlanProblem,
     PrefillPlan,
     allocate_decode,
     allocate_prefill,
+    full_tiles,
     keys_ahead,
     split_tokens,
     workspace_size,
 )
+from attn_ops.symbolic_sizes import decide
+
+MIN_IDLE_BLOCKS = 64
+"""About 60 us, as much as making a plan for one request takes the host."""
 
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
@@ -53,6 +59,26 @@ def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
         ahead=keys_ahead(spec.causal, spec.window_right),
         split=split_tokens(spec.fixed_split_size, spec.page_size),
     )
+
+
+def splits_pay(spec: PlanSpec, rows: int, kv_len: int, device: torch.device) -> bool:
+    """Whether a plan with splits saves one request more time than it takes.
+
+    The time of :data:`MIN_IDLE_BLOCKS` KV blocks is what the plan takes. Without splits, the CTAs that a wave of query
+    tiles leaves idle could read as many of the keys that all tiles see.
+    """
+    if spec.num_kv_heads == 0:
+        return False
+    problem = problem_of(spec, kv_len, rows)
+    splits = splits_per_head(device, problem)
+    if splits == 0:
+        return False
+    keys = kv_len - rows if problem.ahead else kv_len
+    if problem.window:
+        keys = torch.sym_min(keys, problem.window)
+    wave, tiles = tiles_per_wave(splits), full_tiles(problem, rows)
+    idle_tiles = (tiles + wave - 1) // wave * wave - tiles
+    return decide(keys * idle_tiles >= MIN_IDLE_BLOCKS * KV_BLOCK * wave)
 
 
 def with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:

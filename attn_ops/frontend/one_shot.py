@@ -6,7 +6,7 @@ row of the table has as many tokens as the row has places.
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from torch import Tensor
 from attn_ops.call import AttentionCall, Unplanned
 from attn_ops.errors import DTypeError, PageTableError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
-from attn_ops.frontend.call_plans import BlockTables, RaggedLengths
+from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
@@ -254,7 +254,33 @@ def dense_call(
     kv_layout: str,
     backend: str = "auto",
 ) -> AttentionCall:
-    """One request: ``(q [qo_len, num_qo_heads, head_dim], k, v [kv_len, num_kv_heads, head_dim])``, HND heads first."""
-    q, _, v = tensors
-    unplanned = Unplanned((q.shape[-1], v.shape[-1]))
-    return AttentionCall(where, "single_prefill", tensors, unplanned, options, output, scales, kv_layout, backend)
+    """One request: ``(q [qo_len, num_qo_heads, head_dim], k, v [kv_len, num_kv_heads, head_dim])``, HND heads first.
+
+    Few query rows over many keys are planned, so that their keys are split over the device.
+    """
+    q, *kv = tensors
+    k, v = kv if kv_layout == "NHD" else (t.transpose(0, 1) for t in kv)
+    if options.mask is not None:
+        options = options._replace(causal=False)  # which the mask replaces
+    rows, kv_len, device = q.shape[0], k.shape[0], q.device
+    form: dict[str, Any] = {
+        "page_size": 1,
+        "num_qo_heads": q.shape[1],
+        "num_kv_heads": k.shape[1],
+        "head_dim_qk": q.shape[2],
+        "head_dim_vo": v.shape[2],
+        "window_left": options.window_left,
+    }
+    spec = PlanSpec(decode=False, paged=False, causal=options.causal, window_right=options.window_right, **form)
+    if k.shape[:2] != v.shape[:2] or not splits_pay(spec, rows, kv_len, device):
+        unplanned = Unplanned((q.shape[-1], v.shape[-1]))
+        return AttentionCall(where, "single_prefill", tensors, unplanned, options, output, scales, kv_layout, backend)
+    kv_indptr = uniform_indptr(1, kv_len, device)
+    if rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto":
+        spec = PlanSpec(decode=True, paged=True, **form)
+        batch = BlockTables(spec, torch.arange(kv_len, dtype=torch.int32, device=device)[None], kv_indptr[1:], None, 1)
+        options = options._replace(causal=False, window_right=-1)  # its position is that of the last key
+        pages = (q, k[:, None], v[:, None])
+        return AttentionCall(where, "batch_decode", pages, batch, options, output, scales, "NHD", backend)
+    lengths = RaggedLengths(spec, uniform_indptr(1, rows, device), kv_indptr, rows, kv_len)
+    return AttentionCall(where, "ragged_prefill", (q, k, v), lengths, options, output, scales, "NHD", backend)

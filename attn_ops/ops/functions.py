@@ -348,7 +348,9 @@ def single_prefill(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Query rows of one request over its keys and values, without a plan. One query row is a decode step.
+    """Query rows of one request over its keys and values, without a plan. One query row is a decode step. Keys are not
+    split: for few rows over many keys, ``single_prefill_with_kv_cache`` and ``single_decode_with_kv_cache`` make a plan
+    that splits them over the GPU.
 
     Args:
         q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows. Weights of FP8

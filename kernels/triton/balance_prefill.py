@@ -41,7 +41,7 @@ def tiles_to_divide(num_tiles, lengths, wave, TILING: tl.constexpr, SHARD: tl.co
         longest_blocks = tl.maximum(longest_blocks, tl.max(blocks, 0))
         longest = tl.maximum(longest, tl.max(tl.where(tile < num_tiles, end - begin, 0), 0))
     first_bucket, skip = BUCKETS, 0
-    if longest_blocks.to(tl.int64) * wave > total:
+    if wave.to(tl.int64) * longest_blocks > total:
         first_bucket = -1
     elif num_tiles < wave * BALANCE_WAVES:
         count = tl.zeros((BUCKETS,), tl.int32)

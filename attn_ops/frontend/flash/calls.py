@@ -11,7 +11,7 @@ from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import Lookup, OpCall, flatten_tensors
 from attn_ops.errors import DTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked
-from attn_ops.frontend.call_plans import RaggedLengths
+from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
 from attn_ops.frontend.flash.metadata import BatchForm, Found, Scheduled, SchedulerMetadata, shared
@@ -186,9 +186,9 @@ def dense_attention(
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     views = tuple(zip(rows, (q, k, v), strict=True))
     scales = descales.of_rows(where, rows[0], k, batch)
-    if batch == 1 and not chunk:
-        return FlashCall(dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD"), result, views)
     spec = plan_spec(q, k, v, options, decode=False, paged=False, page_size=1)
+    if batch == 1 and not chunk and not splits_pay(spec, q_len, kv_len, device):
+        return FlashCall(dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD"), result, views)
 
     def make() -> SchedulerMetadata:
         qo_indptr, kv_indptr = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
