@@ -203,7 +203,8 @@ class PrefillPlanner(PlannerBase):
         tile_rows: query rows of a query tile; default 256 over the query heads per KV head, or fewer if
             ``max_tokens`` is less than that per request.
         num_ctas: capacity for splits: work items of one KV head that tiles are split into for load balance. It is taken
-            for twice the query tiles that the device computes at a time. 0 never splits; default by the device.
+            for twice the query tiles that the device computes at a time, or for one and a half times with head dims of
+            values over 128. 0 never splits; default by the device.
         fixed_split_size: as for :class:`DecodePlanner`, for every tile. The default of ``num_ctas`` is then the
             largest number of splits that ``max_tokens`` and ``max_kv_len`` make, and ``tile_rows`` does not depend on
             the capacities. A batch that needs more splits is refused if its lengths are on the host; with lengths on

@@ -76,7 +76,7 @@ def splits_pay(spec: PlanSpec, rows: int, kv_len: int, device: torch.device) -> 
     keys = kv_len - rows if problem.ahead else kv_len
     if problem.window:
         keys = torch.sym_min(keys, problem.window)
-    wave, tiles = tiles_per_wave(splits), full_tiles(problem, rows)
+    wave, tiles = tiles_per_wave(problem, splits), full_tiles(problem, rows)
     idle_tiles = (tiles + wave - 1) // wave * wave - tiles
     return decide(keys * idle_tiles >= MIN_IDLE_BLOCKS * KV_BLOCK * wave)
 

@@ -30,8 +30,8 @@ HOPPER = 9
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
 
-SPLITS_PER_TILE = 2
-"""Splits for load balance that a prefill plan has room for by default, for each query tile of a wave."""
+SMALL_HEAD_DIM = 128
+"""Head dim of values up to which a prefill plan has room for two splits of each query tile of a wave."""
 
 
 def power_of_two_from(size: int) -> int:
@@ -61,7 +61,8 @@ def ctas_of_tile(problem: PlanProblem) -> int:
 def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
     """Default ``max_splits`` of a prefill plan: two for each query tile that the device computes at a time.
 
-    It is 0 on the CPU. Two for each tile are what the tiles of the last wave and one long tile need.
+    It is 0 on the CPU, and three for two tiles where a slot is larger: the workspace then has at most 28 MB on a GPU of
+    132 SMs, in FlashInfer's usual buffers of 32 MB and more.
     """
     if device.type != "cuda":
         return 0
@@ -69,12 +70,13 @@ def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
     packed_rows = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
     small = packed_rows <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and gpu.major != HOPPER
     resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
-    return SPLITS_PER_TILE * max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
+    tiles = max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
+    return 2 * tiles if problem.head_dim_vo <= SMALL_HEAD_DIM else max(2, 3 * tiles // 4 * 2)
 
 
-def tiles_per_wave(max_splits: int) -> int:
-    """Query tiles that the device computes at a time whose default ``max_splits`` is, 2 or more."""
-    return max_splits // SPLITS_PER_TILE
+def tiles_per_wave(problem: PlanProblem, max_splits: int) -> int:
+    """Query tiles that a device computes at a time if ``max_splits``, 2 or more, is its default."""
+    return max_splits // 2 if problem.head_dim_vo <= SMALL_HEAD_DIM else (2 * max_splits + 1) // 3
 
 
 def ctas_per_head(device: torch.device, num_kv_heads: int) -> int:

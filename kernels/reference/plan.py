@@ -251,7 +251,7 @@ def split_lengths(problem: PlanProblem, used: Tensor, kv_blocks: Tensor, bucket:
     The estimate is the mean of all CTAs, or the time of those waves that have splits of more than 3/4, or 1/2, of the
     longest.
     """
-    tiles, wave = used.sum(), tiles_per_wave(max_splits)
+    tiles, wave = used.sum(), tiles_per_wave(problem, max_splits)
     uneven = kv_blocks.amax() * wave > kv_blocks.sum()
     place = torch.argsort(torch.argsort(bucket, stable=True))  # in the order of work items
     divided = used & (uneven | ((place >= tiles // wave * wave) & (tiles < BALANCE_WAVES * wave)))

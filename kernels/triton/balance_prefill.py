@@ -18,9 +18,7 @@ from attn_ops.kernels.triton.query_tiles import (
 )
 
 from attn_ops.plan import state
-from attn_ops.plan.sizing import SPLITS_PER_TILE as SPLITS
 
-SPLITS_PER_TILE = tl.constexpr(SPLITS)
 CANDIDATES = tl.constexpr(state.SPLIT_CANDIDATES)
 MIN_SPLIT_BLOCKS = tl.constexpr(state.MIN_SPLIT_BLOCKS)
 BLOCK_COST, ITEM_COST = tl.constexpr(state.BLOCK_COST), tl.constexpr(state.ITEM_COST)
@@ -103,11 +101,10 @@ def fastest_split(
 
 @triton.jit
 def balanced_splits(
-    num_tiles, lengths, max_splits,
+    num_tiles, lengths, max_splits, wave,
     CTAS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``(longest, first_bucket, skip, split_blocks)``: the tiles to split, and KV blocks of their longest split."""
-    wave = max_splits // SPLITS_PER_TILE
     longest, first_bucket, skip = tiles_to_divide(num_tiles, lengths, wave, TILING, SHARD, TILES)
     split_blocks = NOT_SPLIT
     if first_bucket < BUCKETS:

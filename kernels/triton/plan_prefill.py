@@ -31,7 +31,7 @@ from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, st
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from attn_ops.plan.sizing import ctas_of_tile
+from attn_ops.plan.sizing import ctas_of_tile, tiles_per_wave
 from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan
 from attn_ops.symbolic_sizes import statically_known_true
 
@@ -48,7 +48,9 @@ def store_zeros(records, begin, end, TILES: tl.constexpr, STRIDE: tl.constexpr):
         tl.store(records + at, tl.zeros((TILES, STRIDE), tl.int32), mask=(i < end)[:, None])
 
 
-@triton.jit(do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "max_items", "max_split_tiles"])
+@triton.jit(
+    do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "max_items", "max_split_tiles", "wave"]
+)
 def plan_prefill_kernel(
     qo_indptr,  # [batch + 1]
     kv_indptr,  # [batch + 1]
@@ -68,6 +70,7 @@ def plan_prefill_kernel(
     max_pages,
     max_items,
     max_split_tiles,
+    wave,  # query tiles that the device computes at a time
     PAGE_SIZE: tl.constexpr,
     TILING: tl.constexpr,
     SHARD: tl.constexpr,
@@ -124,7 +127,7 @@ def plan_prefill_kernel(
                 first_bucket, split_blocks = -1, SPLIT_BLOCKS
         else:
             longest_tile, first_bucket, skip, split_blocks = balanced_splits(
-                num_tiles, lengths, 2 * max_split_tiles, CTAS, TILING, SHARD, TILES
+                num_tiles, lengths, 2 * max_split_tiles, wave, CTAS, TILING, SHARD, TILES
             )
     # The longest split.
     longest, to_skip = 0, skip
@@ -233,6 +236,7 @@ def plan_prefill(
         max_pages=max_pages or torch.iinfo(torch.int32).max,
         max_items=p.work.shape[0],
         max_split_tiles=p.split_tiles.shape[0],
+        wave=tiles_per_wave(problem, 2 * p.split_tiles.shape[0]),
         PAGE_SIZE=problem.page_size,
         TILING=Tiling(problem.tile_rows, problem.window, problem.ahead, block_batch, block_batch.bit_length() - 1),
         SHARD=shard_of(problem),
