@@ -1,4 +1,4 @@
-"""Docstrings as autodoc gets them: columns of names and meanings become definition lists."""
+"""Docstrings as autodoc gets them: columns of names and meanings become definition lists, pages of docs/ links."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import inspect
 import re
 from typing import Any
 
+from docutils import nodes
+
 COLUMNS = re.compile(r"^(\S.*?) {2,}(\S.*)$")
+PAGE = re.compile(r"\bdocs/([\w/]+)\.md\b")
 CONTINUED = re.compile(r"^ {2,}(\S.*)$")
 
 
@@ -21,7 +24,7 @@ def columns_to_lists(app: Any, what: str, name: str, obj: Any, options: Any, lin
     result: list[str] = []
     for paragraph in paragraphs:
         result += [*(_definitions(paragraph) or paragraph), ""]
-    lines[:] = result
+    lines[:] = [PAGE.sub(r":doc:`/\1`", line) for line in result]
 
 
 def _definitions(paragraph: list[str]) -> list[str] | None:
@@ -42,3 +45,10 @@ def skip_documented_elsewhere(app: Any, what: str, name: str, obj: Any, skip: bo
     """A NamedTuple's fields are in its docstring; an alias of a method has the text of the method."""
     second_name = inspect.isfunction(obj) and obj.__name__ not in (name, "<lambda>")
     return True if type(obj).__name__ == "_tuplegetter" or second_name else None
+
+
+def dashes_to_colons(app: Any, doctree: nodes.document) -> None:
+    """Between a parameter and its meaning Sphinx writes two hyphens, which ``smartquotes_action`` leaves as they are."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(": "))
