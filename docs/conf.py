@@ -22,6 +22,7 @@ extensions = [
     "generated",
     "icon_fonts",
     "own_host",
+    "typography",
 ]
 exclude_patterns = ["_build"]
 smartquotes_action = "qe"  # quotes and ellipses; two hyphens begin an option of a command

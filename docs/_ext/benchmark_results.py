@@ -21,8 +21,7 @@ def results() -> Page:
 
 
 def _section(text: str, file: Path) -> str:
-    """A result as a section of the third level, named with its GPU. Its table has the class that makes it narrow, and what is
-    not measured unfolds."""
+    """A result as a section named with its GPU. Its table has the class that makes it narrow; the reasons unfold."""
     gpu = "" if file.parent == RESULTS else file.parent.name.upper()
     title, rest = HEADING.match(text)[1].removesuffix(f", {gpu}"), HEADING.sub("", text, count=1)
     table = TABLE.sub(r'<div class="results">\n\n\1\n</div>\n', rest)

@@ -6,8 +6,6 @@ import inspect
 import re
 from typing import Any
 
-from docutils import nodes
-
 COLUMNS = re.compile(r"^(\S.*?) {2,}(\S.*)$")
 PAGE = re.compile(r"\bdocs/([\w/]+)\.md\b")
 CONTINUED = re.compile(r"^ {2,}(\S.*)$")
@@ -45,10 +43,3 @@ def skip_documented_elsewhere(app: Any, what: str, name: str, obj: Any, skip: bo
     """A NamedTuple's fields are in its docstring; an alias of a method has the text of the method."""
     second_name = inspect.isfunction(obj) and obj.__name__ not in (name, "<lambda>")
     return True if type(obj).__name__ == "_tuplegetter" or second_name else None
-
-
-def dashes_to_colons(app: Any, doctree: nodes.document) -> None:
-    """Between a parameter and its meaning Sphinx writes two hyphens, which ``smartquotes_action`` leaves as they are."""
-    for text in list(doctree.findall(nodes.Text)):
-        if text == " -- ":
-            text.parent.replace(text, nodes.Text(": "))

@@ -48,6 +48,5 @@ def replace_markers(app: Any, docname: str, source: list[str]) -> None:
 def setup(app: Any) -> dict[str, Any]:
     app.connect("source-read", replace_markers)
     app.connect("autodoc-process-docstring", docstrings.columns_to_lists, priority=100)
-    app.connect("doctree-read", docstrings.dashes_to_colons)
     app.connect("autodoc-skip-member", docstrings.skip_documented_elsewhere)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

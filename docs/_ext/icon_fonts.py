@@ -1,4 +1,4 @@
-"""The PyTorch theme's style names fonts of icons that the theme does not contain; the theme that it extends has them."""
+"""The PyTorch theme's style names icon fonts that only the theme below it contains."""
 
 from __future__ import annotations
 
