@@ -203,7 +203,9 @@ def _backends(op: OpText) -> list[str]:
         if not machines:
             # Other entries get FP8 queries converted, so only one that takes them as they are is asked.
             special = {**tried, "queries, keys and values of e4m3": FP8_QUERIES} if entry.fp8_queries else tried
-            of_some = {text: found for text, fields in special.items() if (found := _machines(entry, op.name, **fields))}
+            of_some = {
+                text: found for text, fields in special.items() if (found := _machines(entry, op.name, **fields))
+            }
             if of_some:
                 some = ", ".join(dict.fromkeys(machine for found in of_some.values() for machine in found))
                 lines.append(f"{label}: on {some}, only for {', '.join(of_some)}")
