@@ -216,7 +216,8 @@ class VariableBlockSparsePlanner(_SparsePlanner):
         num_block_rows, num_block_cols: blocks of the map.
         max_pages: capacity for pages of ``page_size`` keys, over the selected blocks of all block rows and KV heads.
         page_size: divides every block column's size. Pages of several keys are faster.
-        causal, and the other arguments and attributes: as for :class:`BlockSparsePlanner`.
+
+    The other arguments and attributes are those of :class:`BlockSparsePlanner`.
     """
 
     @typed

@@ -20,7 +20,9 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "generated",
+    "icon_fonts",
     "own_host",
+    "typography",
 ]
 exclude_patterns = ["_build"]
 smartquotes_action = "qe"  # quotes and ellipses; two hyphens begin an option of a command
@@ -33,8 +35,10 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 
 html_theme = "pytorch_sphinx_theme2"
 html_title = f"attn_ops {release}"
@@ -43,8 +47,9 @@ html_theme_options = {
     "logo": {"text": "attn_ops"},
     "display_version": True,
     "navbar_center": "navbar-nav",
-    "navbar_end": ["search-button", "theme-switcher"],
-    "navbar_persistent": [],
+    "navbar_end": ["theme-switcher"],
+    "navbar_persistent": ["search-button"],
+    "pygment_dark_style": "github-dark",
     "header_links_before_dropdown": 7,
     "article_header_end": [],
     "article_footer_items": ["prev-next"],

@@ -279,7 +279,7 @@ class Wrapper:
 
     @property
     def resolved_backend(self) -> str:
-        """The backend named to the constructor, or ``"auto"``: a backend is chosen for each call."""
+        """The backend named to the constructor, or ``"auto"``, which chooses one for each call."""
         return self._backend
 
     @typed

@@ -216,8 +216,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``.
             k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]`` or more rows, or heads first with layout HND.
-            args, and the others: those of the paged wrapper's run().
             o_scale: the output is divided by it, before it is rounded.
+
+        The other arguments are those of the paged wrapper's run().
 
         Returns:
             ``out [rows, num_qo_heads, head_dim_vo]``, with ``return_lse`` also float32 ``lse``.

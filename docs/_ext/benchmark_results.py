@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from markdown import DOCS, Page
 
+HEADING = re.compile(r"# (.+)\n")
+REASONS = re.compile(r"^Not measured:\n\n((?:^\* .*\n?)+)", re.MULTILINE)
+TABLE = re.compile(r"((?:^\|.*\n?)+)", re.MULTILINE)
 RESULTS = DOCS.parent / "benchmarks" / "results"
 
 
@@ -13,10 +17,13 @@ def results() -> Page:
     files = [*sorted(RESULTS.glob("*.md")), *sorted(RESULTS.glob("*/*.md"))]
     if not files:
         return Page("No result is stored in `benchmarks/results/` of this version.")
-    return Page("\n\n".join(_demoted(file.read_text(encoding="utf-8")) for file in files))
+    return Page("\n\n".join(_section(file.read_text(encoding="utf-8"), file) for file in files))
 
 
-def _demoted(text: str) -> str:
-    """Headings below that of the page."""
-    highest = min((len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)), default=2)
-    return re.sub(r"^#", "#" * (3 - highest), text, flags=re.MULTILINE) if highest < 2 else text
+def _section(text: str, file: Path) -> str:
+    """A result as a section named with its GPU. Its table has the class that makes it narrow; the reasons unfold."""
+    gpu = "" if file.parent == RESULTS else file.parent.name.upper()
+    title, rest = HEADING.match(text)[1].removesuffix(f", {gpu}"), HEADING.sub("", text, count=1)
+    table = TABLE.sub(r'<div class="results">\n\n\1\n</div>\n', rest)
+    table = REASONS.sub(r"<details><summary>Not measured</summary>\n\n\1\n</details>\n", table)
+    return "### " + ", ".join(filter(None, (title, gpu))) + "\n" + table

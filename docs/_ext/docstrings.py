@@ -1,4 +1,4 @@
-"""Docstrings as autodoc gets them: columns of names and meanings become definition lists."""
+"""Docstrings as autodoc gets them: columns of names and meanings become definition lists, pages of docs/ links."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 COLUMNS = re.compile(r"^(\S.*?) {2,}(\S.*)$")
+PAGE = re.compile(r"\bdocs/([\w/]+)\.md\b")
 CONTINUED = re.compile(r"^ {2,}(\S.*)$")
 
 
@@ -21,7 +22,7 @@ def columns_to_lists(app: Any, what: str, name: str, obj: Any, options: Any, lin
     result: list[str] = []
     for paragraph in paragraphs:
         result += [*(_definitions(paragraph) or paragraph), ""]
-    lines[:] = result
+    lines[:] = [PAGE.sub(r":doc:`/\1`", line) for line in result]
 
 
 def _definitions(paragraph: list[str]) -> list[str] | None:

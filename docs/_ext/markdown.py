@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def linked(text: str) -> str:
+    """Pages of ``docs/`` that a text names, as links."""
+    return re.sub(r"\bdocs/([\w/]+)\.md\b", r"{doc}`/\1`", text)
 
 
 def code(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from markdown import Page, code, data, table
+from markdown import Page, code, data, linked, table
 from torch.utils.flop_counter import flop_registry
 
 import attn_ops.flops  # noqa: F401  registers the formulas
@@ -24,6 +24,8 @@ ORDINARY = {
     "head_dim_vo": 128,
     "page_size": 16,
 }
+
+FP8_QUERIES = {"dtype": torch.float8_e4m3fn, "kv_dtype": torch.float8_e4m3fn}
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
 """GPUs that the reference distinguishes."""
@@ -138,7 +140,7 @@ def _argument_row(op: OpText, argument: Any) -> list[str]:
     shape = code(shape) if shape.startswith("[") else shape
     both = "; ".join(part for part in (shape, entry.get("dtype", "")) if part)
     written = " Written." if argument.is_write and "written" not in entry.get("text", "") else ""
-    return [code(argument.name), code(kind), both, entry.get("text", "") + written]
+    return [code(argument.name), code(kind), both, linked(entry.get("text", "")) + written]
 
 
 def _reasons(entry: Backend, problem: Problem, capability: tuple[int, int] = (9, 0)) -> list[str]:
@@ -199,10 +201,14 @@ def _backends(op: OpText) -> list[str]:
             continue
         machines, label = _machines(entry, op.name), code(entry.label(op.name))
         if not machines:
-            of_some = {text: found for text, fields in tried.items() if (found := _machines(entry, op.name, **fields))}
+            # Other entries get FP8 queries converted, so only one that takes them as they are is asked.
+            special = {**tried, "queries, keys and values of e4m3": FP8_QUERIES} if entry.fp8_queries else tried
+            of_some = {
+                text: found for text, fields in special.items() if (found := _machines(entry, op.name, **fields))
+            }
             if of_some:
                 some = ", ".join(dict.fromkeys(machine for found in of_some.values() for machine in found))
-                lines.append(f"{label}: on {some}, but only {', '.join(of_some)}")
+                lines.append(f"{label}: on {some}, only for {', '.join(of_some)}")
             else:
                 reasons = _reasons(entry, _ordinary(op.name, "cuda"))
                 lines.append(f"{label}: does not run it ({', '.join(reasons)})")

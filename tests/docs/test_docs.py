@@ -142,3 +142,36 @@ def test_a_page_that_loads_from_another_host_is_found(
             own_host.check(app, None)
     else:
         own_host.check(app, None)
+
+
+def test_a_table_of_measurements_is_named_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results have one heading, and files of one benchmark on two GPUs the same one."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    import benchmark_results
+
+    text = "# Decode\n\nNote.\n\n| row | us |\n|---|---|\n| a | 1 |\n\nNot measured:\n\n* b: it is not installed\n"
+    first, other = (
+        benchmark_results._section(text, benchmark_results.RESULTS / name) for name in ("decode.md", "h100/decode.md")
+    )
+    assert first.splitlines()[0] == "### Decode"
+    assert other.splitlines()[0] == "### Decode, H100"
+    assert '<div class="results">\n\n| row | us |\n|---|---|\n| a | 1 |\n\n</div>' in first
+    assert "<details><summary>Not measured</summary>\n\n* b: it is not installed\n\n</details>" in first
+
+
+def test_hyphens_become_the_characters_that_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In prose alone: code and signatures stay as they are typed."""
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    import typography
+    from docutils import nodes, utils
+
+    document = utils.new_document("page")
+    prose, code = "a -> -1, -inf and 2^-24; x-1, fan-in, --peers", nodes.literal("", "", nodes.inline("", "-1 -> -inf"))
+    document += nodes.paragraph("", "", nodes.strong("", "name"), nodes.Text(" -- a meaning"))
+    document += nodes.paragraph("", "", nodes.Text(prose), code)
+    typography.replace(None, document)
+    first, second = (paragraph.astext() for paragraph in document.children)
+    assert first == "name: a meaning"
+    minus = "\N{MINUS SIGN}"
+    assert second == f"a → {minus}1, {minus}inf and 2^{minus}24; x-1, fan-in, --peers" + "-1 -> -inf"
