@@ -97,7 +97,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Decoding for a batch over a paged KV cache: plan() once for a batch, run() in every layer.
 
     Args:
-        float_workspace_buffer: scratch memory on the device of the query, any dtype; 16 MB are enough for one query row per request, 32 MB for several.
+        float_workspace_buffer: scratch memory on the device of the query, any dtype; 16 MB are enough for one query row
+            per request, 32 MB for several.
         kv_layout: ``"NHD"`` or ``"HND"``.
         use_cuda_graph: the three buffers, int32, become the plan's memory. The batch size is then fixed, by
             ``paged_kv_indptr_buffer [batch + 1]`` and ``paged_kv_last_page_len_buffer [batch]``, and
