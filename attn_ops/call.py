@@ -108,7 +108,9 @@ class AttentionCall(NamedTuple):
         )
         rows, (_, dim_vo) = self.output.rows_shape, self.plan.head_dims
         shape = None if rows is None else (*rows, *args[0].shape[1:-1], dim_vo)
-        return OpCall(self.op, args, keywords, finalize, destinations, not self.output.return_lse, shape)
+        repeatable = self.output.has_no_buffer and not isinstance(scale, Tensor)
+        unpack = not self.output.return_lse
+        return OpCall(self.op, args, keywords, finalize, destinations, unpack, shape, repeatable=repeatable)
 
     def _resolve(self) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype, float | Tensor]:
         """Check and plan: the op's arguments, and the dtype and factor of the output."""

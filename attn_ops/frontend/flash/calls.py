@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +77,7 @@ class FlashCall(NamedTuple):
         finalize = found.finalize
         assert finalize is not None
         return found._replace(
-            finalize=lambda *outputs: self.result.of(finalize(*outputs)),
+            finalize=functools.partial(_finalize, finalize, self.result),
             scratch=found.args[-1:] if isinstance(self.call.plan, Scheduled) else (),
             views=self.views,
             before=() if self.append is None else (self.append,),
@@ -83,9 +85,9 @@ class FlashCall(NamedTuple):
         )
 
     def _lookup(self) -> Lookup | None:
-        """How later calls find their plan. A table on the host is checked in each call."""
+        """How later calls find their plan. A table on the host is checked in each call with a cache on a GPU."""
         by = None if self.found is None else self.found.by
-        if self.found is None or by is None or (by.on_host and by.tensors):
+        if self.found is None or by is None or (by.on_host and by.tensors and by.device.type != "cpu"):
             return None
 
         key = by._replace(tensors=())  # the entries of a cache keep no tensors
@@ -95,6 +97,10 @@ class FlashCall(NamedTuple):
             return None if metadata is None else flatten_tensors((metadata,))
 
         return Lookup(by.tensors, flatten_tensors((self.found.metadata,)), find)
+
+
+def _finalize(finalize: Callable[..., Any], result: Result, *outputs: Tensor) -> Any:
+    return result.of(finalize(*outputs))
 
 
 def plan_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **more: Any) -> PlanSpec:
