@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ MASK_ROWS = 512
 MASK_ELEMENTS = 1 << 24
 """Elements of a mask of more than one row."""
 
-EVERY = slice(None)
+CONVERTED_ELEMENTS = 1 << 19
+"""Elements of the keys that are converted to float32 at a time, unless those of one KV head are more."""
 
 Result = tuple[Tensor, Tensor]
 Keys = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -103,42 +104,76 @@ class Window(NamedTuple):
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Result:
     """Output and LSE of a :class:`RowBlock`: ``q [rows, num_qo_heads, dim]`` over the keys of ``N`` requests."""
     (requests, _, num_kv_heads, dim), (rows, num_qo_heads, _) = k.shape, q.shape
-    group, each = num_qo_heads // num_kv_heads, rows // requests
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if group == 1 or causal or mask is not None:
-        q = q.view(requests, each, num_qo_heads, dim).transpose(1, 2)
+    if num_qo_heads == num_kv_heads or causal or mask is not None:
+        if requests == 1:
+            out, lse = FLASH(q.transpose(0, 1)[None], k, v, is_causal=causal, attn_mask=mask, scale=scale)
+            return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+        q = q.view(requests, -1, num_qo_heads, dim).transpose(1, 2)
         out, lse = FLASH(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
     # the query heads of a KV head become rows, since all rows see the same keys: they are read once
-    if each == 1:
+    group = num_qo_heads // num_kv_heads
+    if rows == requests:
         out, lse = FLASH(q.view(requests, num_kv_heads, group, dim), k, v, scale=scale)
         return out.flatten(1, 2), lse.flatten(1, 2)
-    q = q.view(requests, each, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
+    q = q.view(requests, -1, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
     out, lse = FLASH(q, k, v, scale=scale)
-    heads = requests, num_kv_heads, each, group
+    heads = requests, num_kv_heads, rows // requests, group
     out, lse = out.view(*heads, -1).transpose(1, 2), lse.view(heads).transpose(1, 2)
     return out.reshape(rows, num_qo_heads, -1), lse.reshape(rows, num_qo_heads)
 
 
-def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[RowBlock]:
+def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
+    """:func:`_flash` of keys and values of any dtype. Those of some KV heads are converted at a time."""
+    if k.dtype == torch.float32:
+        return _flash(q, k, v, scale, None, causal)
+    (requests, length, num_kv_heads, dim), num_qo_heads = k.shape, q.shape[1]
+    step = max(1, CONVERTED_ELEMENTS // (requests * length * dim))
+    if step >= num_kv_heads:
+        return _flash(q, k.float(), k.float() if k is v else v.float(), scale, None, causal)
+    keys = torch.empty((requests, length, step, dim), dtype=torch.float32, device="cpu")
+    values, group = keys if k is v else torch.empty_like(keys), num_qo_heads // num_kv_heads
+    parts = []
+    for head in range(0, num_kv_heads, step):
+        heads = slice(head, min(head + step, num_kv_heads))
+        of_heads = slice(0, heads.stop - head)
+        keys[:, :, of_heads] = k[:, :, heads]
+        if k is not v:
+            values[:, :, of_heads] = v[:, :, heads]
+        queries = q[:, head * group : heads.stop * group].contiguous()
+        parts.append(_flash(queries, keys[:, :, of_heads], values[:, :, of_heads], scale, None, causal))
+    out, lse = zip(*parts, strict=True)
+    return torch.cat(out, 1), torch.cat(lse, 1)
+
+
+def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterable[RowBlock]:
     """Attention of ``r``. Rows that see no key are in no block."""
     first, q, requests, position, length = r
     rows = q.shape[0] // requests
+    if rows == 1 and o.window_left < 0 and position == length - 1:  # as most do: it sees every key
+        return (RowBlock(first, *_flash_in_float32(q, *keys(0, length), scale, False)),)
     window = Window.of(o, max(0, -position) + rows, length)
     without_keys = min(rows, max(0, -position - window.right))
     if without_keys:
         rows, first, position = rows - without_keys, first + without_keys, position + without_keys
         q = q[without_keys:]
     if not rows:
-        return
-
+        return ()
     (kv_begin, _), (_, kv_end) = whole = window.seen(position, rows)
     k, v = keys(kv_begin, kv_end)
-    k, v = (k.float(), v.float()) if k is not v else (k.float(),) * 2
     causal = window.is_triangle(position, rows)
     if causal or whole[0] == whole[1]:
-        yield RowBlock(first, *_flash(q, k, v, scale, None, causal))
-        return
+        return (RowBlock(first, *_flash_in_float32(q, k, v, scale, causal)),)
+    k, v = (k.float(), v.float()) if k is not v else (k.float(),) * 2
+    return _attend_masked(first, q, k, v, window, position, (kv_begin, kv_end), scale)
+
+
+def _attend_masked(
+    first: int, q: Tensor, k: Tensor, v: Tensor, window: Window, position: int, seen: tuple[int, int], scale: float
+) -> Iterator[RowBlock]:
+    """Attention of rows that see different keys, of the half-open range ``seen``. ``k`` and ``v`` are these keys."""
+    rows, (kv_begin, kv_end) = q.shape[0], seen
     most_keys = min(kv_end - kv_begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
     step = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
     for begin in range(0, rows, step):
@@ -149,7 +184,7 @@ def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[
         yield RowBlock(first + begin, *_flash(q[begin:end], k[:, tokens], v[:, tokens], scale, mask))
 
 
-def _collect(blocks: Iterator[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
+def _collect(blocks: Iterable[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
     """Output and LSE of all rows of ``q``, as of one :class:`RowBlock`: 0 and -inf in rows of no block."""
     (rows, num_qo_heads, _), result = q.shape, None
     for first, out, lse in blocks:
@@ -197,11 +232,33 @@ def _groups(
         first = end
 
 
-def _take(cache: Tensor, pages: slice | Tensor, tokens: slice) -> Tensor:
-    """``cache[pages, tokens]``"""
-    if isinstance(pages, slice):
-        return cache[pages, tokens]
-    taken = bits(cache if tokens == EVERY else cache[:, tokens]).index_select(0, pages)
+class Pages(NamedTuple):
+    """Numbers of ``count`` pages of each of several requests.
+
+    index  the numbers; None if there are none, as tokens of ragged KV lie in order
+    first  if those of each request are in order: they are ``first + request * step + page``. Else None
+    """
+
+    count: int
+    index: Tensor | None
+    first: int | None = None
+    step: int = 1
+
+
+def _take(cache: Tensor, requests: int, pages: Pages) -> Tensor:
+    """``[requests, count * page_size, num_kv_heads, dim]``: a view if the pages of each request are in a row."""
+    count, index, first, step = pages
+    page_size, *dims = cache.shape[1:]
+    sizes = requests, count * page_size, *dims
+    if first is not None:
+        token = cache.stride(0) if page_size == 1 else cache.stride(1)
+        if count == 1 or cache.stride(0) == page_size * token:
+            strides = step * cache.stride(0), token, *cache.stride()[2:]
+            return cache.as_strided(sizes, strides, cache.storage_offset() + first * cache.stride(0))
+        if step == count:
+            return cache[first : first + requests * count].reshape(sizes)
+    assert index is not None
+    taken = bits(cache).index_select(0, index).view(sizes)
     return taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
 
 
@@ -219,35 +276,40 @@ class PlannedKeys:
     def of(self, requests: range) -> Keys:
         return functools.partial(self._read, requests)
 
-    def _pages(self, requests: range, page: int, count: int) -> slice | Tensor:
-        """Numbers of ``count`` pages of each request, from its ``page`` on: a slice if they are in order."""
+    def _pages(self, requests: range, page: int, count: int) -> Pages:
+        """The numbers of ``count`` pages of each request, from its ``page`` on."""
         places, num_pages = self.kv_indices.shape[0], self.caches[0].shape[0]
         begins = [start + page for start in self.starts[requests.start : requests.stop]]
         begin, end = begins[0], begins[0] + count * len(begins)
         if begins != list(range(begin, end, count)) or not 0 <= begin < end <= (places or num_pages):
             index = (torch.tensor(begins, device="cpu")[:, None] + torch.arange(count, device="cpu")).flatten()
             index = self.kv_indices[index.clamp_(0, places - 1)] if places else index
-            return index.clamp(0, num_pages - 1)
+            return Pages(count, index.clamp(0, num_pages - 1))
         if not places:
-            return slice(begin, end)
+            return Pages(count, None, begin, count)
         index = self.kv_indices[begin:end]
         numbers = index.tolist()
         if min(numbers) < 0 or max(numbers) >= num_pages:
-            return index.clamp(0, num_pages - 1)
-        first, last = numbers[0], numbers[-1] + 1
-        return slice(first, last) if numbers == list(range(first, last)) else index
+            return Pages(count, index.clamp(0, num_pages - 1))
+        first, step = numbers[0], count if len(begins) == 1 else numbers[count] - numbers[0]
+        in_order = step > 0 and all(
+            numbers[at : at + count] == list(range(first + step * i, first + step * i + count))
+            for i, at in enumerate(range(0, end - begin, count))
+        )
+        return Pages(count, index, first if in_order else None, step)
 
     def _read(self, requests: range, token: int, token_end: int) -> tuple[Tensor, Tensor]:
-        (page, skipped), page_end = divmod(token, self.page_size), -(-token_end // self.page_size)
-        count, tokens = page_end - page, slice(skipped, skipped + token_end - token)
-        if token_end - token == count * self.page_size:
-            tokens = EVERY
-        pages, (keys, values) = self._pages(requests, page, count), self.caches
-        if count == 1:  # of a single page no more than its tokens are copied
-            return _take(keys, pages, tokens), _take(values, pages, tokens)
-        each = len(requests), count * self.page_size
-        keys, values = (_take(t, pages, EVERY).reshape(*each, *t.shape[2:]) for t in (keys, values))
-        return (keys, values) if tokens == EVERY else (keys[:, tokens], values[:, tokens])
+        page_size, (keys, values) = self.page_size, self.caches
+        page, skipped = divmod(token, page_size)
+        count = -(-token_end // page_size) - page
+        pages, number = self._pages(requests, page, count), token_end - token
+        tokens = slice(skipped, skipped + number)
+        if count == 1 and number < page_size:  # of a single page no more than its tokens are copied
+            keys, values, tokens = keys[:, tokens], values[:, tokens], slice(0, number)
+        keys, values = _take(keys, len(requests), pages), _take(values, len(requests), pages)
+        if number == keys.shape[1]:
+            return keys, values
+        return keys[:, tokens], values[:, tokens]
 
 
 class LatentKeys(PlannedKeys):
