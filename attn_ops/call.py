@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attn_ops.eager.checked_call import call_op
+from attn_ops.eager.checked_call import CHECKED_CALLS, call_op
 from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, DTypeError, OptionError, dtype_name, fail
 from attn_ops.frontend.arguments import computed_dtype
@@ -93,7 +93,8 @@ class AttentionCall(NamedTuple):
         """As :meth:`execute`, with a write to the cache between the checks, those of the op too, and the op."""
         args, keywords, dtype, scale = self._resolve()
         if not torch.compiler.is_compiling():  # a graph is checked as a whole when it is traced
-            CHECKS[self.op](*args, **keywords)
+            check = CHECKED_CALLS[self.op].passes if args[0].is_cpu else CHECKS[self.op]
+            check(*args, **keywords)
         write()
         out, lse = call_op(self.op, *args, **keywords)
         return self.output.finalize(out, lse, dtype, scale)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
+from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.prepared_call import Lookup, OpCall, flatten_tensors
 from attn_ops.errors import DTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked
@@ -70,7 +71,7 @@ class FlashCall(NamedTuple):
     def execute(self) -> Any:
         if self.append is None:
             return self.result.of(self.call.execute())
-        return self.result.of(self.call.execute_after(self.append.execute))
+        return self.result.of(self.call.execute_after(functools.partial(_append, self.append)))
 
     def op_call(self) -> OpCall:
         found = self.call.op_call()
@@ -86,8 +87,11 @@ class FlashCall(NamedTuple):
 
     def _lookup(self) -> Lookup | None:
         """How later calls find their plan. A table on the host is checked in each call with a cache on a GPU."""
-        by = None if self.found is None else self.found.by
-        if self.found is None or by is None or (by.on_host and by.tensors and by.device.type != "cpu"):
+        found, on_cpu = self.found, self.call.tensors[0].is_cpu
+        if found is not None and found.given is not None and on_cpu:
+            return found.given.lookup(found.metadata)
+        by = None if found is None else found.by
+        if found is None or by is None or (by.on_host and by.tensors and not on_cpu):
             return None
 
         key = by._replace(tensors=())  # the entries of a cache keep no tensors
@@ -96,7 +100,11 @@ class FlashCall(NamedTuple):
             metadata = key._replace(tensors=tensors).find()
             return None if metadata is None else flatten_tensors((metadata,))
 
-        return Lookup(by.tensors, flatten_tensors((self.found.metadata,)), find)
+        return Lookup(by.tensors, flatten_tensors((found.metadata,)), find)
+
+
+def _append(append: OpCall) -> None:
+    call_op(append.op, *append.args, **append.kwargs)
 
 
 def _finalize(finalize: Callable[..., Any], result: Result, *outputs: Tensor) -> Any:

@@ -22,11 +22,12 @@ from torch.utils import _pytree as pytree
 
 from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.interposition import is_traced
-from attn_ops.eager.prepared_call import current_stream
+from attn_ops.eager.prepared_call import Lookup, current_stream, flatten_tensors
 from attn_ops.errors import ArgumentError, PlanError, fail
 from attn_ops.frontend.call_plans import with_workspace
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import seen
+from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
@@ -273,11 +274,44 @@ class SharedKey(NamedTuple):
         return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
 
 
+class GivenMetadata(NamedTuple):
+    """Metadata that a call was given, whose pages are checked in each call if they are on the host.
+
+    requests  of the metadata that the call reads
+    pages     of the cache
+    unread    lengths and tables of the call that the metadata takes the place of
+    """
+
+    where: str
+    requests: int
+    pages: int
+    unread: tuple[Tensor, ...]
+
+    def check(self, made: SchedulerMetadata) -> None:
+        if seen(made.plan.kv_indices) and not is_traced():
+            used = int(made.plan.kv_indptr[self.requests])
+            check_indices(made.plan.kv_indices[:used], self.pages, self.where)
+
+    def lookup(self, metadata: SchedulerMetadata) -> Lookup:
+        """How later calls, on the CPU, take theirs from their arguments."""
+        found, kind, given = flatten_tensors((metadata,)), type(metadata.plan), self._replace(unread=())
+        size = len(metadata.plan)
+
+        def find(*tensors: Tensor) -> Sequence[Tensor]:
+            made = tensors[: len(tensors) - number_unread]
+            given.check(SchedulerMetadata(kind(*made[:size]), *made[size:]))
+            return made
+
+        number_unread = len(self.unread)
+        return Lookup((*found, *self.unread), found, find)
+
+
 class Found(NamedTuple):
-    """The metadata of a call, and what it was found by; None if it was given, or made for this call alone."""
+    """The metadata of a call: ``given``, or what it was found by; neither if it was made for this call alone."""
 
     metadata: SchedulerMetadata
     by: SharedKey | None = None
+    given: GivenMetadata | None = None
 
 
 def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make) -> Found:
