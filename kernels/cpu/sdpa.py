@@ -38,7 +38,7 @@ CONVERTED_ELEMENTS = 1 << 19
 
 Result = tuple[Tensor, Tensor]
 Keys = Callable[[int, int], tuple[Tensor, Tensor]]
-"""``keys(begin, end)``: the keys and values at these positions of ``N`` requests, ``[N, L, num_kv_heads, dim]``."""
+"""``keys(begin, end)``: the keys and values at these positions of ``N`` requests, ``[N, num_kv_heads, L, dim]``."""
 
 
 class Rows(NamedTuple):
@@ -62,7 +62,7 @@ class RowBlock(NamedTuple):
     """Attention of successive query rows from ``first`` on.
 
     out  float32 ``[rows, num_qo_heads, dim]``
-    lse  natural, ``[rows, num_qo_heads]``
+    lse  natural, ``[rows, num_qo_heads]``, or with heads as ``[num_kv_heads, group]``
     """
 
     first: int
@@ -103,8 +103,7 @@ class Window(NamedTuple):
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Result:
     """Output and LSE of a :class:`RowBlock`: ``q [rows, num_qo_heads, dim]`` over the keys of ``N`` requests."""
-    (requests, _, num_kv_heads, dim), (rows, num_qo_heads, _) = k.shape, q.shape
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    (requests, num_kv_heads, _, dim), (rows, num_qo_heads, _) = k.shape, q.shape
     if num_qo_heads == num_kv_heads or causal or mask is not None:
         if requests == 1:
             out, lse = FLASH(q.transpose(0, 1)[None], k, v, is_causal=causal, attn_mask=mask, scale=scale)
@@ -116,7 +115,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
     group = num_qo_heads // num_kv_heads
     if rows == requests:
         out, lse = FLASH(q.view(requests, num_kv_heads, group, dim), k, v, scale=scale)
-        return out.flatten(1, 2), lse.flatten(1, 2)
+        return out.flatten(1, 2), lse
     q = q.view(requests, -1, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
     out, lse = FLASH(q, k, v, scale=scale)
     heads = requests, num_kv_heads, rows // requests, group
@@ -128,21 +127,21 @@ def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     """:func:`_flash` of keys and values of any dtype. Those of some KV heads are converted at a time."""
     if k.dtype == torch.float32:
         return _flash(q, k, v, scale, None, causal)
-    (requests, length, num_kv_heads, dim), num_qo_heads = k.shape, q.shape[1]
+    (requests, num_kv_heads, length, dim), num_qo_heads = k.shape, q.shape[1]
     step = max(1, CONVERTED_ELEMENTS // (requests * length * dim))
     if step >= num_kv_heads:
         return _flash(q, k.float(), k.float() if k is v else v.float(), scale, None, causal)
-    keys = torch.empty((requests, length, step, dim), dtype=torch.float32, device="cpu")
+    keys = torch.empty((requests, step, length, dim), dtype=torch.float32, device="cpu")
     values, group = keys if k is v else torch.empty_like(keys), num_qo_heads // num_kv_heads
     parts = []
     for head in range(0, num_kv_heads, step):
         heads = slice(head, min(head + step, num_kv_heads))
         of_heads = slice(0, heads.stop - head)
-        keys[:, :, of_heads] = k[:, :, heads]
+        keys[:, of_heads] = k[:, heads]
         if k is not v:
-            values[:, :, of_heads] = v[:, :, heads]
+            values[:, of_heads] = v[:, heads]
         queries = q[:, head * group : heads.stop * group].contiguous()
-        parts.append(_flash(queries, keys[:, :, of_heads], values[:, :, of_heads], scale, None, causal))
+        parts.append(_flash(queries, keys[:, of_heads], values[:, of_heads], scale, None, causal))
     out, lse = zip(*parts, strict=True)
     return torch.cat(out, 1), torch.cat(lse, 1)
 
@@ -181,7 +180,7 @@ def _attend_masked(
         (key, _), (_, last) = window.seen(position + begin, end - begin)
         tokens = slice(key - kv_begin, last - kv_begin)
         mask = window.mask(end - begin, last - key, position + begin - key)
-        yield RowBlock(first + begin, *_flash(q[begin:end], k[:, tokens], v[:, tokens], scale, mask))
+        yield RowBlock(first + begin, *_flash(q[begin:end], k[:, :, tokens], v[:, :, tokens], scale, mask))
 
 
 def _collect(blocks: Iterable[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
@@ -195,7 +194,7 @@ def _collect(blocks: Iterable[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
         if result is None:
             result = _without_keys(rows, num_qo_heads, head_dim_vo)
         block = slice(first, first + out.shape[0])
-        result[0][block], result[1][block] = out, lse
+        result[0][block], result[1][block] = out, lse.flatten(1)
     return _without_keys(rows, num_qo_heads, head_dim_vo) if result is None else result
 
 
@@ -205,16 +204,17 @@ def _without_keys(rows: int, num_qo_heads: int, head_dim_vo: int) -> Result:
 
 
 def _attend_together(o: AttentionOptions, rows: int, length: int) -> bool:
-    """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask."""
-    if rows == 1:
-        return True
+    """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask.
+
+    It needs none for requests of one row.
+    """
     window = Window.of(o, rows, length)
     first, last = window.seen(length - rows, rows)
     return first == last or window.is_triangle(length - rows, rows)
 
 
 def _groups(
-    rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, together: Callable[[int, int], bool]
+    rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, o: AttentionOptions
 ) -> Iterator[range]:
     """Requests that attend together. Those without query rows or keys are left out.
 
@@ -224,7 +224,7 @@ def _groups(
     while first < len(lengths):
         end, count, length = first + 1, rows[first + 1] - rows[first], lengths[first]
         if count > 0 <= rows[first] and length > 0:
-            if together(count, length):
+            if count == 1 or _attend_together(o, count, length):
                 limit = min(len(lengths), first + most_tokens // length)
                 while end < limit and rows[end + 1] == rows[end] + count <= num_rows and lengths[end] == length:
                     end += 1
@@ -245,21 +245,30 @@ class Pages(NamedTuple):
     step: int = 1
 
 
-def _take(cache: Tensor, requests: int, pages: Pages) -> Tensor:
-    """``[requests, count * page_size, num_kv_heads, dim]``: a view if the pages of each request are in a row."""
+def _take(cache: Tensor, requests: int, pages: Pages, skipped: int, number: int) -> Tensor:
+    """``[requests, num_kv_heads, number, dim]``: tokens of these pages, without those that are ``skipped``.
+
+    A view if the pages of each request are in a row.
+    """
     count, index, first, step = pages
-    page_size, *dims = cache.shape[1:]
-    sizes = requests, count * page_size, *dims
-    if first is not None:
-        token = cache.stride(0) if page_size == 1 else cache.stride(1)
-        if count == 1 or cache.stride(0) == page_size * token:
-            strides = step * cache.stride(0), token, *cache.stride()[2:]
-            return cache.as_strided(sizes, strides, cache.storage_offset() + first * cache.stride(0))
-        if step == count:
-            return cache[first : first + requests * count].reshape(sizes)
-    assert index is not None
-    taken = bits(cache).index_select(0, index).view(sizes)
-    return taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
+    page_size, heads, dim = cache.shape[1:]
+    page, token, *strides = cache.stride()
+    if page_size == 1:
+        token = page
+    if first is not None and (count == 1 or page == page_size * token):
+        sizes, begin = (requests, heads, number, dim), first * page + skipped * token
+        return cache.as_strided(sizes, (step * page, strides[0], token, strides[1]), cache.storage_offset() + begin)
+    tokens = slice(skipped, skipped + number)
+    if count == 1:  # of a single page no more than its tokens are copied
+        cache, page_size, tokens = cache[:, tokens], number, slice(0, number)
+    if first is not None and step == count:
+        taken = bits(cache[first : first + requests * count])
+    else:
+        assert index is not None
+        taken = bits(cache).index_select(0, index)
+    taken = taken.reshape(requests, count * page_size, heads, dim)
+    taken = taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
+    return (taken if number == taken.shape[1] else taken[:, tokens]).transpose(1, 2)
 
 
 class PlannedKeys:
@@ -279,37 +288,30 @@ class PlannedKeys:
     def _pages(self, requests: range, page: int, count: int) -> Pages:
         """The numbers of ``count`` pages of each request, from its ``page`` on."""
         places, num_pages = self.kv_indices.shape[0], self.caches[0].shape[0]
-        begins = [start + page for start in self.starts[requests.start : requests.stop]]
-        begin, end = begins[0], begins[0] + count * len(begins)
-        if begins != list(range(begin, end, count)) or not 0 <= begin < end <= (places or num_pages):
+        begin = self.starts[requests.start] + page
+        end = begin + count * len(requests)
+        begins = [begin] if len(requests) == 1 else [start + page for start in self.starts[requests.start : requests.stop]]
+        if (len(begins) > 1 and begins != list(range(begin, end, count))) or not 0 <= begin < end <= (places or num_pages):
             index = (torch.tensor(begins, device="cpu")[:, None] + torch.arange(count, device="cpu")).flatten()
             index = self.kv_indices[index.clamp_(0, places - 1)] if places else index
             return Pages(count, index.clamp(0, num_pages - 1))
         if not places:
             return Pages(count, None, begin, count)
-        index = self.kv_indices[begin:end]
+        index = self.kv_indices if end - begin == places else self.kv_indices[begin:end]
         numbers = index.tolist()
         if min(numbers) < 0 or max(numbers) >= num_pages:
             return Pages(count, index.clamp(0, num_pages - 1))
         first, step = numbers[0], count if len(begins) == 1 else numbers[count] - numbers[0]
-        in_order = step > 0 and all(
-            numbers[at : at + count] == list(range(first + step * i, first + step * i + count))
-            for i, at in enumerate(range(0, end - begin, count))
-        )
+        in_order = step > 0 and numbers == [
+            number for at in range(first, first + step * len(requests), step) for number in range(at, at + count)
+        ]
         return Pages(count, index, first if in_order else None, step)
 
     def _read(self, requests: range, token: int, token_end: int) -> tuple[Tensor, Tensor]:
-        page_size, (keys, values) = self.page_size, self.caches
-        page, skipped = divmod(token, page_size)
-        count = -(-token_end // page_size) - page
-        pages, number = self._pages(requests, page, count), token_end - token
-        tokens = slice(skipped, skipped + number)
-        if count == 1 and number < page_size:  # of a single page no more than its tokens are copied
-            keys, values, tokens = keys[:, tokens], values[:, tokens], slice(0, number)
-        keys, values = _take(keys, len(requests), pages), _take(values, len(requests), pages)
-        if number == keys.shape[1]:
-            return keys, values
-        return keys[:, tokens], values[:, tokens]
+        page, skipped = divmod(token, self.page_size)
+        pages = self._pages(requests, page, -(-token_end // self.page_size) - page)
+        (keys, values), of = self.caches, (len(requests), pages, skipped, token_end - token)
+        return _take(keys, *of), _take(values, *of)
 
 
 class LatentKeys(PlannedKeys):
@@ -330,30 +332,27 @@ def _attend_batch(
     return_lse: bool,
 ) -> Result | None:
     """``out [rows, num_qo_heads, head_dim_vo]`` and ``lse [rows, num_qo_heads]``; None if a number is not finite."""
-    if q.shape[0] == 0 or caches[0].shape[0] == 0:
+    num_rows, num_places = q.shape[0], plan.kv_indices.shape[0]
+    is_decode = isinstance(plan, DecodePlan)
+    if num_rows == 0 or caches[0].shape[0] == 0 or (is_decode and not num_places):  # no keys, and no ragged KV
         return None
-    problem, places = PlanProblem.of(plan.problem), plan.kv_indices.shape[0]
-    if isinstance(plan, DecodePlan) and not places:  # no keys, and no ragged KV
-        return None
-    most = min(problem.max_kv_len, places * problem.page_size or problem.max_kv_len)
-    rows: Sequence[int] = range(q.shape[0] + 1)
-    if isinstance(plan, PrefillPlan):
-        rows = plan.qo_indptr.tolist()
+    problem = PlanProblem.of(plan.problem)
+    most = min(problem.max_kv_len, num_places * problem.page_size or problem.max_kv_len)
+    rows: Sequence[int] = range(num_rows + 1) if is_decode else plan.qo_indptr.tolist()  # type: ignore[union-attr]
     lengths = [min(length, most) for length in plan.kv_len.tolist()[: len(rows) - 1]]
     keys, factors = keys_of(plan, problem.page_size, caches), _kv_scale(o)
-    together = functools.partial(_attend_together, o)
+    scale, queries = _scale(q, o, factors), q.float()
     most_tokens = MAX_ELEMENTS // (problem.num_kv_heads * problem.head_dim_qk)
 
-    def blocks(q: Tensor, scale: float) -> Iterator[RowBlock]:
-        for group in _groups(rows, lengths, q.shape[0], most_tokens, together):
-            first, length = rows[group.start], lengths[group.start]
-            count = rows[group.start + 1] - first
-            queries = q[first : rows[group.stop]]  # a plan may have more rows than the query
-            if queries.shape[0]:
-                yield from _attend(Rows(first, queries, len(group), length - count, length), keys.of(group), scale, o)
+    def blocks() -> Iterator[RowBlock]:
+        for group in _groups(rows, lengths, num_rows, most_tokens, o):
+            first, end, length = rows[group.start], rows[group.stop], lengths[group.start]
+            if first < num_rows:  # a plan may have more rows than the query
+                of_group = queries if end - first == num_rows else queries[first:end]
+                position = length - (rows[group.start + 1] - first)
+                yield from _attend(Rows(first, of_group, len(group), position, length), keys.of(group), scale, o)
 
-    found = _collect(blocks(q.float(), _scale(q, o, factors)), q, problem.head_dim_vo)
-    return _finalize(*found, q, factors, o, return_lse)
+    return _finalize(*_collect(blocks(), q, problem.head_dim_vo), q, factors, o, return_lse)
 
 
 def _kv_scale(o: AttentionOptions) -> Sequence[float]:
@@ -377,12 +376,13 @@ def _finalize(
     if factors[1] != 1.0:
         out *= factors[1]
     if o.sinks is not None:
+        lse = lse.flatten(1)
         with_sink = torch.logaddexp(lse, o.sinks)
         out *= torch.where(lse == -math.inf, 0.0, (lse - with_sink).exp())[..., None]
         lse = with_sink
     if not (math.isfinite(float(out.sum())) and float(lse.amax()) < math.inf):
         return None
-    lse = (lse * LOG2E).contiguous() if return_lse else lse.new_empty(0)
+    lse = (lse.flatten(1) * LOG2E).contiguous() if return_lse else lse.new_empty(0)
     dtype = o.out_dtype or q.dtype
     return (out if dtype == torch.float32 else saturate(out, dtype)).contiguous(), lse
 
@@ -468,14 +468,14 @@ def batch_mla(
 def single_prefill(
     q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
 ) -> Result | None:
-    k, v = (t[None] if kv_layout == "NHD" else t.transpose(0, 1)[None] for t in (k, v))
-    (rows, length), o = (q.shape[0], k.shape[1]), AttentionOptions(**options)
+    k, v = (t.transpose(0, 1)[None] if kv_layout == "NHD" else t[None] for t in (k, v))
+    (rows, length), o = (q.shape[0], k.shape[2]), AttentionOptions(**options)
     if rows == 0 or length == 0:
         return None
     factors = _kv_scale(o)
 
     def keys(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        return (k, v) if end - begin == length else (k[:, begin:end], v[:, begin:end])
+        return (k, v) if end - begin == length else (k[:, :, begin:end], v[:, :, begin:end])
 
     blocks = _attend(Rows(0, q.float(), 1, length - rows, length), keys, _scale(q, o, factors), o)
     return _finalize(*_collect(blocks, q, v.shape[-1]), q, factors, o, return_lse)
