@@ -34,7 +34,7 @@ MASK_ELEMENTS = 1 << 24
 """Elements of a mask of more than one row."""
 
 CONVERTED_ELEMENTS = 1 << 19
-"""Elements of the keys that are converted to float32 at a time, unless those of one KV head are more."""
+"""Elements of the keys that are converted to float32 at a time, unless one KV head has more."""
 
 Result = tuple[Tensor, Tensor]
 Keys = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -124,26 +124,26 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
 
 
 def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
-    """:func:`_flash` of keys and values of any dtype. Those of some KV heads are converted at a time."""
-    if k.dtype == torch.float32:
-        return _flash(q, k, v, scale, None, causal)
-    (requests, num_kv_heads, length, dim), num_qo_heads = k.shape, q.shape[1]
+    """:func:`_flash` of keys and values of any dtype. Those of some KV heads are converted at a time: they stay in the
+    cache of the CPU.
+    """
+    (requests, num_kv_heads, length, dim), group = k.shape, q.shape[1] // k.shape[1]
     step = max(1, CONVERTED_ELEMENTS // (requests * length * dim))
-    if step >= num_kv_heads:
-        return _flash(q, k.float(), k.float() if k is v else v.float(), scale, None, causal)
-    keys = torch.empty((requests, step, length, dim), dtype=torch.float32, device="cpu")
-    values, group = keys if k is v else torch.empty_like(keys), num_qo_heads // num_kv_heads
+    if k.dtype == torch.float32 or step >= num_kv_heads:
+        return _flash(q, *_in_float32(k, v), scale, None, causal)
     parts = []
     for head in range(0, num_kv_heads, step):
-        heads = slice(head, min(head + step, num_kv_heads))
-        of_heads = slice(0, heads.stop - head)
-        keys[:, of_heads] = k[:, heads]
-        if k is not v:
-            values[:, of_heads] = v[:, heads]
-        queries = q[:, head * group : heads.stop * group].contiguous()
-        parts.append(_flash(queries, keys[:, of_heads], values[:, of_heads], scale, None, causal))
-    out, lse = zip(*parts, strict=True)
-    return torch.cat(out, 1), torch.cat(lse, 1)
+        keys = k[:, head : head + step]
+        of_heads = _in_float32(keys, keys if k is v else v[:, head : head + step])
+        queries = q[:, head * group : (head + step) * group].contiguous()
+        out, lse = _flash(queries, *of_heads, scale, None, causal)
+        parts.append((out, lse.flatten(1)))
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+
+def _in_float32(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    keys = k.float()
+    return keys, keys if k is v else v.float()
 
 
 def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterable[RowBlock]:
@@ -164,7 +164,7 @@ def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterable[
     causal = window.is_triangle(position, rows)
     if causal or whole[0] == whole[1]:
         return (RowBlock(first, *_flash_in_float32(q, k, v, scale, causal)),)
-    k, v = (k.float(), v.float()) if k is not v else (k.float(),) * 2
+    k, v = _in_float32(k, v)
     return _attend_masked(first, q, k, v, window, position, (kv_begin, kv_end), scale)
 
 
