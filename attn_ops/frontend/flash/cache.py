@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -250,6 +250,19 @@ class CacheBatch(NamedTuple):
     def _lengths_and_tables(self) -> tuple[Tensor | None, ...]:
         return (*self._tensors(), self.cu_seqlens_q, *self.lengths.tensors())
 
+    def _of(self, tensors: Iterable[Tensor | None]) -> CacheBatch:
+        """The batch of other lengths and tables, in the order of :meth:`_lengths_and_tables`."""
+        table, rows, leftpad, cu_new, cu_seqlens_q, seqlens, cumulative = tensors
+        number = self.lengths.seqlens if type(self.lengths.seqlens) is int else seqlens
+        return self._replace(
+            table=table,
+            lengths=self.lengths._replace(seqlens=number, cumulative=cumulative),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_new=cu_new,
+            cache_batch_idx=rows,
+            leftpad=leftpad,
+        )
+
     def _check_number(self, where: str, capacity: int) -> None:
         """A number of tokens is on the host, where the lengths after an append may not be."""
         if isinstance(self.lengths.seqlens, int) and self.cu_new is None:
@@ -279,7 +292,17 @@ class CacheBatch(NamedTuple):
         # On the CPU equal contents have passed the checks of an earlier call, for as many places.
         places = self.places if self.tables and self.device.type == "cpu" else 0
         sizes = (self.spec, self.form, self.lengths.key(), places)
-        return shared(("cache", sizes), self._lengths_and_tables(), self.device, lambda: self.make(where))
+        found = shared(("cache", sizes), self._lengths_and_tables(), self.device, lambda: self.make(where))
+        if is_traced() or self.device.type != "cpu":
+            return found
+        given = [t is not None for t in self._lengths_and_tables()]
+        without_tensors = self._of([None] * len(given))
+
+        def again(*tensors: Tensor) -> SchedulerMetadata:
+            slots = iter(tensors)
+            return without_tensors._of([next(slots) if is_given else None for is_given in given]).metadata(where, None)[0]
+
+        return found._replace(again=again)
 
 
 def by_tokens(tables: int, chunk: int, page_size: int) -> bool:

@@ -95,10 +95,13 @@ class FlashCall(NamedTuple):
             return None
 
         key = by._replace(tensors=())  # the entries of a cache keep no tensors
+        again = found.again if on_cpu else None
 
         def find(*tensors: Tensor) -> list[Tensor] | None:
             metadata = key._replace(tensors=tensors).find()
-            return None if metadata is None else flatten_tensors((metadata,))
+            if metadata is None and again is not None:
+                metadata = again(*tensors)
+            return None if metadata is None else [*metadata.plan, *metadata[1:]]
 
         return Lookup(by.tensors, flatten_tensors((found.metadata,)), find)
 

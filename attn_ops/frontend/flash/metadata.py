@@ -307,11 +307,15 @@ class GivenMetadata(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The metadata of a call: ``given``, or what it was found by; neither if it was made for this call alone."""
+    """The metadata of a call: ``given``, or what it was found by; neither if it was made for this call alone.
+
+    again  checks and plans for other tensors in the place of those of ``by``, and keeps none
+    """
 
     metadata: SchedulerMetadata
     by: SharedKey | None = None
     given: GivenMetadata | None = None
+    again: Callable[..., SchedulerMetadata] | None = None
 
 
 def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make) -> Found:
