@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.eager.captured_call import CONSTANT, _C, index_of, source_of
+from attn_ops.eager.captured_call import _C, CONSTANT, index_of, source_of
 from attn_ops.eager.checked_call import CHECKED_CALLS
 from attn_ops.eager.prepared_call import FirstCall, OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
 

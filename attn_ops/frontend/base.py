@@ -89,7 +89,8 @@ class PlannedBatch:
     keys: Tensor | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     prepared: tuple[PreparedCalls, int] | None = field(default=None, init=False)
-    """The prepared calls of run(), with the planned numbers of rows and ragged keys in one integer; None on the CPU."""
+    """The prepared calls of run(), with the planned numbers of rows and ragged keys in one integer; bound calls
+    on the CPU; None without the extension module, and on other devices."""
 
     def __post_init__(self) -> None:
         rows, keys = self.rows.shape[0], self.keys

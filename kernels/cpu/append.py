@@ -113,8 +113,6 @@ def append_mla_kv(
     kv_indptr: Tensor,
 ) -> None:
     if batch_indices.shape[0] > MAX_ROWS:
-        reference.append_mla_kv(
-            ckv, kpe, ckv_cache, kpe_cache, batch_indices, positions, kv_indices, kv_indptr
-        )
+        reference.append_mla_kv(ckv, kpe, ckv_cache, kpe_cache, batch_indices, positions, kv_indices, kv_indptr)
         return
     _scatter((ckv, kpe), (ckv_cache, kpe_cache), batch_indices, positions, kv_indices, kv_indptr)

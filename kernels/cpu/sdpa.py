@@ -288,10 +288,10 @@ class PlannedKeys:
     def _pages(self, requests: range, page: int, count: int) -> Pages:
         """The numbers of ``count`` pages of each request, from its ``page`` on."""
         places, num_pages = self.kv_indices.shape[0], self.caches[0].shape[0]
-        begin = self.starts[requests.start] + page
-        end = begin + count * len(requests)
-        begins = [begin] if len(requests) == 1 else [start + page for start in self.starts[requests.start : requests.stop]]
-        if (len(begins) > 1 and begins != list(range(begin, end, count))) or not 0 <= begin < end <= (places or num_pages):
+        begins = [start + page for start in self.starts[requests.start : requests.stop]]
+        begin, end = begins[0], begins[0] + count * len(begins)
+        in_row = len(begins) == 1 or begins == list(range(begin, end, count))
+        if not in_row or not 0 <= begin < end <= (places or num_pages):
             index = (torch.tensor(begins, device="cpu")[:, None] + torch.arange(count, device="cpu")).flatten()
             index = self.kv_indices[index.clamp_(0, places - 1)] if places else index
             return Pages(count, index.clamp(0, num_pages - 1))

@@ -289,10 +289,8 @@ class CacheBatch(NamedTuple):
                 checked.check(made)
                 return Found(made, given=checked)
         self.check_places(where)
-        # On the CPU equal contents have passed the checks of an earlier call, for as many places.
-        places = self.places if self.tables and self.device.type == "cpu" else 0
-        sizes = (self.spec, self.form, self.lengths.key(), places)
-        found = shared(("cache", sizes), self._lengths_and_tables(), self.device, lambda: self.make(where))
+        key, tensors = ("cache", self.spec, self.form, self.lengths.key()), self._lengths_and_tables()
+        found = shared(key, tensors, self.device, lambda: self.make(where), self.places if self.tables else 0)
         if is_traced() or self.device.type != "cpu":
             return found
         given = [t is not None for t in self._lengths_and_tables()]
@@ -300,7 +298,8 @@ class CacheBatch(NamedTuple):
 
         def again(*tensors: Tensor) -> SchedulerMetadata:
             slots = iter(tensors)
-            return without_tensors._of([next(slots) if is_given else None for is_given in given]).metadata(where, None)[0]
+            batch = without_tensors._of([next(slots) if is_given else None for is_given in given])
+            return batch.metadata(where, None).metadata
 
         return found._replace(again=again)
 

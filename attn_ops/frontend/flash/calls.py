@@ -87,7 +87,7 @@ class FlashCall(NamedTuple):
 
     def _lookup(self) -> Lookup | None:
         """How later calls find their plan. A table on the host is checked in each call with a cache on a GPU."""
-        found, on_cpu = self.found, self.call.tensors[0].is_cpu
+        found, on_cpu = self.found, not self.call.tensors[0].is_cuda
         if found is not None and found.given is not None and on_cpu:
             return found.given.lookup(found.metadata)
         by = None if found is None else found.by

@@ -145,11 +145,15 @@ Make = Callable[[], SchedulerMetadata]
 
 
 class _Entry(NamedTuple):
-    """Shared metadata: ``tensors`` are those it was made from, ``versions`` their version counters."""
+    """Shared metadata: ``tensors`` are those it was made from, ``versions`` their version counters.
+
+    ``places``: the fewest places of a cache for which tables of these contents have passed their checks.
+    """
 
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
     metadata: SchedulerMetadata
+    places: int = 0
 
 
 class SharedPlans:
@@ -225,16 +229,25 @@ class HostPlans:
     def __init__(self) -> None:
         self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
-    def find(self, key: Hashable, tensors: Sequence[Tensor], make: Make | None) -> SchedulerMetadata | None:
-        """The metadata of ``tensors``, which :class:`SharedKey` calls with; what ``make`` returns if there is none."""
+    def find(
+        self, key: Hashable, tensors: Sequence[Tensor], make: Make | None, places: int
+    ) -> SchedulerMetadata | None:
+        """The metadata of ``tensors``, which :class:`SharedKey` calls with; what ``make`` returns if there is none.
+
+        Without ``make`` only that of a call whose tables would pass the checks for as few ``places``.
+        """
         key = (key, *((t.shape, t.dtype) for t in tensors))
         entry = self.entries.get(key)
         if entry is None or not all(map(torch.equal, tensors, entry.tensors)):
             if make is None:
                 return None
             with torch.inference_mode(False):  # the plan is also used outside of inference mode
-                entry = _Entry(tuple(t.clone() for t in tensors), (), make())
+                entry = _Entry(tuple(t.clone() for t in tensors), (), make(), places)
             self.entries[key] = entry
+        elif places < entry.places:
+            if make is None:
+                return None
+            entry = self.entries[key] = entry._replace(places=places)
         self.entries.move_to_end(key)
         if len(self.entries) > MAX_HOST_PLANS:
             self.entries.popitem(last=False)
@@ -256,12 +269,14 @@ class SharedKey(NamedTuple):
     tensors  lengths and page tables as the caller passed them
     device   of the plan
     on_host  the contents of the tensors are compared
+    places   that the tables among them may name; no part of what the metadata depends on
     """
 
     key: Hashable
     tensors: tuple[Tensor, ...]
     device: torch.device
     on_host: bool
+    places: int = 0
 
     def find(self, make: Make | None = None) -> SchedulerMetadata | None:
         """The metadata of an earlier call of the same batch, if that is certain; else what ``make`` returns."""
@@ -269,7 +284,7 @@ class SharedKey(NamedTuple):
         if self.on_host:
             if is_capturing():
                 return make and make()
-            return host_plans().find((self.key, stream), self.tensors, make)
+            return host_plans().find((self.key, stream), self.tensors, make, self.places)
         active = active_blocks()
         return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
 
@@ -318,7 +333,7 @@ class Found(NamedTuple):
     again: Callable[..., SchedulerMetadata] | None = None
 
 
-def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make) -> Found:
+def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make, places: int = 0) -> Found:
     """What ``make`` returns, or returned for the same batch if that is certain.
 
     Args:
@@ -326,12 +341,13 @@ def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device
         tensors: lengths and page tables as the caller passed them; None has no contents.
         device: of the plan.
         make: reads ``tensors`` alone.
+        places: of the cache, for which the caller has checked the tables.
     """
     if is_traced():
         return Found(make())
     given = tuple(t for t in tensors if t is not None)
     on_host = all(map(seen, given)) and device.type != "meta"
-    by = SharedKey((key, device, *(t is None for t in tensors)), given, device, on_host)
+    by = SharedKey((key, device, *(t is None for t in tensors)), given, device, on_host, places)
     metadata = by.find(make)
     assert metadata is not None
     return Found(metadata, by)
