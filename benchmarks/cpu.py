@@ -111,7 +111,8 @@ def _append_and_attend(s: Shape) -> Callable[[], object]:
     def call() -> object:
         for cache, t in zip(caches, new, strict=True):
             cache[:, :, begin : s.length] = t
-        return scaled_dot_product_attention(q, *(t[:, :, : s.length] for t in caches), enable_gqa=heads > kv_heads)
+        k, v = (t[:, :, : s.length] for t in caches)
+        return scaled_dot_product_attention(q, k, v, enable_gqa=heads > kv_heads)
 
     return call
 
@@ -143,7 +144,7 @@ def _functions() -> dict[str, Calls]:
             "sdpa": decode,
         },
         "flash_attn_with_kvcache 4 x 128, appending one token each": {
-            "op": lambda: flash_attn_with_kvcache(dense, k_cache, v_cache, *new, cache_seqlens=before),
+            "op": lambda: flash_attn_with_kvcache(dense, k_cache, v_cache, new[0], new[1], cache_seqlens=before),
             "sdpa": _append_and_attend(Shape(4, 1, 128)),
         },
     }

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attn_ops.eager.captured_call import _C, CONSTANT, index_of, source_of
 from attn_ops.eager.checked_call import CHECKED_CALLS
-from attn_ops.eager.prepared_call import FirstCall, OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
+from attn_ops.eager.prepared_call import OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
 
 Source = int | Callable[[Sequence[Tensor]], Any]
 """Of an op's argument: its place among the tensors of a call, or a function of them all."""
@@ -53,22 +53,26 @@ class _BoundOp(NamedTuple):
         return self.function(*args, **self.kwargs)
 
 
-def first_call(op_call: OpCall, arguments: Sequence[Tensor], constants: Sequence[Tensor]) -> FirstCall | None:
+def first_call(
+    op_call: OpCall, arguments: Sequence[Tensor], constants: Sequence[Tensor]
+) -> tuple[Any, Callable[[Sequence[Tensor]], Any] | None] | None:
     """Check and execute the call: the result, and a function of ``arguments`` that repeats it, or None.
 
     None in the place of both: it is for the dispatcher, and has not been executed.
     """
-    calls = [passed_on(call.op, call.args, call.kwargs) for call in (op_call, *op_call.before)]
-    if None in calls:
+    given = (op_call, *op_call.before)
+    calls = [call for call in (passed_on(x.op, x.args, x.kwargs) for x in given) if call is not None]
+    if len(calls) < len(given):
         return None
-    checked = [CHECKED_CALLS[call.op].check(call.args, call.kwargs) for call in calls if call is not None]
-    function, before = checked[0], checked[1:]
-    for append, call in zip(before, calls[1:], strict=True):
-        append(*call.args, **call.kwargs)  # type: ignore[union-attr]
-    outputs = function(*calls[0].args, **calls[0].kwargs)  # type: ignore[union-attr]
+    functions = [
+        CHECKED_CALLS[call.op].check(call.args, call.kwargs) for call in calls
+    ]  # all before anything is written
+    for call, function in zip(calls[1:], functions[1:], strict=True):
+        function(*call.args, **call.kwargs)
+    outputs = functions[0](*calls[0].args, **calls[0].kwargs)
     finalize = op_call.finalize
     result = outputs if finalize is None else finalize(*outputs)
-    return result, _bound(op_call, calls, checked, arguments, constants)  # type: ignore[arg-type]
+    return result, _bound(op_call, calls, functions, arguments, constants)
 
 
 def _bound(

@@ -233,14 +233,15 @@ def _groups(
 
 
 class Pages(NamedTuple):
-    """Numbers of ``count`` pages of each of several requests.
+    """Pages of several requests, as many of each.
 
-    index  the numbers; None if there are none, as tokens of ragged KV lie in order
-    first  if those of each request are in order: they are ``first + request * step + page``. Else None
+    per_request  their number
+    numbers      of all; None of ragged KV, whose tokens are in order
+    first        if those of each request are in order: they are ``first + request * step + page``. Else None
     """
 
-    count: int
-    index: Tensor | None
+    per_request: int
+    numbers: Tensor | None
     first: int | None = None
     step: int = 1
 
@@ -250,7 +251,7 @@ def _take(cache: Tensor, requests: int, pages: Pages, skipped: int, number: int)
 
     A view if the pages of each request are in a row.
     """
-    count, index, first, step = pages
+    count, numbers, first, step = pages
     page_size, heads, dim = cache.shape[1:]
     page, token, *strides = cache.stride()
     if page_size == 1:
@@ -264,8 +265,8 @@ def _take(cache: Tensor, requests: int, pages: Pages, skipped: int, number: int)
     if first is not None and step == count:
         taken = bits(cache[first : first + requests * count])
     else:
-        assert index is not None
-        taken = bits(cache).index_select(0, index)
+        assert numbers is not None
+        taken = bits(cache).index_select(0, numbers)
     taken = taken.reshape(requests, count * page_size, heads, dim)
     taken = taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
     return (taken if number == taken.shape[1] else taken[:, tokens]).transpose(1, 2)
