@@ -22,6 +22,11 @@ MAX_NUMBERS = 1024
 """Entries of a table, or work items of a plan, that are read and written one by one."""
 
 
+def _int32(numbers: list[int]) -> Tensor:
+    """Larger numbers wrap around, as in the reference."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").int()
+
+
 def _fill(t: Tensor, numbers: Sequence[object]) -> None:
     """Write ``numbers`` to the first rows of ``t``, and 0 to the others."""
     if len(numbers) < t.shape[0]:
@@ -131,7 +136,7 @@ def page_table(block_tables: Tensor, seq_lens: Tensor, page_size: int) -> tuple[
         last.append(min(length - (pages - 1) * page_size, page_size) if pages > 0 else 0)
         used += row[:pages]
     used += [0] * (batch * max_pages - len(used))
-    indptr, indices, last_page = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in (starts, used, last))
+    indptr, indices, last_page = (_int32(x) for x in (starts, used, last))
     return indptr, indices, last_page
 
 
@@ -144,5 +149,4 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -
         request = bisect_right(starts, row) - 1
         if request < len(lengths):
             requests[row], positions[row] = request, row - starts[request + 1] + lengths[request]
-    batch_indices, places = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in (requests, positions))
-    return batch_indices, places
+    return _int32(requests), _int32(positions)
