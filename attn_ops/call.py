@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attn_ops.eager.checked_call import call_op
+from attn_ops.eager.checked_call import CHECKED_CALLS, call_op
 from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, DTypeError, OptionError, dtype_name, fail
 from attn_ops.frontend.arguments import computed_dtype
@@ -93,7 +93,8 @@ class AttentionCall(NamedTuple):
         """As :meth:`execute`, with a write to the cache between the checks, those of the op too, and the op."""
         args, keywords, dtype, scale = self._resolve()
         if not torch.compiler.is_compiling():  # a graph is checked as a whole when it is traced
-            CHECKS[self.op](*args, **keywords)
+            check = CHECKED_CALLS[self.op].passes if args[0].is_cpu else CHECKS[self.op]
+            check(*args, **keywords)
         write()
         out, lse = call_op(self.op, *args, **keywords)
         return self.output.finalize(out, lse, dtype, scale)
@@ -108,7 +109,9 @@ class AttentionCall(NamedTuple):
         )
         rows, (_, dim_vo) = self.output.rows_shape, self.plan.head_dims
         shape = None if rows is None else (*rows, *args[0].shape[1:-1], dim_vo)
-        return OpCall(self.op, args, keywords, finalize, destinations, not self.output.return_lse, shape)
+        repeatable = self.output.has_no_buffer and not isinstance(scale, Tensor)
+        unpack = not self.output.return_lse
+        return OpCall(self.op, args, keywords, finalize, destinations, unpack, shape, repeatable=repeatable)
 
     def _resolve(self) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype, float | Tensor]:
         """Check and plan: the op's arguments, and the dtype and factor of the output."""

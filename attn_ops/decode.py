@@ -5,12 +5,14 @@ FlashInfer's names and arguments; shapes and meaning as in the user guide (docs/
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import prepared
+from attn_ops.call import AttentionCall
+from attn_ops.eager.prepared_call import OpCall, prepared, prepared_function
 from attn_ops.errors import PlanError, ShapeError, fail
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, positive, refuse, required
 from attn_ops.frontend.base import graph_buffers
@@ -43,7 +45,26 @@ __all__ = [
 ]
 
 
+class _OneRow(NamedTuple):
+    """A call with one query row, whose LSE is that of the row."""
+
+    call: AttentionCall
+
+    def execute(self) -> Any:
+        return _first_row(None, *self.call.execute())
+
+    def op_call(self) -> OpCall:
+        found = self.call.op_call()
+        return found._replace(finalize=functools.partial(_first_row, found.finalize), destinations=None)
+
+
+def _first_row(finalize: Any, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = (out, lse) if finalize is None else finalize(out, lse)
+    return out, lse[0]
+
+
 @typed
+@prepared_function
 def single_decode_with_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -60,7 +81,7 @@ def single_decode_with_kv_cache(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """One query row of one request over all its keys.
 
     Args:
@@ -87,10 +108,7 @@ def single_decode_with_kv_cache(
     scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
     output = OutputSpec(return_lse=return_lse, rows_shape=())
     call = dense_call(where, (q, k, v), options, output, scales, kv_layout=layout(where, kv_layout))
-    if not return_lse:
-        return call.execute()
-    out, lse = call.execute()
-    return out, lse[0]
+    return _OneRow(call) if return_lse else call
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import prepared
+from attn_ops.eager.prepared_call import prepared, prepared_function
 from attn_ops.errors import ShapeError, fail
 from attn_ops.frontend.arguments import (
     DType,
@@ -54,6 +54,7 @@ __all__ = [
 
 
 @typed
+@prepared_function
 def single_prefill_with_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -81,7 +82,7 @@ def single_prefill_with_kv_cache(
     *,
     allow_fp16_qk_reduction: bool | None = None,
     window_right: int = -1,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """The query rows of one request over all its keys.
 
     Args:
@@ -115,7 +116,7 @@ def single_prefill_with_kv_cache(
     check_dense(where, q, k, v)
     _check_pairs(where, custom_mask, q.shape[0], k.shape[kv_dim])
     mask = packed_single_mask(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[kv_dim], q.device)
-    call = dense_call(
+    return dense_call(
         where,
         (q, k, v),
         options._replace(causal=causal, mask=mask),
@@ -126,7 +127,6 @@ def single_prefill_with_kv_cache(
         kv_layout=kv_layout,
         backend=own_backend(backend),
     )
-    return call.execute()
 
 
 def _check_pairs(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:

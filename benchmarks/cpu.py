@@ -101,6 +101,22 @@ def _sdpa(s: Shape) -> Callable[[], object]:
     return lambda: scaled_dot_product_attention(q, k, v, is_causal=s.rows > 1, enable_gqa=heads > kv_heads)
 
 
+def _append_and_attend(s: Shape) -> Callable[[], object]:
+    """An assignment of the new rows to slices of dense caches, and SDPA over the caches."""
+    heads, kv_heads, dim = s.heads
+    q = torch.randn(s.batch, heads, s.rows, dim, dtype=s.dtype)
+    caches = torch.randn(2, s.batch, kv_heads, 2 * s.length, dim, dtype=s.dtype).unbind()
+    new, begin = torch.randn(2, s.batch, kv_heads, s.rows, dim, dtype=s.dtype), s.length - s.rows
+
+    def call() -> object:
+        for cache, t in zip(caches, new, strict=True):
+            cache[:, :, begin : s.length] = t
+        k, v = (t[:, :, : s.length] for t in caches)
+        return scaled_dot_product_attention(q, k, v, enable_gqa=heads > kv_heads)
+
+    return call
+
+
 def _functions() -> dict[str, Calls]:
     """Public functions, on what a first script passes to them."""
     heads, kv_heads, dim = 8, 2, 64
@@ -110,6 +126,7 @@ def _functions() -> dict[str, Calls]:
     wrapper.plan(*_table(Shape(4, 1, 128)), heads, kv_heads, dim, PAGE, data_type=torch.float32)
     dense, k_cache, v_cache = torch.randn(4, 1, heads, dim), *torch.randn(2, 4, 256, kv_heads, dim)
     decode = _sdpa(Shape(4, 1, 128))
+    new, before = torch.randn(2, 4, 1, kv_heads, dim), lengths - 1
     single = [torch.randn(21, h, dim) for h in (heads, kv_heads, kv_heads)]
     q_batch, k_batch, v_batch = torch.randn(3, 2, 128, heads, dim)
     return {
@@ -125,6 +142,10 @@ def _functions() -> dict[str, Calls]:
         "flash_attn_with_kvcache 4 x 128": {
             "op": lambda: flash_attn_with_kvcache(dense, k_cache, v_cache, cache_seqlens=lengths),
             "sdpa": decode,
+        },
+        "flash_attn_with_kvcache 4 x 128, appending one token each": {
+            "op": lambda: flash_attn_with_kvcache(dense, k_cache, v_cache, new[0], new[1], cache_seqlens=before),
+            "sdpa": _append_and_attend(Shape(4, 1, 128)),
         },
     }
 

@@ -85,7 +85,7 @@ class CapturedCall(NamedTuple):
         memory = [t for t in scratch if id(t) in used and t.numel()]
         for t in (*self.outputs, *memory):
             used.pop(id(t), None)
-        sources = [_source(t, arguments, (*constants, *scratch), views) for t in used.values()]
+        sources = [source_of(t, arguments, (*constants, *scratch), views) for t in used.values()]
         if None in sources:
             return None
         places = {key: i for i, key in enumerate((*used, *map(id, self.outputs), *map(id, memory)))}
@@ -104,7 +104,7 @@ def _position(tensors: Sequence[Tensor], t: Tensor) -> int | None:
     return index_of(tensors, t) if sum(x is t for x in tensors) == 1 else None
 
 
-def _source(
+def source_of(
     t: Tensor, arguments: Sequence[Tensor], constants: Sequence[Tensor], views: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> tuple[int, int] | None:
     """The argument that ``t`` is, or is a view of, with its offset in bytes; or CONSTANT with its address.

@@ -31,20 +31,35 @@ class CheckedCalls(Undispatched):
 
     op      the implementation of the op
     direct  the same for calls that have not passed the dispatcher, but for those that it must see
+    passes  the same checks without the call
     """
 
     def __init__(self, name: str, check: Check) -> None:
         self.name, self.check = name, check
         self._entries: dict[Hashable, Callable[..., Any]] = {}
+        self._passed: dict[Hashable, Callable[..., Any]] = {}
+        self.passes: Callable[..., Any] = self._check
         self.op: Callable[..., Any] = self._uncached
         self.direct: Callable[..., Any] = self._dispatched
         if _C is not None:
             grad, checks = torch.is_grad_enabled, INTERPOSITION_CHECKS
             self.op = _C.CallCache(self._entries, grad, self._on_miss, (), False, False)
             self.direct = _C.CallCache(self._entries, grad, self._on_undispatched_miss, checks, False, False)
+            self.passes = _C.CallCache(self._passed, grad, self._on_unchecked, (), False, False)
 
     def clear(self) -> None:
         self._entries.clear()
+        self._passed.clear()
+
+    def _check(self, *args: Any, **kwargs: Any) -> None:
+        self.check(args, kwargs)
+
+    def _on_unchecked(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.check(args, kwargs)
+        if key is not None:
+            if len(self._passed) >= MAX_ENTRIES:
+                self._passed.clear()
+            self._passed[key] = _passed
 
     def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         return self.check(args, kwargs)(*args, **kwargs)
@@ -56,6 +71,10 @@ class CheckedCalls(Undispatched):
                 self._entries.clear()
             self._entries[key] = function
         return function(*args, **kwargs)
+
+
+def _passed(*_: Any, **__: Any) -> None:
+    """A call that has the key of one that was checked."""
 
 
 def call_op(op: str, *args: Any, **kwargs: Any) -> Any:

@@ -233,6 +233,7 @@ class OpCall(NamedTuple):
     views         ``(view, base)``: arguments of the op that begin where an argument of the caller does
     before        calls of ops, without results, that are made first
     lookup        of tensors that the call did not get
+    repeatable    ``finalize`` depends on the op's outputs alone, and keeps no tensor
     """
 
     op: str
@@ -246,6 +247,7 @@ class OpCall(NamedTuple):
     views: tuple[tuple[Tensor, Tensor], ...] = ()
     before: tuple[OpCall, ...] = ()
     lookup: Lookup | None = None
+    repeatable: bool = False
 
     def execute(self) -> Any:
         for call in self.before:
@@ -319,8 +321,10 @@ class Executable(Protocol):
 class PreparedCalls(dict[Callable[..., Any], Any]):
     """The caches of the methods around one plan. A copy of the plan's owner has none."""
 
+    on_cuda = True
+
     def __reduce__(self) -> Any:
-        return PreparedCalls, ()
+        return type(self), ()
 
 
 class HasPreparedCalls(Protocol):
@@ -350,12 +354,17 @@ def _looked_up(
     return call
 
 
-def _cache_of(make: Callable[..., tuple[Executable, list[Tensor], Sequence[Tensor]]], of_method: bool) -> Any:
-    """``make`` takes the arguments of the cache: the call, the tensors among its arguments, and constants."""
+Make = Callable[..., tuple[Executable, list[Tensor], Sequence[Tensor]]]
+"""Takes the arguments of a cache: the call, the tensors among its arguments, and constants."""
+
+
+def _cache_of(make: Make, of_method: bool, on_cuda: bool) -> Any:
     entries: dict[Hashable, Any] = {}
 
     def uncached(*args: Any, **kwargs: Any) -> Any:
         return make(*args, **kwargs)[0].execute()
+
+    first_call = _first_prepared_call if on_cuda else functools.partial(_first_bound_call, of_method)
 
     def on_miss(key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         executable, arguments, constants = make(*args, **kwargs)
@@ -363,23 +372,57 @@ def _cache_of(make: Callable[..., tuple[Executable, list[Tensor], Sequence[Tenso
             return executable.execute()
         if len(entries) >= MAX_ENTRIES:
             entries.clear()
-        op_call = executable.op_call()
-        lookup = op_call.lookup
-        found = () if lookup is None else lookup.found
-        result, prepared_call = op_call.first_call((*arguments, *found), constants)
-        if prepared_call is not None and lookup is not None:
-            prepared_call = _looked_up(prepared_call, lookup, arguments, op_call, uncached)
-        entries[key] = prepared_call or uncached
+        result, entry = first_call(executable, arguments, constants, uncached)
+        entries[key] = entry or uncached
         return result
 
-    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, of_method, True)
+    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, of_method, on_cuda)
 
 
-def _method_cache(method: Callable[..., Executable]) -> Any:
+def _first_prepared_call(
+    executable: Executable, arguments: list[Tensor], constants: Sequence[Tensor], uncached: Callable[..., Any]
+) -> tuple[Any, Any]:
+    op_call = executable.op_call()
+    lookup = op_call.lookup
+    found = () if lookup is None else lookup.found
+    result, prepared_call = op_call.first_call((*arguments, *found), constants)
+    if prepared_call is not None and lookup is not None:
+        prepared_call = _looked_up(prepared_call, lookup, arguments, op_call, uncached)
+    return result, prepared_call
+
+
+def _first_bound_call(
+    of_method: bool,
+    executable: Executable,
+    arguments: list[Tensor],
+    constants: Sequence[Tensor],
+    uncached: Callable[..., Any],
+) -> tuple[Any, Any]:
+    from attn_ops.eager.bound_call import first_call  # which imports this module
+
+    made = first_call(executable.op_call(), arguments, constants)
+    if made is None:
+        return executable.execute(), None
+    result, repeat = made
+    if repeat is None:
+        return result, None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = repeat(flatten_tensors((*args, *kwargs.values())))
+        return uncached(*args, **kwargs) if result is NotImplemented else result
+
+    def call_method(number: int, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = repeat(flatten_tensors((*args, *kwargs.values())))
+        return uncached(number, owner, args, kwargs) if result is NotImplemented else result
+
+    return result, call_method if of_method else call
+
+
+def _method_cache(method: Callable[..., Executable], on_cuda: bool) -> Any:
     def make(_: int, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return method(owner, *args, **kwargs), flatten_tensors((*args, *kwargs.values())), owner._constants()
 
-    return _cache_of(make, True)
+    return _cache_of(make, True, on_cuda)
 
 
 def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
@@ -397,7 +440,7 @@ def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
         calls, number = caches
         cache = calls.get(method)
         if cache is None:
-            cache = calls[method] = _method_cache(method)
+            cache = calls[method] = _method_cache(method, calls.on_cuda)
         return cache(number, self, args, kwargs)
 
     return call
@@ -412,12 +455,16 @@ def prepared_function(function: Callable[P, Executable]) -> Callable[P, Any]:
     def make(*args: P.args, **kwargs: P.kwargs) -> Any:
         return function(*args, **kwargs), flatten_tensors((*args, *kwargs.values())), ()
 
-    cache = None if _C is None else _cache_of(make, False)
+    on_cuda, on_cpu = (None, None) if _C is None else (_cache_of(make, False, True), _cache_of(make, False, False))
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        if cache is not None and not is_compiling() and getattr(args[0] if args else kwargs.get("q"), "is_cuda", False):
-            return cache(*args, **kwargs)
+        if on_cuda is not None and on_cpu is not None and not is_compiling():
+            first = args[0] if args else kwargs.get("q")
+            if getattr(first, "is_cuda", False):
+                return on_cuda(*args, **kwargs)
+            if getattr(first, "is_cpu", False):
+                return on_cpu(*args, **kwargs)
         return function(*args, **kwargs).execute()
 
     return call

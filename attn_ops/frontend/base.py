@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall, Planned, PlanSource, as_sinks
-from attn_ops.eager.prepared_call import PreparedCalls, new_caches
+from attn_ops.eager.bound_call import caches_for
+from attn_ops.eager.prepared_call import PreparedCalls
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, dtype_name, fail
 from attn_ops.frontend import masks
@@ -88,11 +89,12 @@ class PlannedBatch:
     keys: Tensor | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     prepared: tuple[PreparedCalls, int] | None = field(default=None, init=False)
-    """The prepared calls of run(), with the planned numbers of rows and ragged keys in one integer; None on the CPU."""
+    """The prepared calls of run(), with the planned numbers of rows and ragged keys in one integer; bound calls
+    on the CPU; None without the extension module, and on other devices."""
 
     def __post_init__(self) -> None:
         rows, keys = self.rows.shape[0], self.keys
-        self.prepared = new_caches(self.workspace.device, rows if keys is None else rows << 32 | keys.shape[0])
+        self.prepared = caches_for(self.workspace.device, rows if keys is None else rows << 32 | keys.shape[0])
 
     def keep_prepared(self, earlier: PlannedBatch | None) -> None:
         """Take the prepared calls of an earlier batch whose calls differ in the number of rows and keys alone."""

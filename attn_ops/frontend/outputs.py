@@ -58,6 +58,10 @@ class OutputSpec(NamedTuple):
         return self.padded if self.lse is not None and self.lse.dim() == 3 else None
 
     @property
+    def has_no_buffer(self) -> bool:
+        return self.out is None and self.lse is None and self.padded is None
+
+    @property
     def needs_lse(self) -> bool:
         return self.return_lse or self.lse is not None
 

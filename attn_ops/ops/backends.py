@@ -132,6 +132,8 @@ _cuda = functools.partial(
     capture="attn_ops.eager.launches:capture_launches",
 )
 
+_cpu = functools.partial(Backend, "cpu", specialized=True, inductor_lowerable=False, eager_only=True)
+
 BACKENDS: tuple[Backend, ...] = (
     _cuda(
         "attn_ops.kernels.cuda",
@@ -166,16 +168,22 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=unsupported.TRITON_KERNELS,
         capture="attn_ops.kernels.triton.launch:capture_launches",
     ),
-    Backend(
-        "cpu",
+    _cpu(
         "attn_ops.kernels.cpu.sdpa",
         unsupported.cpu_sdpa,
         kernels=dict.fromkeys(
             ("batch_decode", "batch_prefill", "ragged_prefill", "single_prefill", "batch_mla"), "sdpa"
         ),
-        specialized=True,
-        inductor_lowerable=False,
-        eager_only=True,
+    ),
+    _cpu(
+        "attn_ops.kernels.cpu.plan",
+        unsupported.cpu_tables,
+        kernels=dict.fromkeys(("plan_decode", "plan_prefill", "page_table", "batch_indices_positions"), "plan"),
+    ),
+    _cpu(
+        "attn_ops.kernels.cpu.append",
+        unsupported.cpu_tables,
+        kernels=dict.fromkeys(("append_kv", "append_mla_kv"), "append"),
     ),
     Backend("reference", "attn_ops.kernels.reference", unsupported.reference, capacity_bound=True),
 )

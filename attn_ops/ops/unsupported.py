@@ -153,6 +153,11 @@ def reference(p: Problem) -> list[str]:
     return []
 
 
+def cpu_tables(p: Problem) -> list[str]:
+    """Loops over the numbers of a plan, and copies of the rows that they place."""
+    return [] if p.device.type == "cpu" else [f"it runs on cpu, not {p.device.type}"]
+
+
 def cpu_sdpa(p: Problem) -> list[str]:
     """PyTorch's flash attention for the CPU."""
     if p.device.type != "cpu":

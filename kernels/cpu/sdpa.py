@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +33,12 @@ MASK_ROWS = 512
 MASK_ELEMENTS = 1 << 24
 """Elements of a mask of more than one row."""
 
-EVERY = slice(None)
+CONVERTED_ELEMENTS = 1 << 19
+"""Elements of the keys that are converted to float32 at a time, unless one KV head has more."""
 
 Result = tuple[Tensor, Tensor]
 Keys = Callable[[int, int], tuple[Tensor, Tensor]]
-"""``keys(begin, end)``: the keys and values at these positions of ``N`` requests, ``[N, L, num_kv_heads, dim]``."""
+"""``keys(begin, end)``: the keys and values at these positions of ``N`` requests, ``[N, num_kv_heads, L, dim]``."""
 
 
 class Rows(NamedTuple):
@@ -61,7 +62,7 @@ class RowBlock(NamedTuple):
     """Attention of successive query rows from ``first`` on.
 
     out  float32 ``[rows, num_qo_heads, dim]``
-    lse  natural, ``[rows, num_qo_heads]``
+    lse  natural, ``[rows, num_qo_heads]``, or with heads as ``[num_kv_heads, group]``
     """
 
     first: int
@@ -102,43 +103,76 @@ class Window(NamedTuple):
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Result:
     """Output and LSE of a :class:`RowBlock`: ``q [rows, num_qo_heads, dim]`` over the keys of ``N`` requests."""
-    (requests, _, num_kv_heads, dim), (rows, num_qo_heads, _) = k.shape, q.shape
-    group, each = num_qo_heads // num_kv_heads, rows // requests
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if group == 1 or causal or mask is not None:
-        q = q.view(requests, each, num_qo_heads, dim).transpose(1, 2)
+    (requests, num_kv_heads, _, dim), (rows, num_qo_heads, _) = k.shape, q.shape
+    if num_qo_heads == num_kv_heads or causal or mask is not None:
+        if requests == 1:
+            out, lse = FLASH(q.transpose(0, 1)[None], k, v, is_causal=causal, attn_mask=mask, scale=scale)
+            return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+        q = q.view(requests, -1, num_qo_heads, dim).transpose(1, 2)
         out, lse = FLASH(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
     # the query heads of a KV head become rows, since all rows see the same keys: they are read once
-    if each == 1:
+    group = num_qo_heads // num_kv_heads
+    if rows == requests:
         out, lse = FLASH(q.view(requests, num_kv_heads, group, dim), k, v, scale=scale)
-        return out.flatten(1, 2), lse.flatten(1, 2)
-    q = q.view(requests, each, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
+        return out.flatten(1, 2), lse
+    q = q.view(requests, -1, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
     out, lse = FLASH(q, k, v, scale=scale)
-    heads = requests, num_kv_heads, each, group
+    heads = requests, num_kv_heads, rows // requests, group
     out, lse = out.view(*heads, -1).transpose(1, 2), lse.view(heads).transpose(1, 2)
     return out.reshape(rows, num_qo_heads, -1), lse.reshape(rows, num_qo_heads)
 
 
-def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[RowBlock]:
+def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
+    """:func:`_flash` of keys and values of any dtype. Those of some KV heads are converted at a time: they stay in the
+    cache of the CPU.
+    """
+    (requests, num_kv_heads, length, dim), group = k.shape, q.shape[1] // k.shape[1]
+    step = max(1, CONVERTED_ELEMENTS // (requests * length * dim))
+    if k.dtype == torch.float32 or step >= num_kv_heads:
+        return _flash(q, *_in_float32(k, v), scale, None, causal)
+    parts = []
+    for head in range(0, num_kv_heads, step):
+        keys = k[:, head : head + step]
+        of_heads = _in_float32(keys, keys if k is v else v[:, head : head + step])
+        queries = q[:, head * group : (head + step) * group].contiguous()
+        out, lse = _flash(queries, *of_heads, scale, None, causal)
+        parts.append((out, lse.flatten(1)))
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+
+def _in_float32(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    keys = k.float()
+    return keys, keys if k is v else v.float()
+
+
+def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterable[RowBlock]:
     """Attention of ``r``. Rows that see no key are in no block."""
     first, q, requests, position, length = r
     rows = q.shape[0] // requests
+    if rows == 1 and o.window_left < 0 and position == length - 1:  # as most do: it sees every key
+        return (RowBlock(first, *_flash_in_float32(q, *keys(0, length), scale, False)),)
     window = Window.of(o, max(0, -position) + rows, length)
     without_keys = min(rows, max(0, -position - window.right))
     if without_keys:
         rows, first, position = rows - without_keys, first + without_keys, position + without_keys
         q = q[without_keys:]
     if not rows:
-        return
-
+        return ()
     (kv_begin, _), (_, kv_end) = whole = window.seen(position, rows)
     k, v = keys(kv_begin, kv_end)
-    k, v = (k.float(), v.float()) if k is not v else (k.float(),) * 2
     causal = window.is_triangle(position, rows)
     if causal or whole[0] == whole[1]:
-        yield RowBlock(first, *_flash(q, k, v, scale, None, causal))
-        return
+        return (RowBlock(first, *_flash_in_float32(q, k, v, scale, causal)),)
+    k, v = _in_float32(k, v)
+    return _attend_masked(first, q, k, v, window, position, (kv_begin, kv_end), scale)
+
+
+def _attend_masked(
+    first: int, q: Tensor, k: Tensor, v: Tensor, window: Window, position: int, seen: tuple[int, int], scale: float
+) -> Iterator[RowBlock]:
+    """Attention of rows that see different keys, of the half-open range ``seen``. ``k`` and ``v`` are these keys."""
+    rows, (kv_begin, kv_end) = q.shape[0], seen
     most_keys = min(kv_end - kv_begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
     step = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
     for begin in range(0, rows, step):
@@ -146,10 +180,10 @@ def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterator[
         (key, _), (_, last) = window.seen(position + begin, end - begin)
         tokens = slice(key - kv_begin, last - kv_begin)
         mask = window.mask(end - begin, last - key, position + begin - key)
-        yield RowBlock(first + begin, *_flash(q[begin:end], k[:, tokens], v[:, tokens], scale, mask))
+        yield RowBlock(first + begin, *_flash(q[begin:end], k[:, :, tokens], v[:, :, tokens], scale, mask))
 
 
-def _collect(blocks: Iterator[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
+def _collect(blocks: Iterable[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
     """Output and LSE of all rows of ``q``, as of one :class:`RowBlock`: 0 and -inf in rows of no block."""
     (rows, num_qo_heads, _), result = q.shape, None
     for first, out, lse in blocks:
@@ -160,7 +194,7 @@ def _collect(blocks: Iterator[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
         if result is None:
             result = _without_keys(rows, num_qo_heads, head_dim_vo)
         block = slice(first, first + out.shape[0])
-        result[0][block], result[1][block] = out, lse
+        result[0][block], result[1][block] = out, lse.flatten(1)
     return _without_keys(rows, num_qo_heads, head_dim_vo) if result is None else result
 
 
@@ -170,16 +204,17 @@ def _without_keys(rows: int, num_qo_heads: int, head_dim_vo: int) -> Result:
 
 
 def _attend_together(o: AttentionOptions, rows: int, length: int) -> bool:
-    """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask."""
-    if rows == 1:
-        return True
+    """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask.
+
+    It needs none for requests of one row.
+    """
     window = Window.of(o, rows, length)
     first, last = window.seen(length - rows, rows)
     return first == last or window.is_triangle(length - rows, rows)
 
 
 def _groups(
-    rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, together: Callable[[int, int], bool]
+    rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, o: AttentionOptions
 ) -> Iterator[range]:
     """Requests that attend together. Those without query rows or keys are left out.
 
@@ -189,7 +224,7 @@ def _groups(
     while first < len(lengths):
         end, count, length = first + 1, rows[first + 1] - rows[first], lengths[first]
         if count > 0 <= rows[first] and length > 0:
-            if together(count, length):
+            if count == 1 or _attend_together(o, count, length):
                 limit = min(len(lengths), first + most_tokens // length)
                 while end < limit and rows[end + 1] == rows[end] + count <= num_rows and lengths[end] == length:
                     end += 1
@@ -197,12 +232,44 @@ def _groups(
         first = end
 
 
-def _take(cache: Tensor, pages: slice | Tensor, tokens: slice) -> Tensor:
-    """``cache[pages, tokens]``"""
-    if isinstance(pages, slice):
-        return cache[pages, tokens]
-    taken = bits(cache if tokens == EVERY else cache[:, tokens]).index_select(0, pages)
-    return taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
+class Pages(NamedTuple):
+    """Pages of several requests, as many of each.
+
+    per_request  their number
+    numbers      of all; None of ragged KV, whose tokens are in order
+    first        if those of each request are in order: they are ``first + request * step + page``. Else None
+    """
+
+    per_request: int
+    numbers: Tensor | None
+    first: int | None = None
+    step: int = 1
+
+
+def _take(cache: Tensor, requests: int, pages: Pages, skipped: int, number: int) -> Tensor:
+    """``[requests, num_kv_heads, number, dim]``: tokens of these pages, without those that are ``skipped``.
+
+    A view if the pages of each request are in a row.
+    """
+    count, numbers, first, step = pages
+    page_size, heads, dim = cache.shape[1:]
+    page, token, *strides = cache.stride()
+    if page_size == 1:
+        token = page
+    if first is not None and (count == 1 or page == page_size * token):
+        sizes, begin = (requests, heads, number, dim), first * page + skipped * token
+        return cache.as_strided(sizes, (step * page, strides[0], token, strides[1]), cache.storage_offset() + begin)
+    tokens = slice(skipped, skipped + number)
+    if count == 1:  # of a single page no more than its tokens are copied
+        cache, page_size, tokens = cache[:, tokens], number, slice(0, number)
+    if first is not None and step == count:
+        taken = bits(cache[first : first + requests * count])
+    else:
+        assert numbers is not None
+        taken = bits(cache).index_select(0, numbers)
+    taken = taken.reshape(requests, count * page_size, heads, dim)
+    taken = taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
+    return (taken if number == taken.shape[1] else taken[:, tokens]).transpose(1, 2)
 
 
 class PlannedKeys:
@@ -219,35 +286,33 @@ class PlannedKeys:
     def of(self, requests: range) -> Keys:
         return functools.partial(self._read, requests)
 
-    def _pages(self, requests: range, page: int, count: int) -> slice | Tensor:
-        """Numbers of ``count`` pages of each request, from its ``page`` on: a slice if they are in order."""
+    def _pages(self, requests: range, page: int, count: int) -> Pages:
+        """The numbers of ``count`` pages of each request, from its ``page`` on."""
         places, num_pages = self.kv_indices.shape[0], self.caches[0].shape[0]
         begins = [start + page for start in self.starts[requests.start : requests.stop]]
         begin, end = begins[0], begins[0] + count * len(begins)
-        if begins != list(range(begin, end, count)) or not 0 <= begin < end <= (places or num_pages):
+        in_row = len(begins) == 1 or begins == list(range(begin, end, count))
+        if not in_row or not 0 <= begin < end <= (places or num_pages):
             index = (torch.tensor(begins, device="cpu")[:, None] + torch.arange(count, device="cpu")).flatten()
             index = self.kv_indices[index.clamp_(0, places - 1)] if places else index
-            return index.clamp(0, num_pages - 1)
+            return Pages(count, index.clamp(0, num_pages - 1))
         if not places:
-            return slice(begin, end)
-        index = self.kv_indices[begin:end]
+            return Pages(count, None, begin, count)
+        index = self.kv_indices if end - begin == places else self.kv_indices[begin:end]
         numbers = index.tolist()
         if min(numbers) < 0 or max(numbers) >= num_pages:
-            return index.clamp(0, num_pages - 1)
-        first, last = numbers[0], numbers[-1] + 1
-        return slice(first, last) if numbers == list(range(first, last)) else index
+            return Pages(count, index.clamp(0, num_pages - 1))
+        first, step = numbers[0], count if len(begins) == 1 else numbers[count] - numbers[0]
+        in_order = step > 0 and numbers == [
+            number for at in range(first, first + step * len(requests), step) for number in range(at, at + count)
+        ]
+        return Pages(count, index, first if in_order else None, step)
 
     def _read(self, requests: range, token: int, token_end: int) -> tuple[Tensor, Tensor]:
-        (page, skipped), page_end = divmod(token, self.page_size), -(-token_end // self.page_size)
-        count, tokens = page_end - page, slice(skipped, skipped + token_end - token)
-        if token_end - token == count * self.page_size:
-            tokens = EVERY
-        pages, (keys, values) = self._pages(requests, page, count), self.caches
-        if count == 1:  # of a single page no more than its tokens are copied
-            return _take(keys, pages, tokens), _take(values, pages, tokens)
-        each = len(requests), count * self.page_size
-        keys, values = (_take(t, pages, EVERY).reshape(*each, *t.shape[2:]) for t in (keys, values))
-        return (keys, values) if tokens == EVERY else (keys[:, tokens], values[:, tokens])
+        page, skipped = divmod(token, self.page_size)
+        pages = self._pages(requests, page, -(-token_end // self.page_size) - page)
+        (keys, values), of = self.caches, (len(requests), pages, skipped, token_end - token)
+        return _take(keys, *of), _take(values, *of)
 
 
 class LatentKeys(PlannedKeys):
@@ -268,30 +333,27 @@ def _attend_batch(
     return_lse: bool,
 ) -> Result | None:
     """``out [rows, num_qo_heads, head_dim_vo]`` and ``lse [rows, num_qo_heads]``; None if a number is not finite."""
-    if q.shape[0] == 0 or caches[0].shape[0] == 0:
+    num_rows, num_places = q.shape[0], plan.kv_indices.shape[0]
+    is_decode = isinstance(plan, DecodePlan)
+    if num_rows == 0 or caches[0].shape[0] == 0 or (is_decode and not num_places):  # no keys, and no ragged KV
         return None
-    problem, places = PlanProblem.of(plan.problem), plan.kv_indices.shape[0]
-    if isinstance(plan, DecodePlan) and not places:  # no keys, and no ragged KV
-        return None
-    most = min(problem.max_kv_len, places * problem.page_size or problem.max_kv_len)
-    rows: Sequence[int] = range(q.shape[0] + 1)
-    if isinstance(plan, PrefillPlan):
-        rows = plan.qo_indptr.tolist()
+    problem = PlanProblem.of(plan.problem)
+    most = min(problem.max_kv_len, num_places * problem.page_size or problem.max_kv_len)
+    rows: Sequence[int] = range(num_rows + 1) if is_decode else plan.qo_indptr.tolist()  # type: ignore[union-attr]
     lengths = [min(length, most) for length in plan.kv_len.tolist()[: len(rows) - 1]]
     keys, factors = keys_of(plan, problem.page_size, caches), _kv_scale(o)
-    together = functools.partial(_attend_together, o)
+    scale, queries = _scale(q, o, factors), q.float()
     most_tokens = MAX_ELEMENTS // (problem.num_kv_heads * problem.head_dim_qk)
 
-    def blocks(q: Tensor, scale: float) -> Iterator[RowBlock]:
-        for group in _groups(rows, lengths, q.shape[0], most_tokens, together):
-            first, length = rows[group.start], lengths[group.start]
-            count = rows[group.start + 1] - first
-            queries = q[first : rows[group.stop]]  # a plan may have more rows than the query
-            if queries.shape[0]:
-                yield from _attend(Rows(first, queries, len(group), length - count, length), keys.of(group), scale, o)
+    def blocks() -> Iterator[RowBlock]:
+        for group in _groups(rows, lengths, num_rows, most_tokens, o):
+            first, end, length = rows[group.start], rows[group.stop], lengths[group.start]
+            if first < num_rows:  # a plan may have more rows than the query
+                of_group = queries if end - first == num_rows else queries[first:end]
+                position = length - (rows[group.start + 1] - first)
+                yield from _attend(Rows(first, of_group, len(group), position, length), keys.of(group), scale, o)
 
-    found = _collect(blocks(q.float(), _scale(q, o, factors)), q, problem.head_dim_vo)
-    return _finalize(*found, q, factors, o, return_lse)
+    return _finalize(*_collect(blocks(), q, problem.head_dim_vo), q, factors, o, return_lse)
 
 
 def _kv_scale(o: AttentionOptions) -> Sequence[float]:
@@ -315,12 +377,13 @@ def _finalize(
     if factors[1] != 1.0:
         out *= factors[1]
     if o.sinks is not None:
+        lse = lse.flatten(1)
         with_sink = torch.logaddexp(lse, o.sinks)
         out *= torch.where(lse == -math.inf, 0.0, (lse - with_sink).exp())[..., None]
         lse = with_sink
     if not (math.isfinite(float(out.sum())) and float(lse.amax()) < math.inf):
         return None
-    lse = (lse * LOG2E).contiguous() if return_lse else lse.new_empty(0)
+    lse = (lse.flatten(1) * LOG2E).contiguous() if return_lse else lse.new_empty(0)
     dtype = o.out_dtype or q.dtype
     return (out if dtype == torch.float32 else saturate(out, dtype)).contiguous(), lse
 
@@ -406,14 +469,14 @@ def batch_mla(
 def single_prefill(
     q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
 ) -> Result | None:
-    k, v = (t[None] if kv_layout == "NHD" else t.transpose(0, 1)[None] for t in (k, v))
-    (rows, length), o = (q.shape[0], k.shape[1]), AttentionOptions(**options)
+    k, v = (t.transpose(0, 1)[None] if kv_layout == "NHD" else t[None] for t in (k, v))
+    (rows, length), o = (q.shape[0], k.shape[2]), AttentionOptions(**options)
     if rows == 0 or length == 0:
         return None
     factors = _kv_scale(o)
 
     def keys(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        return (k, v) if end - begin == length else (k[:, begin:end], v[:, begin:end])
+        return (k, v) if end - begin == length else (k[:, :, begin:end], v[:, :, begin:end])
 
     blocks = _attend(Rows(0, q.float(), 1, length - rows, length), keys, _scale(q, o, factors), o)
     return _finalize(*_collect(blocks, q, v.shape[-1]), q, factors, o, return_lse)

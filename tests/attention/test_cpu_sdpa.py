@@ -277,6 +277,35 @@ def test_a_page_that_is_longer_than_its_tokens_is_read_as_far_as_they_go() -> No
         if in_order:
             _in_order(setup)
         k, _ = sdpa.PlannedKeys(setup.planner.state, 257, (setup.k, setup.v))._read(range(2), 0, 37)
-        assert k.shape[:2] == (2, 37)
+        assert (k.shape[0], k.shape[2]) == (2, 37)
         assert k.isfinite().all()
         setup.check(*setup.run("cpu"))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pages_in_a_row_with_room_behind_them_are_read_in_place(page_size: int) -> None:
+    """As those of a growing cache: the pages of each request are in order, and begin at equal distances."""
+    case = replace(DECODE_BASE, page_size=page_size, kv_lens=(32, 32, 32))
+    setup = Setup("decode", case)
+    pages = 32 // page_size
+    k, v = torch.randn(2, 3 * (pages + 2), page_size, *setup.k.shape[2:], dtype=torch.float32)
+    indices = setup.planner.state.kv_indices
+    placed = torch.cat([torch.arange(pages) + 1 + b * (pages + 2) for b in range(3)])
+    for cache, t in ((setup.k, k), (setup.v, v)):
+        t[placed] = cache[indices[: 3 * pages].long()].float()
+    indices[: 3 * pages] = placed
+    keys, values = sdpa.PlannedKeys(setup.planner.state, page_size, (k, v))._read(range(3), 0, 32)
+    for found, cache in ((keys, k), (values, v)):
+        assert found.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+        assert torch.equal(found.transpose(1, 2).flatten(1, 2), cache[placed].view(3, -1, cache.shape[-1]))
+    setup.check(*setup.run("cpu", k_cache=k.to(setup.k.dtype), v_cache=v.to(setup.v.dtype)))
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
+def test_keys_that_are_converted_in_groups_of_heads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are the same, bit for bit."""
+    setup = Setup(kind, replace(CAUSAL, causal=False, dtype=torch.bfloat16))
+    expected = setup.run("cpu")
+    monkeypatch.setattr(sdpa, "CONVERTED_ELEMENTS", 1)
+    torch.testing.assert_close(setup.run("cpu"), expected, rtol=0, atol=0)
+    setup.check(*expected)

@@ -261,7 +261,7 @@ def count_launches(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> 
     """``count_launches()``: how many launches the fake driver has counted, one for each replay."""
     for op in ("batch_decode", "ragged_prefill"):
         monkeypatch.setitem(prepared_call.OP_CACHES, op, FakeCache(op, 0, 2))
-    monkeypatch.setattr(base, "new_caches", lambda device, number: (PreparedCalls(), number))
+    monkeypatch.setattr(base, "caches_for", lambda device, number: (PreparedCalls(), number))
     return lambda: fake_driver.get("launches")
 
 

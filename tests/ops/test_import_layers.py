@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("eager.captured_call", "eager.interposition"),
     ("eager.prepared_call",),
     ("eager.checked_call",),
+    ("eager.bound_call",),
     ("plan", "meta", "eager.startup", "eager.launches"),
     ("kernels",),
     ("ops.schemas", "ops.fp8_queries", "ops.backends", "ops.checks", "ops.inductor", "flops"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from attn_ops.frontend.flash.metadata import (
     ROWS,
     BatchForm,
     Found,
+    GivenMetadata,
     Scheduled,
     SchedulerMetadata,
     check_given,
@@ -35,7 +36,6 @@ from attn_ops.frontend.one_shot import block_table, lengths, too_long
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen, uniform_indptr
-from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.resizable import PlanSpec
 
 
@@ -247,6 +247,22 @@ class CacheBatch(NamedTuple):
         """The tensors that place the tokens in the cache, apart from their lengths."""
         return self.table, self.cache_batch_idx, self.leftpad, self.cu_new
 
+    def _lengths_and_tables(self) -> tuple[Tensor | None, ...]:
+        return (*self._tensors(), self.cu_seqlens_q, *self.lengths.tensors())
+
+    def _of(self, tensors: Iterable[Tensor | None]) -> CacheBatch:
+        """The batch of other lengths and tables, in the order of :meth:`_lengths_and_tables`."""
+        table, rows, leftpad, cu_new, cu_seqlens_q, seqlens, cumulative = tensors
+        number = self.lengths.seqlens if type(self.lengths.seqlens) is int else seqlens
+        return self._replace(
+            table=table,
+            lengths=self.lengths._replace(seqlens=number, cumulative=cumulative),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_new=cu_new,
+            cache_batch_idx=rows,
+            leftpad=leftpad,
+        )
+
     def _check_number(self, where: str, capacity: int) -> None:
         """A number of tokens is on the host, where the lengths after an append may not be."""
         if isinstance(self.lengths.seqlens, int) and self.cu_new is None:
@@ -263,16 +279,29 @@ class CacheBatch(NamedTuple):
             made = check_given(where, given, self.form, self.spec.decode)
             known = BatchForm.of(made)
             if not known.plans_for_others(self.form):
-                if seen(made.plan.kv_indices) and not is_traced():
-                    page_size, planned = self.spec.page_size, made.plan.kv_indptr.shape[0] - 1
-                    used = int(made.plan.kv_indptr[planned if self.chunk else self.requests])
-                    split = by_tokens(known.tables, self.chunk, page_size)
-                    check_indices(made.plan.kv_indices[:used], self.places * (page_size if split else 1), where)
-                return Found(made)
+                split = by_tokens(known.tables, self.chunk, self.spec.page_size)
+                checked = GivenMetadata(
+                    where,
+                    made.plan.kv_indptr.shape[0] - 1 if self.chunk else self.requests,
+                    self.places * (self.spec.page_size if split else 1),
+                    tuple(t for t in self._lengths_and_tables() if t is not None),
+                )
+                checked.check(made)
+                return Found(made, given=checked)
         self.check_places(where)
-        sizes = (self.spec, self.form, self.lengths.key())
-        tensors = (*self._tensors(), self.cu_seqlens_q, *self.lengths.tensors())
-        return shared(("cache", sizes), tensors, self.device, lambda: self.make(where))
+        key, tensors = ("cache", self.spec, self.form, self.lengths.key()), self._lengths_and_tables()
+        found = shared(key, tensors, self.device, lambda: self.make(where), self.places if self.tables else 0)
+        if is_traced() or self.device.type != "cpu":
+            return found
+        given = [t is not None for t in self._lengths_and_tables()]
+        without_tensors = self._of([None] * len(given))
+
+        def again(*tensors: Tensor) -> SchedulerMetadata:
+            slots = iter(tensors)
+            batch = without_tensors._of([next(slots) if is_given else None for is_given in given])
+            return batch.metadata(where, None).metadata
+
+        return found._replace(again=again)
 
 
 def by_tokens(tables: int, chunk: int, page_size: int) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
+from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.prepared_call import Lookup, OpCall, flatten_tensors
 from attn_ops.errors import DTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked
@@ -68,14 +71,14 @@ class FlashCall(NamedTuple):
     def execute(self) -> Any:
         if self.append is None:
             return self.result.of(self.call.execute())
-        return self.result.of(self.call.execute_after(self.append.execute))
+        return self.result.of(self.call.execute_after(functools.partial(_append, self.append)))
 
     def op_call(self) -> OpCall:
         found = self.call.op_call()
         finalize = found.finalize
         assert finalize is not None
         return found._replace(
-            finalize=lambda *outputs: self.result.of(finalize(*outputs)),
+            finalize=functools.partial(_finalize, finalize, self.result),
             scratch=found.args[-1:] if isinstance(self.call.plan, Scheduled) else (),
             views=self.views,
             before=() if self.append is None else (self.append,),
@@ -83,18 +86,32 @@ class FlashCall(NamedTuple):
         )
 
     def _lookup(self) -> Lookup | None:
-        """How later calls find their plan. A table on the host is checked in each call."""
-        by = None if self.found is None else self.found.by
-        if self.found is None or by is None or (by.on_host and by.tensors):
+        """How later calls find their plan. A table on the host is checked in each call with a cache on a GPU."""
+        found, on_cpu = self.found, not self.call.tensors[0].is_cuda
+        if found is not None and found.given is not None and on_cpu:
+            return found.given.lookup(found.metadata)
+        by = None if found is None else found.by
+        if found is None or by is None or (by.on_host and by.tensors and not on_cpu):
             return None
 
         key = by._replace(tensors=())  # the entries of a cache keep no tensors
+        again = found.again if on_cpu else None
 
         def find(*tensors: Tensor) -> list[Tensor] | None:
             metadata = key._replace(tensors=tensors).find()
-            return None if metadata is None else flatten_tensors((metadata,))
+            if metadata is None and again is not None:
+                metadata = again(*tensors)
+            return None if metadata is None else [*metadata.plan, *metadata[1:]]
 
-        return Lookup(by.tensors, flatten_tensors((self.found.metadata,)), find)
+        return Lookup(by.tensors, flatten_tensors((found.metadata,)), find)
+
+
+def _append(append: OpCall) -> None:
+    call_op(append.op, *append.args, **append.kwargs)
+
+
+def _finalize(finalize: Callable[..., Any], result: Result, *outputs: Tensor) -> Any:
+    return result.of(finalize(*outputs))
 
 
 def plan_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **more: Any) -> PlanSpec:

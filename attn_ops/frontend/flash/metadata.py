@@ -22,11 +22,12 @@ from torch.utils import _pytree as pytree
 
 from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.interposition import is_traced
-from attn_ops.eager.prepared_call import current_stream
+from attn_ops.eager.prepared_call import Lookup, current_stream, flatten_tensors
 from attn_ops.errors import ArgumentError, PlanError, fail
 from attn_ops.frontend.call_plans import with_workspace
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import seen
+from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
@@ -144,11 +145,15 @@ Make = Callable[[], SchedulerMetadata]
 
 
 class _Entry(NamedTuple):
-    """Shared metadata: ``tensors`` are those it was made from, ``versions`` their version counters."""
+    """Shared metadata: ``tensors`` are those it was made from, ``versions`` their version counters.
+
+    ``places``: the fewest places of a cache for which tables of these contents have passed their checks.
+    """
 
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
     metadata: SchedulerMetadata
+    places: int = 0
 
 
 class SharedPlans:
@@ -224,16 +229,25 @@ class HostPlans:
     def __init__(self) -> None:
         self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
-    def find(self, key: Hashable, tensors: Sequence[Tensor], make: Make | None) -> SchedulerMetadata | None:
-        """The metadata of ``tensors``, which :class:`SharedKey` calls with; what ``make`` returns if there is none."""
+    def find(
+        self, key: Hashable, tensors: Sequence[Tensor], make: Make | None, places: int
+    ) -> SchedulerMetadata | None:
+        """The metadata of ``tensors``, which :class:`SharedKey` calls with; what ``make`` returns if there is none.
+
+        Without ``make`` only that of a call whose tables would pass the checks for as few ``places``.
+        """
         key = (key, *((t.shape, t.dtype) for t in tensors))
         entry = self.entries.get(key)
         if entry is None or not all(map(torch.equal, tensors, entry.tensors)):
             if make is None:
                 return None
             with torch.inference_mode(False):  # the plan is also used outside of inference mode
-                entry = _Entry(tuple(t.clone() for t in tensors), (), make())
+                entry = _Entry(tuple(t.clone() for t in tensors), (), make(), places)
             self.entries[key] = entry
+        elif places < entry.places:
+            if make is None:
+                return None
+            entry = self.entries[key] = entry._replace(places=places)
         self.entries.move_to_end(key)
         if len(self.entries) > MAX_HOST_PLANS:
             self.entries.popitem(last=False)
@@ -255,12 +269,14 @@ class SharedKey(NamedTuple):
     tensors  lengths and page tables as the caller passed them
     device   of the plan
     on_host  the contents of the tensors are compared
+    places   that the tables among them may name; no part of what the metadata depends on
     """
 
     key: Hashable
     tensors: tuple[Tensor, ...]
     device: torch.device
     on_host: bool
+    places: int = 0
 
     def find(self, make: Make | None = None) -> SchedulerMetadata | None:
         """The metadata of an earlier call of the same batch, if that is certain; else what ``make`` returns."""
@@ -268,19 +284,56 @@ class SharedKey(NamedTuple):
         if self.on_host:
             if is_capturing():
                 return make and make()
-            return host_plans().find((self.key, stream), self.tensors, make)
+            return host_plans().find((self.key, stream), self.tensors, make, self.places)
         active = active_blocks()
         return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
 
 
+class GivenMetadata(NamedTuple):
+    """Metadata that a call was given, whose pages are checked in each call if they are on the host.
+
+    requests  of the metadata that the call reads
+    pages     of the cache
+    unread    lengths and tables of the call that the metadata takes the place of
+    """
+
+    where: str
+    requests: int
+    pages: int
+    unread: tuple[Tensor, ...]
+
+    def check(self, made: SchedulerMetadata) -> None:
+        if seen(made.plan.kv_indices) and not is_traced():
+            used = int(made.plan.kv_indptr[self.requests])
+            check_indices(made.plan.kv_indices[:used], self.pages, self.where)
+
+    def lookup(self, metadata: SchedulerMetadata) -> Lookup:
+        """How later calls, on the CPU, take theirs from their arguments."""
+        found, kind, given = flatten_tensors((metadata,)), type(metadata.plan), self._replace(unread=())
+        size = len(metadata.plan)
+
+        def find(*tensors: Tensor) -> Sequence[Tensor]:
+            made = tensors[: len(tensors) - number_unread]
+            given.check(SchedulerMetadata(kind(*made[:size]), *made[size:]))
+            return made
+
+        number_unread = len(self.unread)
+        return Lookup((*found, *self.unread), found, find)
+
+
 class Found(NamedTuple):
-    """The metadata of a call, and what it was found by; None if it was given, or made for this call alone."""
+    """The metadata of a call: ``given``, or what it was found by; neither if it was made for this call alone.
+
+    again  checks and plans for other tensors in the place of those of ``by``, and keeps none
+    """
 
     metadata: SchedulerMetadata
     by: SharedKey | None = None
+    given: GivenMetadata | None = None
+    again: Callable[..., SchedulerMetadata] | None = None
 
 
-def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make) -> Found:
+def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make, places: int = 0) -> Found:
     """What ``make`` returns, or returned for the same batch if that is certain.
 
     Args:
@@ -288,12 +341,13 @@ def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device
         tensors: lengths and page tables as the caller passed them; None has no contents.
         device: of the plan.
         make: reads ``tensors`` alone.
+        places: of the cache, for which the caller has checked the tables.
     """
     if is_traced():
         return Found(make())
     given = tuple(t for t in tensors if t is not None)
     on_host = all(map(seen, given)) and device.type != "meta"
-    by = SharedKey((key, device, *(t is None for t in tensors)), given, device, on_host)
+    by = SharedKey((key, device, *(t is None for t in tensors)), given, device, on_host, places)
     metadata = by.find(make)
     assert metadata is not None
     return Found(metadata, by)

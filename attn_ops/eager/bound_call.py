@@ -1,0 +1,166 @@
+"""Repeated calls of methods and functions on the CPU: what the first of its key led to, on other tensors.
+
+Checks, scales and options of a call depend on its key alone, which is that of a checked call
+(:mod:`attn_ops.eager.checked_call`). So a repetition goes to the backend's function with its own tensors in the places
+of those of the first call: a *bound call*, which keeps no tensor of a caller. A call is bound if every tensor of its
+ops is one of these:
+
+argument   a floating-point tensor among the arguments, or a view of one. Others may be checked by their contents
+lookup     found in each call by the contents of the tensors that it is looked up by
+constant   a tensor of a wrapper's plan, which lives as long as the cache
+
+Any other call, as one that computes a tensor or has a buffer for its result, runs as written. So do calls that a mode,
+transform, tracer or profiler must observe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.eager.captured_call import _C, CONSTANT, index_of, source_of
+from attn_ops.eager.checked_call import CHECKED_CALLS
+from attn_ops.eager.prepared_call import OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
+
+Source = int | Callable[[Sequence[Tensor]], Any]
+"""Of an op's argument: its place among the tensors of a call, or a function of them all."""
+
+
+class BoundCalls(PreparedCalls):
+    """The bound calls of the methods around one plan."""
+
+    on_cuda = False
+
+
+def caches_for(device: torch.device, number: int) -> tuple[PreparedCalls, int] | None:
+    """As :func:`~attn_ops.eager.prepared_call.new_caches`, also for a plan on the CPU."""
+    return (BoundCalls(), number) if _C is not None and device.type == "cpu" else new_caches(device, number)
+
+
+class _BoundOp(NamedTuple):
+    """A checked call of an op without its tensors."""
+
+    function: Callable[..., Any]
+    sources: tuple[Source, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        args = [tensors[s] if type(s) is int else s(tensors) for s in self.sources]  # type: ignore[operator]
+        return self.function(*args, **self.kwargs)
+
+
+def first_call(
+    op_call: OpCall, arguments: Sequence[Tensor], constants: Sequence[Tensor]
+) -> tuple[Any, Callable[[Sequence[Tensor]], Any] | None] | None:
+    """Check and execute the call: the result, and a function of ``arguments`` that repeats it, or None.
+
+    None in the place of both: it is for the dispatcher, and has not been executed.
+    """
+    given = (op_call, *op_call.before)
+    calls = [call for call in (passed_on(x.op, x.args, x.kwargs) for x in given) if call is not None]
+    if len(calls) < len(given):
+        return None
+    functions = [
+        CHECKED_CALLS[call.op].check(call.args, call.kwargs) for call in calls
+    ]  # all before anything is written
+    for call, function in zip(calls[1:], functions[1:], strict=True):
+        function(*call.args, **call.kwargs)
+    outputs = functions[0](*calls[0].args, **calls[0].kwargs)
+    finalize = op_call.finalize
+    result = outputs if finalize is None else finalize(*outputs)
+    return result, _bound(op_call, calls, functions, arguments, constants)
+
+
+def _bound(
+    op_call: OpCall,
+    calls: Sequence[OpCall],
+    functions: Sequence[Callable[..., Any]],
+    arguments: Sequence[Tensor],
+    constants: Sequence[Tensor],
+) -> Callable[[Sequence[Tensor]], Any] | None:
+    """A function that repeats the checked ``calls``, the main one first, for other ``arguments``."""
+    if not op_call.repeatable:
+        return None
+    lookup = op_call.lookup
+    by, found = ((), ()) if lookup is None else (lookup.by, lookup.found)
+    by_places = [index_of(arguments, t) for t in by]
+    binder = _Binder(op_call, arguments, found, constants, set(by_places))
+    ops = [binder.bind(call, function) for call, function in zip(calls, functions, strict=True)]
+    unread = {i for i, t in enumerate(arguments) if index_of(arguments, t) == i} - binder.used - set(by_places)
+    if None in ops or None in by_places or unread:
+        return None
+    (attend, *before), finalize = ops, op_call.finalize
+    find, kept = None if lookup is None else lookup.find, tuple(constants)
+
+    def call(tensors: Sequence[Tensor]) -> Any:
+        if find is not None:
+            looked_up = find(*[tensors[i] for i in by_places])  # type: ignore[index]
+            if looked_up is None:
+                return NotImplemented
+            tensors = (*tensors, *looked_up)
+        if kept:
+            tensors = (*tensors, *kept)
+        for op in before:
+            op(tensors)  # type: ignore[misc]
+        outputs = attend(tensors)  # type: ignore[misc]
+        return outputs if finalize is None else finalize(*outputs)
+
+    return call
+
+
+class _Binder:
+    """Finds the tensors of a call among its arguments, those that are looked up, and constants, in this order."""
+
+    def __init__(
+        self,
+        op_call: OpCall,
+        arguments: Sequence[Tensor],
+        found: Sequence[Tensor],
+        constants: Sequence[Tensor],
+        by: set[int | None],
+    ) -> None:
+        self.arguments, self.constants, self.by = arguments, constants, by
+        self.others = (*found, *constants)
+        self.scratch, self.views = op_call.scratch, op_call.views
+        self.used: set[int] = set()
+
+    def bind(self, call: OpCall, function: Callable[..., Any]) -> _BoundOp | None:
+        sources = [self._source(x) for x in call.args]
+        keywords = flatten_tensors(tuple(call.kwargs.values()))
+        if None in sources or any(index_of(self.constants, t) is None for t in keywords):
+            return None
+        return _BoundOp(function, tuple(sources), call.kwargs)  # type: ignore[arg-type]
+
+    def _source(self, x: Any) -> Source | None:
+        if isinstance(x, Tensor):
+            return self._tensor(x)
+        if not isinstance(x, list | tuple):
+            return lambda _: x
+        places = [self._tensor(t) if isinstance(t, Tensor) else None for t in x]
+        if not all(type(place) is int for place in places) or len(places) < 2:
+            return None
+        return itemgetter(*places)
+
+    def _tensor(self, t: Tensor) -> Source | None:
+        other = index_of(self.others, t)
+        if other is not None:
+            return len(self.arguments) + other
+        if index_of(self.scratch, t) is not None:
+            shape, dtype = tuple(t.shape), t.dtype
+            return lambda _: torch.empty(shape, dtype=dtype, device="cpu")
+        source = source_of(t, self.arguments, (), self.views)
+        if source is None or source[0] == CONSTANT:
+            return None
+        i, base = source[0], self.arguments[source[0]]
+        if i in self.by or not base.is_floating_point() or base.dtype != t.dtype:
+            return None
+        self.used.add(i)
+        if base is t:
+            return i
+        shape, strides = tuple(t.shape), t.stride()
+        ahead = t.storage_offset() - base.storage_offset()
+        return lambda tensors: tensors[i].as_strided(shape, strides, tensors[i].storage_offset() + ahead)
