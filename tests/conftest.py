@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -28,6 +29,12 @@ import attn_ops  # noqa: F401  registers the ops
 
 # The tensors here are small: more threads would only wait for each other.
 torch.set_num_threads(1)
+
+# pytest adds its handlers to loggers that do not propagate, in every phase of a test. With one, torch formats each graph
+# that it compiles for its structured trace.
+for logger in logging.Logger.manager.loggerDict.values():
+    if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+        logger.propagate = True
 
 # Inductor's code for the CPU compiles in a third of the time without vector instructions. Fixture vector_code.
 inductor.cpp.simdlen = 1
