@@ -30,8 +30,8 @@ import attn_ops  # noqa: F401  registers the ops
 # The tensors here are small: more threads would only wait for each other.
 torch.set_num_threads(1)
 
-# pytest adds its handlers to loggers that do not propagate, in every phase of a test. With one, torch formats each graph
-# that it compiles for its structured trace.
+# pytest adds its handlers to loggers that do not propagate, in every phase of a test. Then torch formats each graph
+# that it compiles, for its structured trace.
 for logger in logging.Logger.manager.loggerDict.values():
     if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
         logger.propagate = True

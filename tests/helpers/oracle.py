@@ -48,7 +48,10 @@ def attention(
         q = rope_llama(q, torch.arange(m - n, m), rope_theta, rope_scale)
         k = rope_llama(k, torch.arange(m), rope_theta, rope_scale)
     slopes = alibi_slopes(num_qo_heads) if pos_encoding == "ALIBI" else [0.0] * num_qo_heads
-    keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    slope = torch.tensor(slopes, dtype=torch.float64)[:, None]
+    sink = q.new_full((num_qo_heads,), -math.inf) if sinks is None else sinks.detach().cpu().double()
+    groups = num_kv_heads, num_qo_heads // num_kv_heads
+    keys, values = k.permute(1, 2, 0).contiguous(), v.transpose(0, 1).contiguous()
 
     out = torch.zeros(n, num_qo_heads, v.shape[-1], dtype=torch.float64)
     lse = torch.full((n, num_qo_heads), -math.inf, dtype=torch.float64)
@@ -64,21 +67,17 @@ def attention(
         if window_right >= 0:
             hidden |= j + n > m + i + window_right
         if hidden.all():
-            if sinks is not None:
-                lse[i] = sinks.detach().cpu().double() / math.log(2)
+            lse[i] = sink / math.log(2)
             continue
-        for h in range(num_qo_heads):
-            kv_head = h // (num_qo_heads // num_kv_heads)
-            logits = (keys[kv_head] @ q[i, h]) * scale + slopes[h] * (j - i)
-            if logits_soft_cap:
-                logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
-            logits[hidden] = -math.inf
-            sink = -math.inf if sinks is None else float(sinks[h])
-            row_max = max(float(logits.max()), sink)
-            p = torch.exp(logits - row_max)
-            row_sum = float(p.sum()) + math.exp(sink - row_max)
-            out[i, h] = (p @ values[kv_head]) / row_sum
-            lse[i, h] = (row_max + math.log(row_sum)) / math.log(2)
+        logits = (q[i].unflatten(0, groups) @ keys).flatten(0, 1) * scale + slope * (j - i)
+        if logits_soft_cap:
+            logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+        logits[:, hidden] = -math.inf
+        row_max = torch.maximum(logits.amax(-1), sink)
+        p = torch.exp(logits - row_max[:, None])
+        row_sum = p.sum(-1) + torch.exp(sink - row_max)
+        out[i] = (p.unflatten(0, groups) @ values).flatten(0, 1) / row_sum[:, None]
+        lse[i] = (row_max + torch.log(row_sum)) / math.log(2)
     return out, lse
 
 
