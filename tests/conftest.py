@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 import torch._inductor.config as inductor
-from helpers import cpp_runner, package_headers
+from helpers import allocator, cpp_runner, package_headers
 from helpers.backends import INTERPRETED, cpu_calls_on_each_backend, install_interpreter  # noqa: F401  a fixture
 from helpers.cpu_time import (  # noqa: F401  hooks
     pytest_collection_finish,
@@ -41,6 +41,7 @@ inductor.cpp.simdlen = 1
 inductor.cpp.vec_isa_ok = True  # no test is compiled of each instruction set that the CPU has
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # no vector instructions in processes that tests start
 
+allocator.install()
 package_headers.install()
 
 # Inductor's pool of processes, which import torch, compiles nothing for the CPU.
