@@ -44,16 +44,18 @@ class Driver:
 
 
 @contextmanager
-def compiling_for(capability: int) -> Iterator[Compiled]:
+def compiling_for(capability: int, compiles: bool = True) -> Iterator[Compiled]:
     """Compile launches instead of running them, with the tile sizes of that GPU.
 
-    The list gets each kernel and its arguments.
+    The list gets each kernel and its arguments: the function of the kernel, where nothing ``compiles``.
     """
     compiled: Compiled = []
 
     def compile_only(kernel: Any, grid: Any, values: Any, options: Any, run: bool) -> None:
-        result = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
-        result = result.result() if hasattr(result, "result") else result
+        result = kernel
+        if compiles:
+            result = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
+            result = result.result() if hasattr(result, "result") else result
         compiled.append((result, dict(zip(kernel.arg_names, values, strict=True))))
 
     def shared_memory(device: torch.device) -> tuple[int, int]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +23,6 @@ from helpers.offline_compile import compiling_for, decode, eager, mla, prefill, 
 
 TABLE = Path(__file__).parents[1] / "resources.json"
 CAPABILITIES = (80, 90, 100)
-PROCESSES = 2
 
 CASES: dict[str, Callable[[], None]] = {
     "prefill causal": lambda: prefill(torch.bfloat16, (128, 128), (32, 8), causal=True),
@@ -87,11 +84,9 @@ def compile_case(case: str, capability: int) -> dict[str, Resources]:
 
 def measure() -> dict[str, dict[str, Resources]]:
     """By target, such as ``"sm_90"``, and kernel."""
-    tasks = list(itertools.product(CASES, CAPABILITIES))
     found: dict[str, dict[str, Resources]] = {f"sm_{capability}": {} for capability in CAPABILITIES}
-    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        for (_, capability), rows in zip(tasks, pool.map(compile_case, *zip(*tasks, strict=True)), strict=True):
-            found[f"sm_{capability}"] |= rows
+    for case, capability in itertools.product(CASES, CAPABILITIES):
+        found[f"sm_{capability}"] |= compile_case(case, capability)
     return found
 
 

@@ -77,3 +77,19 @@ def prefill_package() -> Package:
     )
     inputs = ([torch.randn(24, 4, 2, 16) for _ in range(2)], torch.randn(5, 4, 16))
     return _package("prefill", Attend(), planner, inputs, dynamic_shapes={"q": {0: Dim("rows", min=1, max=40)}})
+
+
+def check_decode_steps(package: str, planner: attn_ops.DecodePlanner, batch: int, tmp_path: Path) -> None:
+    """A package of ``helpers.decoder`` gives, in Python and in a C++ process, what the eager steps give."""
+    loaded, model = torch._inductor.aoti_load_package(package), d.decoder()
+    for lengths in ([7, 0, 20, 2], [1, 48, 3, 9], [0, 0, 0, 0]):
+        plan = planner.plan(*d.page_table(lengths[:batch]))
+        x, *caches = d.inputs(batch=batch)
+        eager, python, cpp = (d.clone(tuple(caches)) for _ in range(3))
+        expected = model(x, *eager, plan, planner.workspace)
+        torch.testing.assert_close(loaded(x, *python, plan, planner.workspace), expected)
+        (result,), mutated = cpp_runner.run(package, [x, *cpp, *plan, planner.workspace], tmp_path)
+        torch.testing.assert_close(result, expected)
+        for want, in_python, in_cpp in zip(eager, python, mutated[1:3], strict=True):
+            torch.testing.assert_close(in_python, want)
+            torch.testing.assert_close(in_cpp, want)

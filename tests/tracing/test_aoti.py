@@ -10,7 +10,7 @@ import torch
 from helpers import cpp_runner
 from helpers import decoder as d
 from torch import Tensor
-from tracing.conftest import Package
+from tracing.conftest import Package, check_decode_steps
 
 import attn_ops
 
@@ -20,31 +20,9 @@ def _compile(module: torch.nn.Module, args: tuple[Any, ...], path: Path) -> str:
     return torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
-def _check_decode_steps(package: str, planner: attn_ops.DecodePlanner, batch: int, tmp_path: Path) -> None:
-    loaded, model = torch._inductor.aoti_load_package(package), d.decoder()
-    for lengths in ([7, 0, 20, 2], [1, 48, 3, 9], [0, 0, 0, 0]):
-        plan = planner.plan(*d.page_table(lengths[:batch]))
-        x, *caches = d.inputs(batch=batch)
-        eager, python, cpp = (d.clone(tuple(caches)) for _ in range(3))
-        expected = model(x, *eager, plan, planner.workspace)
-        torch.testing.assert_close(loaded(x, *python, plan, planner.workspace), expected)
-        (result,), mutated = cpp_runner.run(package, [x, *cpp, *plan, planner.workspace], tmp_path)
-        torch.testing.assert_close(result, expected)
-        for want, in_python, in_cpp in zip(eager, python, mutated[1:3], strict=True):
-            torch.testing.assert_close(in_python, want)
-            torch.testing.assert_close(in_cpp, want)
-
-
-@pytest.mark.slow
-def test_decode_step_of_a_fixed_batch(tmp_path: Path) -> None:
-    planner = d.planner()
-    args = (*d.inputs(), planner.plan(*d.page_table([5, 3, 9, 1])), planner.workspace)
-    _check_decode_steps(_compile(d.decoder(), args, tmp_path / "decoder.pt2"), d.planner(), d.BATCH, tmp_path)
-
-
 @pytest.mark.slow
 def test_decode_step_of_a_dynamic_batch(decoder_package: Package, tmp_path: Path) -> None:
-    _check_decode_steps(decoder_package.path, decoder_package.planner, 3, tmp_path)
+    check_decode_steps(decoder_package.path, decoder_package.planner, 3, tmp_path)
 
 
 class PlanStep(torch.nn.Module):
