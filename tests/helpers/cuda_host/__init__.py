@@ -22,7 +22,6 @@ import re
 import shutil
 import struct
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +31,11 @@ import torch
 from attn_ops.kernels.cuda.build import MODULES, specializations
 from attn_ops.kernels.cuda.compile import sources
 from attn_ops.kernels.cuda.kernel import Specialization, TensorMap
+from filelock import FileLock
 from torch import Tensor
 
 from attn_ops.plan.state import PlanProblem, num_partials
+from helpers import cpp_runner
 from helpers.oracle import merge
 
 HERE = Path(__file__).parent
@@ -142,23 +143,20 @@ def _plant(texts: dict[str, str], faults: Sequence[Fault]) -> dict[str, str]:
     return texts
 
 
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="cuda_host_")
-
-
 def _compile(name: str, texts: dict[str, str], *words: str) -> Path:
-    """The output of g++ for the file ``name`` of ``texts``, once in a session for the same texts and words."""
+    """The output of g++ for the file ``name`` of ``texts``, once in a test run for the same texts and words."""
     digest = hashlib.sha256(repr((name, sorted(texts.items()), words)).encode()).hexdigest()[:16]
-    folder = Path(_folder().name) / digest
+    folder = cpp_runner.folder / f"host-{digest}"
     output = folder / "output"
-    if not output.exists():
-        folder.mkdir(exist_ok=True)
-        for file, text in texts.items():
-            (folder / file).write_text(text)
-        done = subprocess.run(["g++", *FLAGS, *words, name, "-o", "output"], cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise HostError(f"{name} does not compile on the host:\n{done.stderr}")
+    with FileLock(f"{folder}.lock"):
+        if not output.exists():
+            folder.mkdir(exist_ok=True)
+            for file, text in texts.items():
+                (folder / file).write_text(text)
+            command = ["g++", *FLAGS, *words, name, "-o", output.name]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if done.returncode:
+                raise HostError(f"{name} does not compile on the host:\n{done.stderr}")
     return output
 
 
@@ -228,7 +226,9 @@ def rows_of(program: Path, numbers: Sequence[int]) -> list[list[int]]:
 @functools.cache
 def _link(kernel: Path) -> Path:
     target = kernel.with_name("kernel.so")
-    subprocess.run(["g++", "-shared", str(kernel), str(machine()), "-ldl", "-o", str(target)], check=True)
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            subprocess.run(["g++", "-shared", str(kernel), str(machine()), "-ldl", "-o", str(target)], check=True)
     return target
 
 
