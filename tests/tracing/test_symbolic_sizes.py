@@ -141,7 +141,7 @@ def test_wrappers_that_share_a_workspace_share_a_graph(backend: str) -> None:
     decode = attn_ops.BatchDecodeWithPagedKVCacheWrapper(workspace)
     prefill = attn_ops.BatchPrefillWithPagedKVCacheWrapper(workspace)
     both = torch.compile(lambda a, b: (prefill.run(a, cache), decode.run(b, cache)), fullgraph=True, backend=backend)
-    for pages in (20, 60, 110):
+    for pages in (20, 60, 62 if backend == "inductor" else 110):  # which has the graph of 60; 110 have not
         table = int32([0, 10, pages]), int32(range(pages)), int32([16, 16])
         options = {"q_data_type": "float32", "fixed_split_size": 4}
         prefill.plan(int32([0, 2, 5]), *table, HEADS, KV_HEADS, DIM, 16, **options)
@@ -149,7 +149,8 @@ def test_wrappers_that_share_a_workspace_share_a_graph(backend: str) -> None:
         q = torch.randn(7, HEADS, DIM)
         keys, values = cache[:pages].unbind(1)
         kv = [(keys[a:b].flatten(0, 1), values[a:b].flatten(0, 1)) for a, b in ((0, 10), (10, pages))]
-        outs = both(q[:5], q[5:])
+        with torch._dynamo.config.patch(error_on_recompile=pages == 62):
+            outs = both(q[:5], q[5:])
         Expected.of([(q[:2], *kv[0]), (q[2:5], *kv[1])]).check(outs[0])
         Expected.of([(q[5:6], *kv[0]), (q[6:], *kv[1])]).check(outs[1])
 
