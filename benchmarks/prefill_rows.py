@@ -145,6 +145,7 @@ MLA_ROWS: tuple[MlaRow, ...] = (
     MlaRow("1 x 8k", (8192,), 15),
     MlaRow("16 x 4k", (4096,) * 16, 38),
     MlaRow("64 x 4k", (4096,) * 64, 115),
+    MlaRow("80 x 4k", (4096,) * 80, None),
     MlaRow("128 x 8k", (8192,) * 128, 440),
     MlaRow("32 x 4k, 64 heads", (4096,) * 32, None, num_heads=64),
     MlaRow("32 x 4k, 32 heads", (4096,) * 32, None, num_heads=32),

@@ -16,6 +16,7 @@ from attn_ops.errors import DTypeError, PageTableError, ShapeError, dtype_name, 
 from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
 from attn_ops.frontend.context import RankKeys
+from attn_ops.frontend.flash.metadata import Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
@@ -256,7 +257,8 @@ def dense_call(
 ) -> AttentionCall:
     """One request: ``(q [qo_len, num_qo_heads, head_dim], k, v [kv_len, num_kv_heads, head_dim])``, HND heads first.
 
-    Few query rows over many keys are planned, so that their keys are split over the device.
+    Few query rows over many keys are planned, so that their keys are split over the device. Calls of the same sizes,
+    as of the layers of a model, share the plan.
     """
     q, *kv = tensors
     k, v = kv if kv_layout == "NHD" else (t.transpose(0, 1) for t in kv)
@@ -275,12 +277,25 @@ def dense_call(
     if k.shape[:2] != v.shape[:2] or not splits_pay(spec, rows, kv_len, device):
         unplanned = Unplanned((q.shape[-1], v.shape[-1]))
         return AttentionCall(where, "single_prefill", tensors, unplanned, options, output, scales, kv_layout, backend)
-    kv_indptr = uniform_indptr(1, kv_len, device)
-    if rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto":
-        spec = PlanSpec(decode=True, paged=True, **form)
-        batch = BlockTables(spec, torch.arange(kv_len, dtype=torch.int32, device=device)[None], kv_indptr[1:], None, 1)
+    decode = rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto"
+    if decode:
+        spec = PlanSpec(decode=True, paged=True, **form)  # pages of one token
         options = options._replace(causal=False, window_right=-1)  # its position is that of the last key
-        pages = (q, k[:, None], v[:, None])
-        return AttentionCall(where, "batch_decode", pages, batch, options, output, scales, "NHD", backend)
-    lengths = RaggedLengths(spec, uniform_indptr(1, rows, device), kv_indptr, rows, kv_len)
-    return AttentionCall(where, "ragged_prefill", (q, k, v), lengths, options, output, scales, "NHD", backend)
+
+    def make() -> SchedulerMetadata:
+        kv_indptr, nothing = uniform_indptr(1, kv_len, device), torch.empty(0, dtype=torch.int32, device=device)
+        batch: BlockTables | RaggedLengths
+        if decode:
+            pages = torch.arange(kv_len, dtype=torch.int32, device=device)[None]
+            batch = BlockTables(spec, pages, kv_indptr[1:], None, rows)
+        else:
+            batch = RaggedLengths(spec, uniform_indptr(1, rows, device), kv_indptr, rows, kv_len)
+        return SchedulerMetadata(batch.plan(), *[nothing] * 5)
+
+    source = Scheduled(
+        shared(("one request", spec, rows, kv_len), (), device, make).metadata.plan, (q.shape[2], v.shape[2])
+    )
+    if decode:
+        tensors = q, k[:, None], v[:, None]
+        return AttentionCall(where, "batch_decode", tensors, source, options, output, scales)
+    return AttentionCall(where, "ragged_prefill", (q, k, v), source, options, output, scales, "NHD", backend)

@@ -120,6 +120,16 @@ def test_flash_attn_func_shares_the_plan_between_layers(monkeypatch: pytest.Monk
     assert ops.called[-1] == "ragged_prefill"
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+def test_calls_of_the_same_sizes_share_a_plan(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, call_op = [], call_plans.call_op
+    monkeypatch.setattr(call_plans, "call_op", lambda op, *args, **kw: planned.append(op) or call_op(op, *args, **kw))
+    for tokens in (TOKENS + rows, TOKENS + rows, TOKENS + 10 + rows):  # lengths of no other test
+        q, k, v = tensors(rows, tokens)
+        Expected.of([(q, k, v)]).check(attn_ops.single_prefill_with_kv_cache(q, k, v))
+    assert [op for op in planned if op != "page_table"] == ["plan_decode" if rows == 1 else "plan_prefill"] * 2
+
+
 def test_what_fills_the_device_or_is_short_is_not_planned() -> None:
     """Eight tiles of 128 rows fill it. 4000 keys take as long as a plan, and so do a window and the rows themselves."""
     for rows, tokens, options in (

@@ -52,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontend",),
     ("call",),
     ("frontend.call_plans",),
+    ("frontend.flash.metadata",),
     ("frontend.one_shot",),
     ("frontend.base", "frontend.cudnn", "frontend.deepseek", "frontend.flash", "frontend.trtllm", "frontend.xqa"),
     ("frontend.paged",),
