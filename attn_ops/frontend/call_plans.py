@@ -44,6 +44,11 @@ def at_least_1(size: int) -> int:
     return max(1, size) if type(size) is int else torch.sym_max(1, size)
 
 
+def at_most(size: int, most: int) -> int:
+    """``min(size, most)``, without a guard if ``size`` is symbolic."""
+    return min(size, most) if type(size) is int else torch.sym_min(size, most)
+
+
 def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
     """``rows``: query rows of a request, approximately."""
     tile_rows = spec.tile_rows or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows)
@@ -75,7 +80,7 @@ def splits_pay(spec: PlanSpec, rows: int, kv_len: int, device: torch.device) -> 
         return False
     keys = kv_len - rows if problem.ahead else kv_len
     if problem.window:
-        keys = torch.sym_min(keys, problem.window)
+        keys = at_most(keys, problem.window)
     wave, tiles = tiles_per_wave(problem, splits), full_tiles(problem, rows)
     idle_tiles = (tiles + wave - 1) // wave * wave - tiles
     return decide(keys * idle_tiles >= MIN_IDLE_BLOCKS * KV_BLOCK * wave)

@@ -24,8 +24,8 @@ def _same(first: Any, second: Any) -> None:
 def _calls_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     make = prepared_call._method_cache
 
-    def twice(method: Any) -> Any:
-        cache = make(method)
+    def twice(*of_method: Any) -> Any:
+        cache = make(*of_method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             first = cache(*args, **kwargs)

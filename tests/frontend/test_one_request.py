@@ -155,11 +155,15 @@ def test_errors_are_those_of_a_call_without_a_plan() -> None:
         attn_ops.single_prefill_with_kv_cache(q[:, :3], k, v)
 
 
-def test_it_compiles_to_the_same() -> None:
-    q, k, v = tensors(7)
-
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_left": 4800}], ids=str)
+def test_it_compiles_to_the_same(options: dict[str, Any], rows: int, dynamic: bool) -> None:
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attn_ops.single_prefill_with_kv_cache(q, k, v, causal=True)
+        return attn_ops.single_prefill_with_kv_cache(q, k, v, **options)
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), step(q, k, v))
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tokens in (TOKENS, TOKENS + 100):
+        given = tensors(rows, tokens)
+        torch.testing.assert_close(compiled(*given), step(*given))
