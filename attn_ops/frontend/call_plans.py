@@ -72,18 +72,18 @@ def splits_pay(spec: PlanSpec, rows: int, kv_len: int, device: torch.device) -> 
     The time of :data:`MIN_IDLE_BLOCKS` KV blocks is what the plan takes. Without splits, the CTAs that a wave of query
     tiles leaves idle could read as many of the keys that all tiles see.
     """
-    if spec.num_kv_heads == 0:
+    if spec.num_kv_heads == 0 or splits_per_head(device, problem_of(spec, kv_len)) == 0:
+        return False
+    keys = kv_len - rows if keys_ahead(spec.causal, spec.window_right) else kv_len
+    if spec.window_left >= 0:
+        keys = at_most(keys, spec.window_left + 1)
+    least = MIN_IDLE_BLOCKS * KV_BLOCK
+    if not decide(keys >= least):  # before the tiles, whose size is another condition on symbolic sizes
         return False
     problem = problem_of(spec, kv_len, rows)
-    splits = splits_per_head(device, problem)
-    if splits == 0:
-        return False
-    keys = kv_len - rows if problem.ahead else kv_len
-    if problem.window:
-        keys = at_most(keys, problem.window)
-    wave, tiles = tiles_per_wave(problem, splits), full_tiles(problem, rows)
+    wave, tiles = tiles_per_wave(problem, splits_per_head(device, problem)), full_tiles(problem, rows)
     idle_tiles = (tiles + wave - 1) // wave * wave - tiles
-    return decide(keys * idle_tiles >= MIN_IDLE_BLOCKS * KV_BLOCK * wave)
+    return decide(keys * idle_tiles >= least * wave)
 
 
 def with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:
