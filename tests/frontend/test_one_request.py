@@ -127,16 +127,22 @@ def test_calls_of_the_same_sizes_share_a_plan(rows: int, monkeypatch: pytest.Mon
     for tokens in (TOKENS + rows, TOKENS + rows, TOKENS + 10 + rows):  # lengths of no other test
         q, k, v = tensors(rows, tokens)
         Expected.of([(q, k, v)]).check(attn_ops.single_prefill_with_kv_cache(q, k, v))
-    assert [op for op in planned if op != "page_table"] == ["plan_decode" if rows == 1 else "plan_prefill"] * 2
+    q, k, v = tensors(rows + 2, TOKENS + rows)
+    Expected.of([(q, k, v)]).check(attn_ops.single_prefill_with_kv_cache(q, k, v))
+    plans = ["plan_decode" if rows == 1 else "plan_prefill"] * 2
+    assert [op for op in planned if op != "page_table"] == [*plans, "plan_prefill"]
 
 
 def test_what_fills_the_device_or_is_short_is_not_planned() -> None:
-    """Eight tiles of 128 rows fill it. 4000 keys take as long as a plan, and so do a window and the rows themselves."""
+    """Eight tiles of 128 rows fill it. 4000 keys take as long as a plan, and so does a window of as many.
+
+    Of 8600 keys, four tiles of 500 rows see 8100 all, of which the other half of a wave would save too few.
+    """
     for rows, tokens, options in (
         (8 * 128, TOKENS, {}),
         (7, 4000, {}),
         (7, TOKENS, {"window_left": 4000}),
-        (1000, TOKENS, {"causal": True}),
+        (500, 8600, {"causal": True}),
         (0, TOKENS, {}),
         (7, 0, {}),
     ):

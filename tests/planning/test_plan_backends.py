@@ -158,6 +158,41 @@ def test_small_prefill_batches(seed: int, device: str, backend: str) -> None:
     assert_planned_as_by_the_reference("prefill", make, [_qo_indptr(rows), *table], device, backend)
 
 
+LAST_WAVES = [
+    (8, [(5 * 16, 640)]),  # of equal tiles: one after a wave of four, and so on
+    (8, [(6 * 16, 640)]),
+    (8, [(7 * 16, 700), (16, 640)]),
+    (8, [(8 * 16, 640)]),
+    (8, [(63 * 16, 1300)]),  # the most waves that are looked at
+    (8, [(65 * 16, 1300)]),
+    (8, [(16, 2000), (11 * 16, 640)]),  # one tile that is longer than an even share
+    (8, [(5 * 16, 700), (9 * 16, 650), (3 * 16, 320)]),  # several length buckets
+    (40, [(150 * 16, 900), (120 * 16, 850), (41 * 16, 500)]),  # more tiles than are looked at together
+    (40, [(20, 640), (0, 500), (290 * 16, 800), (33, 0)]),
+]
+"""``(num_ctas, requests)`` with tiles of 16 rows, of which the device has room for ``num_ctas / 2``."""
+
+
+@each_triton
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("number", range(len(LAST_WAVES)))
+def test_the_last_wave(number: int, causal: bool, device: str, backend: str) -> None:
+    num_ctas, requests = LAST_WAVES[number]
+    rows = torch.tensor([rows for rows, _ in requests])
+    pages = [-(-tokens // 16) for _, tokens in requests]
+    table = [
+        _qo_indptr(torch.tensor(pages)),
+        torch.arange(sum(pages)).int(),
+        torch.tensor([tokens - 16 * (n - 1) if n else 0 for (_, tokens), n in zip(requests, pages, strict=True)]).int(),
+    ]
+
+    def make(device: str) -> Any:
+        options = {"page_size": 16, "tile_rows": 16, "num_ctas": num_ctas, "causal": causal}
+        return attn_ops.PrefillPlanner(len(requests), int(rows.sum()), sum(pages), device=device, **HEADS, **options)
+
+    assert_planned_as_by_the_reference("prefill", make, [_qo_indptr(rows), *table], device, backend)
+
+
 @each_triton
 @pytest.mark.parametrize("capacity", [20, 22, 24])
 def test_fixed_splits_about_the_capacity(capacity: int, device: str, backend: str) -> None:

@@ -6,6 +6,7 @@ import heapq
 import random
 import statistics
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_ops import PrefillPlan, PrefillPlanner
-from attn_ops.plan.state import KV_BLOCK, workspace_size
+from attn_ops.plan import sizing
+from attn_ops.plan.state import KV_BLOCK, PlanProblem, workspace_size
 
 HEADS, DIM = 2, 8
 
@@ -144,6 +146,56 @@ def test_the_longest_tile_bounds_the_splits_of_others() -> None:
     plan = _plan([(16, 400 * KV_BLOCK), *[(16, 10 * KV_BLOCK)] * 20], num_ctas=16)
     assert [tile.row for tile in _split_tiles(plan)] == [0]
     assert max(map(_kv_blocks, _work(plan))) <= 100
+
+
+def test_waves_of_medium_splits_count() -> None:
+    """Two tiles in three splits each would leave a second wave of shorter tiles: all are as long as these instead."""
+    work = _work(_plan([(16, 400 * KV_BLOCK)] * 2 + [(16, 80 * KV_BLOCK)] * 5, num_ctas=16))
+    assert list(map(_kv_blocks, work)) == [80] * 15
+
+
+def test_splits_are_worth_their_cost() -> None:
+    """Eight tiles fill the device. Five more take three splits each, in two waves of a third, if they are long."""
+    for blocks, count in ((12, 0), (40, 5)):
+        tiles = _split_tiles(_plan([(13 * 16, blocks * KV_BLOCK)], num_ctas=16))
+        assert [tile.slots for tile in tiles] == [3] * count
+    # The least that is split, in splits of two blocks.
+    for blocks, splits in ((3, []), (4, [2]), (6, [3])):
+        assert [tile.slots for tile in _split_tiles(_plan([(16, blocks * KV_BLOCK)], num_ctas=16))] == splits
+
+
+def test_partial_results_of_many_heads_cost_more() -> None:
+    for heads, splits in ((2, [3]), (32, [])):
+        planner = PrefillPlanner(
+            1, 16, 24, page_size=16, num_qo_heads=heads, num_kv_heads=heads, head_dim=DIM, tile_rows=16, num_ctas=16
+        )
+        plan = planner.plan(indptr([16]), *page_table([6 * KV_BLOCK], 16))
+        assert [tile.slots for tile in _split_tiles(plan)] == splits
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "dims", "rows", "major", "splits", "wave"),
+    [
+        ("256 packed rows, two CTAs", (32, 8), (128, 128), 64, 9, 16, 8),
+        ("128 packed rows", (32, 8), (128, 128), 32, 9, 32, 16),
+        ("64 packed rows on Hopper", (32, 8), (128, 128), 16, 9, 32, 16),
+        ("64 packed rows elsewhere, two CTAs in an SM", (32, 8), (128, 128), 16, 8, 66, 33),
+        ("wide heads", (32, 8), (256, 256), 64, 9, 12, 8),
+        ("MLA", (128, 1), (576, 512), 1, 9, 98, 65),
+        ("more heads than SMs", (256, 256), (128, 128), 128, 9, 2, 1),
+        ("more wide heads than SMs", (256, 256), (256, 256), 128, 9, 2, 1),
+    ],
+)
+def test_default_capacity_for_splits(
+    name: str, heads: tuple[int, int], dims: tuple[int, int], rows: int, major: int, splits: int, wave: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    gpu = SimpleNamespace(multi_processor_count=132, major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    problem = PlanProblem(1, *heads, *dims, 1000, rows)
+    assert sizing.splits_per_head(torch.device("cuda"), problem) == splits
+    assert sizing.tiles_per_wave(problem, splits) == wave
+    assert sizing.splits_per_head(torch.device("cpu"), problem) == 0
 
 
 def _makespan(work: list[Item], ctas: int) -> float:
