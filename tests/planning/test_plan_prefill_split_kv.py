@@ -164,6 +164,16 @@ def test_splits_are_worth_their_cost() -> None:
         assert [tile.slots for tile in _split_tiles(_plan([(16, blocks * KV_BLOCK)], num_ctas=16))] == splits
 
 
+def test_splits_may_take_all_slots() -> None:
+    tiles = _split_tiles(_plan([(16, 20 * KV_BLOCK), (16, 40 * KV_BLOCK)], num_ctas=8))
+    assert [tile.slots for tile in tiles] == [3, 5]
+
+
+def test_work_items_of_other_tiles_cost_time() -> None:
+    """Two splits of the long tile make the mean of two CTAs longer than the tile."""
+    assert _split_tiles(_plan([(16, 5 * KV_BLOCK), (16, KV_BLOCK)], num_ctas=4)) == []
+
+
 def test_partial_results_of_many_heads_cost_more() -> None:
     for heads, splits in ((2, [3]), (32, [])):
         planner = PrefillPlanner(
