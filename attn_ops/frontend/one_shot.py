@@ -16,7 +16,7 @@ from attn_ops.errors import DTypeError, PageTableError, ShapeError, dtype_name, 
 from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
 from attn_ops.frontend.context import RankKeys
-from attn_ops.frontend.flash.metadata import Scheduled, SchedulerMetadata, shared
+from attn_ops.frontend.flash.metadata import BatchForm, Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
@@ -245,6 +245,21 @@ def ragged_call(
     return AttentionCall(where, "ragged_prefill", tensors, batch, options, output, scales, "NHD", backend)
 
 
+def unplanned_call(
+    where: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: AttentionOptions,
+    output: OutputSpec,
+    scales: ScaleFactors,
+    *,
+    kv_layout: str = "NHD",
+    backend: str = "auto",
+) -> AttentionCall:
+    """One request, as for :func:`dense_call`, whose keys are not split."""
+    source = Unplanned((tensors[0].shape[-1], tensors[2].shape[-1]))
+    return AttentionCall(where, "single_prefill", tensors, source, options, output, scales, kv_layout, backend)
+
+
 def dense_call(
     where: str,
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -275,22 +290,21 @@ def dense_call(
     }
     spec = PlanSpec(decode=False, paged=False, causal=options.causal, window_right=options.window_right, **form)
     if k.shape[:2] != v.shape[:2] or not splits_pay(spec, rows, kv_len, device):
-        unplanned = Unplanned((q.shape[-1], v.shape[-1]))
-        return AttentionCall(where, "single_prefill", tensors, unplanned, options, output, scales, kv_layout, backend)
+        return unplanned_call(where, tensors, options, output, scales, kv_layout=kv_layout, backend=backend)
     decode = rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto"
     if decode:
         spec = PlanSpec(decode=True, paged=True, **form)  # pages of one token
         options = options._replace(causal=False, window_right=-1)  # its position is that of the last key
 
     def make() -> SchedulerMetadata:
-        kv_indptr, nothing = uniform_indptr(1, kv_len, device), torch.empty(0, dtype=torch.int32, device=device)
+        kv_indptr = uniform_indptr(1, kv_len, device)
         batch: BlockTables | RaggedLengths
         if decode:
             pages = torch.arange(kv_len, dtype=torch.int32, device=device)[None]
             batch = BlockTables(spec, pages, kv_indptr[1:], None, rows)
         else:
             batch = RaggedLengths(spec, uniform_indptr(1, rows, device), kv_indptr, rows, kv_len)
-        return SchedulerMetadata(batch.plan(), *[nothing] * 5)
+        return SchedulerMetadata.without_append(batch.plan(), BatchForm(1, rows), device)
 
     source = Scheduled(
         shared(("one request", spec, rows, kv_len), (), device, make).metadata.plan, (q.shape[2], v.shape[2])

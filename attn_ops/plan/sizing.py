@@ -52,10 +52,13 @@ def has_large_head_dim(problem: PlanProblem) -> bool:
     return max(problem.head_dim_qk, problem.head_dim_vo) > LARGE_HEAD_DIM
 
 
+def packed_rows_of_tile(problem: PlanProblem) -> int:
+    return problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
+
+
 def ctas_of_tile(problem: PlanProblem) -> int:
     """CTAs that compute a query tile for one KV head, each a part of its packed rows."""
-    packed_rows = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
-    return -(-packed_rows // (MIN_PACKED_ROWS if has_large_head_dim(problem) else CTA_PACKED_ROWS))
+    return -(-packed_rows_of_tile(problem) // (MIN_PACKED_ROWS if has_large_head_dim(problem) else CTA_PACKED_ROWS))
 
 
 def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
@@ -67,8 +70,7 @@ def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
     if device.type != "cuda":
         return 0
     gpu = torch.cuda.get_device_properties(device)
-    packed_rows = problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
-    small = packed_rows <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and gpu.major != HOPPER
+    small = packed_rows_of_tile(problem) <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and gpu.major != HOPPER
     resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
     tiles = max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
     return 2 * tiles if problem.head_dim_vo <= SMALL_HEAD_DIM else max(2, 3 * tiles // 4 * 2)

@@ -2,7 +2,7 @@
 
 The integers are those of :mod:`attn_ops.kernels.reference.plan`. Program 0 sorts the query tiles of all requests by
 length with a stable counting sort, longest first, and divides the KV of some tiles into splits. It goes over the tiles
-up to seven times, :data:`MAX_TILES` at a time.
+up to seven times, at most :data:`MAX_TILES` at a time.
 """
 
 from __future__ import annotations

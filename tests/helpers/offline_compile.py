@@ -189,7 +189,7 @@ def small_ops() -> None:
     sizes: dict[str, Any] = {"page_size": 16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_ctas": 33}
     for split in (None, 8):
         decodes = attn_ops.DecodePlanner(5, 100, **sizes, fixed_split_size=split)
-        prefills = attn_ops.PrefillPlanner(5, 500, 100, **sizes, fixed_split_size=split)
+        prefills = attn_ops.PrefillPlanner(5, 50_000, 100, **sizes, fixed_split_size=split)  # the most tiles at a time
         backend.plan_decode(i, i, i[1:], list(decodes.state))
         backend.plan_prefill(i, i, i, i[1:], list(prefills.state))
     publish_plan([i])

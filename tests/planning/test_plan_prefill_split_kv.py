@@ -137,7 +137,7 @@ def test_the_last_wave_is_split_where_it_is_short_of_tiles() -> None:
     assert sorted(map(_kv_blocks, work)) == [25] * 8 + [100] * 8
     assert _split_tiles(_plan([(128, 100 * KV_BLOCK)], num_ctas=16)) == []
     assert _split_tiles(_plan([(240, 100 * KV_BLOCK)], num_ctas=16)) == []
-    # Beside shorter tiles, which come after them, the last wave is full.
+    # With 14 shorter tiles, which come after them, there are three whole waves.
     assert _split_tiles(_plan([(160, 100 * KV_BLOCK), (224, 50 * KV_BLOCK)], num_ctas=16)) == []
 
 

@@ -17,7 +17,7 @@ from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables
-from attn_ops.frontend.flash.calls import DENSE, VARLEN, FlashCall, Result, nothing_appended, plan_spec
+from attn_ops.frontend.flash.calls import DENSE, VARLEN, FlashCall, Result, plan_spec
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
     LEFTPAD,
@@ -29,6 +29,7 @@ from attn_ops.frontend.flash.metadata import (
     Scheduled,
     SchedulerMetadata,
     check_given,
+    nothing_appended,
     shared,
 )
 from attn_ops.frontend.flash.rotary import Rotary
@@ -186,8 +187,7 @@ class CacheBatch(NamedTuple):
         table = torch.empty((self.requests, 0), dtype=torch.int32, device=self.device)
         qo_indptr = None if self.spec.decode else uniform_indptr(self.requests, 0, self.device)
         plan = BlockTables(self.spec, table, table.new_zeros(self.requests), qo_indptr, self.rows).plan()
-        form = self.form._replace(tables=self.tables | missing).as_shape_tensor(self.device)
-        return SchedulerMetadata(plan, form, *nothing_appended(self.device), *nothing_appended(self.device))
+        return SchedulerMetadata.without_append(plan, self.form._replace(tables=self.tables | missing), self.device)
 
     def after(self, where: str, capacity: int) -> Tensor:
         """int32 ``[batch]``: the lengths after the append, which are checked on the host."""

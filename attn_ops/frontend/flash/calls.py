@@ -18,7 +18,7 @@ from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
 from attn_ops.frontend.flash.metadata import BatchForm, Found, Scheduled, SchedulerMetadata, shared
-from attn_ops.frontend.one_shot import dense_call
+from attn_ops.frontend.one_shot import unplanned_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import cumulative, index, uniform_indptr
@@ -128,10 +128,6 @@ def plan_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **more
     )
 
 
-def nothing_appended(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)
-
-
 # -------------------------------------------------------------------------------------------------- without a KV cache
 
 
@@ -168,7 +164,7 @@ def ragged_metadata(
         qo_indptr, kv_indptr = ragged_chunks(qo_indptr, kv_indptr, chunk, keys)
         max_kv_len = torch.sym_min(max_kv_len, chunk)
     plan = RaggedLengths(spec, qo_indptr, kv_indptr, rows, keys, max_kv_len).plan()
-    return SchedulerMetadata(plan, form.as_shape_tensor(device), *nothing_appended(device), *nothing_appended(device))
+    return SchedulerMetadata.without_append(plan, form, device)
 
 
 def dense_attention(
@@ -205,7 +201,7 @@ def dense_attention(
     scales = descales.of_rows(where, rows[0], k, batch)
     spec = plan_spec(q, k, v, options, decode=False, paged=False, page_size=1)
     if batch == 1 and not chunk and not splits_pay(spec, q_len, kv_len, device):
-        return FlashCall(dense_call(where, rows, options, result.spec(q), scales, kv_layout="NHD"), result, views)
+        return FlashCall(unplanned_call(where, rows, options, result.spec(q), scales), result, views)
 
     def make() -> SchedulerMetadata:
         qo_indptr, kv_indptr = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))

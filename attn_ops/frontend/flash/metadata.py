@@ -49,6 +49,15 @@ class SchedulerMetadata(NamedTuple):
     kv_indices: Tensor
     kv_indptr: Tensor
 
+    @classmethod
+    def without_append(cls, plan: DecodePlan | PrefillPlan, form: BatchForm, device: torch.device) -> SchedulerMetadata:
+        """Of a step that appends no tokens."""
+        return cls(plan, form.as_shape_tensor(device), *nothing_appended(device), *nothing_appended(device))
+
+
+def nothing_appended(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)
+
 
 pytree._register_namedtuple(SchedulerMetadata, serialized_type_name="attn_ops.SchedulerMetadata")
 torch.serialization.add_safe_globals([SchedulerMetadata])
