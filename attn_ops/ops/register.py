@@ -19,6 +19,7 @@ from torch.library import Library
 
 from attn_ops.eager import op_entry
 from attn_ops.eager.checked_call import CHECKED_CALLS, Check, CheckedCalls
+from attn_ops.eager.launches import capture_launches
 from attn_ops.eager.prepared_call import OP_CACHES, OpCache
 from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
@@ -86,10 +87,10 @@ def _op_cache(op: str) -> OpCache:
 
     def first_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         backend, device, options = _choose(op, args, kwargs)
-        function, capture = backend.implementation(op), backend.capture_launches()
-        if capture is None:
-            return _run(function, device, args, options), None
-        return capture(function, args, options)
+        function = backend.implementation(op)
+        if backend.prepared:
+            return capture_launches(function, args, options)
+        return _run(function, device, args, options), None
 
     return OpCache(op, first_call)
 

@@ -206,9 +206,9 @@ def combine_decode_kernel(
 
 
 def combine_split_rows(
-    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool, run: bool
+    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool
 ) -> None:
-    """Write the rows that the plan splits, and zeros to the rows of empty requests; ``run`` as in ``launch``."""
+    """Write the rows that the plan splits, and zeros to the rows of empty requests."""
     rows, heads, dim = out.shape
     max_batch, pdl = plan.kv_len.shape[0], supports_pdl(out, image=True)
     fixed, num_ctas = PlanProblem.of(plan.problem).split > 0, plan.cta_indptr.shape[0] - 1
@@ -229,7 +229,6 @@ def combine_split_rows(
         combine_decode_kernel,
         (min(max_batch * heads * triton.cdiv(dim, columns), MAX_PROGRAMS),),
         Options(warps, launch_pdl=pdl, writes=("out", "lse")),
-        run,
         out=out,
         lse=lse,
         partial=workspace,

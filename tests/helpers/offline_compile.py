@@ -51,7 +51,7 @@ def compiling_for(capability: int, compiles: bool = True) -> Iterator[Compiled]:
     """
     compiled: Compiled = []
 
-    def compile_only(kernel: Any, grid: Any, values: Any, options: Any, run: bool) -> None:
+    def compile_only(kernel: Any, grid: Any, values: Any, options: Any) -> None:
         result = kernel
         if compiles:
             result = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
