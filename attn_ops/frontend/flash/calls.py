@@ -23,6 +23,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.symbolic_sizes import at_most
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
 VARLEN = "[tokens, num_heads, head_dim]"
@@ -140,7 +141,7 @@ def ragged_metadata(
     device, form = qo_indptr.device, BatchForm(qo_indptr.shape[0] - 1, rows, chunk=chunk)
     if chunk:
         qo_indptr, kv_indptr = ragged_chunks(qo_indptr, kv_indptr, chunk, keys)
-        max_kv_len = torch.sym_min(max_kv_len, chunk)
+        max_kv_len = at_most(max_kv_len, chunk)
     plan = RaggedLengths(spec, qo_indptr, kv_indptr, rows, keys, max_kv_len).plan()
     return SchedulerMetadata.without_append(plan, form, device)
 
