@@ -6,13 +6,21 @@ query tiles of a batch and their splits of fixed size, on any device.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.state import CTAS_PER_SM, KV_BLOCK, PlanProblem, PrefillPlan, full_tiles, num_partials
+from attn_ops.plan.state import (
+    CTAS_PER_SM,
+    KV_BLOCK,
+    PlanProblem,
+    PrefillPlan,
+    full_tiles,
+    num_partials,
+)
 from attn_ops.symbolic_sizes import at_least, decide, statically_known_true
 
 CTA_MULTIPLE = 8
@@ -124,6 +132,20 @@ def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:
         return 1
     tiles = at_least(plan.work.shape[0] - max_splits - max_batch, max_batch)
     return cluster_splits(sms, problem, at_least(tiles, tiles_per_wave(problem, max_splits)))
+
+
+@functools.cache  # one entry for each device
+def hopper_sms(device: torch.device) -> int:
+    """SMs of a Hopper GPU, 0 for another device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count if gpu.major == HOPPER else 0
+
+
+def planned_cluster_splits(plan: PrefillPlan) -> int:
+    """:func:`cluster_splits_of` on the device of the plan."""
+    return cluster_splits_of(hopper_sms(plan.kv_len.device), plan)
 
 
 def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | None = None) -> int:

@@ -285,6 +285,21 @@ def test_other_gpus_have_no_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sizing.splits_per_head(device, problem, 1) == splits
 
 
+@pytest.mark.parametrize(("lengths", "slots"), [((1000,) * 8, 0), ((4096,) * 32, 0), ((4096,) * 16, 32), ((8192,), 16)])
+def test_kv_blocks_cost_less_where_clusters_divide_kv(
+    lengths: tuple[int, ...], slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that fewer splits are worth theirs."""
+    monkeypatch.setattr(sizing, "hopper_sms", lambda _: 132)
+    batch, table = len(lengths), page_table(lengths, 64)
+    planner = PrefillPlanner(
+        batch, batch, len(table[1]), page_size=64, num_qo_heads=64, num_kv_heads=1, head_dim=576, head_dim_vo=512,
+        tile_rows=1, num_ctas=48,
+    )  # fmt: skip
+    plan = planner.plan(indptr((1,) * batch), *table)
+    assert sum(tile.slots for tile in _split_tiles(plan)) == slots
+
+
 def _makespan(work: list[Item], ctas: int) -> float:
     """KV blocks until the last CTA ends, of CTAs that take the work items in order. An item takes 1.7 blocks more."""
     ends = [0.0] * ctas
