@@ -76,7 +76,7 @@ def test_decode_fits_the_predicted_shared_memory(capability: int) -> None:
     problems = DECODES[capability == 90 :: 2]
     chosen = {"all": True}
 
-    def compiles(kernel: Any, arguments: dict[str, Any]) -> bool:
+    def compiles(kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> bool:
         return kernel.__name__ == "decode_kernel" and (chosen["all"] or arguments["COMBINE"])
 
     with compiling_for(capability, compiles) as compiled:
