@@ -18,6 +18,7 @@ from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout
 from attn_ops.frontend.base import graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from attn_ops.frontend.flash.metadata import FoundCall
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
@@ -48,7 +49,7 @@ __all__ = [
 class _OneRow(NamedTuple):
     """A call with one query row, whose LSE is that of the row."""
 
-    call: AttentionCall
+    call: AttentionCall | FoundCall
 
     def execute(self) -> Any:
         return _first_row(None, *self.call.execute())

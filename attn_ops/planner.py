@@ -28,7 +28,10 @@ from attn_ops.plan.planner_base import (
     validates,
 )
 from attn_ops.plan.sizing import (
+    LARGE_HEAD_DIM,
     MAX_PACKED_ROWS,
+    MIN_PACKED_ROWS,
+    MLA_PACKED_ROWS,
     count_splits,
     ctas_per_head,
     max_splits_for,
@@ -268,7 +271,8 @@ class PrefillPlanner(PlannerBase):
         in_range("num_ctas", num_ctas, least=0)
         if tile_rows is None:
             replicas = max(1, head_shards) if num_kv_heads == 1 else 1
-            tile_rows = rows_per_tile(num_qo_heads // replicas, num_kv_heads, rows)
+            least = MLA_PACKED_ROWS if max(head_dim, head_dim_vo or 0) > LARGE_HEAD_DIM else MIN_PACKED_ROWS
+            tile_rows = rows_per_tile(num_qo_heads // replicas, num_kv_heads, rows, least)
         self.problem = planner_problem(
             fixed_split_size=fixed_split_size,
             window_left=window_left,

@@ -28,6 +28,16 @@ def statically_known_true(condition: Any) -> bool:
     return condition if isinstance(condition, bool) else _guards().statically_known_true(condition)
 
 
+def at_most(size: int, most: int) -> int:
+    """``min(size, most)``, without a guard on symbols. Dynamo of torch 2.11 traces no ``torch.sym_min`` of integers."""
+    return min(size, most) if type(size) is int and type(most) is int else torch.sym_min(size, most)
+
+
+def at_least(size: int, least: int) -> int:
+    """``max(size, least)``, likewise."""
+    return max(size, least) if type(size) is int and type(least) is int else torch.sym_max(size, least)
+
+
 def any_zero(*sizes: int) -> bool:
     """Whether one of the sizes is 0. A symbolic size that is not known to be 0 counts as nonzero."""
     return any(guard_or_false(size == 0) for size in sizes)

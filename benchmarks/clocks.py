@@ -27,10 +27,12 @@ from benchmarks.timing import Call
 
 CONSUMERS = {"consumer 0": (4, 5, 6, 7), "consumer 1": (8, 9, 10, 11)}
 CONVERTERS = {"converter K": (4, 5), "converter V": (6, 7)}
+MLA_PRODUCERS = {"producer KV": (0,), "producer Q": (2,)}
 PREFILL_PRODUCERS = {"producer K": (0,), "producer V": (1,), "producer Q": (2,)}
 
 ROLES = {
-    "mla": {"producer KV": (0,), "producer Q": (2,), **CONSUMERS},
+    "mla": {**MLA_PRODUCERS, **CONSUMERS},
+    "mla, one consumer": {**MLA_PRODUCERS, "consumer 0": CONSUMERS["consumer 0"]},
     "prefill": {**PREFILL_PRODUCERS, **CONSUMERS},
     "prefill KV_FP8": {
         **PREFILL_PRODUCERS,
@@ -154,7 +156,8 @@ KERNELS: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Ca
 def _roles(kernel: str, row: Any) -> str:
     """Its name in :data:`ROLES`."""
     if kernel == "mla":
-        return kernel
+        units = mla.units_of(row.num_heads)
+        return kernel if units.consumers > 1 else "mla, one consumer"
     return "prefill KV_FP8" if row.fp8 and not row.fp8_query else "prefill"
 
 

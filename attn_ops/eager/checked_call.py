@@ -4,23 +4,21 @@ Checks read sizes, strides, dtypes and options, but no contents: a call passes t
 The key is that of a prepared call (:mod:`attn_ops.eager.prepared_call`) without what belongs to a GPU, and with the
 sizes of a plan's tensors in the place of their identity. Without the extension module every call is checked.
 
-Ops         behind the dispatcher
-With plans  :func:`call_with_plan`, before it, unless a mode, transform, tracer or profiler must observe the op
-Frontend    :func:`call_op`, likewise
+Ops       behind the dispatcher, and before it (:mod:`attn_ops.eager.op_entry`)
+Frontend  :func:`call_op`, before it too
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from attn_ops.eager.captured_call import _C
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
-from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, Undispatched, dispatch
+from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, Undispatched
 
 Check = Callable[[Sequence[Any], dict[str, Any]], Callable[..., Any]]
 """``check(args, kwargs)`` refuses a call of an op, or returns the function that makes it and others of its key."""
@@ -89,29 +87,3 @@ def call_op(op: str, *args: Any, **kwargs: Any) -> Any:
 
 CHECKED_CALLS: dict[str, CheckedCalls] = {}
 """Of each op, for calls on the CPU (:mod:`attn_ops.ops.register`)."""
-
-
-class PlannedCalls(NamedTuple):
-    """Calls of an op with a plan that have not passed the dispatcher, but for those that it must see."""
-
-    cuda: Callable[..., Any]
-    others: Callable[..., Any]
-
-
-PLANNED_CALLS: dict[int, PlannedCalls] = {}
-"""By identity of the ops with a plan and of their overloads, which live as long as the process."""
-
-
-def call_with_plan(
-    function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
-    """``__torch_function__`` of plans: an op finds a repeated call here, before the dispatcher converts the plan.
-
-    Another argument with such a function, as a tensor of a subclass has, gets the call with a list for the plan.
-    """
-    kwargs = kwargs or {}
-    if not is_dynamo_compiling() and len(types) == 1 and args and type(args[0]) is Tensor:
-        calls = PLANNED_CALLS.get(id(function))
-        if calls is not None:
-            return (calls.cuda if args[0].is_cuda else calls.others)(*args, **kwargs)
-    return dispatch(function, args, kwargs)

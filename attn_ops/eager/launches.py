@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,21 +35,15 @@ def run(launch: Launch, device: int) -> None:
         launch.run(device, torch._C._cuda_getCurrentRawStream(device))
 
 
-def capture_launches(
-    function: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    during: AbstractContextManager[Any] | None = None,
-) -> tuple[Any, CapturedCall | None]:
+def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, CapturedCall | None]:
     """Call ``function``, which launches kernels and computes nothing else: its result, and what it launched.
 
-    None for a call that launched nothing, or a kernel that cannot be replayed. ``during`` is entered for the call.
+    None for a call that launched nothing, or a kernel that cannot be replayed.
     """
     captured: list[Launch | None] = []
     outer, _captured.launches = _captured.launches, captured
     try:
-        with during or nullcontext():
-            result = function(*args, **kwargs)
+        result = function(*args, **kwargs)
     finally:
         _captured.launches = outer
     launches = [x for x in captured if x is not None]

@@ -28,6 +28,7 @@ from torch.compiler import is_compiling
 
 from attn_ops.eager.captured_call import _C, CapturedCall, Launch, index_of, is_available, outputs_of
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
+from attn_ops.eager.op_entry import dispatched
 
 P = ParamSpec("P")
 
@@ -69,11 +70,6 @@ def as_list(x: Any) -> Any:
     return list(x) if isinstance(x, tuple) else x
 
 
-def dispatch(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an op by the dispatcher: with lists, which have no ``__torch_function__``, in the place of plans."""
-    return op(*map(as_list, args), **{name: as_list(x) for name, x in kwargs.items()})
-
-
 def plan_tensors(args: Sequence[Any]) -> list[Tensor]:
     """The tensors of the plans of a call. A plan keeps its tensors, and their addresses, for life."""
     return [t for x in args if isinstance(x, list) for t in x]
@@ -95,7 +91,7 @@ class Undispatched:
     _on_miss: Callable[..., Any]
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        return dispatch(getattr(torch.ops.attn, self.name), args, kwargs)
+        return dispatched(getattr(torch.ops.attn, self.name))(*args, **kwargs)
 
     def _on_undispatched_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         call = None if key is None else passed_on(self.name, args, kwargs)
@@ -133,11 +129,11 @@ class OpCache(Undispatched):
         return self.first_call(args, kwargs)[0]
 
     def _on_direct_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        dispatched = None if key is None else OpCall(self.name, tuple(args), kwargs).as_dispatched()
+        converted = None if key is None else OpCall(self.name, tuple(args), kwargs).as_dispatched()
         arguments = flatten_tensors((*args, *kwargs.values()))
-        if dispatched is None or has_gradients(arguments):
+        if converted is None or has_gradients(arguments):
             return self._dispatched(*args, **kwargs)
-        result, captured = self.first_call(args, dispatched)
+        result, captured = self.first_call(args, converted)
         prepared_call = captured and captured.bind(arguments, unpack=not isinstance(result, tuple))
         if len(self._direct_entries) >= MAX_ENTRIES:
             self._direct_entries.clear()
@@ -258,11 +254,11 @@ class OpCall(NamedTuple):
     def first_call(self, arguments: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> tuple[Any, Any]:
         """Execute it: the result, and a prepared call for other tensors in the place of ``arguments``, or None."""
         calls = (*self.before, self)
-        dispatched = [call.as_dispatched() for call in calls]
-        if self.destinations is None or None in dispatched:
+        converted = [call.as_dispatched() for call in calls]
+        if self.destinations is None or None in converted:
             return self.execute(), None
         launches: list[Launch] | None = []
-        for call, kwargs in zip(calls, dispatched, strict=True):
+        for call, kwargs in zip(calls, converted, strict=True):
             result, captured = OP_CACHES[call.op].first_call(call.args, kwargs or {})
             launches = None if captured is None or launches is None else [*launches, *captured.launches]
         prepared_call = None
@@ -304,10 +300,10 @@ class OpCall(NamedTuple):
 def passed_on(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> OpCall | None:
     """A call of an op as the dispatcher passes it on; None if it may refuse, change or differentiate the call."""
     call = OpCall(op, tuple(map(as_list, args)), kwargs)
-    dispatched = call.as_dispatched() if call.is_complete() else None
-    if dispatched is None or has_gradients(flatten_tensors((*args, *kwargs.values()))):
+    converted = call.as_dispatched() if call.is_complete() else None
+    if converted is None or has_gradients(flatten_tensors((*args, *kwargs.values()))):
         return None
-    return call._replace(kwargs=dispatched)
+    return call._replace(kwargs=converted)
 
 
 class Executable(Protocol):

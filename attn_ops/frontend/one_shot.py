@@ -16,7 +16,7 @@ from attn_ops.errors import DTypeError, PageTableError, ShapeError, dtype_name, 
 from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
 from attn_ops.frontend.context import RankKeys
-from attn_ops.frontend.flash.metadata import BatchForm, Scheduled, SchedulerMetadata, shared
+from attn_ops.frontend.flash.metadata import BatchForm, FoundCall, Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
@@ -269,7 +269,7 @@ def dense_call(
     *,
     kv_layout: str,
     backend: str = "auto",
-) -> AttentionCall:
+) -> AttentionCall | FoundCall:
     """One request: ``(q [qo_len, num_qo_heads, head_dim], k, v [kv_len, num_kv_heads, head_dim])``, HND heads first.
 
     Few query rows over many keys are planned, so that their keys are split over the device. Calls of the same sizes,
@@ -306,10 +306,8 @@ def dense_call(
             batch = RaggedLengths(spec, uniform_indptr(1, rows, device), kv_indptr, rows, kv_len)
         return SchedulerMetadata.without_append(batch.plan(), BatchForm(1, rows), device)
 
-    source = Scheduled(
-        shared(("one request", spec, rows, kv_len), (), device, make).metadata.plan, (q.shape[2], v.shape[2])
-    )
-    if decode:
-        tensors = q, k[:, None], v[:, None]
-        return AttentionCall(where, "batch_decode", tensors, source, options, output, scales)
-    return AttentionCall(where, "ragged_prefill", (q, k, v), source, options, output, scales, "NHD", backend)
+    found = shared(("one request", spec, rows, kv_len), (), device, make)
+    source = Scheduled(found.metadata.plan, (q.shape[2], v.shape[2]))
+    op, tensors = ("batch_decode", (q, k[:, None], v[:, None])) if decode else ("ragged_prefill", (q, k, v))
+    call = AttentionCall(where, op, tensors, source, options, output, scales, "NHD", backend)
+    return FoundCall(call, found, tuple(zip(tensors[1:], kv, strict=True)))

@@ -83,7 +83,8 @@ class Backend:
     capacity_bound       its work is a plan's capacity, not the lengths that the plan holds
     fp8_queries          it takes FP8 queries as they are. Before any other they are converted
                          (:mod:`~attn_ops.ops.fp8_queries`)
-    capture              ``"module:function"`` that makes an eager call and captures its launches for prepared calls
+    prepared             its functions allocate outputs and launch kernels, and compute nothing else: the launches of an
+                         eager call are captured for prepared calls (:mod:`attn_ops.eager.launches`)
     """
 
     name: str
@@ -96,7 +97,7 @@ class Backend:
     has_images: bool = False
     capacity_bound: bool = False
     fp8_queries: bool = False
-    capture: str | None = None
+    prepared: bool = False
 
     def has(self, op: str) -> bool:
         return self.kernels is None or not self.specialized or op in self.kernels
@@ -115,13 +116,6 @@ class Backend:
             problem = replace(problem, dtype=CONVERTED_DTYPE)
         return self.unsupported_reasons(problem)
 
-    def capture_launches(self) -> Callable[..., Any] | None:
-        """The function that ``capture`` names, called as ``(function, args, kwargs)``."""
-        if self.capture is None:
-            return None
-        module, function = self.capture.split(":")
-        return getattr(importlib.import_module(module), function)
-
 
 _cuda = functools.partial(
     Backend,
@@ -129,7 +123,7 @@ _cuda = functools.partial(
     specialized=True,
     inductor_lowerable=False,
     has_images=True,
-    capture="attn_ops.eager.launches:capture_launches",
+    prepared=True,
 )
 
 _cpu = functools.partial(Backend, "cpu", specialized=True, inductor_lowerable=False, eager_only=True)
@@ -166,7 +160,7 @@ BACKENDS: tuple[Backend, ...] = (
         "attn_ops.kernels.triton",
         unsupported.triton,
         kernels=unsupported.TRITON_KERNELS,
-        capture="attn_ops.kernels.triton.launch:capture_launches",
+        prepared=True,
     ),
     _cpu(
         "attn_ops.kernels.cpu.sdpa",

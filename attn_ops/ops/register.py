@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from attn_ops.eager.checked_call import CHECKED_CALLS, PLANNED_CALLS, Check, CheckedCalls, PlannedCalls, call_with_plan
+from attn_ops.eager import op_entry
+from attn_ops.eager.checked_call import CHECKED_CALLS, Check, CheckedCalls
+from attn_ops.eager.launches import capture_launches
 from attn_ops.eager.prepared_call import OP_CACHES, OpCache
 from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
@@ -27,7 +29,6 @@ from attn_ops.ops.backends import Backend
 from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.inductor import Lowerings, concretize_symints
 from attn_ops.ops.schemas import NAMESPACE, SCHEMAS
-from attn_ops.plan.state import PLANS
 
 LOG = logging.getLogger(__name__)
 
@@ -86,10 +87,10 @@ def _op_cache(op: str) -> OpCache:
 
     def first_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         backend, device, options = _choose(op, args, kwargs)
-        function, capture = backend.implementation(op), backend.capture_launches()
-        if capture is None:
-            return _run(function, device, args, options), None
-        return capture(function, args, options)
+        function = backend.implementation(op)
+        if backend.prepared:
+            return capture_launches(function, args, options)
+        return _run(function, device, args, options), None
 
     return OpCache(op, first_call)
 
@@ -135,13 +136,8 @@ def register() -> None:
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake(op), lib=LIBRARY)
         packet = getattr(getattr(torch.ops, NAMESPACE), op)
         packet.__doc__ = getattr(functions, op).__doc__
-        overload = packet.default
-        if any(a.name == "plan" for a in overload._schema.arguments):
-            planned = PlannedCalls(OP_CACHES[op].planned, CHECKED_CALLS[op].direct)
-            PLANNED_CALLS.update({id(packet): planned, id(overload): planned})
-        LOWERINGS.add(overload, _lowering(op), _is_lowerable(op))
-    for plan in PLANS:
-        plan.__torch_function__ = staticmethod(call_with_plan)  # type: ignore[union-attr]
+        op_entry.install(packet, OP_CACHES[op].planned, CHECKED_CALLS[op].direct)
+        LOWERINGS.add(packet.default, _lowering(op), _is_lowerable(op))
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> str:

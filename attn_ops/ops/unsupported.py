@@ -101,8 +101,8 @@ CUDA_MLA_PAGE = 64
 
 CUDA_MLA_HEAD_DIMS = (576, 512)
 
-CUDA_MLA_CLUSTERS = (1, 2)
-"""CTAs of a cluster of the CUDA MLA kernel, by the packed rows of a plan's query tiles."""
+CUDA_MLA_UNITS = (("mla_swap_ab", 16), ("mla_swap_ab", 32), ("mla_swap_ab", 64), ("mla", 64), ("mla", 128))
+"""CUDA MLA kernels and the packed rows of their units. Those of a plan's query tiles choose one."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
@@ -209,7 +209,7 @@ def cuda_mla(p: Problem) -> list[str]:
     return _cuda(
         p,
         "mla",
-        [(cluster, p.dtype) for cluster in CUDA_MLA_CLUSTERS],
+        [(*units, p.dtype) for units in CUDA_MLA_UNITS],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),

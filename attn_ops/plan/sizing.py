@@ -21,6 +21,9 @@ CTA_MULTIPLE = 8
 MIN_PACKED_ROWS, MAX_PACKED_ROWS = 64, 256
 """Packed rows (query rows times query heads per KV head) of a prefill tile by default."""
 
+MLA_PACKED_ROWS = 16
+"""The same at least for heads above :data:`LARGE_HEAD_DIM`: fewer packed rows of MLA are a smaller matrix product."""
+
 CTA_PACKED_ROWS = 128
 """Packed rows that a CTA of a prefill kernel holds."""
 
@@ -39,10 +42,15 @@ def power_of_two_from(size: int) -> int:
     return 1 << (int(size) - 1).bit_length()
 
 
-def rows_per_tile(num_qo_heads: int, num_kv_heads: int, rows: int = MAX_PACKED_ROWS) -> int:
-    """Default ``tile_rows`` of a prefill plan, in query rows. ``rows`` is the number of query rows of a request."""
+def rows_per_tile(
+    num_qo_heads: int, num_kv_heads: int, rows: int = MAX_PACKED_ROWS, least: int = MIN_PACKED_ROWS
+) -> int:
+    """Default ``tile_rows`` of a prefill plan, in query rows.
+
+    ``rows`` is the number of query rows of a request, ``least`` the smallest number of packed rows.
+    """
     group = max(1, num_qo_heads // max(1, num_kv_heads))  # the head counts are checked later, with a message
-    packed_rows = MIN_PACKED_ROWS
+    packed_rows = least
     while packed_rows < MAX_PACKED_ROWS and not decide(rows * group <= packed_rows):
         packed_rows *= 2
     return max(1, packed_rows // group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashinfer_names import exported, kind
-from markdown import Page, data
+from markdown import DOCS, Page, code, data
 
 from attn_ops.exports import EXPORTS
 
@@ -21,12 +21,20 @@ def _automodule(name: str, members: list[str] | None = None) -> str:
     return f"### {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:{chosen}\n```\n"
 
 
-def exports() -> Page:
+def export_pages() -> Page:
+    """A link to the page of each module, with its names. Every module needs a page."""
+    folder = DOCS / "reference" / "flashinfer"
+    problems = [
+        f"docs/reference/flashinfer/{m}.md does not exist" for m in EXPORTS if not (folder / f"{m}.md").exists()
+    ]
+    lines = [f"- [{m}](flashinfer/{m}.md): {', '.join(map(code, names))}" for m, names in EXPORTS.items()]
+    return Page("\n".join(lines), problems)
+
+
+def exports(module: str) -> Page:
     """Under the names by which ``attn_ops`` itself gives them."""
     parts = []
-    for module, names in EXPORTS.items():
-        parts.append(f"## {module}\n")
-        for name in names:
-            options = "\n   :members:\n   :inherited-members:" if kind(exported(module, name)) == "class" else ""
-            parts.append(f"```{{eval-rst}}\n.. auto{kind(exported(module, name))}:: attn_ops.{name}{options}\n```\n")
+    for name in EXPORTS[module]:
+        options = "\n   :members:\n   :inherited-members:" if kind(exported(module, name)) == "class" else ""
+        parts.append(f"```{{eval-rst}}\n.. auto{kind(exported(module, name))}:: attn_ops.{name}{options}\n```\n")
     return Page("\n".join(parts))

@@ -6,6 +6,7 @@ such as an op's argument without a description, is a warning, so ``-W`` fails on
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ import op_reference
 from markdown import Page
 from sphinx.util import logging
 
+from attn_ops.exports import EXPORTS
+
 log = logging.getLogger(__name__)
 
 PAGES: dict[str, Callable[[], Page]] = {
@@ -28,7 +31,8 @@ PAGES: dict[str, Callable[[], Page]] = {
     "ignored arguments": flashinfer_names.ignored,
     "refused arguments": flashinfer_names.refused,
     "api": api_reference.modules,
-    "flashinfer api": api_reference.exports,
+    "flashinfer pages": api_reference.export_pages,
+    **{f"flashinfer api {module}": functools.partial(api_reference.exports, module) for module in EXPORTS},
     "benchmarks": benchmark_results.results,
 }
 MARKER = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)

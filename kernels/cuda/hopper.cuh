@@ -132,6 +132,8 @@ DEVICE void store_shared(uint32 to, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
+DEVICE void store_shared(uint32 to, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory"); }
+
 DEVICE void store_shared(uint32 to, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -159,6 +161,13 @@ DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
 DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
                "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+// The same, transposed: lane l has element l / 4 of rows 2 (l % 4) and the next one of each matrix.
+DEVICE void store_transposed(uint32 row, const uint32 (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
 }
 
@@ -196,9 +205,13 @@ DEVICE void fence_registers(float (&d)[N]) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
   "+f"(d[i + 7])
 #define R32(d, i) R8(d, i), R8(d, i + 8), R8(d, i + 16), R8(d, i + 24)
+#define REGISTERS_8(d) R8(d, 0)
+#define REGISTERS_16(d) R8(d, 0), R8(d, 8)
 #define REGISTERS_32(d) R32(d, 0)
 #define REGISTERS_64(d) R32(d, 0), R32(d, 32)
 #define REGISTERS_128(d) R32(d, 0), R32(d, 32), R32(d, 64), R32(d, 96)
+#define OPERANDS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define OPERANDS_16 OPERANDS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define OPERANDS_32                                                                                                \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
   "%30,%31"
@@ -227,6 +240,13 @@ DEVICE void fence_registers(float (&d)[N]) {
                  : REGISTERS_##COUNT(d)                                                                               \
                  : "l"(a), "l"(b), "r"(1));                                                                           \
   }                                                                                                                   \
+  /* d += a b^T: a in shared memory, MN-major, b K-major */                                                           \
+  DEVICE void wgmma_mn_ss(float (&d)[COUNT], uint64 a, uint64 b) {                                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS           \
+                 "k16.f32." DTYPE_NAME "." DTYPE_NAME " {" OPERANDS_##COUNT "}, %" #A ", %" #B ", p, 1, 1, 1, 0;\n}"  \
+                 : REGISTERS_##COUNT(d)                                                                               \
+                 : "l"(a), "l"(b), "r"(1));                                                                           \
+  }                                                                                                                   \
   /* d += a b: a in registers, b in shared memory, MN-major */                                                        \
   DEVICE void wgmma_rs(float (&d)[COUNT], const uint32 (&a)[4], uint64 b) {                                           \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS           \
@@ -236,6 +256,8 @@ DEVICE void fence_registers(float (&d)[N]) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                                       \
   }
 
+DEFINE_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
+DEFINE_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
 DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
 DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
 DEFINE_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)

@@ -63,8 +63,8 @@
 // each consumer sets its half of these values to 0 before it multiplies them: after step 7, and in step 9. Then all
 // logits of the tile are complete, and no one else reads that half.
 #include "mla_consumer.cuh"
-#include "mla_problem.cuh"
 #include "mla_producer.cuh"
+#include "mla_shared.cuh"
 
 namespace attn_ops {
 
@@ -115,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .rows = rows, .num_pages = num_pages,
       .max_pages = max_pages, .max_items = max_items, .max_batch = max_batch, .heads = heads, .page_size = page_size,
-      .tile_rows = tile_rows, .num_items = num_items, .num_units = num_units, .causal = causal != 0,
-      .early = early != 0,
+      .tile_rows = tile_rows, .num_items = num_items, .num_units = num_units, .unit_rows = kUnitRows,
+      .cluster = CLUSTER, .causal = causal != 0, .early = early != 0,
   };
   const int warp = uniform(threadIdx.x / 32), rank = CLUSTER == 1 ? 0 : cluster_rank();
   if (threadIdx.x == 32) {
@@ -140,9 +140,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
         .rotary_head = stride_qb_head, .boxed = boxed != 0,
     };
     if (warp == 0)
-      produce(p, {.latent = &ckv, .rotary = &kpe}, shared, rank);
+      produce<CLUSTER, true>(p, {.latent = &ckv, .rotary = &kpe}, shared, rank);
     else if (warp >= 2)
-      produce_queries(p, queries, shared, rank);
+      produce_queries<kPackedRows, 1>(p, queries, shared, rank * kPackedRows);
     else
       end_prologue();
   } else {

@@ -1,4 +1,4 @@
-"""Multi-head latent attention on Hopper: the host side of ``mla.cu``."""
+"""Multi-head latent attention on Hopper: the host side of ``mla.cu`` and ``mla_swap_ab.cu``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
-from attn_ops.ops.unsupported import CUDA_MLA_CLUSTERS
+from attn_ops.ops.unsupported import CUDA_MLA_UNITS
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
 
 LATENT, ROTARY = 512, 64
@@ -27,64 +27,104 @@ TILE = 64
 QUERY_BOX_BLOCKS = 4
 """Blocks of 64 latent columns in a box of the queries."""
 
-SHARED_BYTES = 3 * 2 * PACKED_ROWS * (LATENT + ROTARY) + 2048
-"""The query tile, two KV tiles, and what consumers exchange, with barriers."""
+SWAPPED_PACKED_ROWS = 64
+"""Query tiles of at most so many packed rows run on ``mla_swap_ab.cu``."""
 
-KERNEL = Kernel(
-    "mla.cu",
-    "mla",
-    {
-        **dict.fromkeys(("q_nope", "q_pe"), "pointer"),
-        **dict.fromkeys(("q_nope_map", "q_pe_map", "ckv", "kpe"), "map"),
-        **dict.fromkeys(("out", "lse", "partial", "qo_indptr", "kv_indices", "work"), "pointer"),
-        "scale": "fp32",
-        **dict.fromkeys(("rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
-        **dict.fromkeys(("stride_q_row", "stride_q_head", "stride_qb_row", "stride_qb_head"), "i64"),
-        **dict.fromkeys(("boxed", "heads", "page_size", "tile_rows", "num_items", "num_units"), "i32"),
-        **dict.fromkeys(("causal", "early", "out_type"), "i32"),
-    },
-    writes=("out", "lse", "partial"),
-    aligned=("q_nope", "q_pe", "out"),
+SWAPPED = {16: (16, 1), 32: (32, 1), 64: (32, 2)}
+"""Packed rows of a unit of ``mla_swap_ab.cu`` -> those of a consumer, and consumers."""
+
+PARAMETERS = {
+    **dict.fromkeys(("q_nope", "q_pe"), "pointer"),
+    **dict.fromkeys(("q_nope_map", "q_pe_map", "ckv", "kpe"), "map"),
+    **dict.fromkeys(("out", "lse", "partial", "qo_indptr", "kv_indices", "work"), "pointer"),
+    "scale": "fp32",
+    **dict.fromkeys(("rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
+    **dict.fromkeys(("stride_q_row", "stride_q_head", "stride_qb_row", "stride_qb_head"), "i64"),
+    **dict.fromkeys(("boxed", "heads", "page_size", "tile_rows", "num_items", "num_units"), "i32"),
+    **dict.fromkeys(("causal", "early", "out_type"), "i32"),
+}
+
+KERNEL, SWAPPED_KERNEL = (
+    Kernel(
+        f"{name}.cu",
+        name,
+        PARAMETERS,
+        writes=("out", "lse", "partial"),
+        aligned=("q_nope", "q_pe", "out"),
+    )
+    for name in ("mla", "mla_swap_ab")
 )
 
-SPECIALIZATIONS = {
-    (cluster, dtype): Specialization(
-        KERNEL,
-        {"CLUSTER": cluster, "DTYPE": number},
-        threads=384,
-        shared_bytes=SHARED_BYTES,
-        cluster=(cluster, 1, 1),
+_TILE_BYTES, _ROW_BYTES = 2 * TILE * (LATENT + ROTARY), 2 * (LATENT + ROTARY)
+
+SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
+"""Of ``mla.cu``: two KV tiles, the query tile, and what consumers exchange, with barriers."""
+
+
+def swapped_shared_bytes(rows: int, consumers: int) -> int:
+    """Of ``mla_swap_ab.cu``: KV tiles, queries, probabilities, staged results if there is room, the rest."""
+    staged = rows * (LATENT // 2 * 4 + 16) if consumers == 1 else 0
+    used = 2 * _TILE_BYTES + consumers * rows * (_ROW_BYTES + 2 * TILE + 16) + staged + 160
+    return -(-used // 1024) * 1024
+
+
+def _specialization(kernel: str, unit_rows: int, dtype: int) -> Specialization:
+    if kernel == "mla":
+        cluster = unit_rows // PACKED_ROWS
+        macros = {"CLUSTER": cluster, "DTYPE": dtype}
+        return Specialization(KERNEL, macros, threads=384, shared_bytes=SHARED_BYTES, cluster=(cluster, 1, 1))
+    rows, consumers = SWAPPED[unit_rows]
+    return Specialization(
+        SWAPPED_KERNEL,
+        {"ROWS": rows, "CONSUMERS": consumers, "DTYPE": dtype},
+        threads=128 + 128 * consumers,
+        shared_bytes=swapped_shared_bytes(rows, consumers),
     )
-    for cluster in CUDA_MLA_CLUSTERS
-    for dtype, number in DTYPES.items()
+
+
+SPECIALIZATIONS = {
+    (*units, dtype): _specialization(*units, number) for units in CUDA_MLA_UNITS for dtype, number in DTYPES.items()
 }
-"""By CTAs of a cluster, and dtype."""
+"""By the kernel, the packed rows of a unit, and dtype."""
 
 
 class Units(NamedTuple):
     """How the packed rows of work items are divided."""
 
-    cluster: int  # CTAs of a unit
+    kernel: str
+    rows: int  # packed rows of a unit
     blocks: int  # units of a work item
+
+    @property
+    def box_rows(self) -> int:
+        """Packed rows that queries are loaded by."""
+        return PACKED_ROWS if self.kernel == "mla" else SWAPPED[self.rows][0]
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups of a CTA."""
+        return 2 if self.kernel == "mla" else SWAPPED[self.rows][1]
 
 
 def units_of(packed_rows: int) -> Units:
-    """Two CTAs share the KV tiles of a unit, unless one of them would be left without rows."""
+    """Few packed rows are one unit. Of more, two CTAs share the KV tiles, unless one would be left without rows."""
+    if packed_rows <= SWAPPED_PACKED_ROWS:
+        return Units("mla_swap_ab", next(rows for rows in SWAPPED if packed_rows <= rows), 1)
     ctas = -(-packed_rows // PACKED_ROWS)
     cluster = 1 if ctas % 2 else 2
-    return Units(cluster, ctas // cluster)
+    return Units("mla", cluster * PACKED_ROWS, ctas // cluster)
 
 
-def query_map(q: Tensor) -> tuple[TensorMap, bool]:
-    """The map of queries ``[rows, heads, columns]``, and whether its box is 64 packed rows.
+def query_map(q: Tensor, packed_rows: int = PACKED_ROWS) -> tuple[TensorMap, bool]:
+    """The map of queries ``[rows, heads, columns]``, and whether its box is ``packed_rows``.
 
     It is if these are whole rows, or heads of one row.
     """
     rows, heads, columns = q.shape
-    boxed = PACKED_ROWS % heads == 0 or heads % PACKED_ROWS == 0
+    boxed = packed_rows % heads == 0 or heads % packed_rows == 0
     blocks = columns // COLUMNS
-    box_rows = max(PACKED_ROWS // heads, 1) if boxed else 1
-    box = min(blocks, QUERY_BOX_BLOCKS), box_rows, min(heads, PACKED_ROWS) if boxed else 1, COLUMNS
+    box_rows = max(packed_rows // heads, 1) if boxed else 1
+    box = min(blocks, QUERY_BOX_BLOCKS), box_rows, min(heads, packed_rows) if boxed else 1, COLUMNS
     return TensorMap(q, (blocks, rows, heads, COLUMNS), (COLUMNS, q.stride(0), q.stride(1), 1), box), boxed
 
 
@@ -108,13 +148,15 @@ def batch_mla(
     out, lse = allocate(q_nope, return_lse=return_lse, out_dtype=o.out_dtype)
     problem, partials = PlanProblem.of(p.problem), num_partials(p)
     rows, heads, max_batch = q_nope.shape[0], int(q_nope.shape[1]), p.kv_len.shape[0]
-    cluster, blocks = units_of(problem.tile_rows * heads)
+    units = units_of(problem.tile_rows * heads)
+    specialization = SPECIALIZATIONS[units.kernel, units.rows, q_nope.dtype]
+    cluster = specialization.cluster[0]
     num_items = (rows + problem.tile_rows - 1) // problem.tile_rows + max_batch + partials
-    num_units = num_items * blocks
-    q_nope_map, boxed = query_map(q_nope)
-    q_pe_map, _ = query_map(q_pe)
+    num_units = num_items * units.blocks
+    q_nope_map, boxed = query_map(q_nope, units.box_rows)
+    q_pe_map, _ = query_map(q_pe, units.box_rows)
     launch(
-        SPECIALIZATIONS[cluster, q_nope.dtype],
+        specialization,
         (torch.sym_min(num_units, num_sms(q_nope.device) // cluster) * cluster,),
         q_nope=q_nope,
         q_pe=q_pe,

@@ -2,10 +2,9 @@
 #pragma once
 
 #include "cluster.cuh"
-#include "descriptors.cuh"
 #include "epilogue.cuh"
 #include "hopper.cuh"
-#include "mla_problem.cuh"
+#include "mla_shared.cuh"
 
 namespace attn_ops {
 namespace {
@@ -19,11 +18,6 @@ struct Rows {
 using Logits = float[kTile / 2];
 using Output = float[kHalf / 2];
 using Probabilities = uint32[kTile / 16][4];
-
-// Operands of matrix products by the lower halves of their descriptors: all have the same upper half, and an addition
-// to 32 bits takes one instruction.
-DEVICE uint32 lower(uint64 descriptor) { return static_cast<uint32>(descriptor); }
-DEVICE uint64 operand(uint32 lower) { return k_major(0, kGroupBytes) >> 32 << 32 | lower; }
 
 // Step 5: the quarters of the owner's half are loaded first. Calls `between` when half of it is issued, as two groups.
 template <int SELF, class Between>
@@ -73,9 +67,6 @@ DEVICE void mask(Logits& logits, const Rows& rows, int first) {
   }
 }
 
-// What rescales sums relative to the old row_max.
-DEVICE float rescale_factor(float old_max, float new_max) { return exp2_approx(old_max - finite(new_max)); }
-
 // Step 6: logits become probabilities; `alpha` rescales sums of the tiles before. `to` is where the peer finds row_max.
 DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2], float* to) {
   float anchor[2];
@@ -124,17 +115,6 @@ DEVICE void release(uint32 barrier) {
     arrive_in_cluster(address_in(barrier, lane));
   }
 }
-
-struct Results {
-  void* out;
-  float *lse, *partial;  // lse may be null
-  int slots, out_type;
-};
-
-struct Arguments {
-  float factor;  // of the logits, in base 2
-  Results results;
-};
 
 // Step 11 of a partial result: half of the columns through the memory of the query, one bulk store for each row that
 // exists. A quad has the memory of one row there, and stores its two rows in turn.

@@ -1,48 +1,33 @@
-// MLA: sizes, shared memory, and which units a cluster has. `mla.cu` has the schedule.
+// MLA: what its kernels, `mla.cu` and `mla_swap_ab.cu`, share: sizes, and which units a CTA or cluster has.
 #pragma once
 
 #include "clocks.cuh"
 #include "cluster.cuh"
+#include "descriptors.cuh"
 #include "schedule.cuh"
 
 namespace attn_ops {
 namespace {
 
-constexpr int kLatent = 512;                      // columns of a value, and of the first part of a key
-constexpr int kHalf = kLatent / 2;                // columns of a consumer's accumulator
-constexpr int kTile = 64;                         // tokens of a KV tile
-constexpr int kPackedRows = 64;                   // of a CTA
-constexpr int kUnitRows = CLUSTER * kPackedRows;  // packed rows of a unit
-constexpr int kRowBytes = 128;                    // of 64 columns in shared memory
-constexpr int kGroupBytes = 8 * kRowBytes;        // of 8 rows and 64 columns
-constexpr int kBlockBytes = 64 * kRowBytes;       // a block: 64 rows of 64 columns
-constexpr int kBlocks = 9;                        // of a query or key: 8 of the latent columns, then the rotary ones
-constexpr int kRotary = kBlocks - 1;              // the block of the rotary columns, and later of P
+constexpr int kLatent = 512;                // columns of a value, and of the first part of a key
+constexpr int kTile = 64;                   // tokens of a KV tile
+constexpr int kRowBytes = 128;              // of 64 columns in shared memory
+constexpr int kGroupBytes = 8 * kRowBytes;  // of 8 rows and 64 columns
+constexpr int kBlockBytes = 64 * kRowBytes; // a block of a KV tile: 64 tokens of 64 columns
+constexpr int kBlocks = 9;                  // of a query or key: 8 of the latent columns, then the rotary ones
+constexpr int kRotary = kBlocks - 1;        // the block of the rotary columns
 constexpr int kTileBytes = kBlocks * kBlockBytes;
-constexpr int kHalfBytes = kHalf / 64 * kBlockBytes;
 constexpr int kQuarters = 4;  // of the latent columns, two blocks each
 constexpr int kQueryBoxBlocks = 4;
 constexpr int kProducerThreads = 128, kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
-constexpr int kStagedRowBytes = kHalf * 4 + 32;  // of a partial result; by the 32, quads store to different banks
-static_assert(2 * kConsumerThreads / 4 * kStagedRowBytes <= kTileBytes);
-constexpr bool kKeysFirst[2] = {false, true};  // by consumer
-enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
-
-struct Shared {
-  alignas(1024) char query[kTileBytes];
-  alignas(1024) char kv[2][kTileBytes];
-  float row_max[2][kPackedRows];     // of each consumer's latest tile
-  float row_sum[2][2][kPackedRows];  // of even and odd units, of each consumer
-  int unit[8];
-  uint64 full[2][kQuarters], empty[2][2], p_stored[2], q_full, q_empty;
-};
 
 struct Problem {
   const int *qo_indptr, *kv_indices, *work;
   int rows, num_pages, max_pages, max_items, max_batch, heads, page_size, tile_rows, num_items, num_units;
-  bool causal, early;  // early: the plan may be read before earlier kernels end
+  int unit_rows, cluster;  // constants of a kernel: the packed rows of a unit, and the CTAs that share them
+  bool causal, early;      // early: the plan may be read before earlier kernels end
 
-  DEVICE int blocks() const { return (tile_rows * heads + kUnitRows - 1) / kUnitRows; }
+  DEVICE int blocks() const { return (tile_rows * heads + unit_rows - 1) / unit_rows; }
   DEVICE int row_of(int packed_row) const { return uint32(packed_row) / uint32(heads); }
 };
 
@@ -65,17 +50,37 @@ DEVICE void end_prologue() {
   mark(kPrologue);
 }
 
-// Units of this cluster in their order.
+// What a result is of a unit: where it goes, and the type of the output.
+struct Results {
+  void* out;
+  float *lse, *partial;  // lse may be null
+  int slots, out_type;
+};
+
+struct Arguments {
+  float factor;  // of the logits, in base 2
+  Results results;
+};
+
+// Operands of matrix products by the lower halves of their descriptors: all have the same upper half, and an addition
+// to 32 bits takes one instruction.
+DEVICE uint32 lower(uint64 descriptor) { return static_cast<uint32>(descriptor); }
+DEVICE uint64 operand(uint32 lower) { return k_major(0, kGroupBytes) >> 32 << 32 | lower; }
+
+// What rescales sums relative to the old row_max.
+DEVICE float rescale_factor(float old_max, float new_max) { return exp2_approx(old_max - finite(new_max)); }
+
+// Units of this CTA or cluster in their order.
 struct Schedule : Walk<true> {
   DEVICE bool next(const Problem& p, Unit& unit) {
     const int units = p.rows > 0 ? p.num_units : 0;
-    return next_unit(*this, p, unit, blockIdx.x / CLUSTER, gridDim.x / CLUSTER, units, p.blocks());
+    return next_unit(*this, p, unit, blockIdx.x / p.cluster, gridDim.x / p.cluster, units, p.blocks());
   }
 
   DEVICE bool take(const Problem& p, int u, Unit& unit) const {
-    unit.first_packed_row = u % p.blocks() * kUnitRows;
+    unit.first_packed_row = u % p.blocks() * p.unit_rows;
     const int first = unit.first_packed_row / p.heads;
-    const int last = min((unit.first_packed_row + kUnitRows - 1) / p.heads, unit.count - 1);
+    const int last = min((unit.first_packed_row + p.unit_rows - 1) / p.heads, unit.count - 1);
     if (first > last) return false;
     if (p.causal) unit.end = min(unit.end, causal_end(unit.position, last));
     unit.end = max(min(unit.end, kMaxTokens), 0);

@@ -12,17 +12,20 @@ struct Cache {
   const TensorMap *latent, *rotary;  // [num_pages, page_size, columns], boxes of a block
 };
 
-// A block to all CTAs of the cluster, by the CTA `loader`.
+// A block to all CTAs of a cluster of `CTAS`, by the CTA `loader`.
+template <int CTAS>
 DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, int column, int token, int page,
                        uint32 barrier, uint64 policy) {
-  if (CLUSTER == 1)
+  if (CTAS == 1)
     load_box(to, map, column, token, page, barrier, policy);
   else if (loader == rank)
-    load_box_in(uint16((1 << CLUSTER) - 1), to, map, column, token, page, barrier, policy);
+    load_box_in(uint16((1 << CTAS) - 1), to, map, column, token, page, barrier, policy);
 }
 
 // One warp: the KV tiles of all units. Page numbers are loaded for 32 tiles at a time, and 32 tiles ahead. At the end
 // it waits until all CTAs of the cluster have read what it loaded, and their arrivals at barriers of this one are here.
+// ALTERNATE: of every second tile the upper half of the latent columns is loaded first.
+template <int CTAS, bool ALTERNATE, class Shared>
 DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int rank) {
   const int lane = threadIdx.x % 32;
   const uint32 stages = shared_address(shared.kv[0]), full = shared_address(shared.full);
@@ -49,7 +52,7 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
       const uint32 to = stages + stage * kTileBytes, parity = tile >> 1 & 1 ^ 1;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int half = stage ^ h;
+        const int half = ALTERNATE ? stage ^ h : h;
         wait(empty + (stage * 2 + half) * 8, parity);
         mark(kWaitEmpty);
         if (elect()) {
@@ -62,11 +65,12 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
 #pragma unroll
             for (int b = 0; b < 2; ++b) {
               const int block = quarter * 2 + b;
-              load_block(b, rank, to + block * kBlockBytes, cache.latent, block * 64, token, page, barrier, policy);
+              load_block<CTAS>(b, rank, to + block * kBlockBytes, cache.latent, block * 64, token, page, barrier,
+                               policy);
             }
             if (last)
-              load_block(tile >> 1 & 1, rank, to + kRotary * kBlockBytes, cache.rotary, 0, token, page, barrier,
-                         policy);
+              load_block<CTAS>(tile >> 1 & 1, rank, to + kRotary * kBlockBytes, cache.rotary, 0, token, page, barrier,
+                               policy);
           }
         }
         __syncwarp();
@@ -77,13 +81,13 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
     }
   }
   mark(kSchedule);
-  if (CLUSTER > 1)
+  if (CTAS > 1)
     for (int i = 0; i < 2; ++i, ++tile)
       for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);
   mark(kWaitEmpty);
 }
 
-// Queries in global memory, in two parts. The maps' boxes are 64 packed rows if `boxed`.
+// Queries in global memory, in two parts. The maps' boxes are the packed rows of a group if `boxed`.
 struct Queries {
   const TensorMap *latent_map, *rotary_map;
   const char *latent, *rotary;
@@ -91,11 +95,12 @@ struct Queries {
   bool boxed;
 };
 
-// Copies 64 packed rows: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each block.
+// Copies GROUP_ROWS packed rows: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each block.
+template <int GROUP_ROWS>
 DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, int first_packed_row, uint32 to,
                          int thread) {
   const uint32 swizzled = thread / 8 * kRowBytes + (thread % 8 ^ thread / 8) * 16;
-  for (int row = thread / 8; row < kPackedRows; row += 8) {
+  for (int row = thread / 8; row < GROUP_ROWS; row += 8) {
     const int packed = first_packed_row + row, tile_row = p.row_of(packed);
     const int64 head = packed - tile_row * p.heads, q_row = int64(unit.row) + tile_row;
     const bool exists = tile_row < unit.count && q_row >= 0 && q_row < p.rows;
@@ -104,16 +109,16 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, i
     const uint32 row_to = to + row / 8 * kGroupBytes + swizzled;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
-      copy_chunk(row_to + block * kBlockBytes,
+      copy_chunk(row_to + block * (GROUP_ROWS * kRowBytes),
                  !exists ? q.latent : block == kRotary ? rotary : latent + block * kRowBytes, exists);
   }
-  wait_for_chunks();
-  fence_async_shared();
 }
 
-// Two warps, or a thread if TMA loads them: this CTA's packed rows of each unit, and the unit itself. One without rows
-// is the end.
-DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, int rank) {
+// Two warps, or a thread if TMA loads them: this CTA's packed rows of each unit, from `offset` on, and the unit itself.
+// They are GROUPS of GROUP_ROWS packed rows, which lie one after the other. A unit without rows is the end.
+template <int GROUP_ROWS, int GROUPS, class Shared>
+DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, int offset) {
+  constexpr int kGroup = kBlocks * GROUP_ROWS * kRowBytes;
   const int thread = threadIdx.x % kQueryThreads;
   if (q.boxed && thread) return end_prologue();
   const uint32 full = shared_address(&shared.q_full), empty = shared_address(&shared.q_empty);
@@ -122,7 +127,7 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, 
   Unit unit;
   for (uint32 n = 0;; ++n) {
     const bool exists = schedule.next_after_prologue(p, unit);
-    const int first_packed_row = unit.first_packed_row + rank * kPackedRows;
+    const int first_packed_row = unit.first_packed_row + offset;
     mark(kSchedule);
     wait(empty, n & 1 ^ 1);
     mark(kWaitEmpty);
@@ -133,14 +138,23 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, 
       for (int i = 0; i < 7; ++i) shared.unit[i] = words[i];
     }
     if (exists && q.boxed) {
-      const int row = unit.row + first_packed_row / p.heads, head = first_packed_row % p.heads;
-      arrive_expect(full, kTileBytes);
+      arrive_expect(full, GROUPS * kGroup);
 #pragma unroll
-      for (int block = 0; block < kRotary; block += kQueryBoxBlocks)
-        load_box(to + block * kBlockBytes, q.latent_map, 0, head, row, block, full);
-      load_box(to + kRotary * kBlockBytes, q.rotary_map, 0, head, row, 0, full);
+      for (int group = 0; group < GROUPS; ++group) {
+        const int packed = first_packed_row + group * GROUP_ROWS, tile_row = packed / p.heads;
+        const int row = unit.row + tile_row, head = packed - tile_row * p.heads;
+#pragma unroll
+        for (int block = 0; block < kRotary; block += kQueryBoxBlocks)
+          load_box(to + group * kGroup + block * (GROUP_ROWS * kRowBytes), q.latent_map, 0, head, row, block, full);
+        load_box(to + group * kGroup + kRotary * (GROUP_ROWS * kRowBytes), q.rotary_map, 0, head, row, 0, full);
+      }
     } else {
-      if (exists) copy_queries(p, q, unit, first_packed_row, to, thread);
+      if (exists) {
+        for (int group = 0; group < GROUPS; ++group)
+          copy_queries<GROUP_ROWS>(p, q, unit, first_packed_row + group * GROUP_ROWS, to + group * kGroup, thread);
+        wait_for_chunks();
+        fence_async_shared();
+      }
       arrive(full);
     }
     mark(kIssue);

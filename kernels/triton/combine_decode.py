@@ -89,10 +89,9 @@ def combine_slots(
             partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_FAST_PATH
         )
     else:
-        row_max, row_sum, acc = combine_step(
-            partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
-        )
-        for i in range(first + SPLITS_PER_STEP, stop, SPLITS_PER_STEP):
+        row_max = tl.full((heads.shape[0],), LOWEST, tl.float32)
+        row_sum, acc = tl.zeros_like(row_max), tl.zeros((heads.shape[0], d.shape[0]), tl.float32)
+        for i in range(first, stop, SPLITS_PER_STEP):
             step_max, step_sum, step_acc = combine_step(
                 partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
             )
@@ -206,9 +205,9 @@ def combine_decode_kernel(
 
 
 def combine_split_rows(
-    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool, run: bool
+    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool
 ) -> None:
-    """Write the rows that the plan splits, and zeros to the rows of empty requests; ``run`` as in ``launch``."""
+    """Write the rows that the plan splits, and zeros to the rows of empty requests."""
     rows, heads, dim = out.shape
     max_batch, pdl = plan.kv_len.shape[0], supports_pdl(out, image=True)
     fixed, num_ctas = PlanProblem.of(plan.problem).split > 0, plan.cta_indptr.shape[0] - 1
@@ -229,7 +228,6 @@ def combine_split_rows(
         combine_decode_kernel,
         (min(max_batch * heads * triton.cdiv(dim, columns), MAX_PROGRAMS),),
         Options(warps, launch_pdl=pdl, writes=("out", "lse")),
-        run,
         out=out,
         lse=lse,
         partial=workspace,

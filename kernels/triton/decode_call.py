@@ -82,11 +82,9 @@ def batch_decode(
         "SPLITS_PER_STEP": splits_per_step,
         "PDL": pdl,
     }
-    # Both ways are compiled in eager calls too, since a CUDA graph capture cannot load a kernel.
-    launch(decode_kernel, (programs,), launched, not eager, **arguments, COMBINE=False)
-    combine_split_rows(out, lse, workspace, o.sinks, p, return_lse, not eager)
-    if eager:
-        launch(decode_kernel, (programs,), launched, **arguments, COMBINE=True)
+    launch(decode_kernel, (programs,), launched, **arguments, COMBINE=eager)
+    if not eager:
+        combine_split_rows(out, lse, workspace, o.sinks, p, return_lse)
     return out, lse
 
 

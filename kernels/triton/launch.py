@@ -7,8 +7,8 @@ Otherwise    ``kernel[grid](...)``: Triton's interpreter, Triton releases whose 
              and an installation without the extension module
 
 Triton's own ``kernel[grid](...)`` binds and specializes every argument in Python at every launch, which takes about as
-long on the host as a small kernel runs on the GPU. Here a launch is one lookup, and :func:`capture_launches` tells what
-a whole op launches, of which a prepared call is made (:mod:`attn_ops.eager.prepared_call`).
+long on the host as a small kernel runs on the GPU. Here a launch is one lookup. What a whole op launches is captured
+(:mod:`attn_ops.eager.launches`), and a prepared call is made of it (:mod:`attn_ops.eager.prepared_call`).
 
 What a kernel's parameters may be, since Inductor must be able to generate the launch:
 
@@ -24,11 +24,7 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,19 +36,12 @@ from torch._subclasses import FakeTensor
 from triton.runtime.jit import JITFunction
 
 from attn_ops.eager import launches
-from attn_ops.eager.captured_call import ALIGNMENT_MASK, CapturedCall, Launch, is_available
+from attn_ops.eager.captured_call import ALIGNMENT_MASK, Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.native.images import MAX_LOADED, collecting, load
 
 DIRECT_LAUNCH = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Triton releases in which the parameters of a compiled kernel are known (:mod:`.cubin`)."""
-
-CONCURRENT_COMPILATION = not (3, 11) <= sys.version_info < (3, 11, 8)
-"""Python releases in which several threads may compile kernels.
-
-In the others, parsing fails if another thread parses during a garbage collection, with ``SystemError: AST constructor
-recursion depth mismatch``: https://github.com/python/cpython/issues/106905.
-"""
 
 Table = TypeVar("Table", bound=type)
 
@@ -143,20 +132,7 @@ it. Triton keeps the compiled kernels, so a launch after that looks its kernel u
 """
 
 
-class _Compiling(threading.local):
-    """The kernels that this thread's call compiles."""
-
-    def __init__(self) -> None:
-        self.pending: dict[tuple[Any, ...], Any] = {}
-        """Futures of compiled kernels, by key of the kernel cache. Emptied at the end of the captured op."""
-
-
-_compiling = _Compiling()
-
-
-def launch(
-    kernel: Any, grid: Sequence[Any], options: Options = DEFAULT_OPTIONS, run: bool = True, /, **arguments: Any
-) -> None:
+def launch(kernel: Any, grid: Sequence[Any], options: Options = DEFAULT_OPTIONS, /, **arguments: Any) -> None:
     """Launch ``kernel`` on ``grid`` with ``arguments``, by the names of its parameters::
 
         launch(decode_kernel, (programs,), Options(num_warps=8), q=q, out=out, rows=rows, HEAD_DIM=128)
@@ -164,8 +140,6 @@ def launch(
     The names are the kernel's, all of them, in any order; a ``TypeError`` lists those missing or unknown. The first
     parameter of the kernel is a tensor, never None; it decides the device and whether the launch is eager or traced.
     Scalars that change from call to call belong into the kernel's ``do_not_specialize``.
-
-    Unless ``run``, the kernel is only compiled and loaded, so that a CUDA graph capture can launch it later.
     """
     values = _in_order(kernel, arguments)
     if isinstance(values[0], FakeTensor):
@@ -175,10 +149,9 @@ def launch(
             return
         kernel = torch.library.wrap_triton(kernel)
     elif DIRECT_LAUNCH and is_available() and isinstance(kernel, JITFunction):
-        _launch_direct(kernel, grid, values, options, run)
+        _launch_direct(kernel, grid, values, options)
         return
-    if run:
-        _launch_by_triton(kernel, grid, values, options)
+    _launch_by_triton(kernel, grid, values, options)
 
 
 def _in_order(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
@@ -202,8 +175,8 @@ def _class_of(x: Any) -> Any:
 
 
 def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
-    """Load a compiled kernel and add it to the kernel cache."""
-    if hasattr(compiled, "result"):
+    """Load a compiled kernel and add it to the kernel cache. A CUDA graph capture may do so too."""
+    if hasattr(compiled, "result"):  # of a program in Triton's AsyncCompileMode
         compiled = compiled.result()
     kernel, device, options = key[0], key[1], key[-1]
     layout, entry = parameter_layout(compiled), None
@@ -214,47 +187,12 @@ def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
     _kernel_cache[key] = entry
 
 
-class _LazyExecutor(Executor):
-    """Starts threads when the first kernel is compiled: most calls compile none, and it takes longer than to launch."""
-
-    def __init__(self) -> None:
-        self._threads: ThreadPoolExecutor | None = None
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor()
-        return self._threads.submit(function, *args, **kwargs)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait, cancel_futures=cancel_futures)
-
-
-@contextmanager
-def _concurrent_compilation() -> Iterator[None]:
-    """In this block, kernels that are launched with ``run=False`` compile concurrently. They are loaded at its end."""
-    outer, _compiling.pending = _compiling.pending, {}
-    try:
-        with (
-            _LazyExecutor() as executor,
-            triton.AsyncCompileMode(executor) if CONCURRENT_COMPILATION else nullcontext(),
-        ):
-            yield
-        for key, (values, compiled) in _compiling.pending.items():
-            with torch.cuda.device(key[1]):
-                _insert(key, values, compiled)
-    finally:
-        _compiling.pending = outer
-
-
-def _launch_direct(
-    kernel: JITFunction[Any], grid: Sequence[int], values: tuple[Any, ...], options: Options, run: bool
-) -> None:
+def _launch_direct(kernel: JITFunction[Any], grid: Sequence[int], values: tuple[Any, ...], options: Options) -> None:
     """Launch with ``values`` in the order of the kernel's parameters."""
     device = values[0].get_device()
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            _launch_direct(kernel, grid, values, options, run)
+            _launch_direct(kernel, grid, values, options)
             return
     parameters = _parameters(kernel)
     specialization: list[Any] = []
@@ -268,13 +206,7 @@ def _launch_direct(
     key = (kernel, device, tuple(specialization), wide, parameters.constants(values), options)
     if key not in _kernel_cache:
         wait_until_prepared()
-        compiled = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
-        if not run and hasattr(compiled, "result"):
-            _compiling.pending[key] = values, compiled
-        else:
-            _insert(key, values, compiled)
-    if not run:
-        return
+        _insert(key, values, kernel.warmup(*values, grid=tuple(grid), **options.keywords()))
     entry = _kernel_cache[key]
     if entry is None:
         _launch_by_triton(kernel, grid, values, options)
@@ -290,8 +222,3 @@ def _launch_by_triton(kernel: Any, grid: Sequence[Any], values: Sequence[Any], o
     launches.record(None)
     if all(grid):
         kernel[tuple(grid)](*values, **options.keywords())
-
-
-def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, CapturedCall | None]:
-    """Make and capture a call, in which kernels that are launched with ``run=False`` compile concurrently."""
-    return launches.capture_launches(function, args, kwargs, _concurrent_compilation())

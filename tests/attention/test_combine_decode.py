@@ -44,7 +44,7 @@ def test_matches_oracle(device: str, backend: str, programs: int, sinks: bool, m
     out = torch.full((len(KV_LENS), HEADS, DIM), torch.nan, device=device)
     lse = torch.full((len(KV_LENS), HEADS), torch.nan, device=device)
     of_sinks = torch.randn(HEADS, device=device) if sinks else None
-    combine_decode.combine_split_rows(out, lse, partial, of_sinks, plan, True, True)
+    combine_decode.combine_split_rows(out, lse, partial, of_sinks, plan, True)
 
     out, lse, v, s = out.cpu(), lse.cpu(), v.cpu(), s.cpu()
     split = 0

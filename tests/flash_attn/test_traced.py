@@ -59,6 +59,13 @@ def append(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor, *new: T
     return flash_attn_with_kvcache(q, k, v, cache_seqlens=lens - 1, block_table=table, **given)
 
 
+def dense_cache(seed: int) -> tuple[Tensor, ...]:
+    """``(q, k, v, lengths, places)`` of three requests in a cache of three places of 20 tokens."""
+    q, k, v = dense(3, 1, 20, seed=seed)
+    lens = [[7, 0, 20], [20, 3, 1]][seed]
+    return q, k, v, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (lens, [2, 0, 0]))
+
+
 CAUSAL = {"causal": True, "window_size": (20, 0)}
 
 FORMS: dict[str, Form] = {
@@ -90,6 +97,38 @@ FORMS: dict[str, Form] = {
             q, k, v, cache_seqlens=lens, block_table=table, return_softmax_lse=True
         ),
         (decode(DECODES[0]), decode(DECODES[1])),
+    ),
+    "chunks": Form(
+        ["plan_prefill", "ragged_prefill"],
+        lambda *t: flash_attn_func(*t, causal=True, attention_chunk=7),
+        (dense(3, 9, 20), dense(3, 9, 20, seed=1)),
+    ),
+    "chunks of varlen": Form(
+        ["plan_prefill", "ragged_prefill"],
+        lambda *t: flash_attn_varlen_func(*t, 40, 130, causal=True, attention_chunk=32),
+        (varlen(PREFILLS[0]), varlen(PREFILLS[1])),
+    ),
+    "chunks over pages": Form(
+        ["page_table", "plan_prefill", "batch_prefill"],
+        lambda q, k, v, cu, lens, table: flash_attn_varlen_func(
+            q, k, v, cu, None, 40, 130, seqused_k=lens, block_table=table, causal=True, attention_chunk=32
+        ),
+        (paged(PREFILLS[0]), paged(PREFILLS[1])),
+    ),
+    "a dense cache": Form(
+        ["page_table", "plan_decode", "batch_decode"],
+        lambda q, k, v, lens, where: flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_batch_idx=where),
+        (dense_cache(0), dense_cache(1)),
+    ),
+    "left padding": Form(
+        ["page_table", "plan_decode", "batch_decode"],
+        lambda q, k, v, lens, pad: flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_leftpad=pad),
+        (dense_cache(0), dense_cache(1)),
+    ),
+    "a value of the query": Form(
+        ["plan_prefill", "ragged_prefill"],
+        lambda q, k, v: flash_attn_func(q, k, v, qv=q, causal=True),
+        (dense(3, 9, 20), dense(3, 9, 20, seed=1)),
     ),
     "append": Form(
         [

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attn_ops
 from attn_ops import flash_attn
 from attn_ops.errors import ShapeError
-from attn_ops.frontend import call_plans
+from attn_ops.frontend import call_plans, one_shot
 from attn_ops.frontend.flash import calls
+from attn_ops.frontend.flash.metadata import host_plans
 
 HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 64, 5000
 
@@ -131,6 +132,30 @@ def test_calls_of_the_same_sizes_share_a_plan(rows: int, monkeypatch: pytest.Mon
     Expected.of([(q, k, v)]).check(attn_ops.single_prefill_with_kv_cache(q, k, v))
     plans = ["plan_decode" if rows == 1 else "plan_prefill"] * 2
     assert [op for op in planned if op != "page_table"] == [*plans, "plan_prefill"]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_repeated_call_finds_its_plan(rows: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not written again, until its plan is gone."""
+
+    def call(seed: int) -> None:
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn_like(t) for t in tensors(rows, TOKENS + 77, layout))
+        if rows == 1:
+            out = attn_ops.single_decode_with_kv_cache(q[0], k, v, layout)[None]
+        else:
+            out = attn_ops.single_prefill_with_kv_cache(q, k, v, kv_layout=layout)
+        Expected.of([(q, *tokens_first(layout, k, v))]).check(out)
+
+    call(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(one_shot, "splits_pay", None)
+        call(1)
+        host_plans().entries.clear()
+        with pytest.raises(TypeError):
+            call(2)
+    call(3)
 
 
 def test_what_fills_the_device_or_is_short_is_not_planned() -> None:

@@ -71,6 +71,7 @@ CASES = (
                 (64, 1, 129),
                 {"heads": 80, "dtype": torch.float16, "planner": {"num_ctas": 0}},
             ),
+            ("512/64 decode, 150 heads", (1, 1), (70, 200), {"heads": 150, "causal": True, "planner": {"num_ctas": 4}}),
             ("512/64 rows", (3, 2, 5), (200, 2, 64), {"heads": 16, "planner": {"tile_rows": 4}}),
             (
                 "512/64 causal",

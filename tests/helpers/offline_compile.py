@@ -52,7 +52,7 @@ def compiling_for(capability: int, compiles: bool | Callable[..., bool] = True) 
     """
     compiled: Compiled = []
 
-    def compile_only(kernel: Any, grid: Any, values: Any, options: Any, run: bool) -> None:
+    def compile_only(kernel: Any, grid: Any, values: Any, options: Any) -> None:
         result, arguments = kernel, dict(zip(kernel.arg_names, values, strict=True))
         if compiles(kernel, arguments, options.keywords()) if callable(compiles) else compiles:
             result = kernel.warmup(*values, grid=tuple(grid), **options.keywords())

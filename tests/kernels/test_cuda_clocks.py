@@ -22,7 +22,8 @@ from benchmarks import clocks
 KV_LENS, TILES = (300, 64, 129), 5 + 1 + 3
 
 KERNELS = {
-    "mla": mla.SPECIALIZATIONS[2, torch.bfloat16],
+    "mla": mla.SPECIALIZATIONS["mla", 128, torch.bfloat16],
+    "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, torch.bfloat16],
     "prefill": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, False],
     "prefill FP8": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, True],
 }
@@ -54,9 +55,9 @@ def _planner(heads: int, kv_heads: int, head_dim: int, head_dim_vo: int, rows: i
     return planner
 
 
-def _mla() -> tuple[Tensor, Tensor]:
-    planner = _planner(128, 1, 576, 512, 1)
-    q_nope, q_pe = torch.randn(3, 128, 512).bfloat16(), torch.randn(3, 128, 64).bfloat16()
+def _mla(heads: int) -> tuple[Tensor, Tensor]:
+    planner = _planner(heads, 1, 576, 512, 1)
+    q_nope, q_pe = torch.randn(3, heads, 512).bfloat16(), torch.randn(3, heads, 64).bfloat16()
     ckv, kpe = (torch.randn(planner.max_pages, 64, columns).bfloat16() for columns in (512, 64))
     return mla.batch_mla(q_nope, q_pe, ckv, kpe, list(planner.state), planner.workspace)
 
@@ -72,7 +73,9 @@ def _prefill(kv_dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("kernel", "call"),
     [
-        ("mla", _mla),
+        ("mla", functools.partial(_mla, 128)),
+        ("mla", functools.partial(_mla, 64)),
+        ("mla, one consumer", functools.partial(_mla, 16)),
         ("prefill", _prefill),
         ("prefill KV_FP8", functools.partial(_prefill, torch.float8_e4m3fn)),
     ],
@@ -100,9 +103,11 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
         seen = {phase for phase in phases if of[phase][:, list(warps)].any()}
         assert PHASES[name.split()[0]] <= seen, name
         assert name.startswith("consumer") == bool(of["Tiles"][:, list(warps)].any())
-    consumers = [of["Tiles"][:, roles[f"consumer {c}"][0]].sum().item() for c in range(2)]
-    if kernel == "mla":  # two CTAs, in which consumers have tiles in turn
+    consumers = [of["Tiles"][:, warps[0]].sum().item() for name, warps in roles.items() if name.startswith("consumer")]
+    if kernel == "mla":  # two CTAs, in which consumers have tiles in turn, or one, in which both have all
         assert sum(consumers) == 2 * TILES
+    elif kernel == "mla, one consumer":
+        assert consumers == [TILES]
     else:  # tiles of 128 tokens; 200 packed rows, of which each consumer has 64 of every 128
         assert consumers == [2 * (3 + 1 + 2)] * 2
     assert len(clocks.account(found[None], roles)) == len(roles)

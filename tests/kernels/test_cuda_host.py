@@ -23,6 +23,8 @@ from helpers.cuda_host import Fault, Host, HostError, needs_a_compiler
 from helpers.harness import Setup
 from helpers.hostile_plans import random_plan
 
+from attn_ops.ops import unsupported
+
 merges = importlib.import_module("attn_ops.kernels.cuda.merge_states")
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
@@ -198,10 +200,76 @@ def test_mla(seed: int, case: mla_cases.Mla) -> None:
     assert len(host.launched) == 1
 
 
-def test_clusters_of_one_and_two_ctas_run() -> None:
-    """Among the cases above."""
-    sizes = {mla.units_of(case.heads * case.planner.get("tile_rows", 1)).cluster for case in MLA}
-    assert sizes == {1, 2}
+@pytest.mark.parametrize("case", [case for case in MLA if case.heads <= 20], ids=str)
+def test_mla_without_swapped_operands(case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", 0)
+    host = Host(sms=4)
+    with host.installed():
+        mla_cases.check(case, op=_mla_op)
+    assert [name.split()[0] for name in host.launched] == ["mla"]
+
+
+def _swapped(name: str, heads: int, **options: Any) -> mla_cases.Mla:
+    """A case of few packed rows, by default of decode with splits."""
+    sizes: dict[str, Any] = {"qo_lens": (1, 1, 0, 1), "kv_lens": (70, 300, 0, 1000), "dims": (512, 64)}
+    fixed: dict[str, Any] = {"dtype": torch.bfloat16, "page_size": 64, "sm_scale": None, "planner": {"num_ctas": 12}}
+    return mla_cases.Mla(name, heads=heads, **(sizes | fixed | options))
+
+
+NO_KEYS: dict[str, Any] = {"qo_lens": (1, 1, 1), "kv_lens": (64, 0, 129), "planner": {"num_ctas": 0}}
+ROWS: dict[str, Any] = {"qo_lens": (3, 1, 6), "kv_lens": (200, 2, 310), "causal": True}
+
+SWAPPED = [
+    *(_swapped(f"{heads} heads", heads) for heads in (1, 5, 12, 16, 24, 32, 40, 48, 64)),
+    *(_swapped(f"{heads} heads, no keys", heads, **NO_KEYS, dtype=torch.float16) for heads in (16, 32, 64)),
+    _swapped("rows of 16", 16, **ROWS, packed=True, page_size=128, planner={"tile_rows": 4}),
+    _swapped("rows of 5", 5, **ROWS, page_size=192, planner={"tile_rows": 3, "num_ctas": 6}),
+    _swapped("rows of 12", 12, **ROWS, planner={"tile_rows": 2, "fixed_split_size": 1}),
+    _swapped("float32", 16, out_dtype=torch.float32),
+    _swapped("e4m3", 32, out_dtype=torch.float8_e4m3fn),
+    _swapped("e5m2", 64, out_dtype=torch.float8_e5m2, sm_scale=0.02),
+    _swapped("float16 of bfloat16", 20, out_dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(SWAPPED)), ids=str)
+def test_mla_of_few_packed_rows(seed: int, case: mla_cases.Mla) -> None:
+    host = Host(sms=4, seed=seed)
+    with host.installed():
+        mla_cases.check(case, op=_mla_op)
+    assert [name.split()[0] for name in host.launched] == ["mla_swap_ab"]
+
+
+def test_every_size_of_units_runs() -> None:
+    """Among the cases above, but for those of few packed rows on clusters."""
+    sizes = {mla.units_of(case.heads * case.planner.get("tile_rows", 1))[:2] for case in (*MLA, *SWAPPED)}
+    assert sizes == set(unsupported.CUDA_MLA_UNITS)
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_swapped_operands_change_the_result_by_rounding_alone(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    outs: list[tuple[Tensor, Tensor]] = []
+
+    def keep(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        outs.append(_mla_op(*tensors, **options))
+        return outs[-1]
+
+    with Host(sms=4).installed():
+        for most in (0, 64):
+            monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", most)
+            mla_cases.check(_swapped("both", heads, out_dtype=torch.float32), op=keep)
+    (out, lse), (swapped, swapped_lse) = outs
+    torch.testing.assert_close(swapped, out, rtol=2e-2, atol=4e-3)
+    torch.testing.assert_close(swapped_lse, lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_partial_result_may_lie_at_any_multiple_of_4_bytes() -> None:
+    def op(q: Any, r: Any, c: Any, k: Any, plan: Any, workspace: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        return _mla_op(q, r, c, k, plan, torch.empty(workspace.numel() + 1)[1:], **options)
+
+    for heads in (16, 64):
+        with Host(sms=4).installed():
+            mla_cases.check(_swapped("shifted", heads), op=op)
 
 
 def _states(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -484,6 +552,35 @@ MLA_FAULTS = {
 }
 
 
+SWAPPED_FAULTS = {
+    "maxima are read before all warps have stored them": Planted(
+        Fault("sync();  // maxima are stored\n", ""), "race|uninitialised"
+    ),
+    "P is multiplied before all warps have stored it": Planted(
+        Fault("sync();  // P is stored\n", ""), "race|uninitialised|no proxy fence"
+    ),
+    "no proxy fence after P": Planted(Fault("fence_async_shared();  // P\n", ""), "no proxy fence"),
+    "a half is released before it is multiplied": Planted(Fault("wgmma_wait<1>();", ""), "race"),
+    "values become 0 while the other consumer reads keys": Planted(
+        Fault("if (CONSUMERS > 1) named_sync(kAllConsumers, kThreads);  // all have their logits\n", ""), "race"
+    ),
+    "values are multiplied while they become 0": Planted(
+        Fault("if (CONSUMERS > 1) named_sync(kAllConsumers, kThreads);  // zeros are stored\n", ""),
+        "race|no proxy fence",
+    ),
+    "no proxy fence before a bulk store": Planted(Fault("fence_async_shared();  // columns\n", ""), "no proxy fence"),
+    "columns are staged over those that a bulk store reads": Planted(Fault("wait_for_bulk_reads();", ""), "race"),
+    "columns are staged before all are read": Planted(Fault("sync();  // columns are read\n", ""), "race"),
+    "a query is loaded over a partial result": Planted(
+        Fault(
+            "store(row, count, slot);\n      if (!kOwnStaging) arrive_by_warp(q_empty);",
+            "if (!kOwnStaging) arrive_by_warp(q_empty);\n      store(row, count, slot);",
+        ),
+        "race",
+    ),
+}
+
+
 def _faulty(planted: dict[str, Planted], name: str) -> Host:
     faults = [one.fault for one in planted.values()]
     return Host(sms=2, faults=faults, planted=1 + list(planted).index(name) if name else 0)
@@ -518,4 +615,12 @@ def test_faults_of_mla_are_noticed(name: str) -> None:
     case = replace(case, qo_lens=(1, 1), kv_lens=(300, 70))
     noticed = pytest.raises(HostError, match=MLA_FAULTS[name].message) if name else contextlib.nullcontext()
     with _faulty(MLA_FAULTS, name).installed(), noticed:
+        mla_cases.check(case, op=_mla_op)
+
+
+@pytest.mark.parametrize("name", ["", *SWAPPED_FAULTS])
+def test_faults_of_swapped_operands_are_noticed(name: str) -> None:
+    case = _swapped("faulty", 64, qo_lens=(1, 1), kv_lens=(300, 70))
+    noticed = pytest.raises(HostError, match=SWAPPED_FAULTS[name].message) if name else contextlib.nullcontext()
+    with _faulty(SWAPPED_FAULTS, name).installed(), noticed:
         mla_cases.check(case, op=_mla_op)

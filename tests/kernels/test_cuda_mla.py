@@ -44,28 +44,33 @@ def _is_valid(one: Any) -> bool:
     return within and len(one.shape) <= 5 and one.strides[-1] == 1 and all(s % 8 == 0 for s in one.strides[:-1])
 
 
-@pytest.mark.parametrize("heads", [1, 2, 16, 64, 128, 192])
+@pytest.mark.parametrize(
+    ("heads", "packed_rows"),
+    [*((heads, 64) for heads in (1, 2, 16, 64, 128, 192)), (1, 16), (8, 16), (16, 16), (16, 32), (32, 32), (64, 32)],
+)
 @pytest.mark.parametrize("padding", [0, 8])
-def test_a_box_of_queries_is_64_packed_rows(heads: int, padding: int) -> None:
+def test_a_box_of_queries_is_a_group_of_packed_rows(heads: int, packed_rows: int, padding: int) -> None:
     rows = 200
     q = _numbered(rows, heads, mla.LATENT + padding)[..., : mla.LATENT]
-    one, boxed = mla.query_map(q)
+    one, boxed = mla.query_map(q, packed_rows)
     assert boxed
     assert _is_valid(one)
-    assert one.box[1] * one.box[2] == prefill.PACKED_ROWS
+    assert one.box[1] * one.box[2] == packed_rows
     mapped = _mapped(one)
-    for first_packed_row in (0, 64, 128):
+    for first_packed_row in (0, packed_rows, 2 * packed_rows):
         row, head = 1 + first_packed_row // heads, first_packed_row % heads
         box = mapped[:, row : row + one.box[1], head : head + one.box[2]]
-        packed = box.permute(1, 2, 0, 3).reshape(prefill.PACKED_ROWS, mla.LATENT)
-        for p in range(prefill.PACKED_ROWS):
+        packed = box.permute(1, 2, 0, 3).reshape(packed_rows, mla.LATENT)
+        for p in range(packed_rows):
             of_item = first_packed_row + p
             assert torch.equal(packed[p], q[1 + of_item // heads, of_item % heads])
 
 
-@pytest.mark.parametrize("heads", [3, 20, 80, 150])
-def test_other_head_counts_are_copied(heads: int) -> None:
-    one, boxed = mla.query_map(_numbered(4, heads, mla.LATENT))
+@pytest.mark.parametrize(
+    ("heads", "packed_rows"), [(3, 64), (20, 64), (80, 64), (150, 64), (3, 16), (12, 16), (24, 32), (48, 32)]
+)
+def test_other_head_counts_are_copied(heads: int, packed_rows: int) -> None:
+    one, boxed = mla.query_map(_numbered(4, heads, mla.LATENT), packed_rows)
     assert not boxed
     assert _is_valid(one)
 
@@ -79,23 +84,45 @@ def test_a_map_of_the_cache_has_every_token(columns: int) -> None:
     assert torch.equal(_mapped(one), cache)
 
 
-@pytest.mark.parametrize(
-    ("packed_rows", "expected"), [(1, (1, 1)), (64, (1, 1)), (65, (2, 1)), (128, (2, 1)), (150, (1, 3)), (256, (2, 2))]
-)
-def test_units_have_two_ctas_unless_one_would_have_no_rows(packed_rows: int, expected: tuple[int, int]) -> None:
+UNITS = {
+    1: ("mla_swap_ab", 16, 1),
+    16: ("mla_swap_ab", 16, 1),
+    17: ("mla_swap_ab", 32, 1),
+    33: ("mla_swap_ab", 64, 1),
+    64: ("mla_swap_ab", 64, 1),
+    65: ("mla", 128, 1),
+    128: ("mla", 128, 1),
+    150: ("mla", 64, 3),
+    256: ("mla", 128, 2),
+}
+"""By the packed rows of a work item."""
+
+
+@pytest.mark.parametrize(("packed_rows", "expected"), UNITS.items())
+def test_units_have_the_fewest_rows_and_two_ctas_unless_one_would_have_none(
+    packed_rows: int, expected: tuple[str, int, int]
+) -> None:
     assert mla.units_of(packed_rows) == expected
 
 
+def test_units_without_swapped_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", 0)
+    assert {mla.units_of(packed_rows) for packed_rows in (1, 16, 64)} == {("mla", 64, 1)}
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("key", [k for k in mla.SPECIALIZATIONS if k[1] == torch.bfloat16], ids=str)
+@pytest.mark.parametrize("key", [k for k in mla.SPECIALIZATIONS if k[2] == torch.bfloat16], ids=str)
 def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
     one = mla.SPECIALIZATIONS[key]
+    units = mla.Units(key[0], key[1], 1)
+    of_group = "kPackedRows" if units.kernel == "mla" else "ROWS"
     expected = {
+        of_group: units.box_rows,
         "sizeof(Shared)": one.shared_bytes,
         "kLatent": mla.LATENT,
         "kTile": mla.TILE,
-        "kPackedRows": prefill.PACKED_ROWS,
+        "kUnitRows": key[1],
         "kRowBytes": 2 * COLUMNS,
         "kBlocks": (mla.LATENT + mla.ROTARY) // COLUMNS,
         "kQueryBoxBlocks": mla.QUERY_BOX_BLOCKS,
@@ -124,9 +151,10 @@ def test_registers_suffice_and_products_overlap(key: tuple[Any, ...]) -> None:
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     keys_first = ["0", "0", "1", "0", "0", "0"]  # a first tile; S, peer's P V, own P V; the peer's last tile
     keys_last = ["0", "0", "2", "0", "0", "0"]
-    assert sorted([waits[:6], waits[6:]]) == [keys_first, keys_last]
+    swapped = ["0", "1", "0"]  # S; each half of the values
+    assert sorted([waits[:6], waits[6:]]) == [keys_first, keys_last] if key[0] == "mla" else waits == swapped
     assert "UBLKCP" in code  # bulk stores
-    assert ("UTMALDG.3D.MULTICAST" in code) == (key[0] > 1)
+    assert ("UTMALDG.3D.MULTICAST" in code) == (one.cluster[0] > 1)
 
 
 SMS = 132
@@ -150,36 +178,37 @@ def without_combine(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_nvrtc
 @needs_the_module
 @pytest.mark.usefixtures("without_combine")
-@pytest.mark.parametrize(("heads", "tile_rows"), [(128, 1), (16, 4), (80, 3), (192, 1)])
+@pytest.mark.parametrize(("heads", "tile_rows"), [(128, 1), (16, 4), (16, 1), (32, 1), (80, 3), (192, 1)])
 def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
     heads: int, tile_rows: int, fake_driver: FakeDriver
 ) -> None:
     for rows in (0, 1, 9, 700):
         call = _call(rows, heads, tile_rows=tile_rows)
         mla.batch_mla(**call)
-        cluster, blocks = mla.units_of(tile_rows * heads)
-        units = (-(-rows // tile_rows) + 5 + 6) * blocks
+        kernel, unit_rows, blocks = mla.units_of(tile_rows * heads)
+        one = mla.SPECIALIZATIONS[kernel, unit_rows, torch.bfloat16]
+        units, cluster = (-(-rows // tile_rows) + 5 + 6) * blocks, one.cluster[0]
         assert fake_driver.array("grid", 3) == [min(units, SMS // cluster) * cluster, 1, 1]
         settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
-        assert settings == [384, mla.SHARED_BYTES, 1]
+        assert settings == [one.threads, one.shared_bytes, 1]
 
 
 @needs_nvrtc
 @needs_the_module
 @pytest.mark.usefixtures("without_combine")
-@pytest.mark.parametrize("heads", [128, 20])
+@pytest.mark.parametrize(("heads", "function"), [(128, "mla"), (20, "mla_swap_ab")])
 def test_a_package_takes_any_number_of_rows(
-    heads: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    heads: int, function: str, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
-    fixed = _call(50, heads)
+    fixed = _call(50, heads, tile_rows=1)
 
     def call(rows: Tensor) -> Tensor:
         q = {name: rows.new_zeros(rows.shape[0], heads, n) for name, n in (("q_nope", 512), ("q_pe", 64))}
         return mla.batch_mla(**fixed | q, causal=True)[0]
 
     image = packaged_image(call, (50, 7, 900), monkeypatch)
-    assert (image.function, len(image.maps)) == ("mla", 4)
+    assert (image.function, len(image.maps)) == (function, 4)
 
 
 GOOD = Problem(
@@ -210,7 +239,7 @@ TAKEN: list[dict[str, Any]] = [
 def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_mla(problem) == []
-    assert on_hopper == [mla.SPECIALIZATIONS[cluster, problem.dtype] for cluster in (1, 2)]
+    assert on_hopper == [one for key, one in mla.SPECIALIZATIONS.items() if key[2] == problem.dtype]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

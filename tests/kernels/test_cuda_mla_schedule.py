@@ -21,7 +21,7 @@ pytestmark = cuda_host.needs_a_compiler
 MAIN = (
     cuda_host.READ_NUMBERS
     + """\
-  Problem p = {.qo_indptr = array(), .work = array()};
+  Problem p = {.qo_indptr = array(), .work = array(), .unit_rows = kUnitRows, .cluster = CLUSTER};
   for (int* field : {&p.rows, &p.num_pages, &p.max_pages, &p.max_items, &p.max_batch, &p.heads, &p.page_size,
                      &p.tile_rows, &p.num_items, &p.num_units})
     *field = *at++;
@@ -53,20 +53,25 @@ class Unit(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def programs() -> dict[int, Path]:
-    """Programs that print the units of a plan, by the CTAs of a cluster."""
-    return {n: cuda_host.program(mla.SPECIALIZATIONS[n, torch.bfloat16], MAIN) for n in (1, 2)}
+def programs() -> dict[tuple[str, int], Path]:
+    """Programs that print the units of a plan, by kernel and packed rows of a unit."""
+    return {
+        key[:2]: cuda_host.program(one, MAIN) for key, one in mla.SPECIALIZATIONS.items() if key[2] == torch.bfloat16
+    }
 
 
-def _units(programs: dict[int, Path], plan: attn_ops.PrefillPlan, rows: int, clusters: int, causal: bool) -> list[Unit]:
+def _units(
+    programs: dict[tuple[str, int], Path], plan: attn_ops.PrefillPlan, rows: int, clusters: int, causal: bool
+) -> list[Unit]:
     problem = PlanProblem.of(plan.problem)
-    cluster, blocks = mla.units_of(problem.tile_rows * problem.num_qo_heads)
+    kernel, unit_rows, blocks = mla.units_of(problem.tile_rows * problem.num_qo_heads)
+    cluster = mla.SPECIALIZATIONS[kernel, unit_rows, torch.bfloat16].cluster[0]
     items = plan.kv_len.shape[0] + num_partials(plan) - (-rows // problem.tile_rows)
     numbers = [plan.qo_indptr.numel(), *plan.qo_indptr.tolist(), plan.work.numel(), *plan.work.flatten().tolist()]
     numbers += [rows, 1 << 20, plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0]]
     numbers += [problem.num_qo_heads, problem.page_size, problem.tile_rows, items, items * blocks]
     numbers += [min(clusters, items * blocks) * cluster, int(causal)]
-    return [Unit(*row) for row in cuda_host.rows_of(programs[cluster], numbers)]
+    return [Unit(*row) for row in cuda_host.rows_of(programs[kernel, unit_rows], numbers)]
 
 
 BATCHES = {
@@ -99,14 +104,17 @@ def _plan(name: str, heads: int, causal: bool, page_size: int, padding: int = 0)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [16, 20, 128, 192])
 @pytest.mark.parametrize("name", BATCHES)
-def test_units_are_the_work_of_the_plan(name: str, heads: int, causal: bool, programs: dict[int, Path]) -> None:
+def test_units_are_the_work_of_the_plan(
+    name: str, heads: int, causal: bool, programs: dict[tuple[str, int], Path]
+) -> None:
     """Every pair of a query row and a head is in one unit for every key that it sees, and units have no other keys."""
     padding = 70
     plan = _plan(name, heads, causal, 192 if causal else 64, padding)
     (qo_lens, kv_lens), starts = BATCHES[name], indptr(BATCHES[name][0]).tolist()
     total = sum(qo_lens)
     units = _units(programs, plan, total + padding, 7, causal)
-    cluster, _ = mla.units_of(PlanProblem.of(plan.problem).tile_rows * heads)
+    kernel, unit_rows, _ = mla.units_of(PlanProblem.of(plan.problem).tile_rows * heads)
+    cluster = mla.SPECIALIZATIONS[kernel, unit_rows, torch.bfloat16].cluster[0]
     seen: Counter[tuple[int, int]] = Counter()  # (row, head) -> keys
     visits: Counter[tuple[int, int]] = Counter()
     for u in units:
@@ -115,7 +123,6 @@ def test_units_are_the_work_of_the_plan(name: str, heads: int, causal: bool, pro
         assert u.tiles == -(-(u.end - u.start) // mla.TILE)
         if u.cta % cluster:
             continue
-        unit_rows = cluster * mla.PACKED_ROWS
         for packed in range(u.first_packed_row, min(u.first_packed_row + unit_rows, u.count * heads)):
             row, head = u.row + packed // heads, packed % heads
             high = min(u.end, u.position + packed // heads + 1) if causal else u.end
@@ -130,7 +137,7 @@ def test_units_are_the_work_of_the_plan(name: str, heads: int, causal: bool, pro
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_ctas_of_a_cluster_have_the_same_tiles(name: str, programs: dict[int, Path]) -> None:
+def test_ctas_of_a_cluster_have_the_same_tiles(name: str, programs: dict[tuple[str, int], Path]) -> None:
     """Each multicasts its part of a tile to both, so one that took other tiles would corrupt the other's."""
     units = _units(programs, _plan(name, 128, True, 64), sum(BATCHES[name][0]), 5, True)
     walks = {cta: [u[1:] for u in units if u.cta == cta] for cta in range(10)}
@@ -142,7 +149,7 @@ def test_ctas_of_a_cluster_have_the_same_tiles(name: str, programs: dict[int, Pa
 @pytest.mark.parametrize("garbage", [-(2**31), -1, 0, 1, 1000, 2**31 - 1])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_plan_of_garbage_gives_units_within_the_page_table(
-    garbage: int, heads: int, programs: dict[int, Path]
+    garbage: int, heads: int, programs: dict[tuple[str, int], Path]
 ) -> None:
     """The sanitizer of the program finds overflows and reads out of bounds; pages are within the page table."""
     plan = _plan("several", heads, True, 64)

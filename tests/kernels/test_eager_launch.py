@@ -7,7 +7,6 @@ import functools
 import itertools
 import threading
 from concurrent.futures import Future
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,8 +26,8 @@ pytestmark = [needs_the_module, pytest.mark.usefixtures("fake_driver")]
 OPTIONS = launch.Options()
 
 
-def _launch(kernel: Any, a: Tensor, out: Tensor, n: int = 7, *, grid: tuple[int, ...] = (3,), run: bool = True) -> None:
-    launch._launch_direct(kernel, grid, (a, None, out, n, *SCALARS_AND_CONSTANTS[1:]), OPTIONS, run)
+def _launch(kernel: Any, a: Tensor, out: Tensor, n: int = 7, *, grid: tuple[int, ...] = (3,)) -> None:
+    launch._launch_direct(kernel, grid, (a, None, out, n, *SCALARS_AND_CONSTANTS[1:]), OPTIONS)
 
 
 def test_a_launch_has_the_parameters_of_its_arguments(fake_driver: FakeDriver) -> None:
@@ -42,13 +41,27 @@ def test_a_launch_has_the_parameters_of_its_arguments(fake_driver: FakeDriver) -
     assert fake_driver.values() == [a.data_ptr(), out.data_ptr(), 7, 0.5, 0, 0]
 
 
-def test_without_run_a_kernel_is_loaded_and_not_launched(fake_driver: FakeDriver) -> None:
+def test_a_kernel_is_loaded_once(fake_driver: FakeDriver) -> None:
     kernel, a, out = UncompiledKernel(), torch.zeros(4), torch.zeros(4)
-    for run in (False, True, True):
-        before = fake_driver.get("launches")
-        _launch(kernel, a, out, run=run)
-        assert fake_driver.get("loads") == 1
-        assert fake_driver.get("launches") == before + run
+    for launched in (1, 2, 3):
+        _launch(kernel, a, out)
+        assert (fake_driver.get("loads"), fake_driver.get("launches")) == (1, launched)
+
+
+def test_a_kernel_is_loaded_while_a_graph_is_captured(fake_driver: FakeDriver) -> None:
+    """The fake driver refuses to load in a capture that is not relaxed."""
+    fake_driver.set(capturing=1)
+    _launch(UncompiledKernel(), torch.zeros(4), torch.zeros(4))
+    assert (fake_driver.get("loads"), fake_driver.get("launches")) == (1, 1)
+
+
+def test_a_kernel_of_async_compile_mode_is_waited_for(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling: Future[Any] = Future()
+    compiling.set_result(compiled())
+    kernel = UncompiledKernel()
+    monkeypatch.setattr(kernel, "warmup", lambda *args, **options: compiling, raising=False)
+    _launch(kernel, torch.zeros(4), torch.zeros(4))
+    assert (fake_driver.get("loads"), fake_driver.get("launches")) == (1, 1)
 
 
 def test_an_empty_grid_launches_nothing(fake_driver: FakeDriver) -> None:
@@ -70,59 +83,19 @@ def test_ints_share_a_kernel_as_triton_specializes_them() -> None:
     assert launch._class_of(None) is None
 
 
-def test_a_call_that_compiles_nothing_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ThreadPoolExecutor", None)
-    with launch._concurrent_compilation():
-        pass
-
-
-def test_a_64_bit_scalar_has_its_own_kernel(fake_driver: FakeDriver) -> None:
+def test_a_64_bit_scalar_has_its_own_kernel(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "run", lambda made, device: None)  # the fake kernel has a scalar of 32 bits
     kernel, t = UncompiledKernel(), torch.zeros(4)
     for size in (7, -1, 2**31, 2**40):
-        _launch(kernel, t, t, size, run=False)
+        _launch(kernel, t, t, size)
     assert fake_driver.get("loads") == 2
 
 
 def test_an_unaligned_tensor_has_its_own_kernel(fake_driver: FakeDriver) -> None:
     kernel, t = UncompiledKernel(), torch.zeros(9)
     for a in (t, t[4:], t[1:], t[5:]):
-        _launch(kernel, a, t, run=False)
+        _launch(kernel, a, t)
     assert fake_driver.get("loads") == 2
-
-
-def test_kernels_without_run_compile_concurrently(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiling: Future[Any] = Future()
-    kernel, t = UncompiledKernel(), torch.zeros(4)
-    monkeypatch.setattr(kernel, "warmup", lambda *args, **options: compiling, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    with launch._concurrent_compilation():
-        _launch(kernel, t, t, run=False)
-        compiling.set_result(compiled())
-        assert not fake_driver.get("loads")
-    assert fake_driver.get("loads") == 1
-    _launch(kernel, t, t)
-    assert fake_driver.get("loads") == 1
-
-
-def test_a_kernel_that_does_not_compile_is_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    compiling: Future[Any] = Future()
-    compiling.set_exception(ValueError("does not compile"))
-    with pytest.raises(ValueError, match="does not compile"), launch._concurrent_compilation():
-        launch._compiling.pending[(None, 0)] = (), compiling
-    with launch._concurrent_compilation():
-        pass
-    assert not launch._compiling.pending
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_threads_compile_where_python_parses_in_several(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[Any] = []
-    monkeypatch.setattr(launch, "CONCURRENT_COMPILATION", together)
-    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda executor: nullcontext(modes.append(executor)))
-    with launch._concurrent_compilation():
-        pass
-    assert len(modes) == together
 
 
 @pytest.mark.parametrize("metadata", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}])
@@ -141,11 +114,10 @@ def test_triton_launches_a_kernel_that_needs_more_than_parameters(
     kernel, t = Kernel(), torch.zeros(4)
 
     def function(t: Tensor) -> Tensor:
-        _launch(kernel, t, t, run=False)
         _launch(kernel, t, t)
         return t
 
-    assert launch.capture_launches(function, (t,), {})[1] is None
+    assert launches.capture_launches(function, (t,), {})[1] is None
     assert kernel.launched == [((3,), SCALARS_AND_CONSTANTS, {"num_warps": 4, "num_stages": 1})]
     assert not fake_driver.get("loads")
 
@@ -156,7 +128,7 @@ def _capturing(kernel: Any, *tensors: Tensor) -> Any:
         _launch(kernel, args[0], out)
         return out
 
-    return launch.capture_launches(function, tensors, {})
+    return launches.capture_launches(function, tensors, {})
 
 
 def test_a_call_captures_its_launches() -> None:
@@ -176,5 +148,5 @@ def test_launches_of_another_thread_are_not_captured(fake_driver: FakeDriver) ->
         assert launches._captured.launches == []
         return torch.empty(0)
 
-    assert launch.capture_launches(function, (torch.zeros(4),), {})[1] is None
+    assert launches.capture_launches(function, (torch.zeros(4),), {})[1] is None
     assert fake_driver.get("launches") == 1

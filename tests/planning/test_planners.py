@@ -272,3 +272,16 @@ def test_head_shards_divide_the_heads(shards: int, message: str) -> None:
 )
 def test_default_rows_of_a_query_tile(heads: tuple[int, int], rows: int, tile_rows: int) -> None:
     assert rows_per_tile(*heads, rows) == tile_rows
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "tile_rows"),
+    [(16, 1, 1), (16, 2, 2), (16, 4, 4), (32, 1, 1), (64, 1, 1), (5, 1, 3), (16, 300, 16)],
+)
+def test_default_rows_of_a_query_tile_of_mla(heads: int, rows: int, tile_rows: int) -> None:
+    """Packed rows from 16 on, but with splits of fixed size those that do not depend on the capacities."""
+    sizes: dict[str, Any] = {"num_qo_heads": heads, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
+    planner = PrefillPlanner(3, 3 * rows, 5, page_size=64, **sizes)
+    assert planner.problem.tile_rows == tile_rows
+    fixed = PrefillPlanner(3, 3 * rows, 5, page_size=64, **sizes, fixed_split_size=1)
+    assert fixed.problem.tile_rows == rows_per_tile(heads, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,10 @@ def test_code_for_any_number_of_rows_runs_without_rows_and_without_keys(op: str,
         expected = getattr(torch.ops.attn, op)(*inputs, plan, planner.workspace, **options)
         for result, wanted in zip(graph(*inputs, *plan), expected, strict=True):
             torch.testing.assert_close(result, wanted)
+
+
+def test_sizes_that_may_be_integers_are_compared_in_one_module() -> None:
+    """Dynamo of torch 2.11 does not trace ``torch.sym_min`` of integers."""
+    root = Path(attn_ops.__file__).parent
+    users = [path.name for path in root.rglob("*.py") if re.search(r"torch\.sym_(min|max)", path.read_text("utf-8"))]
+    assert users == ["symbolic_sizes.py"]

@@ -11,18 +11,19 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
-from attn_ops.eager.prepared_call import Lookup, OpCall, flatten_tensors
+from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import DTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
-from attn_ops.frontend.flash.metadata import BatchForm, Found, Scheduled, SchedulerMetadata, shared
+from attn_ops.frontend.flash.metadata import BatchForm, Found, FoundCall, Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.one_shot import unplanned_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.symbolic_sizes import at_most
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
 VARLEN = "[tokens, num_heads, head_dim]"
@@ -74,36 +75,14 @@ class FlashCall(NamedTuple):
         return self.result.of(self.call.execute_after(functools.partial(_append, self.append)))
 
     def op_call(self) -> OpCall:
-        found = self.call.op_call()
-        finalize = found.finalize
+        op_call = self.call.op_call() if self.found is None else FoundCall(self.call, self.found).op_call()
+        finalize = op_call.finalize
         assert finalize is not None
-        return found._replace(
+        return op_call._replace(
             finalize=functools.partial(_finalize, finalize, self.result),
-            scratch=found.args[-1:] if isinstance(self.call.plan, Scheduled) else (),
             views=self.views,
             before=() if self.append is None else (self.append,),
-            lookup=self._lookup(),
         )
-
-    def _lookup(self) -> Lookup | None:
-        """How later calls find their plan. A table on the host is checked in each call with a cache on a GPU."""
-        found, on_cpu = self.found, not self.call.tensors[0].is_cuda
-        if found is not None and found.given is not None and on_cpu:
-            return found.given.lookup(found.metadata)
-        by = None if found is None else found.by
-        if found is None or by is None or (by.on_host and by.tensors and not on_cpu):
-            return None
-
-        key = by._replace(tensors=())  # the entries of a cache keep no tensors
-        again = found.again if on_cpu else None
-
-        def find(*tensors: Tensor) -> list[Tensor] | None:
-            metadata = key._replace(tensors=tensors).find()
-            if metadata is None and again is not None:
-                metadata = again(*tensors)
-            return None if metadata is None else [*metadata.plan, *metadata[1:]]
-
-        return Lookup(by.tensors, flatten_tensors((found.metadata,)), find)
 
 
 def _append(append: OpCall) -> None:
@@ -162,7 +141,7 @@ def ragged_metadata(
     device, form = qo_indptr.device, BatchForm(qo_indptr.shape[0] - 1, rows, chunk=chunk)
     if chunk:
         qo_indptr, kv_indptr = ragged_chunks(qo_indptr, kv_indptr, chunk, keys)
-        max_kv_len = torch.sym_min(max_kv_len, chunk)
+        max_kv_len = at_most(max_kv_len, chunk)
     plan = RaggedLengths(spec, qo_indptr, kv_indptr, rows, keys, max_kv_len).plan()
     return SchedulerMetadata.without_append(plan, form, device)
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.symbolic_sizes import at_most
+
 
 def by_token(table: Tensor, page_size: int) -> Tensor:
     """int32 ``[batch, pages * page_size]``: the same table of pages of one token."""
@@ -88,7 +90,7 @@ class PagedChunks(NamedTuple):
         made = Chunks.of(qo_indptr, kv_lens, chunk, rows // chunk + 2 * batch, False)
         pages = chunk // page_size
         first = made.number.clamp(min=0)
-        column = first[:, None] * pages + torch.arange(torch.sym_min(pages, width), device=table.device)
+        column = first[:, None] * pages + torch.arange(at_most(pages, width), device=table.device)
         chosen = table[made.request].gather(1, column.clamp(0, max(0, width - 1)))
         lens = (made.kv_ends - first * chunk).clamp(min=0)
         return cls(made.qo_indptr, chosen.contiguous(), lens.int())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.interposition import is_traced
-from attn_ops.eager.prepared_call import Lookup, current_stream, flatten_tensors
+from attn_ops.eager.prepared_call import Lookup, OpCall, current_stream, flatten_tensors
 from attn_ops.errors import ArgumentError, PlanError, fail
 from attn_ops.frontend.call_plans import with_workspace
 from attn_ops.ops.options import AttentionOptions
@@ -340,6 +340,42 @@ class Found(NamedTuple):
     by: SharedKey | None = None
     given: GivenMetadata | None = None
     again: Callable[..., SchedulerMetadata] | None = None
+
+    def lookup(self, on_cpu: bool) -> Lookup | None:
+        """How later calls find the metadata. A table on the host is checked in each call with a cache on a GPU."""
+        if self.given is not None and on_cpu:
+            return self.given.lookup(self.metadata)
+        by = self.by
+        if by is None or (by.on_host and by.tensors and not on_cpu):
+            return None
+        key = by._replace(tensors=())  # the entries of a cache keep no tensors
+        again = self.again if on_cpu else None
+
+        def find(*tensors: Tensor) -> list[Tensor] | None:
+            metadata = key._replace(tensors=tensors).find()
+            if metadata is None and again is not None:
+                metadata = again(*tensors)
+            return None if metadata is None else [*metadata.plan, *metadata[1:]]
+
+        return Lookup(by.tensors, flatten_tensors((self.metadata,)), find)
+
+
+class FoundCall(NamedTuple):
+    """A call whose plan is that of ``found``.
+
+    views  those of :class:`OpCall`
+    """
+
+    call: AttentionCall
+    found: Found
+    views: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def execute(self) -> Any:
+        return self.call.execute()
+
+    def op_call(self) -> OpCall:
+        op_call, on_cpu = self.call.op_call(), not self.call.tensors[0].is_cuda
+        return op_call._replace(scratch=op_call.args[-1:], views=self.views, lookup=self.found.lookup(on_cpu))
 
 
 def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make, places: int = 0) -> Found:

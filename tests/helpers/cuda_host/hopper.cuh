@@ -40,6 +40,7 @@ DEVICE void wait_for_bulk_reads() { host::wait_for_bulk_reads(); }
 DEVICE void store_shared(uint32 to, float x, float y) {
   *static_cast<float2*>(host::from_shared_address(to)) = float2{x, y};
 }
+DEVICE void store_shared(uint32 to, float x) { *static_cast<float*>(host::from_shared_address(to)) = x; }
 DEVICE void store_shared(uint32 to, uint4 v) { *static_cast<uint4*>(host::from_shared_address(to)) = v; }
 DEVICE uint4 load_shared(uint32 from) { return *static_cast<const uint4*>(host::from_shared_address(from)); }
 DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
@@ -57,6 +58,19 @@ DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {
   for (int i = 0; i < 4; ++i) {
     const uint32 to = uint32(host::exchange(row, 8 * i + lane / 4, "stmatrix")) + lane % 4 * 4;
     *static_cast<uint32*>(host::from_shared_address(to)) = m[i];
+  }
+}
+// A lane stores what two lanes have: the elements of a word, 2 (l % 4) and the next one of row l / 4.
+DEVICE void store_transposed(uint32 row, const uint32 (&m)[4]) {
+  const int lane = threadIdx.x % 32, r = lane / 4;
+  for (int i = 0; i < 4; ++i) {
+    uint32 word = 0;
+    for (int half = 0; half < 2; ++half) {
+      const uint32 pair = uint32(host::exchange(m[i], (lane % 4 * 2 + half) * 4 + r / 2, "stmatrix.trans"));
+      word |= (pair >> 16 * (r % 2) & 0xFFFF) << 16 * half;
+    }
+    const uint32 to = uint32(host::exchange(row, 8 * i + r, "stmatrix.trans")) + lane % 4 * 4;
+    *static_cast<uint32*>(host::from_shared_address(to)) = word;
   }
 }
 
@@ -88,6 +102,10 @@ DEVICE void wgmma_ss(float (&d)[N], uint64 a, uint64 b, bool accumulate) {
 template <int N>
 DEVICE void wgmma_ss_mn(float (&d)[N], uint64 a, uint64 b) {
   host::wgmma({d, 2 * N, nullptr, a, b, true, true, kOperands});
+}
+template <int N>
+DEVICE void wgmma_mn_ss(float (&d)[N], uint64 a, uint64 b) {
+  host::wgmma({d, 2 * N, nullptr, a, b, false, true, kOperands, true});
 }
 template <int N>
 DEVICE void wgmma_rs(float (&d)[N], const uint32 (&a)[4], uint64 b) {

@@ -67,6 +67,7 @@ struct Product {
   std::uint64_t a_descriptor, b_descriptor;
   bool b_mn_major, accumulate;
   Operands type;
+  bool a_mn_major = false;        // of A in shared memory
 };
 void wgmma(const Product& product);
 void wgmma_fence();

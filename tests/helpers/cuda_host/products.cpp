@@ -80,6 +80,13 @@ struct Multiplication {
           for (int j = 0; j < of_word; ++j)
             a[t / 32 * 16 + t % 32 / 4 + i % 2 * 8][t % 4 * of_word + i / 2 * of_chunk + j] =
                 value(&group.products[t].a[i], j);
+    } else if (product.a_mn_major) {
+      const Operand operand(product.a_descriptor, pc);
+      for (int k = 0; k < depth; ++k)
+        for (int row = 0; row < 64; row += of_chunk) {
+          load(operand.chunk(k, row * size()), values);
+          for (int i = 0; i < of_chunk; ++i) a[row + i][k] = values[i];
+        }
     } else {
       const Operand operand(product.a_descriptor, pc);
       for (int row = 0; row < 64; ++row)
@@ -140,7 +147,8 @@ void multiply(WarpGroup& group, std::uint32_t pc) {
     const Product& p = group.products[i];
     Thread& t = *group.threads[i];
     if (p.columns != first.columns || p.a_descriptor != first.a_descriptor || p.b_descriptor != first.b_descriptor ||
-        p.accumulate != first.accumulate || p.type != first.type || !p.a != !first.a || p.b_mn_major != first.b_mn_major)
+        p.accumulate != first.accumulate || p.type != first.type || !p.a != !first.a || p.b_mn_major != first.b_mn_major ||
+        p.a_mn_major != first.a_mn_major)
       fail("wgmma with different operands in a warpgroup, " + at(pc));
     t.uncommitted = group.issued;
     if (p.a) {

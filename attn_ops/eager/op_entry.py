@@ -1,0 +1,54 @@
+"""The function that an op's name calls: it finds repeated eager calls before the dispatcher.
+
+``torch.ops.attn.name`` and its overload call the function in their attribute ``_op``, which converts every argument,
+among them the tensors of a plan, and passes the dispatcher. :func:`install` puts an :class:`OpEntry` in its place. An
+entry only looks up calls with plain tensors: the caches behind it leave every call to PyTorch's function that is new
+or that a mode, transform, tracer or profiler must observe (:mod:`attn_ops.eager.prepared_call`,
+:mod:`attn_ops.eager.checked_call`). Traced graphs and exported programs contain the op as if there were no entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+
+class OpEntry:
+    """The calls of one op, or of its overload.
+
+    cuda, cpu    by the device of the first argument, a tensor
+    dispatched   PyTorch's function, which passes the dispatcher
+    """
+
+    __slots__ = ("cpu", "cuda", "dispatched")
+
+    def __init__(self, cuda: Function, cpu: Function, dispatched: Function) -> None:
+        self.cuda, self.cpu, self.dispatched = cuda, cpu, dispatched
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is Tensor:
+            if args[0].is_cuda:
+                return self.cuda(*args, **kwargs)
+            if args[0].is_cpu:
+                return self.cpu(*args, **kwargs)
+        return self.dispatched(*args, **kwargs)
+
+
+def install(packet: Any, cuda: Function, cpu: Function) -> None:
+    """Let ``packet``, an op with one overload, call ``cuda`` and ``cpu`` first. TorchScript still finds the op."""
+    for target in (packet, packet.default):
+        if hasattr(target, "_op"):
+            target._op = OpEntry(cuda, cpu, target._op)
+            torch.jit._builtins._register_builtin(target._op, packet._qualified_op_name)
+
+
+def dispatched(packet: Any) -> Function:
+    """The function of ``packet`` that passes the dispatcher."""
+    function = getattr(packet, "_op", packet)
+    found: Function = function.dispatched if isinstance(function, OpEntry) else function
+    return found

@@ -1,0 +1,28 @@
+// MLA in clusters: sizes and shared memory. `mla.cu` has the schedule.
+#pragma once
+
+#include "mla_problem.cuh"
+
+namespace attn_ops {
+namespace {
+
+constexpr int kHalf = kLatent / 2;                // columns of a consumer's accumulator
+constexpr int kPackedRows = 64;                   // of a CTA
+constexpr int kUnitRows = CLUSTER * kPackedRows;  // packed rows of a unit
+constexpr int kHalfBytes = kHalf / 64 * kBlockBytes;
+constexpr int kStagedRowBytes = kHalf * 4 + 32;  // of a partial result; by the 32, quads store to different banks
+static_assert(2 * kConsumerThreads / 4 * kStagedRowBytes <= kTileBytes);
+constexpr bool kKeysFirst[2] = {false, true};  // by consumer
+enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
+
+struct Shared {
+  alignas(1024) char query[kTileBytes];
+  alignas(1024) char kv[2][kTileBytes];  // of a tile, P lies over the rotary columns later
+  float row_max[2][kPackedRows];         // of each consumer's latest tile
+  float row_sum[2][2][kPackedRows];      // of even and odd units, of each consumer
+  int unit[8];
+  uint64 full[2][kQuarters], empty[2][2], p_stored[2], q_full, q_empty;
+};
+
+}  // namespace
+}  // namespace attn_ops

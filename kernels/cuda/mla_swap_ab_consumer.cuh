@@ -1,0 +1,355 @@
+// MLA with swapped operands: the consumers.
+#pragma once
+
+#include "epilogue.cuh"
+#include "hopper.cuh"
+#include "mla_swap_ab_shared.cuh"
+
+namespace attn_ops {
+namespace {
+
+// Of a transposed product [64, ROWS] a thread has the lines 16 w + lane / 4, of warp w, and the one 8 further: tokens of
+// S^T, columns of O^T. Of each it has the packed rows 8 i + 2 (lane % 4) and the next one for every i, its own.
+constexpr int kOwnRows = ROWS / 4;
+using Product = float[ROWS / 2];
+using Output = Product[kValueBlocks];
+
+// The place of own row `j` in line `r` of a product, and its number.
+constexpr DEVICE int place(int j, int r) { return j / 2 * 4 + 2 * r + j % 2; }
+DEVICE int packed_row(int j) { return j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2; }
+
+struct Max {
+  DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+struct Sum {
+  DEVICE float operator()(float a, float b) const { return a + b; }
+};
+
+// Reduces `x` of own rows over the eight lanes of the warp that have the same ones, and stores the result of each warp in
+// `to` [ROWS, warps]. In each step a lane keeps half of its rows, as long as it has several.
+template <int N, int MASK, class Combine>
+DEVICE void reduce_to(float* to, const float (&x)[N], int first, Combine combine) {
+  if constexpr (N > 1) {
+    const bool upper = threadIdx.x & MASK;
+    float half[N / 2];
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) {
+      const float sent = upper ? x[j] : x[j + N / 2], kept = upper ? x[j + N / 2] : x[j];
+      half[j] = combine(kept, __shfl_xor_sync(~0u, sent, MASK));
+    }
+    first += upper ? N / 2 : 0;
+    if constexpr (MASK == 4)
+      to[packed_row(first) * kConsumerWarps] = half[0];
+    else
+      reduce_to<N / 2, MASK / 2>(to, half, first, combine);
+  } else {
+    static_assert(MASK == 4);
+    const float all = combine(x[0], __shfl_xor_sync(~0u, x[0], MASK));
+    if (!(threadIdx.x & MASK)) to[packed_row(first) * kConsumerWarps] = all;
+  }
+}
+
+// Four numbers of a result, from number `at` on, which is a multiple of 4.
+template <OutType TYPE>
+DEVICE void store_four(void* out, int64 at, const float4& x) {
+  using Pair = decltype(pair_of<TYPE>(0, 0));
+  struct alignas(2 * sizeof(Pair)) Four {
+    Pair pairs[2];
+  };
+  static_cast<Four*>(out)[at / 4] = {pair_of<TYPE>(x.x, x.y), pair_of<TYPE>(x.z, x.w)};
+}
+
+DEVICE void store_four_as(int type, void* out, int64 at, const float4& x) {
+  switch (type) {
+    case kLikeQuery: return store_four<DTYPE == 2 ? kBFloat16 : kFloat16>(out, at, x);
+    case kFloat32: return store_four<kFloat32>(out, at, x);
+    case kFloat16: return store_four<kFloat16>(out, at, x);
+    case kBFloat16: return store_four<kBFloat16>(out, at, x);
+    case kE4M3: return store_four<kE4M3>(out, at, x);
+    case kE5M2: return store_four<kE5M2>(out, at, x);
+  }
+}
+
+// One warpgroup: ROWS packed rows of all units.
+struct Consumer {
+  const Problem& p;
+  const Arguments& arguments;
+  Shared& shared;
+  const int self;  // number of this consumer
+  const int thread = threadIdx.x % kConsumerThreads, lane = threadIdx.x % 32, warp = thread / 32;
+  const int line = warp * 16 + lane / 4;
+  const int barrier = kOneConsumer + self;
+  float* const reduced = &shared.reduced[self][0][0];
+  // Shared-memory addresses, and lower halves of descriptors.
+  const uint32 tiles_at = shared_address(shared.kv), full = shared_address(shared.full);
+  const uint32 empty = shared_address(shared.empty), p_at = shared_address(shared.p[self]);
+  const uint32 staged = kOwnStaging ? shared_address(shared.staged) : shared_address(shared.query[self]);
+  const uint32 query = lower(k_major(shared_address(shared.query[self]), kGroupBytes));
+  const uint32 keys = lower(k_major(tiles_at, kGroupBytes));
+  const uint32 values = lower(mn_major(tiles_at, kGroupBytes, kBlockBytes));
+  const uint32 probabilities = lower(k_major(p_at, kGroupBytes));
+
+  uint32 base = 0;              // number of the unit's first KV tile among all of this CTA
+  int start, end;               // of the unit's KV tokens
+  int visible_end;              // all rows of this consumer see the tiles before this token
+  int position, first_packed;   // of the unit's first query row, and the first packed row of this consumer
+  float row_max[kOwnRows];
+  float row_sum[kOwnRows];      // over the tokens of this thread
+  Output output;
+
+  DEVICE void sync() const { named_sync(barrier, kConsumerThreads); }
+
+  // Step 4.
+  DEVICE void issue_qk(Product& logits, uint32 stage, uint32 parity) {
+    const uint32 keys = this->keys + stage * (kTileBytes / 16);
+#pragma unroll
+    for (int quarter = 0; quarter < kQuarters; ++quarter) {
+      wait(full + (stage * kQuarters + quarter) * 8, parity);
+      mark(kWaitKeys);
+      wgmma_fence();
+#pragma unroll
+      for (int block = quarter * 2; block < (quarter == kQuarters - 1 ? kBlocks : quarter * 2 + 2); ++block)
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+          wgmma_ss(logits, operand(keys + block * (kBlockBytes / 16) + step * 2),
+                   operand(query + block * (kQueryBlockBytes / 16) + step * 2), block > 0 || step > 0);
+      wgmma_commit();
+      mark(kQk);
+    }
+  }
+
+  DEVICE void mask(Product& logits, int first) const {
+#pragma unroll
+    for (int j = 0; j < kOwnRows; ++j) {
+      const int seen = p.causal ? min(end, causal_end(position, p.row_of(first_packed + packed_row(j)))) : end;
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (first + line + 8 * r >= seen) logits[place(j, r)] = -kInfinity;
+    }
+  }
+
+  // Sets the values from token `visible` of the tile on to 0: all consumers, which have their logits of it. What is done
+  // after P is stored, proxy fence and barrier, is done for the zeros too.
+  DEVICE void zero_values(uint32 tile, int visible) const {
+    constexpr int kThreads = CONSUMERS * kConsumerThreads, kChunks = kLatent / 8;
+    if (CONSUMERS > 1) named_sync(kAllConsumers, kThreads);  // all have their logits
+    const int first = visible * kChunks + self * kConsumerThreads + thread;
+#pragma unroll 1
+    for (int i = first; i < kTile * kChunks; i += kThreads) {
+      const int token = i / kChunks, chunk = i % kChunks;
+      store_shared(tile + chunk / 8 * kBlockBytes + token * kRowBytes + chunk % 8 * 16, uint4{0, 0, 0, 0});
+    }
+    if (CONSUMERS > 1) named_sync(kAllConsumers, kThreads);  // zeros are stored
+  }
+
+  // Of own row `j`, what the warps have stored.
+  DEVICE float4 of_warps(int j) const {
+    return *reinterpret_cast<const float4*>(reduced + packed_row(j) * kConsumerWarps);
+  }
+
+  // Step 5: logits become probabilities, and the sums of earlier tiles are rescaled.
+  DEVICE void softmax(Product& logits, int visible, uint32 tile) {
+    float largest[kOwnRows];
+#pragma unroll
+    for (int j = 0; j < kOwnRows; ++j) largest[j] = fmaxf(logits[place(j, 0)], logits[place(j, 1)]);
+    reduce_to<kOwnRows, 16>(reduced + warp, largest, 0, Max{});
+    sync();  // maxima are stored
+    if (visible < kTile) zero_values(tile, visible);
+    float alpha[kOwnRows];
+    bool changed = false;
+#pragma unroll
+    for (int j = 0; j < kOwnRows; ++j) {
+      const float4 x = of_warps(j);
+      const float new_max = fmaxf(row_max[j], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)) * arguments.factor);
+      const float anchor = finite(new_max);
+      alpha[j] = rescale_factor(row_max[j], new_max);
+      changed = changed || alpha[j] != 1;
+      row_max[j] = new_max, row_sum[j] *= alpha[j];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float& x = logits[place(j, r)];
+        x = exp2_approx(x * arguments.factor - anchor);
+        row_sum[j] += x;
+      }
+    }
+    store_probabilities(logits);
+    if (__any_sync(~0u, changed))
+#pragma unroll
+      for (int block = 0; block < kValueBlocks; ++block)
+#pragma unroll
+        for (int j = 0; j < kOwnRows; ++j)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) output[block][place(j, r)] *= alpha[j];
+    sync();  // P is stored
+  }
+
+  // P as the K-major operand [ROWS, 64]. Lanes 8 m to 8 m + 7 have the addresses of the rows of matrix m, which is of
+  // packed rows 8 (m / 2) on, and of the first or second 8 tokens of this warp.
+  DEVICE void store_probabilities(const Product& logits) const {
+    const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+    const uint32 to = p_at + row * kRowBytes + (chunk ^ lane % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; i += 2) {
+      uint32 words[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) words[m] = pack(logits[(4 * i) + 2 * m], logits[(4 * i) + 2 * m + 1]);
+      store_transposed(to + i * kGroupBytes, words);
+    }
+    fence_async_shared();  // P
+  }
+
+  // Step 6.
+  DEVICE void multiply_values(uint32 stage) {
+    const uint32 values = this->values + stage * (kTileBytes / 16);
+    fence_output();
+    wgmma_fence();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int k = 0; k < kTile / 16; ++k)
+#pragma unroll
+        for (int b = 0; b < kValueBlocks / 2; ++b) {
+          const int block = half * (kValueBlocks / 2) + b;
+          wgmma_mn_ss(output[block], operand(values + block * (kBlockBytes / 16) + k * (2 * kGroupBytes / 16)),
+                      operand(probabilities + k * 2));
+        }
+      wgmma_commit();
+    }
+    wgmma_wait<1>();
+    arrive_by_warp(empty + stage * 16);
+    wgmma_wait<0>();
+    fence_output();
+    arrive_by_warp(empty + stage * 16 + 8);
+  }
+
+  DEVICE void fence_output() {
+#pragma unroll
+    for (int block = 0; block < kValueBlocks; ++block) fence_registers(output[block]);
+  }
+
+  // Steps 4 to 6 of tile `i` of the unit.
+  DEVICE void attend(int i) {
+    const uint32 number = base + i, stage = number & 1, parity = number >> 1 & 1;
+    const int first = start + i * kTile;
+    Product logits;
+    issue_qk(logits, stage, parity);
+    wgmma_wait<0>();
+    fence_registers(logits);
+    mark(kQk);
+    if (first + kTile > visible_end) mask(logits, first);
+    softmax(logits, end - first, tiles_at + stage * kTileBytes);
+    mark(kSoftmax);
+    multiply_values(stage);
+    mark(kPv);
+    tally(kTiles);
+  }
+
+  // The row of the result, of `width` columns, that has packed row `packed` of this consumer; negative if there is none.
+  DEVICE int64 result_row(int packed, int row, int count, int slot) const {
+    const int tile_row = p.row_of(first_packed + packed), head = first_packed + packed - tile_row * p.heads;
+    const bool exists =
+        tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < arguments.results.slots);
+    return exists ? ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * p.heads + head : -1;
+  }
+
+  // Step 8: divides by the row sums, and stores the output and the LSE, or the partial result.
+  DEVICE void store(int row, int count, int slot) {
+    const Results& to = arguments.results;
+    reduce_to<kOwnRows, 16>(reduced + warp, row_sum, 0, Sum{});
+    sync();
+    float norm[kOwnRows];
+    float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
+#pragma unroll
+    for (int j = 0; j < kOwnRows; ++j) {
+      const float4 x = of_warps(j);
+      const float sum = (x.x + x.y) + (x.z + x.w);
+      norm[j] = sum > 0 ? 1 / sum : 0.f;
+      if (thread < 4 && lse) {
+        const int64 at = result_row(packed_row(j), row, count, slot);
+        if (at >= 0) lse[at] = row_max[j] + log2f(sum);
+      }
+    }
+    const bool bulk = slot >= 0 && reinterpret_cast<uint64>(to.partial) % 16 == 0;
+#pragma unroll
+    for (int half = 0; half < kValueBlocks / kStagedBlocks; ++half) {
+#pragma unroll
+      for (int b = 0; b < kStagedBlocks; ++b)
+#pragma unroll
+        for (int j = 0; j < kOwnRows; ++j)
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            store_shared(staged + packed_row(j) * kStagedRowBytes + (b * 64 + line + 8 * r) * 4,
+                         output[half * kStagedBlocks + b][place(j, r)] * norm[j]);
+      fence_async_shared();  // columns
+      sync();
+      if (bulk) {
+        if (thread < ROWS) {
+          const int64 at = result_row(thread, row, count, slot);
+          if (at >= 0)
+            store_bulk(to.partial + at * kLatent + half * kStagedColumns, staged + thread * kStagedRowBytes,
+                       kStagedColumns * 4);
+          wait_for_bulk_reads();
+        }
+      } else {
+        store_staged(half * kStagedColumns, row, count, slot);
+      }
+      sync();  // columns are read
+    }
+  }
+
+  // The staged columns, from `first_column` of the result on, by whole warps: a row each.
+  DEVICE void store_staged(int first_column, int row, int count, int slot) const {
+    const Results& to = arguments.results;
+#pragma unroll 1
+    for (int packed = warp; packed < ROWS; packed += kConsumerWarps) {
+      const int64 at = result_row(packed, row, count, slot);
+      if (at < 0) continue;
+#pragma unroll
+      for (int c = lane * 4; c < kStagedColumns; c += 128) {
+        const uint4 bits = load_shared(staged + packed * kStagedRowBytes + c * 4);
+        const float4 x = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
+                          __uint_as_float(bits.w)};
+        if (slot < 0) {
+          store_four_as(to.out_type, to.out, at * kLatent + first_column + c, x);
+        } else {  // a workspace may lie at any multiple of 4 bytes
+          float* partial = to.partial + at * kLatent + first_column + c;
+          partial[0] = x.x, partial[1] = x.y, partial[2] = x.z, partial[3] = x.w;
+        }
+      }
+    }
+  }
+
+  DEVICE void run() {
+    const uint32 q_full = shared_address(&shared.q_full), q_empty = shared_address(&shared.q_empty);
+    for (uint32 n = 0;; ++n) {
+      wait(q_full, n & 1);
+      int unit[7];
+#pragma unroll
+      for (int i = 0; i < 7; ++i) unit[i] = uniform(shared.unit[i]);
+      const int row = unit[0], count = unit[1], slot = unit[5];
+      mark(count > 0 ? kWaitUnit : kIdle);
+      if (count <= 0) return;
+      tally(kUnits);
+      position = unit[2], start = unit[3], end = unit[4], first_packed = unit[6] + self * ROWS;
+      visible_end = p.causal ? min(end, causal_end(position, p.row_of(first_packed))) : end;
+#pragma unroll
+      for (int j = 0; j < kOwnRows; ++j) row_max[j] = -kInfinity, row_sum[j] = 0;
+#pragma unroll
+      for (int block = 0; block < kValueBlocks; ++block)
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; ++i) output[block][i] = 0;
+
+      const int tiles = (end - start + kTile - 1) / kTile;
+#pragma unroll 1
+      for (int i = 0; i < tiles; ++i) attend(i);
+      base += max(tiles, 0);
+      if (kOwnStaging) arrive_by_warp(q_empty);
+      store(row, count, slot);
+      if (!kOwnStaging) arrive_by_warp(q_empty);
+      mark(kEpilogue);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace attn_ops
