@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -109,6 +109,12 @@ class Backend:
     def implementation(self, op: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(self.module), op)
         return function if self.fp8_queries or op not in FP8_QUERY_OPS else converting(function)
+
+    def for_key(self, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """The implementation for this call and others of its key, which a function of the module may make of them."""
+        function = self.implementation(op)
+        for_key: Callable[..., Any] | None = getattr(function, "for_key", None)
+        return function if for_key is None else for_key(*args, **kwargs)
 
     def reasons(self, problem: Problem) -> list[str]:
         """The reasons for the problem that its function gets."""
