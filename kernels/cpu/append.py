@@ -79,7 +79,8 @@ def _scatter(
             target.index_put_((pages, offsets), source if len(places) == source.shape[0] else source[rows])
             continue
         for row, page, offset, count in runs:
-            target[page, offset : offset + count] = source[row : row + count]
+            place = target.select(0, page).narrow(0, offset, count)
+            place.copy_(source if count == source.shape[0] else source.narrow(0, row, count))
 
 
 def append_kv(

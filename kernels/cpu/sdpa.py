@@ -404,6 +404,7 @@ def batch_mla(
         plan: list[Tensor],
         workspace: Tensor,
         *,
+        sinks: Tensor | None = None,
         kv_scale: Tensor | None = None,
         **_: Any,
     ) -> Result | None:
@@ -413,7 +414,7 @@ def batch_mla(
             return keys, keys
 
         steps = schedule.of_plan(PrefillPlan(*plan), problem, form.rows, num_pages, form.sees)
-        return _attend(form, torch.cat((q_nope, q_pe), -1), steps, keys_of, None, kv_scale)
+        return _attend(form, torch.cat((q_nope, q_pe), -1), steps, keys_of, sinks, kv_scale)
 
     return run
 
