@@ -12,10 +12,12 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from attn_ops.kernels.reference.attention import MAX_ELEMENTS
 from torch import Tensor
 
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
+
+MAX_ELEMENTS = 1 << 20
+"""Elements of the keys of several requests that attend together: they stay in the cache of the CPU."""
 
 MAX_NUMBERS = 1024
 """Numbers of a plan by which its steps are found."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,9 @@ IS_REGULAR = getattr(_C, "is_regular", lambda out, lse: None)
 
 MAX_READ = 1 << 16
 """Numbers of an output that one thread reads. For more, PyTorch's reductions take several threads."""
+
+MIN_KEPT_BYTES, MAX_KEPT_BYTES = 1 << 17, 1 << 24
+"""Of memory that a thread keeps for keys, or for values, that are not in a row."""
 
 Result = tuple[Tensor, Tensor]
 """Output ``[rows, num_qo_heads, dim]`` and LSE ``[rows, num_qo_heads]``, or with heads as ``[num_kv_heads, group]``."""
@@ -212,19 +216,42 @@ def _is_regular(out: Tensor, lse: Tensor) -> bool:
     found = IS_REGULAR(out, lse) if out.numel() <= MAX_READ else None
     if found is not None:
         return bool(found)
-    return (
-        int(lse.count_nonzero()) == lse.numel() and float(lse.amax()) < math.inf and math.isfinite(float(out.sum()))
-    )
+    return int(lse.count_nonzero()) == lse.numel() and float(lse.amax()) < math.inf and math.isfinite(float(out.sum()))
+
+
+class Gathered(threading.local):
+    """Memory of a thread for the keys, and the values, that a step gathers, until the next step.
+
+    New memory of their size would be new pages of the operating system in every call.
+    """
+
+    def __init__(self) -> None:
+        self.kept = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
+
+    def index_select(self, cache: Tensor, numbers: Tensor, place: int) -> Tensor:
+        """``cache.index_select(0, numbers)`` in the memory of the keys, ``place`` 0, or of the values, 1."""
+        shape, dtype = (numbers.shape[0], *cache.shape[1:]), cache.dtype
+        size = math.prod(shape) * dtype.itemsize
+        if not MIN_KEPT_BYTES <= size <= MAX_KEPT_BYTES:
+            return cache.index_select(0, numbers)
+        if self.kept[place].shape[0] < size:
+            with torch.inference_mode(False):  # other calls take it too
+                self.kept[place] = torch.empty(size, dtype=torch.uint8, device="cpu")
+        out = self.kept[place][:size].view(dtype).view(shape)
+        return torch.index_select(cache, 0, numbers, out=out)
+
+
+GATHERED = Gathered()
 
 
 class Reader:
     """Reads the tokens of steps from caches of one form, which ``as_pages`` takes as ``[pages, page_size, num_kv_heads,
-    dim]``.
+    dim]``. Those of keys have ``place`` 0, of values 1.
     """
 
-    def __init__(self, cache: Tensor, as_pages: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, cache: Tensor, as_pages: Callable[[Tensor], Tensor], place: int) -> None:
         pages = as_pages(cache)
-        self.as_pages, self.num_pages = as_pages, pages.shape[0]
+        self.as_pages, self.place, self.num_pages = as_pages, place, pages.shape[0]
         self.page_size, self.heads, self.dim = pages.shape[1:]
         self.page, token, self.head, self.element = pages.stride()
         self.token = self.page if self.page_size == 1 else token
@@ -247,7 +274,7 @@ class Reader:
             taken = bits(cache[first : first + requests * count])
         else:
             assert numbers is not None
-            taken = bits(cache).index_select(0, numbers)
+            taken = GATHERED.index_select(bits(cache), numbers, self.place)
         taken = taken.reshape(requests, -1, self.heads, self.dim)
         taken = taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
         return taken[:, tokens].transpose(1, 2)
@@ -298,7 +325,7 @@ def _planned(
 ) -> Run:
     """By a plan, over caches that ``as_pages`` takes as ``[pages, page_size, num_kv_heads, dim]``."""
     form = Form.of(q, q.shape[2], caches[1].shape[-1], return_lse, AttentionOptions(**options))
-    read_keys, read_values = (Reader(cache, as_pages) for cache in caches)
+    read_keys, read_values = (Reader(cache, as_pages, i) for i, cache in enumerate(caches))
     if not _has_keys(planned, q, read_keys.num_pages):
         return _left_to_reference
     kind, problem = type(planned), PlanProblem.of(planned.problem)
@@ -390,7 +417,7 @@ def batch_mla(
     """The keys ``[ckv, kpe]`` are the values too: columns past ``ckv`` of the output are dropped."""
     o = AttentionOptions(sm_scale=MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
     form = Form.of(q_nope, 0, ckv_cache.shape[-1], return_lse, o)
-    readers = [Reader(cache, lambda t: t.unsqueeze(2)) for cache in (ckv_cache, kpe_cache)]
+    readers = [Reader(cache, lambda t: t.unsqueeze(2), i) for i, cache in enumerate((ckv_cache, kpe_cache))]
     num_pages = readers[0].num_pages
     if not _has_keys(PrefillPlan(*plan), q_nope, num_pages):
         return _left_to_reference
@@ -427,7 +454,7 @@ def single_prefill(
         return _tokens(t, kv_layout).unsqueeze(0)
 
     form = Form.of(q, q.shape[2], v.shape[-1], return_lse, AttentionOptions(**options))
-    read_keys, read_values = Reader(k, as_pages), Reader(v, as_pages)
+    read_keys, read_values = Reader(k, as_pages, 0), Reader(v, as_pages, 1)
     if q.shape[0] == 0 or read_keys.page_size == 0:
         return _left_to_reference
     step = schedule.of_request(form.rows, read_keys.page_size, form.sees)

@@ -274,7 +274,7 @@ def _first_keys(setup: Setup, cache: torch.Tensor) -> torch.Tensor:
     """What the first call of the kernel reads of ``cache``, NHD."""
     plan = setup.planner.state
     args = plan, PlanProblem.of(plan.problem), setup.q.shape[0], cache.shape[0], schedule.Sees(False, -1, -1)
-    return sdpa.Reader(cache, lambda t: t)(cache, schedule.of_plan(*args)[0])
+    return sdpa.Reader(cache, lambda t: t, 0)(cache, schedule.of_plan(*args)[0])
 
 
 def test_a_page_that_is_longer_than_its_tokens_is_read_as_far_as_they_go() -> None:
