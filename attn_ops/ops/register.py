@@ -60,7 +60,9 @@ def _checked(op: str) -> Check:
         function = backend.for_key(op, args, options)
 
         def call(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
-            return _run(function, device, args, kwargs)
+            if torch.is_autocast_enabled(device):
+                return _run(function, device, args, kwargs)
+            return function(*args, **kwargs)
 
         return call
 

@@ -110,8 +110,8 @@ def _unmasked(q: Tensor, step: Step, keys: Keys, scale: float, exact: bool) -> R
     bfloat16.
     """
     k, v = keys(step)
-    few_rows = exact or q.shape[0] * q.shape[1] <= BFLOAT16_ROWS * step.requests * k.shape[1]
-    if q.dtype == k.dtype == v.dtype == (torch.float32 if exact else torch.bfloat16) and few_rows:
+    few_rows = q.shape[0] * q.shape[1] <= BFLOAT16_ROWS * step.requests * k.shape[1]
+    if q.dtype == k.dtype == v.dtype == (torch.bfloat16 if few_rows and not exact else torch.float32):
         return _flash(q, k, v, step.requests, scale, None, step.causal)
     return _flash_in_float32(q.float(), k, v, step.requests, scale, step.causal)
 
