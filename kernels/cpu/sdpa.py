@@ -110,8 +110,8 @@ def _unmasked(q: Tensor, step: Step, keys: Keys, scale: float, exact: bool) -> R
     bfloat16.
     """
     k, v = keys(step)
-    few_rows = q.shape[0] * q.shape[1] <= BFLOAT16_ROWS * step.requests * k.shape[1]
-    if q.dtype == k.dtype == v.dtype == (torch.bfloat16 if few_rows and not exact else torch.float32):
+    as_bfloat16 = not exact and q.shape[0] * q.shape[1] <= BFLOAT16_ROWS * step.requests * k.shape[1]
+    if q.dtype == k.dtype == v.dtype == (torch.bfloat16 if as_bfloat16 else torch.float32):
         return _flash(q, k, v, step.requests, scale, None, step.causal)
     return _flash_in_float32(q.float(), k, v, step.requests, scale, step.causal)
 
@@ -186,8 +186,9 @@ def _attend(
     if kv_scale is not None:
         of_keys, factor = kv_scale.tolist()
         scale *= of_keys
-    if len(steps) == 1 and steps[0].rows == rows and steps[0].window is None:
-        out, lse = _unmasked(q, steps[0], keys, scale, exact)
+    step = steps[0] if len(steps) == 1 else None
+    if step is not None and step.rows == rows and step.window is None:
+        out, lse = _unmasked(q, step, keys, scale, exact)
         if out.shape[-1] != head_dim_vo:
             out = out[..., :head_dim_vo]
     else:

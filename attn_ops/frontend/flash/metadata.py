@@ -245,7 +245,7 @@ class HostPlans:
 
         Without ``make`` only that of a call whose tables would pass the checks for as few ``places``.
         """
-        key = (key, *((t.shape, t.dtype) for t in tensors))
+        key = (key, *[(t.shape, t.dtype) for t in tensors])
         entry = self.entries.get(key)
         if entry is None or not all(map(torch.equal, tensors, entry.tensors)):
             if make is None:
