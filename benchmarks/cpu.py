@@ -130,8 +130,9 @@ def _dense(s: Shape, room: int = 1) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _single_decode(s: Shape) -> Callable[[], object]:
-    q, k, v = (t[0] for t in _dense(s))
-    return lambda: attn_ops.single_decode_with_kv_cache(q[0], k, v)
+    (q, k, v), (heads, _, dim) = (t[0] for t in _dense(s)), s.heads
+    row = q.view(heads, dim)
+    return lambda: attn_ops.single_decode_with_kv_cache(row, k, v)
 
 
 def _single_prefill(s: Shape) -> Callable[[], object]:
@@ -151,8 +152,8 @@ def _with_kvcache(s: Shape) -> Callable[[], object]:
 
 def _appending(s: Shape) -> Callable[[], object]:
     tensors, before = _dense(s, 2), torch.full((s.batch,), s.length - 1, dtype=torch.int32)
-    new = torch.randn(2, s.batch, 1, *s.heads[1:], dtype=s.dtype).unbind()
-    return lambda: flash_attn_with_kvcache(*tensors, *new, cache_seqlens=before)
+    k, v = torch.randn(2, s.batch, 1, *s.heads[1:], dtype=s.dtype).unbind()
+    return lambda: flash_attn_with_kvcache(*tensors, k, v, cache_seqlens=before)
 
 
 def _wrapper(s: Shape) -> Callable[[], object]:
