@@ -1,8 +1,12 @@
 """Attention by PyTorch's flash attention for the CPU, the kernel of ``scaled_dot_product_attention``.
 
-One call of it attends for a request, or for successive requests of equal sizes if it needs no mask. Lengths and page
-numbers are read from the plan on the host, so these functions run eager calls alone. It computes in float32: in other
-dtypes the kernel's exponential is less exact. Pages that lie in order are read in place, others are gathered.
+Which calls of it a batch needs follows from numbers of the plan, which are read on the host
+(:mod:`attn_ops.kernels.cpu.schedule`), so these functions run eager calls alone. What follows from sizes, strides and
+options is computed once for the calls of a key (``for_key``). Pages that lie in order are read in place, others are
+gathered.
+
+It computes in float32. In other dtypes the kernel's exponential is less exact, which shows in the LSE: calls of a few
+rows in bfloat16 that do not need it are computed in bfloat16. Their output is within the tolerance of any kernel's.
 
 The kernel hides a key by a logit of -inf, and so multiplies its value by 0. Where such a key or value is NaN or
 infinite, the LSE or the output may be: then the reference computes the call.
@@ -40,8 +44,10 @@ MASK_ELEMENTS = 1 << 24
 CONVERTED_ELEMENTS = 1 << 19
 """Elements of the keys that are converted to float32 at a time, unless one KV head has more."""
 
-BFLOAT16_ROWS = 32
-"""Query rows of a KV head for which the kernel reads bfloat16. For more, it is faster to convert to float32."""
+BFLOAT16_ROWS = 32 if torch.cpu._is_avx512_bf16_supported() else 0
+"""Query rows of a KV head for which the kernel reads bfloat16, by instructions that the CPU must have. For more, it is
+faster to convert to float32.
+"""
 
 IS_REGULAR = getattr(_C, "is_regular", lambda out, lse: None)
 

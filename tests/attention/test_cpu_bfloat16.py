@@ -25,6 +25,11 @@ def _cases(kind: str) -> list[Case]:
     return [case for case in one_at_a_time(base, axes) if case.head_dims[0] == case.head_dims[1]]
 
 
+@pytest.fixture(autouse=True)
+def on_every_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "BFLOAT16_ROWS", 32)
+
+
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The dtypes that the kernel has computed in."""
