@@ -186,51 +186,63 @@ class Table(NamedTuple):
         return Pages(count, index.clone(), first if in_order else None, step)
 
 
+class Batch(NamedTuple):
+    """What plans of equal sizes and calls of equal options have in common.
+
+    num_rows     of the query. A plan may have more
+    num_pages    of the cache
+    page_size    tokens of a page
+    max_kv_len   the most tokens of a request
+    most_tokens  the most tokens of several requests that attend together
+    sees         which keys a row sees
+    """
+
+    num_rows: int
+    num_pages: int
+    page_size: int
+    max_kv_len: int
+    most_tokens: int
+    sees: Sees
+
+    @classmethod
+    def of(cls, problem: Tensor, num_rows: int, num_pages: int, sees: Sees) -> Batch:
+        p = PlanProblem.of(problem)
+        most_tokens = MAX_ELEMENTS // (p.num_kv_heads * p.head_dim_qk)
+        return cls(num_rows, num_pages, p.page_size, p.max_kv_len, most_tokens, sees)
+
+
 _KEPT: dict[Hashable, tuple[Step, ...]] = {}
 
 
-def of_plan(
-    plan: DecodePlan | PrefillPlan, problem: PlanProblem, num_rows: int, num_pages: int, sees: Sees
-) -> Sequence[Step]:
-    """The steps of a plan for a query of ``num_rows`` rows and a cache of so many pages. A plan may have more rows.
-
-    Rows that see no key are in no step.
-    """
+def of_plan(plan: DecodePlan | PrefillPlan, batch: Batch) -> Sequence[Step]:
+    """The steps of a plan. Rows that see no key are in no step."""
     starts, kv_len, numbers = plan.kv_indptr.tolist(), plan.kv_len.tolist(), plan.kv_indices
-    rows = tuple(plan.qo_indptr.tolist()) if isinstance(plan, PrefillPlan) else range(num_rows + 1)
+    rows = tuple(plan.qo_indptr.tolist()) if isinstance(plan, PrefillPlan) else range(batch.num_rows + 1)
     if 0 < starts[-1] < numbers.shape[0]:  # the others are unused
         numbers = numbers[: starts[-1]]
-    table = Table(starts, numbers, problem.page_size, num_pages)
-    most_tokens = MAX_ELEMENTS // (problem.num_kv_heads * problem.head_dim_qk)
-    args = num_rows, problem.max_kv_len, most_tokens, sees
     if len(starts) + numbers.shape[0] > MAX_NUMBERS:
-        return tuple(_steps(rows, kv_len, table, *args))
-    key = rows, tuple(starts), tuple(kv_len), tuple(numbers.tolist()), problem.page_size, num_pages, args
+        return tuple(_steps(rows, starts, kv_len, numbers, batch))
+    key = batch, rows, tuple(starts), tuple(kv_len), tuple(numbers.tolist())
     steps = _KEPT.get(key)
     if steps is None:
         if len(_KEPT) >= MAX_PLANS:
             _KEPT.clear()
         with torch.inference_mode(False):  # other calls take them too
-            steps = _KEPT[key] = tuple(_steps(rows, kv_len, table, *args))
+            steps = _KEPT[key] = tuple(_steps(rows, starts, kv_len, numbers, batch))
     return steps
 
 
 def _steps(
-    rows: Sequence[int],
-    kv_len: Sequence[int],
-    table: Table,
-    num_rows: int,
-    max_kv_len: int,
-    most_tokens: int,
-    sees: Sees,
+    rows: Sequence[int], starts: Sequence[int], kv_len: Sequence[int], numbers: Tensor, batch: Batch
 ) -> Iterator[Step]:
-    most = min(max_kv_len, table.numbers.shape[0] * table.page_size or max_kv_len)
+    table = Table(starts, numbers, batch.page_size, batch.num_pages)
+    most = min(batch.max_kv_len, numbers.shape[0] * batch.page_size or batch.max_kv_len)
     lengths = [min(length, most) for length in kv_len[: len(rows) - 1]]
-    for group in _groups(rows, lengths, num_rows, most_tokens, sees):
+    for group in _groups(rows, lengths, batch.num_rows, batch.most_tokens, batch.sees):
         first, count, length = rows[group.start], rows[group.start + 1] - rows[group.start], lengths[group.start]
         position = length - count
         if len(group) == 1:
-            count = min(count, num_rows - first)
-        step = _step(first, count, len(group), position, length, sees) if count > 0 else None
+            count = min(count, batch.num_rows - first)
+        step = _step(first, count, len(group), position, length, batch.sees) if count > 0 else None
         if step is not None:
             yield step._replace(pages=table.pages(group, step.begin, step.end))

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from attn_ops.kernels import reference
 from attn_ops.kernels.cpu import schedule
-from attn_ops.kernels.cpu.schedule import Pages, Sees, Step
+from attn_ops.kernels.cpu.schedule import Batch, Pages, Sees, Step
 from attn_ops.kernels.reference.append import as_nhd, bits
 from attn_ops.kernels.reference.attention import saturate
 from torch import Tensor
 
 from attn_ops.eager.captured_call import _C
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
-from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
+from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 LOG2E = math.log2(math.e)
@@ -56,6 +56,9 @@ MAX_READ = 1 << 16
 
 MIN_KEPT_BYTES, MAX_KEPT_BYTES = 1 << 17, 1 << 24
 """Of memory that a thread keeps for keys, or for values, that are not in a row."""
+
+NO_LSE = torch.empty(0, dtype=torch.float32, device="cpu")
+"""Of calls that do not ask for it."""
 
 Result = tuple[Tensor, Tensor]
 """Output ``[rows, num_qo_heads, dim]`` and LSE ``[rows, num_qo_heads]``, or with heads as ``[num_kv_heads, group]``."""
@@ -210,7 +213,7 @@ def _attend(
         lse = with_sink
         if not float(lse.amax()) < math.inf:
             return None
-    lse = (lse.flatten(1) * LOG2E).contiguous() if return_lse else lse.new_empty(0)
+    lse = (lse.flatten(1) * LOG2E).contiguous() if return_lse else NO_LSE
     return (out if out.dtype == dtype else saturate(out, dtype)).contiguous(), lse
 
 
@@ -335,7 +338,8 @@ def _planned(
     read_keys, read_values = (Reader(cache, as_pages, i) for i, cache in enumerate(caches))
     if not _has_keys(planned, q, read_keys.num_pages):
         return _left_to_reference
-    kind, problem = type(planned), PlanProblem.of(planned.problem)
+    kind = type(planned)
+    batch = Batch.of(planned.problem, form.rows, read_keys.num_pages, form.sees)
 
     def run(
         q: Tensor,
@@ -348,7 +352,7 @@ def _planned(
         kv_scale: Tensor | None = None,
         **_: Any,
     ) -> Result | None:
-        steps = schedule.of_plan(kind(*plan), problem, form.rows, read_keys.num_pages, form.sees)
+        steps = schedule.of_plan(kind(*plan), batch)
         return _attend(form, q, steps, lambda step: (read_keys(k, step), read_values(v, step)), sinks, kv_scale)
 
     return run
@@ -428,7 +432,7 @@ def batch_mla(
     num_pages = readers[0].num_pages
     if not _has_keys(PrefillPlan(*plan), q_nope, num_pages):
         return _left_to_reference
-    problem = PlanProblem.of(PrefillPlan(*plan).problem)
+    batch = Batch.of(PrefillPlan(*plan).problem, form.rows, num_pages, form.sees)
 
     def run(
         q_nope: Tensor,
@@ -447,7 +451,7 @@ def batch_mla(
             keys = torch.cat(tuple(parts), -1).view(ckv.dtype)
             return keys, keys
 
-        steps = schedule.of_plan(PrefillPlan(*plan), problem, form.rows, num_pages, form.sees)
+        steps = schedule.of_plan(PrefillPlan(*plan), batch)
         return _attend(form, torch.cat((q_nope, q_pe), -1), steps, keys_of, sinks, kv_scale)
 
     return run

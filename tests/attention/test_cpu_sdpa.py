@@ -12,9 +12,9 @@ from attn_ops.kernels.cpu import schedule, sdpa
 from helpers.cases import DECODE_BASE, PREFILL_BASE
 from helpers.harness import Setup
 
+from attn_ops.eager.checked_call import CHECKED_CALLS
 from attn_ops.errors import BackendError
 from attn_ops.ops import backends, unsupported
-from attn_ops.plan.state import PlanProblem
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 CAUSAL = replace(PREFILL_BASE, name="causal", kv_lens=(37, 0, 130, 9), qo_lens=(5, 0, 33, 9), causal=True)
@@ -132,9 +132,11 @@ def test_requests_that_attend_together_are_bounded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sdpa.Reader, "__call__", observed)
     for elements, groups in ((5 * 20 * token, [5]), (2 * 20 * token + 1, [2, 2, 1]), (1, [1] * 5)):
         monkeypatch.setattr(schedule, "MAX_ELEMENTS", elements)
+        CHECKED_CALLS["batch_decode"].clear()
         setup.check(*setup.run("cpu"))
         assert sizes[::2] == sizes[1::2] == groups
         sizes.clear()
+    CHECKED_CALLS["batch_decode"].clear()
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
@@ -273,8 +275,8 @@ def test_requests_of_equal_sizes_are_one_call(monkeypatch: pytest.MonkeyPatch) -
 def _first_keys(setup: Setup, cache: torch.Tensor) -> torch.Tensor:
     """What the first call of the kernel reads of ``cache``, NHD."""
     plan = setup.planner.state
-    args = plan, PlanProblem.of(plan.problem), setup.q.shape[0], cache.shape[0], schedule.Sees(False, -1, -1)
-    return sdpa.Reader(cache, lambda t: t, 0)(cache, schedule.of_plan(*args)[0])
+    batch = schedule.Batch.of(plan.problem, setup.q.shape[0], cache.shape[0], schedule.Sees(False, -1, -1))
+    return sdpa.Reader(cache, lambda t: t, 0)(cache, schedule.of_plan(plan, batch)[0])
 
 
 def test_a_page_that_is_longer_than_its_tokens_is_read_as_far_as_they_go() -> None:
