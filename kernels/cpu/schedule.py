@@ -1,7 +1,7 @@
 """Which calls of PyTorch's flash attention compute a batch: by the numbers of its plan, which are read on the host.
 
-A :class:`Step` is one call: of a request, or of successive requests of equal sizes if it needs no mask. It depends on
-numbers alone, so the steps of a small plan are found by them: the layers of a model share them.
+A :class:`KernelCall` attends for a request, or for successive requests of equal sizes if it needs no mask. It depends
+on numbers alone, so those of a small plan are found by its numbers: the layers of a model share them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MAX_ELEMENTS = 1 << 20
 """Elements of the keys of several requests that attend together: they stay in the cache of the CPU."""
 
 MAX_NUMBERS = 1024
-"""Numbers of a plan by which its steps are found."""
+"""Numbers of a plan by which its kernel calls are found."""
 
 MAX_PLANS = 64
-"""Plans whose steps are kept. All are evicted at the limit."""
+"""Plans whose kernel calls are kept. All are evicted at the limit."""
 
 
 class Sees(NamedTuple):
@@ -70,20 +70,20 @@ class Pages(NamedTuple):
 
     per_request  their number
     numbers      of all; None of ragged KV, whose tokens are in order
-    first        if those of each request are in order: they are ``first + request * step + page``. Else None
+    first        if those of each request are in order: they are ``first + request * stride + page``. Else None
     """
 
     per_request: int
     numbers: Tensor | None
     first: int | None = None
-    step: int = 1
+    stride: int = 1
 
 
 WHOLE = Pages(1, None, 0)
 """The keys of one request, without a page table: one page has them all."""
 
 
-class Step(NamedTuple):
+class KernelCall(NamedTuple):
     """Attention of successive query rows, each of which sees a key at least.
 
     first         the first of them in the batch
@@ -108,12 +108,12 @@ class Step(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def of_request(rows: int, length: int, sees: Sees) -> Step | None:
-    """The step of a request's rows, of which the first may see no key; None if none of them sees one."""
-    return _step(0, rows, 1, length - rows, length, sees)
+def of_request(rows: int, length: int, sees: Sees) -> KernelCall | None:
+    """The kernel call of a request's rows, of which the first may see no key; None if none of them sees one."""
+    return _kernel_call(0, rows, 1, length - rows, length, sees)
 
 
-def _step(first: int, rows: int, requests: int, position: int, length: int, sees: Sees) -> Step | None:
+def _kernel_call(first: int, rows: int, requests: int, position: int, length: int, sees: Sees) -> KernelCall | None:
     """Of ``rows`` rows of each request from ``position`` on."""
     window = Window.of(sees, max(0, -position) + rows, length)
     without_keys = min(rows, max(0, -position - window.right))
@@ -123,13 +123,13 @@ def _step(first: int, rows: int, requests: int, position: int, length: int, sees
     (begin, first_end), (last_begin, end) = window.seen(position, rows)
     causal = window.is_triangle(position, rows)
     masked = not causal and (begin, first_end) != (last_begin, end)
-    return Step(first, rows * requests, requests, begin, end, position, causal, window if masked else None)
+    return KernelCall(first, rows * requests, requests, begin, end, position, causal, window if masked else None)
 
 
 def _attend_together(sees: Sees, rows: int, length: int) -> bool:
     """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask."""
-    step = of_request(rows, length, sees)
-    return step is not None and step.rows == rows and step.window is None
+    call = of_request(rows, length, sees)
+    return call is not None and call.rows == rows and call.window is None
 
 
 def _groups(
@@ -179,11 +179,11 @@ class Table(NamedTuple):
         numbers = index.tolist()
         if min(numbers) < 0 or max(numbers) >= self.num_pages:
             return Pages(count, index.clamp(0, self.num_pages - 1))
-        first, step = numbers[0], count if len(begins) == 1 else numbers[count] - numbers[0]
-        in_order = step > 0 and numbers == [
-            number for at in range(first, first + step * len(requests), step) for number in range(at, at + count)
+        first, stride = numbers[0], count if len(begins) == 1 else numbers[count] - numbers[0]
+        in_order = stride > 0 and numbers == [
+            number for at in range(first, first + stride * len(requests), stride) for number in range(at, at + count)
         ]
-        return Pages(count, index.clone(), first if in_order else None, step)
+        return Pages(count, index.clone(), first if in_order else None, stride)
 
 
 class Batch(NamedTuple):
@@ -211,30 +211,30 @@ class Batch(NamedTuple):
         return cls(num_rows, num_pages, p.page_size, p.max_kv_len, most_tokens, sees)
 
 
-_KEPT: dict[Hashable, tuple[Step, ...]] = {}
+_KEPT: dict[Hashable, tuple[KernelCall, ...]] = {}
 
 
-def of_plan(plan: DecodePlan | PrefillPlan, batch: Batch) -> Sequence[Step]:
-    """The steps of a plan. Rows that see no key are in no step."""
+def of_plan(plan: DecodePlan | PrefillPlan, batch: Batch) -> Sequence[KernelCall]:
+    """The kernel calls of a plan. Rows that see no key are in none."""
     starts, kv_len, numbers = plan.kv_indptr.tolist(), plan.kv_len.tolist(), plan.kv_indices
     rows = tuple(plan.qo_indptr.tolist()) if isinstance(plan, PrefillPlan) else range(batch.num_rows + 1)
     if 0 < starts[-1] < numbers.shape[0]:  # the others are unused
         numbers = numbers[: starts[-1]]
     if len(starts) + numbers.shape[0] > MAX_NUMBERS:
-        return tuple(_steps(rows, starts, kv_len, numbers, batch))
+        return tuple(_kernel_calls(rows, starts, kv_len, numbers, batch))
     key = batch, rows, tuple(starts), tuple(kv_len), tuple(numbers.tolist())
-    steps = _KEPT.get(key)
-    if steps is None:
+    calls = _KEPT.get(key)
+    if calls is None:
         if len(_KEPT) >= MAX_PLANS:
             _KEPT.clear()
         with torch.inference_mode(False):  # other calls take them too
-            steps = _KEPT[key] = tuple(_steps(rows, starts, kv_len, numbers, batch))
-    return steps
+            calls = _KEPT[key] = tuple(_kernel_calls(rows, starts, kv_len, numbers, batch))
+    return calls
 
 
-def _steps(
+def _kernel_calls(
     rows: Sequence[int], starts: Sequence[int], kv_len: Sequence[int], numbers: Tensor, batch: Batch
-) -> Iterator[Step]:
+) -> Iterator[KernelCall]:
     table = Table(starts, numbers, batch.page_size, batch.num_pages)
     most = min(batch.max_kv_len, numbers.shape[0] * batch.page_size or batch.max_kv_len)
     lengths = [min(length, most) for length in kv_len[: len(rows) - 1]]
@@ -243,6 +243,6 @@ def _steps(
         position = length - count
         if len(group) == 1:
             count = min(count, batch.num_rows - first)
-        step = _step(first, count, len(group), position, length, batch.sees) if count > 0 else None
-        if step is not None:
-            yield step._replace(pages=table.pages(group, step.begin, step.end))
+        call = _kernel_call(first, count, len(group), position, length, batch.sees) if count > 0 else None
+        if call is not None:
+            yield call._replace(pages=table.pages(group, call.begin, call.end))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from attn_ops.kernels import reference
 from attn_ops.kernels.cpu import schedule
-from attn_ops.kernels.cpu.schedule import Batch, Pages, Sees, Step
+from attn_ops.kernels.cpu.schedule import Batch, KernelCall, Pages, Sees
 from attn_ops.kernels.reference.append import as_nhd, bits
 from attn_ops.kernels.reference.attention import saturate
 from torch import Tensor
@@ -63,8 +63,8 @@ NO_LSE = torch.empty(0, dtype=torch.float32, device="cpu")
 Result = tuple[Tensor, Tensor]
 """Output ``[rows, num_qo_heads, dim]`` and LSE ``[rows, num_qo_heads]``, or with heads as ``[num_kv_heads, group]``."""
 
-Keys = Callable[[Step], tuple[Tensor, Tensor]]
-"""The keys and values of a step's ``N`` requests, ``[N, num_kv_heads, L, dim]``."""
+Keys = Callable[[KernelCall], tuple[Tensor, Tensor]]
+"""The keys and values of a kernel call's ``N`` requests, ``[N, num_kv_heads, L, dim]``."""
 
 
 def _flash(
@@ -114,44 +114,44 @@ def _in_float32(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, keys if k is v else v.float()
 
 
-def _unmasked(q: Tensor, step: Step, keys: Keys, scale: float, exact: bool) -> Result:
-    """Output and LSE of a step's rows ``q [rows, num_qo_heads, dim]``. The output is float32, or unless ``exact``
+def _unmasked(q: Tensor, call: KernelCall, keys: Keys, scale: float, exact: bool) -> Result:
+    """Output and LSE of the rows ``q [rows, num_qo_heads, dim]`` of a call. The output is float32, or unless ``exact``
     bfloat16.
     """
-    k, v = keys(step)
-    as_bfloat16 = not exact and q.shape[0] * q.shape[1] <= BFLOAT16_ROWS * step.requests * k.shape[1]
+    k, v = keys(call)
+    as_bfloat16 = not exact and q.shape[0] * q.shape[1] <= BFLOAT16_ROWS * call.requests * k.shape[1]
     if q.dtype == k.dtype == v.dtype == (torch.bfloat16 if as_bfloat16 else torch.float32):
-        return _flash(q, k, v, step.requests, scale, None, step.causal)
-    return _flash_in_float32(q.float(), k, v, step.requests, scale, step.causal)
+        return _flash(q, k, v, call.requests, scale, None, call.causal)
+    return _flash_in_float32(q.float(), k, v, call.requests, scale, call.causal)
 
 
-def _masked(q: Tensor, step: Step, keys: Keys, scale: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """``(row, out, lse)`` of blocks of a step's rows, which see different keys. ``row`` is the first of each."""
-    window, rows, begin = step.window, step.rows, step.begin
+def _masked(q: Tensor, call: KernelCall, keys: Keys, scale: float) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """``(row, out, lse)`` of blocks of the rows of a call, which see different keys. ``row`` is the first of each."""
+    window, rows, begin = call.window, call.rows, call.begin
     assert window is not None
-    q, (k, v) = q.float(), _in_float32(*keys(step))
-    most_keys = min(step.end - begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
+    q, (k, v) = q.float(), _in_float32(*keys(call))
+    most_keys = min(call.end - begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
     of_block = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
     for row in range(0, rows, of_block):
-        end, position = min(row + of_block, rows), step.position + row
+        end, position = min(row + of_block, rows), call.position + row
         (key, _), (_, last) = window.seen(position, end - row)
         tokens = slice(key - begin, last - begin)
         mask = window.mask(end - row, last - key, position - key)
         yield row, *_flash(q[row:end], k[:, :, tokens], v[:, :, tokens], 1, scale, mask)
 
 
-def _collect(q: Tensor, steps: Sequence[Step], keys: Keys, scale: float, head_dim_vo: int, exact: bool) -> Result:
-    """Output and LSE of all rows of ``q``, as :func:`_unmasked` of one step: 0 and -inf in rows of no step."""
+def _collect(q: Tensor, calls: Sequence[KernelCall], keys: Keys, scale: float, head_dim_vo: int, exact: bool) -> Result:
+    """Output and LSE of all rows of ``q``, as :func:`_unmasked` of one call: 0 and -inf in rows of none."""
     out = torch.zeros((*q.shape[:2], head_dim_vo), dtype=torch.float32, device="cpu")
     lse = out.new_full(out.shape[:2], -math.inf)
-    for step in steps:
-        queries = q[step.first : step.first + step.rows]
-        if step.window is None:
-            blocks: Iterable[tuple[int, Tensor, Tensor]] = ((0, *_unmasked(queries, step, keys, scale, exact)),)
+    for call in calls:
+        queries = q[call.first : call.first + call.rows]
+        if call.window is None:
+            blocks: Iterable[tuple[int, Tensor, Tensor]] = ((0, *_unmasked(queries, call, keys, scale, exact)),)
         else:
-            blocks = _masked(queries, step, keys, scale)
+            blocks = _masked(queries, call, keys, scale)
         for row, of_block, lse_of_block in blocks:
-            block = slice(step.first + row, step.first + row + of_block.shape[0])
+            block = slice(call.first + row, call.first + row + of_block.shape[0])
             out[block], lse[block] = of_block[..., :head_dim_vo], lse_of_block.flatten(1)
     return out, lse
 
@@ -187,7 +187,7 @@ class Form(NamedTuple):
 
 
 def _attend(
-    form: Form, q: Tensor, steps: Sequence[Step], keys: Keys, sinks: Tensor | None, kv_scale: Tensor | None
+    form: Form, q: Tensor, calls: Sequence[KernelCall], keys: Keys, sinks: Tensor | None, kv_scale: Tensor | None
 ) -> Result | None:
     """``out [rows, num_qo_heads, head_dim_vo]`` and ``lse [rows, num_qo_heads]``; None if the reference may differ."""
     rows, _, scale, dtype, head_dim_vo, return_lse, exact = form
@@ -195,13 +195,13 @@ def _attend(
     if kv_scale is not None:
         of_keys, factor = kv_scale.tolist()
         scale *= of_keys
-    step = steps[0] if len(steps) == 1 else None
-    if step is not None and step.rows == rows and step.window is None:
-        out, lse = _unmasked(q, step, keys, scale, exact)
+    call = calls[0] if len(calls) == 1 else None
+    if call is not None and call.rows == rows and call.window is None:
+        out, lse = _unmasked(q, call, keys, scale, exact)
         if out.shape[-1] != head_dim_vo:
             out = out[..., :head_dim_vo]
     else:
-        out, lse = _collect(q, steps, keys, scale, head_dim_vo, exact)
+        out, lse = _collect(q, calls, keys, scale, head_dim_vo, exact)
     if factor != 1.0:
         out *= factor
     if not _is_regular(out, lse):
@@ -230,7 +230,7 @@ def _is_regular(out: Tensor, lse: Tensor) -> bool:
 
 
 class Gathered(threading.local):
-    """Memory of a thread for the keys, and the values, that a step gathers, until the next step.
+    """Memory of a thread for the keys, and the values, that a kernel call gathers, until the next.
 
     New memory of their size would be new pages of the operating system in every call.
     """
@@ -255,8 +255,8 @@ GATHERED = Gathered()
 
 
 class Reader:
-    """Reads the tokens of steps from caches of one form, which ``as_pages`` takes as ``[pages, page_size, num_kv_heads,
-    dim]``. Those of keys have ``place`` 0, of values 1.
+    """Reads the tokens of kernel calls from caches of one form, which ``as_pages`` takes as ``[pages, page_size,
+    num_kv_heads, dim]``. Those of keys have ``place`` 0, of values 1.
     """
 
     def __init__(self, cache: Tensor, as_pages: Callable[[Tensor], Tensor], place: int) -> None:
@@ -267,20 +267,20 @@ class Reader:
         self.token = self.page if self.page_size == 1 else token
         self.is_row = self.page == self.page_size * self.token
 
-    def __call__(self, cache: Tensor, step: Step) -> Tensor:
+    def __call__(self, cache: Tensor, call: KernelCall) -> Tensor:
         """``[requests, num_kv_heads, L, dim]``: a view if the pages of each request are in a row."""
-        requests, pages, number, skipped = step.requests, step.pages, step.end - step.begin, step.begin % self.page_size
+        requests, pages, number, skipped = call.requests, call.pages, call.end - call.begin, call.begin % self.page_size
         if pages.first is not None and (self.is_row or pages.per_request == 1):
             offset = cache.storage_offset() + pages.first * self.page + skipped * self.token
-            strides = pages.step * self.page, self.head, self.token, self.element
+            strides = pages.stride * self.page, self.head, self.token, self.element
             return cache.as_strided((requests, self.heads, number, self.dim), strides, offset)
         return self._gather(self.as_pages(cache), requests, pages, slice(skipped, skipped + number))
 
     def _gather(self, cache: Tensor, requests: int, pages: Pages, tokens: slice) -> Tensor:
-        count, numbers, first, step = pages
+        count, numbers, first, stride = pages
         if count == 1:  # of a single page no more than its tokens are copied
             cache, tokens = cache[:, tokens], slice(None)
-        if first is not None and step == count:
+        if first is not None and stride == count:
             taken = bits(cache[first : first + requests * count])
         else:
             assert numbers is not None
@@ -352,8 +352,8 @@ def _planned(
         kv_scale: Tensor | None = None,
         **_: Any,
     ) -> Result | None:
-        steps = schedule.of_plan(kind(*plan), batch)
-        return _attend(form, q, steps, lambda step: (read_keys(k, step), read_values(v, step)), sinks, kv_scale)
+        calls = schedule.of_plan(kind(*plan), batch)
+        return _attend(form, q, calls, lambda call: (read_keys(k, call), read_values(v, call)), sinks, kv_scale)
 
     return run
 
@@ -446,13 +446,13 @@ def batch_mla(
         kv_scale: Tensor | None = None,
         **_: Any,
     ) -> Result | None:
-        def keys_of(step: Step) -> tuple[Tensor, Tensor]:
-            parts = (bits(read(cache, step)) for read, cache in zip(readers, (ckv, kpe), strict=True))
+        def keys_of(call: KernelCall) -> tuple[Tensor, Tensor]:
+            parts = (bits(read(cache, call)) for read, cache in zip(readers, (ckv, kpe), strict=True))
             keys = torch.cat(tuple(parts), -1).view(ckv.dtype)
             return keys, keys
 
-        steps = schedule.of_plan(PrefillPlan(*plan), batch)
-        return _attend(form, torch.cat((q_nope, q_pe), -1), steps, keys_of, sinks, kv_scale)
+        calls = schedule.of_plan(PrefillPlan(*plan), batch)
+        return _attend(form, torch.cat((q_nope, q_pe), -1), calls, keys_of, sinks, kv_scale)
 
     return run
 
@@ -468,12 +468,12 @@ def single_prefill(
     read_keys, read_values = Reader(k, as_pages, 0), Reader(v, as_pages, 1)
     if q.shape[0] == 0 or read_keys.page_size == 0:
         return _left_to_reference
-    step = schedule.of_request(form.rows, read_keys.page_size, form.sees)
-    steps = () if step is None else (step,)
+    call = schedule.of_request(form.rows, read_keys.page_size, form.sees)
+    calls = () if call is None else (call,)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, kv_scale: Tensor | None = None, **_: Any
     ) -> Result | None:
-        return _attend(form, q, steps, lambda step: (read_keys(k, step), read_values(v, step)), sinks, kv_scale)
+        return _attend(form, q, calls, lambda call: (read_keys(k, call), read_values(v, call)), sinks, kv_scale)
 
     return run

@@ -1,4 +1,4 @@
-"""The steps of a plan on the CPU: they are found by the plan's numbers, and calls of one key have their own tensors."""
+"""Kernel calls of a plan on the CPU: they are found by its numbers, and calls of one key have their own tensors."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ BASES = {"decode": DECODE_BASE, "prefill": PREFILL_BASE, "ragged": PREFILL_BASE}
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """One element for each plan whose steps are computed."""
-    computed, steps = [], schedule._steps
+    """One element for each plan whose kernel calls are computed."""
+    computed, kernel_calls = [], schedule._kernel_calls
 
     def observed(*args: Any) -> Any:
         computed.append(args)
-        return steps(*args)
+        return kernel_calls(*args)
 
-    monkeypatch.setattr(schedule, "_steps", observed)
+    monkeypatch.setattr(schedule, "_kernel_calls", observed)
     monkeypatch.setattr(schedule, "_KEPT", {})
     return computed
 
 
 @pytest.mark.parametrize("kind", list(BASES))
-def test_layers_share_the_steps_of_a_plan(kind: str, planned: list[object]) -> None:
+def test_layers_share_the_kernel_calls_of_a_plan(kind: str, planned: list[object]) -> None:
     setup = Setup(kind, BASES[kind])
     setup.check(*setup.run("cpu"))
     doubled = {"v" if kind == "ragged" else "v_cache": setup.v * 2}
@@ -47,7 +47,7 @@ def test_layers_share_the_steps_of_a_plan(kind: str, planned: list[object]) -> N
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_a_plan_that_is_written_again(kind: str, page_size: int, planned: list[object]) -> None:
-    """Its steps are those of its present numbers."""
+    """Its kernel calls are those of its present numbers."""
     rows = (1,) * 3 if kind == "prefill" else ()
     setup = Setup(kind, replace(DECODE_BASE, page_size=page_size, kv_lens=(20, 20, 20), qo_lens=rows))
     setup.check(*setup.run("cpu"))
@@ -84,7 +84,7 @@ def test_the_plans_that_are_kept_are_bounded(planned: list[object], monkeypatch:
     assert not schedule._KEPT
 
 
-def test_steps_of_inference_mode_serve_other_calls(planned: list[object]) -> None:
+def test_kernel_calls_of_inference_mode_serve_other_calls(planned: list[object]) -> None:
     setup = Setup("decode", DECODE_BASE)
     with torch.inference_mode():
         setup.check(*setup.run("cpu"))

@@ -125,9 +125,9 @@ def test_requests_that_attend_together_are_bounded(monkeypatch: pytest.MonkeyPat
     sizes = []
     read = sdpa.Reader.__call__
 
-    def observed(self: sdpa.Reader, cache: torch.Tensor, step: schedule.Step) -> torch.Tensor:
-        sizes.append(step.requests)
-        return read(self, cache, step)
+    def observed(self: sdpa.Reader, cache: torch.Tensor, call: schedule.KernelCall) -> torch.Tensor:
+        sizes.append(call.requests)
+        return read(self, cache, call)
 
     monkeypatch.setattr(sdpa.Reader, "__call__", observed)
     for elements, groups in ((5 * 20 * token, [5]), (2 * 20 * token + 1, [2, 2, 1]), (1, [1] * 5)):
