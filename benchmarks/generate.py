@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report
@@ -196,6 +195,8 @@ def check_plans(mode: str, model: Any, work: Workload, backend: str) -> tuple[Ch
             warm-up.
     """
     steps, work = [0], work._replace(new=max(work.new, STEPS + 2))
+    from torch._dynamo.utils import counters  # takes half a second to import
+
     counters.clear()
     tokens = warm_up(mode, model, work, backend)
     graphs, planned = counters["stats"]["unique_graphs"], counters["attn_ops"]["plans"]

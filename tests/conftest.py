@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Iterator
 
 # The wrappers of packages are compiled once and run a few times. Inductor's default is O1 with line tables.
@@ -40,6 +41,13 @@ for logger in logging.Logger.manager.loggerDict.values():
 inductor.cpp.simdlen = 1
 inductor.cpp.vec_isa_ok = True  # no test is compiled of each instruction set that the CPU has
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # no vector instructions in processes that tests start
+
+# For the architecture that export_package takes without vectors: all code has the same precompiled headers.
+vectors: dict[str, None] = {"cpp.simdlen": None}
+if hasattr(inductor.cpp, "march") and platform.machine() == "x86_64":
+    vectors["cpp.march"] = None
+    inductor.cpp.march = "x86-64"
+    os.environ["TORCHINDUCTOR_CPP_MARCH"] = "x86-64"
 
 allocator.install()
 package_headers.install()
@@ -105,5 +113,5 @@ def cold(no_grad: None) -> None:
 @pytest.fixture
 def vector_code() -> Iterator[None]:
     """Inductor's code has the vector instructions of this CPU, as it has outside of the tests."""
-    with inductor.patch({"cpp.simdlen": None}):
+    with inductor.patch(vectors):
         yield

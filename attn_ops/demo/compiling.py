@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch._dynamo.utils import counters
 
 from attn_ops.demo.memory import Memory, Step, run_decode, run_prefill
 from attn_ops.demo.model import LanguageModel
@@ -24,6 +23,8 @@ class Counts(NamedTuple):
 
     @staticmethod
     def now() -> Counts:
+        from torch._dynamo.utils import counters  # takes a second to import
+
         return Counts(
             counters["stats"]["unique_graphs"],
             sum(counters["graph_break"].values()),

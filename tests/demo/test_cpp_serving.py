@@ -12,6 +12,7 @@ import pytest
 from attn_ops.cpp_serving import export
 from helpers import cpp_runner
 
+from attn_ops import cpp
 from attn_ops.demo import package
 from attn_ops.demo.pages import pages_for
 from attn_ops.demo.requests import from_seed
@@ -31,8 +32,8 @@ def _build(folder: Path) -> Path:
         options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Debug")
         commands = (("cmake", "-S", EXAMPLE, "-B", folder, *options), ("cmake", "--build", folder))
     else:
-        flags = shlex.split(_run(sys.executable, "-m", "attn_ops.cpp", "--flags").stdout)
-        commands = (("g++", "-O0", EXAMPLE / "server.cpp", "-o", folder / "server", *flags),)
+        assert shlex.split(_run(sys.executable, "-m", "attn_ops.cpp", "--flags").stdout) == cpp.flags()
+        return cpp_runner.build(EXAMPLE / "server.cpp")  # with these options
     for words in commands:
         done = _run(*words)
         assert done.returncode == 0, done.stdout + done.stderr

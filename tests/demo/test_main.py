@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import demo_golden
+from helpers import cpp_runner, demo_golden
 from safetensors.torch import save_file
 
+from attn_ops import cpp_serving
 from attn_ops.demo.__main__ import main
 from attn_ops.demo.compiling import Counts
 from attn_ops.demo.dense import Comparison
@@ -23,6 +25,7 @@ from attn_ops.demo.report import Report, Row
 CASE = json.loads(demo_golden.FILE.read_text(encoding="utf-8"))["qwen3-window"]
 CONFIG = CASE["config"] | {"num_hidden_layers": 2, "max_window_layers": 1, "eos_token_id": None}
 CONFIG["layer_types"] = CONFIG["layer_types"][1:]
+SERVER = Path(cpp_serving.__path__[0]) / "server.cpp"
 CLEAN = Report(
     ["header"],
     rows=[
@@ -66,14 +69,21 @@ def demo(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Compl
 
 
 @pytest.mark.slow
-def test_every_check_of_a_whole_run_passes(checkpoint: Path, tmp_path: Path) -> None:
+def test_every_check_of_a_whole_run_passes(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported the compiler, with the server that the tests compile once."""
+    servers = {SERVER: cpp_runner.build(SERVER)}
+    monkeypatch.setattr("attn_ops.cpp.build", lambda source, program: shutil.copy(servers[source], program))
+    torch._dynamo.reset()
     output = tmp_path / "output" / "kept"
     prompts = [f"--prompt={' '.join(f'w{i}' for i in range(1, n))}" for n in (3, 9, 20)]
     sizes = ["--batch", "3", "--max-new-tokens", "5", "--output", str(output)]
-    done = demo("--model", str(checkpoint), *prompts, *sizes)
-    assert done.returncode == 0, done.stderr
+    status = main(["--device", "cpu", "--model", str(checkpoint), *prompts, *sizes])
+    out, err = capsys.readouterr()
+    assert status == 0, err
     assert {path.name for path in output.iterdir()} == {"prefill.pt2", "decode.pt2", "requests.txt", "server"}
-    lines = {line.split("  ")[0]: " ".join(line.split()) for line in done.stdout.splitlines()}
+    lines = {line.split("  ")[0]: " ".join(line.split()) for line in out.splitlines()}
     for row in ("eager", "compiled", "AOTInductor, C++"):
         assert lines[row].endswith("yes, 30 of 30")
     assert lines["compiled graphs"] == "compiled graphs 2"
@@ -82,8 +92,8 @@ def test_every_check_of_a_whole_run_passes(checkpoint: Path, tmp_path: Path) -> 
     assert lines["libpython in C++ process"] == "libpython in C++ process absent"
     (free,) = [line for line in lines.values() if line.startswith("pages freed")]
     assert free.count(" of ") == 3
-    assert "serving, compiled" in done.stderr
-    assert "\nw1 w2 " in done.stdout
+    assert "serving, compiled" in err
+    assert "\nw1 w2 " in out
 
 
 @pytest.mark.gpu
@@ -116,8 +126,19 @@ def test_ranks_on_gpus() -> None:
 
 
 @pytest.mark.slow
-def test_heads_that_the_ranks_cannot_share(checkpoint: Path) -> None:
-    done = demo("--tp", "3", "--model", str(checkpoint), "--batch", "2", "--max-new-tokens", "3")
+def test_heads_that_the_ranks_cannot_share(tmp_path: Path) -> None:
+    """Three, by two ranks."""
+    case = json.loads(demo_golden.FILE.read_text(encoding="utf-8"))["llama"]
+    config = case["config"] | {"num_attention_heads": 3, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    rows, hidden = 3 * config["head_dim"], config["hidden_size"]
+    shapes = {"q_proj": (rows, hidden), "k_proj": (rows, hidden), "v_proj": (rows, hidden), "o_proj": (hidden, rows)}
+    weights = {
+        name: demo_golden.weight(name, shapes.get(name.split(".")[-2], shape))
+        for name, shape in case["weights"].items()
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    done = demo("--tp", "2", "--model", str(tmp_path), "--batch", "2", "--max-new-tokens", "3")
     assert done.returncode == 2
     assert "error: planner: num_qo_heads has" in done.stderr
     assert "Traceback" not in done.stderr

@@ -54,11 +54,9 @@ def _export(rank: int, folder: Path) -> tuple[list[str], Batch, Tensor]:
 @pytest.mark.slow
 def test_ranks_in_cpp(tmp_path: Path) -> None:
     exports = [_export(rank, tmp_path) for rank in range(WORLD)]
-    program = str(
-        cpp_runner.build(Path(cpp_runner.__file__).with_name("cpp_rank.cpp"), "-DUSE_DISTRIBUTED", "-DUSE_C10D")
-    )
+    program = cpp_runner.program("rank", *cpp_runner.sanitizer())
     pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "env": cpp_runner.environment()}
-    processes = [subprocess.Popen([program, *words], **pipes) for words, _, _ in exports]
+    processes = [subprocess.Popen([*program, *words], **pipes) for words, _, _ in exports]
     try:
         messages = [process.communicate(timeout=120)[1] for process in processes]
     finally:

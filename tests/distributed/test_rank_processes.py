@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,10 +16,15 @@ WAITS = "import time; print('this rank waits', flush=True); time.sleep(60)"
 
 
 def _replace_processes(monkeypatch: pytest.MonkeyPatch, *programs: str) -> None:
-    waiting, start = list(programs), subprocess.Popen
-    monkeypatch.setattr(
-        rank_processes.subprocess, "Popen", lambda _, **kw: start([sys.executable, "-c", waiting.pop(0)], **kw)
-    )
+    def start(_module: str, _world: int, folder: Path) -> list[subprocess.Popen[bytes]]:
+        processes = []
+        for rank, program in enumerate(programs):
+            with (folder / f"{rank}.log").open("w") as log:
+                command = [sys.executable, "-c", program]
+                processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+        return processes
+
+    monkeypatch.setattr(rank_processes, "_start", start)
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +40,29 @@ def test_processes_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     _replace_processes(monkeypatch, "print('this rank is done')", WAITS)
     with pytest.raises(AssertionError, match=r"(?s)did not end within 1 s.*this rank is done.*this rank waits"):
         rank_processes.run_ranks("", 2, tmp_path, 1)
+
+
+ONE_ENDS = """
+import os, time
+import torch.distributed as dist
+
+def case(group):
+    if dist.get_rank():
+        print("this rank ends", flush=True)
+        os._exit(3)
+    print("this rank waits", flush=True)
+    time.sleep(60)
+
+CASES = {"case": case}
+"""
+
+
+def test_a_forked_process_that_ends_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "AFTER_FAILURE_S", 1.0)
+    (tmp_path / "one_ends.py").write_text(ONE_ENDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    processes = rank_processes._start("one_ends", 2, tmp_path)
+    monkeypatch.setattr(rank_processes, "_start", lambda *_: processes)
+    with pytest.raises(AssertionError, match=r"(?s)this rank waits.*this rank ends"):
+        rank_processes.run_ranks("one_ends", 2, tmp_path, 50)
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, 3]

@@ -6,6 +6,7 @@
 //   cpp_programs zeros PACKAGE.pt2 NAME...
 //   cpp_programs message
 //   cpp_programs package MODEL.pt2 INPUTS.pt OUTPUTS.pt DEVICE
+//   cpp_programs rank ...: cpp_rank.cpp, which is a program of its own too
 //
 // The comment before each function says what it does. Exit status 1: an error of the API, which is on stderr; 2: wrong
 // arguments; 3: libpython is mapped.
@@ -27,6 +28,10 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#define main rank
+#include "cpp_rank.cpp"
+#undef main
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -242,7 +247,8 @@ int package(int argc, char** argv) {
 
 int main(int argc, char** argv) try {
   const std::map<std::string, int (*)(int, char**)> programs{
-      {"calls", calls}, {"threads", threads}, {"alignment", alignment}, {"zeros", zeros}, {"message", message}, {"package", package}};
+      {"calls", calls}, {"threads", threads}, {"alignment", alignment}, {"zeros", zeros}, {"message", message},
+      {"package", package}, {"rank", rank}};
   const auto program = programs.find(argc > 1 ? argv[1] : "");
   return program == programs.end() ? 2 : program->second(argc - 1, argv + 1);
 } catch (const attn::Error& error) {

@@ -1,7 +1,7 @@
 // One rank without Python: cpp_rank PACKAGE.pt2 STORE RANK WORLD GROUP INPUTS.pt RESULT.pt
 // The step in the package contains a collective of GROUP, a process group that this program makes and registers.
 // INPUTS.pt has kv_indptr, kv_indices, kv_last_page_len, then the inputs of the step; RESULT.pt gets its outputs.
-#define AT_PER_OPERATOR_HEADERS  // as in cpp_programs.cpp
+#define AT_PER_OPERATOR_HEADERS  // as in cpp_programs.cpp, which includes this file
 #include <attn_ops/attn_ops.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -70,6 +70,7 @@ int main(int argc, char** argv) try {
   const std::vector<c10::IValue> values(outputs.begin(), outputs.end());
   const std::vector<char> result = torch::jit::pickle_save(c10::ivalue::Tuple::create(values));
   std::ofstream(argv[7], std::ios::binary).write(result.data(), static_cast<std::streamsize>(result.size()));
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << error.what() << std::endl;
   return 1;

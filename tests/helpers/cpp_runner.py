@@ -37,7 +37,7 @@ def build(source: Path, *options: str) -> Path:
 
 def program(name: str, *options: str) -> list[str]:
     """The command of a program of ``cpp_programs.cpp``, before its arguments."""
-    return [str(build(PROGRAMS, *options)), name]
+    return [str(build(PROGRAMS, "-DUSE_DISTRIBUTED", "-DUSE_C10D", *options)), name]
 
 
 def find_package_works() -> bool:

@@ -20,6 +20,7 @@ def install() -> None:
     _leave_out_checks_that_are_off(interpreter)
     _look_dtypes_up(interpreter)
     _describe_types_once(interpreter)
+    _convert_operands_once(interpreter)
 
 
 def _call_builtins_directly(interpreter: Any) -> None:
@@ -112,3 +113,51 @@ def _describe_types_once(interpreter: Any) -> None:
     core.tensor.__init__ = init_tensor
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     core.tuple.__getitem__ = lambda self, i: self.values[i] if type(i) is int else item(self, i)
+
+
+MAX_CONSTANTS = 10_000
+
+
+def _convert_operands_once(interpreter: Any) -> None:
+    """Operands of a binary operation are checked, converted and broadcast. Those that fit stay as they are.
+
+    A number becomes a tensor of the other operand's type and shape, which is kept: no operation writes to its operands.
+    """
+    core = interpreter.tl.core
+    semantic: Any = getattr(interpreter, "TritonSemantic", None)
+    convert = getattr(semantic, "binary_op_type_checking_impl", None)
+    if convert is None or not hasattr(core, "tuple"):
+        return
+    tensor = core.tensor
+    kept: dict[Any, Any] = {}
+
+    def convert_once(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        how = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        on_left, on_right = type(lhs) is tensor, type(rhs) is tensor
+        if on_left and on_right:
+            if lhs.shape is rhs.shape and lhs.dtype is rhs.dtype and not div_or_mod and not lhs.dtype.is_ptr():
+                return lhs, rhs
+            return convert(self, lhs, rhs, *how)
+        if not on_left and not on_right:
+            return convert(self, lhs, rhs, *how)
+        one, number = (lhs, rhs) if on_left else (rhs, lhs)
+        key = (on_left, number, type(number), one.dtype.name, id(one.shape), how)  # shapes are kept
+        if (constant := kept.get(key)) is None:
+            left, right = convert(self, lhs, rhs, *how)
+            same, constant = (left, right) if on_left else (right, left)
+            if same is not one:
+                return left, right
+            if len(kept) >= MAX_CONSTANTS:
+                kept.clear()
+            kept[key] = constant
+        return (one, constant) if on_left else (constant, one)
+
+    semantic.binary_op_type_checking_impl = convert_once

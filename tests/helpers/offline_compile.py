@@ -44,19 +44,20 @@ class Driver:
 
 
 @contextmanager
-def compiling_for(capability: int, compiles: bool = True) -> Iterator[Compiled]:
+def compiling_for(capability: int, compiles: bool | Callable[..., bool] = True) -> Iterator[Compiled]:
     """Compile launches instead of running them, with the tile sizes of that GPU.
 
-    The list gets each kernel and its arguments: the function of the kernel, where nothing ``compiles``.
+    The list gets each kernel and its arguments: the function of the kernel, where it does not compile. ``compiles`` may
+    decide by the function, its arguments and the options of the launch.
     """
     compiled: Compiled = []
 
     def compile_only(kernel: Any, grid: Any, values: Any, options: Any) -> None:
-        result = kernel
-        if compiles:
+        result, arguments = kernel, dict(zip(kernel.arg_names, values, strict=True))
+        if compiles(kernel, arguments, options.keywords()) if callable(compiles) else compiles:
             result = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
             result = result.result() if hasattr(result, "result") else result
-        compiled.append((result, dict(zip(kernel.arg_names, values, strict=True))))
+        compiled.append((result, arguments))
 
     def shared_memory(device: torch.device) -> tuple[int, int]:
         per_block, per_multiprocessor = SHARED_MEMORY[capability]

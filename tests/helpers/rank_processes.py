@@ -1,7 +1,8 @@
 """Runs cases on several processes of one ``torch.distributed`` group. The processes start once for all cases.
 
-``python -m helpers.rank_processes MODULE RANK WORLD FOLDER`` is one process. It runs ``CASES`` of the module, each with
-a group of its own, and writes what failed to ``FOLDER/RANK.json``.
+``python -m helpers.rank_processes MODULE WORLD FOLDER`` imports the module, and forks the processes: they import it
+once. Each runs ``CASES`` of the module, each case with a group of its own, and writes what failed to
+``FOLDER/RANK.json`` and what it prints to ``FOLDER/RANK.log``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import faulthandler
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,16 +34,47 @@ AFTER_FAILURE_S = 10.0
 STACKS_AFTER_S = 120
 """After which, again and again, a process that has not ended writes its stacks to its log."""
 
+ALSO_IMPORTED = ("torch._inductor.compile_fx",)
+"""By cases that compile, which takes longer than to import torch."""
+
 Case = Callable[[dist.ProcessGroup], None]
+
+
+class _Forked:
+    """A rank that the starter forked: what is used of ``subprocess.Popen``."""
+
+    def __init__(self, starter: subprocess.Popen[bytes], code: Path) -> None:
+        self.starter, self.code = starter, code
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        ended = self.starter.poll()  # before a look at the file, which the starter writes before it ends
+        if self.returncode is None:
+            self.returncode = int(self.code.read_text()) if self.code.exists() else ended
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.starter.poll() is None:
+            os.killpg(self.starter.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        self.starter.wait()
+        self.poll()
+
+
+def _start(module: str, world: int, folder: Path) -> list[Any]:
+    """The processes of the ranks. CUDA works in none that is forked: each of those imports the module itself."""
+    command = [sys.executable, "-m", "helpers.rank_processes", module, str(world), str(folder)]
+    if os.environ.get("RANKS_ON") == "cuda":
+        return [subprocess.Popen([*command, str(rank)], cwd=TESTS) for rank in range(world)]
+    with (folder / "0.log").open("a") as log:
+        starter = subprocess.Popen(command, cwd=TESTS, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    return [_Forked(starter, folder / f"{rank}.code") for rank in range(world)]
 
 
 def run_ranks(module: str, world: int, folder: Path, timeout_s: float = 600) -> dict[str, dict[str, str]]:
     """By case and rank, the traceback of a failure, or an empty text."""
-    processes = []
-    for rank in range(world):
-        command = [sys.executable, "-m", "helpers.rank_processes", module, str(rank), str(world), str(folder)]
-        log = (folder / f"{rank}.log").open("w")
-        processes.append(subprocess.Popen(command, cwd=TESTS, stdout=log, stderr=subprocess.STDOUT))
+    processes = _start(module, world, folder)
     try:
         in_time = _wait(processes, timeout_s)
     finally:
@@ -61,7 +95,7 @@ def run_ranks(module: str, world: int, folder: Path, timeout_s: float = 600) -> 
     return results
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+def _wait(processes: list[Any], timeout_s: float) -> bool:
     """Whether all end in time. Once one has failed, the others have a few seconds more to say so too."""
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
@@ -78,7 +112,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
 
 
 def _tail(folder: Path, rank: int) -> str:
-    return (folder / f"{rank}.log").read_text(errors="replace")[-4000:]
+    log = folder / f"{rank}.log"
+    return log.read_text(errors="replace")[-4000:] if log.exists() else ""
 
 
 def _run_case(case: Case, world: int) -> str:
@@ -90,9 +125,32 @@ def _run_case(case: Case, world: int) -> str:
 
 
 def main() -> None:
+    module, world, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    if len(sys.argv) > 4:
+        _be_rank(module, int(sys.argv[4]), world, folder)
+    for name in (module, *ALSO_IMPORTED):
+        importlib.import_module(name)
+    sys.stdout.flush()
+    ranks = {}
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(module, rank, world, folder)
+        ranks[pid] = rank
+    while ranks:
+        pid, status = os.wait()
+        part = folder / f"{ranks.pop(pid)}.part"
+        part.write_text(str(os.waitstatus_to_exitcode(status)))
+        part.rename(part.with_suffix(".code"))
+
+
+def _be_rank(module: str, rank: int, world: int, folder: Path) -> NoReturn:
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
     code = 1
     try:
-        _run_cases()
+        _run_cases(module, rank, world, folder)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -102,8 +160,7 @@ def main() -> None:
         os._exit(code)  # a group in which a case failed may not shut down
 
 
-def _run_cases() -> None:
-    module, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+def _run_cases(module: str, rank: int, world: int, folder: Path) -> None:
     faulthandler.dump_traceback_later(STACKS_AFTER_S, repeat=True)
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= world and os.environ.get("RANKS_ON") == "cuda"

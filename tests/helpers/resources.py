@@ -7,7 +7,6 @@ release of Triton that compiled them.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import re
 import subprocess
@@ -52,6 +51,13 @@ CASES: dict[str, Callable[[], None]] = {
     "small ops": small_ops,
 }
 
+AS_ON_HOPPER = (*(case for case in CASES if case.startswith("decode ")), "small ops")
+"""Cases whose kernels have the same source, constants and options on Blackwell: they are compiled for Hopper alone."""
+
+
+def cases(capability: int) -> list[str]:
+    return [case for case in CASES if capability < 100 or case not in AS_ON_HOPPER]
+
 
 class Resources(NamedTuple):
     registers: int  # of a thread
@@ -85,8 +91,9 @@ def compile_case(case: str, capability: int) -> dict[str, Resources]:
 def measure() -> dict[str, dict[str, Resources]]:
     """By target, such as ``"sm_90"``, and kernel."""
     found: dict[str, dict[str, Resources]] = {f"sm_{capability}": {} for capability in CAPABILITIES}
-    for case, capability in itertools.product(CASES, CAPABILITIES):
-        found[f"sm_{capability}"] |= compile_case(case, capability)
+    for capability in CAPABILITIES:
+        for case in cases(capability):
+            found[f"sm_{capability}"] |= compile_case(case, capability)
     return found
 
 

@@ -72,13 +72,16 @@ DECODE_KERNELS = ["decode_kernel", "decode_kernel", "combine_decode_kernel"]
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_decode_fits_the_predicted_shared_memory(capability: int) -> None:
-    """Every second problem for each GPU: the kernel with a combine step, and without."""
+    """Every second problem for each GPU: the kernel with a combine step, which has all code of the one without.
+
+    The latter is compiled for the first problem.
+    """
     with compiling_for(capability) as compiled:
-        for dtype, dim, heads, options in DECODES[capability == 90 :: 2]:
+        for i, (dtype, dim, heads, options) in enumerate(DECODES[capability == 90 :: 2]):
             compiled.clear()
-            for call in (functools.partial(eager, decode), decode):
+            for call in (functools.partial(eager, decode), decode)[: 1 if i else 2]:
                 call(dtype, (dim, dim), heads, **options)
-            assert [kernel.metadata.name for kernel, _ in compiled] == DECODE_KERNELS
+            assert [kernel.metadata.name for kernel, _ in compiled] == DECODE_KERNELS[: 1 if i else 3]
             kv_dtype, halves = options.get("kv_dtype", dtype), options.get("pos_encoding") == "ROPE_LLAMA"
             short = short_stages(kv_dtype, 16 * options.get("pages", 10_000), 33)
             tile = decode_tile(torch.device("cpu"), dtype, dim, dim, heads[0] // heads[1], kv_dtype, halves, short)

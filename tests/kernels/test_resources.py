@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
-from helpers.offline_compile import SHARED_MEMORY  # noqa: E402
-from helpers.resources import CAPABILITIES, Resources, measure, read  # noqa: E402
+from helpers.offline_compile import SHARED_MEMORY, compiling_for  # noqa: E402
+from helpers.resources import AS_ON_HOPPER, CAPABILITIES, CASES, Resources, measure, read  # noqa: E402
 
 REGISTERS = 8
 """How many more registers a kernel may take: small changes of the source move a few."""
@@ -42,3 +44,19 @@ def test_no_kernel_takes_more_than_the_table_says(measured: dict[str, dict[str, 
             if now.registers > before.registers + REGISTERS or now.stack > before.stack or now.shared > before.shared:
                 worse.append(f"{target} {name}: {before} was, {now} is")
     assert not worse, "\n".join([*worse, "if it is meant: (cd tests && python -m helpers.resources --write)"])
+
+
+@pytest.mark.parametrize("case", AS_ON_HOPPER)
+def test_kernels_that_are_compiled_for_hopper_alone_are_the_same_on_blackwell(case: str) -> None:
+    launches: dict[int, list[Any]] = {90: [], 100: []}
+    for capability, found in launches.items():
+
+        def record(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], found: list[Any] = found) -> bool:
+            constants = {name: x.dtype if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+            found.append((kernel, constants, options))
+            return False
+
+        with compiling_for(capability, record):
+            CASES[case]()
+    assert launches[90]
+    assert launches[90] == launches[100]

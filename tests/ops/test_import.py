@@ -56,24 +56,50 @@ def test_import_leaves_out(imported: dict[str, Any], module: str) -> None:
     assert not [name for name in imported["modules"] if name == module or name.startswith(f"{module}.")]
 
 
-def test_works_where_triton_is_not_installed() -> None:
-    lines = _python("import sys; sys.modules['triton'] = None\n" + MERGE).splitlines()
-    assert "triton is not installed" in lines[1]
-    assert lines[-1] == "reference: runs it"
+BROKEN = "import sys; sys.path.insert(0, {0!r})\n"
+PROGRAMS = {
+    "not installed": "import sys; sys.modules['triton'] = None\n" + MERGE,
+    "broken": BROKEN + MERGE,
+    "broken, collect_env": BROKEN + "import attn_ops; print(attn_ops.collect_env().images)",
+}
+FORKS = """
+import json, os, sys
+import torch  # once for all programs
+for name, program in json.loads(sys.argv[1]).items():
+    sys.stdout.flush()
+    if os.fork() == 0:
+        sys.stdout = open(name, "w")
+        exec(program, {})
+        sys.stdout.close()
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
 
 
-def test_works_where_triton_is_broken(tmp_path: Path) -> None:
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1 is missing')")
-    lines = _python(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + MERGE).splitlines()
-    assert lines[-1] == "reference: runs it"
+@pytest.fixture(scope="module")
+def without_triton(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The lines that each of the programs prints, in a process of its own."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "triton").mkdir()
+    (folder / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1 is missing')")
+    programs = {str(folder / name): program.format(str(folder)) for name, program in PROGRAMS.items()}
+    words = [sys.executable, "-c", FORKS, json.dumps(programs)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: (folder / name).read_text().splitlines() for name in PROGRAMS}
 
 
-def test_collect_env_works_where_triton_is_broken(tmp_path: Path) -> None:
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1 is missing')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport attn_ops; print(attn_ops.collect_env().images)"
-    assert _python(code).strip() == "none: triton cannot be imported (libcuda.so.1 is missing)"
+def test_works_where_triton_is_not_installed(without_triton: dict[str, list[str]]) -> None:
+    assert "triton is not installed" in without_triton["not installed"][1]
+    assert without_triton["not installed"][-1] == "reference: runs it"
+
+
+def test_works_where_triton_is_broken(without_triton: dict[str, list[str]]) -> None:
+    assert without_triton["broken"][-1] == "reference: runs it"
+
+
+def test_collect_env_works_where_triton_is_broken(without_triton: dict[str, list[str]]) -> None:
+    assert without_triton["broken, collect_env"] == ["none: triton cannot be imported (libcuda.so.1 is missing)"]
 
 
 FOLDER = """

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,29 +79,51 @@ def test_swapping_plans_of_one_shape_does_not_recompile() -> None:
 
 
 COLD = """
-import torch
-from helpers import decoder as d
-x, cache, _ = d.inputs()
-planner = d.planner()
-plan = planner.plan(*d.page_table([5, 3, 9, 1]))
+import os, sys
+import torch._inductor.compile_fx  # once for all processes, which import attn_ops themselves
 
-@torch.compile(fullgraph=True)
-def decode(q, cache, plan, workspace):
-    return torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], plan, workspace)[0]
+def compile_and_run():
+    from helpers import decoder as d
+    x, cache, _ = d.inputs()
+    planner = d.planner()
+    plan = planner.plan(*d.page_table([5, 3, 9, 1]))
 
-out = decode(x.view(4, d.QO_HEADS, d.DIM), cache, plan, planner.workspace)
-print(d.attn_ops.__file__, out.double().sum().item())
+    @torch.compile(fullgraph=True)
+    def decode(q, cache, plan, workspace):
+        return torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], plan, workspace)[0]
+
+    out = decode(x.view(4, d.QO_HEADS, d.DIM), cache, plan, planner.workspace)
+    print(d.attn_ops.__file__, out.double().sum().item(), flush=True)
+
+for _ in sys.stdin:
+    assert "attn_ops" not in sys.modules
+    if os.fork() == 0:
+        compile_and_run()
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
-def _cold_process(cache: Path, path: str) -> float:
+@contextlib.contextmanager
+def _cold_processes(cache: Path, path: str) -> Iterator[Callable[[], float]]:
+    """Each call has the result of a new process that has neither imported the library nor compiled anything."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
-    command = [sys.executable, "-c", COLD]
-    done = subprocess.run(command, env=env, cwd=cache.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    location, result = done.stdout.split()
-    assert location.startswith(path.split(os.pathsep)[0]), "the copy must be the one imported"
-    return float(result)
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", COLD], env=env, cwd=cache.parent, text=True, **pipes)
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def run() -> float:
+        print(file=process.stdin, flush=True)
+        words = process.stdout.readline().split()
+        assert len(words) == 2, process.communicate()[1]
+        assert words[0].startswith(path.split(os.pathsep)[0]), "the copy must be the one imported"
+        return float(words[1])
+
+    try:
+        yield run
+    finally:
+        process.communicate()
 
 
 @pytest.mark.slow
@@ -116,10 +141,10 @@ def test_cold_process_and_stale_cache(tmp_path: Path) -> None:
     plan = planner.plan(*d.page_table([5, 3, 9, 1]))
     call = (x.view(4, d.QO_HEADS, d.DIM), *kv.unbind(1), plan, planner.workspace)
     expected = torch.ops.attn.batch_decode(*call)[0].double().sum()
-    assert _cold_process(cache, path) == pytest.approx(expected.item(), rel=1e-4)
-
     body = package / "kernels" / "reference" / "attention.py"
     changed = body.read_text().replace("return saturate(out[:, 0]", "return saturate(0 * out[:, 0]")
     assert changed != body.read_text(), "the edit must find its place"
-    body.write_text(changed)
-    assert _cold_process(cache, path) == 0
+    with _cold_processes(cache, path) as result:
+        assert result() == pytest.approx(expected.item(), rel=1e-4)
+        body.write_text(changed)
+        assert result() == 0
