@@ -1,15 +1,17 @@
 // Multi-head latent attention on Hopper: persistent and warp-specialised, one producer and two consumer warpgroups in
 // each CTA.
 //
-// Compiled for CLUSTER (CTAs with the same KV tiles, 1 or 2), SPLITS (CTAs with the same packed rows: 1, 2 or 4) and DTYPE
-// (1 float16, 2 bfloat16). Head count, strides, page size, the causal bound and the type of the output are parameters.
+// Compiled for CLUSTER (CTAs with the same KV tiles, 1 or 2), SPLITS (CTAs with the same packed rows: 1, 2 or 4) and
+// DTYPE (1 float16, 2 bfloat16). Head count, strides, page size, the causal bound and the type of the output are
+// parameters.
 //
 // There is one KV head. The key of a token is 512 latent and 64 rotary columns, and its value is the latent: a KV tile
 // of 64 tokens is loaded once and read twice. It lies in one page. Packed row p of a work item is query row p / heads
 // of the item and head p % heads. A unit is a block of 64 * CLUSTER packed rows of one work item. A cluster of
-// CLUSTER * SPLITS CTAs has it. CTA s * CLUSTER + i has 64 of the packed rows, part i, and of the KV tiles one of SPLITS
-// ranges, (cluster) split s. The CTAs of a split have the same KV tiles: each loads a part of every tile and multicasts it to them,
-// so that a tile is read from L2 once. The CTAs of the same packed rows merge their results (`mla_merge.cuh`).
+// CLUSTER * SPLITS CTAs has it. CTA s * CLUSTER + i has 64 of the packed rows, part i, and of the KV tiles one of
+// SPLITS ranges, (cluster) split s. The CTAs of a split have the same KV tiles: each loads a part of every tile and
+// multicasts it to them, so that a tile is read from L2 once. The CTAs of the same packed rows merge their results
+// (`mla_merge.cuh`).
 //
 // Both consumers of a CTA have its 64 packed rows. Each computes the logits of every second KV tile, its own, and
 // multiplies the probabilities of all tiles with its half of the value columns: the accumulator [64, 512] does not fit
@@ -88,8 +90,8 @@ namespace attn_ops {
 //     the CTAs of the split load. empty, one for each stage and half: an arrival of each warp of that half's consumer
 //     in each CTA. p_stored, one for each consumer: an arrival of each of its warps. q_full: an arrival and the bytes,
 //     or an arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
-//     consumer warp: an arrival of the warp, and the bytes from its partner. merge_ready, one for each step
-//     too: an arrival of the partner. They have a phase for each step of a unit of which the warp has rows. Named barriers: the threads
+//     consumer warp, with a phase for each step of a unit of which it has rows: an arrival of the warp, and the bytes
+//     from its partner. merge_ready, one for each step too: an arrival of the partner. Named barriers: the threads
 //     of a consumer, when all have their logits; all consumer threads, when both have stored row_sum, and with that
 //     have read the query. A cluster barrier at the start.
 // Bound by: tensor cores for 128 heads, with reading KV from memory close; reading KV for few heads.

@@ -1,9 +1,10 @@
-// MLA: how the CTAs of a cluster merge their results, which divide the KV tiles of a unit. SPLITS CTAs have the same packed
-// rows; the CTA of split s has those tiles from number n s / SPLITS to n (s + 1) / SPLITS of n.
+// MLA: how the CTAs of a cluster merge their results, which divide the KV tiles of a unit. SPLITS CTAs have the same
+// packed rows; the CTA of split s has those tiles from number n s / SPLITS to n (s + 1) / SPLITS of n.
 //
 // A warp exchanges with the same warp of one other CTA at a time, thread by thread, since all CTAs have the same packed
 // rows and columns in the same threads. In each step it sends half of the columns that it has, and keeps the sum of the
-// other half: the partner keeps those that this one sends. So each CTA ends with the results of 1 / SPLITS of the columns.
+// other half: the partner keeps those that this one sends. So each CTA ends with the results of 1 / SPLITS of the
+// columns.
 #pragma once
 
 #include "cluster.cuh"
@@ -16,7 +17,7 @@ constexpr int kMergeSteps = SPLITS == 4 ? 2 : SPLITS - 1;
 static_assert(SPLITS == 1 || SPLITS == 2 || SPLITS == 4);
 constexpr int kLanesBytes = 32 * 16;  // 16 bytes of each lane
 
-// Memory of a warp for what its partners send: half of the NUMBERS of a thread, and the maxima and sums of its ROWS rows.
+// Memory of a warp for what its partners send: half of the numbers of a thread, and the maxima and sums of its rows.
 constexpr DEVICE int merge_bytes(int numbers, int rows) { return (numbers / 2 + 2 * rows) / 4 * kLanesBytes; }
 
 // The first of `columns` that a CTA has after all steps, which divide them.

@@ -71,8 +71,8 @@ namespace attn_ops {
 // Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes. empty,
 //     one for each stage and half: an arrival of each consumer warp. q_full: an arrival and the bytes, or an arrival of
 //     each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
-//     consumer warp: an arrival of the warp, and the bytes from its partner. merge_ready, one for each step too: an
-//     arrival of the partner. Named barrier: the threads of the consumer, when
+//     consumer warp, with a phase for each step of a unit: an arrival of the warp, and the bytes from its partner.
+//     merge_ready, one for each step too: an arrival of the partner. Named barrier: the threads of the consumer, when
 //     all have stored maxima or sums, or P, or columns of the result, or have read the latter.
 // Bound by: reading KV from memory.
 extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
