@@ -63,7 +63,7 @@ def swapped_shared_bytes(splits: int) -> int:
     """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, a part of a result, what CTAs send, the rest."""
     staged = LATENT // max(splits, 2) * 4
     sent = (LATENT // 2 + 2 * 32) * 4 if splits > 1 else 1
-    used = 2 * _TILE_BYTES + 16 * (_ROW_BYTES + 2 * TILE + staged + sent + 32) + 256
+    used = 2 * _TILE_BYTES + SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + staged + sent + 32) + 256
     return -(-used // 1024) * 1024
 
 
@@ -102,7 +102,7 @@ class Units(NamedTuple):
 
 def units_of(packed_rows: int) -> Units:
     if packed_rows <= SWAPPED_PACKED_ROWS:
-        return Units("mla_swap_ab", 16, 1)
+        return Units("mla_swap_ab", SWAPPED_PACKED_ROWS, 1)
     unit_rows = mla_cluster(packed_rows) * PACKED_ROWS
     return Units("mla", unit_rows, -(-packed_rows // unit_rows))
 
