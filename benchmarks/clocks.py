@@ -156,8 +156,7 @@ KERNELS: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Ca
 def _roles(kernel: str, row: Any) -> str:
     """Its name in :data:`ROLES`."""
     if kernel == "mla":
-        units = mla.units_of(row.num_heads)
-        return kernel if units.consumers > 1 else "mla, one consumer"
+        return kernel if mla.units_of(row.num_heads).kernel == kernel else "mla, one consumer"
     return "prefill KV_FP8" if row.fp8 and not row.fp8_query else "prefill"
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.eager.captured_call import _C, CONSTANT, index_of, source_of
+from attn_ops.eager.captured_call import _C, CONSTANT, allocator, index_of, source_of
 from attn_ops.eager.checked_call import CHECKED_CALLS
 from attn_ops.eager.prepared_call import OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
 
@@ -93,7 +93,7 @@ def _bound(
     unread = {i for i, t in enumerate(arguments) if index_of(arguments, t) == i} - binder.used - set(by_places)
     if None in ops or None in by_places or unread:
         return None
-    (attend, *before), finalize = ops, op_call.finalize
+    (attend, *before), finalize = ops, _finalize(op_call)
     find, kept = None if lookup is None else lookup.find, tuple(constants)
 
     def call(tensors: Sequence[Tensor]) -> Any:
@@ -110,6 +110,20 @@ def _bound(
         return outputs if finalize is None else finalize(*outputs)
 
     return call
+
+
+def _finalize(op_call: OpCall) -> Callable[..., Any] | None:
+    """What makes the result from the op's outputs. Where it is these, nothing computes."""
+    shape = op_call.shape
+    if op_call.finalize is None or op_call.destinations != (None, None):
+        return op_call.finalize
+    if op_call.unpack:
+        return _first if shape is None else lambda out, _: out.view(shape)
+    return None if shape is None else lambda out, lse: (out.view(shape), lse)
+
+
+def _first(out: Tensor, _: Tensor) -> Tensor:
+    return out
 
 
 class _Binder:
@@ -150,8 +164,8 @@ class _Binder:
         if other is not None:
             return len(self.arguments) + other
         if index_of(self.scratch, t) is not None:
-            shape, dtype = tuple(t.shape), t.dtype
-            return lambda _: torch.empty(shape, dtype=dtype, device="cpu")
+            allocate = allocator(t)
+            return (lambda _: allocate()) if t.numel() else (lambda _: t)
         source = source_of(t, self.arguments, (), self.views)
         if source is None or source[0] == CONSTANT:
             return None
@@ -163,4 +177,6 @@ class _Binder:
             return i
         shape, strides = tuple(t.shape), t.stride()
         ahead = t.storage_offset() - base.storage_offset()
+        if ahead == 0 and base.is_contiguous() and t.is_contiguous() and base.numel() == t.numel():
+            return lambda tensors: tensors[i].view(shape)
         return lambda tensors: tensors[i].as_strided(shape, strides, tensors[i].storage_offset() + ahead)

@@ -90,8 +90,8 @@ class CapturedCall(NamedTuple):
             return None
         places = {key: i for i, key in enumerate((*used, *map(id, self.outputs), *map(id, memory)))}
         rows = tuple((x.image, tuple(places[id(t)] for t in x.tensors), x.integers, x.floats) for x in self.launches)
-        makes = (_allocator(t) if i is None else i for t, i in zip(outputs, targets, strict=True))
-        return _C.PreparedCall(rows, tuple(sources), tuple(makes), unpack, tuple(map(_allocator, memory)))
+        makes = (allocator(t) if i is None else i for t, i in zip(outputs, targets, strict=True))
+        return _C.PreparedCall(rows, tuple(sources), tuple(makes), unpack, tuple(map(allocator, memory)))
 
 
 def index_of(tensors: Sequence[Tensor], t: Tensor) -> int | None:
@@ -128,7 +128,7 @@ def _is_output_like(target: Tensor, output: Tensor) -> bool:
     return same_form and target.is_contiguous() and not target.data_ptr() & ALIGNMENT_MASK
 
 
-def _allocator(t: Tensor) -> Any:
+def allocator(t: Tensor) -> Any:
     """Allocates a tensor like ``t`` on the current device; an empty tensor itself, which every call returns."""
     if t.numel() == 0:
         return t

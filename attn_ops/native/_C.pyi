@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 class Image:
     """A compiled kernel. The fields are those of ``launcher.h``."""
 
@@ -87,3 +89,9 @@ class CallCache:
 
 def connect(path: str) -> None:
     """Use this library in the place of that of the CUDA driver."""
+
+def is_regular(out: Tensor, lse: Tensor) -> bool | None:
+    """Whether all numbers of ``out`` are finite, and those of ``lse`` below infinity and not 0.
+
+    None if it does not look: at tensors with gaps, or of other dtypes than float32, and bfloat16 of ``out``.
+    """

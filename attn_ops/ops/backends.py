@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,7 +71,8 @@ class Backend:
     """An entry of the table.
 
     name                 what a caller passes as ``backend``; entries of one name are kernels of one backend
-    module               has one function per op, of the op's name and signature less ``backend``
+    module               has one function per op, of the op's name and signature less ``backend``. The attribute
+                         ``for_key`` of one, if it has it, makes a function of the calls of a key
     unsupported_reasons  why it does not run a problem; none if it does
     kernels              op -> kernel, for an entry that has some ops only; None: every op, in plain PyTorch
     specialized          listed under its kernel's name for its ops alone, before the general entry of its backend
@@ -109,6 +110,12 @@ class Backend:
     def implementation(self, op: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(self.module), op)
         return function if self.fp8_queries or op not in FP8_QUERY_OPS else converting(function)
+
+    def for_key(self, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """The implementation for this call and others of its key."""
+        function = self.implementation(op)
+        for_key: Callable[..., Any] | None = getattr(function, "for_key", None)
+        return function if for_key is None else for_key(*args, **kwargs)
 
     def reasons(self, problem: Problem) -> list[str]:
         """The reasons for the problem that its function gets."""

@@ -37,4 +37,10 @@ def converting(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["out_dtype"] = q.dtype
         return function(q.to(CONVERTED_DTYPE), *args, **kwargs)
 
+    for_key = getattr(function, "for_key", None)  # Backend.for_key
+
+    def of_query(q: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return call if q.dtype == QUERY or for_key is None else for_key(q, *args, **kwargs)
+
+    call.for_key = of_query  # type: ignore[attr-defined]
     return call

@@ -56,11 +56,13 @@ def _checked(op: str) -> Check:
     """Check the call and choose the backend; the function that it returns runs it."""
 
     def checked(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        backend, device, _ = _choose(op, args, kwargs)
-        function = backend.implementation(op)
+        backend, device, options = _choose(op, args, kwargs)
+        function = backend.for_key(op, args, options)
 
         def call(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
-            return _run(function, device, args, kwargs)
+            if torch.is_autocast_enabled(device):
+                return _run(function, device, args, kwargs)
+            return function(*args, **kwargs)
 
         return call
 

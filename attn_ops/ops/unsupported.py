@@ -101,7 +101,7 @@ CUDA_MLA_PAGE = 64
 
 CUDA_MLA_HEAD_DIMS = (576, 512)
 
-CUDA_MLA_UNITS = (("mla_swap_ab", 16), ("mla_swap_ab", 32), ("mla_swap_ab", 64), ("mla", 64), ("mla", 128))
+CUDA_MLA_UNITS = (("mla_swap_ab", 16), ("mla", 64), ("mla", 128))
 """CUDA MLA kernels and the packed rows of their units. Those of a plan's query tiles choose one."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})

@@ -79,7 +79,7 @@ def _scatter(
             target.index_put_((pages, offsets), source if len(places) == source.shape[0] else source[rows])
             continue
         for row, page, offset, count in runs:
-            target[page, offset : offset + count] = source[row : row + count]
+            target[page, offset : offset + count] = source if count == source.shape[0] else source[row : row + count]
 
 
 def append_kv(

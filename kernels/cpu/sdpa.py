@@ -1,8 +1,12 @@
 """Attention by PyTorch's flash attention for the CPU, the kernel of ``scaled_dot_product_attention``.
 
-One call of it attends for a request, or for successive requests of equal sizes if it needs no mask. Lengths and page
-numbers are read from the plan on the host, so these functions run eager calls alone. It computes in float32: in other
-dtypes the kernel's exponential is less exact. Pages that lie in order are read in place, others are gathered.
+Which calls of it a batch needs follows from numbers of the plan, which are read on the host
+(:mod:`attn_ops.kernels.cpu.schedule`), so these functions run eager calls alone. What follows from sizes, strides and
+options is computed once for the calls of a key (``for_key``). Pages that lie in order are read in place, others are
+gathered.
+
+It computes in float32. In other dtypes the kernel's exponential is less exact, which shows in the LSE: calls of a few
+rows in bfloat16 that do not need it are computed in bfloat16. Their output is within the tolerance of any kernel's.
 
 The kernel hides a key by a logit of -inf, and so multiplies its value by 0. Where such a key or value is NaN or
 infinite, the LSE or the output may be: then the reference computes the call.
@@ -12,17 +16,21 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from attn_ops.kernels import reference
+from attn_ops.kernels.cpu import schedule
+from attn_ops.kernels.cpu.schedule import Batch, KernelCall, Pages, Sees
 from attn_ops.kernels.reference.append import as_nhd, bits
-from attn_ops.kernels.reference.attention import MAX_ELEMENTS, saturate
+from attn_ops.kernels.reference.attention import saturate
 from torch import Tensor
 
+from attn_ops.eager.captured_call import _C
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
-from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
+from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 LOG2E = math.log2(math.e)
@@ -36,86 +44,46 @@ MASK_ELEMENTS = 1 << 24
 CONVERTED_ELEMENTS = 1 << 19
 """Elements of the keys that are converted to float32 at a time, unless one KV head has more."""
 
+BFLOAT16_ROWS = 32 if torch.cpu._is_avx512_bf16_supported() else 0
+"""Query rows of a KV head for which the kernel reads bfloat16, by instructions that the CPU must have. For more, it is
+faster to convert to float32.
+"""
+
+IS_REGULAR = getattr(_C, "is_regular", lambda out, lse: None)
+
+MAX_READ = 1 << 16
+"""Numbers of an output that one thread reads. For more, PyTorch's reductions take several threads."""
+
+MIN_KEPT_BYTES, MAX_KEPT_BYTES = 1 << 17, 1 << 24
+"""Of memory that a thread keeps for keys, or for values, that are not in a row."""
+
+NO_LSE = torch.empty(0, dtype=torch.float32, device="cpu")
+"""Of calls that do not ask for it."""
+
 Result = tuple[Tensor, Tensor]
-Keys = Callable[[int, int], tuple[Tensor, Tensor]]
-"""``keys(begin, end)``: the keys and values at these positions of ``N`` requests, ``[N, num_kv_heads, L, dim]``."""
+"""Output ``[rows, num_qo_heads, dim]`` and LSE ``[rows, num_qo_heads]``, or with heads as ``[num_kv_heads, group]``."""
+
+Keys = Callable[[KernelCall], tuple[Tensor, Tensor]]
+"""The keys and values of a kernel call's ``N`` requests, ``[N, num_kv_heads, L, dim]``."""
 
 
-class Rows(NamedTuple):
-    """Successive query rows: of one request, or as many of each of several requests of equal lengths.
-
-    first     the first row in the batch
-    q         float32 ``[rows, num_qo_heads, dim]``
-    requests  their number
-    position  of each request's first row
-    length    tokens of each request
-    """
-
-    first: int
-    q: Tensor
-    requests: int
-    position: int
-    length: int
-
-
-class RowBlock(NamedTuple):
-    """Attention of successive query rows from ``first`` on.
-
-    out  float32 ``[rows, num_qo_heads, dim]``
-    lse  natural, ``[rows, num_qo_heads]``, or with heads as ``[num_kv_heads, group]``
-    """
-
-    first: int
-    out: Tensor
-    lse: Tensor
-
-
-class Window(NamedTuple):
-    """The keys that a row sees: ``position - left`` to ``position + right``, of ``length`` tokens."""
-
-    length: int
-    left: int
-    right: int
-
-    @classmethod
-    def of(cls, o: AttentionOptions, rows: int, length: int) -> Window:
-        every = rows + length
-        right = 0 if o.causal else every if o.window_right < 0 else o.window_right
-        return cls(length, every if o.window_left < 0 else o.window_left, right)
-
-    def keys(self, position: int) -> tuple[int, int]:
-        """Half-open range of the keys that the row at ``position`` sees."""
-        return max(0, position - self.left), min(self.length, position + self.right + 1)
-
-    def seen(self, position: int, rows: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The keys of the first and of the last of ``rows`` rows from ``position`` on."""
-        return self.keys(position), self.keys(position + rows - 1)
-
-    def is_triangle(self, position: int, rows: int) -> bool:
-        """Whether ``rows`` rows from ``position`` on see the keys up to their own: the kernel can hide the others."""
-        return rows > 1 and position == 0 and self.seen(0, rows) == ((0, 1), (0, self.length))
-
-    def mask(self, rows: int, keys: int, ahead: int) -> Tensor:
-        """``[rows, keys]``: 0 for a key that a row sees, else -inf. The first row is ``ahead`` of the first key."""
-        hidden = torch.full((rows, keys), -math.inf, dtype=torch.float32, device="cpu")
-        return hidden.triu(ahead + self.right + 1) + hidden.tril(ahead - self.left - 1)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Result:
-    """Output and LSE of a :class:`RowBlock`: ``q [rows, num_qo_heads, dim]`` over the keys of ``N`` requests."""
-    (requests, num_kv_heads, _, dim), (rows, num_qo_heads, _) = k.shape, q.shape
-    if num_qo_heads == num_kv_heads or causal or mask is not None:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, requests: int, scale: float, mask: Tensor | None = None, causal: bool = False
+) -> Result:
+    """Output and natural LSE of ``q [rows, num_qo_heads, dim]`` over the keys of ``requests``."""
+    (rows, num_qo_heads, dim), num_kv_heads = q.shape, k.shape[1]
+    group = num_qo_heads // num_kv_heads
+    if rows == requests and not causal and mask is None:
+        # the query heads of a KV head become rows, since all rows see the same keys: they are read once
+        out, lse = FLASH(q.view(requests, num_kv_heads, group, dim), k, v, scale=scale)
+        return out.flatten(1, 2), lse
+    if group == 1 or causal or mask is not None:
         if requests == 1:
-            out, lse = FLASH(q.transpose(0, 1)[None], k, v, is_causal=causal, attn_mask=mask, scale=scale)
-            return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+            out, lse = FLASH(q.transpose(0, 1).unsqueeze(0), k, v, is_causal=causal, attn_mask=mask, scale=scale)
+            return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
         q = q.view(requests, -1, num_qo_heads, dim).transpose(1, 2)
         out, lse = FLASH(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-    # the query heads of a KV head become rows, since all rows see the same keys: they are read once
-    group = num_qo_heads // num_kv_heads
-    if rows == requests:
-        out, lse = FLASH(q.view(requests, num_kv_heads, group, dim), k, v, scale=scale)
-        return out.flatten(1, 2), lse
     q = q.view(requests, -1, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
     out, lse = FLASH(q, k, v, scale=scale)
     heads = requests, num_kv_heads, rows // requests, group
@@ -123,20 +91,20 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
     return out.reshape(rows, num_qo_heads, -1), lse.reshape(rows, num_qo_heads)
 
 
-def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
-    """:func:`_flash` of keys and values of any dtype. Those of some KV heads are converted at a time: they stay in the
-    cache of the CPU.
+def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, requests: int, scale: float, causal: bool) -> Result:
+    """:func:`_flash` of a query in float32, and keys and values of any dtype. Those of some KV heads are converted at a
+    time: they stay in the cache of the CPU.
     """
-    (requests, num_kv_heads, length, dim), group = k.shape, q.shape[1] // k.shape[1]
+    (_, num_kv_heads, length, dim), group = k.shape, q.shape[1] // k.shape[1]
     step = max(1, CONVERTED_ELEMENTS // (requests * length * dim))
-    if k.dtype == torch.float32 or step >= num_kv_heads:
-        return _flash(q, *_in_float32(k, v), scale, None, causal)
+    if step >= num_kv_heads:
+        return _flash(q, *_in_float32(k, v), requests, scale, None, causal)
     parts = []
     for head in range(0, num_kv_heads, step):
         keys = k[:, head : head + step]
         of_heads = _in_float32(keys, keys if k is v else v[:, head : head + step])
         queries = q[:, head * group : (head + step) * group].contiguous()
-        out, lse = _flash(queries, *of_heads, scale, None, causal)
+        out, lse = _flash(queries, *of_heads, requests, scale, None, causal)
         parts.append((out, lse.flatten(1)))
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
@@ -146,260 +114,251 @@ def _in_float32(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, keys if k is v else v.float()
 
 
-def _attend(r: Rows, keys: Keys, scale: float, o: AttentionOptions) -> Iterable[RowBlock]:
-    """Attention of ``r``. Rows that see no key are in no block."""
-    first, q, requests, position, length = r
-    rows = q.shape[0] // requests
-    if rows == 1 and o.window_left < 0 and position == length - 1:  # as most do: it sees every key
-        return (RowBlock(first, *_flash_in_float32(q, *keys(0, length), scale, False)),)
-    window = Window.of(o, max(0, -position) + rows, length)
-    without_keys = min(rows, max(0, -position - window.right))
-    if without_keys:
-        rows, first, position = rows - without_keys, first + without_keys, position + without_keys
-        q = q[without_keys:]
-    if not rows:
-        return ()
-    (kv_begin, _), (_, kv_end) = whole = window.seen(position, rows)
-    k, v = keys(kv_begin, kv_end)
-    causal = window.is_triangle(position, rows)
-    if causal or whole[0] == whole[1]:
-        return (RowBlock(first, *_flash_in_float32(q, k, v, scale, causal)),)
-    k, v = _in_float32(k, v)
-    return _attend_masked(first, q, k, v, window, position, (kv_begin, kv_end), scale)
+def _unmasked(q: Tensor, call: KernelCall, keys: Keys, scale: float, exact: bool) -> Result:
+    """Output and LSE of the rows ``q [rows, num_qo_heads, dim]`` of a call. The output is float32, or unless ``exact``
+    bfloat16.
+    """
+    k, v = keys(call)
+    as_bfloat16 = not exact and q.shape[0] * q.shape[1] <= BFLOAT16_ROWS * call.requests * k.shape[1]
+    if q.dtype == k.dtype == v.dtype == (torch.bfloat16 if as_bfloat16 else torch.float32):
+        return _flash(q, k, v, call.requests, scale, None, call.causal)
+    return _flash_in_float32(q.float(), k, v, call.requests, scale, call.causal)
 
 
-def _attend_masked(
-    first: int, q: Tensor, k: Tensor, v: Tensor, window: Window, position: int, seen: tuple[int, int], scale: float
-) -> Iterator[RowBlock]:
-    """Attention of rows that see different keys, of the half-open range ``seen``. ``k`` and ``v`` are these keys."""
-    rows, (kv_begin, kv_end) = q.shape[0], seen
-    most_keys = min(kv_end - kv_begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
-    step = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
-    for begin in range(0, rows, step):
-        end = min(begin + step, rows)
-        (key, _), (_, last) = window.seen(position + begin, end - begin)
-        tokens = slice(key - kv_begin, last - kv_begin)
-        mask = window.mask(end - begin, last - key, position + begin - key)
-        yield RowBlock(first + begin, *_flash(q[begin:end], k[:, :, tokens], v[:, :, tokens], scale, mask))
+def _masked(q: Tensor, call: KernelCall, keys: Keys, scale: float) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """``(row, out, lse)`` of blocks of the rows of a call, which see different keys. ``row`` is the first of each."""
+    window, rows, begin = call.window, call.rows, call.begin
+    assert window is not None
+    q, (k, v) = q.float(), _in_float32(*keys(call))
+    most_keys = min(call.end - begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
+    of_block = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
+    for row in range(0, rows, of_block):
+        end, position = min(row + of_block, rows), call.position + row
+        (key, _), (_, last) = window.seen(position, end - row)
+        tokens = slice(key - begin, last - begin)
+        mask = window.mask(end - row, last - key, position - key)
+        yield row, *_flash(q[row:end], k[:, :, tokens], v[:, :, tokens], 1, scale, mask)
 
 
-def _collect(blocks: Iterable[RowBlock], q: Tensor, head_dim_vo: int) -> Result:
-    """Output and LSE of all rows of ``q``, as of one :class:`RowBlock`: 0 and -inf in rows of no block."""
-    (rows, num_qo_heads, _), result = q.shape, None
-    for first, out, lse in blocks:
+def _collect(q: Tensor, calls: Sequence[KernelCall], keys: Keys, scale: float, head_dim_vo: int, exact: bool) -> Result:
+    """Output and LSE of all rows of ``q``, as :func:`_unmasked` of one call: 0 and -inf in rows of none."""
+    out = torch.zeros((*q.shape[:2], head_dim_vo), dtype=torch.float32, device="cpu")
+    lse = out.new_full(out.shape[:2], -math.inf)
+    for call in calls:
+        queries = q[call.first : call.first + call.rows]
+        if call.window is None:
+            blocks: Iterable[tuple[int, Tensor, Tensor]] = ((0, *_unmasked(queries, call, keys, scale, exact)),)
+        else:
+            blocks = _masked(queries, call, keys, scale)
+        for row, of_block, lse_of_block in blocks:
+            block = slice(call.first + row, call.first + row + of_block.shape[0])
+            out[block], lse[block] = of_block[..., :head_dim_vo], lse_of_block.flatten(1)
+    return out, lse
+
+
+class Form(NamedTuple):
+    """What the calls of a key have in common.
+
+    rows         of the query
+    sees         which keys a row sees
+    scale        of the logits, but for that of ``kv_scale``
+    dtype        of the output
+    head_dim_vo  of the output. Values of MLA have more columns
+    return_lse   the call asks for the LSE
+    exact        the kernel computes in float32. It may compute a call of bfloat16 alone in bfloat16, with weights as
+                 other kernels round them, but the LSE is then less exact
+    """
+
+    rows: int
+    sees: Sees
+    scale: float
+    dtype: torch.dtype
+    head_dim_vo: int
+    return_lse: bool
+    exact: bool
+
+    @classmethod
+    def of(cls, q: Tensor, head_dim: int, head_dim_vo: int, return_lse: bool, o: AttentionOptions) -> Form:
+        scale, dtype = 1 / math.sqrt(head_dim) if o.sm_scale is None else o.sm_scale, o.out_dtype or q.dtype
+        rescaled = o.sinks is not None or o.kv_scale is not None
+        exact = return_lse or rescaled or not q.dtype == dtype == torch.bfloat16
+        sees = Sees(o.causal, o.window_left, o.window_right)
+        return cls(q.shape[0], sees, scale, dtype, head_dim_vo, return_lse, exact)
+
+
+def _attend(
+    form: Form, q: Tensor, calls: Sequence[KernelCall], keys: Keys, sinks: Tensor | None, kv_scale: Tensor | None
+) -> Result | None:
+    """``out [rows, num_qo_heads, head_dim_vo]`` and ``lse [rows, num_qo_heads]``; None if the reference may differ."""
+    rows, _, scale, dtype, head_dim_vo, return_lse, exact = form
+    factor = 1.0
+    if kv_scale is not None:
+        of_keys, factor = kv_scale.tolist()
+        scale *= of_keys
+    call = calls[0] if len(calls) == 1 else None
+    if call is not None and call.rows == rows and call.window is None:
+        out, lse = _unmasked(q, call, keys, scale, exact)
         if out.shape[-1] != head_dim_vo:
             out = out[..., :head_dim_vo]
-        if out.shape[0] == rows:
-            return out, lse
-        if result is None:
-            result = _without_keys(rows, num_qo_heads, head_dim_vo)
-        block = slice(first, first + out.shape[0])
-        result[0][block], result[1][block] = out, lse.flatten(1)
-    return _without_keys(rows, num_qo_heads, head_dim_vo) if result is None else result
-
-
-def _without_keys(rows: int, num_qo_heads: int, head_dim_vo: int) -> Result:
-    out = torch.zeros((rows, num_qo_heads, head_dim_vo), dtype=torch.float32, device="cpu")
-    return out, out.new_full(out.shape[:-1], -math.inf)
-
-
-def _attend_together(o: AttentionOptions, rows: int, length: int) -> bool:
-    """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask.
-
-    It needs none for requests of one row.
-    """
-    window = Window.of(o, rows, length)
-    first, last = window.seen(length - rows, rows)
-    return first == last or window.is_triangle(length - rows, rows)
-
-
-def _groups(
-    rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, o: AttentionOptions
-) -> Iterator[range]:
-    """Requests that attend together. Those without query rows or keys are left out.
-
-    Several requests have all their rows among ``num_rows``, and ``most_tokens`` tokens at most.
-    """
-    first = 0
-    while first < len(lengths):
-        end, count, length = first + 1, rows[first + 1] - rows[first], lengths[first]
-        if count > 0 <= rows[first] and length > 0:
-            if count == 1 or _attend_together(o, count, length):
-                limit = min(len(lengths), first + most_tokens // length)
-                while end < limit and rows[end + 1] == rows[end] + count <= num_rows and lengths[end] == length:
-                    end += 1
-            yield range(first, end)
-        first = end
-
-
-class Pages(NamedTuple):
-    """Pages of several requests, as many of each.
-
-    per_request  their number
-    numbers      of all; None of ragged KV, whose tokens are in order
-    first        if those of each request are in order: they are ``first + request * step + page``. Else None
-    """
-
-    per_request: int
-    numbers: Tensor | None
-    first: int | None = None
-    step: int = 1
-
-
-def _take(cache: Tensor, requests: int, pages: Pages, skipped: int, number: int) -> Tensor:
-    """``[requests, num_kv_heads, number, dim]``: tokens of these pages, without those that are ``skipped``.
-
-    A view if the pages of each request are in a row.
-    """
-    count, numbers, first, step = pages
-    page_size, heads, dim = cache.shape[1:]
-    page, token, *strides = cache.stride()
-    if page_size == 1:
-        token = page
-    if first is not None and (count == 1 or page == page_size * token):
-        sizes, begin = (requests, heads, number, dim), first * page + skipped * token
-        return cache.as_strided(sizes, (step * page, strides[0], token, strides[1]), cache.storage_offset() + begin)
-    tokens = slice(skipped, skipped + number)
-    if count == 1:  # of a single page no more than its tokens are copied
-        cache, page_size, tokens = cache[:, tokens], number, slice(0, number)
-    if first is not None and step == count:
-        taken = bits(cache[first : first + requests * count])
     else:
-        assert numbers is not None
-        taken = bits(cache).index_select(0, numbers)
-    taken = taken.reshape(requests, count * page_size, heads, dim)
-    taken = taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
-    return (taken if number == taken.shape[1] else taken[:, tokens]).transpose(1, 2)
-
-
-class PlannedKeys:
-    """Keys and values of a plan's requests, from ``caches [pages, page_size, num_kv_heads, dim]``.
-
-    A plan may contain anything: places and pages are clamped, as in the reference. Ragged KV is a cache of pages of
-    one token, in order.
-    """
-
-    def __init__(self, plan: DecodePlan | PrefillPlan, page_size: int, caches: tuple[Tensor, Tensor]) -> None:
-        self.page_size, self.caches, self.kv_indices = page_size, caches, plan.kv_indices
-        self.starts = plan.kv_indptr.tolist()
-
-    def of(self, requests: range) -> Keys:
-        return functools.partial(self._read, requests)
-
-    def _pages(self, requests: range, page: int, count: int) -> Pages:
-        """The numbers of ``count`` pages of each request, from its ``page`` on."""
-        places, num_pages = self.kv_indices.shape[0], self.caches[0].shape[0]
-        begins = [start + page for start in self.starts[requests.start : requests.stop]]
-        begin, end = begins[0], begins[0] + count * len(begins)
-        in_row = len(begins) == 1 or begins == list(range(begin, end, count))
-        if not in_row or not 0 <= begin < end <= (places or num_pages):
-            index = (torch.tensor(begins, device="cpu")[:, None] + torch.arange(count, device="cpu")).flatten()
-            index = self.kv_indices[index.clamp_(0, places - 1)] if places else index
-            return Pages(count, index.clamp(0, num_pages - 1))
-        if not places:
-            return Pages(count, None, begin, count)
-        index = self.kv_indices if end - begin == places else self.kv_indices[begin:end]
-        numbers = index.tolist()
-        if min(numbers) < 0 or max(numbers) >= num_pages:
-            return Pages(count, index.clamp(0, num_pages - 1))
-        first, step = numbers[0], count if len(begins) == 1 else numbers[count] - numbers[0]
-        in_order = step > 0 and numbers == [
-            number for at in range(first, first + step * len(requests), step) for number in range(at, at + count)
-        ]
-        return Pages(count, index, first if in_order else None, step)
-
-    def _read(self, requests: range, token: int, token_end: int) -> tuple[Tensor, Tensor]:
-        page, skipped = divmod(token, self.page_size)
-        pages = self._pages(requests, page, -(-token_end // self.page_size) - page)
-        (keys, values), of = self.caches, (len(requests), pages, skipped, token_end - token)
-        return _take(keys, *of), _take(values, *of)
-
-
-class LatentKeys(PlannedKeys):
-    """Keys ``[ckv, kpe]`` of MLA, which are the values too: columns past ``ckv`` of the output are dropped."""
-
-    def _read(self, requests: range, token: int, token_end: int) -> tuple[Tensor, Tensor]:
-        keys = torch.cat([bits(part) for part in super()._read(requests, token, token_end)], -1)
-        keys = keys.view(self.caches[0].dtype)
-        return keys, keys
-
-
-def _attend_batch(
-    q: Tensor,
-    plan: DecodePlan | PrefillPlan,
-    keys_of: type[PlannedKeys],
-    caches: tuple[Tensor, Tensor],
-    o: AttentionOptions,
-    return_lse: bool,
-) -> Result | None:
-    """``out [rows, num_qo_heads, head_dim_vo]`` and ``lse [rows, num_qo_heads]``; None if a number is not finite."""
-    num_rows, num_places = q.shape[0], plan.kv_indices.shape[0]
-    is_decode = isinstance(plan, DecodePlan)
-    if num_rows == 0 or caches[0].shape[0] == 0 or (is_decode and not num_places):  # no keys, and no ragged KV
+        out, lse = _collect(q, calls, keys, scale, head_dim_vo, exact)
+    if factor != 1.0:
+        out *= factor
+    if not _is_regular(out, lse):
         return None
-    problem = PlanProblem.of(plan.problem)
-    most = min(problem.max_kv_len, num_places * problem.page_size or problem.max_kv_len)
-    rows: Sequence[int] = range(num_rows + 1) if is_decode else plan.qo_indptr.tolist()  # type: ignore[union-attr]
-    lengths = [min(length, most) for length in plan.kv_len.tolist()[: len(rows) - 1]]
-    keys, factors = keys_of(plan, problem.page_size, caches), _kv_scale(o)
-    scale, queries = _scale(q, o, factors), q.float()
-    most_tokens = MAX_ELEMENTS // (problem.num_kv_heads * problem.head_dim_qk)
-
-    def blocks() -> Iterator[RowBlock]:
-        for group in _groups(rows, lengths, num_rows, most_tokens, o):
-            first, end, length = rows[group.start], rows[group.stop], lengths[group.start]
-            if first < num_rows:  # a plan may have more rows than the query
-                of_group = queries if end - first == num_rows else queries[first:end]
-                position = length - (rows[group.start + 1] - first)
-                yield from _attend(Rows(first, of_group, len(group), position, length), keys.of(group), scale, o)
-
-    return _finalize(*_collect(blocks(), q, problem.head_dim_vo), q, factors, o, return_lse)
-
-
-def _kv_scale(o: AttentionOptions) -> Sequence[float]:
-    return (1.0, 1.0) if o.kv_scale is None else o.kv_scale.tolist()
-
-
-def _scale(q: Tensor, o: AttentionOptions, factors: Sequence[float]) -> float:
-    return (1 / math.sqrt(q.shape[2]) if o.sm_scale is None else o.sm_scale) * factors[0]
-
-
-def _finalize(
-    out: Tensor, lse: Tensor, q: Tensor, factors: Sequence[float], o: AttentionOptions, return_lse: bool
-) -> Result | None:
-    """The output, with its sink and in its dtype, and the base-2 LSE; None if the reference may differ.
-
-    It may if a number is not finite, but for the LSE of a row that sees no key. Where every logit that a row sees is
-    -inf, the kernel gives an LSE of 0.
-    """
-    if int(lse.count_nonzero()) < lse.numel():
-        return None
-    if factors[1] != 1.0:
-        out *= factors[1]
-    if o.sinks is not None:
+    if sinks is not None:
         lse = lse.flatten(1)
-        with_sink = torch.logaddexp(lse, o.sinks)
+        with_sink = torch.logaddexp(lse, sinks)
         out *= torch.where(lse == -math.inf, 0.0, (lse - with_sink).exp())[..., None]
         lse = with_sink
-    if not (math.isfinite(float(out.sum())) and float(lse.amax()) < math.inf):
-        return None
-    lse = (lse.flatten(1) * LOG2E).contiguous() if return_lse else lse.new_empty(0)
-    dtype = o.out_dtype or q.dtype
-    return (out if dtype == torch.float32 else saturate(out, dtype)).contiguous(), lse
+        if not float(lse.amax()) < math.inf:
+            return None
+    lse = (lse.flatten(1) * LOG2E).contiguous() if return_lse else NO_LSE
+    return (out if out.dtype == dtype else saturate(out, dtype)).contiguous(), lse
 
 
-def _or_reference(run: Callable[..., Result | None]) -> Callable[..., Result]:
-    """The op that ``run`` computes, unless it returns None: then the reference does."""
+def _is_regular(out: Tensor, lse: Tensor) -> bool:
+    """Whether the reference gives the same: outputs are finite, and LSEs those of rows that see a finite logit, or no
+    key.
 
-    @functools.wraps(run)
+    Where every logit that a row sees is -inf, the kernel gives an LSE of 0.
+    """
+    found = IS_REGULAR(out, lse) if out.numel() <= MAX_READ else None
+    if found is not None:
+        return bool(found)
+    return int(lse.count_nonzero()) == lse.numel() and float(lse.amax()) < math.inf and math.isfinite(float(out.sum()))
+
+
+class Gathered(threading.local):
+    """Memory of a thread for the keys, and the values, that a kernel call gathers, until the next.
+
+    New memory of their size would be new pages of the operating system in every call.
+    """
+
+    def __init__(self) -> None:
+        self.kept = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
+
+    def index_select(self, cache: Tensor, numbers: Tensor, place: int) -> Tensor:
+        """``cache.index_select(0, numbers)`` in the memory of the keys, ``place`` 0, or of the values, 1."""
+        shape, dtype = (numbers.shape[0], *cache.shape[1:]), cache.dtype
+        size = math.prod(shape) * dtype.itemsize
+        if not MIN_KEPT_BYTES <= size <= MAX_KEPT_BYTES:
+            return cache.index_select(0, numbers)
+        if self.kept[place].shape[0] < size:
+            with torch.inference_mode(False):  # other calls take it too
+                self.kept[place] = torch.empty(size, dtype=torch.uint8, device="cpu")
+        out = self.kept[place][:size].view(dtype).view(shape)
+        return torch.index_select(cache, 0, numbers, out=out)
+
+
+GATHERED = Gathered()
+
+
+class Reader:
+    """Reads the tokens of kernel calls from caches of one form, which ``as_pages`` takes as ``[pages, page_size,
+    num_kv_heads, dim]``. Those of keys have ``place`` 0, of values 1.
+    """
+
+    def __init__(self, cache: Tensor, as_pages: Callable[[Tensor], Tensor], place: int) -> None:
+        pages = as_pages(cache)
+        self.as_pages, self.place, self.num_pages = as_pages, place, pages.shape[0]
+        self.page_size, self.heads, self.dim = pages.shape[1:]
+        self.page, token, self.head, self.element = pages.stride()
+        self.token = self.page if self.page_size == 1 else token
+        self.is_row = self.page == self.page_size * self.token
+
+    def __call__(self, cache: Tensor, call: KernelCall) -> Tensor:
+        """``[requests, num_kv_heads, L, dim]``: a view if the pages of each request are in a row."""
+        requests, pages, number, skipped = call.requests, call.pages, call.end - call.begin, call.begin % self.page_size
+        if pages.first is not None and (self.is_row or pages.per_request == 1):
+            offset = cache.storage_offset() + pages.first * self.page + skipped * self.token
+            strides = pages.stride * self.page, self.head, self.token, self.element
+            return cache.as_strided((requests, self.heads, number, self.dim), strides, offset)
+        return self._gather(self.as_pages(cache), requests, pages, slice(skipped, skipped + number))
+
+    def _gather(self, cache: Tensor, requests: int, pages: Pages, tokens: slice) -> Tensor:
+        count, numbers, first, stride = pages
+        if count == 1:  # of a single page no more than its tokens are copied
+            cache, tokens = cache[:, tokens], slice(None)
+        if first is not None and stride == count:
+            taken = bits(cache[first : first + requests * count])
+        else:
+            assert numbers is not None
+            taken = GATHERED.index_select(bits(cache), numbers, self.place)
+        taken = taken.reshape(requests, -1, self.heads, self.dim)
+        taken = taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
+        return taken[:, tokens].transpose(1, 2)
+
+
+Run = Callable[..., Result | None]
+"""Makes the calls of a key; None if the reference may give another result."""
+
+
+def _by_key(make: Callable[..., Run]) -> Callable[..., Result]:
+    """The op whose calls of the key of a call ``make`` returns. ``for_key`` returns them too, by the reference if need
+    be.
+    """
+    name = make.__name__
+
+    def for_key(*args: Any, **kwargs: Any) -> Callable[..., Result]:
+        run = make(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Result:
+            return run(*args, **kwargs) or getattr(reference, name)(*args, **kwargs)
+
+        return call
+
+    @functools.wraps(make)
     def op(*args: Any, **kwargs: Any) -> Result:
-        result = run(*args, **kwargs)
-        return getattr(reference, run.__name__)(*args, **kwargs) if result is None else result
+        return for_key(*args, **kwargs)(*args, **kwargs)
 
+    op.for_key = for_key  # type: ignore[attr-defined]
     return op
 
 
-@_or_reference
+def _left_to_reference(*_: Any, **__: Any) -> None:
+    """Calls without keys."""
+
+
+def _has_keys(plan: DecodePlan | PrefillPlan, q: Tensor, num_pages: int) -> bool:
+    """Whether a plan may have rows that see a key. One for decode has no ragged KV."""
+    return q.shape[0] > 0 and num_pages > 0 and (isinstance(plan, PrefillPlan) or plan.kv_indices.shape[0] > 0)
+
+
+def _planned(
+    planned: DecodePlan | PrefillPlan,
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    as_pages: Callable[[Tensor], Tensor],
+    return_lse: bool,
+    options: dict[str, Any],
+) -> Run:
+    """By a plan, over caches that ``as_pages`` takes as ``[pages, page_size, num_kv_heads, dim]``."""
+    form = Form.of(q, q.shape[2], caches[1].shape[-1], return_lse, AttentionOptions(**options))
+    read_keys, read_values = (Reader(cache, as_pages, i) for i, cache in enumerate(caches))
+    if not _has_keys(planned, q, read_keys.num_pages):
+        return _left_to_reference
+    kind = type(planned)
+    batch = Batch.of(planned.problem, form.rows, read_keys.num_pages, form.sees)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: list[Tensor],
+        workspace: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+        **_: Any,
+    ) -> Result | None:
+        calls = schedule.of_plan(kind(*plan), batch)
+        return _attend(form, q, calls, lambda call: (read_keys(k, call), read_values(v, call)), sinks, kv_scale)
+
+    return run
+
+
+@_by_key
 def batch_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -410,12 +369,12 @@ def batch_decode(
     kv_layout: str = "NHD",
     return_lse: bool = False,
     **options: Any,
-) -> Result | None:
-    caches = as_nhd(k_cache, kv_layout), as_nhd(v_cache, kv_layout)
-    return _attend_batch(q, DecodePlan(*plan), PlannedKeys, caches, AttentionOptions(**options), return_lse)
+) -> Run:
+    as_pages = functools.partial(as_nhd, kv_layout=kv_layout)
+    return _planned(DecodePlan(*plan), q, (k_cache, v_cache), as_pages, return_lse, options)
 
 
-@_or_reference
+@_by_key
 def batch_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -426,12 +385,16 @@ def batch_prefill(
     kv_layout: str = "NHD",
     return_lse: bool = False,
     **options: Any,
-) -> Result | None:
-    caches = as_nhd(k_cache, kv_layout), as_nhd(v_cache, kv_layout)
-    return _attend_batch(q, PrefillPlan(*plan), PlannedKeys, caches, AttentionOptions(**options), return_lse)
+) -> Run:
+    as_pages = functools.partial(as_nhd, kv_layout=kv_layout)
+    return _planned(PrefillPlan(*plan), q, (k_cache, v_cache), as_pages, return_lse, options)
 
 
-@_or_reference
+def _tokens(t: Tensor, kv_layout: str) -> Tensor:
+    return t if kv_layout == "NHD" else t.transpose(0, 1)
+
+
+@_by_key
 def ragged_prefill(
     q: Tensor,
     k: Tensor,
@@ -442,12 +405,14 @@ def ragged_prefill(
     kv_layout: str = "NHD",
     return_lse: bool = False,
     **options: Any,
-) -> Result | None:
-    keys, values = (t[:, None] if kv_layout == "NHD" else t.transpose(0, 1)[:, None] for t in (k, v))
-    return _attend_batch(q, PrefillPlan(*plan), PlannedKeys, (keys, values), AttentionOptions(**options), return_lse)
+) -> Run:
+    def as_pages(t: Tensor) -> Tensor:
+        return _tokens(t, kv_layout).unsqueeze(1)
+
+    return _planned(PrefillPlan(*plan), q, (k, v), as_pages, return_lse, options)
 
 
-@_or_reference
+@_by_key
 def batch_mla(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -459,24 +424,56 @@ def batch_mla(
     sm_scale: float | None = None,
     return_lse: bool = False,
     **options: Any,
-) -> Result | None:
+) -> Run:
+    """The keys ``[ckv, kpe]`` are the values too: columns past ``ckv`` of the output are dropped."""
     o = AttentionOptions(sm_scale=MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
-    caches = ckv_cache[:, :, None], kpe_cache[:, :, None]
-    return _attend_batch(torch.cat((q_nope, q_pe), -1), PrefillPlan(*plan), LatentKeys, caches, o, return_lse)
+    form = Form.of(q_nope, 0, ckv_cache.shape[-1], return_lse, o)
+    readers = [Reader(cache, lambda t: t.unsqueeze(2), i) for i, cache in enumerate((ckv_cache, kpe_cache))]
+    num_pages = readers[0].num_pages
+    if not _has_keys(PrefillPlan(*plan), q_nope, num_pages):
+        return _left_to_reference
+    batch = Batch.of(PrefillPlan(*plan).problem, form.rows, num_pages, form.sees)
+
+    def run(
+        q_nope: Tensor,
+        q_pe: Tensor,
+        ckv: Tensor,
+        kpe: Tensor,
+        plan: list[Tensor],
+        workspace: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+        **_: Any,
+    ) -> Result | None:
+        def keys_of(call: KernelCall) -> tuple[Tensor, Tensor]:
+            parts = (bits(read(cache, call)) for read, cache in zip(readers, (ckv, kpe), strict=True))
+            keys = torch.cat(tuple(parts), -1).view(ckv.dtype)
+            return keys, keys
+
+        calls = schedule.of_plan(PrefillPlan(*plan), batch)
+        return _attend(form, torch.cat((q_nope, q_pe), -1), calls, keys_of, sinks, kv_scale)
+
+    return run
 
 
-@_or_reference
+@_by_key
 def single_prefill(
     q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
-) -> Result | None:
-    k, v = (t.transpose(0, 1)[None] if kv_layout == "NHD" else t[None] for t in (k, v))
-    (rows, length), o = (q.shape[0], k.shape[2]), AttentionOptions(**options)
-    if rows == 0 or length == 0:
-        return None
-    factors = _kv_scale(o)
+) -> Run:
+    def as_pages(t: Tensor) -> Tensor:
+        return _tokens(t, kv_layout).unsqueeze(0)
 
-    def keys(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        return (k, v) if end - begin == length else (k[:, :, begin:end], v[:, :, begin:end])
+    form = Form.of(q, q.shape[2], v.shape[-1], return_lse, AttentionOptions(**options))
+    read_keys, read_values = Reader(k, as_pages, 0), Reader(v, as_pages, 1)
+    if q.shape[0] == 0 or read_keys.page_size == 0:
+        return _left_to_reference
+    call = schedule.of_request(form.rows, read_keys.page_size, form.sees)
+    calls = () if call is None else (call,)
 
-    blocks = _attend(Rows(0, q.float(), 1, length - rows, length), keys, _scale(q, o, factors), o)
-    return _finalize(*_collect(blocks, q, v.shape[-1]), q, factors, o, return_lse)
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, kv_scale: Tensor | None = None, **_: Any
+    ) -> Result | None:
+        return _attend(form, q, calls, lambda call: (read_keys(k, call), read_values(v, call)), sinks, kv_scale)
+
+    return run

@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     if (warp == 0)
       produce<CLUSTER, true>(p, {.latent = &ckv, .rotary = &kpe}, shared, rank);
     else if (warp >= 2)
-      produce_queries<kPackedRows, 1>(p, queries, shared, rank * kPackedRows);
+      produce_queries<kPackedRows>(p, queries, shared, rank * kPackedRows);
     else
       end_prologue();
   } else {

@@ -27,11 +27,8 @@ TILE = 64
 QUERY_BOX_BLOCKS = 4
 """Blocks of 64 latent columns in a box of the queries."""
 
-SWAPPED_PACKED_ROWS = 64
-"""Query tiles of at most so many packed rows run on ``mla_swap_ab.cu``."""
-
-SWAPPED = {16: (16, 1), 32: (32, 1), 64: (32, 2)}
-"""Packed rows of a unit of ``mla_swap_ab.cu`` -> those of a consumer, and consumers."""
+SWAPPED_PACKED_ROWS = 16
+"""Query tiles of at most so many packed rows run on ``mla_swap_ab.cu``, whose units have as many. 0 for none."""
 
 PARAMETERS = {
     **dict.fromkeys(("q_nope", "q_pe"), "pointer"),
@@ -60,12 +57,8 @@ _TILE_BYTES, _ROW_BYTES = 2 * TILE * (LATENT + ROTARY), 2 * (LATENT + ROTARY)
 SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
 """Of ``mla.cu``: two KV tiles, the query tile, and what consumers exchange, with barriers."""
 
-
-def swapped_shared_bytes(rows: int, consumers: int) -> int:
-    """Of ``mla_swap_ab.cu``: KV tiles, queries, probabilities, staged results if there is room, the rest."""
-    staged = rows * (LATENT // 2 * 4 + 16) if consumers == 1 else 0
-    used = 2 * _TILE_BYTES + consumers * rows * (_ROW_BYTES + 2 * TILE + 16) + staged + 160
-    return -(-used // 1024) * 1024
+SWAPPED_SHARED_BYTES = 2 * _TILE_BYTES + 16 * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + 32) + 512
+"""Of ``mla_swap_ab.cu``: two KV tiles, the query tile, probabilities, half of a result, the rest."""
 
 
 def _specialization(kernel: str, unit_rows: int, dtype: int) -> Specialization:
@@ -73,13 +66,7 @@ def _specialization(kernel: str, unit_rows: int, dtype: int) -> Specialization:
         cluster = unit_rows // PACKED_ROWS
         macros = {"CLUSTER": cluster, "DTYPE": dtype}
         return Specialization(KERNEL, macros, threads=384, shared_bytes=SHARED_BYTES, cluster=(cluster, 1, 1))
-    rows, consumers = SWAPPED[unit_rows]
-    return Specialization(
-        SWAPPED_KERNEL,
-        {"ROWS": rows, "CONSUMERS": consumers, "DTYPE": dtype},
-        threads=128 + 128 * consumers,
-        shared_bytes=swapped_shared_bytes(rows, consumers),
-    )
+    return Specialization(SWAPPED_KERNEL, {"DTYPE": dtype}, threads=256, shared_bytes=SWAPPED_SHARED_BYTES)
 
 
 SPECIALIZATIONS = {
@@ -98,18 +85,13 @@ class Units(NamedTuple):
     @property
     def box_rows(self) -> int:
         """Packed rows that queries are loaded by."""
-        return PACKED_ROWS if self.kernel == "mla" else SWAPPED[self.rows][0]
-
-    @property
-    def consumers(self) -> int:
-        """Consumer warpgroups of a CTA."""
-        return 2 if self.kernel == "mla" else SWAPPED[self.rows][1]
+        return PACKED_ROWS if self.kernel == "mla" else self.rows
 
 
 def units_of(packed_rows: int) -> Units:
     """Few packed rows are one unit. Of more, two CTAs share the KV tiles, unless one would be left without rows."""
     if packed_rows <= SWAPPED_PACKED_ROWS:
-        return Units("mla_swap_ab", next(rows for rows in SWAPPED if packed_rows <= rows), 1)
+        return Units("mla_swap_ab", 16, 1)
     ctas = -(-packed_rows // PACKED_ROWS)
     cluster = 1 if ctas % 2 else 2
     return Units("mla", cluster * PACKED_ROWS, ctas // cluster)

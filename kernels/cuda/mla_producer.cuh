@@ -95,12 +95,12 @@ struct Queries {
   bool boxed;
 };
 
-// Copies GROUP_ROWS packed rows: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each block.
-template <int GROUP_ROWS>
+// Copies ROWS packed rows: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each block.
+template <int ROWS>
 DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, int first_packed_row, uint32 to,
                          int thread) {
   const uint32 swizzled = thread / 8 * kRowBytes + (thread % 8 ^ thread / 8) * 16;
-  for (int row = thread / 8; row < GROUP_ROWS; row += 8) {
+  for (int row = thread / 8; row < ROWS; row += 8) {
     const int packed = first_packed_row + row, tile_row = p.row_of(packed);
     const int64 head = packed - tile_row * p.heads, q_row = int64(unit.row) + tile_row;
     const bool exists = tile_row < unit.count && q_row >= 0 && q_row < p.rows;
@@ -109,16 +109,15 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, i
     const uint32 row_to = to + row / 8 * kGroupBytes + swizzled;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
-      copy_chunk(row_to + block * (GROUP_ROWS * kRowBytes),
+      copy_chunk(row_to + block * (ROWS * kRowBytes),
                  !exists ? q.latent : block == kRotary ? rotary : latent + block * kRowBytes, exists);
   }
 }
 
-// Two warps, or a thread if TMA loads them: this CTA's packed rows of each unit, from `offset` on, and the unit itself.
-// They are GROUPS of GROUP_ROWS packed rows, which lie one after the other. A unit without rows is the end.
-template <int GROUP_ROWS, int GROUPS, class Shared>
+// Two warps, or a thread if TMA loads them: this CTA's ROWS packed rows of each unit, from `offset` on, and the unit
+// itself. A unit without rows is the end.
+template <int ROWS, class Shared>
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, int offset) {
-  constexpr int kGroup = kBlocks * GROUP_ROWS * kRowBytes;
   const int thread = threadIdx.x % kQueryThreads;
   if (q.boxed && thread) return end_prologue();
   const uint32 full = shared_address(&shared.q_full), empty = shared_address(&shared.q_empty);
@@ -138,20 +137,16 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, 
       for (int i = 0; i < 7; ++i) shared.unit[i] = words[i];
     }
     if (exists && q.boxed) {
-      arrive_expect(full, GROUPS * kGroup);
+      arrive_expect(full, kBlocks * ROWS * kRowBytes);
+      const int tile_row = first_packed_row / p.heads;
+      const int row = unit.row + tile_row, head = first_packed_row - tile_row * p.heads;
 #pragma unroll
-      for (int group = 0; group < GROUPS; ++group) {
-        const int packed = first_packed_row + group * GROUP_ROWS, tile_row = packed / p.heads;
-        const int row = unit.row + tile_row, head = packed - tile_row * p.heads;
-#pragma unroll
-        for (int block = 0; block < kRotary; block += kQueryBoxBlocks)
-          load_box(to + group * kGroup + block * (GROUP_ROWS * kRowBytes), q.latent_map, 0, head, row, block, full);
-        load_box(to + group * kGroup + kRotary * (GROUP_ROWS * kRowBytes), q.rotary_map, 0, head, row, 0, full);
-      }
+      for (int block = 0; block < kRotary; block += kQueryBoxBlocks)
+        load_box(to + block * (ROWS * kRowBytes), q.latent_map, 0, head, row, block, full);
+      load_box(to + kRotary * (ROWS * kRowBytes), q.rotary_map, 0, head, row, 0, full);
     } else {
       if (exists) {
-        for (int group = 0; group < GROUPS; ++group)
-          copy_queries<GROUP_ROWS>(p, q, unit, first_packed_row + group * GROUP_ROWS, to + group * kGroup, thread);
+        copy_queries<ROWS>(p, q, unit, first_packed_row, to, thread);
         wait_for_chunks();
         fence_async_shared();
       }

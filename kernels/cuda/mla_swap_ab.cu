@@ -1,30 +1,29 @@
 // Multi-head latent attention on Hopper for few packed rows: with swapped operands, persistent and warp-specialised, one
-// producer and one or two consumer warpgroups in each CTA.
+// producer and one consumer warpgroup in each CTA.
 //
-// Compiled for ROWS (packed rows of a consumer, 16 or 32), CONSUMERS (1 or 2) and DTYPE (1 float16, 2 bfloat16). The
-// other sizes are parameters, as of `mla.cu`.
+// Compiled for DTYPE (1 float16, 2 bfloat16). The other sizes are parameters, as of `mla.cu`.
 //
 // Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and its
 // N is packed rows. So 16 packed rows take a quarter of the products that 64 take, and one warpgroup holds all 512 value
-// columns of its rows: consumers exchange nothing. A KV tile is both K-major (keys) and MN-major (values) operand A.
+// columns of its rows. A KV tile is both K-major (keys) and MN-major (values) operand A.
 //
-// Packed row p of a work item is query row p / heads of the item and head p % heads. A unit is ROWS * CONSUMERS packed
-// rows of one work item. KV tiles are as in `mla.cu`: 64 tokens of 512 latent and 64 rotary columns, in one page.
+// Packed row p of a work item is query row p / heads of the item and head p % heads. A unit is 16 packed rows of
+// one work item. KV tiles are as in `mla.cu`: 64 tokens of 512 latent and 64 rotary columns, in one page.
 //
 // Roles
 // -----
 // warp 0            producer KV: KV tiles, by TMA into two stages
 // warp 1            initialises barriers
-// warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if ROWS packed rows are a box of whole query
+// warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 16 packed rows are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
-// warpgroups 1, 2   consumers: attention of ROWS packed rows each, with the same KV tiles
+// warpgroup 1       consumer: attention
 //
-// Both producers walk the units of the CTA by themselves (`Schedule`). Producer Q passes them to the consumers.
+// Both producers walk the units of the CTA by themselves (`Schedule`). Producer Q passes them to the consumer.
 //
 // Schedule
 // --------
 // KV tiles are counted over all units of a CTA. Tile j lies in stage j % 2. A stage has a full barrier for each quarter
-// of the latent columns, and an empty barrier for each half. Below, O^T is the accumulator [512, ROWS] of a consumer.
+// of the latent columns, and an empty barrier for each half. Below, O^T is the accumulator [512, 16].
 //
 // prologue
 //     0.  [all]           warp 1 initialises barriers; all meet; producers read their first unit, if the plan is early;
@@ -40,14 +39,14 @@
 //                         online softmax; store P^T as a K-major operand; rescale O^T
 //     6.  [consumer]      half by half: O^T += V_j^T P^T; arrive on empty
 // epilogue of the unit
-//     7.  [consumer]      arrive on q_empty, if results have memory of their own; sums over the warps
+//     7.  [consumer]      arrive on q_empty; sums over the warps
 //     8.  [consumer]      divide by l; store the LSE; half by half of the columns: O, transposed, to shared memory, and
-//                         from there to global memory, partial results by bulk stores. Arrive on q_empty, if not in 7
+//                         from there to global memory, partial results by bulk stores
 //
-// A consumer does these steps one after the other: where reading KV bounds, the next tile is on its way meanwhile.
+// The consumer does these steps one after the other: where reading KV bounds, the next tile is on its way meanwhile.
 //
 // Memory after the last token may hold NaN, which a probability of 0 would not hide. Where the KV ends inside a tile,
-// consumers set these values to 0 in step 5, when all have their logits.
+// the consumer sets these values to 0 in step 5, when all its warps have their logits.
 #define CLUSTER 1  // CTAs of a unit
 
 #include "mla_producer.cuh"
@@ -60,15 +59,14 @@ namespace attn_ops {
 //     runs units c, 2n - 1 - c, 2n + c, 4n - 1 - c and so on: plans sort their items by length, so waves in turn forwards
 //     and backwards balance.
 // Owns: a CTA the rows of its packed rows of each unit in `out` and `lse`, or their partial results in `partial`.
-// Loop invariant of a consumer, at the top for tile j: O^T, row_max and row_sum include the tiles before j, row_sum those
+// Loop invariant of the consumer, at the top for tile j: O^T, row_max and row_sum include the tiles before j, row_sum those
 //     tokens of them that the thread has, relative to row_max, which all its threads have alike.
 // Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes. empty,
 //     one for each stage and half: an arrival of each consumer warp. q_full: an arrival and the bytes, or an arrival of
-//     each thread that copies. q_empty: an arrival of each consumer warp. Named barriers: the threads of a consumer, when
-//     all have stored maxima or sums, or P, or columns of the result, or have read the latter; all consumer threads,
-//     before and after values become 0.
+//     each thread that copies. q_empty: an arrival of each consumer warp. Named barrier: the threads of the consumer, when
+//     all have stored maxima or sums, or P, or columns of the result, or have read the latter.
 // Bound by: reading KV from memory.
-extern "C" __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1) mla_swap_ab(
+extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
     const char* q_nope,                            // [rows, heads, 512]
     const char* q_pe,                              // [rows, heads, 64]
     const __grid_constant__ TensorMap q_nope_map,  // [8, rows, heads, 64]
@@ -84,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1) mla_swap_
     float scale,                                   // of the logits
     int rows, int num_pages, int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head, int64 stride_qb_row, int64 stride_qb_head,  // elements
-    int boxed,                                     // whether a box of the queries' maps is ROWS packed rows
+    int boxed,                                     // whether a box of the queries' maps is 16 packed rows
     int heads,
     int page_size,                                 // a multiple of kTile
     int tile_rows,                                 // query rows of a work item
@@ -94,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1) mla_swap_
     int early,                                     // whether the plan may be read before earlier kernels end
 #if CLOCKS
     int out_type, uint64* clocks) {
-  start_clocks(clocks, 4 + kConsumerWarps * CONSUMERS);
+  start_clocks(clocks, 8);
 #else
     int out_type) {
 #endif
@@ -112,14 +110,13 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1) mla_swap_
     for (auto& stage : shared.full)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), 1);
     for (auto& stage : shared.empty)
-      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kConsumerWarps * CONSUMERS);
+      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kConsumerWarps);
     init_barrier(shared_address(&shared.q_full), boxed ? 1 : kQueryThreads);
-    init_barrier(shared_address(&shared.q_empty), kConsumerWarps * CONSUMERS);
+    init_barrier(shared_address(&shared.q_empty), kConsumerWarps);
     fence_barrier_init();
   }
   cluster_arrive_after_init();
   if (warp < 4) {
-    if (CONSUMERS > 1) decrease_registers<40>();
     const Queries queries = {
         .latent_map = &q_nope_map, .rotary_map = &q_pe_map, .latent = q_nope, .rotary = q_pe,
         .latent_row = stride_q_row, .latent_head = stride_q_head, .rotary_row = stride_qb_row,
@@ -128,15 +125,14 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * CONSUMERS, 1) mla_swap_
     if (warp == 0)
       produce<CLUSTER, false>(p, {.latent = &ckv, .rotary = &kpe}, shared, 0);
     else if (warp >= 2)
-      produce_queries<ROWS, CONSUMERS>(p, queries, shared, 0);
+      produce_queries<kPackedRows>(p, queries, shared, 0);
     else
       end_prologue();
   } else {
-    if (CONSUMERS > 1) increase_registers<232>();
     const Results results = {.out = out, .lse = lse, .partial = partial, .slots = slots, .out_type = out_type};
     const Arguments arguments = {.factor = scale * kLog2e, .results = results};
     end_prologue();
-    Consumer{p, arguments, shared, CONSUMERS > 1 ? warp / 4 - 1 : 0}.run();
+    Consumer{p, arguments, shared}.run();
   }
   stop_clocks();
 }

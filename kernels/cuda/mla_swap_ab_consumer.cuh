@@ -8,10 +8,10 @@
 namespace attn_ops {
 namespace {
 
-// Of a transposed product [64, ROWS] a thread has the lines 16 w + lane / 4, of warp w, and the one 8 further: tokens of
+// Of a transposed product [64, 16] a thread has the lines 16 w + lane / 4, of warp w, and the one 8 further: tokens of
 // S^T, columns of O^T. Of each it has the packed rows 8 i + 2 (lane % 4) and the next one for every i, its own.
-constexpr int kOwnRows = ROWS / 4;
-using Product = float[ROWS / 2];
+constexpr int kOwnRows = kPackedRows / 4;
+using Product = float[kPackedRows / 2];
 using Output = Product[kValueBlocks];
 
 // The place of own row `j` in line `r` of a product, and its number.
@@ -26,7 +26,7 @@ struct Sum {
 };
 
 // Reduces `x` of own rows over the eight lanes of the warp that have the same ones, and stores the result of each warp in
-// `to` [ROWS, warps]. In each step a lane keeps half of its rows, as long as it has several.
+// `to` [packed rows, warps]. In each step a lane keeps half of its rows, as long as it has several.
 template <int N, int MASK, class Combine>
 DEVICE void reduce_to(float* to, const float (&x)[N], int first, Combine combine) {
   if constexpr (N > 1) {
@@ -37,11 +37,7 @@ DEVICE void reduce_to(float* to, const float (&x)[N], int first, Combine combine
       const float sent = upper ? x[j] : x[j + N / 2], kept = upper ? x[j + N / 2] : x[j];
       half[j] = combine(kept, __shfl_xor_sync(~0u, sent, MASK));
     }
-    first += upper ? N / 2 : 0;
-    if constexpr (MASK == 4)
-      to[packed_row(first) * kConsumerWarps] = half[0];
-    else
-      reduce_to<N / 2, MASK / 2>(to, half, first, combine);
+    reduce_to<N / 2, MASK / 2>(to, half, first + (upper ? N / 2 : 0), combine);
   } else {
     static_assert(MASK == 4);
     const float all = combine(x[0], __shfl_xor_sync(~0u, x[0], MASK));
@@ -70,34 +66,32 @@ DEVICE void store_four_as(int type, void* out, int64 at, const float4& x) {
   }
 }
 
-// One warpgroup: ROWS packed rows of all units.
+// One warpgroup: all units of the CTA.
 struct Consumer {
   const Problem& p;
   const Arguments& arguments;
   Shared& shared;
-  const int self;  // number of this consumer
   const int thread = threadIdx.x % kConsumerThreads, lane = threadIdx.x % 32, warp = thread / 32;
   const int line = warp * 16 + lane / 4;
-  const int barrier = kOneConsumer + self;
-  float* const reduced = &shared.reduced[self][0][0];
+  float* const reduced = &shared.reduced[0][0];
   // Shared-memory addresses, and lower halves of descriptors.
   const uint32 tiles_at = shared_address(shared.kv), full = shared_address(shared.full);
-  const uint32 empty = shared_address(shared.empty), p_at = shared_address(shared.p[self]);
-  const uint32 staged = kOwnStaging ? shared_address(shared.staged) : shared_address(shared.query[self]);
-  const uint32 query = lower(k_major(shared_address(shared.query[self]), kGroupBytes));
+  const uint32 empty = shared_address(shared.empty), p_at = shared_address(shared.p);
+  const uint32 staged = shared_address(shared.staged);
+  const uint32 query = lower(k_major(shared_address(shared.query), kGroupBytes));
   const uint32 keys = lower(k_major(tiles_at, kGroupBytes));
   const uint32 values = lower(mn_major(tiles_at, kGroupBytes, kBlockBytes));
   const uint32 probabilities = lower(k_major(p_at, kGroupBytes));
 
   uint32 base = 0;              // number of the unit's first KV tile among all of this CTA
   int start, end;               // of the unit's KV tokens
-  int visible_end;              // all rows of this consumer see the tiles before this token
-  int position, first_packed;   // of the unit's first query row, and the first packed row of this consumer
+  int visible_end;              // all rows see the tiles before this token
+  int position, first_packed;   // of the unit's first query row, and its first packed row
   float row_max[kOwnRows];
   float row_sum[kOwnRows];      // over the tokens of this thread
   Output output;
 
-  DEVICE void sync() const { named_sync(barrier, kConsumerThreads); }
+  DEVICE void sync() const { named_sync(kConsumer, kConsumerThreads); }
 
   // Step 4.
   DEVICE void issue_qk(Product& logits, uint32 stage, uint32 parity) {
@@ -128,18 +122,15 @@ struct Consumer {
     }
   }
 
-  // Sets the values from token `visible` of the tile on to 0: all consumers, which have their logits of it. What is done
-  // after P is stored, proxy fence and barrier, is done for the zeros too.
+  // Sets the values from token `visible` of the tile on to 0, when all have their logits of it. What is done after P is
+  // stored, proxy fence and barrier, is done for the zeros too.
   DEVICE void zero_values(uint32 tile, int visible) const {
-    constexpr int kThreads = CONSUMERS * kConsumerThreads, kChunks = kLatent / 8;
-    if (CONSUMERS > 1) named_sync(kAllConsumers, kThreads);  // all have their logits
-    const int first = visible * kChunks + self * kConsumerThreads + thread;
+    constexpr int kChunks = kLatent / 8;
 #pragma unroll 1
-    for (int i = first; i < kTile * kChunks; i += kThreads) {
+    for (int i = visible * kChunks + thread; i < kTile * kChunks; i += kConsumerThreads) {
       const int token = i / kChunks, chunk = i % kChunks;
       store_shared(tile + chunk / 8 * kBlockBytes + token * kRowBytes + chunk % 8 * 16, uint4{0, 0, 0, 0});
     }
-    if (CONSUMERS > 1) named_sync(kAllConsumers, kThreads);  // zeros are stored
   }
 
   // Of own row `j`, what the warps have stored.
@@ -183,18 +174,14 @@ struct Consumer {
     sync();  // P is stored
   }
 
-  // P as the K-major operand [ROWS, 64]. Lanes 8 m to 8 m + 7 have the addresses of the rows of matrix m, which is of
+  // P as the K-major operand [16, 64]. Lanes 8 m to 8 m + 7 have the addresses of the rows of matrix m, which is of
   // packed rows 8 (m / 2) on, and of the first or second 8 tokens of this warp.
   DEVICE void store_probabilities(const Product& logits) const {
     const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-    const uint32 to = p_at + row * kRowBytes + (chunk ^ lane % 8) * 16;
+    uint32 words[4];
 #pragma unroll
-    for (int i = 0; i < ROWS / 8; i += 2) {
-      uint32 words[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) words[m] = pack(logits[(4 * i) + 2 * m], logits[(4 * i) + 2 * m + 1]);
-      store_transposed(to + i * kGroupBytes, words);
-    }
+    for (int m = 0; m < 4; ++m) words[m] = pack(logits[2 * m], logits[2 * m + 1]);
+    store_transposed(p_at + row * kRowBytes + (chunk ^ lane % 8) * 16, words);
     fence_async_shared();  // P
   }
 
@@ -244,7 +231,7 @@ struct Consumer {
     tally(kTiles);
   }
 
-  // The row of the result, of `width` columns, that has packed row `packed` of this consumer; negative if there is none.
+  // The row of the result, of `width` columns, that has packed row `packed` of the unit; negative if there is none.
   DEVICE int64 result_row(int packed, int row, int count, int slot) const {
     const int tile_row = p.row_of(first_packed + packed), head = first_packed + packed - tile_row * p.heads;
     const bool exists =
@@ -283,7 +270,7 @@ struct Consumer {
       fence_async_shared();  // columns
       sync();
       if (bulk) {
-        if (thread < ROWS) {
+        if (thread < kPackedRows) {
           const int64 at = result_row(thread, row, count, slot);
           if (at >= 0)
             store_bulk(to.partial + at * kLatent + half * kStagedColumns, staged + thread * kStagedRowBytes,
@@ -301,7 +288,7 @@ struct Consumer {
   DEVICE void store_staged(int first_column, int row, int count, int slot) const {
     const Results& to = arguments.results;
 #pragma unroll 1
-    for (int packed = warp; packed < ROWS; packed += kConsumerWarps) {
+    for (int packed = warp; packed < kPackedRows; packed += kConsumerWarps) {
       const int64 at = result_row(packed, row, count, slot);
       if (at < 0) continue;
 #pragma unroll
@@ -330,22 +317,21 @@ struct Consumer {
       mark(count > 0 ? kWaitUnit : kIdle);
       if (count <= 0) return;
       tally(kUnits);
-      position = unit[2], start = unit[3], end = unit[4], first_packed = unit[6] + self * ROWS;
+      position = unit[2], start = unit[3], end = unit[4], first_packed = unit[6];
       visible_end = p.causal ? min(end, causal_end(position, p.row_of(first_packed))) : end;
 #pragma unroll
       for (int j = 0; j < kOwnRows; ++j) row_max[j] = -kInfinity, row_sum[j] = 0;
 #pragma unroll
       for (int block = 0; block < kValueBlocks; ++block)
 #pragma unroll
-        for (int i = 0; i < ROWS / 2; ++i) output[block][i] = 0;
+        for (int i = 0; i < kPackedRows / 2; ++i) output[block][i] = 0;
 
       const int tiles = (end - start + kTile - 1) / kTile;
 #pragma unroll 1
       for (int i = 0; i < tiles; ++i) attend(i);
       base += max(tiles, 0);
-      if (kOwnStaging) arrive_by_warp(q_empty);
+      arrive_by_warp(q_empty);
       store(row, count, slot);
-      if (!kOwnStaging) arrive_by_warp(q_empty);
       mark(kEpilogue);
     }
   }

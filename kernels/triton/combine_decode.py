@@ -89,9 +89,10 @@ def combine_slots(
             partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_FAST_PATH
         )
     else:
-        row_max = tl.full((heads.shape[0],), LOWEST, tl.float32)
-        row_sum, acc = tl.zeros_like(row_max), tl.zeros((heads.shape[0], d.shape[0]), tl.float32)
-        for i in range(first, stop, SPLITS_PER_STEP):
+        row_max, row_sum, acc = combine_step(
+            partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
+        )
+        for i in range(first + SPLITS_PER_STEP, stop, SPLITS_PER_STEP):
             step_max, step_sum, step_acc = combine_step(
                 partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
             )

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_ops.kernels.cpu import sdpa
+from attn_ops.kernels.cpu import schedule, sdpa
 from helpers.cases import DECODE_BASE, PREFILL_BASE
 from helpers.harness import Setup
 
+from attn_ops.eager.checked_call import CHECKED_CALLS
 from attn_ops.errors import BackendError
 from attn_ops.ops import backends, unsupported
 
@@ -122,18 +123,20 @@ def test_requests_that_attend_together_are_bounded(monkeypatch: pytest.MonkeyPat
     setup = Setup("decode", replace(DECODE_BASE, kv_lens=(20,) * 5))
     token = setup.num_kv_heads * setup.head_dim
     sizes = []
-    read = sdpa.PlannedKeys._read
+    read = sdpa.Reader.__call__
 
-    def observed(self: sdpa.PlannedKeys, requests: range, *tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes.append(len(requests))
-        return read(self, requests, *tokens)
+    def observed(self: sdpa.Reader, cache: torch.Tensor, call: schedule.KernelCall) -> torch.Tensor:
+        sizes.append(call.requests)
+        return read(self, cache, call)
 
-    monkeypatch.setattr(sdpa.PlannedKeys, "_read", observed)
+    monkeypatch.setattr(sdpa.Reader, "__call__", observed)
     for elements, groups in ((5 * 20 * token, [5]), (2 * 20 * token + 1, [2, 2, 1]), (1, [1] * 5)):
-        monkeypatch.setattr(sdpa, "MAX_ELEMENTS", elements)
+        monkeypatch.setattr(schedule, "MAX_ELEMENTS", elements)
+        CHECKED_CALLS["batch_decode"].clear()
         setup.check(*setup.run("cpu"))
-        assert sizes == groups
+        assert sizes[::2] == sizes[1::2] == groups
         sizes.clear()
+    CHECKED_CALLS["batch_decode"].clear()
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
@@ -184,13 +187,13 @@ def test_masks_are_bounded(options: dict[str, object], monkeypatch: pytest.Monke
     """The elements of a mask, unless one row alone has more."""
     setup = Setup("ragged", replace(CAUSAL, **{"causal": False, **options}))  # type: ignore[arg-type]
     sizes = []
-    masked = sdpa.Window.mask
+    masked = schedule.Window.mask
 
-    def observed(self: sdpa.Window, rows: int, keys: int, ahead: int) -> torch.Tensor:
+    def observed(self: schedule.Window, rows: int, keys: int, ahead: int) -> torch.Tensor:
         sizes.append(rows * keys)
         return masked(self, rows, keys, ahead)
 
-    monkeypatch.setattr(sdpa.Window, "mask", observed)
+    monkeypatch.setattr(schedule.Window, "mask", observed)
     for elements in (1 << 24, 700, 1):
         monkeypatch.setattr(sdpa, "MASK_ELEMENTS", elements)
         setup.check(*setup.run("cpu"))
@@ -204,8 +207,8 @@ def test_a_decode_plan_without_pages_has_no_keys() -> None:
     for cache in (setup.k, setup.v):
         cache.nan_to_num_()
     plan = setup.planner.state._replace(kv_indices=setup.planner.state.kv_indices[:0])
-    args = {k: v for k, v in setup.arguments.items() if k in ("q", "k_cache", "v_cache", "workspace", "kv_layout")}
-    out, lse = sdpa.batch_decode(plan=list(plan), return_lse=True, **args)
+    tensors = (setup.arguments[name] for name in ("q", "k_cache", "v_cache"))
+    out, lse = sdpa.batch_decode(*tensors, list(plan), setup.arguments["workspace"], return_lse=True)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
 
@@ -269,6 +272,13 @@ def test_requests_of_equal_sizes_are_one_call(monkeypatch: pytest.MonkeyPatch) -
         calls.clear()
 
 
+def _first_keys(setup: Setup, cache: torch.Tensor) -> torch.Tensor:
+    """What the first call of the kernel reads of ``cache``, NHD."""
+    plan = setup.planner.state
+    batch = schedule.Batch.of(plan.problem, setup.q.shape[0], cache.shape[0], schedule.Sees(False, -1, -1))
+    return sdpa.Reader(cache, lambda t: t, 0)(cache, schedule.of_plan(plan, batch)[0])
+
+
 def test_a_page_that_is_longer_than_its_tokens_is_read_as_far_as_they_go() -> None:
     """A cache without a block table has a page for each request, whose end may hold anything."""
     case = replace(DECODE_BASE, page_size=257, kv_lens=(37, 37, 130))
@@ -276,7 +286,7 @@ def test_a_page_that_is_longer_than_its_tokens_is_read_as_far_as_they_go() -> No
         setup = Setup("decode", case)
         if in_order:
             _in_order(setup)
-        k, _ = sdpa.PlannedKeys(setup.planner.state, 257, (setup.k, setup.v))._read(range(2), 0, 37)
+        k = _first_keys(setup, setup.k)
         assert (k.shape[0], k.shape[2]) == (2, 37)
         assert k.isfinite().all()
         setup.check(*setup.run("cpu"))
@@ -294,8 +304,8 @@ def test_pages_in_a_row_with_room_behind_them_are_read_in_place(page_size: int) 
     for cache, t in ((setup.k, k), (setup.v, v)):
         t[placed] = cache[indices[: 3 * pages].long()].float()
     indices[: 3 * pages] = placed
-    keys, values = sdpa.PlannedKeys(setup.planner.state, page_size, (k, v))._read(range(3), 0, 32)
-    for found, cache in ((keys, k), (values, v)):
+    for cache in (k, v):
+        found = _first_keys(setup, cache)
         assert found.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
         assert torch.equal(found.transpose(1, 2).flatten(1, 2), cache[placed].view(3, -1, cache.shape[-1]))
     setup.check(*setup.run("cpu", k_cache=k.to(setup.k.dtype), v_cache=v.to(setup.v.dtype)))

@@ -123,11 +123,13 @@ def _convert_operands_once(interpreter: Any) -> None:
 
     A number becomes a tensor of the other operand's type and shape, which is kept: no operation writes to its operands.
     """
-    core, semantic = interpreter.tl.core, getattr(interpreter, "TritonSemantic", None)
+    core = interpreter.tl.core
+    semantic: Any = getattr(interpreter, "TritonSemantic", None)
     convert = getattr(semantic, "binary_op_type_checking_impl", None)
     if convert is None or not hasattr(core, "tuple"):
         return
-    tensor, kept = core.tensor, {}
+    tensor = core.tensor
+    kept: dict[Any, Any] = {}
 
     def convert_once(
         self: Any,

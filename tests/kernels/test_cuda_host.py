@@ -200,15 +200,6 @@ def test_mla(seed: int, case: mla_cases.Mla) -> None:
     assert len(host.launched) == 1
 
 
-@pytest.mark.parametrize("case", [case for case in MLA if case.heads <= 20], ids=str)
-def test_mla_without_swapped_operands(case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", 0)
-    host = Host(sms=4)
-    with host.installed():
-        mla_cases.check(case, op=_mla_op)
-    assert [name.split()[0] for name in host.launched] == ["mla"]
-
-
 def _swapped(name: str, heads: int, **options: Any) -> mla_cases.Mla:
     """A case of few packed rows, by default of decode with splits."""
     sizes: dict[str, Any] = {"qo_lens": (1, 1, 0, 1), "kv_lens": (70, 300, 0, 1000), "dims": (512, 64)}
@@ -220,15 +211,15 @@ NO_KEYS: dict[str, Any] = {"qo_lens": (1, 1, 1), "kv_lens": (64, 0, 129), "plann
 ROWS: dict[str, Any] = {"qo_lens": (3, 1, 6), "kv_lens": (200, 2, 310), "causal": True}
 
 SWAPPED = [
-    *(_swapped(f"{heads} heads", heads) for heads in (1, 5, 12, 16, 24, 32, 40, 48, 64)),
-    *(_swapped(f"{heads} heads, no keys", heads, **NO_KEYS, dtype=torch.float16) for heads in (16, 32, 64)),
-    _swapped("rows of 16", 16, **ROWS, packed=True, page_size=128, planner={"tile_rows": 4}),
+    *(_swapped(f"{heads} heads", heads) for heads in (1, 5, 12, 16)),
+    _swapped("no keys", 16, **NO_KEYS, dtype=torch.float16),
+    _swapped("rows of 4", 4, **ROWS, packed=True, page_size=128, planner={"tile_rows": 4}),
     _swapped("rows of 5", 5, **ROWS, page_size=192, planner={"tile_rows": 3, "num_ctas": 6}),
-    _swapped("rows of 12", 12, **ROWS, planner={"tile_rows": 2, "fixed_split_size": 1}),
+    _swapped("rows of 7", 7, **ROWS, planner={"tile_rows": 2, "fixed_split_size": 1}),
     _swapped("float32", 16, out_dtype=torch.float32),
-    _swapped("e4m3", 32, out_dtype=torch.float8_e4m3fn),
-    _swapped("e5m2", 64, out_dtype=torch.float8_e5m2, sm_scale=0.02),
-    _swapped("float16 of bfloat16", 20, out_dtype=torch.float16),
+    _swapped("e4m3", 8, out_dtype=torch.float8_e4m3fn),
+    _swapped("e5m2", 16, out_dtype=torch.float8_e5m2, sm_scale=0.02),
+    _swapped("float16 of bfloat16", 3, out_dtype=torch.float16),
 ]
 
 
@@ -240,14 +231,22 @@ def test_mla_of_few_packed_rows(seed: int, case: mla_cases.Mla) -> None:
     assert [name.split()[0] for name in host.launched] == ["mla_swap_ab"]
 
 
+@pytest.mark.parametrize("case", [case for case in SWAPPED if case.name in ("16 heads", "rows of 5")], ids=str)
+def test_mla_without_swapped_operands(case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", 0)
+    host = Host(sms=4)
+    with host.installed():
+        mla_cases.check(case, op=_mla_op)
+    assert [name.split()[0] for name in host.launched] == ["mla"]
+
+
 def test_every_size_of_units_runs() -> None:
     """Among the cases above, but for those of few packed rows on clusters."""
     sizes = {mla.units_of(case.heads * case.planner.get("tile_rows", 1))[:2] for case in (*MLA, *SWAPPED)}
     assert sizes == set(unsupported.CUDA_MLA_UNITS)
 
 
-@pytest.mark.parametrize("heads", [16, 32, 64])
-def test_swapped_operands_change_the_result_by_rounding_alone(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_operands_change_the_result_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     outs: list[tuple[Tensor, Tensor]] = []
 
     def keep(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -255,9 +254,9 @@ def test_swapped_operands_change_the_result_by_rounding_alone(heads: int, monkey
         return outs[-1]
 
     with Host(sms=4).installed():
-        for most in (0, 64):
+        for most in (0, 16):
             monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", most)
-            mla_cases.check(_swapped("both", heads, out_dtype=torch.float32), op=keep)
+            mla_cases.check(_swapped("both", 16, out_dtype=torch.float32), op=keep)
     (out, lse), (swapped, swapped_lse) = outs
     torch.testing.assert_close(swapped, out, rtol=2e-2, atol=4e-3)
     torch.testing.assert_close(swapped_lse, lse, rtol=1e-5, atol=1e-5)
@@ -561,23 +560,9 @@ SWAPPED_FAULTS = {
     ),
     "no proxy fence after P": Planted(Fault("fence_async_shared();  // P\n", ""), "no proxy fence"),
     "a half is released before it is multiplied": Planted(Fault("wgmma_wait<1>();", ""), "race"),
-    "values become 0 while the other consumer reads keys": Planted(
-        Fault("if (CONSUMERS > 1) named_sync(kAllConsumers, kThreads);  // all have their logits\n", ""), "race"
-    ),
-    "values are multiplied while they become 0": Planted(
-        Fault("if (CONSUMERS > 1) named_sync(kAllConsumers, kThreads);  // zeros are stored\n", ""),
-        "race|no proxy fence",
-    ),
     "no proxy fence before a bulk store": Planted(Fault("fence_async_shared();  // columns\n", ""), "no proxy fence"),
     "columns are staged over those that a bulk store reads": Planted(Fault("wait_for_bulk_reads();", ""), "race"),
     "columns are staged before all are read": Planted(Fault("sync();  // columns are read\n", ""), "race"),
-    "a query is loaded over a partial result": Planted(
-        Fault(
-            "store(row, count, slot);\n      if (!kOwnStaging) arrive_by_warp(q_empty);",
-            "if (!kOwnStaging) arrive_by_warp(q_empty);\n      store(row, count, slot);",
-        ),
-        "race",
-    ),
 }
 
 
@@ -620,7 +605,7 @@ def test_faults_of_mla_are_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", *SWAPPED_FAULTS])
 def test_faults_of_swapped_operands_are_noticed(name: str) -> None:
-    case = _swapped("faulty", 64, qo_lens=(1, 1), kv_lens=(300, 70))
+    case = _swapped("faulty", 16, qo_lens=(1, 1), kv_lens=(300, 70))
     noticed = pytest.raises(HostError, match=SWAPPED_FAULTS[name].message) if name else contextlib.nullcontext()
     with _faulty(SWAPPED_FAULTS, name).installed(), noticed:
         mla_cases.check(case, op=_mla_op)

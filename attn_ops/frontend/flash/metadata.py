@@ -245,7 +245,7 @@ class HostPlans:
 
         Without ``make`` only that of a call whose tables would pass the checks for as few ``places``.
         """
-        key = (key, *((t.shape, t.dtype) for t in tensors))
+        key = (key, *[(t.shape, t.dtype) for t in tensors])
         entry = self.entries.get(key)
         if entry is None or not all(map(torch.equal, tensors, entry.tensors)):
             if make is None:
@@ -348,11 +348,11 @@ class Found(NamedTuple):
         by = self.by
         if by is None or (by.on_host and by.tensors and not on_cpu):
             return None
-        key = by._replace(tensors=())  # the entries of a cache keep no tensors
+        key, others = by.key, by[2:]  # the entries of a cache keep no tensors
         again = self.again if on_cpu else None
 
         def find(*tensors: Tensor) -> list[Tensor] | None:
-            metadata = key._replace(tensors=tensors).find()
+            metadata = SharedKey(key, tensors, *others).find()
             if metadata is None and again is not None:
                 metadata = again(*tensors)
             return None if metadata is None else [*metadata.plan, *metadata[1:]]

@@ -5,7 +5,8 @@
 #include <cstdint>
 
 constexpr uint32_t kDLPackMajor = 1;
-constexpr int32_t kDLCUDA = 2;
+constexpr int32_t kDLCPU = 1, kDLCUDA = 2;
+constexpr uint8_t kDLFloat = 2, kDLBfloat = 4;
 
 struct DLTensor {
   void* data;

@@ -63,4 +63,8 @@ PyTypeObject* add_prepared_call_type(PyObject* module);
 
 PyTypeObject* add_call_cache_type(PyObject* module);
 
+// ---- Results of kernels on the CPU ------------------------------------------------------------------------------------
+
+PyObject* is_regular(PyObject*, PyObject* args);
+
 }  // namespace attn_ops

@@ -11,7 +11,8 @@ PyObject* connect(PyObject*, PyObject* path) {
   return Py_NewRef(Py_None);
 }
 
-PyMethodDef functions[] = {{"connect", connect, METH_O, nullptr}, {}};
+PyMethodDef functions[] = {
+    {"connect", connect, METH_O, nullptr}, {"is_regular", is_regular, METH_VARARGS, nullptr}, {}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 PyTypeObject* type_of(const char* module, const char* name) {

@@ -1,0 +1,248 @@
+"""Which calls of PyTorch's flash attention compute a batch: by the numbers of its plan, which are read on the host.
+
+A :class:`KernelCall` attends for a request, or for successive requests of equal sizes if it needs no mask. It depends
+on numbers alone, so those of a small plan are found by its numbers: the layers of a model share them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
+
+MAX_ELEMENTS = 1 << 20
+"""Elements of the keys of several requests that attend together: they stay in the cache of the CPU."""
+
+MAX_NUMBERS = 1024
+"""Numbers of a plan by which its kernel calls are found."""
+
+MAX_PLANS = 64
+"""Plans whose kernel calls are kept. All are evicted at the limit."""
+
+
+class Sees(NamedTuple):
+    """The options that say which keys a row sees: -1 is no bound."""
+
+    causal: bool
+    left: int
+    right: int
+
+
+class Window(NamedTuple):
+    """The keys that a row sees: ``position - left`` to ``position + right``, of ``length`` tokens."""
+
+    length: int
+    left: int
+    right: int
+
+    @classmethod
+    def of(cls, sees: Sees, rows: int, length: int) -> Window:
+        every = rows + length
+        right = 0 if sees.causal else every if sees.right < 0 else sees.right
+        return cls(length, every if sees.left < 0 else sees.left, right)
+
+    def keys(self, position: int) -> tuple[int, int]:
+        """Half-open range of the keys that the row at ``position`` sees."""
+        return max(0, position - self.left), min(self.length, position + self.right + 1)
+
+    def seen(self, position: int, rows: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The keys of the first and of the last of ``rows`` rows from ``position`` on."""
+        return self.keys(position), self.keys(position + rows - 1)
+
+    def is_triangle(self, position: int, rows: int) -> bool:
+        """Whether ``rows`` rows from ``position`` on see the keys up to their own: the kernel can hide the others."""
+        return rows > 1 and position == 0 and self.seen(0, rows) == ((0, 1), (0, self.length))
+
+    def mask(self, rows: int, keys: int, ahead: int) -> Tensor:
+        """``[rows, keys]``: 0 for a key that a row sees, else -inf. The first row is ``ahead`` of the first key."""
+        hidden = torch.full((rows, keys), -math.inf, dtype=torch.float32, device="cpu")
+        return hidden.triu(ahead + self.right + 1) + hidden.tril(ahead - self.left - 1)
+
+
+class Pages(NamedTuple):
+    """Pages of several requests, as many of each.
+
+    per_request  their number
+    numbers      of all; None of ragged KV, whose tokens are in order
+    first        if those of each request are in order: they are ``first + request * stride + page``. Else None
+    """
+
+    per_request: int
+    numbers: Tensor | None
+    first: int | None = None
+    stride: int = 1
+
+
+WHOLE = Pages(1, None, 0)
+"""The keys of one request, without a page table: one page has them all."""
+
+
+class KernelCall(NamedTuple):
+    """Attention of successive query rows, each of which sees a key at least.
+
+    first         the first of them in the batch
+    rows          of all requests
+    requests      their number
+    begin, end    the tokens of each request that any of the rows sees
+    position      of each request's first row
+    causal        rows see the keys up to their own: the kernel can hide the others
+    window        if a mask must hide some of the keys. Else None
+    pages         of the tokens, from that of token ``begin`` on
+    """
+
+    first: int
+    rows: int
+    requests: int
+    begin: int
+    end: int
+    position: int = 0
+    causal: bool = False
+    window: Window | None = None
+    pages: Pages = WHOLE
+
+
+@functools.lru_cache(maxsize=1024)
+def of_request(rows: int, length: int, sees: Sees) -> KernelCall | None:
+    """The kernel call of a request's rows, of which the first may see no key; None if none of them sees one."""
+    return _kernel_call(0, rows, 1, length - rows, length, sees)
+
+
+def _kernel_call(first: int, rows: int, requests: int, position: int, length: int, sees: Sees) -> KernelCall | None:
+    """Of ``rows`` rows of each request from ``position`` on."""
+    window = Window.of(sees, max(0, -position) + rows, length)
+    without_keys = min(rows, max(0, -position - window.right))
+    rows, first, position = rows - without_keys, first + without_keys, position + without_keys
+    if not rows:
+        return None
+    (begin, first_end), (last_begin, end) = window.seen(position, rows)
+    causal = window.is_triangle(position, rows)
+    masked = not causal and (begin, first_end) != (last_begin, end)
+    return KernelCall(first, rows * requests, requests, begin, end, position, causal, window if masked else None)
+
+
+def _attend_together(sees: Sees, rows: int, length: int) -> bool:
+    """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask."""
+    call = of_request(rows, length, sees)
+    return call is not None and call.rows == rows and call.window is None
+
+
+def _groups(
+    rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, sees: Sees
+) -> Iterator[range]:
+    """Requests that attend together. Those without query rows or keys are left out.
+
+    Several requests have all their rows among ``num_rows``, and ``most_tokens`` tokens at most.
+    """
+    first = 0
+    while first < len(lengths):
+        end, count, length = first + 1, rows[first + 1] - rows[first], lengths[first]
+        if count > 0 <= rows[first] and length > 0:
+            if count == 1 or _attend_together(sees, count, length):
+                limit = min(len(lengths), first + most_tokens // length)
+                while end < limit and rows[end + 1] == rows[end] + count <= num_rows and lengths[end] == length:
+                    end += 1
+            yield range(first, end)
+        first = end
+
+
+class Table(NamedTuple):
+    """The page table of a plan, which may contain anything: places and pages are clamped, as in the reference.
+
+    Ragged KV has no ``numbers``: it is a cache of pages of one token, in order.
+    """
+
+    starts: Sequence[int]
+    numbers: Tensor
+    page_size: int
+    num_pages: int
+
+    def pages(self, requests: range, begin: int, end: int) -> Pages:
+        """Those of the tokens from ``begin`` to ``end`` of each request."""
+        page = begin // self.page_size
+        count, places = -(-end // self.page_size) - page, self.numbers.shape[0]
+        begins = [start + page for start in self.starts[requests.start : requests.stop]]
+        at, stop = begins[0], begins[0] + count * len(begins)
+        in_row = len(begins) == 1 or begins == list(range(at, stop, count))
+        if not in_row or not 0 <= at < stop <= (places or self.num_pages):
+            index = (torch.tensor(begins, device="cpu")[:, None] + torch.arange(count, device="cpu")).flatten()
+            index = self.numbers[index.clamp_(0, places - 1)] if places else index
+            return Pages(count, index.clamp(0, self.num_pages - 1))
+        if not places:
+            return Pages(count, None, at, count)
+        index = self.numbers[at:stop]
+        numbers = index.tolist()
+        if min(numbers) < 0 or max(numbers) >= self.num_pages:
+            return Pages(count, index.clamp(0, self.num_pages - 1))
+        first, stride = numbers[0], count if len(begins) == 1 else numbers[count] - numbers[0]
+        in_order = stride > 0 and numbers == [
+            number for at in range(first, first + stride * len(requests), stride) for number in range(at, at + count)
+        ]
+        return Pages(count, index.clone(), first if in_order else None, stride)
+
+
+class Batch(NamedTuple):
+    """What plans of equal sizes and calls of equal options have in common.
+
+    num_rows     of the query. A plan may have more
+    num_pages    of the cache
+    page_size    tokens of a page
+    max_kv_len   the most tokens of a request
+    most_tokens  the most tokens of several requests that attend together
+    sees         which keys a row sees
+    """
+
+    num_rows: int
+    num_pages: int
+    page_size: int
+    max_kv_len: int
+    most_tokens: int
+    sees: Sees
+
+    @classmethod
+    def of(cls, problem: Tensor, num_rows: int, num_pages: int, sees: Sees) -> Batch:
+        p = PlanProblem.of(problem)
+        most_tokens = MAX_ELEMENTS // (p.num_kv_heads * p.head_dim_qk)
+        return cls(num_rows, num_pages, p.page_size, p.max_kv_len, most_tokens, sees)
+
+
+_KEPT: dict[Hashable, tuple[KernelCall, ...]] = {}
+
+
+def of_plan(plan: DecodePlan | PrefillPlan, batch: Batch) -> Sequence[KernelCall]:
+    """The kernel calls of a plan. Rows that see no key are in none."""
+    starts, kv_len, numbers = plan.kv_indptr.tolist(), plan.kv_len.tolist(), plan.kv_indices
+    rows = tuple(plan.qo_indptr.tolist()) if isinstance(plan, PrefillPlan) else range(batch.num_rows + 1)
+    if 0 < starts[-1] < numbers.shape[0]:  # the others are unused
+        numbers = numbers[: starts[-1]]
+    if len(starts) + numbers.shape[0] > MAX_NUMBERS:
+        return tuple(_kernel_calls(rows, starts, kv_len, numbers, batch))
+    key = batch, rows, tuple(starts), tuple(kv_len), tuple(numbers.tolist())
+    calls = _KEPT.get(key)
+    if calls is None:
+        if len(_KEPT) >= MAX_PLANS:
+            _KEPT.clear()
+        with torch.inference_mode(False):  # other calls take them too
+            calls = _KEPT[key] = tuple(_kernel_calls(rows, starts, kv_len, numbers, batch))
+    return calls
+
+
+def _kernel_calls(
+    rows: Sequence[int], starts: Sequence[int], kv_len: Sequence[int], numbers: Tensor, batch: Batch
+) -> Iterator[KernelCall]:
+    table = Table(starts, numbers, batch.page_size, batch.num_pages)
+    most = min(batch.max_kv_len, numbers.shape[0] * batch.page_size or batch.max_kv_len)
+    lengths = [min(length, most) for length in kv_len[: len(rows) - 1]]
+    for group in _groups(rows, lengths, batch.num_rows, batch.most_tokens, batch.sees):
+        first, count, length = rows[group.start], rows[group.start + 1] - rows[group.start], lengths[group.start]
+        position = length - count
+        if len(group) == 1:
+            count = min(count, batch.num_rows - first)
+        call = _kernel_call(first, count, len(group), position, length, batch.sees) if count > 0 else None
+        if call is not None:
+            yield call._replace(pages=table.pages(group, call.begin, call.end))
