@@ -87,7 +87,7 @@ class EagerLaunch(NamedTuple):
 def _eager(op: Op, monkeypatch: pytest.MonkeyPatch) -> list[EagerLaunch]:
     launches: list[EagerLaunch] = []
 
-    def capture(kernel: Any, grid: Any, values: Any, options: Any, run: bool) -> None:
+    def capture(kernel: Any, grid: Any, values: Any, options: Any) -> None:
         compiled = kernel.warmup(*values, grid=tuple(grid), **options.keywords())
         launches.append(EagerLaunch(compiled, kernel.arg_names, values, (*grid, 1, 1)[:3], options))
 
