@@ -84,9 +84,10 @@ void run_cluster(int first) {
 
 }  // namespace
 
-// Null, or why the kernel failed.
+// Null, or why the kernel failed. `kept_stacks` is of the process: the machines of all kernels have the same stacks, as
+// a process has at most 65,530 mappings, and each guard page makes two.
 extern "C" __attribute__((visibility("default"))) const char* host_launch(const Launch* one, const void* static_begin,
-                                                                          const void* static_end) {
+                                                                          const void* static_end, char** kept_stacks) {
   launch = one;
   if (_setjmp(failed)) return message.c_str();
   self = nullptr;
@@ -94,12 +95,13 @@ extern "C" __attribute__((visibility("default"))) const char* host_launch(const 
   num_ctas = one->cluster;
   used_entities = num_ctas * kEntitiesOfCta;
   random_numbers.seed(one->seed);
-  if (!stacks) {
+  if (!*kept_stacks) {
     const std::size_t bytes = kMaxCtas * kMaxThreads * kStackBytes;
-    stacks = static_cast<char*>(
+    *kept_stacks = static_cast<char*>(
         mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    for (std::size_t i = 0; i < bytes; i += kStackBytes) mprotect(stacks + i, kGuardBytes, PROT_NONE);
+    for (std::size_t i = 0; i < bytes; i += kStackBytes) mprotect(*kept_stacks + i, kGuardBytes, PROT_NONE);
   }
+  stacks = *kept_stacks;
   const int ctas_of_grid = one->grid[0] * one->grid[1] * one->grid[2];
   if (num_ctas > kMaxCtas || ctas_of_grid % num_ctas || one->threads > kMaxThreads || one->threads % 32)
     fail("a grid or CTA that the machine does not have");
