@@ -7,7 +7,7 @@ takes the host longer than to launch it. A prepared call launches what an earlie
 same device and grad mode, both or neither in a CUDA graph capture, and tensors of equal sizes, strides, dtype, device,
 alignment and, in grad mode, ``requires_grad``.
 
-Ops        :class:`OpCache`, behind the dispatcher, and before it for calls of this package or with a plan
+Ops        :class:`OpCache`, before the dispatcher (:mod:`attn_ops.eager.op_entry`) and behind it
 Methods    :func:`prepared`, for ``run`` of wrappers and ``plan`` of planners
 Functions  :func:`prepared_function`, for functions that are given their plan or need none
 
@@ -102,7 +102,8 @@ class OpCache(Undispatched):
     """The prepared calls of one op. An entry is evicted when a tensor of its plan is freed, and all at the limit.
 
     op       the implementation of the op. A plan comes as a list, of tensors that are the same in every call of a key
-    planned  the same for calls by a plan, a tuple, that have not passed the dispatcher, but for those that it must see
+    planned  the same for calls by the op's name, before the dispatcher, but for those that it must see. A plan may be a
+             tuple
     direct   the same for calls of this package, in which the tensors of a plan are arguments as all others
     """
 

@@ -60,9 +60,7 @@ def _checked(op: str) -> Check:
         function = backend.for_key(op, args, options)
 
         def call(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
-            if torch.is_autocast_enabled(device):
-                return _run(function, device, args, kwargs)
-            return function(*args, **kwargs)
+            return _run(function, device, args, kwargs)
 
         return call
 

@@ -22,7 +22,7 @@ MIN_PACKED_ROWS, MAX_PACKED_ROWS = 64, 256
 """Packed rows (query rows times query heads per KV head) of a prefill tile by default."""
 
 MLA_PACKED_ROWS = 16
-"""The same at least for heads above :data:`LARGE_HEAD_DIM`: fewer packed rows of MLA are a smaller matrix product."""
+"""The fewest packed rows of a tile for heads above :data:`LARGE_HEAD_DIM`: of a unit of ``cuda.mla`` for few heads."""
 
 CTA_PACKED_ROWS = 128
 """Packed rows that a CTA of a prefill kernel holds."""

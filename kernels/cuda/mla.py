@@ -57,7 +57,7 @@ _TILE_BYTES, _ROW_BYTES = 2 * TILE * (LATENT + ROTARY), 2 * (LATENT + ROTARY)
 SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
 """Of ``mla.cu``: two KV tiles, the query tile, and what consumers exchange, with barriers."""
 
-SWAPPED_SHARED_BYTES = 2 * _TILE_BYTES + 16 * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + 32) + 512
+SWAPPED_SHARED_BYTES = 2 * _TILE_BYTES + SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + 32) + 512
 """Of ``mla_swap_ab.cu``: two KV tiles, the query tile, probabilities, half of a result, the rest."""
 
 
@@ -91,7 +91,7 @@ class Units(NamedTuple):
 def units_of(packed_rows: int) -> Units:
     """Few packed rows are one unit. Of more, two CTAs share the KV tiles, unless one would be left without rows."""
     if packed_rows <= SWAPPED_PACKED_ROWS:
-        return Units("mla_swap_ab", 16, 1)
+        return Units("mla_swap_ab", SWAPPED_PACKED_ROWS, 1)
     ctas = -(-packed_rows // PACKED_ROWS)
     cluster = 1 if ctas % 2 else 2
     return Units("mla", cluster * PACKED_ROWS, ctas // cluster)
