@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,12 @@ def _build(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_tokens_equal_those_of_python(device: str, tmp_path: Path) -> None:
-    """Requests join while others decode, run out of pages, start again and finish; three requests cannot run."""
+def test_tokens_equal_those_of_python(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests join while others decode, run out of pages, start again and finish; three requests cannot run.
+
+    With one layer, which compiles in less time: ``test_main.py`` has the server run a model of two different ones.
+    """
+    monkeypatch.setattr(export, "CONFIG", replace(export.CONFIG, num_layers=1, windows=(-1,)))
     requests = from_seed(12, export.CONFIG.vocab_size, 24, seed=0)
     packages = export.export(tmp_path, device, requests)
     server = _build(tmp_path)

@@ -21,6 +21,7 @@ def install() -> None:
     _look_dtypes_up(interpreter)
     _describe_types_once(interpreter)
     _convert_operands_once(interpreter)
+    _make_handles_directly(interpreter)
 
 
 def _call_builtins_directly(interpreter: Any) -> None:
@@ -143,8 +144,8 @@ def _convert_operands_once(interpreter: Any) -> None:
         how = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         on_left, on_right = type(lhs) is tensor, type(rhs) is tensor
         if on_left and on_right:
-            if lhs.shape is rhs.shape and lhs.dtype is rhs.dtype and not div_or_mod and not lhs.dtype.is_ptr():
-                return lhs, rhs
+            if lhs.dtype is rhs.dtype and not div_or_mod and not lhs.dtype.is_ptr():
+                return (lhs, rhs) if lhs.shape is rhs.shape else self.broadcast_impl_value(lhs, rhs)
             return convert(self, lhs, rhs, *how)
         if not on_left and not on_right:
             return convert(self, lhs, rhs, *how)
@@ -161,3 +162,15 @@ def _convert_operands_once(interpreter: Any) -> None:
         return (one, constant) if on_left else (constant, one)
 
     semantic.binary_op_type_checking_impl = convert_once
+
+
+def _make_handles_directly(interpreter: Any) -> None:
+    """A handle is a dataclass that checks the array that NumPy made for it."""
+    handle = interpreter.TensorHandle
+    if [field.name for field in dataclasses.fields(handle)] != ["data", "dtype", "attr"]:
+        return
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    handle.__init__ = init

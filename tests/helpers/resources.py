@@ -51,12 +51,24 @@ CASES: dict[str, Callable[[], None]] = {
     "small ops": small_ops,
 }
 
-AS_ON_HOPPER = (*(case for case in CASES if case.startswith("decode ")), "small ops")
-"""Cases whose kernels have the same source, constants and options on Blackwell: they are compiled for Hopper alone."""
+TARGETS: dict[str, tuple[int, ...]] = {
+    "prefill causal": CAPABILITIES,
+    "prefill fp8 rope": (80, 100),
+    "ragged 192/128": (90, 100),
+    "mla": (80, 100),
+    "decode": CAPABILITIES,
+    "decode eager": (80, 90),
+    "decode eager wide": (80,),
+    "decode wide": (90,),
+    "decode float32": (80,),
+    "decode fp8 rope": (90,),
+    "small ops": (80, 90),
+}
+"""Compute capabilities for which a case is compiled: each kernel for all that have code of their own, each option once
+with Ampere's code or Hopper's, and with Blackwell's where that differs."""
 
-
-def cases(capability: int) -> list[str]:
-    return [case for case in CASES if capability < 100 or case not in AS_ON_HOPPER]
+AS_ON_HOPPER = [case for case, capabilities in TARGETS.items() if 100 not in capabilities]
+"""Cases whose kernels have the same source, constants and options on Blackwell."""
 
 
 class Resources(NamedTuple):
@@ -92,7 +104,7 @@ def measure() -> dict[str, dict[str, Resources]]:
     """By target, such as ``"sm_90"``, and kernel."""
     found: dict[str, dict[str, Resources]] = {f"sm_{capability}": {} for capability in CAPABILITIES}
     for capability in CAPABILITIES:
-        for case in cases(capability):
+        for case in (case for case in CASES if capability in TARGETS[case]):
             found[f"sm_{capability}"] |= compile_case(case, capability)
     return found
 

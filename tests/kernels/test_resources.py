@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from helpers.offline_compile import SHARED_MEMORY, compiling_for  # noqa: E402
-from helpers.resources import AS_ON_HOPPER, CAPABILITIES, CASES, Resources, measure, read  # noqa: E402
+from helpers.resources import AS_ON_HOPPER, CAPABILITIES, CASES, TARGETS, Resources, measure, read  # noqa: E402
 
 REGISTERS = 8
 """How many more registers a kernel may take: small changes of the source move a few."""
@@ -46,8 +46,12 @@ def test_no_kernel_takes_more_than_the_table_says(measured: dict[str, dict[str, 
     assert not worse, "\n".join([*worse, "if it is meant: (cd tests && python -m helpers.resources --write)"])
 
 
+def test_each_case_has_targets() -> None:
+    assert TARGETS.keys() == CASES.keys()
+
+
 @pytest.mark.parametrize("case", AS_ON_HOPPER)
-def test_kernels_that_are_compiled_for_hopper_alone_are_the_same_on_blackwell(case: str) -> None:
+def test_kernels_that_are_not_compiled_for_blackwell_are_those_for_hopper(case: str) -> None:
     launches: dict[int, list[Any]] = {90: [], 100: []}
     for capability, found in launches.items():
 

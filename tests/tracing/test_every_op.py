@@ -21,8 +21,8 @@ Inputs = dict[str, dict[str, Any]]
 FAMILIES: dict[str, tuple[str, ...]] = {
     "decode": ("plan_decode", "append_kv", "batch_decode"),
     "paged prefill": ("plan_prefill", "batch_prefill"),
-    "prefill and mla": ("ragged_prefill", "block_sparse_prefill", "single_prefill", "append_mla_kv", "batch_mla"),
-    "pages, states and bits": (
+    "others": (
+        *("ragged_prefill", "block_sparse_prefill", "single_prefill", "append_mla_kv", "batch_mla"),
         *("batch_indices_positions", "seq_lens", "page_table", "shard_page_table"),
         *("block_sparse_table", "packbits", "segment_packbits"),
         *("merge_state", "merge_states", "merge_state_in_place", "merge_states_varlen"),

@@ -114,6 +114,10 @@ class _Launch(ctypes.Structure):
     )
 
 
+_stacks = ctypes.c_void_p()
+"""Of the threads of all launches. A launch allocates them if there are none."""
+
+
 class Fault(NamedTuple):
     """A change of statements of a kernel's files: ``old`` occurs ``times`` times."""
 
@@ -188,7 +192,7 @@ def library_of(one: Specialization, faults: Sequence[Fault] = ()) -> Path:
     texts |= _plant({name: texts[name] for name in of_kernel}, faults)
     calls = "\n".join(FUNCTION.format(name=name) for name in sorted(names))
     texts["kernel.cpp"] = SOURCE.format(source=one.kernel.source, functions=calls)
-    return _link(_compile("kernel.cpp", texts, *KERNEL_FLAGS, *macros, "-O1", "-c"))
+    return _link(_compile("kernel.cpp", texts, *KERNEL_FLAGS, *macros, "-Og", "-c"))
 
 
 def program(one: Specialization, main: str) -> Path:
@@ -351,7 +355,7 @@ class Host:
         if not all(one.grid):
             return
         static = ctypes.c_void_p(loaded.static_begin()), ctypes.c_void_p(loaded.static_end())
-        message = loaded.host_launch(ctypes.byref(one), *static)
+        message = loaded.host_launch(ctypes.byref(one), *static, ctypes.byref(_stacks))
         if message is not None:
             raise HostError(_with_lines(message.decode(), library))
 

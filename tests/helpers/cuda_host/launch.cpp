@@ -18,20 +18,6 @@ char *image_begin, *image_end;
 namespace {
 
 char* stacks;
-std::size_t stack_bytes;
-
-// Of one launch: the guard pages of several libraries would be more mappings than a process may have.
-void unmap_stacks() {
-  if (stacks) munmap(stacks, stack_bytes);
-  stacks = nullptr;
-}
-
-void map_stacks(int threads) {
-  stack_bytes = threads * kStackBytes;
-  stacks = static_cast<char*>(
-      mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  for (std::size_t i = 0; i < stack_bytes; i += kStackBytes) mprotect(stacks + i, kGuardBytes, PROT_NONE);
-}
 
 void set_image(const void* function) {
   Dl_info info;
@@ -68,7 +54,7 @@ void run_cluster(int first) {
       t.cta = &cta, t.index = i;
       t.registers = {{unsigned(i), 0, 0}, {block % x, block / x % y, block / x / y},
                      {x, y, unsigned(launch->grid[2])}, unsigned(c)};
-      t.stack = stacks + (std::size_t(c) * launch->threads + i) * kStackBytes;
+      t.stack = stacks + (std::size_t(c) * kMaxThreads + i) * kStackBytes;
       t.started = t.finished = t.plan_acquired = t.earlier_kernels_ended = t.may_give_registers = false;
       t.copies.clear(), t.in_flight.clear(), t.product_groups.clear();
       t.uncommitted = 0, t.bulk_stores = {};
@@ -98,23 +84,27 @@ void run_cluster(int first) {
 
 }  // namespace
 
-// Null, or why the kernel failed.
+// Null, or why the kernel failed. `kept_stacks` is of the process: the machines of all kernels have the same stacks, as
+// a process has at most 65,530 mappings, and each guard page makes two.
 extern "C" __attribute__((visibility("default"))) const char* host_launch(const Launch* one, const void* static_begin,
-                                                                          const void* static_end) {
+                                                                          const void* static_end, char** kept_stacks) {
   launch = one;
-  if (_setjmp(failed)) {
-    unmap_stacks();
-    return message.c_str();
-  }
+  if (_setjmp(failed)) return message.c_str();
   self = nullptr;
   set_image(reinterpret_cast<const void*>(one->kernel));
   num_ctas = one->cluster;
   used_entities = num_ctas * kEntitiesOfCta;
   random_numbers.seed(one->seed);
+  if (!*kept_stacks) {
+    const std::size_t bytes = kMaxCtas * kMaxThreads * kStackBytes;
+    *kept_stacks = static_cast<char*>(
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    for (std::size_t i = 0; i < bytes; i += kStackBytes) mprotect(*kept_stacks + i, kGuardBytes, PROT_NONE);
+  }
+  stacks = *kept_stacks;
   const int ctas_of_grid = one->grid[0] * one->grid[1] * one->grid[2];
   if (num_ctas > kMaxCtas || ctas_of_grid % num_ctas || one->threads > kMaxThreads || one->threads % 32)
     fail("a grid or CTA that the machine does not have");
-  map_stacks(num_ctas * one->threads);
   static std::vector<std::vector<char>> memory;  // a failure does not return
   memory.assign(num_ctas, std::vector<char>(one->shared_bytes + 1024));
   const auto add_shared = [](Region& region, const char* name, char* begin, std::size_t bytes) {
@@ -140,7 +130,6 @@ extern "C" __attribute__((visibility("default"))) const char* host_launch(const 
   for (int i = 0; i < ctas_of_grid; i += num_ctas) order.push_back(i);
   if (one->seed) std::shuffle(order.begin(), order.end(), random_numbers);
   for (int first : order) run_cluster(first);
-  unmap_stacks();
   return nullptr;
 }
 
