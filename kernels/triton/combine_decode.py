@@ -77,6 +77,21 @@ def combine_step(
 
 @triton.jit
 def combine_slots(
+    row_max, row_sum, acc, partial, slots, first, stop, heads, mask, d,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
+):  # fmt: skip
+    """The state ``(row_max, row_sum, acc)`` of the heads of a row, combined with the slots ``[first, stop)``."""
+    for i in range(first, stop, SPLITS_PER_STEP):
+        step_max, step_sum, step_acc = combine_step(
+            partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
+        )
+        row_max, row_sum, alpha, step_alpha = combine(row_max, row_sum, step_max, step_sum)
+        acc = acc * alpha[:, None] + step_acc * step_alpha[:, None]
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def combine_row(
     partial, slots, first, stop, heads, mask, d,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS_FAST_PATH: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
 ):  # fmt: skip
@@ -92,12 +107,10 @@ def combine_slots(
         row_max, row_sum, acc = combine_step(
             partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
         )
-        for i in range(first + SPLITS_PER_STEP, stop, SPLITS_PER_STEP):
-            step_max, step_sum, step_acc = combine_step(
-                partial, slots, i, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS_PER_STEP
-            )
-            row_max, row_sum, alpha, step_alpha = combine(row_max, row_sum, step_max, step_sum)
-            acc = acc * alpha[:, None] + step_acc * step_alpha[:, None]
+        row_max, row_sum, acc = combine_slots(
+            row_max, row_sum, acc, partial, slots, first + SPLITS_PER_STEP, stop, heads, mask, d, NUM_HEADS, DIM,
+            SPLITS_PER_STEP,
+        )  # fmt: skip
     return row_max, row_sum, acc
 
 
@@ -124,7 +137,7 @@ def combine_jobs(
         column_slice = job % SLICES
         head, d = job // SLICES % HEADS + tl.arange(0, 1), column_slice * SLICE_COLUMNS + tl.arange(0, SLICE_COLUMNS)
         used = head < HEADS
-        row_max, row_sum, acc = combine_slots(
+        row_max, row_sum, acc = combine_row(
             partial, slots, slot, stop, head, used, d, HEADS, DIM, SPLITS_FAST_PATH, SPLITS_PER_STEP
         )
         if SINKS:

@@ -272,19 +272,22 @@ def store_empty_rows(
 def combine_last_arriver(
     out, lse, partial, counter, row, first_slot, end_slot, slots, sink, heads, head_mask, d_vo,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    SPLITS_FAST_PATH: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
+    SPLITS_PER_STEP: tl.constexpr,
 ):  # fmt: skip
     """Count a stored split of ``row`` in ``counter``; if it is the row's last one, combine all of them.
 
     The splits are those of the slots ``[first_slot, end_slot)``. They are combined in the order of the request, so the
-    result does not depend on which program stores the last one. The counter is 0 again then.
+    result does not depend on which program stores the last one. The counter is 0 again then. All steps are in one loop,
+    since a step apart, as the combine kernel has it, adds a fifth to the compilation that a first eager call waits for.
     """
     is_last = False
     if first_slot < end_slot:
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == end_slot - first_slot - 1
     if is_last:
+        row_max, row_sum = tl.full((heads.shape[0],), LOWEST, tl.float32), tl.zeros((heads.shape[0],), tl.float32)
+        acc = tl.zeros((heads.shape[0], d_vo.shape[0]), tl.float32)
         row_max, row_sum, acc = combine_slots(
-            partial, slots, first_slot, end_slot, heads, head_mask, d_vo, NUM_HEADS, DIM, SPLITS_FAST_PATH,
+            row_max, row_sum, acc, partial, slots, first_slot, end_slot, heads, head_mask, d_vo, NUM_HEADS, DIM,
             SPLITS_PER_STEP,
         )  # fmt: skip
         if SINKS:
@@ -333,8 +336,7 @@ def decode_kernel(
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr,  # power of 2, at least the requests per CTA
-    SPLITS_FAST_PATH: tl.constexpr,  # partial results combined at once, in rows of so few
-    SPLITS_PER_STEP: tl.constexpr,  # and in others
+    SPLITS_PER_STEP: tl.constexpr,  # partial results combined at once
     PDL: tl.constexpr,
     COMBINE: tl.constexpr,  # in this kernel
 ):
@@ -495,7 +497,7 @@ def decode_kernel(
                 counter = split_counters + begin.to(tl.int64) * NUM_HEADS + program % (NUM_KV_HEADS * HEAD_BLOCKS)
                 combine_last_arriver(
                     out, lse, partial, counter, row, begin, end, slots, sink, heads, head_mask, d_vo,
-                    NUM_HEADS, DIM_VO, FEATURES.SINKS, FEATURES.LSE, SPLITS_FAST_PATH, SPLITS_PER_STEP,
+                    NUM_HEADS, DIM_VO, FEATURES.SINKS, FEATURES.LSE, SPLITS_PER_STEP,
                 )  # fmt: skip
                 pending = tl.where(here, none, pending)
                 item = tl.min(pending, 0)

@@ -78,7 +78,6 @@ def batch_decode(
         ),
         "TILE": Tile(tile.kv, tile.heads, tile.dim_qk, tile.dim_vo),
         "BLOCK_REQUESTS": triton.next_power_of_2(triton.cdiv(max_batch, num_ctas)),
-        "SPLITS_FAST_PATH": max(1, splits_per_step // 8),
         "SPLITS_PER_STEP": splits_per_step,
         "PDL": pdl,
     }
