@@ -215,8 +215,8 @@ class PrefillPlanner(PlannerBase):
             the device it is planned without splits.
         storage: as for :class:`DecodePlanner`, with the fields of :class:`~attn_ops.PrefillPlan`.
         context: as for :class:`DecodePlanner`; not with ragged KV.
-        kv_dtype: of the cache. It matters for MLA on Hopper: the kernel of 16-bit caches computes a query tile in up to
-            four times as many CTAs, and plans then have fewer splits by default. Name it for an FP8 cache.
+        kv_dtype: of the cache. It matters for MLA on Hopper: the kernel of 16-bit caches may compute a query tile in
+            twice as many CTAs, and plans then have fewer splits by default. Name it for an FP8 cache.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """

@@ -101,9 +101,7 @@ CUDA_MLA_PAGE = 64
 
 CUDA_MLA_HEAD_DIMS = (576, 512)
 
-CUDA_MLA_KERNELS = tuple(
-    (*units, splits) for units in (("mla_swap_ab", 16), ("mla", 64), ("mla", 128)) for splits in (1, 2, 4)
-)
+CUDA_MLA_KERNELS = (("mla_swap_ab", 16, 1), ("mla_swap_ab", 16, 2), ("mla", 64, 1), ("mla", 64, 2), ("mla", 128, 1))
 """CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit. The plan chooses one."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})

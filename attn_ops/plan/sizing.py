@@ -44,12 +44,6 @@ MLA_HEAD_DIMS = (576, 512)
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
 
-MAX_CLUSTER_SPLITS = 4
-"""CTAs of a cluster that may divide the KV tiles of the same packed rows: 1, 2 or 4. Planners and kernels read it."""
-
-GPC_SMS = 16
-"""SMs of a GPU processing cluster, or more. Larger clusters of CTAs than of two lie within one."""
-
 SMALL_HEAD_DIM = 128
 """Head dim of values up to which a prefill plan has room for two splits of each query tile of a wave."""
 
@@ -91,11 +85,6 @@ def ctas_of_tile(problem: PlanProblem) -> int:
     return -(-packed_rows_of_tile(problem) // (MIN_PACKED_ROWS if has_large_head_dim(problem) else CTA_PACKED_ROWS))
 
 
-def resident_clusters(sms: int, ctas: int) -> int:
-    """Clusters of ``ctas`` CTAs, one CTA in each SM, that run at the same time."""
-    return sms // ctas if ctas <= 2 else sms // GPC_SMS * (GPC_SMS // ctas)
-
-
 def mla_cluster(packed_rows: int) -> int:
     """CTAs of CUDA MLA that share KV tiles: two, unless one would be left without packed rows."""
     return 1 if -(-packed_rows // MIN_PACKED_ROWS) % 2 else 2
@@ -104,17 +93,15 @@ def mla_cluster(packed_rows: int) -> int:
 def cluster_splits(sms: int, problem: PlanProblem, tiles: int) -> int:
     """CTAs of a cluster that divide the KV tiles of the same packed rows, if there are ``tiles`` query tiles.
 
-    As many as let all units of CUDA MLA run at the same time, a power of two; 1 for other kernels. The sums of several
-    have other bits than those of one, so it is 1 with a fixed split size too.
+    Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four, an
+    H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one too.
     """
     is_cuda_mla = (problem.head_dim_qk, problem.head_dim_vo, problem.num_kv_heads) == (*MLA_HEAD_DIMS, 1)
     if not is_cuda_mla or problem.page_size % KV_BLOCK or problem.split or problem.window:
         return 1
-    cluster, splits = mla_cluster(packed_rows_of_tile(problem)), MAX_CLUSTER_SPLITS
-    units = tiles * (ctas_of_tile(problem) // cluster)
-    while splits > 1 and not statically_known_true(units <= resident_clusters(sms, cluster * splits)):
-        splits //= 2
-    return splits
+    if mla_cluster(packed_rows_of_tile(problem)) > 1:
+        return 1
+    return 2 if statically_known_true(2 * tiles * ctas_of_tile(problem) <= sms) else 1
 
 
 def most_tiles(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:
@@ -152,20 +139,17 @@ def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | Non
     """Default ``max_splits`` of a prefill plan: two for each query tile that the device computes at a time.
 
     It is 0 on the CPU, and three for two tiles where a slot is larger: the workspace then has at most 28 MB on a GPU of
-    132 SMs, in FlashInfer's usual buffers of 32 MB and more. With the number of ``tiles`` of a full batch, clusters may
-    divide the KV of a tile (:func:`cluster_splits`): fewer tiles are then computed at a time.
+    132 SMs, in FlashInfer's usual buffers of 32 MB and more. With the number of ``tiles`` of a full batch, two CTAs may
+    divide the KV of a tile (:func:`cluster_splits`): half as many tiles are then computed at a time.
     """
     if device.type != "cuda":
         return 0
     gpu = torch.cuda.get_device_properties(device)
     small = packed_rows_of_tile(problem) <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and gpu.major != HOPPER
-    sms = gpu.multi_processor_count
-    resident = sms * (CTAS_PER_SM if small else 1) // (problem.num_kv_heads * ctas_of_tile(problem))
-    splits = 1 if tiles is None or gpu.major != HOPPER else cluster_splits(sms, problem, tiles)
-    if splits > 1:
-        cluster = mla_cluster(packed_rows_of_tile(problem))
-        resident = resident_clusters(sms, cluster * splits) // (ctas_of_tile(problem) // cluster)
-    resident = max(1, resident)
+    resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
+    if tiles is not None and gpu.major == HOPPER:
+        resident_ctas //= cluster_splits(gpu.multi_processor_count, problem, tiles)
+    resident = max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
     return 2 * resident if problem.head_dim_vo <= SMALL_HEAD_DIM else max(2, 3 * resident // 4 * 2)
 
 

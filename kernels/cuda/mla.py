@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
 from attn_ops.ops.unsupported import CUDA_MLA_KERNELS
-from attn_ops.plan.sizing import cluster_splits_of, mla_cluster, resident_clusters
+from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
 
 LATENT, ROTARY = 512, 64
@@ -60,11 +60,9 @@ SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
 
 
 def swapped_shared_bytes(splits: int) -> int:
-    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, a part of a result, what CTAs send, the rest."""
-    staged = LATENT // max(splits, 2) * 4
-    sent = (LATENT // 2 + 2 * 32) * 4 if splits > 1 else 1
-    used = 2 * _TILE_BYTES + SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + staged + sent + 32) + 256
-    return -(-used // 1024) * 1024
+    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, half of a result, what is sent to it, the rest."""
+    sent = (LATENT // 2 + 2 * 32) * 4 if splits > 1 else 0
+    return 2 * _TILE_BYTES + SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + sent + 32) + 512
 
 
 def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int) -> Specialization:
@@ -150,7 +148,7 @@ def batch_mla(
     q_pe_map, _ = query_map(q_pe, units.box_rows)
     launch(
         specialization,
-        (torch.sym_min(num_units, resident_clusters(sms, cluster)) * cluster,),
+        (torch.sym_min(num_units, sms // cluster) * cluster,),
         q_nope=q_nope,
         q_pe=q_pe,
         q_nope_map=q_nope_map,

@@ -107,15 +107,14 @@ DEVICE void store_probabilities(uint32 to, const Probabilities& p) {
   fence_async_shared();
 }
 
-// An arrival of this warp on the barrier at this place of each CTA that has the same KV tiles, from CTA `first` of the
-// cluster on.
-DEVICE void release(uint32 barrier, int first) {
+// An arrival of this warp on the barrier at this place of each CTA of the cluster.
+DEVICE void release(uint32 barrier) {
   __syncwarp();
   const uint32 lane = threadIdx.x % 32;
   if (CLUSTER == 1) {
     if (lane == 0) arrive(barrier);
   } else if (lane < CLUSTER) {
-    arrive_in_cluster(address_in(barrier, first + lane));
+    arrive_in_cluster(address_in(barrier, lane));
   }
 }
 
@@ -219,7 +218,7 @@ struct Consumer {
   DEVICE void end_peer_pv() {
     wgmma_wait<PENDING>();
     fence_registers(output);
-    release(shared_address(&shared.empty[kPeer][SELF]), p.split * CLUSTER);
+    release(shared_address(&shared.empty[kPeer][SELF]));
     mark(kPv);
   }
 
@@ -261,7 +260,7 @@ struct Consumer {
     wgmma_commit();
     wgmma_wait<0>();
     fence_registers(output);
-    release(shared_address(&shared.empty[SELF][SELF]), p.split * CLUSTER);
+    release(shared_address(&shared.empty[SELF][SELF]));
     mark(kPv);
     tally(kTiles);
   }
@@ -313,7 +312,7 @@ struct Consumer {
       named_sync(kBothConsumers, 2 * kConsumerThreads);
 #pragma unroll
       for (int r = 0; r < 2; ++r) sums[r] += shared.row_sum[n & 1][kPeer][line + 8 * r];
-      // The warps of all CTAs agree on whether any of their rows exists.
+      // The warps of both CTAs agree on whether any of their rows exists.
       if (p.row_of(first_packed_row + line / 16 * 16) < count)
         merge.run<kHalf / 2>([&](int i) -> float& { return output[i]; }, [](int i) { return i / 2 % 2; }, rows.row_max,
                              sums);
@@ -321,8 +320,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kStored / 2; ++i) stored[i] = output[i];
       __syncwarp();  // what has arrived is read
-      store(SELF * kHalf + first_merged(p.split, kHalf), merge.memory, stored, rows.row_max, sums, p,
-            arguments.results, unit);
+      store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments.results, unit);
       if (SPLITS > 1) fence_async_shared();  // before a query is loaded
       if (reused) arrive_by_warp(q_empty);
       mark(kEpilogue);

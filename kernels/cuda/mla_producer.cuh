@@ -12,22 +12,22 @@ struct Cache {
   const TensorMap *latent, *rotary;  // [num_pages, page_size, columns], boxes of a block
 };
 
-// A block to all CTAs of a split, `CTAS` from CTA `first` of the cluster on, by number `loader` of them.
+// A block to all CTAs of a cluster of `CTAS`, by the CTA `loader`.
 template <int CTAS>
-DEVICE void load_block(int loader, int part, int first, uint32 to, const TensorMap* map, int column, int token, int page,
+DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, int column, int token, int page,
                        uint32 barrier, uint64 policy) {
   if (CTAS == 1)
     load_box(to, map, column, token, page, barrier, policy);
-  else if (loader == part)
-    load_box_in(uint16(((1 << CTAS) - 1) << first), to, map, column, token, page, barrier, policy);
+  else if (loader == rank)
+    load_box_in(uint16((1 << CTAS) - 1), to, map, column, token, page, barrier, policy);
 }
 
 // One warp: the KV tiles of all units. Page numbers are loaded for 32 tiles at a time, and 32 tiles ahead. At the end
-// it waits until all CTAS of the split have read what it loaded, and their arrivals at barriers of this one are here. This
-// CTA is number `part` of them. ALTERNATE: of every second tile the upper half of the latent columns is loaded first.
+// it waits until all CTAs of the cluster have read what it loaded, and their arrivals at barriers of this one are here.
+// ALTERNATE: of every second tile the upper half of the latent columns is loaded first.
 template <int CTAS, bool ALTERNATE, class Shared>
-DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int part) {
-  const int lane = threadIdx.x % 32, first = p.split * CTAS;
+DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int rank) {
+  const int lane = threadIdx.x % 32;
   const uint32 stages = shared_address(shared.kv[0]), full = shared_address(shared.full);
   const uint32 empty = shared_address(shared.empty);
   const uint64 policy = l2_cache_policy(p.blocks() == 1);  // of an item, one cluster reads a tile
@@ -65,12 +65,12 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int pa
 #pragma unroll
             for (int b = 0; b < 2; ++b) {
               const int block = quarter * 2 + b;
-              load_block<CTAS>(b, part, first, to + block * kBlockBytes, cache.latent, block * 64, token, page,
-                               barrier, policy);
+              load_block<CTAS>(b, rank, to + block * kBlockBytes, cache.latent, block * 64, token, page, barrier,
+                               policy);
             }
             if (last)
-              load_block<CTAS>(tile >> 1 & 1, part, first, to + kRotary * kBlockBytes, cache.rotary, 0, token, page,
-                               barrier, policy);
+              load_block<CTAS>(tile >> 1 & 1, rank, to + kRotary * kBlockBytes, cache.rotary, 0, token, page, barrier,
+                               policy);
           }
         }
         __syncwarp();

@@ -12,7 +12,7 @@ constexpr int kUnitRows = CLUSTER * kPackedRows;  // packed rows of a unit
 constexpr int kHalfBytes = kHalf / 64 * kBlockBytes;
 constexpr int kStored = kHalf / SPLITS;           // columns of a result that a consumer stores
 constexpr int kStagedRowBytes = kStored * 4 + 32;  // of a partial result; by the 32, quads store to different banks
-// Of a warp, in the memory of the query: what other CTAs send, and later 8 rows of a partial result.
+// Of a warp, in the memory of the query: what the other CTA sends, and later 8 rows of a partial result.
 constexpr int kResultBytes = merge_bytes(kHalf / 2, 2);
 static_assert(8 * kStagedRowBytes <= kResultBytes && 2 * kConsumerWarps * kResultBytes <= kTileBytes);
 constexpr bool kKeysFirst[2] = {false, true};  // by consumer
@@ -25,7 +25,7 @@ struct Shared {
   float row_sum[2][2][kPackedRows];      // of even and odd units, of each consumer
   int unit[8];
   uint64 full[2][kQuarters], empty[2][2], p_stored[2], q_full, q_empty;
-  uint64 merge_full[2 * kConsumerWarps], merge_ready[2 * kConsumerWarps][2];  // of each consumer warp
+  uint64 merge_full[2 * kConsumerWarps], merge_ready[2 * kConsumerWarps];  // of each consumer warp
 };
 
 }  // namespace

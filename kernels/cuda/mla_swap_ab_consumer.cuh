@@ -1,4 +1,4 @@
-// MLA with swapped operands: the consumers.
+// MLA with swapped operands: the consumer.
 #pragma once
 
 #include "epilogue.cuh"
@@ -241,8 +241,8 @@ struct Consumer {
     return exists ? ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * p.heads + head : -1;
   }
 
-  // Steps 7 to 9: reduces the row sums, merges with other CTAs, divides by the row sums, and stores columns of the output
-  // and the LSE, or of the partial result.
+  // Steps 7 to 9: reduces the row sums, merges with the other CTA, divides by the row sums, and stores columns of the
+  // output and the LSE, or of the partial result.
   DEVICE void store(int row, int count, int slot) {
     const Results& to = arguments.results;
     reduce_to<kOwnRows, 16>(reduced + warp, row_sum, 0, Sum{});
@@ -255,7 +255,7 @@ struct Consumer {
     }
     merge.run<kValueBlocks * kPackedRows / 2>([&](int i) -> float& { return output[i / 8][i % 8]; },
                                               [](int i) { return i % 8 / 4 * 2 + i % 2; }, row_max, sums);
-    const int first_column = first_merged(p.split, kLatent);
+    const int first_column = p.split * kStoredBlocks * 64;
     float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
 #pragma unroll
     for (int j = 0; j < kOwnRows; ++j) {
@@ -282,8 +282,8 @@ struct Consumer {
         if (thread < kPackedRows) {
           const int64 at = result_row(thread, row, count, slot);
           if (at >= 0)
-            store_bulk(to.partial + at * kLatent + first_column + half * kStagedColumns, staged + thread * kStagedRowBytes,
-                       kStagedColumns * 4);
+            store_bulk(to.partial + at * kLatent + first_column + half * kStagedColumns,
+                       staged + thread * kStagedRowBytes, kStagedColumns * 4);
           wait_for_bulk_reads();
         }
       } else {

@@ -10,8 +10,8 @@ constexpr int kPackedRows = 16;         // of a CTA
 constexpr int kUnitRows = kPackedRows;  // packed rows of a unit
 constexpr int kValueBlocks = kLatent / 64;
 constexpr int kQueryBlockBytes = kPackedRows * kRowBytes;
-constexpr int kStoredBlocks = kValueBlocks / SPLITS;    // columns of a result that a CTA stores
-constexpr int kStagedBlocks = kStoredBlocks < 4 ? kStoredBlocks : 4;  // the same, at a time
+constexpr int kStoredBlocks = kValueBlocks / SPLITS;  // columns of a result that a CTA stores
+constexpr int kStagedBlocks = 4;                      // and at a time
 constexpr int kStagedColumns = kStagedBlocks * 64;
 constexpr int kStagedRowBytes = kStagedColumns * 4 + 16;  // by the 16, lanes store to different banks
 constexpr int kMergeBytes = merge_bytes(kValueBlocks * kPackedRows / 2, kPackedRows / 4);  // of a warp
@@ -26,7 +26,7 @@ struct Shared {
   alignas(16) char merged[SPLITS > 1 ? kConsumerWarps * kMergeBytes : 16];
   int unit[8];
   uint64 full[2][kQuarters], empty[2][2], q_full, q_empty;
-  uint64 merge_full[kConsumerWarps], merge_ready[kConsumerWarps][2];  // of each consumer warp
+  uint64 merge_full[kConsumerWarps], merge_ready[kConsumerWarps];  // of each consumer warp
 };
 
 }  // namespace

@@ -23,7 +23,6 @@ from torch import Tensor
 import attn_ops
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
-from attn_ops.plan.sizing import resident_clusters
 
 SPILL_BYTES = 16
 """Of a thread that may be spilled: values that are needed again after a loop."""
@@ -178,7 +177,7 @@ def without_combine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_combine")
 @pytest.mark.parametrize(
     ("heads", "tile_rows", "splits"),
-    [(128, 1, 1), (16, 4, 1), (16, 1, 2), (32, 1, 4), (80, 3, 1), (192, 1, 2), (128, 1, 4)],
+    [(128, 1, 1), (16, 4, 1), (16, 1, 2), (32, 1, 2), (80, 3, 1), (192, 1, 2)],
 )
 def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
     heads: int, tile_rows: int, splits: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
@@ -190,7 +189,7 @@ def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
         kernel, unit_rows, blocks = mla.units_of(tile_rows * heads)
         one = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16]
         units, cluster = (-(-rows // tile_rows) + 5 + 6) * blocks, one.cluster[0]
-        assert fake_driver.array("grid", 3) == [min(units, resident_clusters(SMS, cluster)) * cluster, 1, 1]
+        assert fake_driver.array("grid", 3) == [min(units, SMS // cluster) * cluster, 1, 1]
         settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
         assert settings == [one.threads, one.shared_bytes, 1]
 

@@ -110,7 +110,7 @@ def _plan(name: str, heads: int, causal: bool, page_size: int, padding: int = 0)
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("heads", "splits"), [(16, 1), (20, 1), (128, 1), (192, 1), (16, 4), (4, 2), (128, 2), (128, 4), (192, 4)]
+    ("heads", "splits"), [(16, 1), (20, 1), (128, 1), (192, 1), (16, 2), (4, 2), (192, 2)]
 )
 @pytest.mark.parametrize("name", BATCHES)
 def test_units_are_the_work_of_the_plan(
@@ -157,7 +157,7 @@ def test_ctas_of_a_cluster_have_the_same_tiles(name: str, programs: dict[tuple[A
 
 
 @pytest.mark.parametrize("garbage", [-(2**31), -1, 0, 1, 1000, 2**31 - 1])
-@pytest.mark.parametrize(("heads", "splits"), [(16, 1), (128, 1), (16, 4), (128, 2)])
+@pytest.mark.parametrize(("heads", "splits"), [(16, 1), (128, 1), (16, 2), (64, 2)])
 def test_a_plan_of_garbage_gives_units_within_the_page_table(
     garbage: int, heads: int, splits: int, programs: dict[tuple[Any, ...], Path]
 ) -> None:

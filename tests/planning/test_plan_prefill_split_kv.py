@@ -212,17 +212,13 @@ def test_default_capacity_for_splits(
 HOPPER = SimpleNamespace(multi_processor_count=132, major=9)
 
 CLUSTERS = {
-    "1 request, 16 heads": ((16, 1), (1, 1), 4, 32),
-    "32 requests, 64 heads": ((64, 1), (32, 32), 4, 32),
-    "33 requests": ((64, 1), (33, 33), 2, 65),
-    "66 requests": ((64, 1), (66, 66), 2, 65),
-    "67 requests": ((64, 1), (67, 67), 1, 132),
-    "16 requests, 128 heads": ((128, 1), (16, 16), 4, 16),
-    "32 requests, 128 heads": ((128, 1), (32, 32), 2, 32),
-    "33 requests, 128 heads": ((128, 1), (33, 33), 1, 65),
-    "1 request of 1000 rows": ((16, 16), (1, 1000), 1, 32),
-    "8 requests of 4 rows": ((16, 4), (8, 32), 4, 32),
-    "192 heads": ((192, 1), (10, 10), 4, 9),
+    "1 request, 16 heads": ((16, 1), (1, 1), 2, 65),
+    "66 requests of 64 heads": ((64, 1), (66, 66), 2, 65),
+    "67 requests of 64 heads": ((64, 1), (67, 67), 1, 132),
+    "1 request, 128 heads": ((128, 1), (1, 1), 1, 65),
+    "1 request of 2000 rows": ((16, 4), (1, 2000), 1, 132),
+    "8 requests of 4 rows": ((16, 4), (8, 32), 2, 65),
+    "192 heads": ((192, 1), (10, 10), 2, 21),
 }
 """Heads and rows of a query tile, requests and query rows; then CTAs that divide KV, and tiles computed at a time."""
 
@@ -244,14 +240,12 @@ def test_clusters_divide_the_kv_of_few_tiles(name: str, monkeypatch: pytest.Monk
 def test_kernels_have_the_clusters_that_a_plan_is_made_for(sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(multi_processor_count=sms, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    for heads, batch, least in itertools.product((1, 16, 20, 32, 64, 80, 128, 150, 192, 256), range(1, 70), (1, 2, 4)):
+    for heads, batch in itertools.product((1, 16, 20, 32, 64, 80, 128, 150, 192, 256), range(1, 80)):
         problem = PlanProblem(64, heads, 1, 576, 512, 1000, 1)
-        monkeypatch.setattr(sizing, "MAX_CLUSTER_SPLITS", least)
-        max_splits = sizing.splits_per_head(torch.device("cuda"), problem, batch)
-        expected = sizing.cluster_splits(sms, problem, batch)
-        monkeypatch.setattr(sizing, "MAX_CLUSTER_SPLITS", 4)  # the plan says what it is for
-        plan = allocate_prefill(problem, batch, batch, 9, torch.device("meta"), max_splits)
-        assert sizing.cluster_splits_of(sms, plan) == expected <= least
+        for tiles, expected in ((batch, sizing.cluster_splits(sms, problem, batch)), (None, 1)):
+            max_splits = sizing.splits_per_head(torch.device("cuda"), problem, tiles)
+            plan = allocate_prefill(problem, batch, batch, 9, torch.device("meta"), max_splits)
+            assert sizing.cluster_splits_of(sms, plan) == expected
 
 
 UNDIVIDED: dict[str, dict[str, int]] = {
@@ -279,13 +273,13 @@ def test_a_plan_without_splits_has_no_clusters() -> None:
 
 def test_other_gpus_have_no_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, device = PlanProblem(64, 64, 1, 576, 512, 1000, 1), torch.device("cuda")
-    for major, splits in ((9, 48), (10, 198)):
+    for major, splits in ((9, 98), (10, 198)):
         gpu = SimpleNamespace(multi_processor_count=132, major=major)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
         assert sizing.splits_per_head(device, problem, 1) == splits
 
 
-@pytest.mark.parametrize(("lengths", "slots"), [((1000,) * 8, 0), ((4096,) * 32, 0), ((4096,) * 16, 32), ((8192,), 16)])
+@pytest.mark.parametrize(("lengths", "slots"), [((4096,) * 64, 0), ((4096,) * 32, 64), ((8192,), 32)])
 def test_kv_blocks_cost_less_where_clusters_divide_kv(
     lengths: tuple[int, ...], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +288,7 @@ def test_kv_blocks_cost_less_where_clusters_divide_kv(
     batch, table = len(lengths), page_table(lengths, 64)
     planner = PrefillPlanner(
         batch, batch, len(table[1]), page_size=64, num_qo_heads=64, num_kv_heads=1, head_dim=576, head_dim_vo=512,
-        tile_rows=1, num_ctas=48,
+        tile_rows=1, num_ctas=98,
     )  # fmt: skip
     plan = planner.plan(indptr((1,) * batch), *table)
     assert sum(tile.slots for tile in _split_tiles(plan)) == slots
