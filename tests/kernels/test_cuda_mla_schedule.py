@@ -109,9 +109,7 @@ def _plan(name: str, heads: int, causal: bool, page_size: int, padding: int = 0)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("heads", "splits"), [(16, 1), (20, 1), (128, 1), (192, 1), (16, 2), (4, 2), (192, 2)]
-)
+@pytest.mark.parametrize(("heads", "splits"), [(16, 1), (20, 1), (128, 1), (192, 1), (16, 2), (4, 2), (192, 2)])
 @pytest.mark.parametrize("name", BATCHES)
 def test_units_are_the_work_of_the_plan(
     name: str, heads: int, splits: int, causal: bool, programs: dict[tuple[Any, ...], Path]
