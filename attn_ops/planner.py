@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_ops.eager.prepared_call import OpCall, prepared
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import ArgumentError, CapacityError, OptionError, fail
+from attn_ops.ops.options import FP8
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table_checks import check_indptr
 from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_QUERY_ROWS, check_products
@@ -28,13 +29,12 @@ from attn_ops.plan.planner_base import (
     validates,
 )
 from attn_ops.plan.sizing import (
-    LARGE_HEAD_DIM,
     MAX_PACKED_ROWS,
-    MIN_PACKED_ROWS,
-    MLA_PACKED_ROWS,
     count_splits,
     ctas_per_head,
+    least_packed_rows,
     max_splits_for,
+    most_tiles,
     rows_per_tile,
     splits_per_head,
 )
@@ -207,13 +207,16 @@ class PrefillPlanner(PlannerBase):
             ``max_tokens`` is less than that per request.
         num_ctas: capacity for splits: work items of one KV head that tiles are split into for load balance. It is taken
             for twice the query tiles that the device computes at a time, or for one and a half times with head dims of
-            values over 128. 0 never splits; default by the device.
+            values over 128. 0 never splits; default by the device, and for MLA on Hopper by ``max_batch`` and
+            ``max_tokens``, which are best no larger than batches are.
         fixed_split_size: as for :class:`DecodePlanner`, for every tile. The default of ``num_ctas`` is then the
             largest number of splits that ``max_tokens`` and ``max_kv_len`` make, and ``tile_rows`` does not depend on
             the capacities. A batch that needs more splits is refused if its lengths are on the host; with lengths on
             the device it is planned without splits.
         storage: as for :class:`DecodePlanner`, with the fields of :class:`~attn_ops.PrefillPlan`.
         context: as for :class:`DecodePlanner`; not with ragged KV.
+        kv_dtype: of the cache. It matters for MLA on Hopper: the kernel of 16-bit caches may compute a query tile in
+            twice as many CTAs, and plans then have fewer splits by default. Name it for an FP8 cache.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """
@@ -244,6 +247,7 @@ class PrefillPlanner(PlannerBase):
         window_right: int = -1,
         context: ContextShard | None = None,
         head_shards: int = 1,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if max_pages == 0 and context is not None:
             fail(
@@ -271,7 +275,7 @@ class PrefillPlanner(PlannerBase):
         in_range("num_ctas", num_ctas, least=0)
         if tile_rows is None:
             replicas = max(1, head_shards) if num_kv_heads == 1 else 1
-            least = MLA_PACKED_ROWS if max(head_dim, head_dim_vo or 0) > LARGE_HEAD_DIM else MIN_PACKED_ROWS
+            least = least_packed_rows(max(head_dim, head_dim_vo or 0))
             tile_rows = rows_per_tile(num_qo_heads // replicas, num_kv_heads, rows, least)
         self.problem = planner_problem(
             fixed_split_size=fixed_split_size,
@@ -293,7 +297,8 @@ class PrefillPlanner(PlannerBase):
         prepare(self.device)
         max_splits = num_ctas
         if max_splits is None:
-            max_splits = splits_per_head(self.device, of_rank)
+            tiles = None if kv_dtype in FP8 else most_tiles(of_rank, max_batch, max_tokens)
+            max_splits = splits_per_head(self.device, of_rank, tiles)
             if self.problem.split:
                 longest = max_pages * page_size if max_kv_len is None else max_kv_len
                 max_splits = max_splits_for(self.problem, max_batch, max_tokens, longest)

@@ -15,10 +15,18 @@ from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.checked_call import call_op
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.masks import tree_mask_bits
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.page_table import uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
-from attn_ops.plan.sizing import ctas_per_head, max_splits_for, rows_per_tile, splits_per_head, tiles_per_wave
+from attn_ops.plan.sizing import (
+    ctas_per_head,
+    least_packed_rows,
+    max_splits_for,
+    most_tiles,
+    rows_per_tile,
+    splits_per_head,
+    tiles_per_wave,
+)
 from attn_ops.plan.state import (
     KV_BLOCK,
     DecodePlan,
@@ -41,7 +49,8 @@ Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
     """``rows``: query rows of a request, approximately."""
-    tile_rows = spec.tile_rows or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows)
+    least = least_packed_rows(max(spec.head_dim_qk, spec.head_dim_vo))
+    tile_rows = spec.tile_rows or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows, least)
     return PlanProblem(
         page_size=spec.page_size,
         num_qo_heads=spec.num_qo_heads,
@@ -54,6 +63,11 @@ def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
         ahead=keys_ahead(spec.causal, spec.window_right),
         split=split_tokens(spec.fixed_split_size, spec.page_size),
     )
+
+
+def default_splits(spec: PlanSpec, problem: PlanProblem, batch: int, rows: int, device: torch.device) -> int:
+    """Default capacity for splits of ``batch`` requests with ``rows`` query rows in all."""
+    return splits_per_head(device, problem, None if spec.kv_dtype in FP8 else most_tiles(problem, batch, rows))
 
 
 def splits_pay(spec: PlanSpec, rows: int, kv_len: int, device: torch.device) -> bool:
@@ -108,7 +122,7 @@ def with_rows(plan: DecodePlan, spec: PlanSpec, batch: int, rows: int) -> Prefil
     """The first ``batch`` requests in a new plan of ``spec``, a prefill of ``rows`` query rows of each."""
     problem = problem_of(spec, PlanProblem.of(plan.problem).max_kv_len, rows)
     pages, qo_indptr = plan.kv_indices.shape[0], uniform_indptr(batch, rows, plan.kv_len.device)
-    splits = splits_per_head(qo_indptr.device, problem)
+    splits = default_splits(spec, problem, batch, batch * rows, qo_indptr.device)
     if problem.split:
         splits = max_splits_for(problem, batch, batch * rows, pages * spec.page_size)
     table = plan.kv_indptr[: batch + 1], plan.kv_indices, _last_page_len(plan)[:batch]
@@ -166,7 +180,7 @@ class BlockTables(NamedTuple):
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
             call_op("plan_decode", *table, decode, **options)
             return decode
-        splits = splits_per_head(device, problem)
+        splits = default_splits(self.spec, problem, batch, self.rows, device)
         return _prefill(problem, self.qo_indptr, table, (batch, self.rows, batch * width), splits, **options)
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:

@@ -101,8 +101,8 @@ CUDA_MLA_PAGE = 64
 
 CUDA_MLA_HEAD_DIMS = (576, 512)
 
-CUDA_MLA_UNITS = (("mla_swap_ab", 16), ("mla", 64), ("mla", 128))
-"""CUDA MLA kernels and the packed rows of their units. Those of a plan's query tiles choose one."""
+CUDA_MLA_KERNELS = (("mla_swap_ab", 16, 1), ("mla_swap_ab", 16, 2), ("mla", 64, 1), ("mla", 64, 2), ("mla", 128, 1))
+"""CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit. The plan chooses one."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
@@ -209,7 +209,7 @@ def cuda_mla(p: Problem) -> list[str]:
     return _cuda(
         p,
         "mla",
-        [(*units, p.dtype) for units in CUDA_MLA_UNITS],
+        [(*units, p.dtype) for units in CUDA_MLA_KERNELS],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             (p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"),

@@ -11,11 +11,17 @@ from torch import Tensor
 
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.planner_base import WORKSPACE
-from attn_ops.plan.sizing import MAX_PACKED_ROWS, power_of_two_from, rows_per_tile
+from attn_ops.plan.sizing import MAX_PACKED_ROWS, MLA_HEAD_DIMS, power_of_two_from, rows_per_tile
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
 """Capacity of the smallest plan. It is modest, since the ``reference`` backend computes on all of it."""
+
+
+def least_capacity(spec: PlanSpec) -> BatchSize:
+    """Capacity of the smallest plan. For MLA it is a row of each request, since their number decides on clusters."""
+    is_mla = (spec.head_dim_qk, spec.head_dim_vo) == MLA_HEAD_DIMS
+    return MIN_CAPACITY._replace(rows=MIN_CAPACITY.batch) if is_mla else MIN_CAPACITY
 
 
 class PlanSpec(NamedTuple):
@@ -26,6 +32,7 @@ class PlanSpec(NamedTuple):
     unsplit           split no request
     fixed_split_size  pages of a split, the same in every batch; None if splits are made for load balance
     rows              query rows of every request, if all have the same number
+    kv_dtype          of the cache, if it is known
     """
 
     decode: bool
@@ -41,6 +48,7 @@ class PlanSpec(NamedTuple):
     unsplit: bool = False
     fixed_split_size: int | None = None
     rows: int | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def tile_rows(self) -> int | None:
@@ -84,7 +92,7 @@ class ResizablePlan:
         held = self.held if self.held is not None and self.held.spec == spec else None
         capacity = fixed
         if capacity is None:
-            have = MIN_CAPACITY if held is None else held.capacity
+            have = least_capacity(spec) if held is None else held.capacity
             capacity = BatchSize(
                 _resized(have.batch, needed.batch),
                 _resized(have.rows, needed.rows),
@@ -147,6 +155,7 @@ class ResizablePlan:
             tile_rows=spec.tile_rows,
             num_ctas=0 if spec.unsplit else capacity.splits if spec.fixed_split_size else None,
             fixed_split_size=spec.fixed_split_size,
+            kv_dtype=spec.kv_dtype,
             device=self.device,
             storage=storage,
         )

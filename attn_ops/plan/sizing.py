@@ -6,14 +6,22 @@ query tiles of a batch and their splits of fixed size, on any device.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.state import CTAS_PER_SM, KV_BLOCK, PlanProblem, full_tiles
-from attn_ops.symbolic_sizes import decide
+from attn_ops.plan.state import (
+    CTAS_PER_SM,
+    KV_BLOCK,
+    PlanProblem,
+    PrefillPlan,
+    full_tiles,
+    num_partials,
+)
+from attn_ops.symbolic_sizes import at_least, decide, statically_known_true
 
 CTA_MULTIPLE = 8
 """The number of CTAs per KV head is a multiple of this if it is large enough: 2^n requests then often need no split."""
@@ -29,6 +37,9 @@ CTA_PACKED_ROWS = 128
 
 HOPPER = 9
 """Major compute capability of the GPUs whose prefill kernel has one CTA per SM, also for few packed rows."""
+
+MLA_HEAD_DIMS = (576, 512)
+"""``(head_dim_qk, head_dim_vo)`` of CUDA MLA."""
 
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
@@ -56,6 +67,11 @@ def rows_per_tile(
     return max(1, packed_rows // group)
 
 
+def least_packed_rows(head_dim: int) -> int:
+    """``least`` of :func:`rows_per_tile`, of a plan whose splits do not have a fixed size."""
+    return MLA_PACKED_ROWS if head_dim > LARGE_HEAD_DIM else MIN_PACKED_ROWS
+
+
 def has_large_head_dim(problem: PlanProblem) -> bool:
     return max(problem.head_dim_qk, problem.head_dim_vo) > LARGE_HEAD_DIM
 
@@ -69,19 +85,72 @@ def ctas_of_tile(problem: PlanProblem) -> int:
     return -(-packed_rows_of_tile(problem) // (MIN_PACKED_ROWS if has_large_head_dim(problem) else CTA_PACKED_ROWS))
 
 
-def splits_per_head(device: torch.device, problem: PlanProblem) -> int:
+def mla_cluster(packed_rows: int) -> int:
+    """CTAs of CUDA MLA that share KV tiles: two, unless one would be left without packed rows."""
+    return 1 if -(-packed_rows // MIN_PACKED_ROWS) % 2 else 2
+
+
+def cluster_splits(sms: int, problem: PlanProblem, tiles: int) -> int:
+    """CTAs of a cluster that divide the KV tiles of the same packed rows, if there are ``tiles`` query tiles.
+
+    Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four, an
+    H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one too.
+    """
+    is_cuda_mla = (problem.head_dim_qk, problem.head_dim_vo, problem.num_kv_heads) == (*MLA_HEAD_DIMS, 1)
+    if not is_cuda_mla or problem.page_size % KV_BLOCK or problem.split or problem.window:
+        return 1
+    if mla_cluster(packed_rows_of_tile(problem)) > 1:
+        return 1
+    return 2 if statically_known_true(2 * tiles * ctas_of_tile(problem) <= sms) else 1
+
+
+def most_tiles(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:
+    """Query tiles of a batch that fills a plan, if its requests have about as many rows each."""
+    return at_least(full_tiles(problem, max_tokens), max_batch)
+
+
+def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:
+    """:func:`cluster_splits` for the capacities of a plan, and for the query tiles that it computes at a time.
+
+    It is that of the planner if ``max_splits`` is the default, and 1 for a plan that splits nothing.
+    """
+    problem, max_batch, max_splits = PlanProblem.of(plan.problem), plan.kv_len.shape[0], num_partials(plan)
+    if statically_known_true(max_splits == 0):
+        return 1
+    tiles = at_least(plan.work.shape[0] - max_splits - max_batch, max_batch)
+    return cluster_splits(sms, problem, at_least(tiles, tiles_per_wave(problem, max_splits)))
+
+
+@functools.cache  # one entry for each device
+def hopper_sms(device: torch.device) -> int:
+    """SMs of a Hopper GPU, 0 for another device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count if gpu.major == HOPPER else 0
+
+
+def planned_cluster_splits(plan: PrefillPlan) -> int:
+    """:func:`cluster_splits_of` on the device of the plan."""
+    return cluster_splits_of(hopper_sms(plan.kv_len.device), plan)
+
+
+def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | None = None) -> int:
     """Default ``max_splits`` of a prefill plan: two for each query tile that the device computes at a time.
 
     It is 0 on the CPU, and three for two tiles where a slot is larger: the workspace then has at most 28 MB on a GPU of
-    132 SMs, in FlashInfer's usual buffers of 32 MB and more.
+    132 SMs, in FlashInfer's usual buffers of 32 MB and more. With the number of ``tiles`` of a full batch, two CTAs may
+    divide the KV of a tile (:func:`cluster_splits`): half as many tiles are then computed at a time.
     """
     if device.type != "cuda":
         return 0
     gpu = torch.cuda.get_device_properties(device)
     small = packed_rows_of_tile(problem) <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and gpu.major != HOPPER
     resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
-    tiles = max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
-    return 2 * tiles if problem.head_dim_vo <= SMALL_HEAD_DIM else max(2, 3 * tiles // 4 * 2)
+    if tiles is not None and gpu.major == HOPPER:
+        resident_ctas //= cluster_splits(gpu.multi_processor_count, problem, tiles)
+    resident = max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
+    return 2 * resident if problem.head_dim_vo <= SMALL_HEAD_DIM else max(2, 3 * resident // 4 * 2)
 
 
 def tiles_per_wave(problem: PlanProblem, max_splits: int) -> int:

@@ -30,6 +30,14 @@ DEVICE void arrive_in_cluster(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// 16 bytes to the shared memory of a CTA of the cluster, which complete on `barrier` of the same CTA: who waits for it
+// there sees them, without a fence. Both addresses are of the cluster (address_in).
+DEVICE void store_async(uint32 to, const float (&x)[4], uint32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+               : "memory");
+}
+
 // L2 cache hint of a TMA load: evict_first for data that is read once, so that partial results, plans and code stay.
 DEVICE uint64 l2_cache_policy(bool evict_first) {
   uint64 first, normal;

@@ -1,14 +1,16 @@
 // Multi-head latent attention on Hopper: persistent and warp-specialised, one producer and two consumer warpgroups in
 // each CTA.
 //
-// Compiled for CLUSTER (CTAs of a cluster, 1 or 2) and DTYPE (1 float16, 2 bfloat16). Head count, strides, page size,
-// the causal bound and the type of the output are parameters.
+// Compiled for CLUSTER (CTAs with the same KV tiles: 1 or 2), SPLITS (CTAs with the same packed rows: 1, or 2 where
+// CLUSTER is 1) and DTYPE (1 float16, 2 bfloat16). Head count, strides, page size, the causal bound and the type of the
+// output are parameters.
 //
 // There is one KV head. The key of a token is 512 latent and 64 rotary columns, and its value is the latent: a KV tile
 // of 64 tokens is loaded once and read twice. It lies in one page. Packed row p of a work item is query row p / heads
-// of the item and head p % heads. A unit is a block of 64 * CLUSTER packed rows of one work item; each CTA of the
-// cluster has 64 of them, and all have the same KV tiles. Each CTA loads a part of every tile and multicasts it, so a
-// cluster reads a tile from L2 once.
+// of the item and head p % heads. A unit is a block of 64 * CLUSTER packed rows of one work item. A cluster has it.
+// With CLUSTER 2, each of its CTAs has 64 of the packed rows, loads a part of every KV tile and multicasts it to both, so
+// that a tile is read from L2 once. With SPLITS 2, its CTAs have the same packed rows and each half of the KV tiles, and
+// merge their results (`mla_merge.cuh`).
 //
 // Both consumers of a CTA have its 64 packed rows. Each computes the logits of every second KV tile, its own, and
 // multiplies the probabilities of all tiles with its half of the value columns: the accumulator [64, 512] does not fit
@@ -38,21 +40,29 @@
 //     1.  [producer Q]    wait for q_empty; write the unit and load its queries; they complete q_full
 //     2.  [consumer]      wait for q_full
 // mainloop, for each KV tile j of the unit
-//     3.  [producer KV]   wait for empty[own], an arrival of each warp that read it in any CTA of the cluster; load the
-//                         quarters of V[own], this CTA's blocks of 64 columns, to all CTAs; they complete their full
+//     3.  [producer KV]   wait for empty[own], an arrival of each warp that read it in CLUSTER CTAs; load the quarters
+//                         of V[own], this CTA's blocks of 64 columns, to these CTAs; they complete their full
 //     4.  [producer KV]   wait for empty[peer]; the same for V[peer]. The rotary columns count for the last quarter
 //     5.  [consumer own]  quarter by quarter: wait for full; issue S_j = Q K_j^T
 //     6.  [consumer own]  wait for S_j; mask, online softmax: store row_max for the peer; P_j and alpha
 //     7.  [consumer own]  when all its warps have S_j: store P_j over the rotary columns; arrive on p_stored[own]
-//     8.  [consumer own]  O[own] *= alpha; O[own] += P_j V_j[own]; arrive on empty[own] of all CTAs
+//     8.  [consumer own]  O[own] *= alpha; O[own] += P_j V_j[own]; arrive on empty[own] of these CTAs
 //     9.  [consumer peer] wait for p_stored[own]; read row_max; O[peer] *= alpha; O[peer] += P_j V_j[peer]; arrive on
-//                         empty[peer] of all CTAs
+//                         empty[peer] of these CTAs
 // epilogue of the unit
-//     10. [consumer]      arrive on q_empty, but for a partial result; exchange the row_sum of own tiles
-//     11. [consumer]      divide by l; store half of the output columns; consumer 0 stores the LSE. Or the partial result,
-//                         through the memory of the query, by bulk stores; when they have read it, arrive on q_empty
+//     10. [consumer]      arrive on q_empty, but with SPLITS 2 or for a partial result; exchange the row_sum of own
+//                         tiles. With that both consumers have read the query
+//     11. [consumer]      with SPLITS 2, each warp with the same one of the other CTA: expect bytes on merge_full; arrive
+//                         on merge_ready of the partner; wait for merge_ready; send it row_max, row_sum and half of the
+//                         columns of O, into the memory of its query, which completes its merge_full; wait for
+//                         merge_full; add what has come
+//     12. [consumer]      divide by l; store the columns of the output, and the LSE with the first one. Or the partial
+//                         result, through the memory of the query, by bulk stores; when they have read it, or with
+//                         SPLITS 2, arrive on q_empty
 // end
-//     12. [producer KV]   wait for all of empty: the CTA stays until the others have arrived for the last time
+//     13. [producer KV]   wait for all of empty: the CTA stays until the others have arrived for the last time
+//
+// What the other CTA sends in step 11, and its arrivals, are waited for there: the CTA stays until then too.
 //
 // The row maximum passes through the tiles in order: the owner of tile j continues with the row_max that it read in
 // step 9 of tile j-1. A consumer of kKeysFirst issues step 5 of its tile before step 9 of the preceding one, which
@@ -68,18 +78,21 @@
 
 namespace attn_ops {
 
-// Grid: any number n of clusters of CLUSTER CTAs; the host launches as many as fill the SMs, or one for each unit if
+// Grid: any number n of clusters; the host launches as many as run at the same time, or one for each unit if
 //     there are fewer. Cluster c runs units c, 2n - 1 - c, 2n + c, 4n - 1 - c and so on: plans sort their items by
 //     length, so waves in turn forwards and backwards balance.
-// Owns: a CTA the rows of its 64 packed rows of each unit in `out` and `lse`, or their partial results in `partial`.
+// Owns: a CTA the rows of its 64 packed rows of each unit in `out` and `lse`, or their partial results in `partial`; of
+//     these 1 / SPLITS of the columns, and the LSE if it has the first.
 // Loop invariant of a consumer, at the top for own tile j: O, row_max and row_sum include the tiles up to j-2, own ones
 //     alone in row_sum, relative to row_max; the stage of tile j-1 holds its P or will.
-// Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes that
-//     the CTAs of the cluster load. empty, one for each stage and half: an arrival of each warp of that half's consumer
-//     in each CTA. p_stored, one for each consumer: an arrival of each of its warps. q_full: an arrival and the bytes,
-//     or an arrival of each thread that copies. q_empty: an arrival of each consumer warp. Named barriers: the threads
-//     of a consumer, when all have their logits; all consumer threads, when both have stored row_sum, and with that
-//     have read the query. A cluster barrier at the start.
+// Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes
+//     that CLUSTER CTAs load. empty, one for each stage and half: an arrival of each warp of that half's consumer in
+//     each CTA. p_stored, one for each consumer: an arrival of each of its warps. q_full: an arrival and the bytes, or
+//     an arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
+//     consumer warp, with a phase for each unit of which it has rows: an arrival of the warp, and the bytes from its
+//     partner. merge_ready, the same: an arrival of the partner. Named barriers: the threads of a consumer, when all
+//     have their logits; all consumer threads, when both have stored row_sum, and with that have read the query. A
+//     cluster barrier at the start.
 // Bound by: tensor cores for 128 heads, with reading KV from memory close; reading KV for few heads.
 extern "C" __global__ void __launch_bounds__(384, 1) mla(
     const char* q_nope,                            // [rows, heads, 512]
@@ -112,13 +125,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     int out_type) {
 #endif
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
+  const int rank = CLUSTER * SPLITS == 1 ? 0 : cluster_rank(), part = CLUSTER > 1 ? rank : 0;
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .rows = rows, .num_pages = num_pages,
       .max_pages = max_pages, .max_items = max_items, .max_batch = max_batch, .heads = heads, .page_size = page_size,
       .tile_rows = tile_rows, .num_items = num_items, .num_units = num_units, .unit_rows = kUnitRows,
-      .cluster = CLUSTER, .causal = causal != 0, .early = early != 0,
+      .cluster = CLUSTER * SPLITS, .split = rank - part, .splits = SPLITS, .causal = causal != 0,
+      .early = early != 0,
   };
-  const int warp = uniform(threadIdx.x / 32), rank = CLUSTER == 1 ? 0 : cluster_rank();
+  const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 32) {
     if (rows > 0 && num_pages > 0)  // the maps of no elements are zeros
       prefetch_map(&ckv), prefetch_map(&kpe), prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
@@ -127,6 +142,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     for (auto& stage : shared.empty)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kConsumerWarps * CLUSTER);
     for (uint64& barrier : shared.p_stored) init_barrier(shared_address(&barrier), kConsumerWarps);
+    for (uint64& barrier : shared.merge_full) init_barrier(shared_address(&barrier), 1);
+    for (uint64& barrier : shared.merge_ready) init_barrier(shared_address(&barrier), 1);
     init_barrier(shared_address(&shared.q_full), boxed ? 1 : kQueryThreads);
     init_barrier(shared_address(&shared.q_empty), 2 * kConsumerWarps);
     fence_barrier_init();
@@ -140,20 +157,25 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
         .rotary_head = stride_qb_head, .boxed = boxed != 0,
     };
     if (warp == 0)
-      produce<CLUSTER, true>(p, {.latent = &ckv, .rotary = &kpe}, shared, rank);
+      produce<CLUSTER, true>(p, {.latent = &ckv, .rotary = &kpe}, shared, part);
     else if (warp >= 2)
-      produce_queries<kPackedRows>(p, queries, shared, rank * kPackedRows);
+      produce_queries<kPackedRows>(p, queries, shared, part * kPackedRows);
     else
       end_prologue();
   } else {
     increase_registers<232>();
     const Results results = {.out = out, .lse = lse, .partial = partial, .slots = slots, .out_type = out_type};
     const Arguments arguments = {.factor = scale * kLog2e, .results = results};
+    const Merge merge = {
+        .memory = shared_address(shared.query) + (warp - 4) * kResultBytes,
+        .full = shared_address(&shared.merge_full[warp - 4]), .ready = shared_address(&shared.merge_ready[warp - 4]),
+        .split = p.split,
+    };
     end_prologue();
     if (warp < 8)
-      Consumer<0>{p, arguments, shared}.run();
+      Consumer<0>{.p = p, .arguments = arguments, .shared = shared, .merge = merge}.run();
     else
-      Consumer<1>{p, arguments, shared}.run();
+      Consumer<1>{.p = p, .arguments = arguments, .shared = shared, .merge = merge}.run();
   }
   stop_clocks();
 }

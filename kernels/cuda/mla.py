@@ -15,7 +15,8 @@ from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
-from attn_ops.ops.unsupported import CUDA_MLA_UNITS
+from attn_ops.ops.unsupported import CUDA_MLA_KERNELS
+from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
 
 LATENT, ROTARY = 512, 64
@@ -57,22 +58,31 @@ _TILE_BYTES, _ROW_BYTES = 2 * TILE * (LATENT + ROTARY), 2 * (LATENT + ROTARY)
 SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
 """Of ``mla.cu``: two KV tiles, the query tile, and what consumers exchange, with barriers."""
 
-SWAPPED_SHARED_BYTES = 2 * _TILE_BYTES + SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + 32) + 512
-"""Of ``mla_swap_ab.cu``: two KV tiles, the query tile, probabilities, half of a result, the rest."""
+
+def swapped_shared_bytes(splits: int) -> int:
+    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, half of a result, what is sent to it, the rest."""
+    sent = (LATENT // 2 + 2 * 32) * 4 if splits > 1 else 0
+    return 2 * _TILE_BYTES + SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + sent + 32) + 512
 
 
-def _specialization(kernel: str, unit_rows: int, dtype: int) -> Specialization:
+def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int) -> Specialization:
     if kernel == "mla":
         cluster = unit_rows // PACKED_ROWS
-        macros = {"CLUSTER": cluster, "DTYPE": dtype}
-        return Specialization(KERNEL, macros, threads=384, shared_bytes=SHARED_BYTES, cluster=(cluster, 1, 1))
-    return Specialization(SWAPPED_KERNEL, {"DTYPE": dtype}, threads=256, shared_bytes=SWAPPED_SHARED_BYTES)
+        macros = {"CLUSTER": cluster, "SPLITS": splits, "DTYPE": dtype}
+        return Specialization(KERNEL, macros, threads=384, shared_bytes=SHARED_BYTES, cluster=(cluster * splits, 1, 1))
+    return Specialization(
+        SWAPPED_KERNEL,
+        {"SPLITS": splits, "DTYPE": dtype},
+        threads=256,
+        shared_bytes=swapped_shared_bytes(splits),
+        cluster=(splits, 1, 1),
+    )
 
 
 SPECIALIZATIONS = {
-    (*units, dtype): _specialization(*units, number) for units in CUDA_MLA_UNITS for dtype, number in DTYPES.items()
+    (*one, dtype): _specialization(*one, number) for one in CUDA_MLA_KERNELS for dtype, number in DTYPES.items()
 }
-"""By the kernel, the packed rows of a unit, and dtype."""
+"""By the kernel, the packed rows of a unit, the CTAs that divide its KV tiles, and dtype."""
 
 
 class Units(NamedTuple):
@@ -89,12 +99,10 @@ class Units(NamedTuple):
 
 
 def units_of(packed_rows: int) -> Units:
-    """Few packed rows are one unit. Of more, two CTAs share the KV tiles, unless one would be left without rows."""
     if packed_rows <= SWAPPED_PACKED_ROWS:
         return Units("mla_swap_ab", SWAPPED_PACKED_ROWS, 1)
-    ctas = -(-packed_rows // PACKED_ROWS)
-    cluster = 1 if ctas % 2 else 2
-    return Units("mla", cluster * PACKED_ROWS, ctas // cluster)
+    unit_rows = mla_cluster(packed_rows) * PACKED_ROWS
+    return Units("mla", unit_rows, -(-packed_rows // unit_rows))
 
 
 def query_map(q: Tensor, packed_rows: int = PACKED_ROWS) -> tuple[TensorMap, bool]:
@@ -131,7 +139,8 @@ def batch_mla(
     problem, partials = PlanProblem.of(p.problem), num_partials(p)
     rows, heads, max_batch = q_nope.shape[0], int(q_nope.shape[1]), p.kv_len.shape[0]
     units = units_of(problem.tile_rows * heads)
-    specialization = SPECIALIZATIONS[units.kernel, units.rows, q_nope.dtype]
+    sms = num_sms(q_nope.device)
+    specialization = SPECIALIZATIONS[units.kernel, units.rows, cluster_splits_of(sms, p), q_nope.dtype]
     cluster = specialization.cluster[0]
     num_items = (rows + problem.tile_rows - 1) // problem.tile_rows + max_batch + partials
     num_units = num_items * units.blocks
@@ -139,7 +148,7 @@ def batch_mla(
     q_pe_map, _ = query_map(q_pe, units.box_rows)
     launch(
         specialization,
-        (torch.sym_min(num_units, num_sms(q_nope.device) // cluster) * cluster,),
+        (torch.sym_min(num_units, sms // cluster) * cluster,),
         q_nope=q_nope,
         q_pe=q_pe,
         q_nope_map=q_nope_map,

@@ -4,6 +4,7 @@
 #include "cluster.cuh"
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "mla_merge.cuh"
 #include "mla_shared.cuh"
 
 namespace attn_ops {
@@ -17,6 +18,7 @@ struct Rows {
 
 using Logits = float[kTile / 2];
 using Output = float[kHalf / 2];
+using Stored = float[kStored / 2];
 using Probabilities = uint32[kTile / 16][4];
 
 // Step 5: the quarters of the owner's half are loaded first. Calls `between` when half of it is issued, as two groups.
@@ -116,29 +118,31 @@ DEVICE void release(uint32 barrier) {
   }
 }
 
-// Step 11 of a partial result: half of the columns through the memory of the query, one bulk store for each row that
+// Step 12 of a partial result: its columns through the memory `staged` of the warp, one bulk store for each row that
 // exists. A quad has the memory of one row there, and stores its two rows in turn.
-DEVICE void store_staged(uint32 query, float* partial, const Output& output, int first_column, const int64 (&row)[2],
+DEVICE void store_staged(uint32 staged, float* partial, const Stored& output, int first_column, const int64 (&row)[2],
                          const bool (&exists)[2]) {
-  const uint32 staged = query + (threadIdx.x - kProducerThreads) / 4 * kStagedRowBytes, lane = threadIdx.x % 4;
+  const uint32 lane = threadIdx.x % 4;
+  staged += threadIdx.x % 32 / 4 * kStagedRowBytes;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
-    for (int i = 0; i < kHalf / 8; ++i)
+    for (int i = 0; i < kStored / 8; ++i)
       store_shared(staged + i * 32 + lane * 8, output[4 * i + 2 * r], output[4 * i + 2 * r + 1]);
     fence_async_shared();
     __syncwarp();
-    if (lane == 0 && exists[r]) store_bulk(partial + row[r] * kLatent + first_column, staged, kHalf * 4);
+    if (lane == 0 && exists[r]) store_bulk(partial + row[r] * kLatent + first_column, staged, kStored * 4);
     wait_for_bulk_reads();
     __syncwarp();
   }
 }
 
-// Step 11: divides by the row sums and stores half of the output columns, and the LSE; or the partial result.
-DEVICE void store(int consumer, uint32 query, Output& output, const Rows& rows, const float (&sums)[2],
+// Step 12: divides by the row sums and stores columns of the output from `first_column` on, and the LSE with the first
+// column; or the partial result, by the memory `staged` of the warp.
+DEVICE void store(int first_column, uint32 staged, Stored& output, const float (&row_max)[2], const float (&sums)[2],
                   const Problem& p, const Results& to, const int (&unit)[7]) {
   const int lane = threadIdx.x % 32, first = unit[6] + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
-  const int row = unit[0], count = unit[1], slot = unit[5], first_column = consumer * kHalf;
+  const int row = unit[0], count = unit[1], slot = unit[5];
   float norm[2];
   int64 to_row[2];
   bool exists[2];
@@ -150,11 +154,11 @@ DEVICE void store(int consumer, uint32 query, Output& output, const Rows& rows, 
     norm[r] = sums[r] > 0 ? 1 / sums[r] : 0.f;
     to_row[r] = ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * p.heads + head;
     float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
-    if (consumer == 0 && lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = rows.row_max[r] + log2f(sums[r]);
+    if (first_column == 0 && lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max[r] + log2f(sums[r]);
   }
   rescale(output, norm);
   if (slot >= 0 && reinterpret_cast<uint64>(to.partial) % 16 == 0)
-    return store_staged(query, to.partial, output, first_column, to_row, exists);
+    return store_staged(staged, to.partial, output, first_column, to_row, exists);
   if (slot >= 0) return store_partial<kLatent>(to.partial, output, first_column, to_row, exists);
   store_as<kLatent>(to.out_type, to.out, output, first_column, to_row, exists);
 }
@@ -183,6 +187,7 @@ struct Consumer {
   int visible_end;      // all rows of this CTA see the tiles before this token
   Rows rows;
   Output output;
+  Merge merge;
 
   DEVICE uint32 parity(int i) const { return base + i >> 1 & 1; }
 
@@ -290,8 +295,8 @@ struct Consumer {
         i = 2;
       }
       for (; i < tiles; i += 2) attend<true>(i);
-      const bool split = unit[5] >= 0;  // then the memory of the query stages the partial result
-      if (!split) arrive_by_warp(q_empty);
+      const bool reused = SPLITS > 1 || unit[5] >= 0;  // the memory of the query, by results
+      if (!reused) arrive_by_warp(q_empty);
       if (tiles > 0 && (base + tiles - 1 & 1) != SELF) {
         issue_peer_pv(tiles - 1);
         end_peer_pv<0>();
@@ -307,8 +312,17 @@ struct Consumer {
       named_sync(kBothConsumers, 2 * kConsumerThreads);
 #pragma unroll
       for (int r = 0; r < 2; ++r) sums[r] += shared.row_sum[n & 1][kPeer][line + 8 * r];
-      store(SELF, shared_address(shared.query), output, rows, sums, p, arguments.results, unit);
-      if (split) arrive_by_warp(q_empty);
+      // The warps of both CTAs agree on whether any of their rows exists.
+      if (p.row_of(first_packed_row + line / 16 * 16) < count)
+        merge.run<kHalf / 2>([&](int i) -> float& { return output[i]; }, [](int i) { return i / 2 % 2; }, rows.row_max,
+                             sums);
+      Stored stored;
+#pragma unroll
+      for (int i = 0; i < kStored / 2; ++i) stored[i] = output[i];
+      __syncwarp();  // what has arrived is read
+      store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments.results, unit);
+      if (SPLITS > 1) fence_async_shared();  // before a query is loaded
+      if (reused) arrive_by_warp(q_empty);
       mark(kEpilogue);
     }
   }

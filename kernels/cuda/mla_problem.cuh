@@ -25,13 +25,14 @@ struct Problem {
   const int *qo_indptr, *kv_indices, *work;
   int rows, num_pages, max_pages, max_items, max_batch, heads, page_size, tile_rows, num_items, num_units;
   int unit_rows, cluster;  // constants of a kernel: the packed rows of a unit, and the CTAs that share them
+  int split, splits;       // of the KV tiles of a unit: the one that this CTA has, and their number, a constant
   bool causal, early;      // early: the plan may be read before earlier kernels end
 
   DEVICE int blocks() const { return (tile_rows * heads + unit_rows - 1) / unit_rows; }
   DEVICE int row_of(int packed_row) const { return uint32(packed_row) / uint32(heads); }
 };
 
-struct Unit : Item {  // `start` is the first token of a tile
+struct Unit : Item {  // with the KV tokens of this CTA's split; `start` is the first token of a tile
   int first_packed_row;
 
   DEVICE int tiles() const { return (end - start + kTile - 1) / kTile; }
@@ -85,6 +86,9 @@ struct Schedule : Walk<true> {
     if (p.causal) unit.end = min(unit.end, causal_end(unit.position, last));
     unit.end = max(min(unit.end, kMaxTokens), 0);
     unit.start = max(min(unit.start / kTile * kTile, unit.end), 0);
+    const int tiles = unit.tiles(), start = unit.start;
+    unit.start += tiles * p.split / p.splits * kTile;
+    unit.end = min(unit.end, start + tiles * (p.split + 1) / p.splits * kTile);
     return true;
   }
 

@@ -1,7 +1,7 @@
 // MLA in clusters: sizes and shared memory. `mla.cu` has the schedule.
 #pragma once
 
-#include "mla_problem.cuh"
+#include "mla_merge.cuh"
 
 namespace attn_ops {
 namespace {
@@ -10,8 +10,11 @@ constexpr int kHalf = kLatent / 2;                // columns of a consumer's acc
 constexpr int kPackedRows = 64;                   // of a CTA
 constexpr int kUnitRows = CLUSTER * kPackedRows;  // packed rows of a unit
 constexpr int kHalfBytes = kHalf / 64 * kBlockBytes;
-constexpr int kStagedRowBytes = kHalf * 4 + 32;  // of a partial result; by the 32, quads store to different banks
-static_assert(2 * kConsumerThreads / 4 * kStagedRowBytes <= kTileBytes);
+constexpr int kStored = kHalf / SPLITS;           // columns of a result that a consumer stores
+constexpr int kStagedRowBytes = kStored * 4 + 32;  // of a partial result; by the 32, quads store to different banks
+// Of a warp, in the memory of the query: what the other CTA sends, and later 8 rows of a partial result.
+constexpr int kResultBytes = merge_bytes(kHalf / 2, 2);
+static_assert(8 * kStagedRowBytes <= kResultBytes && 2 * kConsumerWarps * kResultBytes <= kTileBytes);
 constexpr bool kKeysFirst[2] = {false, true};  // by consumer
 enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
 
@@ -22,6 +25,7 @@ struct Shared {
   float row_sum[2][2][kPackedRows];      // of even and odd units, of each consumer
   int unit[8];
   uint64 full[2][kQuarters], empty[2][2], p_stored[2], q_full, q_empty;
+  uint64 merge_full[2 * kConsumerWarps], merge_ready[2 * kConsumerWarps];  // of each consumer warp
 };
 
 }  // namespace

@@ -1,14 +1,16 @@
 // Multi-head latent attention on Hopper for few packed rows: with swapped operands, persistent and warp-specialised, one
 // producer and one consumer warpgroup in each CTA.
 //
-// Compiled for DTYPE (1 float16, 2 bfloat16). The other sizes are parameters, as of `mla.cu`.
+// Compiled for SPLITS (CTAs with the same packed rows: 1 or 2) and DTYPE (1 float16, 2 bfloat16). The other sizes are
+// parameters, as of `mla.cu`.
 //
 // Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and its
 // N is packed rows. So 16 packed rows take a quarter of the products that 64 take, and one warpgroup holds all 512 value
 // columns of its rows. A KV tile is both K-major (keys) and MN-major (values) operand A.
 //
 // Packed row p of a work item is query row p / heads of the item and head p % heads. A unit is 16 packed rows of
-// one work item. KV tiles are as in `mla.cu`: 64 tokens of 512 latent and 64 rotary columns, in one page.
+// one work item. With SPLITS 2, each CTA of a cluster has half of its KV tiles, and they merge their results
+// (`mla_merge.cuh`). KV tiles are as in `mla.cu`: 64 tokens of 512 latent and 64 rotary columns, in one page.
 //
 // Roles
 // -----
@@ -40,14 +42,18 @@
 //     6.  [consumer]      half by half: O^T += V_j^T P^T; arrive on empty
 // epilogue of the unit
 //     7.  [consumer]      arrive on q_empty; sums over the warps
-//     8.  [consumer]      divide by l; store the LSE; half by half of the columns: O, transposed, to shared memory, and
+//     8.  [consumer]      with SPLITS 2, each warp with the same one of the other CTA: expect bytes on merge_full; arrive
+//                         on merge_ready of the partner; wait for merge_ready; send it row_max, row_sum and half of the
+//                         columns of O, into its `merged`, which completes its merge_full; wait for merge_full; add
+//                         what has come
+//     9.  [consumer]      divide by l; store the LSE; 256 columns at a time: O, transposed, to shared memory, and
 //                         from there to global memory, partial results by bulk stores
 //
 // The consumer does these steps one after the other: where reading KV bounds, the next tile is on its way meanwhile.
 //
 // Memory after the last token may hold NaN, which a probability of 0 would not hide. Where the KV ends inside a tile,
 // the consumer sets these values to 0 in step 5, when all its warps have their logits.
-#define CLUSTER 1  // CTAs of a unit
+#define CLUSTER 1  // CTAs with the same KV tiles
 
 #include "mla_producer.cuh"
 #include "mla_swap_ab_consumer.cuh"
@@ -55,15 +61,18 @@
 
 namespace attn_ops {
 
-// Grid: any number n of CTAs; the host launches as many as fill the SMs, or one for each unit if there are fewer. CTA c
-//     runs units c, 2n - 1 - c, 2n + c, 4n - 1 - c and so on: plans sort their items by length, so waves in turn forwards
-//     and backwards balance.
-// Owns: a CTA the rows of its packed rows of each unit in `out` and `lse`, or their partial results in `partial`.
+// Grid: any number n of clusters; the host launches as many as run at the same time, or one for each unit if there are
+//     fewer. Cluster c runs units c, 2n - 1 - c, 2n + c, 4n - 1 - c and so on: plans sort their items by length, so
+//     waves in turn forwards and backwards balance.
+// Owns: a CTA the rows of its packed rows of each unit in `out` and `lse`, or their partial results in `partial`;
+//     of these 1 / SPLITS of the columns, and the LSE if it has the first.
 // Loop invariant of the consumer, at the top for tile j: O^T, row_max and row_sum include the tiles before j, row_sum those
 //     tokens of them that the thread has, relative to row_max, which all its threads have alike.
 // Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes. empty,
 //     one for each stage and half: an arrival of each consumer warp. q_full: an arrival and the bytes, or an arrival of
-//     each thread that copies. q_empty: an arrival of each consumer warp. Named barrier: the threads of the consumer, when
+//     each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
+//     consumer warp: an arrival of the warp, and the bytes from its partner. merge_ready, one for each consumer warp:
+//     an arrival of the partner. Named barrier: the threads of the consumer, when
 //     all have stored maxima or sums, or P, or columns of the result, or have read the latter.
 // Bound by: reading KV from memory.
 extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
@@ -97,11 +106,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
     int out_type) {
 #endif
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
+  const int split = SPLITS == 1 ? 0 : cluster_rank();
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .rows = rows, .num_pages = num_pages,
       .max_pages = max_pages, .max_items = max_items, .max_batch = max_batch, .heads = heads, .page_size = page_size,
       .tile_rows = tile_rows, .num_items = num_items, .num_units = num_units, .unit_rows = kUnitRows,
-      .cluster = CLUSTER, .causal = causal != 0, .early = early != 0,
+      .cluster = SPLITS, .split = split, .splits = SPLITS, .causal = causal != 0, .early = early != 0,
   };
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 32) {
@@ -111,6 +121,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), 1);
     for (auto& stage : shared.empty)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kConsumerWarps);
+    for (uint64& barrier : shared.merge_full) init_barrier(shared_address(&barrier), 1);
+    for (uint64& barrier : shared.merge_ready) init_barrier(shared_address(&barrier), 1);
     init_barrier(shared_address(&shared.q_full), boxed ? 1 : kQueryThreads);
     init_barrier(shared_address(&shared.q_empty), kConsumerWarps);
     fence_barrier_init();
@@ -131,8 +143,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
   } else {
     const Results results = {.out = out, .lse = lse, .partial = partial, .slots = slots, .out_type = out_type};
     const Arguments arguments = {.factor = scale * kLog2e, .results = results};
+    const Merge merge = {
+        .memory = shared_address(shared.merged) + (warp - 4) * kMergeBytes,
+        .full = shared_address(&shared.merge_full[warp - 4]), .ready = shared_address(&shared.merge_ready[warp - 4]),
+        .split = split,
+    };
     end_prologue();
-    Consumer{p, arguments, shared}.run();
+    Consumer{.p = p, .arguments = arguments, .shared = shared, .merge = merge}.run();
   }
   stop_clocks();
 }

@@ -1,8 +1,9 @@
-// MLA with swapped operands: the consumers.
+// MLA with swapped operands: the consumer.
 #pragma once
 
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "mla_merge.cuh"
 #include "mla_swap_ab_shared.cuh"
 
 namespace attn_ops {
@@ -90,6 +91,7 @@ struct Consumer {
   float row_max[kOwnRows];
   float row_sum[kOwnRows];      // over the tokens of this thread
   Output output;
+  Merge merge;
 
   DEVICE void sync() const { named_sync(kConsumer, kConsumerThreads); }
 
@@ -239,26 +241,33 @@ struct Consumer {
     return exists ? ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * p.heads + head : -1;
   }
 
-  // Step 8: divides by the row sums, and stores the output and the LSE, or the partial result.
+  // Steps 7 to 9: reduces the row sums, merges with the other CTA, divides by the row sums, and stores columns of the
+  // output and the LSE, or of the partial result.
   DEVICE void store(int row, int count, int slot) {
     const Results& to = arguments.results;
     reduce_to<kOwnRows, 16>(reduced + warp, row_sum, 0, Sum{});
     sync();
-    float norm[kOwnRows];
-    float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
+    float norm[kOwnRows], sums[kOwnRows];
 #pragma unroll
     for (int j = 0; j < kOwnRows; ++j) {
       const float4 x = of_warps(j);
-      const float sum = (x.x + x.y) + (x.z + x.w);
-      norm[j] = sum > 0 ? 1 / sum : 0.f;
-      if (thread < 4 && lse) {
+      sums[j] = (x.x + x.y) + (x.z + x.w);
+    }
+    merge.run<kValueBlocks * kPackedRows / 2>([&](int i) -> float& { return output[i / 8][i % 8]; },
+                                              [](int i) { return i % 8 / 4 * 2 + i % 2; }, row_max, sums);
+    const int first_column = p.split * kStoredBlocks * 64;
+    float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
+#pragma unroll
+    for (int j = 0; j < kOwnRows; ++j) {
+      norm[j] = sums[j] > 0 ? 1 / sums[j] : 0.f;
+      if (thread < 4 && lse && p.split == 0) {
         const int64 at = result_row(packed_row(j), row, count, slot);
-        if (at >= 0) lse[at] = row_max[j] + log2f(sum);
+        if (at >= 0) lse[at] = row_max[j] + log2f(sums[j]);
       }
     }
     const bool bulk = slot >= 0 && reinterpret_cast<uint64>(to.partial) % 16 == 0;
 #pragma unroll
-    for (int half = 0; half < kValueBlocks / kStagedBlocks; ++half) {
+    for (int half = 0; half < kStoredBlocks / kStagedBlocks; ++half) {
 #pragma unroll
       for (int b = 0; b < kStagedBlocks; ++b)
 #pragma unroll
@@ -273,12 +282,12 @@ struct Consumer {
         if (thread < kPackedRows) {
           const int64 at = result_row(thread, row, count, slot);
           if (at >= 0)
-            store_bulk(to.partial + at * kLatent + half * kStagedColumns, staged + thread * kStagedRowBytes,
-                       kStagedColumns * 4);
+            store_bulk(to.partial + at * kLatent + first_column + half * kStagedColumns,
+                       staged + thread * kStagedRowBytes, kStagedColumns * 4);
           wait_for_bulk_reads();
         }
       } else {
-        store_staged(half * kStagedColumns, row, count, slot);
+        store_staged(first_column + half * kStagedColumns, row, count, slot);
       }
       sync();  // columns are read
     }

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from attn_ops.plan.sizing import ctas_of_tile, fixed_split_counts, query_tiles, tiles_per_wave, tokens_before
+from attn_ops.plan.sizing import (
+    ctas_of_tile,
+    fixed_split_counts,
+    planned_cluster_splits,
+    query_tiles,
+    tiles_per_wave,
+    tokens_before,
+)
 from attn_ops.plan.state import (
     BALANCE_WAVES,
     BLOCK_COST,
@@ -244,12 +251,14 @@ def length_buckets(used: Tensor, kv_length: Tensor) -> Tensor:
     return torch.where(used, bucket, LENGTH_BUCKETS)
 
 
-def split_lengths(problem: PlanProblem, used: Tensor, kv_blocks: Tensor, bucket: Tensor, max_splits: int) -> Tensor:
+def split_lengths(
+    problem: PlanProblem, used: Tensor, kv_blocks: Tensor, bucket: Tensor, max_splits: int, cluster_splits: int
+) -> Tensor:
     """KV blocks of the longest split of each query tile: as many as make the estimated time least.
 
     Every candidate divides the longest tile into a number of splits, and tiles are divided that are longer than these.
     The estimate is the mean of all CTAs, or the time of those waves that have splits of more than 3/4, or 1/2, of the
-    longest.
+    longest. ``cluster_splits`` CTAs divide the KV of each.
     """
     tiles, wave = used.sum(), tiles_per_wave(problem, max_splits)
     uneven = kv_blocks.amax() * wave > kv_blocks.sum()
@@ -262,10 +271,10 @@ def split_lengths(problem: PlanProblem, used: Tensor, kv_blocks: Tensor, bucket:
     splits = torch.where(divided[:, None], ceil_div(blocks[:, None], candidates).clamp(min=1), 0)
     length = ceil_div(blocks[:, None], splits.clamp(min=1))
     slots = torch.where(splits > 1, splits, 0).sum(0)
-    time = (BLOCK_COST * blocks.sum() + ITEM_COST * splits.sum(0)) // wave
+    time = (BLOCK_COST * blocks.sum() // cluster_splits + ITEM_COST * splits.sum(0)) // wave
     for quarter in (3, 2):  # of the longest
         count = torch.where(4 * length > quarter * candidates, splits, 0).sum(0)
-        of_wave = BLOCK_COST * (quarter + 1) // 4 * candidates + ITEM_COST
+        of_wave = BLOCK_COST * (quarter + 1) // 4 * ceil_div(candidates, cluster_splits) + ITEM_COST
         time = torch.maximum(time, ceil_div(count, wave) * of_wave)
     ctas = problem.num_kv_heads * ctas_of_tile(problem)
     time = time + torch.where(slots > 0, COMBINE_COST + ctas * slots, 0)
@@ -318,9 +327,9 @@ def plan_prefill(
         splits = torch.where(fits, fixed, splits)
     elif max_splits:
         bucket = length_buckets(used, kv_end - kv_begin)
-        splits = splits * ceil_div(kv_blocks, split_lengths(problem, used, kv_blocks, bucket, 2 * max_splits)).clamp(
-            min=1
-        )
+        splits = splits * ceil_div(
+            kv_blocks, split_lengths(problem, used, kv_blocks, bucket, 2 * max_splits, planned_cluster_splits(p))
+        ).clamp(min=1)
     is_split = splits > 1
     slot_end = torch.where(is_split, splits, 0).cumsum(0)
     slot = torch.where(is_split, slot_end - splits, -1)

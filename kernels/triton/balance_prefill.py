@@ -57,12 +57,13 @@ def tiles_to_divide(num_tiles, lengths, wave, TILING: tl.constexpr, SHARD: tl.co
 @triton.jit
 def fastest_split(
     num_tiles, lengths, longest, first_bucket, skip, max_splits, wave,
-    CTAS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
+    CTAS: tl.constexpr, CLUSTER_SPLITS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """KV blocks of the longest split of the tiles ``after_first(..., longest, first_bucket, skip)``.
 
-    wave  tiles that the device computes at a time
-    CTAS  of a tile
+    wave            tiles that the device computes at a time
+    CTAS            of a tile
+    CLUSTER_SPLITS  CTAs that divide its KV
     """
     t, j = tl.arange(0, TILES), tl.arange(0, CANDIDATES)
     longest_blocks, to_skip = 0, skip
@@ -89,8 +90,8 @@ def fastest_split(
         slots += tl.sum(tl.where(splits > 1, splits, 0), 0)
         over_half += tl.sum(tl.where(4 * length > 2 * candidates[None, :], splits, 0), 0)
         over_three_quarters += tl.sum(tl.where(4 * length > 3 * candidates[None, :], splits, 0), 0)
-    time = (total * BLOCK_COST + items * ITEM_COST) // wave
-    of_longest = candidates.to(tl.int64) * BLOCK_COST
+    time = (total * BLOCK_COST // CLUSTER_SPLITS + items * ITEM_COST) // wave
+    of_longest = tl.cdiv(candidates, CLUSTER_SPLITS).to(tl.int64) * BLOCK_COST
     time = tl.maximum(time, tl.cdiv(over_three_quarters, wave) * (of_longest + ITEM_COST))
     time = tl.maximum(time, tl.cdiv(over_half, wave) * (of_longest * 3 // 4 + ITEM_COST))
     time += tl.where(slots > 0, slots * CTAS + COMBINE_COST, 0)
@@ -102,13 +103,24 @@ def fastest_split(
 @triton.jit
 def balanced_splits(
     num_tiles, lengths, max_splits, wave,
-    CTAS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
+    CTAS: tl.constexpr, CLUSTER_SPLITS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``(longest, first_bucket, skip, split_blocks)``: the tiles to split, and KV blocks of their longest split."""
     longest, first_bucket, skip = tiles_to_divide(num_tiles, lengths, wave, TILING, SHARD, TILES)
     split_blocks = NOT_SPLIT
     if first_bucket < BUCKETS:
         split_blocks = fastest_split(
-            num_tiles, lengths, longest, first_bucket, skip, max_splits, wave, CTAS, TILING, SHARD, TILES
+            num_tiles,
+            lengths,
+            longest,
+            first_bucket,
+            skip,
+            max_splits,
+            wave,
+            CTAS,
+            CLUSTER_SPLITS,
+            TILING,
+            SHARD,
+            TILES,
         )
     return longest, first_bucket, skip, split_blocks

@@ -31,7 +31,7 @@ from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, st
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from attn_ops.plan.sizing import ctas_of_tile, tiles_per_wave
+from attn_ops.plan.sizing import ctas_of_tile, planned_cluster_splits, tiles_per_wave
 from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan
 from attn_ops.symbolic_sizes import statically_known_true
 
@@ -75,6 +75,7 @@ def plan_prefill_kernel(
     TILING: tl.constexpr,
     SHARD: tl.constexpr,
     CTAS: tl.constexpr,  # of a query tile
+    CLUSTER_SPLITS: tl.constexpr,  # CTAs that divide its KV
     SPLIT_BLOCKS: tl.constexpr,  # KV blocks of a split of fixed size, 0 for splits for load balance
     TILES: tl.constexpr,
     COPY_PAGES: tl.constexpr,
@@ -127,7 +128,7 @@ def plan_prefill_kernel(
                 first_bucket, split_blocks = -1, SPLIT_BLOCKS
         else:
             longest_tile, first_bucket, skip, split_blocks = balanced_splits(
-                num_tiles, lengths, 2 * max_split_tiles, wave, CTAS, TILING, SHARD, TILES
+                num_tiles, lengths, 2 * max_split_tiles, wave, CTAS, CLUSTER_SPLITS, TILING, SHARD, TILES
             )
     # The longest split.
     longest, to_skip = 0, skip
@@ -241,6 +242,7 @@ def plan_prefill(
         TILING=Tiling(problem.tile_rows, problem.window, problem.ahead, block_batch, block_batch.bit_length() - 1),
         SHARD=shard_of(problem),
         CTAS=problem.num_kv_heads * ctas_of_tile(problem),
+        CLUSTER_SPLITS=planned_cluster_splits(p),
         SPLIT_BLOCKS=problem.split // KV_BLOCK,
         TILES=tiles_at_a_time(max_tiles),
         COPY_PAGES=COPY_PAGES,

@@ -71,10 +71,15 @@ def test_matches_oracle(case: Mla, launches: list[Any]) -> None:
     assert launches
 
 
-@pytest.mark.parametrize(("heads", "cluster"), [(16, 1), (64, 1), (128, 2), (192, 1), (256, 2)])
-def test_two_ctas_share_tiles_unless_one_has_no_rows(heads: int, cluster: int, launches: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "cluster", "splits"), [(16, None, 2), (64, 1, 2), (128, 2, 1), (192, 1, 2), (256, 2, 1)]
+)
+def test_two_ctas_share_tiles_or_divide_them(heads: int, cluster: int | None, splits: int, launches: list[Any]) -> None:
+    """They divide them if one would have no rows of its own, and not in a plan that splits nothing."""
     check(replace(BASE, heads=heads, planner={"tile_rows": 1}), "cuda", "cuda")
-    assert {launch.cluster[0] for launch in launches} == {cluster}
+    check(replace(BASE, heads=heads, planner={"tile_rows": 1, "num_ctas": 0}), "cuda", "cuda")
+    found = [(one.macros.get("CLUSTER"), one.macros["SPLITS"]) for one in launches]
+    assert {*found} == {(cluster, splits), (cluster, 1)}
 
 
 @pytest.mark.parametrize("heads", [16, 48, 128])

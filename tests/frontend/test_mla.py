@@ -12,7 +12,8 @@ from helpers.mla_requests import Latents
 from helpers.wrapper_requests import DEVICE, ln, workspace
 
 import attn_ops as flashinfer
-from attn_ops import errors
+from attn_ops import errors, planner
+from attn_ops.frontend import call_plans
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -121,6 +122,24 @@ def test_without_a_plan() -> None:
     expected.check(wrapper.forward(m.q[:, None], m.cache[:, :, None], m.block_tables, m.table[2]))
     tensors = (*m.split(m.q), *m.split(m.cache))
     expected.check(*wrapper.run(*tensors, return_lse=True, page_table=m.block_tables, kv_len=m.table[2]))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "tiles"), [(torch.bfloat16, [4, 3]), (torch.float8_e4m3fn, [None, None])], ids=str
+)
+def test_plans_know_the_tiles_of_a_batch_unless_the_cache_is_fp8(
+    kv_dtype: torch.dtype, tiles: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which clusters divide KV. A wrapper has room for four requests of a row, and a call for those it has."""
+    found: list[int | None] = []
+    for module in (planner, call_plans):
+        monkeypatch.setattr(module, "splits_per_head", lambda device, problem, tiles: found.append(tiles) or 0)
+    m = Latents(((1, 70), (1, 9), (1, 64)), dims=(512, 64), dtype=torch.bfloat16, kv_dtype=kv_dtype, page_size=64)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    wrapper.plan(m.qo_indptr, *m.table, 3, 512, 64, 64, False, None, torch.bfloat16, kv_dtype)
+    pages = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
+    wrapper.run(*m.split(m.q), *m.split(m.cache), page_table=pages, kv_len=m.table[2].int(), ckv_scale=1, kpe_scale=1)
+    assert found == tiles
 
 
 def test_cuda_graph_mode() -> None:

@@ -22,8 +22,8 @@ from benchmarks import clocks
 KV_LENS, TILES = (300, 64, 129), 5 + 1 + 3
 
 KERNELS = {
-    "mla": mla.SPECIALIZATIONS["mla", 128, torch.bfloat16],
-    "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, torch.bfloat16],
+    "mla": mla.SPECIALIZATIONS["mla", 128, 1, torch.bfloat16],
+    "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, 2, torch.bfloat16],
     "prefill": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, False],
     "prefill FP8": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, True],
 }

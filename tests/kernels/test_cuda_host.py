@@ -240,10 +240,44 @@ def test_mla_without_swapped_operands(case: mla_cases.Mla, monkeypatch: pytest.M
     assert [name.split()[0] for name in host.launched] == ["mla"]
 
 
+SHORT: dict[str, Any] = {"qo_lens": (1, 1, 1, 0, 1), "kv_lens": (64, 0, 129, 5, 700), "planner": {"num_ctas": 2}}
+
+DIVIDED = [
+    _swapped("16 heads", 16),
+    _swapped("16 heads, short", 16, **SHORT, dtype=torch.float16),
+    _swapped("rows of 5", 5, **ROWS, page_size=192, planner={"tile_rows": 3, "num_ctas": 6}, out_dtype=torch.float32),
+    _swapped("24 heads", 24, out_dtype=torch.float8_e4m3fn),
+    _swapped("64 heads, short", 64, **SHORT),
+    _swapped("rows of 16", 16, **ROWS, packed=True, page_size=128, planner={"tile_rows": 4, "num_ctas": 2}),
+    _swapped("rows of 150", 150, **ROWS, planner={"num_ctas": 4, "tile_rows": 1}, out_dtype=torch.float32),
+]
+"""Cases of plans that split few query tiles."""
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(DIVIDED)), ids=str)
+def test_mla_of_clusters_that_divide_kv(seed: int, case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that runs two clusters: they have several units."""
+    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: 2)
+    host = Host(sms=4, seed=seed)
+    with host.installed():
+        mla_cases.check(case, op=_mla_op)
+    (name,) = host.launched
+    assert "SPLITS=2" in name
+
+
+@pytest.mark.parametrize(("sms", "splits"), [(132, 2), (12, 1)])
+def test_the_plan_and_the_gpu_decide_how_many_ctas_divide_kv(sms: int, splits: int) -> None:
+    host = Host(sms=sms)
+    with host.installed():
+        mla_cases.check(_swapped("plan", 16), op=_mla_op)
+    (name,) = host.launched
+    assert f"SPLITS={splits}" in name
+
+
 def test_every_size_of_units_runs() -> None:
     """Among the cases above, but for those of few packed rows on clusters."""
     sizes = {mla.units_of(case.heads * case.planner.get("tile_rows", 1))[:2] for case in (*MLA, *SWAPPED)}
-    assert sizes == set(unsupported.CUDA_MLA_UNITS)
+    assert sizes == {one[:2] for one in unsupported.CUDA_MLA_KERNELS}
 
 
 def test_swapped_operands_change_the_result_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,8 +523,9 @@ FP8_FAULTS = {
 }
 
 STAGE = "store_shared(staged + i * 32 + lane * 8, output[4 * i + 2 * r], output[4 * i + 2 * r + 1])"
-BULK_STORE = "if (lane == 0 && exists[r]) store_bulk(partial + row[r] * kLatent + first_column, staged, kHalf * 4)"
-STORE = "store(SELF, shared_address(shared.query), output, rows, sums, p, arguments.results, unit)"
+BULK_STORE = "if (lane == 0 && exists[r]) store_bulk(partial + row[r] * kLatent + first_column, staged, kStored * 4)"
+STORE = "store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments.results, unit)"
+FENCE = "if (SPLITS > 1) fence_async_shared();  // before a query is loaded"
 
 MLA_FAULTS = {
     "the other CTA's consumers are not waited for": Planted(
@@ -543,13 +578,29 @@ MLA_FAULTS = {
     ),
     "a query is loaded over a partial result": Planted(
         Fault(
-            f"{STORE};\n      if (split) arrive_by_warp(q_empty);",
-            f"if (split) arrive_by_warp(q_empty);\n      {STORE};",
+            f"{STORE};\n      {FENCE}\n      if (reused) arrive_by_warp(q_empty);",
+            f"if (reused) arrive_by_warp(q_empty);\n      {STORE};",
         ),
         "race",
     ),
 }
 
+MERGE_FAULTS = {
+    "columns are sent before the partner has room": Planted(Fault("wait(ready, parity);", ""), "race"),
+    "columns are read before they have come": Planted(
+        Fault("wait(full, parity);", ""), "race|uninitialised|more arrivals"
+    ),
+    "a warp waits for its own readiness": Planted(
+        Fault("arrive_in_cluster(address_in(ready, partner));", "arrive(ready);"), "race|more arrivals|deadlock"
+    ),
+    "no proxy fence before the next query": Planted(Fault(FENCE + "\n", ""), "no proxy fence"),
+    "a query is loaded over what has come": Planted(
+        Fault("if (!reused) arrive_by_warp(q_empty);", "arrive_by_warp(q_empty);"), "race|more arrivals|no proxy fence"
+    ),
+    "results are staged over columns that other lanes read": Planted(
+        Fault("__syncwarp();  // what has arrived is read\n", ""), "race"
+    ),
+}
 
 SWAPPED_FAULTS = {
     "maxima are read before all warps have stored them": Planted(
@@ -600,6 +651,16 @@ def test_faults_of_mla_are_noticed(name: str) -> None:
     case = replace(case, qo_lens=(1, 1), kv_lens=(300, 70))
     noticed = pytest.raises(HostError, match=MLA_FAULTS[name].message) if name else contextlib.nullcontext()
     with _faulty(MLA_FAULTS, name).installed(), noticed:
+        mla_cases.check(case, op=_mla_op)
+
+
+@pytest.mark.parametrize("name", ["", *MERGE_FAULTS])
+def test_faults_of_merges_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"qo_lens": (1,) * 5, "kv_lens": (700, 70, 70, 130, 70), "planner": {"num_ctas": 4}}
+    host, case = _faulty(MERGE_FAULTS, name), _swapped("faulty", 64, **sizes)
+    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: 2)
+    noticed = pytest.raises(HostError, match=MERGE_FAULTS[name].message) if name else contextlib.nullcontext()
+    with host.installed(), noticed:
         mla_cases.check(case, op=_mla_op)
 
 

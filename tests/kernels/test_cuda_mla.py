@@ -108,7 +108,7 @@ def test_units_without_swapped_operands(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("key", [k for k in mla.SPECIALIZATIONS if k[2] == torch.bfloat16], ids=str)
+@pytest.mark.parametrize("key", [k for k in mla.SPECIALIZATIONS if k[3] == torch.bfloat16], ids=str)
 def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
     one = mla.SPECIALIZATIONS[key]
@@ -149,8 +149,9 @@ def test_registers_suffice_and_products_overlap(key: tuple[Any, ...]) -> None:
     keys_last = ["0", "0", "2", "0", "0", "0"]
     swapped = ["0", "1", "0"]  # S; each half of the values
     assert sorted([waits[:6], waits[6:]]) == [keys_first, keys_last] if key[0] == "mla" else waits == swapped
+    assert ("STAS.128" in code) == (key[2] > 1)  # asynchronous stores to other CTAs
     assert "UBLKCP" in code  # bulk stores
-    assert ("UTMALDG.3D.MULTICAST" in code) == (one.cluster[0] > 1)
+    assert ("UTMALDG.3D.MULTICAST" in code) == (key[1] > 64)
 
 
 SMS = 132
@@ -174,15 +175,19 @@ def without_combine(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_nvrtc
 @needs_the_module
 @pytest.mark.usefixtures("without_combine")
-@pytest.mark.parametrize(("heads", "tile_rows"), [(128, 1), (16, 4), (16, 1), (32, 1), (80, 3), (192, 1)])
+@pytest.mark.parametrize(
+    ("heads", "tile_rows", "splits"),
+    [(128, 1, 1), (16, 4, 1), (16, 1, 2), (32, 1, 2), (80, 3, 1), (192, 1, 2)],
+)
 def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
-    heads: int, tile_rows: int, fake_driver: FakeDriver
+    heads: int, tile_rows: int, splits: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: splits)
     for rows in (0, 1, 9, 700):
         call = _call(rows, heads, tile_rows=tile_rows)
         mla.batch_mla(**call)
         kernel, unit_rows, blocks = mla.units_of(tile_rows * heads)
-        one = mla.SPECIALIZATIONS[kernel, unit_rows, torch.bfloat16]
+        one = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16]
         units, cluster = (-(-rows // tile_rows) + 5 + 6) * blocks, one.cluster[0]
         assert fake_driver.array("grid", 3) == [min(units, SMS // cluster) * cluster, 1, 1]
         settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
@@ -235,7 +240,7 @@ TAKEN: list[dict[str, Any]] = [
 def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_mla(problem) == []
-    assert on_hopper == [one for key, one in mla.SPECIALIZATIONS.items() if key[2] == problem.dtype]
+    assert on_hopper == [one for key, one in mla.SPECIALIZATIONS.items() if key[3] == problem.dtype]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

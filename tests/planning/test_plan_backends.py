@@ -14,6 +14,7 @@ from torch import Tensor
 
 import attn_ops
 from attn_ops.distributed import ContextShard
+from attn_ops.plan import sizing
 
 HEADS: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
@@ -228,6 +229,27 @@ def test_numbers_that_overflow_int32(planned: str) -> None:
             decode = attn_ops.DecodePlanner(6, 9, page_size=page_size, fixed_split_size=split, device="cpu", **HEADS)
             backend.plan_decode(indptr, pages, last, [*decode.state])
             plans.append(decode.state)
+    for name, expected, actual in zip(plans[0]._fields, *plans, strict=True):
+        assert torch.equal(expected, actual), name
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("lengths", [(8000,), (1000,) * 8, (4000, *(300,) * 9), tuple(range(900, 7000, 300))], ids=str)
+def test_splits_where_clusters_divide_kv(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_ops.kernels import triton
+
+    monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
+    pages, batch = [-(-n // 64) for n in lengths], len(lengths)
+    table = [_qo_indptr(torch.tensor(pages)), torch.arange(sum(pages)).int(), torch.tensor(lengths).int() % 64]
+    plans: list[Any] = []
+    for backend in (reference, triton):
+        planner = attn_ops.PrefillPlanner(
+            batch, batch, sum(pages), page_size=64, num_qo_heads=64, num_kv_heads=1, head_dim=576, head_dim_vo=512,
+            tile_rows=1, num_ctas=98, device="cpu",
+        )  # fmt: skip
+        assert sizing.planned_cluster_splits(planner.state) == 2
+        backend.plan_prefill(torch.arange(batch + 1).int(), *table, [*planner.state])
+        plans.append(planner.state)
     for name, expected, actual in zip(plans[0]._fields, *plans, strict=True):
         assert torch.equal(expected, actual), name
 

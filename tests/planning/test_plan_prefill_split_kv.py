@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 import statistics
 from itertools import pairwise
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from attn_ops import PrefillPlan, PrefillPlanner
 from attn_ops.plan import sizing
-from attn_ops.plan.state import KV_BLOCK, PlanProblem, workspace_size
+from attn_ops.plan.state import KV_BLOCK, PlanProblem, allocate_prefill, workspace_size
 
 HEADS, DIM = 2, 8
 
@@ -206,6 +207,91 @@ def test_default_capacity_for_splits(
     assert sizing.splits_per_head(torch.device("cuda"), problem) == splits
     assert sizing.tiles_per_wave(problem, splits) == wave
     assert sizing.splits_per_head(torch.device("cpu"), problem) == 0
+
+
+HOPPER = SimpleNamespace(multi_processor_count=132, major=9)
+
+CLUSTERS = {
+    "1 request, 16 heads": ((16, 1), (1, 1), 2, 65),
+    "66 requests of 64 heads": ((64, 1), (66, 66), 2, 65),
+    "67 requests of 64 heads": ((64, 1), (67, 67), 1, 132),
+    "1 request, 128 heads": ((128, 1), (1, 1), 1, 65),
+    "1 request of 2000 rows": ((16, 4), (1, 2000), 1, 132),
+    "8 requests of 4 rows": ((16, 4), (8, 32), 2, 65),
+    "192 heads": ((192, 1), (10, 10), 2, 21),
+}
+"""Heads and rows of a query tile, requests and query rows; then CTAs that divide KV, and tiles computed at a time."""
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_clusters_divide_the_kv_of_few_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (heads, tile_rows), (batch, rows), splits, wave = CLUSTERS[name]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: HOPPER)
+    problem = PlanProblem(64, heads, 1, 576, 512, 1000, tile_rows)
+    max_splits = sizing.splits_per_head(torch.device("cuda"), problem, sizing.most_tiles(problem, batch, rows))
+    assert sizing.tiles_per_wave(problem, max_splits) == wave
+    assert (
+        sizing.cluster_splits_of(132, allocate_prefill(problem, batch, rows, 9, torch.device("cpu"), max_splits))
+        == splits
+    )
+
+
+@pytest.mark.parametrize("sms", [78, 114, 132, 144])
+def test_kernels_have_the_clusters_that_a_plan_is_made_for(sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(multi_processor_count=sms, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    for heads, batch in itertools.product((1, 16, 20, 32, 64, 80, 128, 150, 192, 256), range(1, 80)):
+        problem = PlanProblem(64, heads, 1, 576, 512, 1000, 1)
+        for tiles, expected in ((batch, sizing.cluster_splits(sms, problem, batch)), (None, 1)):
+            max_splits = sizing.splits_per_head(torch.device("cuda"), problem, tiles)
+            plan = allocate_prefill(problem, batch, batch, 9, torch.device("meta"), max_splits)
+            assert sizing.cluster_splits_of(sms, plan) == expected
+
+
+UNDIVIDED: dict[str, dict[str, int]] = {
+    "fixed split size": {"split": 128},
+    "small pages": {"page_size": 32},
+    "a window": {"window": 100},
+    "other heads": {"head_dim_qk": 320, "head_dim_vo": 256},
+}
+
+
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_plans_for_other_kernels_have_no_clusters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: HOPPER)
+    problem = PlanProblem(64, 64, 1, 576, 512, 1000, 1)._replace(**UNDIVIDED[name])
+    device = torch.device("cuda")
+    assert sizing.splits_per_head(device, problem, 1) == sizing.splits_per_head(device, problem)
+    plan = allocate_prefill(problem, 1, 1, 9, torch.device("cpu"), 20)
+    assert sizing.cluster_splits_of(132, plan) == 1
+
+
+def test_a_plan_without_splits_has_no_clusters() -> None:
+    problem = PlanProblem(64, 64, 1, 576, 512, 1000, 1)
+    assert sizing.cluster_splits_of(132, allocate_prefill(problem, 1, 1, 9, torch.device("cpu"))) == 1
+
+
+def test_other_gpus_have_no_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, device = PlanProblem(64, 64, 1, 576, 512, 1000, 1), torch.device("cuda")
+    for major, splits in ((9, 98), (10, 198)):
+        gpu = SimpleNamespace(multi_processor_count=132, major=major)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
+        assert sizing.splits_per_head(device, problem, 1) == splits
+
+
+@pytest.mark.parametrize(("lengths", "slots"), [((4096,) * 64, 0), ((4096,) * 32, 64), ((8192,), 32)])
+def test_kv_blocks_cost_less_where_clusters_divide_kv(
+    lengths: tuple[int, ...], slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that fewer splits are worth theirs."""
+    monkeypatch.setattr(sizing, "hopper_sms", lambda _: 132)
+    batch, table = len(lengths), page_table(lengths, 64)
+    planner = PrefillPlanner(
+        batch, batch, len(table[1]), page_size=64, num_qo_heads=64, num_kv_heads=1, head_dim=576, head_dim_vo=512,
+        tile_rows=1, num_ctas=98,
+    )  # fmt: skip
+    plan = planner.plan(indptr((1,) * batch), *table)
+    assert sum(tile.slots for tile in _split_tiles(plan)) == slots
 
 
 def _makespan(work: list[Item], ctas: int) -> float:

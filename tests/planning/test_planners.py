@@ -232,7 +232,7 @@ def test_head_shards_size_ctas_and_workspace_for_one_rank(kind: str, monkeypatch
     sized: list[int] = []
     monkeypatch.setattr("attn_ops.planner.ctas_per_head", lambda _device, heads: sized.append(heads) or 3)
     monkeypatch.setattr(
-        "attn_ops.planner.splits_per_head", lambda _device, problem: sized.append(problem.num_kv_heads) or 4
+        "attn_ops.planner.splits_per_head", lambda _device, problem, _tiles: sized.append(problem.num_kv_heads) or 4
     )
     planner_type, sizes = (DecodePlanner, (5, 40)) if kind == "decode" else (PrefillPlanner, (5, 80, 40))
     one, half = (planner_type(*sizes, page_size=PAGE, **SIZES, head_shards=shards) for shards in (1, 2))

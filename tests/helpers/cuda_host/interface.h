@@ -56,6 +56,9 @@ void wait(std::uint32_t barrier, std::uint32_t parity);
 void load_box(std::uint32_t ctas, std::uint32_t to, const void* map, const int* coordinates, int rank,
               std::uint32_t barrier);  // ctas: a bit mask, 0 for the own one
 
+// 16 bytes to shared memory of the cluster, which complete on a barrier of the same CTA.
+void store_async(std::uint32_t to, const float* x, std::uint32_t barrier);
+
 // ---- WGMMA ----
 
 enum class Operands { kFloat16, kBFloat16, kE4M3 };

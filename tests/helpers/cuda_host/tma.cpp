@@ -81,6 +81,21 @@ void load_box(std::uint32_t mask, std::uint32_t to, const void* map, const int* 
   loads.push_back(std::move(load));
 }
 
+// A write of the phase of its barrier, by the generic proxy. It is there at once; nobody may know that before the phase ends.
+void store_async(std::uint32_t to, const float* x, std::uint32_t address) {
+  const std::uint32_t pc = PC;
+  std::uint32_t offset, of_barrier;
+  Cta& cta = cta_of(to, &offset);
+  Barrier& b = barrier_of(address, pc);
+  if (&cta_of(address, &of_barrier) != &cta) fail("a store to another CTA than its mbarrier's, " + at(pc));
+  if (to % 16) fail("a store of 16 bytes to an unaligned address, " + at(pc));
+  check_shared(cta, offset, 16, "a store", pc);
+  cta.shared.shadow.write(offset, 16, {pc, b.phase + 1, b.entity, false}, self->view, cluster, true, cta.shared.name);
+  std::memcpy(cta.shared.begin + offset, x, 16);
+  b.bytes -= 16;
+  end_phase(b);
+}
+
 void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes) {
   const std::uint32_t pc = PC, offset = from - kSharedBase;
   Cta& cta = *self->cta;
