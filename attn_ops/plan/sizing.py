@@ -93,8 +93,8 @@ def mla_cluster(packed_rows: int) -> int:
 def cluster_splits(sms: int, problem: PlanProblem, tiles: int) -> int:
     """CTAs of a cluster that divide the KV tiles of the same packed rows, if there are ``tiles`` query tiles.
 
-    Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four, an
-    H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one too.
+    Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four,
+    an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one.
     """
     is_cuda_mla = (problem.head_dim_qk, problem.head_dim_vo, problem.num_kv_heads) == (*MLA_HEAD_DIMS, 1)
     if not is_cuda_mla or problem.page_size % KV_BLOCK or problem.split or problem.window:

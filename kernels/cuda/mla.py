@@ -60,7 +60,7 @@ SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
 
 
 def swapped_shared_bytes(splits: int) -> int:
-    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, half of a result, what is sent to it, the rest."""
+    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, half of a result, what is received, the rest."""
     sent = (LATENT // 2 + 2 * 32) * 4 if splits > 1 else 0
     return 2 * _TILE_BYTES + SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + sent + 32) + 512
 

@@ -110,17 +110,7 @@ def balanced_splits(
     split_blocks = NOT_SPLIT
     if first_bucket < BUCKETS:
         split_blocks = fastest_split(
-            num_tiles,
-            lengths,
-            longest,
-            first_bucket,
-            skip,
-            max_splits,
-            wave,
-            CTAS,
-            CLUSTER_SPLITS,
-            TILING,
-            SHARD,
-            TILES,
-        )
+            num_tiles, lengths, longest, first_bucket, skip, max_splits, wave,
+            CTAS, CLUSTER_SPLITS, TILING, SHARD, TILES,
+        )  # fmt: skip
     return longest, first_bucket, skip, split_blocks
