@@ -110,7 +110,7 @@ def query_map(q: Tensor, packed_rows: int = PACKED_ROWS) -> tuple[TensorMap, boo
 
     It is if these are whole rows, or heads of one row.
     """
-    rows, heads, columns = q.shape
+    rows, heads, columns = q.shape[0], int(q.shape[1]), int(q.shape[2])
     boxed = packed_rows % heads == 0 or heads % packed_rows == 0
     blocks = columns // COLUMNS
     box_rows = max(packed_rows // heads, 1) if boxed else 1

@@ -152,7 +152,7 @@ def ragged_map(
     """The map of ragged keys or values. Heads are its outermost dimension. A box has one block of columns."""
     _, token, head = strides
     columns = row_columns(t, row_bytes)
-    shape, boxes = (heads, t.shape[-1] // columns, tokens, columns), (1, 1, box, columns)
+    shape, boxes = (heads, int(t.shape[-1]) // columns, tokens, columns), (1, 1, box, columns)
     return TensorMap(t, shape, (head, columns, token, 1), boxes, columns * t.element_size()), 0, 1
 
 
@@ -179,7 +179,7 @@ def query_map(q: Tensor, group: int) -> tuple[TensorMap, int]:
     """The map of queries, and its rows of a box: 64 packed rows, unless a group does not divide them."""
     box_rows = PACKED_ROWS // group if PACKED_ROWS % group == 0 else 0
     columns = row_columns(q)
-    blocks = q.shape[2] // columns
+    blocks = int(q.shape[2]) // columns
     shape, strides = (blocks, q.shape[0], q.shape[1], columns), (columns, q.stride(0), q.stride(1), 1)
     box = blocks, max(box_rows, 1), group if box_rows else 1, columns
     return TensorMap(q, shape, strides, box, columns * q.element_size()), box_rows
@@ -197,7 +197,7 @@ def launch_tiles(
 ) -> None:
     """Launch the kernel (:data:`attn_ops.kernels.triton.prefill_call.LaunchTiles`)."""
     num_heads, num_kv_heads = x.heads
-    group, dims = num_heads // num_kv_heads, (x.q.shape[2], x.dims[2])
+    group, dims = num_heads // num_kv_heads, (sum(x.dims[:2]), x.dims[2])
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     fp8 = x.k.dtype in FP8

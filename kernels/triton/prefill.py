@@ -486,7 +486,7 @@ def launch_tiles(
     o: AttentionOptions,
 ) -> None:
     """Launch the general kernel (:data:`.prefill_call.LaunchTiles`)."""
-    num_heads, num_kv_heads, dim_a, dim_b, dim_vo = map(int, (*x.heads, *x.dims))  # constants of the kernel
+    num_heads, num_kv_heads, dim_a, dim_b, dim_vo = *x.heads, *x.dims
     group = num_heads // num_kv_heads
     problem = None if plan is None else PlanProblem.of(plan.problem)
     tile = prefill_tile(x.q.device, x.q.dtype, dim_a + dim_b, dim_vo, x.shared, tile_rows * group)

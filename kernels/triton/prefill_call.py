@@ -68,7 +68,7 @@ def attend(
     o: AttentionOptions,
 ) -> None:
     """Write ``out`` and, unless it has no elements, ``lse``."""
-    tile_rows = rows_per_tile(*map(int, x.heads))
+    tile_rows = rows_per_tile(*x.heads)
     num_items = partials = 0
     if plan is not None:
         tile_rows, partials = PlanProblem.of(plan.problem).tile_rows, num_partials(plan)
@@ -80,10 +80,13 @@ def attend(
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, heads: int, at: tuple[int | None, int, int], kv_rows: int) -> Operands:
-    """``at`` are the dimensions of k and v that count pages, tokens and heads; None for no pages."""
-    dim_a, dim_b = split_dim(q.shape[2])
+    """``at`` are the dimensions of k and v that count pages, tokens and heads; None for no pages.
+
+    Head counts and head dims choose kernels: a graph has them as numbers, also where they differ between its calls.
+    """
+    dim_a, dim_b = split_dim(int(q.shape[2]))
     k_strides, v_strides = (tuple(0 if d is None else t.stride(d) for d in at) for t in (k, v))
-    dims, all_heads = (dim_a, dim_b, v.shape[2 if at[0] is None else 3]), (q.shape[1], heads)
+    dims, all_heads = (dim_a, dim_b, int(v.shape[2 if at[0] is None else 3])), (int(q.shape[1]), int(heads))
     return Operands(q, q, k, v, dims, all_heads, k_strides, v_strides, kv_rows)  # type: ignore[arg-type]
 
 

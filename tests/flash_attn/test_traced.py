@@ -250,6 +250,22 @@ def test_compiled_by_inductor_on_a_gpu(name: str) -> None:
             same(compiled(*copies(tensors)), form.call(*copies(tensors)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("of_cache", [False, True], ids=["keys", "cache"])
+def test_heads_and_their_dims_that_change_between_calls(of_cache: bool) -> None:
+    """Dynamo makes them symbols of a graph; each choice of a kernel makes them numbers."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if of_cache:
+            return flash_attn_with_kvcache(q, k, v, cache_seqlens=k.shape[1], causal=True)
+        return flash_attn_func(q, k, v, causal=True)
+
+    compiled = torch.compile(call, fullgraph=True)
+    for heads, dims in (((4, 2), (64, 256)), ((4, 2), (64, 512)), ((6, 6), (64, 64)), ((6, 3), (128, 128))):
+        q, k, v = dense(3, 9, 20, heads=heads, head_dims=dims)
+        expected(list(zip(q, k, v, strict=True)), causal=True).check(compiled(q, k, v).flatten(0, 1))
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the test above")
 def test_compiled_by_inductor() -> None:
     """``test_repeated_plans.py`` has decode."""
