@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
 
 from attn_ops.eager.captured_call import _C, CONSTANT, allocator, index_of, source_of
-from attn_ops.eager.checked_call import CHECKED_CALLS
+from attn_ops.eager.checked_call import CHECKED_CALLS, Bases
 from attn_ops.eager.prepared_call import OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
 
-Source = int | Callable[[Sequence[Tensor]], Any]
+Source = Union[int, "_View", Callable[[Sequence[Tensor]], Any]]
 """Of an op's argument: its place among the tensors of a call, or a function of them all."""
 
 
@@ -42,15 +42,20 @@ def caches_for(device: torch.device, number: int) -> tuple[PreparedCalls, int] |
 
 
 class _BoundOp(NamedTuple):
-    """A checked call of an op without its tensors."""
+    """A checked call of an op without its tensors.
+
+    finalize  makes the result from the outputs; None: they are the result
+    """
 
     function: Callable[..., Any]
     sources: tuple[Source, ...]
     kwargs: dict[str, Any]
+    finalize: Callable[[Any], Any] | None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         args = [tensors[s] if type(s) is int else s(tensors) for s in self.sources]  # type: ignore[operator]
-        return self.function(*args, **self.kwargs)
+        outputs = self.function(*args, **self.kwargs)
+        return outputs if self.finalize is None or outputs is None else self.finalize(outputs)
 
 
 def first_call(
@@ -89,11 +94,13 @@ def _bound(
     by, found = ((), ()) if lookup is None else (lookup.by, lookup.found)
     by_places = [index_of(arguments, t) for t in by]
     binder = _Binder(op_call, arguments, found, constants, set(by_places))
-    ops = [binder.bind(call, function) for call, function in zip(calls, functions, strict=True)]
+    finalizes = [_finalize(op_call, op_call.shape), *[None] * len(op_call.before)]
+    ops = [binder.bind(*each) for each in zip(calls, functions, finalizes, strict=True)]
     unread = {i for i, t in enumerate(arguments) if index_of(arguments, t) == i} - binder.used - set(by_places)
     if None in ops or None in by_places or unread:
         return None
-    (attend, *before), finalize = ops, _finalize(op_call)
+    attend, *before = ops
+    on_bases = binder.on_bases(calls[0])
     find, kept = None if lookup is None else lookup.find, tuple(constants)
 
     def call(tensors: Sequence[Tensor]) -> Any:
@@ -106,24 +113,40 @@ def _bound(
             tensors = (*tensors, *kept)
         for op in before:
             op(tensors)  # type: ignore[misc]
-        outputs = attend(tensors)  # type: ignore[misc]
-        return outputs if finalize is None else finalize(*outputs)
+        result = None if on_bases is None else on_bases(tensors)
+        return attend(tensors) if result is None else result  # type: ignore[misc]
 
     return call
 
 
-def _finalize(op_call: OpCall) -> Callable[..., Any] | None:
-    """What makes the result from the op's outputs. Where it is these, nothing computes."""
-    shape = op_call.shape
-    if op_call.finalize is None or op_call.destinations != (None, None):
-        return op_call.finalize
+def _is_outputs(op_call: OpCall) -> bool:
+    """Whether the result is the op's outputs, or the first, which may have another shape."""
+    return op_call.finalize is not None and op_call.destinations == (None, None)
+
+
+def _finalize(op_call: OpCall, shape: tuple[int, ...] | None) -> Callable[[Any], Any] | None:
+    """What makes the result from outputs, of which the first gets the ``shape``; None if they are the result."""
+    finalize = op_call.finalize
+    if finalize is None:
+        return None
+    if not _is_outputs(op_call):
+        return lambda outputs: finalize(*outputs)
     if op_call.unpack:
-        return _first if shape is None else lambda out, _: out.view(shape)
-    return None if shape is None else lambda out, lse: (out.view(shape), lse)
+        return itemgetter(0) if shape is None else lambda outputs: outputs[0].view(shape)
+    return None if shape is None else lambda outputs: (outputs[0].view(shape), *outputs[1:])
 
 
-def _first(out: Tensor, _: Tensor) -> Tensor:
-    return out
+class _View(NamedTuple):
+    """A view of a tensor of a call, ``ahead`` elements after its first."""
+
+    base: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ahead: int
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        t = tensors[self.base]
+        return t.as_strided(self.shape, self.strides, t.storage_offset() + self.ahead)
 
 
 class _Binder:
@@ -139,15 +162,32 @@ class _Binder:
     ) -> None:
         self.arguments, self.constants, self.by = arguments, constants, by
         self.others = (*found, *constants)
-        self.scratch, self.views = op_call.scratch, op_call.views
+        self.op_call, self.scratch, self.views = op_call, op_call.scratch, op_call.views
         self.used: set[int] = set()
 
-    def bind(self, call: OpCall, function: Callable[..., Any]) -> _BoundOp | None:
+    def bind(self, call: OpCall, function: Callable[..., Any], finalize: Callable[..., Any] | None) -> _BoundOp | None:
         sources = [self._source(x) for x in call.args]
         keywords = flatten_tensors(tuple(call.kwargs.values()))
         if None in sources or any(index_of(self.constants, t) is None for t in keywords):
             return None
-        return _BoundOp(function, tuple(sources), call.kwargs)  # type: ignore[arg-type]
+        return _BoundOp(function, tuple(sources), call.kwargs, finalize)  # type: ignore[arg-type]
+
+    def on_bases(self, call: OpCall) -> _BoundOp | None:
+        """The main call, which can be bound, on :class:`~attn_ops.eager.checked_call.Bases`: its result, or None, which
+        leaves it to the call on views. None if the op has no such function.
+        """
+        tensors, sources = [], []
+        for x in call.args:
+            source = self._source(x)
+            is_view = isinstance(source, _View)
+            tensors.append(self.arguments[source.base] if is_view else x)  # type: ignore[union-attr]
+            sources.append(source.base if is_view else source)  # type: ignore[union-attr]
+        shape = self.op_call.shape if _is_outputs(self.op_call) else None
+        function = CHECKED_CALLS[call.op].check(call.args, call.kwargs, Bases(tensors, shape))
+        if function is None:
+            return None
+        kwargs = {name: x for name, x in call.kwargs.items() if isinstance(x, Tensor)}
+        return _BoundOp(function, tuple(sources), kwargs, _finalize(self.op_call, None))  # type: ignore[arg-type]
 
     def _source(self, x: Any) -> Source | None:
         if isinstance(x, Tensor):
@@ -175,8 +215,4 @@ class _Binder:
         self.used.add(i)
         if base is t:
             return i
-        shape, strides = tuple(t.shape), t.stride()
-        ahead = t.storage_offset() - base.storage_offset()
-        if ahead == 0 and base.is_contiguous() and t.is_contiguous() and base.numel() == t.numel():
-            return lambda tensors: tensors[i].view(shape)
-        return lambda tensors: tensors[i].as_strided(shape, strides, tensors[i].storage_offset() + ahead)
+        return _View(i, tuple(t.shape), t.stride(), int(t.storage_offset() - base.storage_offset()))

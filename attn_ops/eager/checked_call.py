@@ -11,7 +11,7 @@ Frontend  :func:`call_op`, before it too
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.compiler import is_compiling
@@ -20,8 +20,26 @@ from attn_ops.eager.captured_call import _C
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, Undispatched
 
-Check = Callable[[Sequence[Any], dict[str, Any]], Callable[..., Any]]
-"""``check(args, kwargs)`` refuses a call of an op, or returns the function that makes it and others of its key."""
+
+class Bases(NamedTuple):
+    """How a function of this package has the tensors of an op.
+
+    tensors  in the place of the op's arguments, the tensors that they are views of
+    shape    of the first output, if it is another than the op's
+    """
+
+    tensors: Sequence[Any]
+    shape: tuple[int, ...] | None = None
+
+
+class Check(Protocol):
+    """Refuses a call of an op, or returns the function that makes it and others of its key.
+
+    With ``bases``: a function that takes such tensors, and the tensors among the options. It runs no op that autocast
+    changes, reads no workspace, and returns None in calls that it leaves to the other. None if there is none.
+    """
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], bases: Bases | None = None, /) -> Any: ...
 
 
 class CheckedCalls(Undispatched):
@@ -63,7 +81,7 @@ class CheckedCalls(Undispatched):
         return self.check(args, kwargs)(*args, **kwargs)
 
     def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        function = self.check(args, kwargs)
+        function: Callable[..., Any] = self.check(args, kwargs)
         if key is not None:
             if len(self._entries) >= MAX_ENTRIES:
                 self._entries.clear()

@@ -335,18 +335,17 @@ class HasPreparedCalls(Protocol):
 
 
 def _looked_up(
-    prepared_call: Any, lookup: Lookup, arguments: Sequence[Tensor], op_call: OpCall, uncached: Callable[..., Any]
-) -> Callable[..., Any] | None:
+    prepared_call: Any, lookup: Lookup, arguments: Sequence[Tensor], op_call: OpCall
+) -> Callable[[tuple[Tensor, ...]], Any] | None:
     """The prepared call on the arguments of a later call of its key, and on the tensors that are looked up."""
     places = [index_of(arguments, t) for t in lookup.by]
     if None in places or any(t is not None for t in op_call.destinations or ()):
         return None
     find = lookup.find
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = flatten_tensors((*args, *kwargs.values()))
+    def call(tensors: tuple[Tensor, ...]) -> Any:
         found = find(*[tensors[i] for i in places])  # type: ignore[index]
-        return uncached(*args, **kwargs) if found is None else prepared_call.call((*tensors, *found))
+        return NotImplemented if found is None else prepared_call.call((*tensors, *found))
 
     return call
 
@@ -355,13 +354,15 @@ Make = Callable[..., tuple[Executable, list[Tensor], Sequence[Tensor]]]
 """Takes the arguments of a cache: the call, the tensors among its arguments, and constants."""
 
 
+def _not_repeated(_: tuple[Tensor, ...]) -> Any:
+    """Calls of a key that run as written."""
+    return NotImplemented
+
+
 def _cache_of(make: Make, of_method: bool, on_cuda: bool) -> Any:
+    """Its entries take the tensors of a call. If one returns NotImplemented, the call runs as written."""
     entries: dict[Hashable, Any] = {}
-
-    def uncached(*args: Any, **kwargs: Any) -> Any:
-        return make(*args, **kwargs)[0].execute()
-
-    first_call = _first_prepared_call if on_cuda else functools.partial(_first_bound_call, of_method)
+    first_call = _first_prepared_call if on_cuda else _first_bound_call
 
     def on_miss(key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         executable, arguments, constants = make(*args, **kwargs)
@@ -369,50 +370,29 @@ def _cache_of(make: Make, of_method: bool, on_cuda: bool) -> Any:
             return executable.execute()
         if len(entries) >= MAX_ENTRIES:
             entries.clear()
-        result, entry = first_call(executable, arguments, constants, uncached)
-        entries[key] = entry or uncached
+        result, entry = first_call(executable, arguments, constants)
+        entries[key] = entry or _not_repeated
         return result
 
-    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, of_method, on_cuda)
+    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, of_method, on_cuda, False, True)
 
 
 def _first_prepared_call(
-    executable: Executable, arguments: list[Tensor], constants: Sequence[Tensor], uncached: Callable[..., Any]
+    executable: Executable, arguments: list[Tensor], constants: Sequence[Tensor]
 ) -> tuple[Any, Any]:
     op_call = executable.op_call()
     lookup = op_call.lookup
     found = () if lookup is None else lookup.found
     result, prepared_call = op_call.first_call((*arguments, *found), constants)
     if prepared_call is not None and lookup is not None:
-        prepared_call = _looked_up(prepared_call, lookup, arguments, op_call, uncached)
+        prepared_call = _looked_up(prepared_call, lookup, arguments, op_call)
     return result, prepared_call
 
 
-def _first_bound_call(
-    of_method: bool,
-    executable: Executable,
-    arguments: list[Tensor],
-    constants: Sequence[Tensor],
-    uncached: Callable[..., Any],
-) -> tuple[Any, Any]:
+def _first_bound_call(executable: Executable, arguments: list[Tensor], constants: Sequence[Tensor]) -> tuple[Any, Any]:
     from attn_ops.eager.bound_call import first_call  # which imports this module
 
-    made = first_call(executable.op_call(), arguments, constants)
-    if made is None:
-        return executable.execute(), None
-    result, repeat = made
-    if repeat is None:
-        return result, None
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = repeat(flatten_tensors((*args, *kwargs.values())))
-        return uncached(*args, **kwargs) if result is NotImplemented else result
-
-    def call_method(number: int, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = repeat(flatten_tensors((*args, *kwargs.values())))
-        return uncached(number, owner, args, kwargs) if result is NotImplemented else result
-
-    return result, call_method if of_method else call
+    return first_call(executable.op_call(), arguments, constants) or (executable.execute(), None)
 
 
 def _method_cache(method: Callable[..., Executable], on_cuda: bool) -> Any:
@@ -458,10 +438,11 @@ def prepared_function(function: Callable[P, Executable]) -> Callable[P, Any]:
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
         if on_cuda is not None and on_cpu is not None and not is_compiling():
             first = args[0] if args else kwargs.get("q")
-            if getattr(first, "is_cuda", False):
-                return on_cuda(*args, **kwargs)
-            if getattr(first, "is_cpu", False):
-                return on_cpu(*args, **kwargs)
+            if isinstance(first, Tensor):
+                if first.is_cuda:
+                    return on_cuda(*args, **kwargs)
+                if first.is_cpu:
+                    return on_cpu(*args, **kwargs)
         return function(*args, **kwargs).execute()
 
     return call

@@ -69,11 +69,13 @@ class CallCache:
         of_method: bool,
         on_cuda: bool,
         tuple_is_plan: bool = False,
+        takes_tensors: bool = False,
     ) -> None:
         """Make a cache.
 
         Args:
-            entries: ``{key: entry}``, a :class:`PreparedCall` or a function to call with the arguments.
+            entries: ``{key: entry}``, a :class:`PreparedCall` or a function to call with the arguments, or with the
+                tensors.
             grad_mode: part of every key.
             on_miss: ``on_miss(key, args, kwargs)`` makes a call without an entry; ``key`` is None if the call cannot be
                 cached.
@@ -83,6 +85,9 @@ class CallCache:
             on_cuda: the device and whether its stream is captured are part of the key, and tensors of plans by
                 identity; otherwise neither, and these tensors by their sizes, as all others.
             tuple_is_plan: a tuple among the arguments is a plan, as a list is. Otherwise its tensors are arguments.
+            takes_tensors: functions among the entries take the tuple of the call's tensors, those of tuples among the
+                arguments too. If one returns NotImplemented, the call is a miss without a key. So is a call on
+                the CPU with tensors in a list.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -94,4 +99,11 @@ def is_regular(out: Tensor, lse: Tensor) -> bool | None:
     """Whether all numbers of ``out`` are finite, and those of ``lse`` below infinity and not 0.
 
     None if it does not look: at tensors with gaps, or of other dtypes than float32, and bfloat16 of ``out``.
+    """
+
+def contents(tensors: tuple[Tensor, ...], most: int, of_table: bool = False) -> bytes | None:
+    """The numbers of all tensors, one after the other, if they have ``most`` bytes at most.
+
+    None if they have more, or a tensor is not contiguous on the CPU. With ``of_table`` the first are the offsets of a
+    page table, and the last its int32 pages, which are read as far as the last offset says if that is positive.
     """

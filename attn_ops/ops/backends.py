@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attn_ops.eager.checked_call import Bases
 from attn_ops.errors import BackendError, OptionError
 from attn_ops.ops import unsupported
 from attn_ops.ops.fp8_queries import CONVERTED_DTYPE, FP8_QUERY_OPS, QUERY, converting
@@ -72,7 +73,7 @@ class Backend:
 
     name                 what a caller passes as ``backend``; entries of one name are kernels of one backend
     module               has one function per op, of the op's name and signature less ``backend``. The attribute
-                         ``for_key`` of one, if it has it, makes a function of the calls of a key
+                         ``for_key`` of one, if it has it, makes a function of the calls of a key, also for ``bases``
     unsupported_reasons  why it does not run a problem; none if it does
     kernels              op -> kernel, for an entry that has some ops only; None: every op, in plain PyTorch
     specialized          listed under its kernel's name for its ops alone, before the general entry of its backend
@@ -111,11 +112,19 @@ class Backend:
         function = getattr(importlib.import_module(self.module), op)
         return function if self.fp8_queries or op not in FP8_QUERY_OPS else converting(function)
 
-    def for_key(self, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """The implementation for this call and others of its key."""
+    def for_key(
+        self, op: str, args: Sequence[Any], kwargs: dict[str, Any], bases: Bases | None = None
+    ) -> Callable[..., Any] | None:
+        """The implementation for this call and others of its key.
+
+        With ``bases`` one that takes such tensors, and returns None in calls that it leaves to the one without; None if
+        there is none.
+        """
         function = self.implementation(op)
         for_key: Callable[..., Any] | None = getattr(function, "for_key", None)
-        return function if for_key is None else for_key(*args, **kwargs)
+        if for_key is None:
+            return function if bases is None else None
+        return for_key(*args, bases=bases, **kwargs)
 
     def reasons(self, problem: Problem) -> list[str]:
         """The reasons for the problem that its function gets."""

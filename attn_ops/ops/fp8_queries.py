@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.eager.checked_call import Bases
 from attn_ops.eager.launches import record
 
 FP8_QUERY_OPS = frozenset({"batch_prefill", "ragged_prefill", "single_prefill", "block_sparse_prefill"})
@@ -39,8 +40,11 @@ def converting(function: Callable[..., Any]) -> Callable[..., Any]:
 
     for_key = getattr(function, "for_key", None)  # Backend.for_key
 
-    def of_query(q: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return call if q.dtype == QUERY or for_key is None else for_key(q, *args, **kwargs)
+    def of_query(q: Tensor, *args: Any, bases: Bases | None = None, **kwargs: Any) -> Callable[..., Any] | None:
+        if q.dtype == QUERY or for_key is None:
+            return call if bases is None else None
+        found: Callable[..., Any] = for_key(q, *args, bases=bases, **kwargs)
+        return found
 
     call.for_key = of_query  # type: ignore[attr-defined]
     return call

@@ -18,7 +18,7 @@ import torch
 from torch.library import Library
 
 from attn_ops.eager import op_entry
-from attn_ops.eager.checked_call import CHECKED_CALLS, Check, CheckedCalls
+from attn_ops.eager.checked_call import CHECKED_CALLS, Bases, Check, CheckedCalls
 from attn_ops.eager.launches import capture_launches
 from attn_ops.eager.prepared_call import OP_CACHES, OpCache
 from attn_ops.errors import AttnOpsError, OptionError
@@ -55,12 +55,16 @@ def _choose(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Backe
 def _checked(op: str) -> Check:
     """Check the call and choose the backend; the function that it returns runs it."""
 
-    def checked(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        backend, device, options = _choose(op, args, kwargs)
-        function = backend.for_key(op, args, options)
+    def checked(args: Sequence[Any], kwargs: dict[str, Any], bases: Bases | None = None) -> Any:
+        chosen, device, options = _choose(op, args, kwargs)
+        function = chosen.for_key(op, args, options, bases)
+        if function is None or bases is not None:
+            return function
 
         def call(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
-            return _run(function, device, args, kwargs)
+            if torch.is_autocast_enabled(device):
+                return _run(function, device, args, kwargs)
+            return function(*args, **kwargs)
 
         return call
 

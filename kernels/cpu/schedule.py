@@ -1,29 +1,32 @@
 """Which calls of PyTorch's flash attention compute a batch: by the numbers of its plan, which are read on the host.
 
 A :class:`KernelCall` attends for a request, or for successive requests of equal sizes if it needs no mask. It depends
-on numbers alone, so those of a small plan are found by its numbers: the layers of a model share them.
+on numbers alone, so what calls of a key make of those of a small plan is found by its numbers (:class:`Steps`): the
+layers of a model share it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from operator import itemgetter
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from attn_ops.eager.contents import contents
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 
 MAX_ELEMENTS = 1 << 20
 """Elements of the keys of several requests that attend together: they stay in the cache of the CPU."""
 
-MAX_NUMBERS = 1024
-"""Numbers of a plan by which its kernel calls are found."""
+MAX_NUMBERS = 2048
+"""Numbers of a plan by which its steps are found."""
 
 MAX_PLANS = 64
-"""Plans whose kernel calls are kept. All are evicted at the limit."""
+"""Plans whose steps are kept. All are evicted at the limit."""
 
 
 class Sees(NamedTuple):
@@ -211,25 +214,42 @@ class Batch(NamedTuple):
         return cls(num_rows, num_pages, p.page_size, p.max_kv_len, most_tokens, sees)
 
 
-_KEPT: dict[Hashable, tuple[KernelCall, ...]] = {}
-
-
-def of_plan(plan: DecodePlan | PrefillPlan, batch: Batch) -> Sequence[KernelCall]:
+def of_plan(plan: DecodePlan | PrefillPlan, batch: Batch) -> Iterator[KernelCall]:
     """The kernel calls of a plan. Rows that see no key are in none."""
     starts, kv_len, numbers = plan.kv_indptr.tolist(), plan.kv_len.tolist(), plan.kv_indices
     rows = tuple(plan.qo_indptr.tolist()) if isinstance(plan, PrefillPlan) else range(batch.num_rows + 1)
     if 0 < starts[-1] < numbers.shape[0]:  # the others are unused
         numbers = numbers[: starts[-1]]
-    if len(starts) + numbers.shape[0] > MAX_NUMBERS:
-        return tuple(_kernel_calls(rows, starts, kv_len, numbers, batch))
-    key = batch, rows, tuple(starts), tuple(kv_len), tuple(numbers.tolist())
-    calls = _KEPT.get(key)
-    if calls is None:
-        if len(_KEPT) >= MAX_PLANS:
-            _KEPT.clear()
-        with torch.inference_mode(False):  # other calls take them too
-            calls = _KEPT[key] = tuple(_kernel_calls(rows, starts, kv_len, numbers, batch))
-    return calls
+    return _kernel_calls(rows, starts, kv_len, numbers, batch)
+
+
+T = TypeVar("T")
+
+_KEPT: dict[Hashable, tuple[object, ...]] = {}
+
+
+class Steps(Generic[T]):
+    """What ``make`` makes of the kernel calls of a plan, for calls of a key. ``kind`` is the type of the plan."""
+
+    def __init__(self, kind: type[DecodePlan | PrefillPlan], batch: Batch, make: Callable[[KernelCall], T]) -> None:
+        self.kind, self.batch, self.make = kind, batch, make
+        names = ("kv_indptr", "kv_len", *(("qo_indptr",) if kind is PrefillPlan else ()), "kv_indices")
+        self.read = itemgetter(*map(kind._fields.index, names))
+
+    def of(self, plan: Sequence[Tensor]) -> tuple[T, ...]:
+        numbers = contents(self.read(plan), 4 * MAX_NUMBERS, True)
+        if numbers is None:
+            return self._make(plan)
+        steps = _KEPT.get((self, numbers))
+        if steps is None:
+            if len(_KEPT) >= MAX_PLANS:
+                _KEPT.clear()
+            with torch.inference_mode(False):  # other calls take them too
+                steps = _KEPT[self, numbers] = self._make(plan)
+        return steps  # type: ignore[return-value]
+
+    def _make(self, plan: Sequence[Tensor]) -> tuple[T, ...]:
+        return tuple(map(self.make, of_plan(self.kind(*plan), self.batch)))
 
 
 def _kernel_calls(

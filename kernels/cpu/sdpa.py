@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from attn_ops.kernels import reference
 from attn_ops.kernels.cpu import schedule
-from attn_ops.kernels.cpu.schedule import Batch, KernelCall, Pages, Sees
+from attn_ops.kernels.cpu.schedule import Batch, KernelCall, Pages, Sees, Steps
 from attn_ops.kernels.reference.append import as_nhd, bits
 from attn_ops.kernels.reference.attention import saturate
 from torch import Tensor
 
-from attn_ops.eager.captured_call import _C
+from attn_ops.eager.captured_call import _C, reinterpret
+from attn_ops.eager.checked_call import Bases
 from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
@@ -61,51 +62,103 @@ NO_LSE = torch.empty(0, dtype=torch.float32, device="cpu")
 """Of calls that do not ask for it."""
 
 Result = tuple[Tensor, Tensor]
-"""Output ``[rows, num_qo_heads, dim]`` and LSE ``[rows, num_qo_heads]``, or with heads as ``[num_kv_heads, group]``."""
+"""Output and natural LSE. Those of the kernel are ``[requests, heads, rows, ...]``."""
 
-Keys = Callable[[KernelCall], tuple[Tensor, Tensor]]
-"""The keys and values of a kernel call's ``N`` requests, ``[N, num_kv_heads, L, dim]``."""
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, requests: int, scale: float, mask: Tensor | None = None, causal: bool = False
-) -> Result:
-    """Output and natural LSE of ``q [rows, num_qo_heads, dim]`` over the keys of ``requests``."""
-    (rows, num_qo_heads, dim), num_kv_heads = q.shape, k.shape[1]
-    group = num_qo_heads // num_kv_heads
-    if rows == requests and not causal and mask is None:
-        # the query heads of a KV head become rows, since all rows see the same keys: they are read once
-        out, lse = FLASH(q.view(requests, num_kv_heads, group, dim), k, v, scale=scale)
-        return out.flatten(1, 2), lse
-    if group == 1 or causal or mask is not None:
-        if requests == 1:
-            out, lse = FLASH(q.transpose(0, 1).unsqueeze(0), k, v, is_causal=causal, attn_mask=mask, scale=scale)
-            return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
-        q = q.view(requests, -1, num_qo_heads, dim).transpose(1, 2)
-        out, lse = FLASH(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
-        return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-    q = q.view(requests, -1, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
-    out, lse = FLASH(q, k, v, scale=scale)
-    heads = requests, num_kv_heads, rows // requests, group
-    out, lse = out.view(*heads, -1).transpose(1, 2), lse.view(heads).transpose(1, 2)
-    return out.reshape(rows, num_qo_heads, -1), lse.reshape(rows, num_qo_heads)
+Take = Callable[[Tensor], Tensor]
 
 
-def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, requests: int, scale: float, causal: bool) -> Result:
-    """:func:`_flash` of a query in float32, and keys and values of any dtype. Those of some KV heads are converted at a
-    time: they stay in the cache of the CPU.
+class View(NamedTuple):
+    """A view of the memory of another tensor: sizes, strides, and how far ahead of it it begins."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    ahead: int
+
+    @classmethod
+    def of(cls, t: Tensor, base: Tensor) -> View:
+        """``t`` as a view of ``base``, which is in the same memory."""
+        return cls(tuple(t.shape), t.stride(), int(t.storage_offset() - base.storage_offset()))
+
+    def taker(self) -> Take:
+        """What takes the view of another base."""
+        size, strides, ahead = self
+        return lambda base: reinterpret(base, size, strides, ahead)
+
+
+class Layout:
+    """How the kernel sees the query rows of a kernel call, and what it returns.
+
+    Its tensors are ``[requests, heads, rows, dim]``. If all rows of a request see the same keys, the query heads of a
+    KV head become rows: the keys are read once.
     """
-    (_, num_kv_heads, length, dim), group = k.shape, q.shape[1] // k.shape[1]
-    step = max(1, CONVERTED_ELEMENTS // (requests * length * dim))
+
+    def __init__(self, call: KernelCall, query: View, num_kv_heads: int) -> None:
+        (_, heads, dim), (row, head, element) = query.size, query.strides
+        requests, rows, group = call.requests, call.rows // call.requests, heads // num_kv_heads
+        self.heads, self.rows_of_kv_head = heads, rows * group
+        self.split = (requests, num_kv_heads, rows, group)
+        self.heads_are_rows = not call.causal and call.window is None and (rows == 1 or group > 1)
+        size: tuple[int, ...] = requests, heads, rows, dim
+        strides: tuple[int, ...] = rows * row, head, row, element
+        self.merges = self.heads_are_rows and rows > 1
+        if self.merges:
+            size, strides = (*self.split, dim), (rows * row, group * head, row, head, element)
+        elif self.heads_are_rows:
+            size, strides = (requests, num_kv_heads, rows * group, dim), (rows * row, group * head, head, element)
+        take = View(size, strides, query.ahead + call.first * row).taker()
+        self.query = (lambda base: take(base).flatten(2, 3)) if self.merges else take
+
+    def rows(self, out: Tensor, shape: Sequence[int]) -> Tensor:
+        """The output ``[rows, num_qo_heads, dim]`` in a shape of as many elements."""
+        if not self.heads_are_rows:
+            out = out.transpose(1, 2)
+        elif self.merges:
+            out = out.view(*self.split, -1).transpose(1, 2)
+        return out.reshape(shape)
+
+    def lse_rows(self, lse: Tensor) -> Tensor:
+        """``[rows, num_qo_heads]``."""
+        return (lse.view(self.split) if self.heads_are_rows else lse).transpose(1, 2).reshape(-1, self.heads)
+
+
+Inputs = tuple[Tensor, Any, Tensor | None]
+"""The query of a call, and its caches of keys and of values. Of MLA both caches, and None: the values are the keys."""
+
+
+class Step(NamedTuple):
+    """A kernel call of a key, and how its keys and values are read of :data:`Inputs`.
+
+    rows  that need no mask
+    """
+
+    call: KernelCall
+    layout: Layout
+    keys: Callable[[Any], Tensor]
+    values: Take | None
+    rows: int
+
+    def take(self, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """The query, keys and values of the kernel, ``[requests, heads, rows, dim]``."""
+        _, layout, keys, values, _ = self
+        q, of_keys, of_values = x
+        k = keys(of_keys)
+        return layout.query(q), k, k if values is None else values(of_values)  # type: ignore[arg-type]
+
+
+def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
+    """The kernel on tensors of any dtype. Those of some KV heads are converted at a time: they stay in the cache of the
+    CPU.
+    """
+    requests, num_kv_heads, length, dim = k.shape
+    step, group = max(1, CONVERTED_ELEMENTS // (requests * length * dim)), q.shape[1] // num_kv_heads
     if step >= num_kv_heads:
-        return _flash(q, *_in_float32(k, v), requests, scale, None, causal)
+        return FLASH(q.float(), *_in_float32(k, v), is_causal=causal, scale=scale)
     parts = []
     for head in range(0, num_kv_heads, step):
         keys = k[:, head : head + step]
         of_heads = _in_float32(keys, keys if k is v else v[:, head : head + step])
-        queries = q[:, head * group : (head + step) * group].contiguous()
-        out, lse = _flash(queries, *of_heads, requests, scale, None, causal)
-        parts.append((out, lse.flatten(1)))
+        queries = q[:, head * group : (head + step) * group].float()
+        parts.append(FLASH(queries, *of_heads, is_causal=causal, scale=scale))
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
@@ -114,22 +167,22 @@ def _in_float32(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, keys if k is v else v.float()
 
 
-def _unmasked(q: Tensor, call: KernelCall, keys: Keys, scale: float, exact: bool) -> Result:
-    """Output and LSE of the rows ``q [rows, num_qo_heads, dim]`` of a call. The output is float32, or unless ``exact``
-    bfloat16.
-    """
-    k, v = keys(call)
-    as_bfloat16 = not exact and q.shape[0] * q.shape[1] <= BFLOAT16_ROWS * call.requests * k.shape[1]
+def _unmasked(x: Inputs, step: Step, scale: float, exact: bool) -> Result:
+    """What the kernel returns for a step: its output is float32, or unless ``exact`` bfloat16."""
+    q, k, v = step.take(x)
+    as_bfloat16 = not exact and step.layout.rows_of_kv_head <= BFLOAT16_ROWS
     if q.dtype == k.dtype == v.dtype == (torch.bfloat16 if as_bfloat16 else torch.float32):
-        return _flash(q, k, v, call.requests, scale, None, call.causal)
-    return _flash_in_float32(q.float(), k, v, call.requests, scale, call.causal)
+        return FLASH(q, k, v, 0.0, step.call.causal, scale=scale)
+    return _flash_in_float32(q, k, v, scale, step.call.causal)
 
 
-def _masked(q: Tensor, call: KernelCall, keys: Keys, scale: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """``(row, out, lse)`` of blocks of the rows of a call, which see different keys. ``row`` is the first of each."""
+def _masked(x: Inputs, step: Step, scale: float) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """``(row, out, lse)`` of the kernel for blocks of a step's rows, which see different keys. ``row`` is the first."""
+    call = step.call
     window, rows, begin = call.window, call.rows, call.begin
     assert window is not None
-    q, (k, v) = q.float(), _in_float32(*keys(call))
+    query, k, v = step.take(x)
+    query, (k, v) = query.float(), _in_float32(k, v)
     most_keys = min(call.end - begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
     of_block = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
     for row in range(0, rows, of_block):
@@ -137,22 +190,22 @@ def _masked(q: Tensor, call: KernelCall, keys: Keys, scale: float) -> Iterator[t
         (key, _), (_, last) = window.seen(position, end - row)
         tokens = slice(key - begin, last - begin)
         mask = window.mask(end - row, last - key, position - key)
-        yield row, *_flash(q[row:end], k[:, :, tokens], v[:, :, tokens], 1, scale, mask)
+        yield row, *FLASH(query[:, :, row:end], k[:, :, tokens], v[:, :, tokens], attn_mask=mask, scale=scale)
 
 
-def _collect(q: Tensor, calls: Sequence[KernelCall], keys: Keys, scale: float, head_dim_vo: int, exact: bool) -> Result:
-    """Output and LSE of all rows of ``q``, as :func:`_unmasked` of one call: 0 and -inf in rows of none."""
-    out = torch.zeros((*q.shape[:2], head_dim_vo), dtype=torch.float32, device="cpu")
+def _collect(x: Inputs, steps: Sequence[Step], form: Form, scale: float) -> Result:
+    """Output and LSE of all rows of a query, ``[rows, num_qo_heads, ...]``: 0 and -inf in rows of no step."""
+    out = torch.zeros((form.rows, form.num_qo_heads, form.head_dim_vo), dtype=torch.float32, device="cpu")
     lse = out.new_full(out.shape[:2], -math.inf)
-    for call in calls:
-        queries = q[call.first : call.first + call.rows]
-        if call.window is None:
-            blocks: Iterable[tuple[int, Tensor, Tensor]] = ((0, *_unmasked(queries, call, keys, scale, exact)),)
+    for step in steps:
+        if step.rows:
+            blocks: Iterable[tuple[int, Tensor, Tensor]] = ((0, *_unmasked(x, step, scale, form.exact)),)
         else:
-            blocks = _masked(queries, call, keys, scale)
+            blocks = _masked(x, step, scale)
         for row, of_block, lse_of_block in blocks:
-            block = slice(call.first + row, call.first + row + of_block.shape[0])
-            out[block], lse[block] = of_block[..., :head_dim_vo], lse_of_block.flatten(1)
+            rows = step.layout.rows(of_block, (-1, form.num_qo_heads, of_block.shape[-1]))
+            block = slice(step.call.first + row, step.call.first + row + rows.shape[0])
+            out[block], lse[block] = rows[..., : form.head_dim_vo], step.layout.lse_rows(lse_of_block)
     return out, lse
 
 
@@ -160,6 +213,7 @@ class Form(NamedTuple):
     """What the calls of a key have in common.
 
     rows         of the query
+    num_qo_heads of the query
     sees         which keys a row sees
     scale        of the logits, but for that of ``kv_scale``
     dtype        of the output
@@ -167,53 +221,76 @@ class Form(NamedTuple):
     return_lse   the call asks for the LSE
     exact        the kernel computes in float32. It may compute a call of bfloat16 alone in bfloat16, with weights as
                  other kernels round them, but the LSE is then less exact
+    shape        of the output of one step for all rows
+    last_shape   of the output in the end, if that is another
     """
 
     rows: int
+    num_qo_heads: int
     sees: Sees
     scale: float
     dtype: torch.dtype
     head_dim_vo: int
     return_lse: bool
     exact: bool
+    shape: tuple[int, ...]
+    last_shape: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, q: Tensor, head_dim: int, head_dim_vo: int, return_lse: bool, o: AttentionOptions) -> Form:
+    def of(
+        cls,
+        q: Tensor,
+        head_dim: int,
+        head_dim_vo: int,
+        return_lse: bool,
+        o: AttentionOptions,
+        shape: tuple[int, ...] | None,
+    ) -> Form:
         scale, dtype = 1 / math.sqrt(head_dim) if o.sm_scale is None else o.sm_scale, o.out_dtype or q.dtype
         rescaled = o.sinks is not None or o.kv_scale is not None
         exact = return_lse or rescaled or not q.dtype == dtype == torch.bfloat16
         sees = Sees(o.causal, o.window_left, o.window_right)
-        return cls(q.shape[0], sees, scale, dtype, head_dim_vo, return_lse, exact)
+        rows, heads = q.shape[:2]
+        if shape is not None and o.sinks is None and head_dim == head_dim_vo:
+            of_step, shape = shape, None
+        else:
+            of_step = rows, heads, -1
+        return cls(rows, heads, sees, scale, dtype, head_dim_vo, return_lse, exact, of_step, shape)
 
 
 def _attend(
-    form: Form, q: Tensor, calls: Sequence[KernelCall], keys: Keys, sinks: Tensor | None, kv_scale: Tensor | None
+    form: Form, x: Inputs, steps: Sequence[Step], sinks: Tensor | None, kv_scale: Tensor | None
 ) -> Result | None:
-    """``out [rows, num_qo_heads, head_dim_vo]`` and ``lse [rows, num_qo_heads]``; None if the reference may differ."""
-    rows, _, scale, dtype, head_dim_vo, return_lse, exact = form
-    factor = 1.0
+    """The op's output, in the form's shape, and LSE; None if the reference may differ."""
+    rows, _, _, scale, dtype, head_dim_vo, return_lse, exact, shape, last_shape = form
+    factor, layout = 1.0, None
     if kv_scale is not None:
         of_keys, factor = kv_scale.tolist()
         scale *= of_keys
-    call = calls[0] if len(calls) == 1 else None
-    if call is not None and call.rows == rows and call.window is None:
-        out, lse = _unmasked(q, call, keys, scale, exact)
-        if out.shape[-1] != head_dim_vo:
-            out = out[..., :head_dim_vo]
+    if len(steps) == 1 and steps[0].rows == rows:
+        layout = steps[0].layout
+        out, lse = _unmasked(x, steps[0], scale, exact)
     else:
-        out, lse = _collect(q, calls, keys, scale, head_dim_vo, exact)
+        out, lse = _collect(x, steps, form, scale)
     if factor != 1.0:
         out *= factor
     if not _is_regular(out, lse):
         return None
-    if sinks is not None:
-        lse = lse.flatten(1)
-        with_sink = torch.logaddexp(lse, sinks)
-        out *= torch.where(lse == -math.inf, 0.0, (lse - with_sink).exp())[..., None]
-        lse = with_sink
-        if not float(lse.amax()) < math.inf:
-            return None
-    lse = (lse.flatten(1) * LOG2E).contiguous() if return_lse else NO_LSE
+    if layout is None:
+        out = out.view(shape)
+    else:
+        out = layout.rows(out if x[2] is not None else out[..., :head_dim_vo], shape)
+    if return_lse or sinks is not None:
+        lse = lse if layout is None else layout.lse_rows(lse)
+        if sinks is not None:
+            with_sink = torch.logaddexp(lse, sinks)
+            out *= torch.where(lse == -math.inf, 0.0, (lse - with_sink).exp())[..., None]
+            lse = with_sink
+            if not float(lse.amax()) < math.inf:
+                return None
+    if last_shape is not None:
+        out = out.view(last_shape)
+    lse = (lse * LOG2E).contiguous() if return_lse else NO_LSE
     return (out if out.dtype == dtype else saturate(out, dtype)).contiguous(), lse
 
 
@@ -256,28 +333,28 @@ GATHERED = Gathered()
 
 class Reader:
     """Reads the tokens of kernel calls from caches of one form, which ``as_pages`` takes as ``[pages, page_size,
-    num_kv_heads, dim]``. Those of keys have ``place`` 0, of values 1.
+    num_kv_heads, dim]``, as views of ``base``. Those of keys have ``place`` 0, of values 1.
     """
 
-    def __init__(self, cache: Tensor, as_pages: Callable[[Tensor], Tensor], place: int) -> None:
-        pages = as_pages(cache)
-        self.as_pages, self.place, self.num_pages = as_pages, place, pages.shape[0]
-        self.page_size, self.heads, self.dim = pages.shape[1:]
-        self.page, token, self.head, self.element = pages.stride()
+    def __init__(self, cache: Tensor, base: Tensor, as_pages: Callable[[Tensor], Tensor], place: int) -> None:
+        pages = View.of(as_pages(cache), base)
+        self.take_pages, self.ahead, self.place = pages.taker(), pages.ahead, place
+        self.num_pages, self.page_size, self.heads, self.dim = pages.size
+        self.page, token, self.head, self.element = pages.strides
         self.token = self.page if self.page_size == 1 else token
         self.is_row = self.page == self.page_size * self.token
 
-    def __call__(self, cache: Tensor, call: KernelCall) -> Tensor:
-        """``[requests, num_kv_heads, L, dim]``: a view if the pages of each request are in a row."""
+    def __call__(self, call: KernelCall) -> Take:
+        """What takes ``[requests, num_kv_heads, L, dim]`` of a base: a view if each request's pages are in a row."""
         requests, pages, number, skipped = call.requests, call.pages, call.end - call.begin, call.begin % self.page_size
         if pages.first is not None and (self.is_row or pages.per_request == 1):
-            offset = cache.storage_offset() + pages.first * self.page + skipped * self.token
+            ahead = self.ahead + pages.first * self.page + skipped * self.token
             strides = pages.stride * self.page, self.head, self.token, self.element
-            return cache.as_strided((requests, self.heads, number, self.dim), strides, offset)
-        return self._gather(self.as_pages(cache), requests, pages, slice(skipped, skipped + number))
+            return View((requests, self.heads, number, self.dim), strides, ahead).taker()
+        return functools.partial(self._gather, requests, pages, slice(skipped, skipped + number))
 
-    def _gather(self, cache: Tensor, requests: int, pages: Pages, tokens: slice) -> Tensor:
-        count, numbers, first, stride = pages
+    def _gather(self, requests: int, pages: Pages, tokens: slice, base: Tensor) -> Tensor:
+        cache, (count, numbers, first, stride) = self.take_pages(base), pages
         if count == 1:  # of a single page no more than its tokens are copied
             cache, tokens = cache[:, tokens], slice(None)
         if first is not None and stride == count:
@@ -295,21 +372,23 @@ Run = Callable[..., Result | None]
 
 
 def _by_key(make: Callable[..., Run]) -> Callable[..., Result]:
-    """The op whose calls of the key of a call ``make`` returns. ``for_key`` returns them too, by the reference if need
-    be.
+    """The op whose calls of the key of a call ``make`` returns. ``for_key`` returns them too.
+
+    ``make`` takes :class:`Bases` before the call, and what it returns takes such tensors. ``for_key`` with ``bases`` is
+    the same, without them a function of the op's own tensors, which the reference computes if need be.
     """
     name = make.__name__
 
-    def for_key(*args: Any, **kwargs: Any) -> Callable[..., Result]:
-        run = make(*args, **kwargs)
+    def for_key(*args: Any, bases: Bases | None = None, **kwargs: Any) -> Run:
+        run = make(bases or Bases(args), *args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Result:
             return run(*args, **kwargs) or getattr(reference, name)(*args, **kwargs)
 
-        return call
+        return call if bases is None else run
 
     @functools.wraps(make)
-    def op(*args: Any, **kwargs: Any) -> Result:
+    def op(*args: Any, **kwargs: Any) -> Any:
         return for_key(*args, **kwargs)(*args, **kwargs)
 
     op.for_key = for_key  # type: ignore[attr-defined]
@@ -326,7 +405,9 @@ def _has_keys(plan: DecodePlan | PrefillPlan, q: Tensor, num_pages: int) -> bool
 
 
 def _planned(
-    planned: DecodePlan | PrefillPlan,
+    kind: type[DecodePlan | PrefillPlan],
+    bases: Bases,
+    plan: Sequence[Tensor],
     q: Tensor,
     caches: tuple[Tensor, Tensor],
     as_pages: Callable[[Tensor], Tensor],
@@ -334,32 +415,56 @@ def _planned(
     options: dict[str, Any],
 ) -> Run:
     """By a plan, over caches that ``as_pages`` takes as ``[pages, page_size, num_kv_heads, dim]``."""
-    form = Form.of(q, q.shape[2], caches[1].shape[-1], return_lse, AttentionOptions(**options))
-    read_keys, read_values = (Reader(cache, as_pages, i) for i, cache in enumerate(caches))
-    if not _has_keys(planned, q, read_keys.num_pages):
+    form = Form.of(q, q.shape[2], caches[1].shape[-1], return_lse, AttentionOptions(**options), bases.shape)
+    (of_q, *of_caches), planned = bases.tensors[:3], kind(*plan)
+    query = View.of(q, of_q)
+    readers = [Reader(cache, base, as_pages, i) for i, (cache, base) in enumerate(zip(caches, of_caches, strict=True))]
+    if not _has_keys(planned, q, readers[0].num_pages):
         return _left_to_reference
-    kind = type(planned)
-    batch = Batch.of(planned.problem, form.rows, read_keys.num_pages, form.sees)
+    steps = _steps(planned, form, readers, functools.partial(_step, query, readers))
 
     def run(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: list[Tensor],
+        plan: Sequence[Tensor],
         workspace: Tensor,
         *,
         sinks: Tensor | None = None,
         kv_scale: Tensor | None = None,
         **_: Any,
     ) -> Result | None:
-        calls = schedule.of_plan(kind(*plan), batch)
-        return _attend(form, q, calls, lambda call: (read_keys(k, call), read_values(v, call)), sinks, kv_scale)
+        return _attend(form, (q, k, v), steps.of(plan), sinks, kv_scale)
 
     return run
 
 
+def _step(query: View, readers: Sequence[Reader], call: KernelCall) -> Step:
+    keys, values = (read(call) for read in readers)
+    return Step(call, Layout(call, query, readers[0].heads), keys, values, 0 if call.window else call.rows)
+
+
+def _mla_step(query: View, readers: Sequence[Reader], call: KernelCall) -> Step:
+    """The keys ``[ckv, kpe]`` are the values too."""
+    reads = [read(call) for read in readers]
+
+    def keys(caches: tuple[Tensor, Tensor]) -> Tensor:
+        parts = [bits(read(cache)) for read, cache in zip(reads, caches, strict=True)]
+        return torch.cat(parts, -1).view(caches[0].dtype)
+
+    return Step(call, Layout(call, query, readers[0].heads), keys, None, 0 if call.window else call.rows)
+
+
+def _steps(
+    plan: DecodePlan | PrefillPlan, form: Form, readers: Sequence[Reader], make: Callable[[KernelCall], Step]
+) -> Steps[Step]:
+    batch = Batch.of(plan.problem, form.rows, readers[0].num_pages, form.sees)
+    return Steps(type(plan), batch, make)
+
+
 @_by_key
 def batch_decode(
+    bases: Bases,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -371,11 +476,12 @@ def batch_decode(
     **options: Any,
 ) -> Run:
     as_pages = functools.partial(as_nhd, kv_layout=kv_layout)
-    return _planned(DecodePlan(*plan), q, (k_cache, v_cache), as_pages, return_lse, options)
+    return _planned(DecodePlan, bases, plan, q, (k_cache, v_cache), as_pages, return_lse, options)
 
 
 @_by_key
 def batch_prefill(
+    bases: Bases,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -387,7 +493,7 @@ def batch_prefill(
     **options: Any,
 ) -> Run:
     as_pages = functools.partial(as_nhd, kv_layout=kv_layout)
-    return _planned(PrefillPlan(*plan), q, (k_cache, v_cache), as_pages, return_lse, options)
+    return _planned(PrefillPlan, bases, plan, q, (k_cache, v_cache), as_pages, return_lse, options)
 
 
 def _tokens(t: Tensor, kv_layout: str) -> Tensor:
@@ -396,6 +502,7 @@ def _tokens(t: Tensor, kv_layout: str) -> Tensor:
 
 @_by_key
 def ragged_prefill(
+    bases: Bases,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -409,11 +516,12 @@ def ragged_prefill(
     def as_pages(t: Tensor) -> Tensor:
         return _tokens(t, kv_layout).unsqueeze(1)
 
-    return _planned(PrefillPlan(*plan), q, (k, v), as_pages, return_lse, options)
+    return _planned(PrefillPlan, bases, plan, q, (k, v), as_pages, return_lse, options)
 
 
 @_by_key
 def batch_mla(
+    bases: Bases,
     q_nope: Tensor,
     q_pe: Tensor,
     ckv_cache: Tensor,
@@ -427,53 +535,64 @@ def batch_mla(
 ) -> Run:
     """The keys ``[ckv, kpe]`` are the values too: columns past ``ckv`` of the output are dropped."""
     o = AttentionOptions(sm_scale=MLA_SM_SCALE if sm_scale is None else sm_scale, **options)
-    form = Form.of(q_nope, 0, ckv_cache.shape[-1], return_lse, o)
-    readers = [Reader(cache, lambda t: t.unsqueeze(2), i) for i, cache in enumerate((ckv_cache, kpe_cache))]
-    num_pages = readers[0].num_pages
-    if not _has_keys(PrefillPlan(*plan), q_nope, num_pages):
+    form = Form.of(q_nope, 0, ckv_cache.shape[-1], return_lse, o, bases.shape)
+    given = list(zip((q_nope, q_pe, ckv_cache, kpe_cache), bases.tensors, strict=False))
+    take_nope, take_pe = (View.of(t, base).taker() for t, base in given[:2])
+    readers = [Reader(cache, base, lambda t: t.unsqueeze(2), i) for i, (cache, base) in enumerate(given[2:])]
+    planned = PrefillPlan(*plan)
+    if not _has_keys(planned, q_nope, readers[0].num_pages):
         return _left_to_reference
-    batch = Batch.of(PrefillPlan(*plan).problem, form.rows, num_pages, form.sees)
+    rows, heads, dim = *q_nope.shape[:2], q_nope.shape[2] + q_pe.shape[2]
+    query = View((rows, heads, dim), (heads * dim, dim, 1), 0)  # both parts, which each call joins
+    steps = _steps(planned, form, readers, functools.partial(_mla_step, query, readers))
 
     def run(
         q_nope: Tensor,
         q_pe: Tensor,
         ckv: Tensor,
         kpe: Tensor,
-        plan: list[Tensor],
+        plan: Sequence[Tensor],
         workspace: Tensor,
         *,
         sinks: Tensor | None = None,
         kv_scale: Tensor | None = None,
         **_: Any,
     ) -> Result | None:
-        def keys_of(call: KernelCall) -> tuple[Tensor, Tensor]:
-            parts = (bits(read(cache, call)) for read, cache in zip(readers, (ckv, kpe), strict=True))
-            keys = torch.cat(tuple(parts), -1).view(ckv.dtype)
-            return keys, keys
-
-        calls = schedule.of_plan(PrefillPlan(*plan), batch)
-        return _attend(form, torch.cat((q_nope, q_pe), -1), calls, keys_of, sinks, kv_scale)
+        if torch.is_autocast_enabled("cpu"):  # it changes torch.cat
+            return None
+        q = torch.cat((take_nope(q_nope), take_pe(q_pe)), -1)
+        return _attend(form, (q, (ckv, kpe), None), steps.of(plan), sinks, kv_scale)
 
     return run
 
 
 @_by_key
 def single_prefill(
-    q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
+    bases: Bases,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    **options: Any,
 ) -> Run:
     def as_pages(t: Tensor) -> Tensor:
         return _tokens(t, kv_layout).unsqueeze(0)
 
-    form = Form.of(q, q.shape[2], v.shape[-1], return_lse, AttentionOptions(**options))
-    read_keys, read_values = Reader(k, as_pages, 0), Reader(v, as_pages, 1)
-    if q.shape[0] == 0 or read_keys.page_size == 0:
+    form = Form.of(q, q.shape[2], v.shape[-1], return_lse, AttentionOptions(**options), bases.shape)
+    of_q, *of_kv = bases.tensors
+    query = View.of(q, of_q)
+    readers = [Reader(t, base, as_pages, i) for i, (t, base) in enumerate(zip((k, v), of_kv, strict=True))]
+    length = readers[0].page_size
+    if q.shape[0] == 0 or length == 0:
         return _left_to_reference
-    call = schedule.of_request(form.rows, read_keys.page_size, form.sees)
-    calls = () if call is None else (call,)
+    call = schedule.of_request(form.rows, length, form.sees)
+    steps = () if call is None else (_step(query, readers, call),)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, kv_scale: Tensor | None = None, **_: Any
     ) -> Result | None:
-        return _attend(form, q, calls, lambda call: (read_keys(k, call), read_values(v, call)), sinks, kv_scale)
+        return _attend(form, (q, k, v), steps, sinks, kv_scale)
 
     return run

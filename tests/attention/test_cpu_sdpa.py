@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -125,9 +125,9 @@ def test_requests_that_attend_together_are_bounded(monkeypatch: pytest.MonkeyPat
     sizes = []
     read = sdpa.Reader.__call__
 
-    def observed(self: sdpa.Reader, cache: torch.Tensor, call: schedule.KernelCall) -> torch.Tensor:
+    def observed(self: sdpa.Reader, call: schedule.KernelCall) -> Callable[[torch.Tensor], torch.Tensor]:
         sizes.append(call.requests)
-        return read(self, cache, call)
+        return read(self, call)
 
     monkeypatch.setattr(sdpa.Reader, "__call__", observed)
     for elements, groups in ((5 * 20 * token, [5]), (2 * 20 * token + 1, [2, 2, 1]), (1, [1] * 5)):
@@ -276,7 +276,7 @@ def _first_keys(setup: Setup, cache: torch.Tensor) -> torch.Tensor:
     """What the first call of the kernel reads of ``cache``, NHD."""
     plan = setup.planner.state
     batch = schedule.Batch.of(plan.problem, setup.q.shape[0], cache.shape[0], schedule.Sees(False, -1, -1))
-    return sdpa.Reader(cache, lambda t: t, 0)(cache, schedule.of_plan(plan, batch)[0])
+    return sdpa.Reader(cache, cache, lambda t: t, 0)(next(schedule.of_plan(plan, batch)))(cache)
 
 
 def test_a_page_that_is_longer_than_its_tokens_is_read_as_far_as_they_go() -> None:

@@ -279,6 +279,41 @@ def test_functions_of_one_request(return_lse: bool) -> None:
         expected([(q[:1], k, v)]).check(out, lse)
 
 
+def test_tensors_in_a_list_run_as_written() -> None:
+    function = Function(lambda *given: (*given[:2], *given[2]))
+    for _ in range(3):
+        v_a, s_a, v_b, s_b = states()
+        assert function.check(v_a, s_a, [v_b, s_b]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_does_not_reach_into_a_bound_call(dtype: torch.dtype) -> None:
+    q, k, v = (t.to(dtype) for t in (torch.randn(5, 4, 16), *torch.randn(2, 9, 2, 16)))
+    calls: list[Callable[[], Tensor]] = [
+        lambda: attn_ops.single_prefill_with_kv_cache(q, k, v, causal=True),
+        lambda: attn_ops.single_decode_with_kv_cache(q[0], k, v),
+        lambda: flash_attn_func(q[None], k[None], v[None], window_size=(2, 0)),
+    ]
+    for call in calls:
+        want = [call() for _ in range(2)][-1]
+        for other in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=other):
+                torch.testing.assert_close(call(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan], ids=str)
+def test_numbers_that_the_kernel_does_not_hide(value: float) -> None:
+    """The reference computes the call, also one like an earlier one that passed."""
+    for spoiled in (False, True, False):
+        q, k, v = torch.randn(2, 5, 4, 16), *torch.randn(2, 2, 5, 2, 16)
+        if spoiled:
+            k[:, 4] = value
+        out = flash_attn_func(q, k, v, causal=True)
+        want = expected([(q[b, :4], k[b, :4], v[b, :4]) for b in range(2)], causal=True)
+        check_dense(want, out[:, :4])
+        assert bool(out[:, 4].isnan().any()) == spoiled
+
+
 def test_a_wrapper_after_another_plan() -> None:
     wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 16, dtype=torch.uint8))
     cache = torch.randn(8, 2, 4, 2, 16)

@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops.unsupported",),
     ("native",),
     ("eager.captured_call", "eager.interposition"),
-    ("eager.prepared_call",),
+    ("eager.prepared_call", "eager.contents"),
     ("eager.checked_call",),
     ("eager.bound_call",),
     ("plan", "meta", "eager.startup", "eager.launches"),

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attn_ops.call import AttentionCall, Planned
+from attn_ops.eager.contents import contents
 from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.prepared_call import Lookup, OpCall, current_stream, flatten_tensors
 from attn_ops.errors import ArgumentError, PlanError, fail
@@ -154,15 +155,11 @@ Make = Callable[[], SchedulerMetadata]
 
 
 class _Entry(NamedTuple):
-    """Shared metadata: ``tensors`` are those it was made from, ``versions`` their version counters.
-
-    ``places``: the fewest places of a cache for which tables of these contents have passed their checks.
-    """
+    """Shared metadata: ``tensors`` are those it was made from, ``versions`` their version counters."""
 
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
     metadata: SchedulerMetadata
-    places: int = 0
 
 
 class SharedPlans:
@@ -232,26 +229,36 @@ MAX_HOST_PLANS = 32
 """Plans of host lengths that a thread holds."""
 
 
+class _HostEntry(NamedTuple):
+    """Metadata that was made from tensors of these contents.
+
+    ``places``: the fewest places of a cache for which tables of these contents have passed their checks.
+    """
+
+    contents: Hashable
+    metadata: SchedulerMetadata
+    places: int
+
+
 class HostPlans:
     """Plans of batches whose lengths are on the host, by their contents. The least recently used goes first."""
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self.entries: OrderedDict[Hashable, _HostEntry] = OrderedDict()
 
     def find(
-        self, key: Hashable, tensors: Sequence[Tensor], make: Make | None, places: int
+        self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None, places: int
     ) -> SchedulerMetadata | None:
-        """The metadata of ``tensors``, which :class:`SharedKey` calls with; what ``make`` returns if there is none.
+        """The metadata of ``tensors``, whose sizes are in the ``key``; what ``make`` returns if there is none.
 
         Without ``make`` only that of a call whose tables would pass the checks for as few ``places``.
         """
-        key = (key, *[(t.shape, t.dtype) for t in tensors])
-        entry = self.entries.get(key)
-        if entry is None or not all(map(torch.equal, tensors, entry.tensors)):
+        entry, now = self.entries.get(key), contents(tensors)
+        if entry is None or entry.contents != now:
             if make is None:
                 return None
             with torch.inference_mode(False):  # the plan is also used outside of inference mode
-                entry = _Entry(tuple(t.clone() for t in tensors), (), make(), places)
+                entry = _HostEntry(now, make(), places)
             self.entries[key] = entry
         elif places < entry.places:
             if make is None:
@@ -265,9 +272,10 @@ class HostPlans:
 
 def host_plans() -> HostPlans:
     """Those of this thread."""
-    if not hasattr(_scopes, "host"):
-        _scopes.host = HostPlans()
-    held: HostPlans = _scopes.host
+    try:
+        held: HostPlans = _scopes.host
+    except AttributeError:
+        held = _scopes.host = HostPlans()
     return held
 
 
@@ -293,9 +301,22 @@ class SharedKey(NamedTuple):
         if self.on_host:
             if is_capturing():
                 return make and make()
-            return host_plans().find((self.key, stream), self.tensors, make, self.places)
+            key = (self.key, stream, *[(t.shape, t.dtype) for t in self.tensors])
+            return host_plans().find(key, self.tensors, make, self.places)
         active = active_blocks()
         return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
+
+    def finder(self) -> Callable[[tuple[Tensor, ...]], SchedulerMetadata | None]:
+        """:meth:`find` for other tensors of the same sizes and dtypes. It keeps no tensor."""
+        if self.on_host and self.device.type == "cpu":
+            key, places = (self.key, None, *[(t.shape, t.dtype) for t in self.tensors]), self.places
+
+            def find(tensors: tuple[Tensor, ...]) -> SchedulerMetadata | None:
+                return None if is_capturing() else host_plans().find(key, tensors, None, places)
+
+            return find
+        without = self._replace(tensors=())
+        return lambda tensors: without._replace(tensors=tensors).find()
 
 
 class GivenMetadata(NamedTuple):
@@ -348,11 +369,10 @@ class Found(NamedTuple):
         by = self.by
         if by is None or (by.on_host and by.tensors and not on_cpu):
             return None
-        key, others = by.key, by[2:]  # the entries of a cache keep no tensors
-        again = self.again if on_cpu else None
+        found, again = by.finder(), self.again if on_cpu else None
 
         def find(*tensors: Tensor) -> list[Tensor] | None:
-            metadata = SharedKey(key, tensors, *others).find()
+            metadata = found(tensors)
             if metadata is None and again is not None:
                 metadata = again(*tensors)
             return None if metadata is None else [*metadata.plan, *metadata[1:]]

@@ -8,6 +8,7 @@ struct CallCache {
   bool of_method = false;      // calls are (number, owner, args, kwargs); the owner is no part of the key
   bool on_cuda = true;         // the key has the device and its capture, and a plan's tensors by identity, else by sizes
   bool tuple_is_plan = false;  // a tuple among the arguments is a plan, as a list is; else its tensors are arguments
+  bool takes_tensors = false;  // entries take the tensors of a call, without those of lists
 };
 
 enum class Argument : uint64_t { kOption, kPlan, kTuple, kTensor };
@@ -49,11 +50,13 @@ struct Arguments {
     if (cache.of_method) throw NotCacheable();
     const bool is_list = PyList_Check(plan);
     const Py_ssize_t size = is_list ? PyList_Size(plan) : PyTuple_Size(plan);
+    const size_t tensors_before = num_tensors;
     add_size(Argument::kPlan, size);
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* x = is_list ? PyList_GetItem(plan, i) : PyTuple_GetItem(plan, i);
       cache.on_cuda ? add_word(reinterpret_cast<uintptr_t>(x)) : add(x);
     }
+    if (cache.takes_tensors && num_tensors > tensors_before) throw NotCacheable();
   }
 
   void add_tensor(PyObject* tensor) {
@@ -103,6 +106,13 @@ struct Arguments {
     device = current_device();
     if (device < 0 || torch.exchange->current_stream(kDLCUDA, device, &stream)) throw NotCacheable();
     add_word(static_cast<uint64_t>(device) << 1 | static_cast<uint64_t>(is_capturing(stream)));
+  }
+
+  Ref tensor_tuple() const {
+    Ref made(PyTuple_New(static_cast<Py_ssize_t>(num_tensors)));
+    for (size_t i = 0; i < num_tensors; ++i)
+      PyTuple_SetItem(made.get(), static_cast<Py_ssize_t>(i), Py_NewRef(tensors[i]));
+    return made;
   }
 
   Ref key() const {
@@ -175,6 +185,10 @@ PyObject* call_cached(PyObject* self, PyObject* args, PyObject* kwargs) {
       const PreparedCall& prepared = value_of<PreparedCall>(entry.get());
       if (!output_overlaps(prepared, call)) return prepared.launch(call.device, call.stream, call.addresses, call.tensors);
       key = Ref();
+    } else if (entry.get() != Py_None && cache.takes_tensors) {
+      Ref result(PyObject_CallFunctionObjArgs(entry.get(), call.tensor_tuple().get(), nullptr));
+      if (result.get() != Py_NotImplemented) return result.release();
+      key = Ref();
     } else if (entry.get() != Py_None) {
       return PyObject_Call(entry.get(), args, kwargs);
     }
@@ -186,11 +200,12 @@ PyObject* call_cached(PyObject* self, PyObject* args, PyObject* kwargs) {
 
 std::unique_ptr<CallCache> make_call_cache(PyObject* args) {
   PyObject *entries, *grad_mode, *on_miss, *checks;
-  int of_method, on_cuda, tuple_is_plan = false;
-  require(PyArg_ParseTuple(args, "O!OOO!pp|p", &PyDict_Type, &entries, &grad_mode, &on_miss, &PyTuple_Type, &checks,
-                           &of_method, &on_cuda, &tuple_is_plan));
+  int of_method, on_cuda, tuple_is_plan = false, takes_tensors = false;
+  require(PyArg_ParseTuple(args, "O!OOO!pp|pp", &PyDict_Type, &entries, &grad_mode, &on_miss, &PyTuple_Type, &checks,
+                           &of_method, &on_cuda, &tuple_is_plan, &takes_tensors));
   auto cache = std::make_unique<CallCache>();
   cache->of_method = of_method, cache->on_cuda = on_cuda, cache->tuple_is_plan = tuple_is_plan;
+  cache->takes_tensors = takes_tensors;
   cache->entries = Ref::of(entries), cache->grad_mode = Ref::of(grad_mode);
   cache->on_miss = Ref::of(on_miss), cache->interposition_checks = Ref::of(checks);
   return cache;

@@ -67,4 +67,8 @@ PyTypeObject* add_call_cache_type(PyObject* module);
 
 PyObject* is_regular(PyObject*, PyObject* args);
 
+// ---- Contents of tensors on the CPU -----------------------------------------------------------------------------------
+
+PyObject* contents(PyObject*, PyObject* args);
+
 }  // namespace attn_ops

@@ -12,7 +12,10 @@ PyObject* connect(PyObject*, PyObject* path) {
 }
 
 PyMethodDef functions[] = {
-    {"connect", connect, METH_O, nullptr}, {"is_regular", is_regular, METH_VARARGS, nullptr}, {}};
+    {"connect", connect, METH_O, nullptr},
+    {"is_regular", is_regular, METH_VARARGS, nullptr},
+    {"contents", contents, METH_VARARGS, nullptr},
+    {}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 PyTypeObject* type_of(const char* module, const char* name) {
