@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,19 +25,10 @@ def _run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
 
 
-def _build(folder: Path) -> Path:
-    """By CMake where it finds torch, else by the printed options of g++."""
-    if cpp_runner.find_package_works():
-        prefix = _run(sys.executable, "-m", "attn_ops.cpp", "--cmake-prefix").stdout.strip()
-        options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Debug")
-        commands = (("cmake", "-S", EXAMPLE, "-B", folder, *options), ("cmake", "--build", folder))
-    else:
-        assert shlex.split(_run(sys.executable, "-m", "attn_ops.cpp", "--flags").stdout) == cpp.flags()
-        return cpp_runner.build(EXAMPLE / "server.cpp")  # with these options
-    for words in commands:
-        done = _run(*words)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "server"
+def test_the_printed_options_are_those_of_a_build(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, used in (("--flags", cpp.flags()), ("--cmake-prefix", [cpp.cmake_prefix()])):
+        cpp.main([option])
+        assert shlex.split(capsys.readouterr().out) == used
 
 
 @pytest.mark.slow
@@ -52,7 +42,7 @@ def test_tokens_equal_those_of_python(device: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(export, "CONFIG", replace(export.CONFIG, num_layers=1, windows=(-1,)))
     requests = from_seed(12, export.CONFIG.vocab_size, 24, seed=0)
     packages = export.export(tmp_path, device, requests)
-    server = _build(tmp_path)
+    server = cpp_runner.serving_example()
     file = tmp_path / "requests.txt"
     with file.open("a", encoding="utf-8") as more:
         more.write(f"1 {2**63 - 1} 5 6 7\n1 3\n1 3 5 x\n")

@@ -73,7 +73,7 @@ def test_every_check_of_a_whole_run_passes(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, which has imported the compiler, with the server that the tests compile once."""
-    servers = {SERVER: cpp_runner.build(SERVER)}
+    servers = {SERVER: cpp_runner.serving_example()}
     monkeypatch.setattr("attn_ops.cpp.build", lambda source, program: shutil.copy(servers[source], program))
     torch._dynamo.reset()
     output = tmp_path / "output" / "kept"

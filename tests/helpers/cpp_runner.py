@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from attn_ops import cpp
+from attn_ops import cpp, cpp_serving
 
 PROGRAMS = Path(__file__).with_name("cpp_programs.cpp")
 CASES_SOURCE = Path(__file__).with_name("run_package_cases.cpp")
@@ -33,6 +33,22 @@ def build(source: Path, *options: str) -> Path:
         if not program.exists():
             cpp.build(source, program, ("-O0", "-pthread", *options))
     return program
+
+
+@functools.cache
+def serving_example() -> Path:
+    """The server of ``examples/cpp_serving``, built once in a test run: by CMake where it finds torch, else by g++."""
+    source = Path(cpp_serving.__path__[0])
+    if not find_package_works():
+        return build(source / "server.cpp")
+    target = folder / "cpp_serving"
+    with FileLock(f"{target}.lock"):
+        if not (target / "server").exists():
+            options = (f"-DCMAKE_PREFIX_PATH={cpp.cmake_prefix()}", "-DCMAKE_BUILD_TYPE=Debug")
+            for words in (("-S", source, "-B", target, *options), ("--build", target)):
+                done = subprocess.run(["cmake", *map(str, words)], capture_output=True, text=True, check=False)
+                assert done.returncode == 0, done.stdout + done.stderr
+    return target / "server"
 
 
 def program(name: str, *options: str) -> list[str]:
