@@ -10,13 +10,12 @@
 //
 // The comment before each function says what it does. Exit status 1: an error of the API, which is on stderr; 2: wrong
 // arguments; 3: libpython is mapped.
-#define AT_PER_OPERATOR_HEADERS  // without it, the headers of pickle.h include every operator of torch
+#define AT_PER_OPERATOR_HEADERS  // without it, headers of libtorch include every operator
 #include <ATen/ops/equal.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <attn_ops/attn_ops.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <atomic>
 #include <exception>
@@ -28,6 +27,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "cpp_pickle.h"
 
 #define main rank
 #include "cpp_rank.cpp"

@@ -6,12 +6,13 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <cstring>
 #include <fstream>
 #include <iostream>
 #include <iterator>
+
+#include "cpp_pickle.h"
 
 // Gathers through the store. A server takes ProcessGroupNCCL; the header of Gloo needs others that the wheel has not.
 class StoreBackend : public c10d::Backend {
