@@ -262,8 +262,9 @@ def test_the_declared_parameters_are_those_of_the_source(one: Specialization) ->
     assert list(declared_parameters(one).items()) == list(one.kernel.parameters.items())
     kinds = list(one.kernel.parameters.values())
     check_parameters(one, kinds)
-    with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
-        check_parameters(one, ["fp32" if kind == "i32" else kind for kind in kinds])
+    if one in LISTS.values():
+        with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
+            check_parameters(one, ["fp32" if kind == "i32" else kind for kind in kinds])
     pointers = {name for name, kind in one.kernel.parameters.items() if kind == "pointer"}
     assert {*one.kernel.writes, *one.kernel.aligned} <= pointers
 
