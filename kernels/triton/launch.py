@@ -71,12 +71,22 @@ def constexpr_table(cls: Table) -> Table:
 
     Triton takes any NamedTuple. Inductor writes the ``repr`` of a kernel's constants into the code that it generates,
     where the name of the class is not defined; this ``repr`` imports it. The class is at the top level of its module.
+    A kernel is compiled for numbers: a symbol of a graph becomes one, with a guard, as Inductor does with a constant
+    that is a symbol by itself.
     """
+    new = cls.__new__
+
+    def of_numbers(cls: type, *args: Any, **kwargs: Any) -> Any:
+        table = new(cls, *args, **kwargs)
+        if not any(isinstance(x, torch.SymInt) for x in table):
+            return table
+        return new(cls, *[int(x) if isinstance(x, torch.SymInt) else x for x in table])
 
     def table_repr(self: Any) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in zip(self._fields, self, strict=True))
         return f"__import__({cls.__module__!r}, fromlist=['']).{cls.__qualname__}({fields})"
 
+    cls.__new__ = of_numbers  # type: ignore[method-assign, assignment]
     cls.__repr__ = table_repr  # type: ignore[method-assign, assignment]
     return cls
 

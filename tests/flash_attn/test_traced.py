@@ -266,6 +266,16 @@ def test_heads_and_their_dims_that_change_between_calls(of_cache: bool) -> None:
         expected(list(zip(q, k, v, strict=True)), causal=True).check(compiled(q, k, v).flatten(0, 1))
 
 
+@pytest.mark.gpu
+def test_batches_and_chunks_that_change_between_calls() -> None:
+    """The capacities of plans are symbols of a graph then, and constants of kernels are computed from them."""
+    compiled = torch.compile(flash_attn_func, fullgraph=True)
+    for sizes, chunk in (((9, 1, 1), 1), ((9, 1, 1), 0), ((5, 9, 20), 7), ((40, 9, 30), 4), ((17, 12, 20), 0)):
+        q, k, v = dense(*sizes)
+        out = compiled(q, k, v, causal=True, attention_chunk=chunk)
+        expected(list(zip(q, k, v, strict=True)), causal=True, attention_chunk=chunk).check(out.flatten(0, 1))
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the test above")
 def test_compiled_by_inductor() -> None:
     """``test_repeated_plans.py`` has decode."""

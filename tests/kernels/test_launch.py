@@ -43,11 +43,14 @@ def scale_kernel(x, out, n, stride_x, SIZES: tl.constexpr):
     tl.store(out + i, value, mask=i < n)
 
 
-SIZES = Sizes(BLOCK=64, FACTOR=2.0, NEGATE=True)
+SIZES = Sizes(BLOCK=128, FACTOR=2.0, NEGATE=True)
+"""Of 100 elements."""
 
 
 def _arguments(x: Tensor, out: Tensor) -> dict[str, Any]:
-    return {"n": x.shape[0], "SIZES": SIZES, "stride_x": x.stride(0), "out": out, "x": x}
+    """The block is a symbol where the number of elements is one."""
+    sizes = Sizes(triton.next_power_of_2(x.shape[0]), 2.0, NEGATE=True)
+    return {"n": x.shape[0], "SIZES": sizes, "stride_x": x.stride(0), "out": out, "x": x}
 
 
 @pytest.mark.parametrize("change", [{"m": 3}, {"n": None}, {"n": None, "m": 3}], ids=str)
