@@ -89,7 +89,13 @@ BATCHES = {
 }
 
 
-def _plan(name: str, heads: int, causal: bool, page_size: int, padding: int = 0) -> attn_ops.PrefillPlan:
+DIVIDED = {16: 4, 4: 4, 64: 1, 192: 1}
+"""By heads: query rows of a tile, so that two CTAs divide its KV tiles and do not share them."""
+
+
+def _plan(
+    name: str, heads: int, causal: bool, page_size: int, padding: int = 0, tile_rows: int | None = None
+) -> attn_ops.PrefillPlan:
     qo_lens, kv_lens = BATCHES[name]
     tables = page_table(kv_lens, page_size)
     planner = attn_ops.PrefillPlanner(
@@ -104,6 +110,7 @@ def _plan(name: str, heads: int, causal: bool, page_size: int, padding: int = 0)
         max_kv_len=max(kv_lens),
         causal=causal,
         num_ctas=16,
+        tile_rows=tile_rows,
     )
     return planner.plan(indptr(qo_lens), *tables)
 
@@ -116,7 +123,7 @@ def test_units_are_the_work_of_the_plan(
 ) -> None:
     """Every pair of a query row and a head is in one unit for every key that it sees, and units have no other keys."""
     padding = 70
-    plan = _plan(name, heads, causal, 192 if causal else 64, padding)
+    plan = _plan(name, heads, causal, 192 if causal else 64, padding, DIVIDED[heads] if splits > 1 else None)
     (qo_lens, kv_lens), starts = BATCHES[name], indptr(BATCHES[name][0]).tolist()
     total = sum(qo_lens)
     units = _units(programs, plan, total + padding, 7, causal, splits)
@@ -160,7 +167,7 @@ def test_a_plan_of_garbage_gives_units_within_the_page_table(
     garbage: int, heads: int, splits: int, programs: dict[tuple[Any, ...], Path]
 ) -> None:
     """The sanitizer of the program finds overflows and reads out of bounds; pages are within the page table."""
-    plan = _plan("several", heads, True, 64)
+    plan = _plan("several", heads, True, 64, tile_rows=DIVIDED[heads] if splits > 1 else None)
     for column in range(plan.work.shape[1]):
         work = plan.work.clone()
         work[:, column] = garbage
