@@ -14,7 +14,6 @@ from torch import Tensor
 from attn_ops.eager.prepared_call import OpCall, prepared
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import ArgumentError, CapacityError, OptionError, fail
-from attn_ops.ops.options import FP8
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table_checks import check_indptr
 from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_QUERY_ROWS, check_products
@@ -297,7 +296,7 @@ class PrefillPlanner(PlannerBase):
         prepare(self.device)
         max_splits = num_ctas
         if max_splits is None:
-            tiles = None if kv_dtype in FP8 else most_tiles(of_rank, max_batch, max_tokens)
+            tiles = most_tiles(of_rank, max_batch, max_tokens, kv_dtype)
             max_splits = splits_per_head(self.device, of_rank, tiles)
             if self.problem.split:
                 longest = max_pages * page_size if max_kv_len is None else max_kv_len

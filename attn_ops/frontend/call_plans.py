@@ -15,7 +15,7 @@ from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.checked_call import call_op
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.masks import tree_mask_bits
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.sizing import (
@@ -63,11 +63,6 @@ def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
         ahead=keys_ahead(spec.causal, spec.window_right),
         split=split_tokens(spec.fixed_split_size, spec.page_size),
     )
-
-
-def default_splits(spec: PlanSpec, problem: PlanProblem, batch: int, rows: int, device: torch.device) -> int:
-    """Default capacity for splits of ``batch`` requests with ``rows`` query rows in all."""
-    return splits_per_head(device, problem, None if spec.kv_dtype in FP8 else most_tiles(problem, batch, rows))
 
 
 def splits_pay(spec: PlanSpec, rows: int, kv_len: int, device: torch.device) -> bool:
@@ -122,7 +117,7 @@ def with_rows(plan: DecodePlan, spec: PlanSpec, batch: int, rows: int) -> Prefil
     """The first ``batch`` requests in a new plan of ``spec``, a prefill of ``rows`` query rows of each."""
     problem = problem_of(spec, PlanProblem.of(plan.problem).max_kv_len, rows)
     pages, qo_indptr = plan.kv_indices.shape[0], uniform_indptr(batch, rows, plan.kv_len.device)
-    splits = default_splits(spec, problem, batch, batch * rows, qo_indptr.device)
+    splits = splits_per_head(qo_indptr.device, problem, most_tiles(problem, batch, batch * rows, spec.kv_dtype))
     if problem.split:
         splits = max_splits_for(problem, batch, batch * rows, pages * spec.page_size)
     table = plan.kv_indptr[: batch + 1], plan.kv_indices, _last_page_len(plan)[:batch]
@@ -180,7 +175,7 @@ class BlockTables(NamedTuple):
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
             call_op("plan_decode", *table, decode, **options)
             return decode
-        splits = default_splits(self.spec, problem, batch, self.rows, device)
+        splits = splits_per_head(device, problem, most_tiles(problem, batch, self.rows, self.spec.kv_dtype))
         return _prefill(problem, self.qo_indptr, table, (batch, self.rows, batch * width), splits, **options)
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:

@@ -99,6 +99,7 @@ class Units(NamedTuple):
 
 
 def units_of(packed_rows: int) -> Units:
+    """Of a work item: one unit of few packed rows, or blocks of as many as a cluster has."""
     if packed_rows <= SWAPPED_PACKED_ROWS:
         return Units("mla_swap_ab", SWAPPED_PACKED_ROWS, 1)
     unit_rows = mla_cluster(packed_rows) * PACKED_ROWS

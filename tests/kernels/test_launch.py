@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 triton = pytest.importorskip("triton")
 
@@ -68,6 +69,17 @@ def test_the_repr_of_a_table_evaluates_to_it() -> None:
     value = eval(repr(SIZES))
     assert value == SIZES
     assert type(value) is Sizes
+
+
+def test_a_table_has_numbers_for_the_symbols_of_a_graph() -> None:
+    tables: list[Sizes] = []
+
+    def call(x: Tensor) -> Tensor:
+        tables.append(Sizes(x.shape[0], FACTOR=2.0, NEGATE=True))
+        return x.clone()
+
+    make_fx(call, tracing_mode="symbolic")(torch.zeros(100))
+    assert [type(x) for x in tables[-1]] == [int, float, bool]
 
 
 @pytest.fixture
