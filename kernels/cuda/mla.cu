@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     const __grid_constant__ TensorMap kpe,         // [num_pages, page_size, 64]
     void* out,                                     // [rows, heads, 512]
     float* lse,                                    // [rows, heads] or null
-    float* partial,                                // [slots, tile_rows, heads, 512], then the LSE without 512
+    float* partial,                                // `Partial` of [slots, tile_rows, heads]
     const int* qo_indptr,                          // [max_batch + 1]
     const int* kv_indices,                         // [max_pages]
     const int* work,                               // [max_items, kWorkStride]

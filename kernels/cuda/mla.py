@@ -178,5 +178,5 @@ def batch_mla(
         out_type=0 if out.dtype == q_nope.dtype else OUT_TYPES[out.dtype],
     )
     if partials:
-        combine_split_tiles(out, lse, workspace, None, p)
+        combine_split_tiles(out, lse, workspace, None, p, scaled=specialization.kernel is KERNEL)
     return out, lse

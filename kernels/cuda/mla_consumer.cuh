@@ -5,6 +5,7 @@
 #include "epilogue.cuh"
 #include "hopper.cuh"
 #include "mla_merge.cuh"
+#include "mla_partial.cuh"
 #include "mla_shared.cuh"
 
 namespace attn_ops {
@@ -18,7 +19,6 @@ struct Rows {
 
 using Logits = float[kTile / 2];
 using Output = float[kHalf / 2];
-using Stored = float[kStored / 2];
 using Probabilities = uint32[kTile / 16][4];
 
 // Step 5: the quarters of the owner's half are loaded first. Calls `between` when half of it is issued, as two groups.
@@ -118,31 +118,13 @@ DEVICE void release(uint32 barrier) {
   }
 }
 
-// Step 12 of a partial result: its columns through the memory `staged` of the warp, one bulk store for each row that
-// exists. A quad has the memory of one row there, and stores its two rows in turn.
-DEVICE void store_staged(uint32 staged, float* partial, const Stored& output, int first_column, const int64 (&row)[2],
-                         const bool (&exists)[2]) {
-  const uint32 lane = threadIdx.x % 4;
-  staged += threadIdx.x % 32 / 4 * kStagedRowBytes;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int i = 0; i < kStored / 8; ++i)
-      store_shared(staged + i * 32 + lane * 8, output[4 * i + 2 * r], output[4 * i + 2 * r + 1]);
-    fence_async_shared();
-    __syncwarp();
-    if (lane == 0 && exists[r]) store_bulk(partial + row[r] * kLatent + first_column, staged, kStored * 4);
-    wait_for_bulk_reads();
-    __syncwarp();
-  }
-}
-
 // Step 12: divides by the row sums and stores columns of the output from `first_column` on, and the LSE with the first
 // column; or the partial result, by the memory `staged` of the warp.
 DEVICE void store(int first_column, uint32 staged, Stored& output, const float (&row_max)[2], const float (&sums)[2],
                   const Problem& p, const Results& to, const int (&unit)[7]) {
   const int lane = threadIdx.x % 32, first = unit[6] + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const int row = unit[0], count = unit[1], slot = unit[5];
+  const Partial partial(to.partial, int64(to.slots) * p.tile_rows * p.heads);
   float norm[2];
   int64 to_row[2];
   bool exists[2];
@@ -153,13 +135,11 @@ DEVICE void store(int first_column, uint32 staged, Stored& output, const float (
     exists[r] = tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
     norm[r] = sums[r] > 0 ? 1 / sums[r] : 0.f;
     to_row[r] = ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * p.heads + head;
-    float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
+    float* lse = slot < 0 ? to.lse : partial.lse;
     if (first_column == 0 && lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max[r] + log2f(sums[r]);
   }
+  if (slot >= 0) return store_partial(partial, staged, output, first_column, norm, to_row, exists);
   rescale(output, norm);
-  if (slot >= 0 && reinterpret_cast<uint64>(to.partial) % 16 == 0)
-    return store_staged(staged, to.partial, output, first_column, to_row, exists);
-  if (slot >= 0) return store_partial<kLatent>(to.partial, output, first_column, to_row, exists);
   store_as<kLatent>(to.out_type, to.out, output, first_column, to_row, exists);
 }
 

@@ -11,10 +11,12 @@ constexpr int kPackedRows = 64;                   // of a CTA
 constexpr int kUnitRows = CLUSTER * kPackedRows;  // packed rows of a unit
 constexpr int kHalfBytes = kHalf / 64 * kBlockBytes;
 constexpr int kStored = kHalf / SPLITS;           // columns of a result that a consumer stores
-constexpr int kStagedRowBytes = kStored * 4 + 32;  // of a partial result; by the 32, quads store to different banks
-// Of a warp, in the memory of the query: what the other CTA sends, and later 8 rows of a partial result.
+constexpr int kScaleColumns = 128;                // of a partial result that share a scale
+static_assert(kStored % kScaleColumns == 0);
+constexpr int kStagedRowBytes = kStored * 2 + 16;  // of a partial result; by the 16, rows lie in different banks
+// Of a warp, in the memory of the query: what the other CTA sends, and later 16 rows of a partial result.
 constexpr int kResultBytes = merge_bytes(kHalf / 2, 2);
-static_assert(8 * kStagedRowBytes <= kResultBytes && 2 * kConsumerWarps * kResultBytes <= kTileBytes);
+static_assert(16 * kStagedRowBytes <= kResultBytes && 2 * kConsumerWarps * kResultBytes <= kTileBytes);
 constexpr bool kKeysFirst[2] = {false, true};  // by consumer
 enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
 

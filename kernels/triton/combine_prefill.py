@@ -36,6 +36,9 @@ STEP_ELEMENTS = 2048
 MAX_PROGRAMS = 1024
 """Programs of a launch. When no tile is split each of them takes time to find that out."""
 
+SCALE_COLUMNS = 128
+"""Columns of a row of scaled partial results that share a scale."""
+
 MAX_SPLIT_TILES_OF_ONE_WARP = 1024
 """Largest capacity of split tiles for programs of one warp: counting them then needs no barriers."""
 
@@ -44,36 +47,47 @@ MAX_SPLIT_TILES_OF_ONE_WARP = 1024
 def combine_row(
     out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row, first_d,
     HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Write ``BLOCK_DIM`` columns from ``first_d`` on of ``output_row`` of a split tile.
 
     The tile has ``count`` query rows from ``row`` on, and ``num_splits`` partial results from ``first_slot`` on.
     """
     OUTPUT_ROWS: tl.constexpr = TILE_ROWS * HEADS
-    first_slot, head, d = tl.maximum(first_slot, 0), output_row % HEADS, first_d + tl.arange(0, BLOCK_DIM)
+    SCALES: tl.constexpr = BLOCK_DIM // SCALE_COLUMNS if 0 < SCALE_COLUMNS and SCALE_COLUMNS < BLOCK_DIM else 1
+    COLUMNS: tl.constexpr = BLOCK_DIM // SCALES
+    first_slot, head, scale = tl.maximum(first_slot, 0), output_row % HEADS, tl.arange(0, SCALES)
+    d = first_d + scale[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     exists = (output_row < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + output_row // HEADS, rows)
     # No partial results are loaded for rows beyond the count of the tile: one of decode may have one row of several.
     end_slot = tl.where(exists, tl.minimum(first_slot + num_splits, slots), first_slot)
-    partial_lse = partial + tl.cast(slots, tl.int64) * (OUTPUT_ROWS * DIM)
+    values = tl.cast(slots, tl.int64) * (OUTPUT_ROWS * DIM)
+    partial_lse, scales = partial + values, partial + values // 2
+    partial_out = partial.to(tl.pointer_type(tl.float16), bitcast=True) if SCALE_COLUMNS else partial
     row_max = tl.full((1,), float("-inf"), tl.float32)
     row_sum = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, BLOCK_DIM), tl.float32)
+    acc = tl.zeros((SCALES, COLUMNS), tl.float32)
     for step_slot in range(first_slot, end_slot, BLOCK_SPLITS):
         slot = step_slot + tl.arange(0, BLOCK_SPLITS)
         at, mask = slot.to(tl.int64) * OUTPUT_ROWS + output_row, slot < end_slot
         # A partial result is a state with a row_sum of 1. Its LSE and output were written by another SM: not from L1.
         split_lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        at, mask = at[:, None] * DIM + d, mask[:, None] & (d < DIM)
-        split_out = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
+        split_out = tl.load(
+            partial_out + at[:, None, None] * DIM + d, mask=mask[:, None, None] & (d < DIM), other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
         row_max, row_sum, alpha, weights = combine_splits(row_max, row_sum, split_lse)
-        acc = acc * alpha[:, None] + tl.sum(weights[:, None] * split_out, 0, keep_dims=True)
+        weights = weights[:, None]
+        if SCALE_COLUMNS:
+            scale_at = at[:, None] * (DIM // SCALE_COLUMNS) + first_d // SCALE_COLUMNS + scale
+            weights *= tl.load(scales + scale_at, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+        acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * split_out, 0)
     if SINKS:
         row_max, row_sum, acc = add_sink(row_max, row_sum, acc, tl.load(sinks + head) * LOG2E)
     if exists:
         at = row.to(tl.int64) * HEADS + output_row + tl.zeros((1,), tl.int64)
         value = saturate(acc * inverse(row_sum)[:, None], out.dtype.element_ty)
-        tl.store(out + at[:, None] * DIM + d[None, :], value, mask=(d < DIM)[None, :])
+        tl.store(out + at[:, None] * DIM + d, value, mask=d < DIM)
         if LSE:
             tl.store(lse + at, log_sum_exp(row_max, row_sum))
 
@@ -82,7 +96,8 @@ def combine_row(
 def combine_prefill_kernel(
     out,  # [rows, HEADS, DIM]
     lse,  # float32 [rows, HEADS] or [0]
-    partial,  # float32 [slots, TILE_ROWS, HEADS, DIM], then the LSE [slots, TILE_ROWS, HEADS]
+    partial,  # float32 [slots, TILE_ROWS, HEADS, DIM], then the LSE without DIM. Of SCALE_COLUMNS the first half of these
+    # numbers are instead all in float16, and the second begins with scales [slots, TILE_ROWS, HEADS, DIM / SCALE_COLUMNS]
     sinks,  # [HEADS] or None
     split_tiles,  # [max_split_tiles, SPLIT_TILE_STRIDE]
     rows,  # of out
@@ -96,6 +111,7 @@ def combine_prefill_kernel(
     SLICE_COLUMNS: tl.constexpr,  # power of 2
     SLICE_SPLITS: tl.constexpr,  # partial results loaded in a step of a slice
     BLOCK_SPLIT_TILES: tl.constexpr,  # power of 2, at least max_split_tiles
+    SCALE_COLUMNS: tl.constexpr,  # power of 2: columns of a partial result with one scale; 0 without scales
     FIXED: tl.constexpr,  # always slices, so that the order of additions does not depend on the batch
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
@@ -136,12 +152,12 @@ def combine_prefill_kernel(
         if sliced:
             combine_row(
                 out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row,
-                job % SLICES * SLICE_COLUMNS, HEADS, DIM, TILE_ROWS, SLICE_COLUMNS, SLICE_SPLITS, SINKS, LSE,
+                job % SLICES * SLICE_COLUMNS, HEADS, DIM, TILE_ROWS, SLICE_COLUMNS, SLICE_SPLITS, SCALE_COLUMNS, SINKS, LSE,
             )  # fmt: skip
         else:
             combine_row(
                 out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row,
-                0, HEADS, DIM, TILE_ROWS, BLOCK_DIM, BLOCK_SPLITS, SINKS, LSE,
+                0, HEADS, DIM, TILE_ROWS, BLOCK_DIM, BLOCK_SPLITS, SCALE_COLUMNS, SINKS, LSE,
             )  # fmt: skip
         job += tl.num_programs(0)
         if job < jobs:
@@ -150,13 +166,16 @@ def combine_prefill_kernel(
             first_slot, num_splits = tl.load(record + SPLIT_TILE_SLOT), tl.load(record + SPLIT_TILE_SLOTS)
 
 
-def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: PrefillPlan) -> None:
+def combine_split_tiles(
+    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: PrefillPlan, *, scaled: bool = False
+) -> None:
     """Write the rows of ``out`` and ``lse`` whose query tiles the plan splits, from the partial results.
 
     out        ``[rows, heads, dim]``
     lse        float32 ``[rows, heads]``, or ``[0]`` if it is not wanted
     workspace  of the plan's planner, with the partial results of this call
     sinks      float32 ``[heads]`` or None; each is added once to a row
+    scaled     whether partial results are float16 with a scale for each SCALE_COLUMNS of a row
     """
     rows, heads, dim = out.shape
     problem, max_split_tiles = PlanProblem.of(plan.problem), plan.split_tiles.shape[0]
@@ -185,6 +204,7 @@ def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tens
         SLICE_COLUMNS=columns,
         SLICE_SPLITS=SLICE_SPLITS,
         BLOCK_SPLIT_TILES=triton.next_power_of_2(max_split_tiles),
+        SCALE_COLUMNS=SCALE_COLUMNS if scaled else 0,
         FIXED=fixed,
         SINKS=sinks is not None,
         LSE=lse.dim() > 1,

@@ -168,7 +168,7 @@ def _call(rows: int = 9, heads: int = 128, page_size: int = 64, tile_rows: int |
 
 @pytest.fixture
 def without_combine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla, "combine_split_tiles", lambda *args: None)
+    monkeypatch.setattr(mla, "combine_split_tiles", lambda *args, **_: None)
     monkeypatch.setattr(mla, "num_sms", lambda device: SMS)
 
 

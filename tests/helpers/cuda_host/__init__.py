@@ -373,12 +373,18 @@ class Host:
             yield self
 
 
-def combine_split_tiles(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: Any) -> None:
+def combine_split_tiles(
+    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: Any, *, scaled: bool = False
+) -> None:
     """The output of split tiles, from their partial results by the definition of a merge."""
     problem, slots = PlanProblem.of(plan.problem), num_partials(plan)
     heads, dim = out.shape[1:]
     values = slots * problem.tile_rows * heads * dim
-    partial = workspace.flatten()[:values].view(slots, problem.tile_rows, heads, dim)
+    partial = workspace.flatten()[:values]
+    if scaled:  # float16 in the first half, scales of 128 columns in the second
+        scales = partial[values // 2 :][: values // 128].view(-1, 1)
+        partial = partial[: values // 2].view(torch.float16).view(-1, 128).float() * scales
+    partial = partial.view(slots, problem.tile_rows, heads, dim)
     sums = workspace.flatten()[values:][: values // dim].view(slots, problem.tile_rows, heads)
     for row, rows, first, splits in plan.split_tiles.tolist():
         if not splits:
