@@ -138,7 +138,7 @@ DEVICE void store(int first_column, uint32 staged, Stored& output, const float (
     float* lse = slot < 0 ? to.lse : partial.lse;
     if (first_column == 0 && lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max[r] + log2f(sums[r]);
   }
-  if (slot >= 0) return store_partial(partial, staged, output, first_column, norm, to_row, exists);
+  if (slot >= 0) return store_scaled(partial, staged, output, first_column, norm, to_row, exists);
   rescale(output, norm);
   store_as<kLatent>(to.out_type, to.out, output, first_column, to_row, exists);
 }

@@ -1,6 +1,6 @@
-// MLA: partial results. They are float16 with a scale for each row and kScaleColumns columns: a power of two that brings
-// the largest of these numbers to [2^14, 2^15). So a number of at least 2^-28 of the largest keeps the 11 bits of float16,
-// and half as many bytes are written and read again as in float32.
+// MLA: partial results of splits. They are float16 with a scale for each row and kScaleColumns columns: a power of two that
+// brings the largest of these numbers to [2^14, 2^15). So a number of at least 2^-28 of the largest keeps the 11 bits of
+// float16, and half as many bytes are written and read again as in float32.
 #pragma once
 
 #include "epilogue.cuh"
@@ -9,9 +9,10 @@
 namespace attn_ops {
 namespace {
 
+constexpr int kScales = kLatent / kScaleColumns;  // of a row
 using Stored = float[kStored / 2];  // of a thread
 
-// The scale of numbers of which `largest` is the largest magnitude, and its inverse. Infinity is finite over its scale.
+// The scale of numbers of which `largest` is the largest magnitude, and its inverse.
 struct Scale {
   float value, inverse;
 
@@ -25,7 +26,7 @@ struct Scale {
 // The partial results of all slots, in a workspace at any multiple of 4 bytes.
 struct Partial {
   uint32* values;  // [rows, 512] float16, in pairs
-  float* scales;   // [rows, 512 / kScaleColumns]
+  float* scales;   // [rows, kScales]
   float* lse;      // [rows]
 
   DEVICE Partial(float* workspace, int64 rows)
@@ -34,25 +35,27 @@ struct Partial {
         lse(workspace + rows * kLatent) {}
 };
 
-// Stores columns of two rows from `first_column` on, multiplied by `norm`: through the memory `staged` of the warp by one
-// bulk store for each row that exists, if the workspace is aligned to 16 bytes.
-DEVICE void store_partial(const Partial& to, uint32 staged, Stored& output, int first_column, const float (&norm)[2],
+// Step 12 of a partial result: columns of two rows from `first_column` on, multiplied by `norm`. They pass through the
+// memory `staged` of the warp, and one bulk store for each row that exists, if the workspace is aligned to 16 bytes.
+DEVICE void store_scaled(const Partial& to, uint32 staged, Stored& output, int first_column, const float (&norm)[2],
                           const int64 (&row)[2], const bool (&exists)[2]) {
   const uint32 lane = threadIdx.x % 32;
-  float factor[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float largest = 0;
+  for (int r = 0; r < 2; ++r)
 #pragma unroll
-    for (int i = 0; i < kStored / 8; ++i)
-      largest = fmaxf(largest, fmaxf(fabsf(output[4 * i + 2 * r]), fabsf(output[4 * i + 2 * r + 1])));
-    const Scale scale(max_of_quad(largest) * norm[r]);
-    factor[r] = norm[r] * scale.inverse;
-    constexpr int kScales = kStored / kScaleColumns;
-    if (lane % 4 < kScales && exists[r])
-      to.scales[row[r] * (kLatent / kScaleColumns) + first_column / kScaleColumns + lane % 4] = scale.value;
-  }
-  rescale(output, factor);
+    for (int s = 0; s < kStored / kScaleColumns; ++s) {
+      constexpr int kPairs = kScaleColumns / 8;  // of this thread that share a scale
+      float largest = 0;
+#pragma unroll
+      for (int i = s * kPairs; i < (s + 1) * kPairs; ++i)
+        largest = fmaxf(largest, fmaxf(fabsf(output[4 * i + 2 * r]), fabsf(output[4 * i + 2 * r + 1])));
+      const Scale scale(max_of_quad(largest) * norm[r]);
+      if (lane % 4 == s && exists[r]) to.scales[row[r] * kScales + first_column / kScaleColumns + s] = scale.value;
+#pragma unroll
+      for (int i = s * kPairs; i < (s + 1) * kPairs; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) output[4 * i + 2 * r + c] *= norm[r] * scale.inverse;
+    }
   if (reinterpret_cast<uint64>(to.values) % 16 != 0)
     return store_rows<kFloat16, kLatent>(to.values, output, first_column, row, exists);
 #pragma unroll
@@ -70,7 +73,6 @@ DEVICE void store_partial(const Partial& to, uint32 staged, Stored& output, int 
       store_bulk(to.values + (row[r] * kLatent + first_column) / 2, staged + (lane / 4 + 8 * r) * kStagedRowBytes,
                  kStored * 2);
   wait_for_bulk_reads();
-  __syncwarp();
 }
 
 }  // namespace

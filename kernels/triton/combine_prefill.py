@@ -27,7 +27,7 @@ from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
 SLICE_COLUMNS = 64
 """Columns of a slice."""
 
-SLICE_SPLITS = 64
+SLICE_SPLITS = 32
 """Partial results of a slice that a program loads in one step."""
 
 STEP_ELEMENTS = 2048
