@@ -1,11 +1,12 @@
 """Combine of prefill: the output of split query tiles from the partial results of their splits.
 
 An output row is one query row and one head; a split tile has ``TILE_ROWS * HEADS`` of them. Programs take output rows
-in turn. While there are fewer rows than programs a row is divided into slices of columns.
+in turn, or slices of their columns if no program then has more than one.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.indexing import within
@@ -30,10 +31,10 @@ SLICE_COLUMNS = 64
 SLICE_SPLITS = 32
 """Partial results of a slice that a program loads in one step."""
 
-STEP_ELEMENTS = 2048
+STEP_ELEMENTS = 1024
 """Elements of partial results that a program loads in one step of whole rows."""
 
-MAX_PROGRAMS = 1024
+MAX_PROGRAMS, MAX_SCALED_PROGRAMS = 1024, 2048
 """Programs of a launch. When no tile is split each of them takes time to find that out."""
 
 SCALE_COLUMNS = 128
@@ -117,7 +118,7 @@ def combine_prefill_kernel(
     LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS. A job is an output row or a slice of one.
+    """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS or MAX_SCALED_PROGRAMS. A job is an output row or a slice of one.
     Owns: jobs ``program_id``, ``program_id + num_programs`` and so on.
     Loop invariant: ``row`` to ``num_splits`` are the record of the split tile of ``job``.
     Barriers: none in a program of one warp; ``griddepcontrol.wait`` before the first partial result is loaded.
@@ -133,7 +134,7 @@ def combine_prefill_kernel(
         split_tiles + index * SPLIT_TILE_STRIDE + SPLIT_TILE_SLOTS, mask=index < max_split_tiles, other=0
     )
     output_rows = tl.sum((num_slots > 0).to(tl.int32), 0) * OUTPUT_ROWS
-    sliced = FIXED or 2 * output_rows < tl.num_programs(0)
+    sliced = FIXED or output_rows * SLICES <= tl.num_programs(0)
     slices = SLICES if sliced else 1
     job, jobs = tl.program_id(0), output_rows * slices
     # Loaded here, not by a function: see work_item.py.
@@ -183,10 +184,12 @@ def combine_split_tiles(
     fixed = problem.split > 0
     block = triton.next_power_of_2(dim)
     columns = min(SLICE_COLUMNS, block)
+    most_split = torch.sym_min(max_split_tiles, plan.work.shape[0] - num_partials(plan))
+    jobs = most_split * problem.tile_rows * heads * triton.cdiv(dim, columns)
     one_warp = max_split_tiles <= MAX_SPLIT_TILES_OF_ONE_WARP and not fixed
     launch(
         combine_prefill_kernel,
-        (min(max_split_tiles * problem.tile_rows * heads * triton.cdiv(dim, columns), MAX_PROGRAMS),),
+        (torch.sym_min(jobs, MAX_SCALED_PROGRAMS if scaled else MAX_PROGRAMS),),
         Options(1 if one_warp else 4, launch_pdl=pdl, writes=("out", "lse")),
         out=out,
         lse=lse,

@@ -23,7 +23,7 @@ def test_scaled_partial_results(
 ) -> None:
     from attn_ops.kernels.triton import combine_prefill
 
-    monkeypatch.setattr(combine_prefill, "MAX_PROGRAMS", programs)
+    monkeypatch.setattr(combine_prefill, "MAX_SCALED_PROGRAMS", programs)
     sizes = {"page_size": 64, "num_qo_heads": HEADS, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": DIM}
     planner = PrefillPlanner(4, 8, 1000, num_ctas=200, tile_rows=TILE_ROWS, device=device, **sizes)
     qo_indptr = torch.tensor([0, *QO_LENS]).cumsum(0)
