@@ -2,6 +2,10 @@
 
 An output row is one query row and one head; a split tile has ``TILE_ROWS * HEADS`` of them. Programs take output rows
 in turn, or slices of their columns if no program then has more than one.
+
+Partial results are float32 ``[slots, TILE_ROWS, HEADS, DIM]``, then the LSE ``[slots, TILE_ROWS, HEADS]``. *Scaled* ones are
+float16 and fill half of the memory of the former. The other half begins with float32 scales ``[slots, TILE_ROWS, HEADS,
+DIM / SCALE_COLUMNS]``.
 """
 
 from __future__ import annotations
@@ -97,8 +101,7 @@ def combine_row(
 def combine_prefill_kernel(
     out,  # [rows, HEADS, DIM]
     lse,  # float32 [rows, HEADS] or [0]
-    partial,  # float32 [slots, TILE_ROWS, HEADS, DIM], then the LSE without DIM. Of SCALE_COLUMNS the first half of these
-    # numbers are instead all in float16, and the second begins with scales [slots, TILE_ROWS, HEADS, DIM / SCALE_COLUMNS]
+    partial,  # the workspace with partial results of [slots, TILE_ROWS, HEADS, DIM]
     sinks,  # [HEADS] or None
     split_tiles,  # [max_split_tiles, SPLIT_TILE_STRIDE]
     rows,  # of out
@@ -112,13 +115,13 @@ def combine_prefill_kernel(
     SLICE_COLUMNS: tl.constexpr,  # power of 2
     SLICE_SPLITS: tl.constexpr,  # partial results loaded in a step of a slice
     BLOCK_SPLIT_TILES: tl.constexpr,  # power of 2, at least max_split_tiles
-    SCALE_COLUMNS: tl.constexpr,  # power of 2: columns of a partial result with one scale; 0 without scales
+    SCALE_COLUMNS: tl.constexpr,  # power of 2, or 0 without scales
     FIXED: tl.constexpr,  # always slices, so that the order of additions does not depend on the batch
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS or MAX_SCALED_PROGRAMS. A job is an output row or a slice of one.
+    """Grid: as many programs as the capacity has jobs, up to a limit. A job is an output row or a slice of one.
     Owns: jobs ``program_id``, ``program_id + num_programs`` and so on.
     Loop invariant: ``row`` to ``num_splits`` are the record of the split tile of ``job``.
     Barriers: none in a program of one warp; ``griddepcontrol.wait`` before the first partial result is loaded.

@@ -1,7 +1,7 @@
 """The races between lines of Triton kernels in a report of compute-sanitizer's racecheck.
 
 CUDA kernels have no line information. Threads that arrive on an mbarrier for their warp order its writes, which
-racecheck does not model: ``tests/kernels/test_cuda_host.py`` finds the races of those kernels.
+racecheck does not model: ``tests/kernels/test_cuda_host_*.py`` find the races of those kernels.
 """
 
 from __future__ import annotations

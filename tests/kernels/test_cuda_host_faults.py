@@ -1,0 +1,311 @@
+"""Faults that are planted in CUDA kernels and noticed when these run on the host (``helpers/cuda_host``)."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
+
+from attn_ops.kernels.cuda import mla
+from helpers import mla_cases
+from helpers.cuda_host import Fault, Host, HostError, needs_a_compiler
+from helpers.cuda_host.calls import FP8_KV, attend, mla_op, prefill_case, swapped
+
+pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
+
+
+class Planted(NamedTuple):
+    """A fault, what the machine says of it, and whether the case is one of an odd group."""
+
+    fault: Fault
+    message: str
+    odd: bool = False
+
+
+RELEASE = "arrive(shared_address(&shared.unit_empty));"
+
+PREFILL_FAULTS = {
+    "no arrival": Planted(
+        Fault("arrive_by_warp(k_empty + number % kKeyStages * 8);", "", 2),
+        "deadlock(.|\n)*wait at prefill_producer.cuh",
+    ),
+    "another parity": Planted(
+        Fault(
+            "wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1);",
+            "wait(empty + tile % kStages * 8, tile / kStages & 1);",
+        ),
+        "deadlock",
+    ),
+    "no wait for a stage": Planted(
+        Fault("wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);", ""), "race|more arrivals"
+    ),
+    "the next unit is written before this one is read": Planted(
+        Fault("wait(shared_address(&shared.unit_empty), n & 1 ^ 1);", ""), "race|more arrivals|deadlock"
+    ),
+    "no wait for a unit": Planted(Fault("wait(shared_address(&shared.unit_full), n & 1);", ""), "race|uninitialised"),
+    "producer K asks for no unit": Planted(
+        Fault("if (!released && unit.end - first <= kTilesAhead * kTile) release_unit(shared), released = true;", ""),
+        "deadlock",
+    ),
+    "producer V releases no unit": Planted(Fault("if (released) release_unit(shared);", ""), "deadlock"),
+    "producer Q releases a unit for producer V": Planted(
+        Fault(
+            f"if (unit.count <= 0) return;\n    {RELEASE}",
+            f"if (unit.count <= 0) return; {RELEASE} {RELEASE}",
+        ),
+        "race|more arrivals",
+    ),
+    "another number of bytes": Planted(
+        Fault("arrive_expect(full, blocks * kQueryBytes);", "arrive_expect(full, 64);"), "lacks 0 of 1 arrivals and -"
+    ),
+    "no wait for values": Planted(
+        Fault("wait(v_full.of(number), v_full.parity(number));\n      mark(kWaitValues);", "mark(kWaitValues);"),
+        r"race: (.|\n)*TMA(.|\n)*wgmma",
+    ),
+    "a stage is released before its last product": Planted(
+        Fault(
+            "wgmma_wait<0>();\n          "
+            "finish_pv(output, partial, probabilities, values_of(previous), alpha_before);\n          "
+            "arrive_by_warp(v_empty + previous % kPvStages * 8);",
+            "arrive_by_warp(v_empty + previous % kPvStages * 8);\n          wgmma_wait<0>();",
+        ),
+        r"race: (.|\n)*read by wgmma(.|\n)*TMA",
+    ),
+    "logits are used in flight": Planted(
+        Fault("wgmma_wait<1>();\n        fence_registers(logits);", "fence_registers(logits);"),
+        "before wgmma.wait_group",
+    ),
+    "the output is used in flight, beside the next unit's first logits": Planted(
+        Fault(
+            "wgmma_wait<1>();\n          finish_pv(output, partial, probabilities, values_of(number), alpha_before);",
+            "finish_pv(output, partial, probabilities, values_of(number), alpha_before);",
+        ),
+        "before wgmma.wait_group",
+    ),
+    "the next unit's first logits are used in flight": Planted(
+        Fault("wgmma_wait<0>();\n          fence_registers(logits);", "fence_registers(logits);"),
+        "before wgmma.wait_group",
+    ),
+    "no wait for the next unit": Planted(
+        Fault("wait_for_queries(n + 1);", ""), "race|uninitialised|nothing has written"
+    ),
+    "no fence of registers": Planted(
+        Fault(
+            "wgmma_fence();\n    issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), "
+            "keys + tile % kKeyStages * (kKeyBytes / 16));",
+            "issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), "
+            "keys + tile % kKeyStages * (kKeyBytes / 16));",
+        ),
+        "without wgmma.fence",
+    ),
+    "no proxy fence after zeros": Planted(
+        Fault("fence_async_shared();\n        __syncwarp();", "__syncwarp();"), "no proxy fence"
+    ),
+    "no proxy fence after copies": Planted(
+        Fault("wait_for_chunks();\n  fence_async_shared();", "wait_for_chunks();"), "no proxy fence", odd=True
+    ),
+    "arrival before copies": Planted(
+        Fault(
+            "if (exists) copy_queries(p, q, unit, to, thread);\n    arrive(full);",
+            "arrive(full);\n    if (exists) copy_queries(p, q, unit, to, thread);",
+        ),
+        "race|uninitialised",
+        odd=True,
+    ),
+    "no barrier between stores and loads": Planted(
+        Fault("sync();  // the state is stored\n", ""),
+        "race|uninitialised",
+        odd=True,
+    ),
+    "lane 0 arrives for lanes that still read": Planted(
+        Fault(
+            "__syncwarp();\n  if (threadIdx.x % 32 == 0) arrive(barrier);",
+            "if (threadIdx.x % 32 == 0) arrive(barrier);",
+        ),
+        "race",
+        odd=True,
+    ),
+    "rows after the last": Planted(
+        Fault("if (exists[1]) to_lse[to_row[1]] = lse[1];", "to_lse[to_row[1]] = lse[1];"),
+        "outside of all tensors(.|\n)* of lse|race between clusters: (.|\n)* of lse",
+    ),
+    "no wait for earlier kernels": Planted(Fault("wait_for_earlier_kernels();", ""), "before griddepcontrol.wait"),
+}
+
+RELEASE = "if (lane == 0) arrive(tiles.fp8_empty + part * 8);"
+CONVERTED = f"fence_async_shared();\n      __syncwarp();\n      {RELEASE}"
+
+FP8_FAULTS = {
+    "no proxy fence after conversions": Planted(
+        Fault(CONVERTED, CONVERTED.removeprefix("fence_async_shared();\n      ")), "no proxy fence"
+    ),
+    "lane 0 arrives for lanes that still convert": Planted(
+        Fault(CONVERTED, CONVERTED.replace("__syncwarp();\n      ", "")), "race|no proxy fence"
+    ),
+    "a tile is converted before it has arrived": Planted(
+        Fault("wait(tiles.fp8_full + part * 8, tile & 1);", ""), "race|uninitialised"
+    ),
+    "a tile is loaded over one that is converted": Planted(
+        Fault("tiles.wait_for_empty(tile);", ""), "race|more arrivals"
+    ),
+    "no wait for a stage": Planted(
+        Fault("if (part == 0) wait(tiles.empty + tile % STAGES * 8, tile / STAGES & 1 ^ 1);", ""), "race|more arrivals"
+    ),
+    "the end is passed on while tiles are converted": Planted(
+        Fault("for (int i = 0; i < kFp8Stages; ++i) tiles.wait_for_empty(tile + i);", ""), "race|more arrivals"
+    ),
+    "the end is not passed on": Planted(Fault("arrive(tiles.full);", ""), "deadlock"),
+    "a converted tile is not passed on": Planted(
+        Fault("if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);", ""), "deadlock"
+    ),
+}
+
+STAGED = "fence_async_shared();\n  __syncwarp();"
+BULK_STORE = """if (lane % 4 == 0 && exists[r])
+      store_bulk(to.values + (row[r] * kLatent + first_column) / 2, staged + (lane / 4 + 8 * r) * kStagedRowBytes,
+                 kStored * 2)"""
+STORE = "store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments.results, unit)"
+FENCE = "if (SPLITS > 1) fence_async_shared();  // before a query is loaded"
+
+MLA_FAULTS = {
+    "the other CTA's consumers are not waited for": Planted(
+        Fault("arrive_in_cluster(address_in(barrier, lane));", "arrive_in_cluster(address_in(barrier, 0));"),
+        "race|more arrivals|deadlock",
+    ),
+    "P is stored over keys that are read": Planted(
+        Fault(
+            "named_sync(kBarrier, kConsumerThreads);\n    store_probabilities(own_stage + kRotary * kBlockBytes, "
+            "probabilities);",
+            "store_probabilities(own_stage + kRotary * kBlockBytes, probabilities);",
+        ),
+        r"race: (.|\n)*read by wgmma",
+    ),
+    "no proxy fence after P": Planted(
+        Fault(
+            "store_matrices(to + row * kRowBytes + ((2 * i + lane / 16) ^ (row & 7)) * 16, p[i]);\n  "
+            "fence_async_shared();",
+            "store_matrices(to + row * kRowBytes + ((2 * i + lane / 16) ^ (row & 7)) * 16, p[i]);",
+        ),
+        "no proxy fence",
+    ),
+    "a CTA ends before the others' arrivals": Planted(
+        Fault("for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);", ""),
+        "a CTA of the cluster may end before",
+    ),
+    "the plan is read before it is acquired": Planted(Fault("acquire_plan();", ""), "before the plan is acquired"),
+    "mbarriers are used before they are initialised": Planted(
+        Fault("cluster_wait_for_init();\n  wait_for_earlier_kernels();", "wait_for_earlier_kernels();"),
+        "is no mbarrier",
+    ),
+    "no proxy fence before a bulk store": Planted(Fault(STAGED, "__syncwarp();"), "no proxy fence(.|\n)*bulk store"),
+    "a bulk store does not wait for the other lanes": Planted(Fault(STAGED, "fence_async_shared();"), "bulk store"),
+    "a query is loaded over what a bulk store reads": Planted(
+        Fault("wait_for_bulk_reads();", ""), "race: (.|\n)*bulk store"
+    ),
+    "another lane waits for the bulk store": Planted(
+        Fault("wait_for_bulk_reads();", "if (lane == 1) wait_for_bulk_reads();"), "race: (.|\n)*bulk store of thread"
+    ),
+    "a partial result is stored twice": Planted(
+        Fault(f"{BULK_STORE};", f"{BULK_STORE}; {BULK_STORE};"), "race: (.|\n)* of partial(.|\n)*bulk store"
+    ),
+    "a query is loaded over a partial result": Planted(
+        Fault(
+            f"{STORE};\n      {FENCE}\n      if (reused) arrive_by_warp(q_empty);",
+            f"if (reused) arrive_by_warp(q_empty);\n      {STORE};",
+        ),
+        "race",
+    ),
+}
+
+MERGE_FAULTS = {
+    "columns are sent before the partner has room": Planted(Fault("wait(ready, parity);", ""), "race"),
+    "columns are read before they have come": Planted(
+        Fault("wait(full, parity);", ""), "race|uninitialised|more arrivals"
+    ),
+    "a warp waits for its own readiness": Planted(
+        Fault("arrive_in_cluster(address_in(ready, partner));", "arrive(ready);"), "race|more arrivals|deadlock"
+    ),
+    "no proxy fence before the next query": Planted(Fault(FENCE + "\n", ""), "no proxy fence"),
+    "a query is loaded over what has come": Planted(
+        Fault("if (!reused) arrive_by_warp(q_empty);", "arrive_by_warp(q_empty);"), "race|more arrivals|no proxy fence"
+    ),
+    "results are staged over columns that other lanes read": Planted(
+        Fault("__syncwarp();  // what has arrived is read\n", ""), "race"
+    ),
+}
+
+SWAPPED_FAULTS = {
+    "maxima are read before all warps have stored them": Planted(
+        Fault("sync();  // maxima are stored\n", ""), "race|uninitialised"
+    ),
+    "P is multiplied before all warps have stored it": Planted(
+        Fault("sync();  // P is stored\n", ""), "race|uninitialised|no proxy fence"
+    ),
+    "no proxy fence after P": Planted(Fault("fence_async_shared();  // P\n", ""), "no proxy fence"),
+    "a half is released before it is multiplied": Planted(Fault("wgmma_wait<1>();", ""), "race"),
+    "no proxy fence before a bulk store": Planted(Fault("fence_async_shared();  // columns\n", ""), "no proxy fence"),
+    "columns are staged over those that a bulk store reads": Planted(Fault("wait_for_bulk_reads();", ""), "race"),
+    "columns are staged before all are read": Planted(Fault("sync();  // columns are read\n", ""), "race"),
+}
+
+
+def _faulty(planted: dict[str, Planted], name: str) -> Host:
+    faults = [one.fault for one in planted.values()]
+    return Host(sms=2, faults=faults, planted=1 + list(planted).index(name) if name else 0)
+
+
+@pytest.mark.parametrize("name", ["", *PREFILL_FAULTS])
+def test_faults_of_prefill_are_noticed(name: str) -> None:
+    """And the same source without one is not."""
+    sizes: dict[str, Any] = {"kv_lens": (280, 70), "qo_lens": (70, 33)}
+    even, odd = (
+        prefill_case("even", **sizes, heads=(4, 2)),
+        prefill_case("odd", **sizes, heads=(3, 1), planner={"tile_rows": 20}),
+    )
+    host = _faulty(PREFILL_FAULTS, name)
+    if not name:
+        attend("prefill", even, host)
+        attend("prefill", odd, host)
+        return
+    planted = PREFILL_FAULTS[name]
+    with pytest.raises(HostError, match=planted.message):
+        attend("prefill", odd if planted.odd else even, host)
+
+
+@pytest.mark.parametrize("name", ["", *FP8_FAULTS])
+def test_faults_of_fp8_are_noticed(name: str) -> None:
+    sizes: dict[str, Any] = {"kv_lens": (400, 70), "qo_lens": (70, 33), "heads": (4, 2)}
+    noticed = pytest.raises(HostError, match=FP8_FAULTS[name].message) if name else contextlib.nullcontext()
+    with noticed:
+        attend("prefill", prefill_case("FP8 KV", **sizes, **FP8_KV), _faulty(FP8_FAULTS, name))
+
+
+@pytest.mark.parametrize("name", ["", *MLA_FAULTS])
+def test_faults_of_mla_are_noticed(name: str) -> None:
+    (case,) = (one for one in mla_cases.CASES if str(one) == "512/64 decode")
+    case = replace(case, qo_lens=(1, 1), kv_lens=(300, 70))
+    noticed = pytest.raises(HostError, match=MLA_FAULTS[name].message) if name else contextlib.nullcontext()
+    with _faulty(MLA_FAULTS, name).installed(), noticed:
+        mla_cases.check(case, op=mla_op)
+
+
+@pytest.mark.parametrize("name", ["", *MERGE_FAULTS])
+def test_faults_of_merges_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"qo_lens": (1,) * 5, "kv_lens": (700, 70, 70, 130, 70), "planner": {"num_ctas": 4}}
+    host, case = _faulty(MERGE_FAULTS, name), swapped("faulty", 64, **sizes)
+    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: 2)
+    noticed = pytest.raises(HostError, match=MERGE_FAULTS[name].message) if name else contextlib.nullcontext()
+    with host.installed(), noticed:
+        mla_cases.check(case, op=mla_op)
+
+
+@pytest.mark.parametrize("name", ["", *SWAPPED_FAULTS])
+def test_faults_of_swapped_operands_are_noticed(name: str) -> None:
+    case = swapped("faulty", 16, qo_lens=(1, 1), kv_lens=(300, 70))
+    noticed = pytest.raises(HostError, match=SWAPPED_FAULTS[name].message) if name else contextlib.nullcontext()
+    with _faulty(SWAPPED_FAULTS, name).installed(), noticed:
+        mla_cases.check(case, op=mla_op)

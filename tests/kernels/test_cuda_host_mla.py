@@ -1,0 +1,156 @@
+"""MLA kernels in CUDA C++ run on the host (``helpers/cuda_host``): results against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_ops
+
+pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
+
+from attn_ops.kernels.cuda import mla
+from helpers import mla_cases
+from helpers.cuda_host import Host, needs_a_compiler
+from helpers.cuda_host.calls import mla_op, swapped
+
+from attn_ops.ops import unsupported
+
+pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
+
+MLA = [
+    case
+    for case in mla_cases.CASES
+    if case.dims == (512, 64) and case.dtype == torch.bfloat16 and case.page_size % mla.TILE == 0
+]
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(MLA)), ids=str)
+def test_mla(seed: int, case: mla_cases.Mla) -> None:
+    host = Host(sms=4, seed=seed)
+    with host.installed():
+        mla_cases.check(case, op=mla_op)
+    assert len(host.launched) == 1
+
+
+NO_KEYS: dict[str, Any] = {"qo_lens": (1, 1, 1), "kv_lens": (64, 0, 129), "planner": {"num_ctas": 0}}
+ROWS: dict[str, Any] = {"qo_lens": (3, 1, 6), "kv_lens": (200, 2, 310), "causal": True}
+
+SWAPPED = [
+    *(swapped(f"{heads} heads", heads) for heads in (1, 5, 12, 16)),
+    swapped("no keys", 16, **NO_KEYS, dtype=torch.float16),
+    swapped("rows of 4", 4, **ROWS, packed=True, page_size=128, planner={"tile_rows": 4}),
+    swapped("rows of 5", 5, **ROWS, page_size=192, planner={"tile_rows": 3, "num_ctas": 6}),
+    swapped("rows of 7", 7, **ROWS, planner={"tile_rows": 2, "fixed_split_size": 1}),
+    swapped("float32", 16, out_dtype=torch.float32),
+    swapped("e4m3", 8, out_dtype=torch.float8_e4m3fn),
+    swapped("e5m2", 16, out_dtype=torch.float8_e5m2, sm_scale=0.02),
+    swapped("float16 of bfloat16", 3, out_dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(SWAPPED)), ids=str)
+def test_mla_of_few_packed_rows(seed: int, case: mla_cases.Mla) -> None:
+    host = Host(sms=4, seed=seed)
+    with host.installed():
+        mla_cases.check(case, op=mla_op)
+    assert [name.split()[0] for name in host.launched] == ["mla_swap_ab"]
+
+
+@pytest.mark.parametrize("case", [case for case in SWAPPED if case.name in ("16 heads", "rows of 5")], ids=str)
+def test_mla_without_swapped_operands(case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", 0)
+    host = Host(sms=4)
+    with host.installed():
+        mla_cases.check(case, op=mla_op)
+    assert [name.split()[0] for name in host.launched] == ["mla"]
+
+
+SHORT: dict[str, Any] = {"qo_lens": (1, 1, 1, 0, 1), "kv_lens": (64, 0, 129, 5, 700), "planner": {"num_ctas": 2}}
+
+DIVIDED = [
+    swapped("16 heads", 16),
+    swapped("16 heads, short", 16, **SHORT, dtype=torch.float16),
+    swapped("rows of 5", 5, **ROWS, page_size=192, planner={"tile_rows": 3, "num_ctas": 6}, out_dtype=torch.float32),
+    swapped("24 heads", 24, out_dtype=torch.float8_e4m3fn),
+    swapped("64 heads, short", 64, **SHORT),
+    swapped("rows of 16", 16, **ROWS, packed=True, page_size=128, planner={"tile_rows": 4, "num_ctas": 2}),
+    swapped("rows of 150", 150, **ROWS, planner={"num_ctas": 4, "tile_rows": 1}, out_dtype=torch.float32),
+]
+"""Cases of plans that split few query tiles."""
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(DIVIDED)), ids=str)
+def test_mla_of_clusters_that_divide_kv(seed: int, case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that runs two clusters: they have several units."""
+    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: 2)
+    host = Host(sms=4, seed=seed)
+    with host.installed():
+        mla_cases.check(case, op=mla_op)
+    (name,) = host.launched
+    assert "SPLITS=2" in name
+
+
+@pytest.mark.parametrize(("sms", "splits"), [(132, 2), (12, 1)])
+def test_the_plan_and_the_gpu_decide_how_many_ctas_divide_kv(sms: int, splits: int) -> None:
+    host = Host(sms=sms)
+    with host.installed():
+        mla_cases.check(swapped("plan", 16), op=mla_op)
+    (name,) = host.launched
+    assert f"SPLITS={splits}" in name
+
+
+def test_every_size_of_units_runs() -> None:
+    """Among the cases above, but for those of few packed rows on clusters."""
+    sizes = {mla.units_of(case.heads * case.planner.get("tile_rows", 1))[:2] for case in (*MLA, *SWAPPED)}
+    assert sizes == {one[:2] for one in unsupported.CUDA_MLA_KERNELS}
+
+
+def test_swapped_operands_change_the_result_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    outs: list[tuple[Tensor, Tensor]] = []
+
+    def keep(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        outs.append(mla_op(*tensors, **options))
+        return outs[-1]
+
+    with Host(sms=4).installed():
+        for most in (0, 16):
+            monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", most)
+            mla_cases.check(swapped("both", 16, out_dtype=torch.float32), op=keep)
+    (out, lse), (of_swapped, lse_of_swapped) = outs
+    torch.testing.assert_close(of_swapped, out, rtol=2e-2, atol=4e-3)
+    torch.testing.assert_close(lse_of_swapped, lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_partial_result_may_lie_at_any_multiple_of_4_bytes() -> None:
+    def op(q: Any, r: Any, c: Any, k: Any, plan: Any, workspace: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        return mla_op(q, r, c, k, plan, torch.empty(workspace.numel() + 1)[1:], **options)
+
+    for heads in (16, 64):
+        with Host(sms=4).installed():
+            mla_cases.check(swapped("shifted", heads), op=op)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_columns_of_a_partial_result_may_differ_by_many_orders_of_magnitude(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partial results have 11 bits and a scale for 128 columns. Of an average of tokens, each column keeps its own."""
+    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: splits)
+    generator = torch.Generator().manual_seed(splits)
+    magnitudes = 2.0 ** torch.randint(-100, 100, (4,), generator=generator).repeat_interleave(128)
+    magnitudes *= 2.0 ** torch.randint(-12, 13, (512,), generator=generator)
+    latent = (torch.randn(10, 64, 512, generator=generator) * magnitudes).bfloat16()
+    sizes = {"page_size": 64, "num_qo_heads": 64, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
+    planner = attn_ops.PrefillPlanner(1, 1, 10, num_ctas=4, **sizes)
+    plan = planner.plan(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, 10], range(10), [64])))
+    assert plan.split_tiles[0, 3] > 2
+    q = torch.zeros(1, 64, 576, dtype=torch.bfloat16)
+    with Host(sms=4).installed():
+        rotary = torch.zeros(10, 64, 64, dtype=torch.bfloat16)
+        out, _ = mla.batch_mla(*q.split((512, 64), -1), latent, rotary, list(plan), planner.workspace)
+    expected = latent.double().flatten(0, 1).mean(0)
+    assert ((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-12 * magnitudes).all()
