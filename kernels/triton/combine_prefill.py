@@ -3,9 +3,9 @@
 An output row is one query row and one head; a split tile has ``TILE_ROWS * HEADS`` of them. Programs take output rows
 in turn, or slices of their columns if no program then has more than one.
 
-Partial results are float32 ``[slots, TILE_ROWS, HEADS, DIM]``, then the LSE ``[slots, TILE_ROWS, HEADS]``. *Scaled* ones are
-float16 and fill half of the memory of the former. The other half begins with float32 scales ``[slots, TILE_ROWS, HEADS,
-DIM / SCALE_COLUMNS]``.
+Partial results are float32 ``[slots, TILE_ROWS, HEADS, DIM]``, then the LSE ``[slots, TILE_ROWS, HEADS]``. *Scaled*
+ones are float16 and fill half of the memory of the former. The other half begins with float32 scales ``[slots,
+TILE_ROWS, HEADS, DIM / SCALE_COLUMNS]``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def combine_row(
     The tile has ``count`` query rows from ``row`` on, and ``num_splits`` partial results from ``first_slot`` on.
     """
     OUTPUT_ROWS: tl.constexpr = TILE_ROWS * HEADS
-    SCALES: tl.constexpr = BLOCK_DIM // SCALE_COLUMNS if 0 < SCALE_COLUMNS and SCALE_COLUMNS < BLOCK_DIM else 1
+    SCALES: tl.constexpr = max(BLOCK_DIM // SCALE_COLUMNS, 1) if SCALE_COLUMNS else 1
     COLUMNS: tl.constexpr = BLOCK_DIM // SCALES
     first_slot, head, scale = tl.maximum(first_slot, 0), output_row % HEADS, tl.arange(0, SCALES)
     d = first_d + scale[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -156,7 +156,8 @@ def combine_prefill_kernel(
         if sliced:
             combine_row(
                 out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row,
-                job % SLICES * SLICE_COLUMNS, HEADS, DIM, TILE_ROWS, SLICE_COLUMNS, SLICE_SPLITS, SCALE_COLUMNS, SINKS, LSE,
+                job % SLICES * SLICE_COLUMNS, HEADS, DIM, TILE_ROWS, SLICE_COLUMNS, SLICE_SPLITS, SCALE_COLUMNS,
+                SINKS, LSE,
             )  # fmt: skip
         else:
             combine_row(
