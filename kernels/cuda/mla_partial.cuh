@@ -1,6 +1,6 @@
-// MLA: partial results of splits. They are float16 with a scale for each row and kScaleColumns columns: a power of two that
-// brings the largest of these numbers to [2^14, 2^15). So a number of at least 2^-28 of the largest keeps the 11 bits of
-// float16, and half as many bytes are written and read again as in float32.
+// MLA: partial results of splits, in float16 with block scaling: kScaleColumns columns of a row share a scale, a power of
+// two. The largest scaled magnitude of a block is in [2^14, 2^15), so numbers of at least 2^-28 of it keep the 11 bits of
+// float16. Half as many bytes are written and read again as in float32.
 #pragma once
 
 #include "epilogue.cuh"
@@ -10,9 +10,9 @@ namespace attn_ops {
 namespace {
 
 constexpr int kScales = kLatent / kScaleColumns;  // of a row
-using Stored = float[kStored / 2];  // of a thread
+using Stored = float[kStored / 2];                // of a thread
 
-// The scale of numbers of which `largest` is the largest magnitude, and its inverse.
+// The scale of a block with this largest magnitude, and its inverse.
 struct Scale {
   float value, inverse;
 
@@ -38,7 +38,7 @@ struct Partial {
 // Step 12 of a partial result: columns of two rows from `first_column` on, multiplied by `norm`. They pass through the
 // memory `staged` of the warp, and one bulk store for each row that exists, if the workspace is aligned to 16 bytes.
 DEVICE void store_scaled(const Partial& to, uint32 staged, Stored& output, int first_column, const float (&norm)[2],
-                          const int64 (&row)[2], const bool (&exists)[2]) {
+                         const int64 (&row)[2], const bool (&exists)[2]) {
   const uint32 lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r)

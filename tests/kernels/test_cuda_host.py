@@ -18,7 +18,7 @@ from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.triton import prefill_call
 from helpers import oracle
 from helpers.cuda_host import Host, HostError, needs_a_compiler
-from helpers.cuda_host.calls import FP8_KV, OPS, attend
+from helpers.cuda_host.calls import FP8_KV, OPS, SPLIT, attend
 from helpers.cuda_host.calls import prefill_case as _case
 from helpers.harness import Setup
 from helpers.hostile_plans import random_plan
@@ -27,7 +27,6 @@ merges = importlib.import_module("attn_ops.kernels.cuda.merge_states")
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 
-SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 300, 2), "planner": {"num_ctas": 12, "tile_rows": 8}}
 F16_64: dict[str, Any] = {"dtype": torch.float16, "head_dims": (64, 64)}
 LONGER_64 = F16_64 | {"kv_lens": (470, 0, 210, 2)}
 F16_256: dict[str, Any] = {"dtype": torch.float16, "head_dims": (256, 256), "heads": (4, 2)}

@@ -13,21 +13,19 @@ pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kern
 from attn_ops.kernels.cuda import prefill
 from helpers.cases import Case
 from helpers.cuda_host import Fault, Host, HostError, needs_a_compiler
+from helpers.cuda_host.calls import OPS, SPLIT, prefill_case
 from helpers.fp8_products import TENSOR_CORE_EPS
 from helpers.harness import Setup
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 
 E4M3 = torch.float8_e4m3fn
-OPS = {"prefill": prefill.batch_prefill, "ragged": prefill.ragged_prefill}
 
 
 def _case(name: str, **fields: Any) -> Case:
-    sizes: dict[str, Any] = {"kv_lens": (70, 0, 150, 2), "qo_lens": (40, 0, 33, 2), "heads": (8, 2)}
-    return Case(name, **(sizes | {"dtype": E4M3, "head_dims": (128, 128), "out_dtype": torch.bfloat16} | fields))
+    return prefill_case(name, **({"dtype": E4M3, "out_dtype": torch.bfloat16} | fields))
 
 
-SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 300, 2), "planner": {"num_ctas": 12, "tile_rows": 8}}
 OF_64, OF_256 = {"head_dims": (64, 64)}, {"head_dims": (256, 256), "heads": (4, 2)}
 
 CASES = [

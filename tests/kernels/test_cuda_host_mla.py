@@ -138,7 +138,7 @@ def test_a_partial_result_may_lie_at_any_multiple_of_4_bytes() -> None:
 def test_columns_of_a_partial_result_may_differ_by_many_orders_of_magnitude(
     splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partial results have 11 bits and a scale for 128 columns. Of an average of tokens, each column keeps its own."""
+    """Float16 with a scale for each 128 columns keeps 11 bits. With a query of 0 the output is the mean of tokens."""
     monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: splits)
     generator = torch.Generator().manual_seed(splits)
     magnitudes = 2.0 ** torch.tensor([-114, -50, 0, 90]).repeat_interleave(128)

@@ -15,7 +15,7 @@ from helpers.harness import Setup
 
 OPS = {"prefill": prefill.batch_prefill, "ragged": prefill.ragged_prefill}
 
-
+SPLIT: dict[str, Any] = {"kv_lens": (700, 0, 300, 2), "planner": {"num_ctas": 12, "tile_rows": 8}}
 FP8_KV: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 3.0)}
 
 
