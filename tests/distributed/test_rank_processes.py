@@ -22,6 +22,8 @@ def _replace_processes(monkeypatch: pytest.MonkeyPatch, *programs: str) -> None:
             with (folder / f"{rank}.log").open("w") as log:
                 command = [sys.executable, "-c", program]
                 processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+        while not all((folder / f"{rank}.log").stat().st_size for rank in range(len(programs))):
+            time.sleep(0.01)  # the time to wait counts from here, whatever the start of Python takes
         return processes
 
     monkeypatch.setattr(rank_processes, "_start", start)
@@ -47,11 +49,13 @@ import os, time
 import torch.distributed as dist
 
 def case(group):
-    if dist.get_rank():
-        print("this rank ends", flush=True)
-        os._exit(3)
-    print("this rank waits", flush=True)
-    time.sleep(60)
+    if dist.get_rank() == 0:
+        print("this rank waits", flush=True)
+        dist.barrier(group)
+        time.sleep(60)
+    dist.barrier(group)
+    print("this rank ends", flush=True)
+    os._exit(3)
 
 CASES = {"case": case}
 """
