@@ -64,15 +64,18 @@ def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
     return MLA_SM_SCALE
 
 
-def _require_scales(where: str, ckv_scale: Any, kpe_scale: Any) -> None:
-    if ckv_scale is None or kpe_scale is None:
-        fail(
-            OptionError,
-            where,
-            "ckv_scale and kpe_scale are required for an FP8 cache",
-            "a number each",
-            "pass them, 1.0 for values that were not scaled",
-        )
+def _check_scales(where: str, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any, required: bool) -> None:
+    """The scales of an FP8 cache: the latents have one kind. The words are FlashInfer's, whose callers look for them."""
+    rule = "Exactly one of ckv_scale or ckv_scale_arr scales the latents"
+    if ckv_scale is not None and ckv_scale_arr is not None:
+        fail(OptionError, where, f"{rule}: both are given", "one of them", "leave out the other")
+    if not required:
+        return
+    unscaled = "1.0 for values that were not scaled"
+    if ckv_scale is None and ckv_scale_arr is None:
+        fail(OptionError, where, f"{rule} of an FP8 cache: none is given", "one of them", f"pass ckv_scale, {unscaled}")
+    if kpe_scale is None:
+        fail(OptionError, where, "kpe_scale is None for an FP8 cache", "a number", f"pass it, {unscaled}")
 
 
 class GroupScales(NamedTuple):
@@ -88,7 +91,7 @@ class GroupScales(NamedTuple):
             fail(
                 ShapeError,
                 where,
-                f"ckv_scale_arr is {list(ckv_scale_arr.shape)} for a cache {list(ckv_cache.shape)}",
+                f"Invalid shape of ckv_scale_arr: {list(ckv_scale_arr.shape)} for a cache {list(ckv_cache.shape)}",
                 f"[pages, page_size, ckv / {SCALE_GROUP}]",
                 f"pass a scale for every token and {SCALE_GROUP} columns",
             )
@@ -315,15 +318,15 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )
         nope, pe = self._query(where, q_nope, q_pe, query)
+        if page_table is None and self._planned is not None:
+            self._planned.check_query_dtypes(where, q_nope=nope, q_pe=pe)
         ckv, kpe = self._cache(where, ckv_cache, kpe_cache, kv_cache, nope.shape[-1])
         finite(where, "ckv_scale", ckv_scale)
         finite(where, "kpe_scale", kpe_scale)
-        if ckv.dtype in FP8 and page_table is None and bmm1_scale is None:
-            _require_scales(where, ckv_scale if ckv_scale_arr is None else ckv_scale_arr, kpe_scale)
+        requires_scales = ckv.dtype in FP8 and page_table is None and bmm1_scale is None
+        _check_scales(where, ckv_scale, ckv_scale_arr, kpe_scale, requires_scales)
         groups = None
         if ckv_scale_arr is not None:
-            if ckv_scale is not None:
-                fail(OptionError, where, "ckv_scale and ckv_scale_arr are given", "one of them", "leave out the other")
             groups = GroupScales.of(where, ckv_scale_arr, ckv, kpe_scale)
         elif (kpe_scale or 1.0) != (ckv_scale or 1.0):
             pe = pe.to(computed_dtype(pe.dtype, ckv.dtype)) * ((kpe_scale or 1.0) / (ckv_scale or 1.0))

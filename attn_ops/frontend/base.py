@@ -132,20 +132,19 @@ class PlannedBatch:
                 fix = "pass the keys of all requests, or call plan() for this batch first"
                 fail(ShapeError, where, f"k and v have {keys} rows", expected, fix)
 
+    def check_query_dtypes(self, where: str, **tensors: Tensor) -> None:
+        """The parts of a query have the planned dtype."""
+        if self.dtypes is not None:
+            for name, t in tensors.items():
+                _check_dtype(where, name, t, self.dtypes.q)
+
     def check_tensors(self, call: AttentionCall) -> None:
         """Dtypes and layout of the call's tensors are as planned."""
         where, (q, *_, k, v) = call.where, call.tensors
         if self.dtypes is not None:
             dtypes = self.dtypes.q, self.dtypes.kv, self.dtypes.kv
             for name, t, dtype in zip(NAMES.get(call.op, PAGED_NAMES), (q, k, v), dtypes, strict=True):
-                if t.dtype != dtype:
-                    fail(
-                        DTypeError,
-                        where,
-                        f"{name} is {dtype_name(t.dtype)}",
-                        f"{dtype_name(dtype)} as planned",
-                        "name its dtype in plan(), as q_data_type and kv_data_type, or convert it",
-                    )
+                _check_dtype(where, name, t, dtype)
         if self.spec.paged and v.dim() == 4:
             self._check_layout(where, v, call.kv_layout)
 
@@ -199,6 +198,17 @@ class RowsOfCall(NamedTuple):
         assert isinstance(plan, DecodePlan)
         spec = spec._replace(decode=False, causal=True, window_left=options.window_left, rows=self.rows)
         return with_workspace(with_rows(plan, spec, self.batch, self.rows)), options._replace(causal=True)
+
+
+def _check_dtype(where: str, name: str, t: Tensor, planned: torch.dtype) -> None:
+    if t.dtype != planned:
+        fail(
+            DTypeError,
+            where,
+            f"{name} dtype is {dtype_name(t.dtype)}",
+            f"{dtype_name(planned)} as planned",
+            "name it in plan(), as q_data_type and kv_data_type, or convert the tensor",
+        )
 
 
 def _rows_of_a_request(rows: int | None) -> str:

@@ -430,7 +430,7 @@ def test_wrong_scales_per_group() -> None:
     wrapper, tensors = planned_mla(m, BF16), (*m.split(m.q), *m.split(m.cache))
     pages, page_size, _ = m.cache.shape
     for scales, error, message in (
-        (torch.ones(pages, page_size, 3), errors.ShapeError, "ckv_scale_arr is .* ckv / 128"),
+        (torch.ones(pages, page_size, 3), errors.ShapeError, "Invalid shape of ckv_scale_arr: .* ckv / 128"),
         (torch.ones(pages, page_size, 2).half(), errors.DTypeError, "ckv_scale_arr is float16; expected float32"),
     ):
         with pytest.raises(error, match=message):
@@ -442,14 +442,21 @@ def test_scales_of_latents_per_tensor_and_per_group_exclude_each_other(planned: 
     m = Latents(dims=(256, 16), dtype=BF16, kv_dtype=E4M3)
     wrapper, groups = planned_mla(m, BF16), torch.ones(*m.cache.shape[:2], 2, device=DEVICE)
     tables = {} if planned else {"page_table": m.block_tables, "kv_len": m.table[2]}
-    with pytest.raises(errors.OptionError, match="ckv_scale and ckv_scale_arr are given; expected one of them"):
+    with pytest.raises(errors.OptionError, match="Exactly one of ckv_scale or ckv_scale_arr .* both are given"):
         wrapper.run(*(*m.split(m.q), *m.split(m.cache)), ckv_scale=7.0, ckv_scale_arr=groups, kpe_scale=1.0, **tables)
 
 
-@pytest.mark.parametrize("scales", [{}, {"ckv_scale": 1.0}, {"kpe_scale": 1.0}])
-def test_an_fp8_latent_cache_needs_its_scales(scales: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({}, "Exactly one of ckv_scale or ckv_scale_arr .* none is given"),
+        ({"ckv_scale": 1.0}, "kpe_scale is None for an FP8 cache; expected a number"),
+        ({"kpe_scale": 1.0}, "Exactly one of ckv_scale or ckv_scale_arr .* none is given"),
+    ],
+)
+def test_an_fp8_latent_cache_needs_its_scales(scales: dict[str, Any], message: str) -> None:
     m = Latents(dtype=BF16, kv_dtype=E4M3)
-    with pytest.raises(ValueError, match="ckv_scale and kpe_scale are required"):
+    with pytest.raises(ValueError, match=message):
         planned_mla(m, BF16).run(*m.split(m.q), *m.split(m.cache), **scales)
 
 

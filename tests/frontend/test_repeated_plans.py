@@ -127,7 +127,7 @@ def test_a_change_between(change: Callable[[Any], None]) -> None:
     _plan(wrapper, BATCHES[1])
     _check(wrapper, BATCHES[1])
     assert wrapper._planned.workspace.data_ptr() == wrapper._workspace.data_ptr()
-    with pytest.raises(errors.DTypeError, match=r"q is bfloat16; expected float16 as planned"):
+    with pytest.raises(errors.DTypeError, match=r"q dtype is bfloat16; expected float16 as planned"):
         wrapper.run(BATCHES[1].q.bfloat16(), BATCHES[1].cache())
 
 

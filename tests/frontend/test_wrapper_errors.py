@@ -134,12 +134,12 @@ CASES: dict[str, Case] = {
     "dtype of q": (
         lambda: decode().run(R.q.bfloat16(), R.cache()),
         errors.DTypeError,
-        "q is bfloat16; expected float16 as planned",
+        "q dtype is bfloat16; expected float16 as planned",
     ),
     "dtype of the cache": (
         lambda: decode(data_type="bfloat16").run(R.q.bfloat16(), R.cache()),
         errors.DTypeError,
-        "the KV cache is float16; expected bfloat16 as planned",
+        "the KV cache dtype is float16; expected bfloat16 as planned",
     ),
     "dtype name": (lambda: decode(q_data_type="half16"), errors.DTypeError, "q_data_type is 'half16'"),
     "output dtype": (
@@ -456,7 +456,7 @@ CASES: dict[str, Case] = {
         f"planned dtype of {name}": (
             functools.partial(latent_of, tuple(HALF if i == j else d for j, d in enumerate(DTYPES)), **LATENTS),
             errors.DTypeError,
-            f"{name} is float16; expected {str(DTYPES[i]).removeprefix('torch.')}{'' if i == 1 else ' as planned'}",
+            f"{name} dtype is float16; expected {str(DTYPES[i]).removeprefix('torch.')} as planned",
         )
         for i, name in enumerate(("q_nope", "q_pe", "ckv_cache", "kpe_cache"))
     },
@@ -586,5 +586,5 @@ def test_a_refused_workspace_is_not_used_by_the_next_plan() -> None:
 def test_a_dtype_error_is_a_type_error_and_a_value_error() -> None:
     """PyTorch raises the one, FlashInfer the other."""
     for builtin in (TypeError, ValueError):
-        with pytest.raises(builtin, match="q is bfloat16; expected float16 as planned"):
+        with pytest.raises(builtin, match="q dtype is bfloat16; expected float16 as planned"):
             decode().run(R.q.bfloat16(), R.cache())
