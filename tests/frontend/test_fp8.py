@@ -430,7 +430,7 @@ def test_wrong_scales_per_group() -> None:
     wrapper, tensors = planned_mla(m, BF16), (*m.split(m.q), *m.split(m.cache))
     pages, page_size, _ = m.cache.shape
     for scales, error, message in (
-        (torch.ones(pages, page_size, 3), errors.ShapeError, "Invalid shape of ckv_scale_arr: .* ckv / 128"),
+        (torch.ones(pages, page_size, 3), errors.ShapeError, r"Invalid shape of ckv_scale_arr: .* ckv / 128"),
         (torch.ones(pages, page_size, 2).half(), errors.DTypeError, "ckv_scale_arr is float16; expected float32"),
     ):
         with pytest.raises(error, match=message):
@@ -442,7 +442,7 @@ def test_scales_of_latents_per_tensor_and_per_group_exclude_each_other(planned: 
     m = Latents(dims=(256, 16), dtype=BF16, kv_dtype=E4M3)
     wrapper, groups = planned_mla(m, BF16), torch.ones(*m.cache.shape[:2], 2, device=DEVICE)
     tables = {} if planned else {"page_table": m.block_tables, "kv_len": m.table[2]}
-    with pytest.raises(errors.OptionError, match="Exactly one of ckv_scale or ckv_scale_arr .* both are given"):
+    with pytest.raises(errors.OptionError, match=r"Exactly one of ckv_scale or ckv_scale_arr .* both are given"):
         wrapper.run(*(*m.split(m.q), *m.split(m.cache)), ckv_scale=7.0, ckv_scale_arr=groups, kpe_scale=1.0, **tables)
 
 
