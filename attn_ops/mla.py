@@ -416,7 +416,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if query.dim() == 4 and query.shape[1] == 1:
             query = query.squeeze(1)
         ckv = 512 if self._planned is None else self._planned.spec.head_dim_vo
-        if query.dim() != 3 or query.shape[2] <= ckv:
+        if query.dim() != 3 or query.shape[2] < ckv:
             fail(
                 ShapeError,
                 where,

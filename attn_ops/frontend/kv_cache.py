@@ -59,7 +59,7 @@ def latent(where: str, cache: PagedCache, head_dim_ckv: int) -> tuple[Tensor, Te
         return cache[0], cache[1]
     if cache.dim() == 4 and 1 in (cache.shape[1], cache.shape[2]):
         cache = cache.squeeze(1 if cache.shape[1] == 1 else 2)
-    if cache.dim() != 3 or cache.shape[2] <= head_dim_ckv:
+    if cache.dim() != 3 or cache.shape[2] < head_dim_ckv:
         fail(
             ShapeError,
             where,

@@ -362,7 +362,7 @@ class Reader:
         else:
             assert numbers is not None
             taken = GATHERED.index_select(bits(cache), numbers, self.place)
-        taken = taken.reshape(requests, -1, self.heads, self.dim)
+        taken = taken.reshape(requests, count * cache.shape[1], self.heads, self.dim)
         taken = taken if taken.dtype == cache.dtype else taken.view(cache.dtype)
         return taken[:, tokens].transpose(1, 2)
 

@@ -39,7 +39,8 @@ class Shape:
             dim = 34  # even, but no multiple of 8
         vo = dim if same_dims or d.chance(0.75) else d.pick(16, 64, 128)
         if mla:
-            dim, vo = d.pick(*d.by_size(((48, 32),), ((48, 32), (192, 128), (576, 512)), ((576, 512),)))
+            medium = (48, 32), (192, 128), (576, 512), (512, 512)
+            dim, vo = d.pick(*d.by_size(((48, 32), (32, 32)), medium, ((576, 512),)))
         dtype = d.pick(torch.float16, torch.bfloat16, torch.float32) if fp8 else d.pick(torch.float16, torch.bfloat16)
         if d.backend == "interpreter" and dtype == torch.bfloat16:
             dtype = torch.float16  # NumPy multiplies no bfloat16
