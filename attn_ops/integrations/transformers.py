@@ -138,8 +138,8 @@ def attention_forward(
         ``out [batch, seqlen_q, num_heads, head_dim]``, and None for the probabilities, which are never stored.
 
     Raises:
-        UnsupportedError: dropout, ``output_attentions``, ``head_mask``, a bias, or a mask that is not of the registered
-            mask function.
+        UnsupportedError: dropout, ``output_attentions``, ``head_mask``, a bias, keys that the model selects, a sink of
+            each token, or a mask that is not of the registered mask function.
         GradientError: gradients are recorded, and a tensor requires them.
         ArgumentError: a causal layer has no mask.
     """

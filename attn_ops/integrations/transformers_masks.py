@@ -35,6 +35,9 @@ _MASKS = {
 }
 """Functions in transformers/masking_utils.py whose patterns are supported."""
 
+_SELECTIONS = {"index_topk": "DeepSeek sparse attention", "keep_window_size": "dynamic mask attention"}
+"""Settings of models that select keys, for which they read the mask: the name of their attention."""
+
 
 class Step:
     """What the layers of one step share.
@@ -140,7 +143,8 @@ def attention_bounds(
     """A mask function for ``AttentionMaskInterface``, with transformers' arguments.
 
     Raises:
-        UnsupportedError: the mask is no causal or bidirectional one, with a window, left padding or packed sequences.
+        UnsupportedError: the mask is no causal or bidirectional one, with a window, left padding or packed sequences;
+            or the model selects keys.
     """
     assert mask_function is not None
     causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
@@ -188,8 +192,15 @@ def _supported_names(function: Callable[..., Any], config: Any, local_size: int 
     """Of the functions that a mask function combines, none when traced.
 
     Raises:
-        UnsupportedError: it makes no causal or bidirectional mask, with a window or packed sequences.
+        UnsupportedError: it makes no causal or bidirectional mask, with a window or packed sequences; or the model
+            selects keys.
     """
+    for setting, name in _SELECTIONS.items():
+        if getattr(config, setting, None) is not None:
+            raise UnsupportedError(
+                f"{WHERE}: {name} (config.{setting}) selects keys by the mask, which is not supported; use "
+                "attn_implementation='eager' for this model"
+            )
     names = set() if is_traced() else set(_names(function))
     chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
     unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)

@@ -15,6 +15,9 @@ REFUSED = {
     "output_attentions": "probabilities are never stored; use 'eager'",
     "head_mask": "use 'eager'",
     "position_bias": "use 'sdpa'",
+    "indices": "every key is seen; use 'eager', which computes the selection of the model",
+    "block_indices": "every key is seen; use 'eager' or 'sdpa', which compute the selection of the model",
+    "sinks": "s_aux is a sink of each head, not of each token; use 'eager'",
 }
 """Arguments of a layer that would change the result, and what to do instead."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from attn_ops.errors import ArgumentError, GradientError, UnsupportedError
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths
 from attn_ops.frontend.flash import metadata
+from attn_ops.integrations.transformers import attention_forward
+from attn_ops.integrations.transformers_refusals import REFUSED
 
 Model = Callable[[str, str], Any]
 
@@ -375,9 +380,48 @@ def test_probabilities(model: Model) -> None:
         model("llama", "attn_ops")(tokens(), output_attentions=True)
 
 
-def test_a_name_without_its_mask_function(transformers: Any, model: Model) -> None:
-    from attn_ops.integrations.transformers import attention_forward
+@pytest.mark.parametrize("setting", ["index_topk", "keep_window_size"])
+def test_models_that_select_keys(setting: str, model: Model) -> None:
+    found = model("llama", "attn_ops")
+    setattr(found.config, setting, 4)
+    try:
+        with pytest.raises(UnsupportedError, match=rf"\(config.{setting}\) selects keys by the mask.*'eager'"):
+            found(tokens(), attention_mask=padded(tokens())[1])
+    finally:
+        delattr(found.config, setting)
 
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "position_bias", "head_mask"])
+def test_arguments_of_a_layer_that_would_change_the_result(name: str) -> None:
+    x = torch.zeros(1, 2, 3, 16)
+    layer = torch.nn.Module()
+    layer.is_causal = False  # type: ignore[assignment]
+    assert attention_forward(layer, x, x, x, None, **{name: None})[0].shape == (1, 3, 2, 16)
+    with pytest.raises(UnsupportedError, match=rf"{name} is given, which is not supported: .*'(eager|sdpa)'"):
+        attention_forward(layer, x, x, x, None, **{name: torch.zeros(1, dtype=torch.int32)})
+
+
+OTHERS = {
+    *("cu_seq_lens_q", "cu_seq_lens_k"),  # taken
+    *("position_ids", "max_length_q", "max_length_k"),  # what the lengths say too
+    "deterministic",  # gradients
+}
+"""Arguments that need not be parameters of ``attention_forward``."""
+
+
+def test_no_layer_passes_another_argument(transformers: Any) -> None:
+    """An argument that changes the result must be taken or refused: a new release of transformers may add one."""
+    known = {*inspect.signature(attention_forward).parameters, *REFUSED, *OTHERS}
+    passed = set()
+    for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        text = file.read_text()
+        for call in re.finditer(r"attention_interface\(\n(.*?)\n\s*\)", text, re.DOTALL):
+            passed |= set(re.findall(r"^\s*(\w+)=", call[1], re.MULTILINE))
+    assert passed >= {"scaling", "dropout", "sliding_window", "indices"}
+    assert passed - known == set()
+
+
+def test_a_name_without_its_mask_function(transformers: Any, model: Model) -> None:
     transformers.AttentionInterface.register("attention_alone", attention_forward)
     found = model("llama", "attention_alone")
     with pytest.raises(ArgumentError, match=r"no attention mask.*register\(\)"):
@@ -418,8 +462,6 @@ else:
 @pytest.mark.parametrize("window", [None, 2])
 def test_a_bidirectional_call_without_a_mask(window: int | None) -> None:
     """A window of ``w`` shows ``w`` keys on either side, as transformers' masks do."""
-    from attn_ops.integrations.transformers import attention_forward
-
     q, k, v = torch.randn(3, 2, 4, 9, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         out, _ = attention_forward(torch.nn.Module(), q, k, v, None, sliding_window=window, is_causal=False)
