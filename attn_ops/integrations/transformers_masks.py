@@ -38,6 +38,9 @@ _MASKS = {
 _SELECTIONS = {"index_topk": "DeepSeek sparse attention", "keep_window_size": "dynamic mask attention"}
 """Settings of models that select keys, for which they read the mask: the name of their attention."""
 
+_READERS = {"bigbird_pegasus", "nllb-moe"}
+"""Types of models that read the mask in their own code for other purposes."""
+
 
 class Step:
     """What the layers of one step share.
@@ -144,7 +147,7 @@ def attention_bounds(
 
     Raises:
         UnsupportedError: the mask is no causal or bidirectional one, with a window, left padding or packed sequences;
-            or the model selects keys.
+            or the model reads it, as to select keys.
     """
     assert mask_function is not None
     causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
@@ -193,7 +196,7 @@ def _supported_names(function: Callable[..., Any], config: Any, local_size: int 
 
     Raises:
         UnsupportedError: it makes no causal or bidirectional mask, with a window or packed sequences; or the model
-            selects keys.
+            reads the mask.
     """
     for setting, name in _SELECTIONS.items():
         if getattr(config, setting, None) is not None:
@@ -201,6 +204,11 @@ def _supported_names(function: Callable[..., Any], config: Any, local_size: int 
                 f"{WHERE}: {name} (config.{setting}) selects keys by the mask, which is not supported; use "
                 "attn_implementation='eager' for this model"
             )
+    if getattr(config, "model_type", None) in _READERS:
+        raise UnsupportedError(
+            f"{WHERE}: {config.model_type} reads the mask in its own code, which is not supported; use "
+            "attn_implementation='eager' for this model"
+        )
     names = set() if is_traced() else set(_names(function))
     chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
     unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)

@@ -391,6 +391,16 @@ def test_models_that_select_keys(setting: str, model: Model) -> None:
         delattr(found.config, setting)
 
 
+@pytest.mark.parametrize("kind", ["bigbird_pegasus", "nllb-moe"])
+def test_models_that_read_the_mask(kind: str, transformers: Any) -> None:
+    from transformers.masking_utils import create_bidirectional_mask
+
+    config = transformers.CONFIG_MAPPING[kind]()
+    config._attn_implementation = "attn_ops"
+    with pytest.raises(UnsupportedError, match=rf"{kind} reads the mask in its own code.*'eager'"):
+        create_bidirectional_mask(config, inputs_embeds=torch.zeros(2, 9, 64), attention_mask=None)
+
+
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "position_bias", "head_mask"])
 def test_arguments_of_a_layer_that_would_change_the_result(name: str) -> None:
     x = torch.zeros(1, 2, 3, 16)
