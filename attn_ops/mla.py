@@ -65,7 +65,7 @@ def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
 
 
 def _check_scales(where: str, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any, required: bool) -> None:
-    """The scales of an FP8 cache, of which the latents have one kind. FlashInfer's callers match these words."""
+    """Both scales if they are required, and one kind for the latents. FlashInfer's callers match the words."""
     rule = "Exactly one of ckv_scale or ckv_scale_arr scales the latents"
     if ckv_scale is not None and ckv_scale_arr is not None:
         fail(OptionError, where, f"{rule}: both are given", "one of them", "leave out the other")

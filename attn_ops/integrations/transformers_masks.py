@@ -35,11 +35,11 @@ _MASKS = {
 }
 """Functions in transformers/masking_utils.py whose patterns are supported."""
 
-_SELECTIONS = {"index_topk": "DeepSeek sparse attention", "keep_window_size": "dynamic mask attention"}
-"""Settings of models that select keys, for which they read the mask: the name of their attention."""
+_SPARSE = {"index_topk": "DeepSeek sparse attention", "keep_window_size": "dynamic mask attention"}
+"""By the setting that such models have: attention to selected keys, which reads the mask to select them."""
 
 _READERS = {"bigbird_pegasus", "nllb-moe"}
-"""Types of models that read the mask in their own code for other purposes."""
+"""Other types of encoder-decoder models whose own code reads the mask. That of a decoder alone does not."""
 
 
 class Step:
@@ -147,7 +147,7 @@ def attention_bounds(
 
     Raises:
         UnsupportedError: the mask is no causal or bidirectional one, with a window, left padding or packed sequences;
-            or the model reads it, as to select keys.
+            or the model's own code reads it.
     """
     assert mask_function is not None
     causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
@@ -195,20 +195,10 @@ def _supported_names(function: Callable[..., Any], config: Any, local_size: int 
     """Of the functions that a mask function combines, none when traced.
 
     Raises:
-        UnsupportedError: it makes no causal or bidirectional mask, with a window or packed sequences; or the model
-            reads the mask.
+        UnsupportedError: it makes no causal or bidirectional mask, with a window or packed sequences; or the model's
+            own code reads it.
     """
-    for setting, name in _SELECTIONS.items():
-        if getattr(config, setting, None) is not None:
-            raise UnsupportedError(
-                f"{WHERE}: {name} (config.{setting}) selects keys by the mask, which is not supported; use "
-                "attn_implementation='eager' for this model"
-            )
-    if getattr(config, "model_type", None) in _READERS:
-        raise UnsupportedError(
-            f"{WHERE}: {config.model_type} reads the mask in its own code, which is not supported; use "
-            "attn_implementation='eager' for this model"
-        )
+    _refuse_readers(config)
     names = set() if is_traced() else set(_names(function))
     chunked = local_size is not None and local_size != getattr(config, "sliding_window", None)
     unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)
@@ -219,6 +209,18 @@ def _supported_names(function: Callable[..., Any], config: Any, local_size: int 
             "sliding window; use attn_implementation='sdpa' for this model"
         )
     return names
+
+
+def _refuse_readers(config: Any) -> None:
+    """Raise for a model whose own code reads the mask, which is no tensor of booleans or biases here."""
+    readers = [f"{name} (config.{setting})" for setting, name in _SPARSE.items() if getattr(config, setting, None)]
+    if getattr(config, "is_encoder_decoder", False) and config.model_type in _READERS:
+        readers.append(config.model_type)
+    if readers:
+        raise UnsupportedError(
+            f"{WHERE}: {readers[0]} reads the attention mask in the model's own code, which is not supported; use "
+            "attn_implementation='eager' for this model"
+        )
 
 
 def _names(function: Callable[..., Any]) -> Iterator[str]:

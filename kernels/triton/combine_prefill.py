@@ -39,7 +39,7 @@ STEP_ELEMENTS = 1024
 """Elements of partial results that a program loads in one step of whole rows."""
 
 MAX_PROGRAMS, MAX_SCALED_PROGRAMS = 1024, 2048
-"""Most programs of a launch, the second for scaled partial results. Without split tiles they take time to end, too."""
+"""Upper bounds on the programs of a launch, the second for scaled partial results. Programs without work take time."""
 
 SCALE_COLUMNS = 128
 """Columns of a row of scaled partial results that share a scale."""

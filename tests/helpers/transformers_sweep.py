@@ -132,9 +132,11 @@ def _results(model: Any, family: Family) -> list[Tensor]:
 def _differences(found: list[Tensor], expected: list[Tensor], family: Family) -> Iterator[float]:
     """Of each call, relative to what is allowed; of generated tokens, infinite if they differ."""
     for a, b, (_, rows) in zip(found, expected, family.calls, strict=False):
-        counts = rows is not None and rows.shape == b.shape[:2]
-        difference = (a - b)[rows] if counts else a - b
-        yield difference.abs().max().item() / (TOLERANCE * max(1.0, b.abs().max().item()))
+        difference = torch.where(a == b, 0.0, a - b).abs().nan_to_num(nan=float("inf"))
+        if rows is not None and rows.shape == b.shape[:2]:
+            difference = difference[rows]
+        largest = b.where(b.isfinite(), 0.0).abs().max().item()
+        yield difference.max().item() / (TOLERANCE * max(1.0, largest))
     for a, b in zip(found[len(family.calls) :], expected[len(family.calls) :], strict=True):
         yield 0.0 if torch.equal(a, b) else float("inf")
 

@@ -385,7 +385,7 @@ def test_models_that_select_keys(setting: str, model: Model) -> None:
     found = model("llama", "attn_ops")
     setattr(found.config, setting, 4)
     try:
-        with pytest.raises(UnsupportedError, match=rf"\(config.{setting}\) selects keys by the mask.*'eager'"):
+        with pytest.raises(UnsupportedError, match=rf"\(config.{setting}\) reads the attention mask.*'eager'"):
             found(tokens(), attention_mask=padded(tokens())[1])
     finally:
         delattr(found.config, setting)
@@ -397,8 +397,10 @@ def test_models_that_read_the_mask(kind: str, transformers: Any) -> None:
 
     config = transformers.CONFIG_MAPPING[kind]()
     config._attn_implementation = "attn_ops"
-    with pytest.raises(UnsupportedError, match=rf"{kind} reads the mask in its own code.*'eager'"):
+    with pytest.raises(UnsupportedError, match=rf"{kind} reads the attention mask in the model's own code.*'eager'"):
         create_bidirectional_mask(config, inputs_embeds=torch.zeros(2, 9, 64), attention_mask=None)
+    config.is_encoder_decoder = False  # a decoder alone
+    create_bidirectional_mask(config, inputs_embeds=torch.zeros(2, 9, 64), attention_mask=None)
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "position_bias", "head_mask"])
