@@ -1,6 +1,7 @@
 // Prefill: the consumers.
 #pragma once
 
+#include "division.cuh"
 #include "prefill_problem.cuh"
 #include "tanh.cuh"
 #if Q_FP8
@@ -19,16 +20,6 @@ struct FullBarriers {
 
   DEVICE uint32 of(uint32 tile) const { return first + tile % (2 * STAGES) * 8; }
   DEVICE uint32 parity(uint32 tile) const { return tile / (2 * STAGES) & 1; }
-};
-
-// Division of packed rows by the group, by a multiplication: with inverse = ceil(2^31 / group), 2 i inverse / 2^32
-// exceeds i / group by less than i / 2^31, so that it has the same integer part while i * group < 2^31. A packed row of
-// a unit with its remainder is less than group + 128, which holds for every group up to kMaxGroup.
-struct DivideByGroup {
-  uint32 inverse;
-
-  DEVICE explicit DivideByGroup(int group) : inverse(((uint32(1) << 31) - 1) / uint32(group) + 1) {}
-  DEVICE int operator()(int packed_row) const { return __umulhi(2 * uint32(packed_row), inverse); }
 };
 
 // A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.

@@ -23,6 +23,8 @@ constexpr int kTile =  // tokens of a KV tile
 constexpr int kKeyStages =  // KV tiles of the ring of keys
     kFp8Products ? 4 : kDimQk == 64 ? (KV_FP8 ? 3 : 4) : kDimQk == 256 && !KV_FP8 ? 3 : 2;
 constexpr int kValueStages = kFp8Products || kDimQk > 64 ? 2 : kKeyStages;  // and of values
+constexpr int kRaggedBox =  // most tokens of a TMA box, the size of those of ragged keys and values
+    kDimQk == 64 ? 64 : kDimQk == 192 && !KV_FP8 ? 128 : 32;
 constexpr int kTransposedStages = 4;                 // and of transposed values, of FP8 products
 constexpr int kTilesAhead = kKeyStages > 2 ? 1 : 3;  // KV tiles left to load when the next unit is taken
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;       // query buffers

@@ -1,6 +1,7 @@
 // Prefill: the producers of keys and values, and of queries.
 #pragma once
 
+#include "division.cuh"
 #include "hopper.cuh"
 #include "prefill_problem.cuh"
 
@@ -40,23 +41,61 @@ struct LoadedTiles {
   DEVICE void wait_for_empty(uint32 tile) const { wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1); }
 };
 
+// The boxes of a unit's paged KV, in order. Page numbers are loaded for kPageLanes boxes at a time, one by each lane, and
+// as many boxes ahead. These are whole tiles.
+constexpr int kPageLanes = kLoadedTile % 3 ? 32 : 24;
+
+struct PagedBoxes {
+  int outer;         // of this lane's box: its index in the outermost dimension of the map. -1, outside of it, after the end
+  int next;          // the lane that has the next box, kPageLanes for the first of the following boxes
+  int group;         // of 8 tokens, in the page: where the next box begins
+  uint32 following;  // page number of this lane's box of those that follow
+};
+
+// Loads the KV tile from token `first` on. One warp, of which one lane issues the instructions.
+template <class Layout>
+DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, int first, PagedBoxes& boxes, uint32 to,
+                      uint32 barrier) {
+  if (PAGED) {
+    const int groups = p.box / 8, groups_of_page = p.page_size / 8;
+    for (int i = 0; i < kLoadedTile / 8; i += groups) {
+      const int outer = __shfl_sync(~0u, boxes.outer, boxes.next++);
+      if (elect()) load_box(to + i * Layout::kGroup, source.map, 0, 0, 0, boxes.group, outer, barrier);
+      boxes.group += groups;
+      if (boxes.group == groups_of_page) boxes.group = 0;
+    }
+  } else if (elect()) {
+#pragma unroll
+    for (int i = 0; i < kLoadedTile / kRaggedBox; ++i) {
+      const int token = first + i * kRaggedBox, row = token < unit.end ? unit.page_start + token : p.kv_rows;
+#pragma unroll
+      for (int block = 0; block < Layout::kBlocks; ++block)
+        load_box(to + block * Layout::kColumn + i * kRaggedBox * Layout::kRow, source.map, 0, row, block, unit.kv_head,
+                 barrier);
+    }
+  }
+}
+
 // One warp: the KV tiles of all units. That of keys asks for the next unit when kTilesAhead tiles are left.
 // Boxes after the end lie outside of the tensor map and read as zeros.
 // Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
 // 0, since a probability of 0 times NaN is NaN.
+//
+// These warps share schedulers and the unit of exponentials with consumers: the loop has few instructions.
 template <bool VALUES>
 DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   using Tiles = LoadedTiles<VALUES>;
   using Layout = typename Tiles::Layout;
   const Tiles tiles(shared);
-  const int lane = threadIdx.x % 32, box = p.box, boxes = kLoadedTile / box;
+  const int lane = threadIdx.x % 32, box = p.box;
+  const FastDivide by_page(p.page_size);
   const uint32 staging = shared_address(&shared.staging);
-  // The page number of this lane's box of the KV tile from token `first` on.
+  // The page number of this lane's box of those from token `first` on.
   const auto load_page = [&](const Unit& unit, int first) -> uint32 {
-    if (!PAGED) return 0;
     const int token = first + lane * box;
-    const uint32 index = uint32(unit.page_start) + uint32(token / p.page_size);
-    return lane < boxes && token < unit.end && index < uint32(p.max_pages) ? p.kv_indices[index] : 0;
+    if (!PAGED || token >= unit.end) return 0;
+    const uint32 index = uint32(unit.page_start) + by_page.quotient(token);
+    return index < uint32(p.max_pages) ? p.kv_indices[index] : 0;
   };
   uint32 tile = 0, staged = 0;
   for (uint32 n = 0;; ++n) {
@@ -71,7 +110,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
 #endif
       return;
     }
-    uint32 number = load_page(unit, unit.start);
+    PagedBoxes boxes = {-1, kPageLanes, int(by_page.remainder(unit.start)) / 8, load_page(unit, unit.start)};
     bool released = VALUES || unit.start >= unit.end;
     if (released) release_unit(shared);
     mark(kSchedule);
@@ -79,32 +118,21 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
     for (int first = unit.start; first < end;) {
       if (!released && unit.end - first <= kTilesAhead * kTile) release_unit(shared), released = true;
       const uint32 to = tiles.memory + tile % Tiles::kStages * Tiles::kBytes;
-      const int token = first + lane * box, visible = unit.end - first;
-      // After the end, outside of the map.
-      const int page = PAGED ? min(number, uint32(p.num_pages) - 1) : 0;
-      const int row = PAGED ? (token < unit.end ? token % p.page_size : p.page_size) / 8
-                            : (token < unit.end ? unit.page_start + token : p.kv_rows);
-      const int head = PAGED ? page * source.page_step + unit.kv_head * source.head_step : unit.kv_head;
-      const bool ends = visible > 0 && visible < kLoadedTile && visible % box;  // inside of a box
+      const int visible = unit.end - first;
+      if (PAGED && boxes.next == kPageLanes) {
+        const int page = min(boxes.following, uint32(p.num_pages) - 1);
+        boxes.outer = lane * box < visible ? page * source.page_step + unit.kv_head * source.head_step : -1;
+        boxes.following = load_page(unit, first + kPageLanes * box);
+        boxes.next = 0;
+      }
+      const bool ends = visible > 0 && visible < kLoadedTile && visible & (box - 1);  // inside of a box
       const bool zero = VALUES && (ends || (first == unit.start && unit.hidden));
       const uint32 loaded = tiles.full + tile % Tiles::kFullBarriers * 8, barrier = zero ? staging : loaded;
       tiles.wait_for_empty(tile);
       mark(kWaitEmpty);
       if (lane == 0) arrive_expect(barrier, Tiles::kBytes);
       __syncwarp();
-      for (int i = 0; i < boxes; ++i) {
-        const int row_of_box = __shfl_sync(~0u, row, i), head_of_box = __shfl_sync(~0u, head, i);
-        if (elect()) {
-          if (PAGED) {
-            load_box(to + i * box / 8 * Layout::kGroup, source.map, 0, 0, 0, row_of_box, head_of_box, barrier);
-          } else {
-#pragma unroll
-            for (int block = 0; block < Layout::kBlocks; ++block)
-              load_box(to + block * Layout::kColumn + i * box * Layout::kRow, source.map, 0, row_of_box, block,
-                       head_of_box, barrier);
-          }
-        }
-      }
+      load_tile<Layout>(p, source, unit, first, boxes, to, barrier);
       if (zero) {
         wait(staging, staged & 1);
         ++staged;
@@ -117,8 +145,6 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
       ++tile;
       mark(kIssue);
       first += kLoadedTile;
-      number = load_page(unit, first);
-      mark(kSchedule);
     }
   }
 }

@@ -1,0 +1,34 @@
+// Division by numbers that only the launch knows, by a multiplication with the inverse. A division instead takes some 30
+// instructions, three of them for the unit of exponentials, which every warp of an SM's quarter shares.
+#pragma once
+
+#include "basics.cuh"
+
+namespace attn_ops {
+namespace {
+
+// Division of any 32-bit number. The inverse is floor(2^32 / divisor) or one less, so that the first quotient is the
+// quotient or one less.
+struct FastDivide {
+  uint32 divisor, inverse;
+
+  DEVICE explicit FastDivide(uint32 divisor) : divisor(divisor), inverse(~uint32(0) / divisor) {}
+  DEVICE uint32 quotient(uint32 n) const {
+    const uint32 first = __umulhi(n, inverse);
+    return first + (n - first * divisor >= divisor);
+  }
+  DEVICE uint32 remainder(uint32 n) const { return n - quotient(n) * divisor; }
+};
+
+// Division of packed rows by the group, by a multiplication: with inverse = ceil(2^31 / group), 2 i inverse / 2^32
+// exceeds i / group by less than i / 2^31, so that it has the same integer part while i * group < 2^31. A packed row of
+// a unit with its remainder is less than group + 128, which holds for every group up to kMaxGroup.
+struct DivideByGroup {
+  uint32 inverse;
+
+  DEVICE explicit DivideByGroup(int group) : inverse(((uint32(1) << 31) - 1) / uint32(group) + 1) {}
+  DEVICE int operator()(int packed_row) const { return __umulhi(2 * uint32(packed_row), inverse); }
+};
+
+}  // namespace
+}  // namespace attn_ops
