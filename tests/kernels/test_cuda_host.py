@@ -42,6 +42,7 @@ PREFILL = [
     ("prefill", _case("splits", **SPLIT, sinks=1.0, page_size=64, storage="fused", kv_layout="HND")),
     ("prefill", _case("splits, window", **SPLIT, causal=True, window_left=200, heads=(10, 2), page_size=24)),
     ("prefill", _case("FP8", out_dtype=torch.float8_e4m3fn, heads=(5, 1), planner={"tile_rows": 64})),
+    ("prefill", _case("boxes beyond a warp's lanes", kv_lens=(700, 0, 150, 2), window_left=420, page_size=8)),
     ("prefill", _case("256", **F16_256, causal=True, logits_soft_cap=5.0, page_size=16)),
     ("prefill", _case("256, splits", **F16_256 | SPLIT, sinks=1.0, window_left=300)),
     ("ragged", _case("ragged", **F16_64, causal=True, storage="padded", planner={"tile_rows": 32})),
