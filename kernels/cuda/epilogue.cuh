@@ -17,6 +17,16 @@ DEVICE float sum_of_quad(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// The online softmax with lazy rescaling, as in FlashAttention 4. Exponentials of a row are relative to `row_max`. Until a
+// logit exceeds that by more than the threshold, in base 2, it stays and no sum is rescaled; then it becomes the largest
+// logit so far. Probabilities are at most 2^threshold.
+constexpr float kRescaleThreshold = 8;
+
+// `row_max` from a KV tile on whose largest logit is `largest`.
+DEVICE float next_row_max(float row_max, float largest, float threshold = kRescaleThreshold) {
+  return largest <= row_max + threshold ? row_max : largest;
+}
+
 // An arrival of this warp.
 DEVICE void arrive_by_warp(uint32 barrier) {
   __syncwarp();
@@ -38,7 +48,7 @@ DEVICE void rescale(float (&output)[N], const float (&alpha)[2]) {
   for (int i = 0; i < N; ++i) output[i] *= alpha[i / 2 % 2];
 }
 
-// By a warp only if the maximum of a row has changed.
+// By a warp only if `row_max` of one of its rows has changed.
 template <int N>
 DEVICE void rescale_if_changed(float (&output)[N], const float (&alpha)[2]) {
   if (__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) rescale(output, alpha);

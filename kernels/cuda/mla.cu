@@ -46,9 +46,10 @@
 //     5.  [consumer own]  quarter by quarter: wait for full; issue S_j = Q K_j^T
 //     6.  [consumer own]  wait for S_j; mask, online softmax: store row_max for the peer; P_j and alpha
 //     7.  [consumer own]  when all its warps have S_j: store P_j over the rotary columns; arrive on p_stored[own]
-//     8.  [consumer own]  O[own] *= alpha; O[own] += P_j V_j[own]; arrive on empty[own] of these CTAs
-//     9.  [consumer peer] wait for p_stored[own]; read row_max; O[peer] *= alpha; O[peer] += P_j V_j[peer]; arrive on
-//                         empty[peer] of these CTAs
+//     8.  [consumer own]  O[own] *= alpha, if a row_max of the warp has changed; O[own] += P_j V_j[own]; arrive on
+//                         empty[own] of these CTAs
+//     9.  [consumer peer] wait for p_stored[own]; read row_max; O[peer] *= alpha, if one has changed; O[peer] +=
+//                         P_j V_j[peer]; arrive on empty[peer] of these CTAs
 // epilogue of the unit
 //     10. [consumer]      arrive on q_empty, but with SPLITS 2 or for a partial result; exchange the row_sum of own
 //                         tiles. With that both consumers have read the query

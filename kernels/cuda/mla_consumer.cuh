@@ -78,9 +78,9 @@ DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2], 
 #pragma unroll
     for (int i = 0; i < kTile / 8; ++i)
       largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * r], logits[4 * i + 2 * r + 1]));
-    const float row_max = fmaxf(rows.row_max[r], max_of_quad(largest) * factor);
+    const float row_max = next_row_max(rows.row_max[r], max_of_quad(largest) * factor);
     if (threadIdx.x % 4 == 0) to[8 * r] = row_max;
-    anchor[r] = finite(row_max), alpha[r] = exp2_approx(rows.row_max[r] - anchor[r]);
+    anchor[r] = finite(row_max), alpha[r] = rescale_factor(rows.row_max[r], row_max);
     rows.row_max[r] = row_max;
   }
 #pragma unroll
@@ -231,7 +231,7 @@ struct Consumer {
     mark(kSoftmax);
     if (visible < kTile) zero_values(own_stage + SELF * kHalfBytes, visible, kBarrier);
     if (FOLLOWS && kKeys) end_peer_pv<0>();
-    rescale_if_changed(output, alpha);
+    if (FOLLOWS) rescale_if_changed(output, alpha);
     fence_registers(output);
     wgmma_fence();
 #pragma unroll

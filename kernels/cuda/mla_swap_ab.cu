@@ -38,7 +38,7 @@
 //                         columns count for the last quarter
 //     4.  [consumer]      quarter by quarter: wait for full; issue S^T = K_j Q^T
 //     5.  [consumer]      wait for S^T; mask; maxima over the tokens of each warp, then over the warps by shared memory;
-//                         online softmax; store P^T as a K-major operand; rescale O^T
+//                         online softmax; store P^T as a K-major operand; rescale O^T, if a row_max has changed
 //     6.  [consumer]      half by half: O^T += V_j^T P^T; arrive on empty
 // epilogue of the unit
 //     7.  [consumer]      arrive on q_empty; sums over the warps

@@ -153,7 +153,8 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < kOwnRows; ++j) {
       const float4 x = of_warps(j);
-      const float new_max = fmaxf(row_max[j], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)) * arguments.factor);
+      const float largest = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)) * arguments.factor;
+      const float new_max = next_row_max(row_max[j], largest);
       const float anchor = finite(new_max);
       alpha[j] = rescale_factor(row_max[j], new_max);
       changed = changed || alpha[j] != 1;

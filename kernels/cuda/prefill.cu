@@ -51,8 +51,9 @@
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
 //     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
 //     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
-//     8.  [consumer]    soft cap, mask; online softmax: both maxima of each thread, and alpha; probabilities of its row 0
-//     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha; round P_j of row 0
+//     8.  [consumer]    soft cap, mask; online softmax: both row_max of each thread, and alpha; probabilities of its row 0
+//     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if a row_max of the warp has changed; round P_j of
+//                       row 0
 //     10. [consumer]    probabilities of row 1; round P_j of row 1
 // epilogue of the unit
 //     11. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; issue O += P V; with two query buffers,

@@ -24,7 +24,7 @@ struct FullBarriers {
 
 // A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.
 struct Rows {
-  float row_max[2], row_sum[2];  // row_max less kLogScale; row_sum over the columns of this thread, relative to it
+  float row_max[2], row_sum[2];  // row_max is less kLogScale (next_row_max); row_sum is relative to it, over own columns
   int low[2], high[2];           // tokens that the row sees
 };
 
@@ -76,15 +76,15 @@ DEVICE void mask(Logits& logits, const Rows& rows, int first) {
   }
 }
 
-// The online softmax over one more KV tile, of row ROW of this thread. First its maximum, which is returned less kLogScale,
-// or 0 if the row sees no token. `alpha` rescales sums over the tiles before.
+// The online softmax over one more KV tile, of row ROW of this thread. First its row_max, which is returned, or 0 if the row
+// sees no token. `alpha` rescales sums over the tiles before.
 template <int ROW>
 DEVICE float update_max(const Logits& logits, Rows& rows, float factor, float (&alpha)[2]) {
   float largest = -kInfinity;
 #pragma unroll
   for (int i = 0; i < kTile / 8; ++i)
     largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * ROW], logits[4 * i + 2 * ROW + 1]));
-  const float row_max = fmaxf(rows.row_max[ROW], max_of_quad(largest) * factor - kLogScale);
+  const float row_max = next_row_max(rows.row_max[ROW], max_of_quad(largest) * factor - kLogScale, kThreshold);
   const float anchor = finite(row_max);
   alpha[ROW] = exp2_approx(rows.row_max[ROW] - anchor);
   rows.row_max[ROW] = row_max, rows.row_sum[ROW] *= alpha[ROW];

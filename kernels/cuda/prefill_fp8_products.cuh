@@ -35,7 +35,8 @@ using Partial = float[kDimVo / 2 / kPvParts];
 
 constexpr bool kFinishEarly = kDimVo > 64;  // as measured; prefill_products.cuh says what it is
 
-constexpr float kLogScale = 8;  // probabilities are those of the online softmax times 2^kLogScale
+constexpr float kLogScale = 8;   // probabilities are those of the online softmax times 2^kLogScale
+constexpr float kThreshold = 0;  // e4m3 ends at 448, and rescaling O takes no instruction of its own
 
 // The ring from which PV reads values.
 constexpr int kPvStages = kTransposedStages;

@@ -18,6 +18,7 @@ struct Partial {};  // PV adds to the output itself
 constexpr bool kFinishEarly = kDimVo <= 128;
 
 constexpr float kLogScale = 0;  // probabilities are those of the online softmax times 2^kLogScale
+constexpr float kThreshold = kRescaleThreshold;
 
 // The ring from which PV reads values.
 constexpr int kPvStages = kValueStages;
@@ -68,10 +69,8 @@ DEVICE void finish_pv(Output& output, Partial&, const Probabilities&, uint64, co
   fence_registers(output);
 }
 
-// Before PV of the next tile. Where instructions are free between exponentials, a branch would cost more than it saves.
-DEVICE void rescale_for_next(Output& output, const float (&alpha)[2]) {
-  kFinishEarly ? rescale(output, alpha) : rescale_if_changed(output, alpha);
-}
+// Before PV of the next tile.
+DEVICE void rescale_for_next(Output& output, const float (&alpha)[2]) { rescale_if_changed(output, alpha); }
 
 }  // namespace
 }  // namespace attn_ops

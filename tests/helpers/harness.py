@@ -89,13 +89,13 @@ class Setup:
         self.expected.check(out, lse, **tolerance)
 
     def fill_with_nan(self, tokens: Tensor) -> None:
-        """The keys and values of these ``tokens`` of the first request, in FP8."""
+        """The keys and values of these ``tokens``, of the first request if KV is paged, in FP8 or 16 bits."""
         at: Any = tokens
         if self.kind != "ragged":
             page_size = self.case.page_size
             at = self.page_table[1].long()[tokens // page_size], tokens % page_size
         for t in (self.k, self.v):
-            t.view(torch.uint8)[at] = 0x7F  # a NaN of e4m3 and of e5m2
+            t.view(torch.uint8)[at] = 0xFF  # a NaN of each of these dtypes
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -51,6 +51,7 @@ CASES = (
     Mla("FP8 output of 512/64", out_dtype=torch.float8_e4m3fn, dims=(512, 64), **_LATENT_512),
     Mla("default scale", dims=(512, 64), sm_scale=None, causal=True),
     Mla("named scale", dims=(512, 64)),
+    Mla("row_max rises", dims=(512, 64), kv_lens=(330, 3, 200, 470), **_LATENT_512 | {"sm_scale": 0.5}),
     Mla("no RoPE part", dims=(32, 0), causal=True),
     Mla("packed", packed=True, causal=True, page_size=3),
     Mla("decode", qo_lens=(1, 1, 1, 1), page_size=1),

@@ -28,7 +28,8 @@ merges = importlib.import_module("attn_ops.kernels.cuda.merge_states")
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 
 F16_64: dict[str, Any] = {"dtype": torch.float16, "head_dims": (64, 64)}
-LONGER_64 = F16_64 | {"kv_lens": (470, 0, 210, 2)}
+LONGER: dict[str, Any] = {"kv_lens": (470, 0, 210, 2)}
+LONGER_64 = F16_64 | LONGER
 F16_256: dict[str, Any] = {"dtype": torch.float16, "head_dims": (256, 256), "heads": (4, 2)}
 
 PREFILL = [
@@ -43,6 +44,10 @@ PREFILL = [
     ("prefill", _case("splits, window", **SPLIT, causal=True, window_left=200, heads=(10, 2), page_size=24)),
     ("prefill", _case("FP8", out_dtype=torch.float8_e4m3fn, heads=(5, 1), planner={"tile_rows": 64})),
     ("prefill", _case("boxes beyond a warp's lanes", kv_lens=(700, 0, 150, 2), window_left=420, page_size=8)),
+    ("prefill", _case("row_max rises in most tiles", **LONGER, causal=True, sm_scale=2.0)),
+    ("prefill", _case("256, row_max rises", **F16_256 | LONGER, sm_scale=2.0)),
+    ("ragged", _case("64, row_max rises", **LONGER_64, sm_scale=2.0)),
+    ("ragged", _case("192/128, row_max rises", head_dims=(192, 128), heads=(4, 1), **LONGER, sm_scale=2.0)),
     ("prefill", _case("256", **F16_256, causal=True, logits_soft_cap=5.0, page_size=16)),
     ("prefill", _case("256, splits", **F16_256 | SPLIT, sinks=1.0, window_left=300)),
     ("ragged", _case("ragged", **F16_64, causal=True, storage="padded", planner={"tile_rows": 32})),
@@ -109,6 +114,20 @@ def test_fp8_tokens_before_the_window_may_be_nan(kind: str) -> None:
     with Host().installed():
         out, lse = OPS[kind](**setup.arguments)
     setup.check(out, lse, **setup.tolerance("cuda"))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_tokens_of_the_next_ragged_request_may_be_nan(fp8: bool) -> None:
+    case = _case("neighbour", kv_lens=(70, 150), qo_lens=(40, 33), causal=True, **(FP8_KV if fp8 else {}))
+    outs = []
+    for nan in (False, True):
+        setup = Setup("ragged", case)
+        if nan:
+            setup.fill_with_nan(torch.arange(70, 220))
+        with Host().installed():
+            out, lse = OPS["ragged"](**setup.arguments)
+        outs.append((out[:40], lse[:40]))
+    assert all(torch.equal(clean, beside) for clean, beside in zip(*outs, strict=True))
 
 
 @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

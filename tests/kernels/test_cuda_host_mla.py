@@ -45,6 +45,7 @@ SWAPPED = [
     swapped("rows of 4", 4, **ROWS, packed=True, page_size=128, planner={"tile_rows": 4}),
     swapped("rows of 5", 5, **ROWS, page_size=192, planner={"tile_rows": 3, "num_ctas": 6}),
     swapped("rows of 7", 7, **ROWS, planner={"tile_rows": 2, "fixed_split_size": 1}),
+    swapped("row_max rises", 16, sm_scale=0.5),
     swapped("float32", 16, out_dtype=torch.float32),
     swapped("e4m3", 8, out_dtype=torch.float8_e4m3fn),
     swapped("e5m2", 16, out_dtype=torch.float8_e5m2, sm_scale=0.02),
@@ -77,6 +78,7 @@ DIVIDED = [
     swapped("rows of 5", 5, **ROWS, page_size=192, planner={"tile_rows": 3, "num_ctas": 6}, out_dtype=torch.float32),
     swapped("24 heads", 24, out_dtype=torch.float8_e4m3fn),
     swapped("64 heads, short", 64, **SHORT),
+    swapped("64 heads, row_max rises", 64, sm_scale=0.5),
     swapped("rows of 16", 16, **ROWS, packed=True, page_size=128, planner={"tile_rows": 4, "num_ctas": 2}),
     swapped("rows of 150", 150, **ROWS, planner={"num_ctas": 4, "tile_rows": 1}, out_dtype=torch.float32),
 ]

@@ -187,9 +187,9 @@ int main() {
 
 
 def test_divisions_by_multiplication_are_exact() -> None:
-    """Of packed rows for every group; above 512 from group - 2 on, since before that the quotient is 0, being monotonic.
+    """Of packed rows for every group, and of any number around multiples of divisors of all sizes.
 
-    Of any number around multiples of divisors of all sizes.
+    For groups above 512 from group - 2 on: before that the quotient is 0, since it is monotonic.
     """
     one = prefill.SPECIALIZATIONS[128, 128, False, torch.bfloat16, False]
     of_groups, of_any = cuda_host.rows_of(cuda_host.program(one, DIVISIONS), ())
