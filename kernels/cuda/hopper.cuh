@@ -147,6 +147,15 @@ DEVICE uint4 load_shared(uint32 from) {
   return v;
 }
 
+// Four matrices of 8 rows of 16 bytes. Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m. Lane l gets 4 bytes
+// of row l / 4 of each, from byte 4 (l % 4) on.
+DEVICE void load_matrices(uint32 (&m)[4], uint32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+
 // Four matrices of 8 rows of 16 bytes, transposed as matrices of 16-bit elements. Lanes 8 m to 8 m + 7 give the addresses
 // of the rows of matrix m. Lane l gets element l / 4 of rows 2 (l % 4) and the next one of each.
 DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
@@ -245,8 +254,16 @@ DEVICE void fence_registers(float (&d)[N]) {
                  : REGISTERS_##COUNT(d)                                                                               \
                  : "l"(a), "l"(b), "r"(1));                                                                           \
   }                                                                                                                   \
+  /* d = a b^T, plus d if `accumulate`: a in registers, b in shared memory, K-major */                                \
+  DEVICE void wgmma_rs(float (&d)[COUNT], const uint32 (&a)[4], uint64 b, bool accumulate) {                          \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS           \
+                 "k16.f32." DTYPE_NAME "." DTYPE_NAME " {" OPERANDS_##COUNT "}, {%" #A ", %" #B ", %" #C ", %" #D     \
+                 "}, %" #E ", p, 1, 1, 0;\n}"                                                                         \
+                 : REGISTERS_##COUNT(d)                                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                         \
+  }                                                                                                                   \
   /* d += a b: a in registers, b in shared memory, MN-major */                                                        \
-  DEVICE void wgmma_rs(float (&d)[COUNT], const uint32 (&a)[4], uint64 b) {                                           \
+  DEVICE void wgmma_rs_mn(float (&d)[COUNT], const uint32 (&a)[4], uint64 b) {                                        \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS           \
                  "k16.f32." DTYPE_NAME "." DTYPE_NAME " {" OPERANDS_##COUNT "}, {%" #A ", %" #B ", %" #C ", %" #D     \
                  "}, %" #E ", p, 1, 1, 1;\n}"                                                                         \

@@ -236,7 +236,7 @@ struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k)
-      wgmma_rs(output, probabilities[k], operand(own_values + k * (2 * kGroupBytes / 16)));
+      wgmma_rs_mn(output, probabilities[k], operand(own_values + k * (2 * kGroupBytes / 16)));
     wgmma_commit();
     wgmma_wait<0>();
     fence_registers(output);

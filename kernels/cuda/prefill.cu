@@ -42,7 +42,7 @@
 //                       wait for unit_full; wait for q_empty[b]; write its QueryBlock and load its queries; they
 //                       complete q_full[b]; arrive on unit_empty
 //         [producers K and V]  wait for unit_full, read the unit. Producer V arrives on unit_empty
-//     2.  [consumer]    wait for q_full[b]
+//     2.  [consumer]    wait for q_full[b]; with heads of 128 in 16 bits, load Q into registers
 // mainloop, for each KV tile j of the unit
 //     3.  [producer K]  wait for k_empty[j]; expect the bytes of the tile on k_full[j]; issue a TMA load for each box;
 //                       load the page numbers of tile j+1. With kTilesAhead tiles of the unit left: arrive on unit_empty

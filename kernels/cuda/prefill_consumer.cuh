@@ -233,12 +233,13 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   const uint32 k_empty = shared_address(shared.k_empty), v_empty = pv_empty(shared);
   const auto wait_for_queries = [&](uint32 n) { wait(shared_address(&shared.q_full[n % kQueries]), n / kQueries & 1); };
   const auto queries = [&](uint32 n) { return shared_address(shared.query[n % kQueries][split_kv ? 0 : consumer]); };
+  Query query;
   const auto values_of = [&](uint32 tile) { return values + tile % kPvStages * (kValueBytes / 16); };
-  const auto issue_tile = [&](Logits& logits, uint32 n, uint32 tile) {
+  const auto issue_tile = [&](Logits& logits, uint32 tile) {
     wait(k_full.of(tile), k_full.parity(tile));
     mark(kWaitKeys);
     wgmma_fence();
-    issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), keys + tile % kKeyStages * (kKeyBytes / 16));
+    issue_qk(logits, query, keys + tile % kKeyStages * (kKeyBytes / 16));
   };
   Logits logits;
   bool first_logits = false;  // of the unit are complete
@@ -287,7 +288,8 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       };
       uint32 number = base + tile;  // of the KV tile whose logits are computed, among all of this CTA
       if (!first_logits) {
-        issue_tile(logits, n, number);
+        query.load(queries(n));
+        issue_tile(logits, number);
         wgmma_wait<0>();
         fence_registers(logits);
         arrive_by_warp(k_empty + number % kKeyStages * 8);
@@ -304,7 +306,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       for (tile += step; tile < tiles; tile += step) {
         const uint32 previous = number;
         number = base + tile;
-        issue_tile(logits, n, number);
+        issue_tile(logits, number);
         mark(kQk);
         wait(v_full.of(previous), v_full.parity(previous));
         mark(kWaitValues);
@@ -349,7 +351,8 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         const QueryBlock& following = shared.query_blocks[(n + 1) % kQueryBlocks];
         if (uniform(following.stored) >= 0 && uniform(following.start) < uniform(following.end)) {
           base += tiles;
-          issue_tile(logits, n + 1, base);
+          query.load(queries(n + 1));
+          issue_tile(logits, base);
           wgmma_wait<1>();
           finish_pv(output, partial, probabilities, values_of(number), alpha_before);
           arrive_by_warp(v_empty + number % kPvStages * 8);

@@ -44,11 +44,17 @@ DEVICE uint64 pv_values(Shared& shared) { return k_major(shared_address(shared.t
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.t_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.t_empty); }
 
-DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
+struct Query {
+  uint64 shared;  // as an operand
+
+  DEVICE void load(uint32 address) { shared = k_major(address, kGroupBytes, kRowBytes); }
+};
+
+DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys) {
 #pragma unroll
   for (int column = 0; column < kDimQk; column += 32) {
     const int box = column / kColumns, step = column % kColumns / 16;
-    wgmma_e4m3_ss(logits, query + (box * kPackedRows * kRowBytes / 16 + step),
+    wgmma_e4m3_ss(logits, query.shared + (box * kPackedRows * kRowBytes / 16 + step),
                   keys + (box * TileLayout<kDimQk>::kColumn / 16 + step), column > 0);
   }
   wgmma_commit();

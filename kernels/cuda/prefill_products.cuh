@@ -28,19 +28,43 @@ DEVICE uint64 pv_values(Shared& shared) {
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.v_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); }
 
+// The queries of a unit as operands: in registers for heads of 128, where QK then reads a third less of shared memory. With
+// other heads consumers have no registers for them.
+constexpr bool kQueryInRegisters = kDimQk == 128 && !KV_FP8;
+constexpr int kQueryParts = kDimQk / 16;  // of 16 columns
+
+struct Query {
+  uint32 registers[kQueryInRegisters ? kQueryParts : 1][4];
+  uint64 shared;
+
+  // `address` of 64 packed rows.
+  DEVICE void load(uint32 address) {
+    shared = k_major(address, kGroupBytes, kRowBytes);
+    if (!kQueryInRegisters) return;
+    const int lane = threadIdx.x % 32, row = threadIdx.x % kConsumerThreads / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int part = 0; part < kQueryParts; ++part)
+      load_matrices(registers[part], address + part / 4 * kPackedRows * kRowBytes +
+                                         swizzled(row * kRowBytes + (part % 4 * 2 + lane / 16) * 16));
+  }
+};
+
 // The logits of 2 * COUNT tokens.
 template <int COUNT>
-DEVICE void issue_qk_part(float (&logits)[COUNT], uint64 query, uint64 keys) {
+DEVICE void issue_qk_part(float (&logits)[COUNT], const Query& query, uint64 keys) {
 #pragma unroll
-  for (int column = 0; column < kDimQk; column += 16) {
-    const int box = column / 64, step = column % 64 * 2 / 16;
-    wgmma_ss(logits, query + (box * kPackedRows * kRowBytes / 16 + step),
-             keys + (box * TileLayout<kDimQk>::kColumn / 16 + step), column > 0);
+  for (int part = 0; part < kQueryParts; ++part) {
+    const int box = part / 4, step = part % 4 * 2;
+    const uint64 of_keys = keys + (box * TileLayout<kDimQk>::kColumn / 16 + step);
+    if constexpr (kQueryInRegisters)
+      wgmma_rs(logits, query.registers[part], of_keys, part > 0);
+    else
+      wgmma_ss(logits, query.shared + (box * kPackedRows * kRowBytes / 16 + step), of_keys, part > 0);
   }
 }
 
 // The logits of a KV tile, by products of up to 128 tokens.
-DEVICE void issue_qk(Logits& logits, uint64 query, uint64 keys) {
+DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys) {
   constexpr int kFirst = kTile < 128 ? kTile / 2 : 64;
   issue_qk_part(reinterpret_cast<float(&)[kFirst]>(logits), query, keys);
   if constexpr (kTile > 128)
@@ -60,7 +84,7 @@ DEVICE void issue_pv(Output& output, Partial&, const Probabilities& p, uint64 va
     auto& columns = reinterpret_cast<float(&)[kDimVo / 2 / kPvParts]>(output[part * (kDimVo / 2 / kPvParts)]);
     const uint64 of_part = values + part * (kDimVo / kPvParts / kColumns) * TileLayout<kDimVo>::kColumn / 16;
 #pragma unroll
-    for (int i = 0; i < kTile / 16; ++i) wgmma_rs(columns, p[i], of_part + i * 2 * TileLayout<kDimVo>::kGroup / 16);
+    for (int i = 0; i < kTile / 16; ++i) wgmma_rs_mn(columns, p[i], of_part + i * 2 * TileLayout<kDimVo>::kGroup / 16);
   }
   wgmma_commit();
 }

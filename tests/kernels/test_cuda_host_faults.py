@@ -19,11 +19,11 @@ pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 
 
 class Planted(NamedTuple):
-    """A fault, what the machine says of it, and whether the case is one of an odd group."""
+    """A fault, what the machine says of it, and the case that shows it, of prefill one of ``PREFILL_CASES``."""
 
     fault: Fault
     message: str
-    odd: bool = False
+    case: str = "even"
 
 
 RELEASE = "arrive(shared_address(&shared.unit_empty));"
@@ -41,7 +41,9 @@ PREFILL_FAULTS = {
         "deadlock",
     ),
     "no wait for a stage": Planted(
-        Fault("wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);", ""), "race|more arrivals"
+        Fault("wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);", ""),
+        "race|more arrivals",
+        case="odd of 64",
     ),
     "the next unit is written before this one is read": Planted(
         Fault("wait(shared_address(&shared.unit_empty), n & 1 ^ 1);", ""), "race|more arrivals|deadlock"
@@ -95,10 +97,8 @@ PREFILL_FAULTS = {
     ),
     "no fence of registers": Planted(
         Fault(
-            "wgmma_fence();\n    issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), "
-            "keys + tile % kKeyStages * (kKeyBytes / 16));",
-            "issue_qk(logits, k_major(queries(n), kGroupBytes, kRowBytes), "
-            "keys + tile % kKeyStages * (kKeyBytes / 16));",
+            "wgmma_fence();\n    issue_qk(logits, query, keys + tile % kKeyStages * (kKeyBytes / 16));",
+            "issue_qk(logits, query, keys + tile % kKeyStages * (kKeyBytes / 16));",
         ),
         "without wgmma.fence",
     ),
@@ -106,7 +106,9 @@ PREFILL_FAULTS = {
         Fault("fence_async_shared();\n        __syncwarp();", "__syncwarp();"), "no proxy fence"
     ),
     "no proxy fence after copies": Planted(
-        Fault("wait_for_chunks();\n  fence_async_shared();", "wait_for_chunks();"), "no proxy fence", odd=True
+        Fault("wait_for_chunks();\n  fence_async_shared();", "wait_for_chunks();"),
+        "no proxy fence",
+        case="odd of 64",
     ),
     "arrival before copies": Planted(
         Fault(
@@ -114,12 +116,12 @@ PREFILL_FAULTS = {
             "arrive(full);\n    if (exists) copy_queries(p, q, unit, to, thread);",
         ),
         "race|uninitialised",
-        odd=True,
+        case="odd",
     ),
     "no barrier between stores and loads": Planted(
         Fault("sync();  // the state is stored\n", ""),
         "race|uninitialised",
-        odd=True,
+        case="odd",
     ),
     "lane 0 arrives for lanes that still read": Planted(
         Fault(
@@ -127,7 +129,7 @@ PREFILL_FAULTS = {
             "if (threadIdx.x % 32 == 0) arrive(barrier);",
         ),
         "race",
-        odd=True,
+        case="odd",
     ),
     "rows after the last": Planted(
         Fault("if (exists[1]) to_lse[to_row[1]] = lse[1];", "to_lse[to_row[1]] = lse[1];"),
@@ -258,22 +260,26 @@ def _faulty(planted: dict[str, Planted], name: str) -> Host:
     return Host(sms=2, faults=faults, planted=1 + list(planted).index(name) if name else 0)
 
 
+SIZES: dict[str, Any] = {"kv_lens": (280, 70), "qo_lens": (70, 33)}
+PREFILL_CASES = (
+    prefill_case("even", **SIZES, heads=(4, 2)),
+    prefill_case("odd", **SIZES, heads=(3, 1), planner={"tile_rows": 20}),
+    # Products of heads of 128 read queries from registers, which these read from shared memory.
+    prefill_case("odd of 64", **SIZES, heads=(3, 1), head_dims=(64, 64), planner={"tile_rows": 20}),
+)
+
+
 @pytest.mark.parametrize("name", ["", *PREFILL_FAULTS])
 def test_faults_of_prefill_are_noticed(name: str) -> None:
     """And the same source without one is not."""
-    sizes: dict[str, Any] = {"kv_lens": (280, 70), "qo_lens": (70, 33)}
-    even, odd = (
-        prefill_case("even", **sizes, heads=(4, 2)),
-        prefill_case("odd", **sizes, heads=(3, 1), planner={"tile_rows": 20}),
-    )
     host = _faulty(PREFILL_FAULTS, name)
-    if not name:
-        attend("prefill", even, host)
-        attend("prefill", odd, host)
-        return
-    planted = PREFILL_FAULTS[name]
-    with pytest.raises(HostError, match=planted.message):
-        attend("prefill", odd if planted.odd else even, host)
+    planted = PREFILL_FAULTS.get(name)
+    cases = [case for case in PREFILL_CASES if planted is None or case.name == planted.case]
+    noticed = pytest.raises(HostError, match=planted.message) if planted else contextlib.nullcontext()
+    assert cases
+    for case in cases:
+        with noticed:
+            attend("prefill", case, host)
 
 
 @pytest.mark.parametrize("name", ["", *FP8_FAULTS])

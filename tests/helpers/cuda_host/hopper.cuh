@@ -43,6 +43,13 @@ DEVICE void store_shared(uint32 to, float x, float y) {
 DEVICE void store_shared(uint32 to, float x) { *static_cast<float*>(host::from_shared_address(to)) = x; }
 DEVICE void store_shared(uint32 to, uint4 v) { *static_cast<uint4*>(host::from_shared_address(to)) = v; }
 DEVICE uint4 load_shared(uint32 from) { return *static_cast<const uint4*>(host::from_shared_address(from)); }
+DEVICE void load_matrices(uint32 (&m)[4], uint32 row) {
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    const uint32 from = uint32(host::exchange(row, 8 * i + lane / 4, "ldmatrix")) + lane % 4 * 4;
+    m[i] = *static_cast<const uint32*>(host::from_shared_address(from));
+  }
+}
 DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
@@ -108,7 +115,11 @@ DEVICE void wgmma_mn_ss(float (&d)[N], uint64 a, uint64 b) {
   host::wgmma({d, 2 * N, nullptr, a, b, false, true, kOperands, true});
 }
 template <int N>
-DEVICE void wgmma_rs(float (&d)[N], const uint32 (&a)[4], uint64 b) {
+DEVICE void wgmma_rs(float (&d)[N], const uint32 (&a)[4], uint64 b, bool accumulate) {
+  host::wgmma({d, 2 * N, a, 0, b, false, accumulate, kOperands});
+}
+template <int N>
+DEVICE void wgmma_rs_mn(float (&d)[N], const uint32 (&a)[4], uint64 b) {
   host::wgmma({d, 2 * N, a, 0, b, true, true, kOperands});
 }
 
