@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-from typing import Any
 
 from benchmarks import (
     clocks,
@@ -26,7 +25,7 @@ from benchmarks import (
     warm,
     workload,
 )
-from benchmarks.comparison import EndedError
+from benchmarks.comparison import end
 
 COMMANDS = {
     "clocks": clocks,
@@ -50,11 +49,6 @@ COMMANDS = {
 }
 
 
-def _end(*_: Any) -> None:
-    """Let the benchmark save the rows that it has."""
-    raise EndedError
-
-
 def main() -> None:
     """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of attn_ops and its peers.")
@@ -63,7 +57,7 @@ def main() -> None:
         summary = (module.__doc__ or "").partition("\n")[0]
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     COMMANDS[args.command].run(args)
 
 

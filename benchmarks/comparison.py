@@ -47,6 +47,22 @@ class EndedError(BaseException):
     """The process is to end, by SIGTERM. Peers may not catch it."""
 
 
+_ended: list[int] = []
+"""The signals that asked the process to end."""
+
+
+def end(signal: int, *_: object) -> None:
+    """Handle SIGTERM: let the benchmark save the rows that it has."""
+    _ended.append(signal)
+    raise EndedError
+
+
+def check_ended() -> None:
+    """Raise again if the process is to end: Python ignores what is raised while a finalizer runs."""
+    if _ended:
+        raise EndedError
+
+
 ALL = "all"
 """In the place of a peer that was not measured: every implementation of the row."""
 
@@ -101,6 +117,7 @@ class Comparison:
         results: list[dict[str, Any]] = []
         try:
             for row in rows:
+                check_ended()
                 results.append(measure(row))
                 release_memory()
         except EndedError:
@@ -125,6 +142,7 @@ class Comparison:
         calls = {name: _checked(prepare, problem, max_error) for name, prepare in self.ours.items()}
         self.not_measured += [NotMeasured(name, row, "left out with --peers") for name in self._left_out]
         for name, prepare in self.peers.items():
+            check_ended()
             if name in self._gave_up:
                 continue
             start = time.perf_counter()

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import attn_ops.flash_attn
-import benchmarks.__main__
 from benchmarks import (
     comparison,
     decode,
@@ -329,22 +328,33 @@ def test_peers_left_out_are_listed(timed: list[str]) -> None:
     assert found.not_measured == [NotMeasured("other", "small", "left out with --peers")]
 
 
-def test_a_benchmark_that_is_ended_keeps_its_rows() -> None:
-    """As ``timeout`` ends it."""
+class _EndsWithItsFinalizer:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("finalizer", [False, True])
+def test_a_benchmark_that_is_ended_keeps_its_rows(finalizer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``timeout`` ends it, also while a finalizer runs, in which Python ignores exceptions."""
+    monkeypatch.setattr(comparison, "_ended", [])
     found = Comparison({}, {})
-    rows = [replace(SMALL, name=name) for name in ("first", "second", "third")]
+    rows = [replace(SMALL, name=name) for name in ("first", "second", "third", "fourth")]
 
     def measure(row: DecodeRow) -> dict[str, Any]:
         if row.name == "second":
-            os.kill(os.getpid(), signal.SIGTERM)
+            _EndsWithItsFinalizer() if finalizer else os.kill(os.getpid(), signal.SIGTERM)
         return {"row": row.name}
 
-    before = signal.signal(signal.SIGTERM, benchmarks.__main__._end)
+    before = signal.signal(signal.SIGTERM, comparison.end)
     try:
-        assert found.rows(rows, measure) == [{"row": "first"}]
+        results = found.rows(rows, measure)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert found.not_measured == [NotMeasured("all", "second; third", "the process was ended before")]
+    kept = 1 + finalizer
+    assert results == [{"row": row.name} for row in rows[:kept]]
+    late = "; ".join(row.name for row in rows[kept:])
+    assert found.not_measured == [NotMeasured("all", late, "the process was ended before")]
 
 
 def test_saved_results_have_a_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
