@@ -40,6 +40,7 @@ constexpr int kKeyBytes = kTile * kDimQk * kElementBytes, kValueBytes = kTile * 
 // tile, and converted from there to the rings.
 constexpr int kFp8Stages = KV_FP8 ? 2 : 1, kLoadedTile = kTile / kFp8Stages;
 constexpr int kLoadedRowBytes = KV_FP8 ? 64 : kRowBytes, kLoadedBytes = KV_FP8 ? 1 : kElementBytes;  // of an element
+static_assert(kLoadedTile % kRaggedBox == 0);
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 constexpr int kConverterWarps = KV_FP8 ? 4 : 0, kFirstConsumerWarp = kProducerWarps + kConverterWarps;
 constexpr int kWarpsOfTensor = kConverterWarps / 2;  // that convert keys, or values
