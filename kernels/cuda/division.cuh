@@ -1,5 +1,5 @@
-// Division by numbers that only the launch knows, by a multiplication with the inverse. A division instead takes some 30
-// instructions, three of them for the unit of exponentials, which every warp of an SM's quarter shares.
+// Division by numbers that are known at run time, by a multiplication with the inverse. A division of integers takes some 30
+// instructions, three of them of the special function unit (MUFU), which also computes the exponentials of consumers.
 #pragma once
 
 #include "basics.cuh"

@@ -58,8 +58,9 @@ Q_FP8_KERNEL = _kernel(kv_scale="pointer")
 class Tile(NamedTuple):
     """Sizes of a pair of head dims, ``kTile``, ``kKeyStages``, ``kValueStages`` and ``kQueries`` of the source.
 
-    box                most tokens of a TMA box of keys and values. Boxes after the last token are not read, and values
-                       after it in the last box are cleared; but a box, with ragged KV of 64 columns, is an instruction
+    box                ``kRaggedBox``: most tokens of a TMA box of keys and values. Boxes after the last token are not
+                       read, and values after it in the last box are cleared; but a box, with ragged KV of 64 columns,
+                       is an instruction
     transposed_stages  ``kTransposedStages`` of FP8 products
     converted          whether a KV tile of FP8 lies beside the rings, which is converted into them
     """

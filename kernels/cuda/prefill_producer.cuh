@@ -42,7 +42,7 @@ struct LoadedTiles {
 };
 
 // The boxes of a unit's paged KV, in order. Page numbers are loaded for kPageLanes boxes at a time, one by each lane, and
-// as many boxes ahead. These are whole tiles.
+// as many boxes ahead. They make up whole tiles: 24 do if a tile of 192 tokens has 3, 6, 12 or 24.
 constexpr int kPageLanes = kLoadedTile % 3 ? 32 : 24;
 
 struct PagedBoxes {
@@ -81,7 +81,8 @@ DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, 
 // Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
 // 0, since a probability of 0 times NaN is NaN.
 //
-// These warps share schedulers and the unit of exponentials with consumers: the loop has few instructions.
+// These warps share the issue slots and the special function unit of their SM sub-partition with consumers: the loop has
+// few instructions.
 template <bool VALUES>
 DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   using Tiles = LoadedTiles<VALUES>;
