@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.timing import Call, device_microseconds, graph_of
+from benchmarks.timing import Call, device_rounds, graph_of, spread
 
 Prepare = Callable[[Any], Call]
 """An implementation: takes a problem and returns the function that launches it."""
@@ -31,6 +32,13 @@ R = TypeVar("R", bound=Named)
 MAX_RELATIVE_ERROR = 1e-2
 MAX_FAILURE_SECONDS = 10.0
 """A peer that takes longer to fail, in its compiler, is skipped for the remaining rows."""
+
+SPREAD = "spread, %"
+METHOD = (
+    "Replays of all implementations are interleaved in one process, in a random order in each round, and the median is "
+    f"shown. `{SPREAD}` is the largest interquartile range of an implementation of the row, relative to its median."
+)
+"""For the notes of tables."""
 
 ROUNDS = 9
 """Timed replays of each implementation."""
@@ -111,14 +119,18 @@ class Comparison:
         self.not_measured: list[NotMeasured] = []
         self._left_out = [name for name in all_peers if name not in peers]
         self._gave_up: set[str] = set()
+        self._spread = 0.0  # of the last row
 
     def rows(self, rows: Sequence[R], measure: Callable[[R], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What ``measure`` returns for each row. If the process is to end, for the rows before, if there are any."""
+        """What ``measure`` returns for each row, and the spread of the times that it took.
+
+        If the process is to end: for the rows before, if there are any.
+        """
         results: list[dict[str, Any]] = []
         try:
             for row in rows:
                 check_ended()
-                results.append(measure(row))
+                results.append({**measure(row), SPREAD: 100 * self._spread})
                 release_memory()
         except EndedError:
             if not results:
@@ -156,7 +168,9 @@ class Comparison:
                 if time.perf_counter() - start > MAX_FAILURE_SECONDS:
                     self._gave_up.add(name)
         rounds = ROUNDS_OF_LONG_CALLS if expected > LONG_CALL_MICROSECONDS else ROUNDS
-        medians = device_microseconds(calls, problem.copies, expected, rounds)
+        found = device_rounds(calls, problem.copies, expected, rounds)
+        medians = {name: statistics.median(times) for name, times in found.items()}
+        self._spread = max(map(spread, found.values()))
         print(f"{row}: {', '.join(f'{name} {time:.1f} us' for name, time in medians.items())}", flush=True)
         return medians
 

@@ -8,7 +8,7 @@ import torch
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, add_peers, add_rows, chosen, selected
+from benchmarks.comparison import MAX_RELATIVE_ERROR, METHOD, Comparison, add_peers, add_rows, chosen, selected
 from benchmarks.decode_peers import DECODE_PEERS
 from benchmarks.decode_problem import DecodeProblem
 from benchmarks.decode_rows import ROWS, DecodeRow
@@ -20,10 +20,9 @@ MAX_FP8_ERROR = 5e-2
 
 NOTE = (
     "Microseconds per launch: bf16, head dim 128, shuffled pages of 16 tokens unless the row says otherwise. Launches "
-    "are in CUDA graphs over rotating copies of the KV cache; replays of all implementations are interleaved in one "
-    f"process, and the median is shown. `{report.SPEEDUP}` is the time of the fastest peer divided by that of "
-    "attn_ops. SDPA reads a contiguous cache of equal lengths. TB/s counts KV, queries and outputs once; `share` is "
-    "of 4.45 TB/s, the measured peak. A row that another backend than triton ran names it."
+    f"are in CUDA graphs over rotating copies of the KV cache. {METHOD} `{report.SPEEDUP}` is the time of the fastest "
+    "peer divided by that of attn_ops. SDPA reads a contiguous cache of equal lengths. TB/s counts KV, queries and "
+    "outputs once; `share` is of 4.45 TB/s, the measured peak. A row that another backend than triton ran names it."
 )
 
 

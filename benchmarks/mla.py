@@ -7,16 +7,15 @@ import argparse
 import torch
 
 from benchmarks import report
-from benchmarks.comparison import Comparison, add_peers, add_rows, chosen, selected
+from benchmarks.comparison import METHOD, Comparison, add_peers, add_rows, chosen, selected
 from benchmarks.mla_peers import MLA_PEERS
 from benchmarks.prefill_problem import MlaProblem
 from benchmarks.prefill_rows import MLA_ROWS, MlaRow
 from benchmarks.timing import Call
 
 NOTE = (
-    "Microseconds per launch: bf16, latents of 512 and 64, page 64, 128 heads unless the row says otherwise. Replays "
-    "of all implementations are interleaved in one process, and the median is shown. "
-    f"`{report.SPEEDUP}` is the time of the fastest peer divided by that of attn_ops. "
+    "Microseconds per launch: bf16, latents of 512 and 64, page 64, 128 heads unless the row says otherwise. "
+    f"{METHOD} `{report.SPEEDUP}` is the time of the fastest peer divided by that of attn_ops. "
     "TFLOP/s counts 2 * heads * (576 + 512) operations per key; `share` is of 790 TFLOP/s, the measured peak, and "
     "`of roofline` counts 4.45 TB/s too."
 )

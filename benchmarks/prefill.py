@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.comparison import MAX_RELATIVE_ERROR, Comparison, Prepare, add_peers, add_rows, chosen, selected
+from benchmarks.comparison import MAX_RELATIVE_ERROR, METHOD, Comparison, Prepare, add_peers, add_rows, chosen, selected
 from benchmarks.decode import MAX_FP8_ERROR
 from benchmarks.prefill_peers import PREFILL_PEERS
 from benchmarks.prefill_problem import PrefillProblem
@@ -18,9 +18,9 @@ from benchmarks.timing import Call
 
 NOTE = (
     "TFLOP/s: bf16, causal, 32/8 heads of 128, page 16 unless the row says otherwise. FLOPs are 2 * heads * (head dim "
-    "of keys and of values) for each query row and key that it sees. Replays of all implementations are interleaved "
-    f"in one process, and the median is shown. `{report.SPEEDUP}` compares the faster of paged and ragged with the "
-    "fastest peer. SDPA and FlexAttention read dense KV. `share` is that of the faster of paged and ragged, of 790 "
+    "of keys and of values) for each query row and key that it sees. "
+    f"{METHOD} `{report.SPEEDUP}` compares the faster of paged and ragged with the fastest peer. "
+    "SDPA and FlexAttention read dense KV. `share` is that of the faster of paged and ragged, of 790 "
     "TFLOP/s, the measured peak; `of roofline` counts 4.45 TB/s too."
 )
 EXPECTED_FLOPS_PER_US = 500e6

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.comparison import Comparison, Prepare, add_peers, add_rows, chosen, largest_error, selected
+from benchmarks.comparison import METHOD, Comparison, Prepare, add_peers, add_rows, chosen, largest_error, selected
 from benchmarks.page_table import PageTable
 from benchmarks.peers import flashinfer
 from benchmarks.timing import Call, copies_for, device_microseconds
@@ -19,7 +19,7 @@ NOTE = (
     "Microseconds per launch: bf16, heads of 128, pages of 16. Bytes are those of all inputs read once and of outputs, "
     "or new tokens in the cache, written once; `TB/s` counts them. `copy` is a `copy_` that reads and writes as many. "
     f"`{report.SPEEDUP}` is the time of FlashInfer divided by that of attn_ops. "
-    "Those two take turns in one process, the copy is timed after them, and medians are shown."
+    f"{METHOD} The copy is timed after them."
 )
 OURS, COPY = "attn_ops", "copy"
 HEAD_DIM, PAGE = 128, 16

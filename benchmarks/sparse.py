@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import Comparison, NotMeasuredError, Prepare, add_peers, add_rows, chosen, selected
+from benchmarks.comparison import METHOD, Comparison, NotMeasuredError, Prepare, add_peers, add_rows, chosen, selected
 from benchmarks.peers import flashinfer, flashinfer_workspace
 from benchmarks.sparse_problem import SPARSE_ROWS, SparseProblem, SparseRow
 from benchmarks.timing import Call
@@ -18,8 +18,7 @@ from benchmarks.timing import Call
 NOTE = (
     "TFLOP/s: bf16, 32/8 heads of 128, random block maps. FLOPs are 4 * head dim for each query head, and each "
     "query row and key of a selected block. Blocks of random sizes have a map for each KV head. All are run() of "
-    "FlashInfer's wrappers and of their namesakes here, FlexAttention with a block mask apart. Replays are "
-    "interleaved in one process, and the median is shown."
+    f"FlashInfer's wrappers and of their namesakes here, FlexAttention with a block mask apart. {METHOD}"
 )
 EXPECTED_FLOPS_PER_US = 300e6
 """Sizes the CUDA graphs."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,17 +48,33 @@ def replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
     return begin.elapsed_time(end) * 1000
 
 
-def device_microseconds(calls: dict[str, Call], copies: int, expected: float, rounds: int = 9) -> dict[str, float]:
-    """Median time of one launch of each call, with interleaved replays. ``expected`` microseconds size the graphs."""
+def device_rounds(calls: dict[str, Call], copies: int, expected: float, rounds: int = 9) -> dict[str, list[float]]:
+    """Microseconds of one launch of each call, in each round. ``expected`` ones size the graphs.
+
+    A round replays the graphs in a random order: the clock of a GPU at its power limit depends on what ran before.
+    """
     launches = copies * max(1, round(GRAPH_MICROSECONDS / expected / copies))
     graphs = {name: graph_of(call, copies, launches) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
+    order, generator = list(graphs), random.Random(0)
     for round_ in range(rounds + 1):
-        for name, graph in graphs.items():
-            elapsed = replay_microseconds(graph) / launches
+        generator.shuffle(order)
+        for name in order:
+            elapsed = replay_microseconds(graphs[name]) / launches
             if round_:
                 times[name].append(elapsed)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def device_microseconds(calls: dict[str, Call], copies: int, expected: float, rounds: int = 9) -> dict[str, float]:
+    """The medians of :func:`device_rounds`."""
+    return {name: statistics.median(times) for name, times in device_rounds(calls, copies, expected, rounds).items()}
+
+
+def spread(times: Sequence[float]) -> float:
+    """The interquartile range of several times, relative to their median."""
+    low, median, high = statistics.quantiles(times, method="inclusive")
+    return (high - low) / median
 
 
 class HostTime(NamedTuple):

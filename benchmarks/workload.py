@@ -18,7 +18,7 @@ from torch import Tensor
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import Comparison, Prepare, add_peers, selected
+from benchmarks.comparison import METHOD, Comparison, Prepare, add_peers, selected
 from benchmarks.peers import flashinfer, flashinfer_workspace
 from benchmarks.prefill_problem import PrefillProblem
 from benchmarks.prefill_rows import PrefillRow
@@ -34,7 +34,8 @@ NOTE = (
     "and in each layer one call for decode requests and one for prefill chunks. attn_ops plans on the device, in the "
     "CUDA graph. FlashInfer plans on the host, once per step; that time is added to the time of its graph, and "
     f"`FlashInfer plan` shows the shortest. `{report.SPEEDUP}` is the time of the fastest peer divided by that of "
-    "attn_ops, the faster of its columns. `one launch`: decode and prefill rows in one call of batch_prefill. Lengths "
+    "attn_ops, the faster of its columns. `one launch`: decode and prefill rows in one call of batch_prefill. "
+    f"{METHOD} Lengths "
     "are sampled from Azure LLM inference 2023 (CC-BY-4.0) and Mooncake (Apache-2.0), see `benchmarks/workloads/`."
 )
 

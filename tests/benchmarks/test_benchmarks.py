@@ -35,6 +35,7 @@ from benchmarks import (
     small_ops,
     sparse,
     sparse_problem,
+    timing,
     workload,
 )
 from benchmarks.comparison import Comparison, NotMeasured, NotMeasuredError
@@ -60,13 +61,39 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of implementations that are timed. Each takes as many microseconds as its name has letters."""
     names: list[str] = []
 
-    def clock(calls: dict[str, Any], copies: int, expected: float, rounds: int) -> dict[str, float]:
+    def clock(calls: dict[str, Any], copies: int, expected: float, rounds: int) -> dict[str, list[float]]:
         names.extend(calls)
-        return {name: float(len(name)) for name in calls}
+        return {name: [float(len(name))] * rounds for name in calls}
 
-    monkeypatch.setattr(comparison, "device_microseconds", clock)
+    monkeypatch.setattr(comparison, "device_rounds", clock)
     monkeypatch.setattr(comparison, "graph_of", lambda call, copies, launches: call(0))
     return names
+
+
+def test_rounds_have_all_calls_in_changing_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    monkeypatch.setattr(timing, "graph_of", lambda call, copies, launches: call(launches))
+    monkeypatch.setattr(timing, "replay_microseconds", lambda graph: order.append(graph[0]) or graph[1] * graph[2])
+    calls = {name: lambda launches, i=i, name=name: (name, launches, 2.0 + i) for i, name in enumerate("abc")}
+    times = timing.device_rounds(calls, copies=2, expected=50.0, rounds=9)
+    assert times == {"a": [2.0] * 9, "b": [3.0] * 9, "c": [4.0] * 9}
+    rounds = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert len(rounds) == 10
+    assert all(set(found) == set("abc") for found in rounds)
+    assert len(set(rounds)) > 3
+
+
+def test_a_row_has_the_largest_spread_of_its_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timing.spread([10.0, 10.0, 10.0]) == 0
+    assert timing.spread([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(0.2)
+    found = {"ours": [10.0, 10.0, 10.0, 10.0, 10.0], "peer": [8.0, 9.0, 10.0, 11.0, 12.0]}
+    monkeypatch.setattr(comparison, "device_rounds", lambda *_: found)
+    monkeypatch.setattr(comparison, "_checked", lambda *_: lambda copy: None)
+    monkeypatch.setattr(comparison, "graph_of", lambda *_: None)
+    compared = Comparison({"ours": _refuses}, {"peer": _refuses})
+    problem = SimpleNamespace(copies=1)
+    rows = compared.rows([SMALL], lambda row: {"row": row.name, **compared.times(row.name, problem, 10.0)})
+    assert rows == [{"row": "small", "ours": 10.0, "peer": 10.0, comparison.SPREAD: pytest.approx(20.0)}]
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -352,7 +379,7 @@ def test_a_benchmark_that_is_ended_keeps_its_rows(finalizer: bool, monkeypatch: 
     finally:
         signal.signal(signal.SIGTERM, before)
     kept = 1 + finalizer
-    assert results == [{"row": row.name} for row in rows[:kept]]
+    assert [result["row"] for result in results] == [row.name for row in rows[:kept]]
     late = "; ".join(row.name for row in rows[kept:])
     assert found.not_measured == [NotMeasured("all", late, "the process was ended before")]
 
