@@ -123,11 +123,18 @@ def _scales(problem: PrefillProblem) -> list[Tensor]:
     return [torch.ones(n, device=problem.device) for n in heads] if problem.row.fp8_query else []
 
 
+def _refuse_unequal_dtypes(backend: str, row: PrefillRow) -> None:
+    """Its compilation would fail after so long a time that the peer would be left out of the rows that it runs."""
+    if backend == "fa3" and row.fp8 != row.fp8_query:
+        raise NotMeasuredError("fa3 does not compile for keys of another dtype than the query's")
+
+
 def flashinfer_paged(backend: str) -> Prepare:
     """``BatchPrefillWithPagedKVCacheWrapper`` with one of its backends."""
 
     def prepare(problem: PrefillProblem) -> Call:
         fi, row = flashinfer(), problem.row
+        _refuse_unequal_dtypes(backend, row)
         workspace = flashinfer_workspace(problem.device)
         wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         wrapper.plan(
@@ -152,6 +159,7 @@ def flashinfer_ragged(backend: str) -> Prepare:
 
     def prepare(problem: PrefillProblem) -> Call:
         fi, row = flashinfer(), problem.row
+        _refuse_unequal_dtypes(backend, row)
         workspace = flashinfer_workspace(problem.device)
         wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
         wrapper.plan(

@@ -192,6 +192,10 @@ def test_flashinfer_is_called_as_its_functions_are_defined(monkeypatch: pytest.M
         assert small.error(small_ops._flashinfer(small)(1), 1) < comparison.MAX_RELATIVE_ERROR
     with pytest.raises(NotMeasuredError, match="equally many query rows"):
         prefill_peers.flashinfer_xqa(prefill_problem.PrefillProblem(STEP, device="cpu"))
+    cache = prefill_problem.PrefillProblem(replace(STEP, fp8=True), device="cpu")
+    for prepare in (prefill_peers.flashinfer_paged, prefill_peers.flashinfer_ragged):
+        with pytest.raises(NotMeasuredError, match="of another dtype"):
+            prepare("fa3")(cache)
 
 
 def test_a_wrong_result_of_ours_ends_the_run(timed: list[str]) -> None:
