@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ours(p: MlaProblem) -> Call:
-    planner = p.planner()
+    planner, backend = p.planner(), "auto" if p.row.fp8 else "cuda"
     return lambda i: torch.ops.attn.batch_mla(
-        p.q_nope, p.q_pe, p.ckv[i], p.kpe[i], planner.state, planner.workspace, backend="cuda"
+        p.q_nope, p.q_pe, p.ckv[i], p.kpe[i], planner.state, planner.workspace, backend=backend
     )[0]
 
 

@@ -22,9 +22,10 @@ def flashinfer_mla(backend: str) -> Prepare:
         lengths = torch.tensor(row.kv_lens, dtype=torch.int32, device=problem.device)
         tables = (problem.qo_indptr, problem.table.indptr, problem.table.indices, lengths)
         sizes = (row.num_heads, problem.ckv[0].shape[-1], problem.kpe[0].shape[-1], row.page_size)
-        wrapper.plan(*tables, *sizes, False, SM_SCALE, problem.dtype, problem.dtype)
+        wrapper.plan(*tables, *sizes, False, SM_SCALE, problem.dtype, problem.kv_dtype)
+        scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if row.fp8 else {}
         out = torch.empty_like(problem.q_nope)
-        return lambda i: wrapper.run(problem.q_nope, problem.q_pe, problem.ckv[i], problem.kpe[i], out=out)
+        return lambda i: wrapper.run(problem.q_nope, problem.q_pe, problem.ckv[i], problem.kpe[i], out=out, **scales)
 
     return prepare
 

@@ -112,8 +112,9 @@ class MlaProblem:
         self.table = PageTable(row.kv_lens, row.page_size, generator, device)
         self.copies = copies_for(row.kv_bytes())
         pages = (self.table.num_pages, row.page_size)
-        self.ckv = [random(*pages, 512) for _ in range(self.copies)]
-        self.kpe = [random(*pages, 64) for _ in range(self.copies)]
+        self.kv_dtype = torch.float8_e4m3fn if row.fp8 else dtype
+        self.ckv = [random(*pages, 512).to(self.kv_dtype) for _ in range(self.copies)]
+        self.kpe = [random(*pages, 64).to(self.kv_dtype) for _ in range(self.copies)]
         self.q_nope, self.q_pe = random(row.batch, row.num_heads, 512), random(row.batch, row.num_heads, 64)
         self.qo_indptr = indptr((1,) * row.batch, device)
 

@@ -64,6 +64,7 @@ class MlaRow:
     goal: float | None
     num_heads: int = 128
     page_size: int = 64
+    fp8: bool = False  # the cache
 
     @property
     def batch(self) -> int:
@@ -72,12 +73,12 @@ class MlaRow:
     def flops(self) -> int:
         return 2 * self.num_heads * (576 + 512) * sum(self.kv_lens)
 
-    def kv_bytes(self, element: int = 2) -> int:
-        return sum(self.kv_lens) * 576 * element
+    def kv_bytes(self) -> int:
+        return sum(self.kv_lens) * 576 * (1 if self.fp8 else 2)
 
-    def bytes(self, element: int = 2) -> int:
-        """Bytes of the KV cache and queries, each read once, and of outputs, written once."""
-        return self.kv_bytes(element) + self.batch * self.num_heads * (576 + 512) * element
+    def bytes(self) -> int:
+        """Bytes of the KV cache and 16-bit queries, each read once, and of outputs, written once."""
+        return self.kv_bytes() + self.batch * self.num_heads * (576 + 512) * 2
 
 
 def _prefill(
@@ -150,4 +151,6 @@ MLA_ROWS: tuple[MlaRow, ...] = (
     MlaRow("32 x 4k, 64 heads", (4096,) * 32, None, num_heads=64),
     MlaRow("32 x 4k, 32 heads", (4096,) * 32, None, num_heads=32),
     MlaRow("32 x 4k, 16 heads", (4096,) * 32, None, num_heads=16),
+    MlaRow("64 x 4k, fp8 cache", (4096,) * 64, None, fp8=True),
+    MlaRow("32 x 4k, 16 heads, fp8 cache", (4096,) * 32, None, num_heads=16, fp8=True),
 )

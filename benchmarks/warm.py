@@ -68,8 +68,9 @@ def modules() -> Iterator[JitModule]:
         for row in PREFILL_ROWS:
             options = row.window_left >= 0, row.logits_soft_cap > 0
             yield _prefill(backend, dtype, row.head_dim, row.head_dim_vo, *options)
-    mla = (dtype, dtype, dtype, index, 512, 64, PROFILER)
-    yield from (("gen_batch_mla_module", (backend, *mla)) for backend in ("fa3", "fa2"))
+    for kv in (dtype, torch.float8_e4m3fn):
+        mla = (dtype, kv, dtype, index, 512, 64, PROFILER)
+        yield from (("gen_batch_mla_module", (backend, *mla)) for backend in ("fa3", "fa2"))
     for decode in ROWS:
         kv, dim = torch.float8_e4m3fn if decode.fp8 else dtype, decode.head_dim
         yield _prefill("fa2", kv, dim, dim)  # decode with tensor cores

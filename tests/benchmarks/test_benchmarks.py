@@ -23,6 +23,7 @@ from benchmarks import (
     decode,
     decode_peers,
     mla,
+    mla_peers,
     model,
     overheads,
     packages,
@@ -172,7 +173,7 @@ def test_flash_attn_is_called_as_its_functions_are_defined(
 
 def test_flashinfer_is_called_as_its_functions_are_defined(monkeypatch: pytest.MonkeyPatch) -> None:
     """This library has functions and wrappers of the same names and arguments."""
-    for module in (peers, decode_peers, prefill_peers, small_ops):
+    for module in (peers, decode_peers, mla_peers, prefill_peers, small_ops):
         monkeypatch.setattr(
             module, "flashinfer", lambda name="": importlib.import_module(f"attn_ops.{name}" if name else "attn_ops")
         )
@@ -192,6 +193,9 @@ def test_flashinfer_is_called_as_its_functions_are_defined(monkeypatch: pytest.M
         assert small.error(small_ops._flashinfer(small)(1), 1) < comparison.MAX_RELATIVE_ERROR
     with pytest.raises(NotMeasuredError, match="equally many query rows"):
         prefill_peers.flashinfer_xqa(prefill_problem.PrefillProblem(STEP, device="cpu"))
+    for fp8 in (False, True):
+        latents = prefill_problem.MlaProblem(MlaRow("small", (70, 3), 2.0, num_heads=4, fp8=fp8), device="cpu")
+        assert latents.error(mla_peers.flashinfer_mla("fa3")(latents)(1), 1) < comparison.MAX_RELATIVE_ERROR
     cache = prefill_problem.PrefillProblem(replace(STEP, fp8=True), device="cpu")
     for prepare in (prefill_peers.flashinfer_paged, prefill_peers.flashinfer_ragged):
         with pytest.raises(NotMeasuredError, match="of another dtype"):
@@ -500,7 +504,8 @@ def test_small_ops_are_checked_and_have_the_columns_of_the_report(
     assert row["TB/s"] == pytest.approx(kinds[kind].problem(small).bytes() / 8 / 1e6)
 
 
-def test_mla_rows_have_the_columns_of_the_report(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_mla_rows_have_the_columns_of_the_report(fp8: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(problem: prefill_problem.MlaProblem) -> Callable[[int], Any]:
         planner = problem.planner()
         return lambda i: torch.ops.attn.batch_mla(
@@ -508,7 +513,7 @@ def test_mla_rows_have_the_columns_of_the_report(timed: list[str], monkeypatch: 
         )[0]
 
     _on_cpu(monkeypatch, mla, "MlaProblem")
-    row = mla._measure(MlaRow("small", (70, 3), 2.0, num_heads=4), Comparison({mla.OURS: attend}, {}))
+    row = mla._measure(MlaRow("small", (70, 3), 2.0, num_heads=4, fp8=fp8), Comparison({mla.OURS: attend}, {}))
     assert (row["attn_ops"], row["of goal"]) == (8.0, 4.0)
 
 
