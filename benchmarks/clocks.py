@@ -33,6 +33,7 @@ PREFILL_PRODUCERS = {"producer K": (0,), "producer V": (1,), "producer Q": (2,)}
 ROLES = {
     "mla": {**MLA_PRODUCERS, **CONSUMERS},
     "mla, one consumer": {**MLA_PRODUCERS, "consumer 0": CONSUMERS["consumer 0"]},
+    "mla, one consumer KV_FP8": {**MLA_PRODUCERS, "converter": (4, 5, 6, 7), "consumer 0": CONSUMERS["consumer 1"]},
     "prefill": {**PREFILL_PRODUCERS, **CONSUMERS},
     "prefill KV_FP8": {
         **PREFILL_PRODUCERS,
@@ -156,7 +157,8 @@ KERNELS: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Ca
 def _roles(kernel: str, row: Any) -> str:
     """Its name in :data:`ROLES`."""
     if kernel == "mla":
-        return kernel if mla.units_of(row.num_heads).kernel == kernel else "mla, one consumer"
+        swapped = "mla, one consumer KV_FP8" if row.fp8 else "mla, one consumer"
+        return kernel if mla.units_of(row.num_heads).kernel == kernel else swapped
     return "prefill KV_FP8" if row.fp8 and not row.fp8_query else "prefill"
 
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, num_sms
 from attn_ops.kernels.cuda.launch import launch
-from attn_ops.kernels.cuda.operands import COLUMNS, DTYPES, OUT_TYPES
+from attn_ops.kernels.cuda.operands import COLUMNS, DTYPES, FP8_TYPES, OUT_TYPES, ROW_BYTES
 from attn_ops.kernels.cuda.prefill import PACKED_ROWS
 from attn_ops.kernels.triton.combine_prefill import combine_split_tiles
 from attn_ops.kernels.triton.prefill_call import plan_arguments
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
-from attn_ops.ops.unsupported import CUDA_MLA_KERNELS
+from attn_ops.ops.options import FP8, MLA_SM_SCALE, AttentionOptions
+from attn_ops.ops.unsupported import CUDA_MLA_FP8_KERNELS, CUDA_MLA_KERNELS, CUDA_MLA_SWAPPED_ROWS
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
 
@@ -28,30 +28,30 @@ TILE = 64
 QUERY_BOX_BLOCKS = 4
 """Blocks of 64 latent columns in a box of the queries."""
 
-SWAPPED_PACKED_ROWS = 16
+SWAPPED_PACKED_ROWS = CUDA_MLA_SWAPPED_ROWS
 """Query tiles of at most so many packed rows run on ``mla_swap_ab.cu``, whose units have as many. 0 for none."""
 
-PARAMETERS = {
-    **dict.fromkeys(("q_nope", "q_pe"), "pointer"),
-    **dict.fromkeys(("q_nope_map", "q_pe_map", "ckv", "kpe"), "map"),
-    **dict.fromkeys(("out", "lse", "partial", "qo_indptr", "kv_indices", "work"), "pointer"),
-    "scale": "fp32",
-    **dict.fromkeys(("rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
-    **dict.fromkeys(("stride_q_row", "stride_q_head", "stride_qb_row", "stride_qb_head"), "i64"),
-    **dict.fromkeys(("boxed", "heads", "page_size", "tile_rows", "num_items", "num_units"), "i32"),
-    **dict.fromkeys(("causal", "early", "out_type"), "i32"),
-}
 
-KERNEL, SWAPPED_KERNEL = (
-    Kernel(
-        f"{name}.cu",
-        name,
-        PARAMETERS,
-        writes=("out", "lse", "partial"),
-        aligned=("q_nope", "q_pe", "out"),
-    )
-    for name in ("mla", "mla_swap_ab")
-)
+def _kernel(name: str, **of_fp8: str) -> Kernel:
+    """The kernel with the parameters ``of_fp8`` of an FP8 cache."""
+    parameters = {
+        **dict.fromkeys(("q_nope", "q_pe"), "pointer"),
+        **dict.fromkeys(("q_nope_map", "q_pe_map", "ckv", "kpe"), "map"),
+        **dict.fromkeys(("out", "lse", "partial", "qo_indptr", "kv_indices", "work"), "pointer"),
+        "scale": "fp32",
+        **dict.fromkeys(("rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
+        **dict.fromkeys(("stride_q_row", "stride_q_head", "stride_qb_row", "stride_qb_head"), "i64"),
+        **dict.fromkeys(("boxed", "heads", "page_size", "tile_rows", "num_items", "num_units"), "i32"),
+        **dict.fromkeys(("causal", "early"), "i32"),
+        **of_fp8,
+        "out_type": "i32",
+    }
+    writes, aligned = ("out", "lse", "partial"), ("q_nope", "q_pe", "out")
+    return Kernel(f"{name}.cu", name, parameters, writes=writes, aligned=aligned)
+
+
+KERNEL, SWAPPED_KERNEL = _kernel("mla"), _kernel("mla_swap_ab")
+SWAPPED_FP8_KERNEL = _kernel("mla_swap_ab", kv_type="i32", kv_scale="pointer")
 
 _TILE_BYTES, _ROW_BYTES = 2 * TILE * (LATENT + ROTARY), 2 * (LATENT + ROTARY)
 
@@ -59,30 +59,37 @@ SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
 """Of ``mla.cu``: two KV tiles, the query tile, and what consumers exchange, with barriers."""
 
 
-def swapped_shared_bytes(splits: int) -> int:
-    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, half of a result, what is received, the rest."""
+def swapped_shared_bytes(splits: int, fp8: bool = False) -> int:
+    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, half of a result, what is received, the rest.
+
+    With an FP8 cache also an FP8 tile.
+    """
     sent = (LATENT // 2 + 2 * 32) * 4 if splits > 1 else 0
-    return 2 * _TILE_BYTES + SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + sent + 32) + 512
+    rows = SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + sent + 32)
+    return 2 * _TILE_BYTES + rows + 512 + (_TILE_BYTES // 2 if fp8 else 0)
 
 
-def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int) -> Specialization:
+def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: bool) -> Specialization:
     if kernel == "mla":
         cluster = unit_rows // PACKED_ROWS
         macros = {"CLUSTER": cluster, "SPLITS": splits, "DTYPE": dtype}
         return Specialization(KERNEL, macros, threads=384, shared_bytes=SHARED_BYTES, cluster=(cluster * splits, 1, 1))
     return Specialization(
-        SWAPPED_KERNEL,
-        {"SPLITS": splits, "DTYPE": dtype},
-        threads=256,
-        shared_bytes=swapped_shared_bytes(splits),
+        SWAPPED_FP8_KERNEL if fp8 else SWAPPED_KERNEL,
+        {"SPLITS": splits, "DTYPE": dtype} | ({"KV_FP8": 1} if fp8 else {}),
+        threads=384 if fp8 else 256,
+        shared_bytes=swapped_shared_bytes(splits, fp8),
         cluster=(splits, 1, 1),
     )
 
 
 SPECIALIZATIONS = {
-    (*one, dtype): _specialization(*one, number) for one in CUDA_MLA_KERNELS for dtype, number in DTYPES.items()
+    (*one, dtype, fp8): _specialization(*one, number, fp8)
+    for kernels, fp8 in ((CUDA_MLA_KERNELS, False), (CUDA_MLA_FP8_KERNELS, True))
+    for one in kernels
+    for dtype, number in DTYPES.items()
 }
-"""By the kernel, the packed rows of a unit, the CTAs that divide its KV tiles, and dtype."""
+"""By the kernel, the packed rows of a unit, the CTAs that divide its KV tiles, dtype, and whether the cache is FP8."""
 
 
 class Units(NamedTuple):
@@ -119,9 +126,10 @@ def query_map(q: Tensor, packed_rows: int = PACKED_ROWS) -> tuple[TensorMap, boo
     return TensorMap(q, (blocks, rows, heads, COLUMNS), (COLUMNS, q.stride(0), q.stride(1), 1), box), boxed
 
 
-def cache_map(cache: Tensor) -> TensorMap:
-    """The map of ``cache [pages, page_size, columns]``. Its boxes are 64 columns of a KV tile."""
-    return TensorMap(cache, tuple(cache.shape), tuple(cache.stride()), (1, TILE, COLUMNS))
+def cache_map(cache: Tensor, itemsize: int = 2) -> TensorMap:
+    """The map of ``cache [pages, page_size, columns]``. Its boxes are up to 128 bytes of each token of a KV tile."""
+    columns = min(int(cache.shape[2]), ROW_BYTES // itemsize)
+    return TensorMap(cache, tuple(cache.shape), tuple(cache.stride()), (1, TILE, columns), columns * itemsize)
 
 
 def batch_mla(
@@ -140,8 +148,10 @@ def batch_mla(
     problem, partials = PlanProblem.of(p.problem), num_partials(p)
     rows, heads, max_batch = q_nope.shape[0], int(q_nope.shape[1]), p.kv_len.shape[0]
     units = units_of(problem.tile_rows * heads)
-    sms = num_sms(q_nope.device)
-    specialization = SPECIALIZATIONS[units.kernel, units.rows, cluster_splits_of(sms, p), q_nope.dtype]
+    sms, fp8 = num_sms(q_nope.device), ckv_cache.dtype in FP8
+    splits = 1 if fp8 else cluster_splits_of(sms, p)
+    specialization = SPECIALIZATIONS[units.kernel, units.rows, splits, q_nope.dtype, fp8]
+    of_fp8 = {"kv_type": FP8_TYPES[ckv_cache.dtype], "kv_scale": o.kv_scale} if fp8 else {}
     cluster = specialization.cluster[0]
     num_items = (rows + problem.tile_rows - 1) // problem.tile_rows + max_batch + partials
     num_units = num_items * units.blocks
@@ -154,8 +164,8 @@ def batch_mla(
         q_pe=q_pe,
         q_nope_map=q_nope_map,
         q_pe_map=q_pe_map,
-        ckv=cache_map(ckv_cache),
-        kpe=cache_map(kpe_cache),
+        ckv=cache_map(ckv_cache, ckv_cache.itemsize),
+        kpe=cache_map(kpe_cache, kpe_cache.itemsize),
         out=out,
         lse=lse if lse.dim() > 1 else None,
         partial=workspace,
@@ -175,6 +185,7 @@ def batch_mla(
         num_units=num_units,
         causal=o.causal,
         early=bool(max_batch <= MAX_PUBLISHED_REQUESTS),
+        **of_fp8,
         out_type=0 if out.dtype == q_nope.dtype else OUT_TYPES[out.dtype],
     )
     if partials:

@@ -1,6 +1,10 @@
 // MLA: what its kernels, `mla.cu` and `mla_swap_ab.cu`, share: sizes, and which units a CTA or cluster has.
 #pragma once
 
+#ifndef KV_FP8
+#define KV_FP8 0
+#endif
+
 #include "clocks.cuh"
 #include "cluster.cuh"
 #include "descriptors.cuh"
@@ -61,6 +65,7 @@ struct Results {
 struct Arguments {
   float factor;  // of the logits, in base 2
   Results results;
+  const float* kv_scale = nullptr;  // of keys and values, or null
 };
 
 // Operands of matrix products by the lower halves of their descriptors: all have the same upper half, and an addition

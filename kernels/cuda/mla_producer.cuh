@@ -22,6 +22,38 @@ DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, in
     load_box_in(uint16((1 << CTAS) - 1), to, map, column, token, page, barrier, policy);
 }
 
+#if KV_FP8
+// An FP8 tile, quarter by quarter. The rotary columns count for the last one.
+template <class Shared>
+DEVICE void load_fp8_tile(const Cache& cache, Shared& shared, uint32 tile, int token, int page, uint64 policy) {
+  const uint32 to = shared_address(shared.fp8);
+#pragma unroll
+  for (int quarter = 0; quarter < kQuarters; ++quarter) {
+    const bool last = quarter == kQuarters - 1;
+    const uint32 barrier = shared_address(&shared.fp8_full[quarter]);
+    wait(shared_address(&shared.fp8_empty[quarter]), tile & 1 ^ 1);
+    mark(kWaitEmpty);
+    if (elect()) {
+      arrive_expect(barrier, kBlockBytes + (last ? kBlockBytes / 2 : 0));
+      load_box(to + quarter * kBlockBytes, cache.latent, quarter * 128, token, page, barrier, policy);
+      if (last) load_box(to + kQuarters * kBlockBytes, cache.rotary, 0, token, page, barrier, policy);
+    }
+    __syncwarp();
+    mark(kIssue);
+  }
+}
+
+// When the tiles before `tile` are converted, and no other will come.
+template <class Shared>
+DEVICE void end_fp8_tiles(Shared& shared, uint32 tile) {
+  for (uint64& barrier : shared.fp8_empty) wait(shared_address(&barrier), tile & 1 ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    shared.fp8_end = 1;
+    arrive(shared_address(&shared.fp8_full[0]));
+  }
+}
+#endif
+
 // One warp: the KV tiles of all units. Page numbers are loaded for 32 tiles at a time, and 32 tiles ahead. At the end
 // it waits until all CTAs of the cluster have read what it loaded, and their arrivals at barriers of this one are here.
 // ALTERNATE: of every second tile the upper half of the latent columns is loaded first.
@@ -49,6 +81,9 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
       if (i && i % 32 == 0) numbers = following, following = load_number(i + 32);
       const int page = static_cast<int>(min(__shfl_sync(~0u, numbers, i % 32), uint32(p.num_pages) - 1));
       const int stage = tile & 1;
+#if KV_FP8
+      load_fp8_tile(cache, shared, tile, token, page, policy);
+#else
       const uint32 to = stages + stage * kTileBytes, parity = tile >> 1 & 1 ^ 1;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -76,11 +111,15 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
         __syncwarp();
         mark(kIssue);
       }
+#endif
       token += kTile;
       if (token >= p.page_size) token = 0;
     }
   }
   mark(kSchedule);
+#if KV_FP8
+  end_fp8_tiles(shared, tile);
+#endif
   if (CTAS > 1)
     for (int i = 0; i < 2; ++i, ++tile)
       for (int half = 0; half < 2; ++half) wait(empty + ((tile & 1) * 2 + half) * 8, tile >> 1 & 1 ^ 1);

@@ -1,8 +1,8 @@
 // Multi-head latent attention on Hopper for few packed rows: with swapped operands, persistent and warp-specialised, one
 // producer and one consumer warpgroup in each CTA.
 //
-// Compiled for SPLITS (CTAs with the same packed rows: 1 or 2) and DTYPE (1 float16, 2 bfloat16). The other sizes are
-// parameters, as of `mla.cu`.
+// Compiled for SPLITS (CTAs with the same packed rows: 1 or 2), DTYPE (1 float16, 2 bfloat16), and KV_FP8 (1 if the cache is
+// FP8, which is converted to that type). The other sizes are parameters, as of `mla.cu`.
 //
 // Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and its
 // N is packed rows. So 16 packed rows take a quarter of the products that 64 take, and one warpgroup holds all 512 value
@@ -18,7 +18,8 @@
 // warp 1            initialises barriers
 // warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 16 packed rows are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
-// warpgroup 1       consumer: attention
+// warpgroup 1       with KV_FP8 the converters: FP8 tiles into stages
+// last warpgroup    consumer: attention
 //
 // Both producers walk the units of the CTA by themselves (`Schedule`). Producer Q passes them to the consumer.
 //
@@ -35,7 +36,11 @@
 //     2.  [consumer]      wait for q_full
 // mainloop, for each KV tile j of the unit
 //     3.  [producer KV]   half by half: wait for empty; load its two quarters; they complete their full. The rotary
-//                         columns count for the last quarter
+//                         columns count for the last quarter.
+//                         With KV_FP8, quarter by quarter: wait for fp8_empty; load it into the FP8 tile; it completes
+//                         its fp8_full
+//         [converters]    quarter by quarter: wait for fp8_full, and for empty of its half; convert the tokens of this
+//                         warp; arrive on fp8_empty and on full
 //     4.  [consumer]      quarter by quarter: wait for full; issue S^T = K_j Q^T
 //     5.  [consumer]      wait for S^T; mask; maxima over the tokens of each warp, then over the warps by shared memory;
 //                         online softmax; store P^T as a K-major operand; rescale O^T, if a row_max has changed
@@ -56,6 +61,9 @@
 #define CLUSTER 1  // CTAs with the same KV tiles
 
 #include "mla_producer.cuh"
+#if KV_FP8
+#include "mla_fp8_converter.cuh"
+#endif
 #include "mla_swap_ab_consumer.cuh"
 #include "mla_swap_ab_shared.cuh"
 
@@ -68,14 +76,16 @@ namespace attn_ops {
 //     of these 1 / SPLITS of the columns, and the LSE if it has the first.
 // Loop invariant of the consumer, at the top for tile j: O^T, row_max and row_sum include the tiles before j, row_sum those
 //     tokens of them that the thread has, relative to row_max, which all its threads have alike.
-// Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes. empty,
-//     one for each stage and half: an arrival of each consumer warp. q_full: an arrival and the bytes, or an arrival of
+// Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes, or an
+//     arrival of each converter warp. fp8_full, one for each quarter: an arrival of producer KV, and the bytes, or one
+//     after the last tile. fp8_empty, one for each quarter: an arrival of each converter warp. empty, one for each stage
+//     and half: an arrival of each consumer warp. q_full: an arrival and the bytes, or an arrival of
 //     each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
 //     consumer warp: an arrival of the warp, and the bytes from its partner. merge_ready, one for each consumer warp:
 //     an arrival of the partner. Named barrier: the threads of the consumer, when
 //     all have stored maxima or sums, or P, or columns of the result, or have read the latter.
 // Bound by: reading KV from memory.
-extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
     const char* q_nope,                            // [rows, heads, 512]
     const char* q_pe,                              // [rows, heads, 64]
     const __grid_constant__ TensorMap q_nope_map,  // [8, rows, heads, 64]
@@ -99,9 +109,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
     int num_units,                                 // blocks of all items
     int causal,
     int early,                                     // whether the plan may be read before earlier kernels end
+#if KV_FP8
+    int kv_type,                                   // Fp8Type
+    const float* kv_scale,                         // [2] or null
+#endif
 #if CLOCKS
     int out_type, uint64* clocks) {
-  start_clocks(clocks, 8);
+  start_clocks(clocks, kThreads / 32);
 #else
     int out_type) {
 #endif
@@ -118,7 +132,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
     if (rows > 0 && num_pages > 0)  // the maps of no elements are zeros
       prefetch_map(&ckv), prefetch_map(&kpe), prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
     for (auto& stage : shared.full)
-      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), 1);
+      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : 1);
+#if KV_FP8
+    for (uint64& barrier : shared.fp8_full) init_barrier(shared_address(&barrier), 1);
+    for (uint64& barrier : shared.fp8_empty) init_barrier(shared_address(&barrier), kConverterWarps);
+    shared.fp8_end = 0;
+#endif
     for (auto& stage : shared.empty)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kConsumerWarps);
     for (uint64& barrier : shared.merge_full) init_barrier(shared_address(&barrier), 1);
@@ -140,13 +159,22 @@ extern "C" __global__ void __launch_bounds__(256, 1) mla_swap_ab(
       produce_queries<kPackedRows>(p, queries, shared, 0);
     else
       end_prologue();
+#if KV_FP8
+  } else if (warp < kFirstConsumerWarp) {
+    end_prologue();
+    convert_tiles(Fp8Type(kv_type), shared);
+#endif
   } else {
     const Results results = {.out = out, .lse = lse, .partial = partial, .slots = slots, .out_type = out_type};
-    const Arguments arguments = {.factor = scale * kLog2e, .results = results};
+#if !KV_FP8
+    constexpr const float* kv_scale = nullptr;
+#endif
+    const Arguments arguments = {.factor = scale * kLog2e, .results = results, .kv_scale = kv_scale};
+    const int consumer_warp = warp - kFirstConsumerWarp;
     const Merge merge = {
-        .memory = shared_address(shared.merged) + (warp - 4) * kMergeBytes,
-        .full = shared_address(&shared.merge_full[warp - 4]), .ready = shared_address(&shared.merge_ready[warp - 4]),
-        .split = split,
+        .memory = shared_address(shared.merged) + consumer_warp * kMergeBytes,
+        .full = shared_address(&shared.merge_full[consumer_warp]),
+        .ready = shared_address(&shared.merge_ready[consumer_warp]), .split = split,
     };
     end_prologue();
     Consumer{.p = p, .arguments = arguments, .shared = shared, .merge = merge}.run();

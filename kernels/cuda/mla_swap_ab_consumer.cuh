@@ -74,6 +74,8 @@ struct Consumer {
   Shared& shared;
   const int thread = threadIdx.x % kConsumerThreads, lane = threadIdx.x % 32, warp = thread / 32;
   const int line = warp * 16 + lane / 4;
+  const float key_scale = arguments.kv_scale ? arguments.kv_scale[0] : 1.f;
+  const float value_scale = arguments.kv_scale ? arguments.kv_scale[1] : 1.f;
   float* const reduced = &shared.reduced[0][0];
   // Shared-memory addresses, and lower halves of descriptors.
   const uint32 tiles_at = shared_address(shared.kv), full = shared_address(shared.full);
@@ -226,6 +228,9 @@ struct Consumer {
     wgmma_wait<0>();
     fence_registers(logits);
     mark(kQk);
+    if (KV_FP8)
+#pragma unroll
+      for (float& x : logits) x *= key_scale;
     if (first + kTile > visible_end) mask(logits, first);
     softmax(logits, end - first, tiles_at + stage * kTileBytes);
     mark(kSoftmax);
@@ -260,7 +265,7 @@ struct Consumer {
     float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
 #pragma unroll
     for (int j = 0; j < kOwnRows; ++j) {
-      norm[j] = sums[j] > 0 ? 1 / sums[j] : 0.f;
+      norm[j] = (sums[j] > 0 ? 1 / sums[j] : 0.f) * (KV_FP8 ? value_scale : 1.f);
       if (thread < 4 && lse && p.split == 0) {
         const int64 at = result_row(packed_row(j), row, count, slot);
         if (at >= 0) lse[at] = row_max[j] + log2f(sums[j]);

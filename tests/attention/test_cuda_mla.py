@@ -62,6 +62,23 @@ CASES = [
             "many units": {"qo_lens": (1,) * 150, "kv_lens": tuple(range(0, 600, 4)), **WHOLE},
         }.items()
     ),
+    *(
+        replace(BASE, name=f"FP8, {name}", **({"kv_dtype": torch.float8_e4m3fn, "heads": 16} | options))
+        for name, options in {
+            "16 heads": {},
+            "1 head": {"heads": 1},
+            "whole": WHOLE,
+            "split": SPLIT,
+            "scales": {"kv_scale": (0.5, 3.0)},
+            "e5m2": {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
+            "pages of 192, packed": {"page_size": 192, "packed": True},
+            "whole tiles": {"kv_lens": (64, 128, 0, 192), **WHOLE},
+            "all but one token": {"kv_lens": (63, 127, 0, 191), **WHOLE},
+            "no tokens": {"kv_lens": (0, 0, 0, 0)},
+            "causal": {**ROWS, "heads": 5, "planner": {"tile_rows": 3}},
+            "many units": {"qo_lens": (1,) * 150, "kv_lens": tuple(range(0, 600, 4)), **WHOLE},
+        }.items()
+    ),
 ]
 
 
@@ -105,7 +122,7 @@ def test_rows_beyond_the_batch_are_zero(heads: int, launches: list[Any]) -> None
 class Decode:
     """A step of one row for each of ``batch`` requests of ``tokens`` tokens."""
 
-    def __init__(self, batch: int, tokens: int, heads: int) -> None:
+    def __init__(self, batch: int, tokens: int, heads: int, kv_dtype: torch.dtype = torch.bfloat16) -> None:
         page_size, device = 64, "cuda"
         pages = batch * -(-tokens // page_size)
         sizes = {"num_qo_heads": heads, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
@@ -113,7 +130,8 @@ class Decode:
         self.planner.plan(indptr((1,) * batch), *page_table((tokens,) * batch, page_size))
         q_nope, q_pe = torch.randn(batch, heads, 576, device=device, dtype=torch.bfloat16).split((512, 64), -1)
         ckv, kpe = (
-            torch.randn(pages, page_size, columns, device=device, dtype=torch.bfloat16) for columns in (512, 64)
+            torch.randn(pages, page_size, columns, device=device, dtype=torch.bfloat16).to(kv_dtype)
+            for columns in (512, 64)
         )
         self.tensors = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv, "kpe_cache": kpe}
 
@@ -125,11 +143,20 @@ class Decode:
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "heads"), [(40, 4000, 128), (300, 700, 128), (64, 3001, 16), (7, 9000, 80)]
+    ("batch", "tokens", "heads", "kv_dtype"),
+    [
+        (40, 4000, 128, torch.bfloat16),
+        (300, 700, 128, torch.bfloat16),
+        (64, 3001, 16, torch.bfloat16),
+        (64, 3001, 16, torch.float8_e4m3fn),
+        (7, 9000, 80, torch.bfloat16),
+    ],
 )
-def test_the_same_bits_while_memory_is_busy(batch: int, tokens: int, heads: int, launches: list[Any]) -> None:
+def test_the_same_bits_while_memory_is_busy(
+    batch: int, tokens: int, heads: int, kv_dtype: torch.dtype, launches: list[Any]
+) -> None:
     """Tiles then arrive in no order, and consumers and CTAs wait for each other in every order."""
-    step, busy = Decode(batch, tokens, heads), torch.cuda.Stream()
+    step, busy = Decode(batch, tokens, heads, kv_dtype), torch.cuda.Stream()
     alone = step.run()
     noise = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()

@@ -22,8 +22,9 @@ from benchmarks import clocks
 KV_LENS, TILES = (300, 64, 129), 5 + 1 + 3
 
 KERNELS = {
-    "mla": mla.SPECIALIZATIONS["mla", 128, 1, torch.bfloat16],
-    "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, 2, torch.bfloat16],
+    "mla": mla.SPECIALIZATIONS["mla", 128, 1, torch.bfloat16, False],
+    "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, 2, torch.bfloat16, False],
+    "mla, FP8": mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, torch.bfloat16, True],
     "prefill": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, False],
     "prefill FP8": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, True],
 }
@@ -55,10 +56,10 @@ def _planner(heads: int, kv_heads: int, head_dim: int, head_dim_vo: int, rows: i
     return planner
 
 
-def _mla(heads: int) -> tuple[Tensor, Tensor]:
+def _mla(heads: int, kv_dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     planner = _planner(heads, 1, 576, 512, 1)
     q_nope, q_pe = torch.randn(3, heads, 512).bfloat16(), torch.randn(3, heads, 64).bfloat16()
-    ckv, kpe = (torch.randn(planner.max_pages, 64, columns).bfloat16() for columns in (512, 64))
+    ckv, kpe = (torch.randn(planner.max_pages, 64, columns).to(kv_dtype) for columns in (512, 64))
     return mla.batch_mla(q_nope, q_pe, ckv, kpe, list(planner.state), planner.workspace)
 
 
@@ -76,6 +77,7 @@ def _prefill(kv_dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
         ("mla", functools.partial(_mla, 128)),
         ("mla", functools.partial(_mla, 64)),
         ("mla, one consumer", functools.partial(_mla, 16)),
+        ("mla, one consumer KV_FP8", functools.partial(_mla, 16, torch.float8_e4m3fn)),
         ("prefill", _prefill),
         ("prefill KV_FP8", functools.partial(_prefill, torch.float8_e4m3fn)),
     ],
@@ -106,7 +108,7 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
     consumers = [of["Tiles"][:, warps[0]].sum().item() for name, warps in roles.items() if name.startswith("consumer")]
     if kernel == "mla":  # consumers have tiles in turn, in each CTA of a cluster
         assert sum(consumers) == TILES * (2 if call.args == (128,) else 1)
-    elif kernel == "mla, one consumer":
+    elif kernel.startswith("mla, one consumer"):
         assert consumers == [TILES]
     else:  # tiles of 128 tokens; 200 packed rows, of which each consumer has 64 of every 128
         assert consumers == [2 * (3 + 1 + 2)] * 2

@@ -254,6 +254,44 @@ SWAPPED_FAULTS = {
     "columns are staged before all are read": Planted(Fault("sync();  // columns are read\n", ""), "race"),
 }
 
+LATENT_CONVERTED = "conversion.quarter(quarter, type);\n      fence_async_shared();\n      __syncwarp();"
+FP8_EMPTY = "for (uint64& barrier : shared.fp8_empty) init_barrier(shared_address(&barrier), kConverterWarps);"
+
+SWAPPED_FP8_FAULTS = {
+    "no proxy fence after conversions": Planted(
+        Fault(LATENT_CONVERTED, LATENT_CONVERTED.replace("fence_async_shared();", "")), "no proxy fence"
+    ),
+    "lane 0 arrives for lanes that still convert": Planted(
+        Fault(LATENT_CONVERTED, LATENT_CONVERTED.replace("__syncwarp();", "")), "race|no proxy fence"
+    ),
+    "a quarter is converted before it has arrived": Planted(
+        Fault("wait(fp8_full + quarter * 8, tile & 1);", ""), "race|uninitialised"
+    ),
+    "a quarter is loaded over one that is converted": Planted(
+        Fault("wait(shared_address(&shared.fp8_empty[quarter]), tile & 1 ^ 1);", ""), "race|more arrivals"
+    ),
+    "no wait for a stage": Planted(
+        Fault("if (quarter % 2 == 0) wait(empty + (stage * 2 + quarter / 2) * 8, tile >> 1 & 1 ^ 1);", ""),
+        "race|more arrivals",
+    ),
+    "the end is passed on while tiles are converted": Planted(
+        Fault("for (uint64& barrier : shared.fp8_empty) wait(shared_address(&barrier), tile & 1 ^ 1);", ""),
+        "race|more arrivals",
+    ),
+    "the end is not passed on": Planted(Fault("arrive(shared_address(&shared.fp8_full[0]));", ""), "deadlock"),
+    "a quarter is not released": Planted(Fault(FP8_EMPTY, FP8_EMPTY.replace("Warps)", "Warps + 1)")), "deadlock"),
+    "a converted quarter is not passed on": Planted(
+        Fault("arrive(full + (stage * kQuarters + quarter) * 8);", ""), "deadlock"
+    ),
+    "the rotary columns are not waited for": Planted(
+        Fault(
+            "arrive_expect(barrier, kBlockBytes + (last ? kBlockBytes / 2 : 0));",
+            "arrive_expect(barrier, kBlockBytes);",
+        ),
+        "lacks|race|more",
+    ),
+}
+
 
 def _faulty(planted: dict[str, Planted], name: str) -> Host:
     faults = [one.fault for one in planted.values()]
@@ -314,4 +352,12 @@ def test_faults_of_swapped_operands_are_noticed(name: str) -> None:
     case = swapped("faulty", 16, qo_lens=(1, 1), kv_lens=(300, 70))
     noticed = pytest.raises(HostError, match=SWAPPED_FAULTS[name].message) if name else contextlib.nullcontext()
     with _faulty(SWAPPED_FAULTS, name).installed(), noticed:
+        mla_cases.check(case, op=mla_op)
+
+
+@pytest.mark.parametrize("name", ["", *SWAPPED_FP8_FAULTS])
+def test_faults_of_an_fp8_cache_are_noticed(name: str) -> None:
+    case = swapped("faulty", 16, qo_lens=(1, 1), kv_lens=(300, 70), **FP8_KV)
+    noticed = pytest.raises(HostError, match=SWAPPED_FP8_FAULTS[name].message) if name else contextlib.nullcontext()
+    with _faulty(SWAPPED_FP8_FAULTS, name).installed(), noticed:
         mla_cases.check(case, op=mla_op)

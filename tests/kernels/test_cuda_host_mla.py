@@ -15,7 +15,7 @@ pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kern
 from attn_ops.kernels.cuda import mla
 from helpers import mla_cases
 from helpers.cuda_host import Host, needs_a_compiler
-from helpers.cuda_host.calls import mla_op, swapped
+from helpers.cuda_host.calls import FP8_KV, mla_op, swapped
 
 from attn_ops.ops import unsupported
 
@@ -59,6 +59,30 @@ def test_mla_of_few_packed_rows(seed: int, case: mla_cases.Mla) -> None:
     with host.installed():
         mla_cases.check(case, op=mla_op)
     assert [name.split()[0] for name in host.launched] == ["mla_swap_ab"]
+
+
+FP8 = [
+    *(swapped(f"{heads} heads", heads, **FP8_KV) for heads in (1, 12, 16)),
+    swapped("no keys", 16, **FP8_KV | NO_KEYS, dtype=torch.float16),
+    swapped("rows of 4", 4, **FP8_KV | ROWS, packed=True, page_size=128, planner={"tile_rows": 4}),
+    swapped("rows of 7", 7, **FP8_KV | ROWS, planner={"tile_rows": 2, "fixed_split_size": 1}),
+    swapped("e5m2", 16, kv_dtype=torch.float8_e5m2, dtype=torch.float16),
+    swapped("e5m2 to bfloat16", 5, kv_dtype=torch.float8_e5m2, out_dtype=torch.float32),
+    swapped("keys times 0", 16, kv_dtype=torch.float8_e4m3fn, kv_scale=(0.0, 2.0)),
+    swapped("negative scales", 16, kv_dtype=torch.float8_e4m3fn, kv_scale=(-0.5, -2.0)),
+]
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(FP8)), ids=str)
+def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a plan for clusters that divide KV."""
+    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: 2)
+    host = Host(sms=4, seed=seed)
+    with host.installed():
+        mla_cases.check(case, op=mla_op)
+    (name,) = host.launched
+    assert name.startswith("mla_swap_ab ")
+    assert "KV_FP8=1 SPLITS=1" in name
 
 
 @pytest.mark.parametrize("case", [case for case in SWAPPED if case.name in ("16 heads", "rows of 5")], ids=str)

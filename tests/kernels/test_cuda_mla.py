@@ -187,7 +187,7 @@ def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
         call = _call(rows, heads, tile_rows=tile_rows)
         mla.batch_mla(**call)
         kernel, unit_rows, blocks = mla.units_of(tile_rows * heads)
-        one = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16]
+        one = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16, False]
         units, cluster = (-(-rows // tile_rows) + 5 + 6) * blocks, one.cluster[0]
         assert fake_driver.array("grid", 3) == [min(units, SMS // cluster) * cluster, 1, 1]
         settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
@@ -240,7 +240,7 @@ TAKEN: list[dict[str, Any]] = [
 def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_mla(problem) == []
-    assert on_hopper == [one for key, one in mla.SPECIALIZATIONS.items() if key[3] == problem.dtype]
+    assert on_hopper == [one for key, one in mla.SPECIALIZATIONS.items() if key[3:] == (problem.dtype, False)]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -262,6 +262,36 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_reasons_one_by_one(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
     assert unsupported.cuda_mla(replace(GOOD, **fields)) == [reason]
     assert not on_hopper  # nothing is compiled for a call that another kernel runs
+
+
+FP8_TAKEN: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2},
+    {"num_qo_heads": 5, "tile_rows": 3},
+    {"options": tuple(sorted(unsupported.CUDA_MLA_OPTIONS | {"kv_scale"}))},
+]
+GOOD_FP8 = replace(GOOD, kv_dtype=torch.float8_e4m3fn, num_qo_heads=16)
+
+
+@pytest.mark.parametrize("fields", FP8_TAKEN, ids=str)
+def test_calls_with_an_fp8_cache_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
+    problem = replace(GOOD_FP8, **fields)
+    assert unsupported.cuda_mla_fp8(problem) == []
+    assert on_hopper == [mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, problem.dtype, True]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"kv_dtype": torch.bfloat16}, "the cache is torch.bfloat16, not FP8"),
+        ({"num_qo_heads": 6, "tile_rows": 3}, "query tiles have 18 packed rows, more than 16"),
+        ({"options": ("sinks",)}, "it does not implement sinks"),
+    ],
+    ids=str,
+)
+def test_reasons_of_an_fp8_cache(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
+    assert unsupported.cuda_mla_fp8(replace(GOOD_FP8, **fields)) == [reason]
+    assert not on_hopper
 
 
 def test_without_triton_nothing_combines(monkeypatch: pytest.MonkeyPatch, on_hopper: list[Specialization]) -> None:

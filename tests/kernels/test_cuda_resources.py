@@ -40,7 +40,11 @@ def test_kernels_fit_and_hardly_spill(measured: dict[str, Usage]) -> None:
         assert row.registers <= REGISTER_FILE, name
 
 
-@pytest.mark.parametrize("one", [s for s in specializations() if s.threads >= 384], ids=lambda one: one.name)
+REALLOCATING = [s for s in specializations() if s.threads >= 384 and s.kernel.function != "mla_swap_ab"]
+"""With swapped operands consumers need no more registers than the launch gives each warp."""
+
+
+@pytest.mark.parametrize("one", REALLOCATING, ids=lambda one: one.name)
 def test_warpgroups_take_the_registers_of_the_launch(one: Specialization) -> None:
     """Two of consumers, which have most, and one of each other role: ``setmaxnreg`` waits for ever for more than the
     CTA has.

@@ -20,7 +20,8 @@ from attn_ops.ops.checks import CHECKS
 pytestmark = pytest.mark.usefixtures("on_hopper")
 
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
-GENERAL, PREFILL, FP8_PREFILL, MLA = "triton", "cuda.prefill", "cuda.prefill_fp8", "cuda.mla"
+GENERAL, PREFILL, FP8_PREFILL = "triton", "cuda.prefill", "cuda.prefill_fp8"
+MLA, FP8_MLA = "cuda.mla", "cuda.mla_fp8"
 E4M3_PREFILL = "cuda.prefill_e4m3"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -45,11 +46,11 @@ def _mla(
     kv_dtype: torch.dtype | None = None,
     shift: int = 0,
     pages: int = 10,
+    tile_rows: int | None = None,
     **options: Any,
 ) -> tuple[str, dict[str, Any]]:
-    planner = attn_ops.PrefillPlanner(
-        5, 9, 40, page_size=page_size, num_qo_heads=16, num_kv_heads=1, head_dim=sum(dims), head_dim_vo=dims[0]
-    )
+    sizes = {"num_qo_heads": 16, "num_kv_heads": 1, "head_dim": sum(dims), "head_dim_vo": dims[0]}
+    planner = attn_ops.PrefillPlanner(5, 9, 40, page_size=page_size, tile_rows=tile_rows, **sizes)
     q_nope, q_pe = torch.zeros(9, 16, sum(dims) + shift, dtype=dtype)[..., shift:].split(dims, -1)
     ckv, kpe = torch.zeros(pages, page_size, sum(dims), dtype=kv_dtype or dtype).split(dims, -1)
     tensors = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv, "kpe_cache": kpe, "plan": planner.state}
@@ -87,11 +88,20 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     assert _chosen(*call, lowerable=True) == GENERAL
     assert _chosen(*call, lowerable=True, images=True) == kernel
     lines = _lines(*call)
-    e4m3, fp8 = ([], []) if kernel == MLA else ([E4M3_PREFILL], [FP8_PREFILL])
-    assert list(lines) == [kernel, *e4m3, *fp8, GENERAL, "cpu.sdpa", "reference"]
+    of_fp8 = [GENERAL, FP8_MLA] if kernel == MLA else [E4M3_PREFILL, FP8_PREFILL, GENERAL]
+    assert list(lines) == [kernel, *of_fp8, "cpu.sdpa", "reference"]
     assert lines[kernel] == f"runs it, kernel {kernel.partition('.')[2]}; packages launch its image"
     assert lines[GENERAL] == "can run it, kernel prefill"
     assert lines["reference"] == "can run it"
+
+
+def test_mla_of_an_fp8_cache_has_a_kernel_that_is_asked_for_by_name() -> None:
+    call = _mla(kv_dtype=E4M3, tile_rows=1)
+    assert _chosen(*call) == GENERAL
+    by_name = _lines(call[0], call[1] | {"backend": "cuda"})
+    assert by_name[FP8_MLA].startswith("runs it, kernel mla_fp8")
+    more = _lines(*_mla(kv_dtype=E4M3, tile_rows=2))
+    assert more[FP8_MLA] == "query tiles have 32 packed rows, more than 16"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def attend(kind: str, case: Case, host: Host) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def mla_op(*tensors: Any, backend: str, kv_scale: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+def mla_op(*tensors: Any, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
     return mla.batch_mla(*tensors, **options)
 
 
