@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ours(p: MlaProblem) -> Call:
-    planner, backend = p.planner(), "auto" if p.row.fp8 else "cuda"
+    planner = p.planner()
     return lambda i: torch.ops.attn.batch_mla(
-        p.q_nope, p.q_pe, p.ckv[i], p.kpe[i], planner.state, planner.workspace, backend=backend
+        p.q_nope, p.q_pe, p.ckv[i], p.kpe[i], planner.state, planner.workspace, backend=p.row.backend
     )[0]
 
 
