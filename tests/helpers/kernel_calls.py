@@ -75,6 +75,14 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         SPLIT | BF16 | LATENT | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 4}},
     ),
     "MLA of 512 and 64, float16": ("batch_mla", LATENT | {"dtype": torch.float16, "heads": (128, 1)}),
+    "MLA of 512 and 64, few packed rows": (
+        "batch_mla",
+        SPLIT | BF16 | LATENT | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 1}},
+    ),
+    "MLA of 512 and 64, FP8 cache": (
+        "batch_mla",
+        SPLIT | BF16 | FP8 | LATENT | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 1}},
+    ),
     "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
 }
 
@@ -82,7 +90,8 @@ ATTENTION_ON_CUDA = (
     *("prefill of 128", "prefill of 128, alternating warpgroups", "prefill of 128, FP8 cache"),
     "prefill of 256, options",
     *("ragged of 128", "ragged of 192/128", "single"),
-    *("MLA of 512 and 64", "MLA of 512 and 64, float16"),
+    *("MLA of 512 and 64", "MLA of 512 and 64, float16", "MLA of 512 and 64, few packed rows"),
+    "MLA of 512 and 64, FP8 cache",
 )
 
 ON_CUDA: dict[str, tuple[str, dict[str, Any]]] = {
