@@ -79,7 +79,7 @@ def _mla(case: Case) -> Arguments:
         len(case.kv_lens), sum(case.qo_lens), len(table[1]), head_dim_vo=ckv, **(sizes | case.planner)
     )
     q = torch.randn(sum(case.qo_lens), heads, width).to(case.dtype)
-    cache = torch.randn(len(table[1]), case.page_size, width).to(case.dtype)
+    cache = torch.randn(len(table[1]), case.page_size, width).to(case.kv_dtype or case.dtype)
     return {
         "q_nope": q[..., :ckv],
         "q_pe": q[..., ckv:],
@@ -90,6 +90,7 @@ def _mla(case: Case) -> Arguments:
         "sm_scale": 0.2,
         "causal": case.causal,
         "return_lse": True,
+        **({} if case.kv_scale is None else {"kv_scale": torch.tensor(case.kv_scale)}),
     }
 
 
