@@ -43,10 +43,10 @@ DEVICE void load_fp8_tile(const Cache& cache, Shared& shared, uint32 tile, int t
   }
 }
 
-// When the tiles before `tile` are converted, and no other will come.
+// In place of the first quarter of `tile`: there is no such tile.
 template <class Shared>
 DEVICE void end_fp8_tiles(Shared& shared, uint32 tile) {
-  for (uint64& barrier : shared.fp8_empty) wait(shared_address(&barrier), tile & 1 ^ 1);
+  wait(shared_address(&shared.fp8_empty[0]), tile & 1 ^ 1);
   if (threadIdx.x % 32 == 0) {
     shared.fp8_end = 1;
     arrive(shared_address(&shared.fp8_full[0]));

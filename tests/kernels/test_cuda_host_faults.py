@@ -275,7 +275,7 @@ SWAPPED_FP8_FAULTS = {
         "race|more arrivals",
     ),
     "the end is passed on while tiles are converted": Planted(
-        Fault("for (uint64& barrier : shared.fp8_empty) wait(shared_address(&barrier), tile & 1 ^ 1);", ""),
+        Fault("wait(shared_address(&shared.fp8_empty[0]), tile & 1 ^ 1);", ""),
         "race|more arrivals",
     ),
     "the end is not passed on": Planted(Fault("arrive(shared_address(&shared.fp8_full[0]));", ""), "deadlock"),

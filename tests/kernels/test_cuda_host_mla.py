@@ -85,6 +85,23 @@ def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, monkeypatch: pytest
     assert "KV_FP8=1 SPLITS=1" in name
 
 
+@pytest.mark.parametrize("part", ["ckv_cache", "kpe_cache"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_nan_in_an_fp8_cache_stays_nan(dtype: torch.dtype, part: str) -> None:
+    """Most numbers are converted by instructions that would make a number of NaN."""
+    sizes = {"page_size": 64, "num_qo_heads": 8, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
+    planner = attn_ops.PrefillPlanner(2, 2, 4, **sizes, num_ctas=0, tile_rows=1)
+    plan = planner.plan(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [0, 2, 4], range(4), [36, 36])))
+    q_nope, q_pe = torch.ones(2, 8, 512).bfloat16(), torch.ones(2, 8, 64).bfloat16()
+    caches = {"ckv_cache": torch.ones(4, 64, 512).to(dtype), "kpe_cache": torch.ones(4, 64, 64).to(dtype)}
+    caches[part].view(torch.uint8)[1, 30, 50] = 0x7F
+    with Host(sms=4).installed():
+        out, lse = mla.batch_mla(q_nope, q_pe, **caches, plan=list(plan), workspace=planner.workspace, return_lse=True)
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert out[1].eq(1).all()
+
+
 @pytest.mark.parametrize("case", [case for case in SWAPPED if case.name in ("16 heads", "rows of 5")], ids=str)
 def test_mla_without_swapped_operands(case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", 0)
