@@ -170,11 +170,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
     constexpr const float* kv_scale = nullptr;
 #endif
     const Arguments arguments = {.factor = scale * kLog2e, .results = results, .kv_scale = kv_scale};
-    const int consumer_warp = warp - kFirstConsumerWarp;
     const Merge merge = {
-        .memory = shared_address(shared.merged) + consumer_warp * kMergeBytes,
-        .full = shared_address(&shared.merge_full[consumer_warp]),
-        .ready = shared_address(&shared.merge_ready[consumer_warp]), .split = split,
+        .memory = shared_address(shared.merged) + (warp - kFirstConsumerWarp) * kMergeBytes,
+        .full = shared_address(&shared.merge_full[warp - kFirstConsumerWarp]),
+        .ready = shared_address(&shared.merge_ready[warp - kFirstConsumerWarp]), .split = split,
     };
     end_prologue();
     Consumer{.p = p, .arguments = arguments, .shared = shared, .merge = merge}.run();
