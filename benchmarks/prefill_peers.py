@@ -124,7 +124,7 @@ def _scales(problem: PrefillProblem) -> list[Tensor]:
 
 
 def _refuse_unequal_dtypes(backend: str, row: PrefillRow) -> None:
-    """Its compilation would fail after so long a time that the peer would be left out of the rows that it runs."""
+    """Refuse at once what fa3 fails to compile: after a slow failure a peer is skipped in all later rows."""
     if backend == "fa3" and row.fp8 != row.fp8_query:
         raise NotMeasuredError("fa3 does not compile for keys of another dtype than the query's")
 
