@@ -228,11 +228,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         dtypes = None
         if q_data_type is not None:
             dtypes = DTypes(where, q_data_type, kv_data_type, output_dtype)
-            spec = spec._replace(kv_dtype=dtypes.kv)
             if dtypes.o in FP8 and output_dtype is None:
                 dtypes.o = torch.bfloat16
         elif kv_data_type is not None:
-            spec = spec._replace(kv_dtype=as_dtype(where, "kv_data_type", kv_data_type))
+            as_dtype(where, "kv_data_type", kv_data_type)
         options = bounded(where, AttentionOptions(sm_scale=scale, causal=bool(causal)))
         table = table._replace(qo_indptr=index(where, "qo_indptr", rows))
         out = None if output_dtype is None else checked_output_dtype(where, "output_dtype", output_dtype)

@@ -214,8 +214,6 @@ class PrefillPlanner(PlannerBase):
             the device it is planned without splits.
         storage: as for :class:`DecodePlanner`, with the fields of :class:`~attn_ops.PrefillPlan`.
         context: as for :class:`DecodePlanner`; not with ragged KV.
-        kv_dtype: of the cache. It matters for MLA on Hopper: the kernel of 16-bit caches may compute a query tile in
-            twice as many CTAs, and plans then have fewer splits by default. Name it for an FP8 cache.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """
@@ -246,7 +244,6 @@ class PrefillPlanner(PlannerBase):
         window_right: int = -1,
         context: ContextShard | None = None,
         head_shards: int = 1,
-        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if max_pages == 0 and context is not None:
             fail(
@@ -296,7 +293,7 @@ class PrefillPlanner(PlannerBase):
         prepare(self.device)
         max_splits = num_ctas
         if max_splits is None:
-            tiles = most_tiles(of_rank, max_batch, max_tokens, kv_dtype)
+            tiles = most_tiles(of_rank, max_batch, max_tokens)
             max_splits = splits_per_head(self.device, of_rank, tiles)
             if self.problem.split:
                 longest = max_pages * page_size if max_kv_len is None else max_kv_len

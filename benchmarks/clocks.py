@@ -26,19 +26,21 @@ from benchmarks.prefill_rows import MLA_ROWS, PREFILL_FP8_ROWS, PREFILL_ROWS
 from benchmarks.timing import Call
 
 CONSUMERS = {"consumer 0": (4, 5, 6, 7), "consumer 1": (8, 9, 10, 11)}
+CONSUMERS_AFTER_CONVERTERS = {name: tuple(warp + 4 for warp in warps) for name, warps in CONSUMERS.items()}
 CONVERTERS = {"converter K": (4, 5), "converter V": (6, 7)}
 MLA_PRODUCERS = {"producer KV": (0,), "producer Q": (2,)}
 PREFILL_PRODUCERS = {"producer K": (0,), "producer V": (1,), "producer Q": (2,)}
 
 ROLES = {
     "mla": {**MLA_PRODUCERS, **CONSUMERS},
+    "mla KV_FP8": {**MLA_PRODUCERS, "converter": (4, 5, 6, 7), **CONSUMERS_AFTER_CONVERTERS},
     "mla, one consumer": {**MLA_PRODUCERS, "consumer 0": CONSUMERS["consumer 0"]},
     "mla, one consumer KV_FP8": {**MLA_PRODUCERS, "converter": (4, 5, 6, 7), "consumer 0": CONSUMERS["consumer 1"]},
     "prefill": {**PREFILL_PRODUCERS, **CONSUMERS},
     "prefill KV_FP8": {
         **PREFILL_PRODUCERS,
         **CONVERTERS,
-        **{name: tuple(warp + 4 for warp in warps) for name, warps in CONSUMERS.items()},
+        **CONSUMERS_AFTER_CONVERTERS,
     },
 }
 """The warps of each role, by kernel. Those that are not named do nothing."""
@@ -157,8 +159,8 @@ KERNELS: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Ca
 def _roles(kernel: str, row: Any) -> str:
     """Its name in :data:`ROLES`."""
     if kernel == "mla":
-        swapped = "mla, one consumer KV_FP8" if row.fp8 else "mla, one consumer"
-        return kernel if mla.units_of(row.num_heads).kernel == kernel else swapped
+        consumers = "mla" if mla.units_of(row.num_heads).kernel == kernel else "mla, one consumer"
+        return f"{consumers} KV_FP8" if row.fp8 else consumers
     return "prefill KV_FP8" if row.fp8 and not row.fp8_query else "prefill"
 
 

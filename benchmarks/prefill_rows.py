@@ -65,7 +65,6 @@ class MlaRow:
     num_heads: int = 128
     page_size: int = 64
     fp8: bool = False  # the cache
-    backend: str = "cuda"
 
     @property
     def batch(self) -> int:
@@ -152,9 +151,9 @@ MLA_ROWS: tuple[MlaRow, ...] = (
     MlaRow("32 x 4k, 64 heads", (4096,) * 32, None, num_heads=64),
     MlaRow("32 x 4k, 32 heads", (4096,) * 32, None, num_heads=32),
     MlaRow("32 x 4k, 16 heads", (4096,) * 32, None, num_heads=16),
-    MlaRow("64 x 4k, fp8 cache, triton", (4096,) * 64, None, fp8=True, backend="triton"),
-    *(
-        MlaRow(f"32 x 4k, 16 heads, fp8 cache, {name}", (4096,) * 32, None, num_heads=16, fp8=True, backend=name)
-        for name in ("triton", "cuda")
-    ),
+    MlaRow("1 x 8k, fp8 cache", (8192,), None, fp8=True),
+    MlaRow("64 x 4k, fp8 cache", (4096,) * 64, None, fp8=True),
+    MlaRow("32 x 4k, 64 heads, fp8 cache", (4096,) * 32, None, num_heads=64, fp8=True),
+    MlaRow("32 x 4k, 16 heads, fp8 cache", (4096,) * 32, None, num_heads=16, fp8=True),
+    MlaRow("128 x 4k, 16 heads, fp8 cache", (4096,) * 128, None, num_heads=16, fp8=True),
 )

@@ -117,7 +117,7 @@ def with_rows(plan: DecodePlan, spec: PlanSpec, batch: int, rows: int) -> Prefil
     """The first ``batch`` requests in a new plan of ``spec``, a prefill of ``rows`` query rows of each."""
     problem = problem_of(spec, PlanProblem.of(plan.problem).max_kv_len, rows)
     pages, qo_indptr = plan.kv_indices.shape[0], uniform_indptr(batch, rows, plan.kv_len.device)
-    splits = splits_per_head(qo_indptr.device, problem, most_tiles(problem, batch, batch * rows, spec.kv_dtype))
+    splits = splits_per_head(qo_indptr.device, problem, most_tiles(problem, batch, batch * rows))
     if problem.split:
         splits = max_splits_for(problem, batch, batch * rows, pages * spec.page_size)
     table = plan.kv_indptr[: batch + 1], plan.kv_indices, _last_page_len(plan)[:batch]
@@ -175,7 +175,7 @@ class BlockTables(NamedTuple):
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
             call_op("plan_decode", *table, decode, **options)
             return decode
-        splits = splits_per_head(device, problem, most_tiles(problem, batch, self.rows, self.spec.kv_dtype))
+        splits = splits_per_head(device, problem, most_tiles(problem, batch, self.rows))
         return _prefill(problem, self.qo_indptr, table, (batch, self.rows, batch * width), splits, **options)
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:

@@ -207,7 +207,6 @@ def latent_call(
         head_dim_qk=q_nope.shape[2] + q_pe.shape[2],
         head_dim_vo=q_nope.shape[2],
         causal=options.causal,
-        kv_dtype=ckv.dtype,
     )
     capacity = block_tables.shape[1] * spec.page_size
     seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q_nope.device, capacity, names.table)

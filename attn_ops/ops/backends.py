@@ -178,11 +178,6 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=unsupported.TRITON_KERNELS,
         prepared=True,
     ),
-    _cuda(
-        "attn_ops.kernels.cuda.mla",
-        unsupported.cuda_mla_fp8,
-        kernels={"batch_mla": "mla_fp8"},
-    ),
     _cpu(
         "attn_ops.kernels.cpu.sdpa",
         unsupported.cpu_sdpa,

@@ -105,7 +105,6 @@ CUDA_MLA_SWAPPED_ROWS = 16
 """Packed rows of a query tile, up to which MLA swaps its operands."""
 
 CUDA_MLA_KERNELS = (("mla_swap_ab", 16, 1), ("mla_swap_ab", 16, 2), ("mla", 64, 1), ("mla", 64, 2), ("mla", 128, 1))
-CUDA_MLA_FP8_KERNELS = (("mla_swap_ab", 16, 1),)
 """CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit. The plan chooses one."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
@@ -209,16 +208,17 @@ def triton(p: Problem) -> list[str]:
     )
 
 
-def _cuda_mla(p: Problem, fp8: bool, of_cache: list[tuple[bool, str]], options: frozenset[str]) -> list[str]:
-    """The reasons of the CUDA MLA kernels, with their checks of the cache."""
+def cuda_mla(p: Problem) -> list[str]:
+    """A cache of the query's dtype, or an FP8 cache, which is converted to it."""
+    fp8 = p.kv_dtype in FP8
     return _cuda(
         p,
         "mla",
-        [(*units, p.dtype, fp8) for units in (CUDA_MLA_FP8_KERNELS if fp8 else CUDA_MLA_KERNELS)],
+        [(*units, p.dtype, fp8) for units in CUDA_MLA_KERNELS],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             _is_16_bit(p),
-            *of_cache,
+            (fp8 or p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}, neither {p.dtype} nor FP8"),
             (p.layout.aligned, "rows are not aligned to 16 bytes"),
             (p.layout.mappable, UNMAPPABLE),
             ((p.head_dim_qk, p.head_dim_vo) == CUDA_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
@@ -226,27 +226,9 @@ def _cuda_mla(p: Problem, fp8: bool, of_cache: list[tuple[bool, str]], options: 
                 p.page_size % CUDA_MLA_PAGE == 0,
                 f"pages of {p.page_size} tokens are not whole KV tiles of {CUDA_MLA_PAGE}",
             ),
-            *_options(p, options),
+            *_options(p, CUDA_MLA_OPTIONS | ({"kv_scale"} if fp8 else set())),
         ],
     )
-
-
-def cuda_mla(p: Problem) -> list[str]:
-    """A cache of the query's dtype."""
-    return _cuda_mla(p, False, [(p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}")], CUDA_MLA_OPTIONS)
-
-
-def cuda_mla_fp8(p: Problem) -> list[str]:
-    """An FP8 cache, which is converted to the dtype of the query."""
-    packed_rows = p.tile_rows * p.num_qo_heads
-    checks = [
-        (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"),
-        (
-            packed_rows <= CUDA_MLA_SWAPPED_ROWS,
-            f"query tiles have {packed_rows} packed rows, more than {CUDA_MLA_SWAPPED_ROWS}",
-        ),
-    ]
-    return _cuda_mla(p, True, checks, CUDA_MLA_OPTIONS | {"kv_scale"})
 
 
 def kernel_unavailable(module: str, *keys: Hashable) -> str:

@@ -32,7 +32,6 @@ class PlanSpec(NamedTuple):
     unsplit           split no request
     fixed_split_size  pages of a split, the same in every batch; None if splits are made for load balance
     rows              query rows of every request, if all have the same number
-    kv_dtype          of the cache, if it is known
     """
 
     decode: bool
@@ -48,7 +47,6 @@ class PlanSpec(NamedTuple):
     unsplit: bool = False
     fixed_split_size: int | None = None
     rows: int | None = None
-    kv_dtype: torch.dtype | None = None
 
     @property
     def tile_rows(self) -> int | None:
@@ -155,7 +153,6 @@ class ResizablePlan:
             tile_rows=spec.tile_rows,
             num_ctas=0 if spec.unsplit else capacity.splits if spec.fixed_split_size else None,
             fixed_split_size=spec.fixed_split_size,
-            kv_dtype=spec.kv_dtype,
             device=self.device,
             storage=storage,
         )

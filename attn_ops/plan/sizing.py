@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.ops.options import FP8
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import (
     CTAS_PER_SM,
@@ -105,14 +104,9 @@ def cluster_splits(sms: int, problem: PlanProblem, tiles: int) -> int:
     return 2 if statically_known_true(2 * tiles * ctas_of_tile(problem) <= sms) else 1
 
 
-def most_tiles(
-    problem: PlanProblem, max_batch: int, max_tokens: int, kv_dtype: torch.dtype | None = None
-) -> int | None:
-    """Query tiles of a batch that fills a plan, if its requests have about as many rows each.
-
-    None for an FP8 cache, whose kernels have no clusters.
-    """
-    return None if kv_dtype in FP8 else at_least(full_tiles(problem, max_tokens), max_batch)
+def most_tiles(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:
+    """Query tiles of a batch that fills a plan, if its requests have about as many rows each."""
+    return at_least(full_tiles(problem, max_tokens), max_batch)
 
 
 def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:

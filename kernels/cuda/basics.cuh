@@ -102,13 +102,6 @@ DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
   return chosen;
 }
 
-// The larger of each two 16-bit numbers without a sign.
-DEVICE uint32 max_of_halves(uint32 a, uint32 b) {
-  uint32 largest;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
-  return largest;
-}
-
 // ---- Conversions --------------------------------------------------------------------------------------------------
 
 // Pairs of another type, the first in the lower half. FP8 saturates.

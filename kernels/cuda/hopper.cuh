@@ -185,13 +185,6 @@ DEVICE uint32 pack(float low, float high) {
   return DTYPE == 2 ? bfloat16_pair(low, high) : float16_pair(low, high);
 }
 
-// The products of two pairs of that type. Subnormal numbers are kept.
-DEVICE uint32 multiply_pair(uint32 a, uint32 b) {
-  uint32 product;
-  asm("mul.rn." DTYPE_NAME "x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
-}
-
 // ---- WGMMA --------------------------------------------------------------------------------------------------------
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -2,8 +2,8 @@
 // each CTA.
 //
 // Compiled for CLUSTER (CTAs with the same KV tiles: 1 or 2), SPLITS (CTAs with the same packed rows: 1, or 2 where
-// CLUSTER is 1) and DTYPE (1 float16, 2 bfloat16). Head count, strides, page size, the causal bound and the type of the
-// output are parameters.
+// CLUSTER is 1), DTYPE (1 float16, 2 bfloat16) and KV_FP8 (1 if the cache is FP8, which is converted to that type). Head
+// count, strides, page size, the causal bound and the type of the output are parameters.
 //
 // There is one KV head. The key of a token is 512 latent and 64 rotary columns, and its value is the latent: a KV tile
 // of 64 tokens is loaded once and read twice. It lies in one page. Packed row p of a work item is query row p / heads
@@ -22,7 +22,8 @@
 // warp 1            initialises barriers
 // warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 64 packed rows are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
-// warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
+// warpgroup 1       with KV_FP8 the converters: FP8 tiles become 16-bit ones
+// last warpgroups   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
 //
 // Both producers walk the units of the cluster by themselves (`Schedule`). Producer Q passes them to the consumers.
 //
@@ -42,7 +43,11 @@
 // mainloop, for each KV tile j of the unit
 //     3.  [producer KV]   wait for empty[own], an arrival of each warp that read it in CLUSTER CTAs; load the quarters
 //                         of V[own], this CTA's blocks of 64 columns, to these CTAs; they complete their full
-//     4.  [producer KV]   wait for empty[peer]; the same for V[peer]. The rotary columns count for the last quarter
+//     4.  [producer KV]   wait for empty[peer]; the same for V[peer]. The rotary columns count for the last quarter.
+//                         With KV_FP8, in place of steps 3 and 4: wait for empty[peer]; load the quarters, this CTA's
+//                         half of them, into V[peer] of these CTAs; they complete their fp8_full
+//         [converters]    wait for empty[own]; quarter by quarter, those of V[own] first: wait for fp8_full; convert the
+//                         tokens of this warp, in the stage; arrive on full
 //     5.  [consumer own]  quarter by quarter: wait for full; issue S_j = Q K_j^T
 //     6.  [consumer own]  wait for S_j; mask, online softmax: store row_max for the peer; P_j and alpha
 //     7.  [consumer own]  when all its warps have S_j: store P_j over the rotary columns; arrive on p_stored[own]
@@ -87,7 +92,8 @@ namespace attn_ops {
 // Loop invariant of a consumer, at the top for own tile j: O, row_max and row_sum include the tiles up to j-2, own ones
 //     alone in row_sum, relative to row_max; the stage of tile j-1 holds its P or will.
 // Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes
-//     that CLUSTER CTAs load. empty, one for each stage and half: an arrival of each warp of that half's consumer in
+//     that CLUSTER CTAs load, or an arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and the
+//     bytes that CLUSTER CTAs load, or one after the last tile. empty, one for each stage and half: an arrival of each warp of that half's consumer in
 //     each CTA. p_stored, one for each consumer: an arrival of each of its warps. q_full: an arrival and the bytes, or
 //     an arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
 //     consumer warp, with a phase for each unit of which it has rows: an arrival of the warp, and the bytes from its
@@ -95,7 +101,7 @@ namespace attn_ops {
 //     have their logits; all consumer threads, when both have stored row_sum, and with that have read the query. A
 //     cluster barrier at the start.
 // Bound by: tensor cores for 128 heads, with reading KV from memory close; reading KV for few heads.
-extern "C" __global__ void __launch_bounds__(384, 1) mla(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
     const char* q_nope,                            // [rows, heads, 512]
     const char* q_pe,                              // [rows, heads, 64]
     const __grid_constant__ TensorMap q_nope_map,  // [8, rows, heads, 64]
@@ -119,9 +125,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     int num_units,                                 // blocks of all items
     int causal,
     int early,                                     // whether the plan may be read before earlier kernels end
+#if KV_FP8
+    int kv_type,                                   // Fp8Type
+    const float* kv_scale,                         // [2] or null
+#endif
 #if CLOCKS
     int out_type, uint64* clocks) {
-  start_clocks(clocks, 12);
+  start_clocks(clocks, kThreads / 32);
 #else
     int out_type) {
 #endif
@@ -139,7 +149,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
     if (rows > 0 && num_pages > 0)  // the maps of no elements are zeros
       prefetch_map(&ckv), prefetch_map(&kpe), prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
     for (auto& stage : shared.full)
+      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : 1);
+#if KV_FP8
+    for (auto& stage : shared.fp8_full)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), 1);
+    for (int& end : shared.fp8_end) end = 0;
+#endif
     for (auto& stage : shared.empty)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kConsumerWarps * CLUSTER);
     for (uint64& barrier : shared.p_stored) init_barrier(shared_address(&barrier), kConsumerWarps);
@@ -151,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
   }
   cluster_arrive_after_init();
   if (warp < 4) {
-    decrease_registers<40>();
+    decrease_registers<kRegisters.producer>();
     const Queries queries = {
         .latent_map = &q_nope_map, .rotary_map = &q_pe_map, .latent = q_nope, .rotary = q_pe,
         .latent_row = stride_q_row, .latent_head = stride_q_head, .rotary_row = stride_qb_row,
@@ -163,17 +178,27 @@ extern "C" __global__ void __launch_bounds__(384, 1) mla(
       produce_queries<kPackedRows>(p, queries, shared, part * kPackedRows);
     else
       end_prologue();
+#if KV_FP8
+  } else if (warp < kFirstConsumerWarp) {
+    decrease_registers<kRegisters.converter>();
+    end_prologue();
+    convert_tiles<true>(Fp8Type(kv_type), shared);
+#endif
   } else {
-    increase_registers<232>();
+    increase_registers<kRegisters.consumer>();
     const Results results = {.out = out, .lse = lse, .partial = partial, .slots = slots, .out_type = out_type};
-    const Arguments arguments = {.factor = scale * kLog2e, .results = results};
+#if !KV_FP8
+    constexpr const float* kv_scale = nullptr;
+#endif
+    const Arguments arguments = {.factor = scale * kLog2e, .results = results, .kv_scale = kv_scale};
+    const int consumer_warp = warp - kFirstConsumerWarp;
     const Merge merge = {
-        .memory = shared_address(shared.query) + (warp - 4) * kResultBytes,
-        .full = shared_address(&shared.merge_full[warp - 4]), .ready = shared_address(&shared.merge_ready[warp - 4]),
-        .split = p.split,
+        .memory = shared_address(shared.query) + consumer_warp * kResultBytes,
+        .full = shared_address(&shared.merge_full[consumer_warp]),
+        .ready = shared_address(&shared.merge_ready[consumer_warp]), .split = p.split,
     };
     end_prologue();
-    if (warp < 8)
+    if (consumer_warp < kConsumerWarps)
       Consumer<0>{.p = p, .arguments = arguments, .shared = shared, .merge = merge}.run();
     else
       Consumer<1>{.p = p, .arguments = arguments, .shared = shared, .merge = merge}.run();

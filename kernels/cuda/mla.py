@@ -15,7 +15,7 @@ from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import FP8, MLA_SM_SCALE, AttentionOptions
-from attn_ops.ops.unsupported import CUDA_MLA_FP8_KERNELS, CUDA_MLA_KERNELS, CUDA_MLA_SWAPPED_ROWS
+from attn_ops.ops.unsupported import CUDA_MLA_KERNELS, CUDA_MLA_SWAPPED_ROWS
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
 
@@ -24,6 +24,9 @@ LATENT, ROTARY = 512, 64
 
 TILE = 64
 """Tokens of a KV tile. Page sizes are multiples of it."""
+
+CONVERTER_WARPS = 4
+"""That convert the tokens of an FP8 tile."""
 
 QUERY_BOX_BLOCKS = 4
 """Blocks of 64 latent columns in a box of the queries."""
@@ -50,8 +53,11 @@ def _kernel(name: str, **of_fp8: str) -> Kernel:
     return Kernel(f"{name}.cu", name, parameters, writes=writes, aligned=aligned)
 
 
-KERNEL, SWAPPED_KERNEL = _kernel("mla"), _kernel("mla_swap_ab")
-SWAPPED_FP8_KERNEL = _kernel("mla_swap_ab", kv_type="i32", kv_scale="pointer")
+_OF_FP8: dict[bool, dict[str, str]] = {False: {}, True: {"kv_type": "i32", "kv_scale": "pointer"}}
+
+KERNELS = {(name, fp8): _kernel(name, **_OF_FP8[fp8]) for name in ("mla", "mla_swap_ab") for fp8 in (False, True)}
+"""By name, and whether the cache is FP8."""
+
 
 _TILE_BYTES, _ROW_BYTES = 2 * TILE * (LATENT + ROTARY), 2 * (LATENT + ROTARY)
 
@@ -59,34 +65,33 @@ SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
 """Of ``mla.cu``: two KV tiles, the query tile, and what consumers exchange, with barriers."""
 
 
-def swapped_shared_bytes(splits: int, fp8: bool = False) -> int:
-    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, half of a result, what is received, the rest.
-
-    With an FP8 cache also an FP8 tile.
-    """
+def swapped_shared_bytes(splits: int) -> int:
+    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, half of a result, what is received, the rest."""
     sent = (LATENT // 2 + 2 * 32) * 4 if splits > 1 else 0
     rows = SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + sent + 32)
-    return 2 * _TILE_BYTES + rows + 512 + (_TILE_BYTES // 2 if fp8 else 0)
+    return 2 * _TILE_BYTES + rows + 512
 
 
 def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: bool) -> Specialization:
+    macros = {"SPLITS": splits, "DTYPE": dtype} | ({"KV_FP8": 1} if fp8 else {})
     if kernel == "mla":
-        cluster = unit_rows // PACKED_ROWS
-        macros = {"CLUSTER": cluster, "SPLITS": splits, "DTYPE": dtype}
-        return Specialization(KERNEL, macros, threads=384, shared_bytes=SHARED_BYTES, cluster=(cluster * splits, 1, 1))
+        cluster, warpgroups, shared_bytes = unit_rows // PACKED_ROWS, 3, SHARED_BYTES
+        macros["CLUSTER"] = cluster
+    else:
+        cluster, warpgroups, shared_bytes = 1, 2, swapped_shared_bytes(splits)
     return Specialization(
-        SWAPPED_FP8_KERNEL if fp8 else SWAPPED_KERNEL,
-        {"SPLITS": splits, "DTYPE": dtype} | ({"KV_FP8": 1} if fp8 else {}),
-        threads=384 if fp8 else 256,
-        shared_bytes=swapped_shared_bytes(splits, fp8),
-        cluster=(splits, 1, 1),
+        KERNELS[kernel, fp8],
+        macros,
+        threads=128 * (warpgroups + fp8),
+        shared_bytes=shared_bytes,
+        cluster=(cluster * splits, 1, 1),
     )
 
 
 SPECIALIZATIONS = {
     (*one, dtype, fp8): _specialization(*one, number, fp8)
-    for kernels, fp8 in ((CUDA_MLA_KERNELS, False), (CUDA_MLA_FP8_KERNELS, True))
-    for one in kernels
+    for fp8 in (False, True)
+    for one in CUDA_MLA_KERNELS
     for dtype, number in DTYPES.items()
 }
 """By the kernel, the packed rows of a unit, the CTAs that divide its KV tiles, dtype, and whether the cache is FP8."""
@@ -127,9 +132,13 @@ def query_map(q: Tensor, packed_rows: int = PACKED_ROWS) -> tuple[TensorMap, boo
 
 
 def cache_map(cache: Tensor, itemsize: int = 2) -> TensorMap:
-    """The map of ``cache [pages, page_size, columns]``. Its boxes are up to 128 bytes of each token of a KV tile."""
+    """The map of ``cache [pages, page_size, columns]``.
+
+    Its boxes are 128 bytes of each token of a KV tile, or 64 bytes of the tokens that a converter warp has.
+    """
     columns = min(int(cache.shape[2]), ROW_BYTES // itemsize)
-    return TensorMap(cache, tuple(cache.shape), tuple(cache.stride()), (1, TILE, columns), columns * itemsize)
+    tokens = TILE if columns * itemsize == ROW_BYTES else TILE // CONVERTER_WARPS
+    return TensorMap(cache, tuple(cache.shape), tuple(cache.stride()), (1, tokens, columns), columns * itemsize)
 
 
 def batch_mla(
@@ -149,8 +158,8 @@ def batch_mla(
     rows, heads, max_batch = q_nope.shape[0], int(q_nope.shape[1]), p.kv_len.shape[0]
     units = units_of(problem.tile_rows * heads)
     sms, fp8 = num_sms(q_nope.device), ckv_cache.dtype in FP8
-    splits = 1 if fp8 else cluster_splits_of(sms, p)
-    specialization = SPECIALIZATIONS[units.kernel, units.rows, splits, q_nope.dtype, fp8]
+    key = units.kernel, units.rows, cluster_splits_of(sms, p), q_nope.dtype, fp8
+    specialization = SPECIALIZATIONS[key]
     of_fp8 = {"kv_type": FP8_TYPES[ckv_cache.dtype], "kv_scale": o.kv_scale} if fp8 else {}
     cluster = specialization.cluster[0]
     num_items = (rows + problem.tile_rows - 1) // problem.tile_rows + max_batch + partials
@@ -189,5 +198,5 @@ def batch_mla(
         out_type=0 if out.dtype == q_nope.dtype else OUT_TYPES[out.dtype],
     )
     if partials:
-        combine_split_tiles(out, lse, workspace, None, p, scaled=specialization.kernel is KERNEL)
+        combine_split_tiles(out, lse, workspace, None, p, scaled=units.kernel == "mla")
     return out, lse

@@ -19,14 +19,23 @@ struct Rows {
 
 using Logits = float[kTile / 2];
 using Output = float[kHalf / 2];
+using OutputPart = float[kPvColumns / 2];
 using Probabilities = uint32[kTile / 16][4];
 
-// Step 5: the quarters of the owner's half are loaded first. Calls `between` when half of it is issued, as two groups.
+// The columns of a product of values, and where it finds them, of 16 tokens each, in a descriptor.
+DEVICE OutputPart& part_of(Output& output, int part) {
+  return reinterpret_cast<OutputPart&>(output[part * (kPvColumns / 2)]);
+}
+constexpr DEVICE uint32 value_offset(int tokens, int part) {
+  return (tokens * 2 * kGroupBytes + part * (kPvColumns / 64) * kBlockBytes) / 16;
+}
+
+// Step 5, in the order in which the quarters arrive. Calls `between` when half of it is issued, as two groups.
 template <int SELF, class Between>
 DEVICE void issue_qk(Logits& logits, uint32 query, uint32 keys, uint32 full, uint32 parity, Between between) {
 #pragma unroll
   for (int i = 0; i < kQuarters; ++i) {
-    const int quarter = i ^ SELF * 2, blocks = i == kQuarters - 1 ? 3 : 2;
+    const int quarter = i ^ first_half<true>(SELF) * 2, blocks = i == kQuarters - 1 ? 3 : 2;
     wait(full + quarter * 8, parity);
     mark(kWaitKeys);
     wgmma_fence();
@@ -121,7 +130,9 @@ DEVICE void release(uint32 barrier) {
 // Step 12: divides by the row sums and stores columns of the output from `first_column` on, and the LSE with the first
 // column; or the partial result, by the memory `staged` of the warp.
 DEVICE void store(int first_column, uint32 staged, Stored& output, const float (&row_max)[2], const float (&sums)[2],
-                  const Problem& p, const Results& to, const int (&unit)[7]) {
+                  const Problem& p, const Arguments& arguments, const int (&unit)[7]) {
+  const Results& to = arguments.results;
+  const float value_scale = arguments.kv_scale ? arguments.kv_scale[1] : 1.f;
   const int lane = threadIdx.x % 32, first = unit[6] + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const int row = unit[0], count = unit[1], slot = unit[5];
   const Partial partial(to.partial, int64(to.slots) * p.tile_rows * p.heads);
@@ -133,7 +144,7 @@ DEVICE void store(int first_column, uint32 staged, Stored& output, const float (
     const int packed = first + 8 * r, tile_row = p.row_of(packed);
     const int head = packed - tile_row * p.heads;
     exists[r] = tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
-    norm[r] = sums[r] > 0 ? 1 / sums[r] : 0.f;
+    norm[r] = (sums[r] > 0 ? 1 / sums[r] : 0.f) * (KV_FP8 ? value_scale : 1.f);
     to_row[r] = ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * p.heads + head;
     float* lse = slot < 0 ? to.lse : partial.lse;
     if (first_column == 0 && lane % 4 == 0 && exists[r] && lse) lse[to_row[r]] = row_max[r] + log2f(sums[r]);
@@ -153,6 +164,7 @@ struct Consumer {
   const Arguments& arguments;
   Shared& shared;
   const int line = threadIdx.x % kConsumerThreads / 32 * 16 + threadIdx.x % 32 / 4;  // of the first of two rows
+  const float key_scale = arguments.kv_scale ? arguments.kv_scale[0] : 1.f;
   // Shared-memory addresses, and lower halves of descriptors.
   const uint32 own_stage = shared_address(shared.kv[SELF]), peer_stage = shared_address(shared.kv[kPeer]);
   const uint32 query = lower(k_major(shared_address(shared.query), kGroupBytes));
@@ -189,7 +201,9 @@ struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k)
-      wgmma_ss_mn(output, operand(peer_p + k * 2), operand(peer_values + k * (2 * kGroupBytes / 16)));
+#pragma unroll
+      for (int part = 0; part < kHalf / kPvColumns; ++part)
+        wgmma_ss_mn(part_of(output, part), operand(peer_p + k * 2), operand(peer_values + value_offset(k, part)));
     wgmma_commit();
     mark(kPv);
   }
@@ -219,6 +233,9 @@ struct Consumer {
     }
     fence_registers(logits);
     mark(kQk);
+    if (KV_FP8)
+#pragma unroll
+      for (float& x : logits) x *= key_scale;
     const int first = start + i * kTile, visible = end - first;
     if (first + kTile > visible_end) mask(logits, rows, first);
     float alpha[2];
@@ -236,7 +253,9 @@ struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k)
-      wgmma_rs_mn(output, probabilities[k], operand(own_values + k * (2 * kGroupBytes / 16)));
+#pragma unroll
+      for (int part = 0; part < kHalf / kPvColumns; ++part)
+        wgmma_rs_mn(part_of(output, part), probabilities[k], operand(own_values + value_offset(k, part)));
     wgmma_commit();
     wgmma_wait<0>();
     fence_registers(output);
@@ -300,7 +319,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kStored / 2; ++i) stored[i] = output[i];
       __syncwarp();  // what has arrived is read
-      store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments.results, unit);
+      store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments, unit);
       if (SPLITS > 1) fence_async_shared();  // before a query is loaded
       if (reused) arrive_by_warp(q_empty);
       mark(kEpilogue);

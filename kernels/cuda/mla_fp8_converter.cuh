@@ -1,86 +1,100 @@
-// MLA: the converters of FP8 KV tiles.
+// MLA: FP8 KV tiles, which are converted in the stages that they are loaded into.
 #pragma once
 
 #include "fp8.cuh"
-#include "mla_swap_ab_shared.cuh"
+#include "mla_problem.cuh"
 
 namespace attn_ops {
 namespace {
 
-// One of kConverterWarps: its 16 tokens of an FP8 tile at `fp8` into the stage at `tile`.
-//
-// A quarter of the latent columns is 64 rows of 128 bytes, whose 16-byte chunks are swizzled as in hopper.cuh; the rotary
-// columns are rows of 64 bytes, swizzled by 64 bytes. Each chunk becomes two neighbouring ones. Lanes 4 r to 4 r + 3 have
+constexpr int kConvertedTokens = kTile / kConverterWarps;  // of a warp
+
+// Where an FP8 tile lies in its stage. The half `first` of the latent columns is converted first. The FP8 numbers of both
+// halves are in the blocks of the other one, a quarter of the columns in each, in the order of their conversion: the
+// blocks that a quarter is converted into have earlier ones, or at the end this one. A converter warp overwrites tokens
+// of its own alone. The rotary columns, of half as many bytes, are where they will be, by the tokens of each warp.
+struct Fp8Tile {
+  uint32 stage;
+  int first;
+
+  DEVICE int quarter(int i) const { return i ^ first * 2; }
+  DEVICE uint32 latent(int i) const { return stage + ((1 - first) * kQuarters + i) * kBlockBytes; }
+  DEVICE uint32 rotary(int warp) const { return stage + kRotary * kBlockBytes + warp * kConvertedTokens * kRowBytes; }
+};
+
+// The tokens of one warp. A row of a quarter is 128 bytes, whose 16-byte chunks are swizzled as in hopper.cuh; a row of the
+// rotary columns is 64 bytes, swizzled by 64 bytes. Each chunk becomes two neighbouring ones. Lanes 4 r to 4 r + 3 have
 // the token r of eight, and four of its chunks: the lower half of a quarter for even tokens and the upper one for odd
 // tokens, then the other half. So eight lanes load and store in different banks.
+template <Fp8Type TYPE>
 struct Conversion {
-  static constexpr int kGroups = kTile / 8 / kConverterWarps;
+  static constexpr int kGroups = kConvertedTokens / 8;
 
-  uint32 fp8, tile;
-  int group = uniform(threadIdx.x / 32) % kConverterWarps * kGroups;  // the first of 8 tokens
+  Fp8Tile tile;
+  int warp = uniform(threadIdx.x / 32) % kConverterWarps;
   int row = threadIdx.x % 32 / 4, chunk = threadIdx.x % 4;
+  uint32 to = tile.stage + (warp * kConvertedTokens + row) * kRowBytes + (chunk * 2 ^ row) * 16;  // in block 0
 
-  template <class Widen>
-  DEVICE void convert(uint32 from, uint32 block, int token, Widen&& widen) const {
-    const uint4 x = load_shared(from);
-    const uint32 to = tile + block * kBlockBytes + token * kRowBytes + (chunk * 2 ^ row) * 16;
-    store_shared(to, widen(x.x, x.y));
-    store_shared(to ^ 16, widen(x.z, x.w));
-  }
-
-  template <class Widen>
-  DEVICE void quarter(int number, Widen&& widen) const {
+  // N chunks: chunk j from `from(j)`, into the two at `to(j)`. They may overlap those of other lanes and j.
+  template <int N, class From, class To>
+  DEVICE void convert(From from, To to) const {
+    uint4 x[N];
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int token = (group + g) * 8 + row;
+    for (int j = 0; j < N; ++j) x[j] = load_shared(from(j));
+    __syncwarp();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int half = i ^ row & 1;
-        const uint32 from = fp8 + number * kBlockBytes + token * kRowBytes + (half * 4 + chunk ^ row) * 16;
-        convert(from, number * 2 + half, token, widen);
-      }
-      if (number == kQuarters - 1) {
-        const uint32 from = fp8 + kQuarters * kBlockBytes + token * (kRowBytes / 2) + (chunk ^ row / 2) * 16;
-        convert(from, kRotary, token, widen);
-      }
+    for (int j = 0; j < N; ++j) {
+      store_shared(to(j), widen<TYPE>(x[j].x, x[j].y));
+      store_shared(to(j) ^ 16, widen<TYPE>(x[j].z, x[j].w));
     }
   }
 
-  DEVICE void quarter(int number, Fp8Type type) const {
-    FiniteFp8 finite(type);
-    quarter(number, [&](uint32 a, uint32 b) { return finite.widen(a, b); });
-    if (finite.all_finite()) return;
-    if (type == kFp8E4M3)
-      quarter(number, [](uint32 a, uint32 b) { return widen<kFp8E4M3>(a, b); });
-    else
-      quarter(number, [](uint32 a, uint32 b) { return widen<kFp8E5M2>(a, b); });
+  DEVICE void convert_quarter(int i) const {
+    const uint32 from = tile.latent(i) + (warp * kConvertedTokens + row) * kRowBytes;
+    const uint32 to = this->to + tile.quarter(i) * 2 * kBlockBytes;
+    const auto half = [&](int j) { return (j ^ row) & 1; };
+    convert<kGroups * 2>([&](int j) { return from + j / 2 * kGroupBytes + (half(j) * 4 + chunk ^ row) * 16; },
+                         [&](int j) { return to + j / 2 * kGroupBytes + half(j) * kBlockBytes; });
+  }
+
+  DEVICE void convert_rotary() const {
+    const uint32 from = tile.rotary(warp) + row * (kRowBytes / 2) + (chunk ^ row / 2) * 16;
+    const uint32 to = this->to + kRotary * kBlockBytes;
+    convert<kGroups>([&](int j) { return from + j * (kGroupBytes / 2); }, [&](int j) { return to + j * kGroupBytes; });
   }
 };
 
-// One warpgroup: all FP8 tiles of the CTA, quarter by quarter, into the stages.
-DEVICE void convert_tiles(Fp8Type type, Shared& shared) {
-  const uint32 fp8_full = shared_address(shared.fp8_full), fp8_empty = shared_address(shared.fp8_empty);
-  const uint32 full = shared_address(shared.full), empty = shared_address(shared.empty);
-  for (uint32 tile = 0;; ++tile) {
-    const uint32 stage = tile & 1;
-    const Conversion conversion = {shared_address(shared.fp8), shared_address(shared.kv[stage])};
-#pragma unroll
-    for (int quarter = 0; quarter < kQuarters; ++quarter) {
-      wait(fp8_full + quarter * 8, tile & 1);
+// One warpgroup: all tiles of the CTA, quarter by quarter. ALTERNATE: of every second tile the upper half of the latent
+// columns is converted first.
+template <bool ALTERNATE, Fp8Type TYPE, class Shared>
+DEVICE void convert_tiles_of(Shared& shared) {
+  for (uint32 number = 0;; ++number) {
+    const int stage = number & 1, first = first_half<ALTERNATE>(stage);
+    const uint32 parity = number >> 1 & 1;
+    const Conversion<TYPE> conversion = {{shared_address(shared.kv[stage]), first}};
+#pragma unroll 1  // the instructions stay in the cache, which the mainloop of consumers fills
+    for (int i = 0; i < kQuarters; ++i) {
+      wait(shared_address(&shared.fp8_full[stage][i]), parity);
       mark(kWaitKeys);
-      if (quarter == 0 && shared.fp8_end) return;
-      if (quarter % 2 == 0) wait(empty + (stage * 2 + quarter / 2) * 8, tile >> 1 & 1 ^ 1);
+      if (i == 0 && shared.fp8_end[stage]) return;
+      if (i == 0) wait(shared_address(&shared.empty[stage][first]), parity ^ 1);  // the tile is in the other one
       mark(kWaitEmpty);
-      conversion.quarter(quarter, type);
+      conversion.convert_quarter(i);
+      if (i == kQuarters - 1) conversion.convert_rotary();
       fence_async_shared();
       __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        arrive(fp8_empty + quarter * 8);
-        arrive(full + (stage * kQuarters + quarter) * 8);
-      }
+      if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.full[stage][conversion.tile.quarter(i)]));
       mark(kIssue);
     }
   }
+}
+
+template <bool ALTERNATE, class Shared>
+DEVICE void convert_tiles(Fp8Type type, Shared& shared) {
+  if (type == kFp8E4M3)
+    convert_tiles_of<ALTERNATE, kFp8E4M3>(shared);
+  else
+    convert_tiles_of<ALTERNATE, kFp8E5M2>(shared);
 }
 
 }  // namespace

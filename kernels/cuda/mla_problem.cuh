@@ -22,8 +22,19 @@ constexpr int kBlocks = 9;                  // of a query or key: 8 of the laten
 constexpr int kRotary = kBlocks - 1;        // the block of the rotary columns
 constexpr int kTileBytes = kBlocks * kBlockBytes;
 constexpr int kQuarters = 4;  // of the latent columns, two blocks each
+
+// The half of the latent columns whose quarters a consumer takes first. A stage is released half by half, half 0 first, or
+// with ALTERNATE the half of this number: 16-bit quarters are loaded in this order. FP8 quarters are loaded into the half
+// that is released first, and converted into the other one first.
+template <bool ALTERNATE>
+constexpr DEVICE int first_half(int stage) {
+  return (ALTERNATE ? stage : 0) ^ KV_FP8;
+}
+
 constexpr int kQueryBoxBlocks = 4;
 constexpr int kProducerThreads = 128, kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
+constexpr int kConverterWarps = KV_FP8 ? 4 : 0;
+constexpr int kFirstConsumerWarp = kProducerThreads / 32 + kConverterWarps;
 
 struct Problem {
   const int *qo_indptr, *kv_indices, *work;

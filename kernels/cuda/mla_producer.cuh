@@ -4,6 +4,9 @@
 #include "cluster.cuh"
 #include "hopper.cuh"
 #include "mla_problem.cuh"
+#if KV_FP8
+#include "mla_fp8_converter.cuh"
+#endif
 
 namespace attn_ops {
 namespace {
@@ -23,33 +26,41 @@ DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, in
 }
 
 #if KV_FP8
-// An FP8 tile, quarter by quarter. The rotary columns count for the last one.
-template <class Shared>
-DEVICE void load_fp8_tile(const Cache& cache, Shared& shared, uint32 tile, int token, int page, uint64 policy) {
-  const uint32 to = shared_address(shared.fp8);
+// An FP8 tile, quarter by quarter in the order of their conversion. The rotary columns count for the last one, and lie where
+// consumers may read until both halves are released.
+template <int CTAS, class Shared>
+DEVICE void load_fp8_tile(const Cache& cache, Shared& shared, const Fp8Tile& tile, uint32 number, int token, int page,
+                          int rank, uint64 policy) {
+  const int stage = number & 1;
+  wait(shared_address(&shared.empty[stage][1 - tile.first]), number >> 1 & 1 ^ 1);
+  mark(kWaitEmpty);
 #pragma unroll
-  for (int quarter = 0; quarter < kQuarters; ++quarter) {
-    const bool last = quarter == kQuarters - 1;
-    const uint32 barrier = shared_address(&shared.fp8_full[quarter]);
-    wait(shared_address(&shared.fp8_empty[quarter]), tile & 1 ^ 1);
-    mark(kWaitEmpty);
+  for (int i = 0; i < kQuarters; ++i) {
+    const bool last = i == kQuarters - 1;
+    if (last) wait(shared_address(&shared.empty[stage][tile.first]), number >> 1 & 1 ^ 1);
     if (elect()) {
+      const uint32 barrier = shared_address(&shared.fp8_full[stage][i]);
       arrive_expect(barrier, kBlockBytes + (last ? kBlockBytes / 2 : 0));
-      load_box(to + quarter * kBlockBytes, cache.latent, quarter * 128, token, page, barrier, policy);
-      if (last) load_box(to + kQuarters * kBlockBytes, cache.rotary, 0, token, page, barrier, policy);
+      load_block<CTAS>(i % 2, rank, tile.latent(i), cache.latent, tile.quarter(i) * 128, token, page, barrier, policy);
+      if (last)
+#pragma unroll
+        for (int warp = 0; warp < kConverterWarps; ++warp)
+          load_block<CTAS>(warp % 2, rank, tile.rotary(warp), cache.rotary, 0, token + warp * kConvertedTokens, page,
+                           barrier, policy);
     }
-    __syncwarp();
-    mark(kIssue);
   }
+  __syncwarp();
+  mark(kIssue);
 }
 
-// In place of the first quarter of `tile`: there is no such tile.
+// In place of the first quarter of tile `number`: there is no such tile.
 template <class Shared>
-DEVICE void end_fp8_tiles(Shared& shared, uint32 tile) {
-  wait(shared_address(&shared.fp8_empty[0]), tile & 1 ^ 1);
+DEVICE void end_fp8_tiles(Shared& shared, uint32 number) {
+  const int stage = number & 1;
+  for (int half = 0; half < 2; ++half) wait(shared_address(&shared.empty[stage][half]), number >> 1 & 1 ^ 1);
   if (threadIdx.x % 32 == 0) {
-    shared.fp8_end = 1;
-    arrive(shared_address(&shared.fp8_full[0]));
+    shared.fp8_end[stage] = 1;
+    arrive(shared_address(&shared.fp8_full[stage][0]));
   }
 }
 #endif
@@ -82,12 +93,13 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
       const int page = static_cast<int>(min(__shfl_sync(~0u, numbers, i % 32), uint32(p.num_pages) - 1));
       const int stage = tile & 1;
 #if KV_FP8
-      load_fp8_tile(cache, shared, tile, token, page, policy);
+      const Fp8Tile fp8 = {stages + stage * kTileBytes, first_half<ALTERNATE>(stage)};
+      load_fp8_tile<CTAS>(cache, shared, fp8, tile, token, page, rank, policy);
 #else
       const uint32 to = stages + stage * kTileBytes, parity = tile >> 1 & 1 ^ 1;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int half = ALTERNATE ? stage ^ h : h;
+        const int half = first_half<ALTERNATE>(stage) ^ h;
         wait(empty + (stage * 2 + half) * 8, parity);
         mark(kWaitEmpty);
         if (elect()) {

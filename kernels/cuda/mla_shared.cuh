@@ -17,7 +17,14 @@ constexpr int kStagedRowBytes = kStored * 2 + 16;  // of a partial result; by th
 // Of a warp, in the memory of the query: what the other CTA sends, and later 16 rows of a partial result.
 constexpr int kResultBytes = merge_bytes(kHalf / 2, 2);
 static_assert(16 * kStagedRowBytes <= kResultBytes && 2 * kConsumerWarps * kResultBytes <= kTileBytes);
-constexpr bool kKeysFirst[2] = {false, true};  // by consumer
+constexpr int kPvColumns = KV_FP8 ? kHalf / 2 : kHalf;  // of a product of values: 512 threads have too few registers for
+                                                        // a product of 256
+struct Registers {
+  int producer, converter, consumer;  // of a thread
+};
+constexpr Registers kRegisters = KV_FP8 ? Registers{40, 56, 208} : Registers{40, 0, 232};
+constexpr int kThreads = kFirstConsumerWarp * 32 + 2 * kConsumerThreads;
+constexpr bool kKeysFirst[2] = {false, !KV_FP8};  // by consumer
 enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
 
 struct Shared {
@@ -28,6 +35,10 @@ struct Shared {
   int unit[8];
   uint64 full[2][kQuarters], empty[2][2], p_stored[2], q_full, q_empty;
   uint64 merge_full[2 * kConsumerWarps], merge_ready[2 * kConsumerWarps];  // of each consumer warp
+#if KV_FP8
+  uint64 fp8_full[2][kQuarters];
+  int fp8_end[2];  // of a stage: there is no further tile
+#endif
 };
 
 }  // namespace

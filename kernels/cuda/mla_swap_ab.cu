@@ -18,7 +18,7 @@
 // warp 1            initialises barriers
 // warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 16 packed rows are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
-// warpgroup 1       with KV_FP8 the converters: FP8 tiles into stages
+// warpgroup 1       with KV_FP8 the converters: FP8 tiles become 16-bit ones
 // last warpgroup    consumer: attention
 //
 // Both producers walk the units of the CTA by themselves (`Schedule`). Producer Q passes them to the consumer.
@@ -37,10 +37,10 @@
 // mainloop, for each KV tile j of the unit
 //     3.  [producer KV]   half by half: wait for empty; load its two quarters; they complete their full. The rotary
 //                         columns count for the last quarter.
-//                         With KV_FP8, quarter by quarter: wait for fp8_empty; load it into the FP8 tile; it completes
-//                         its fp8_full
-//         [converters]    quarter by quarter: wait for fp8_full, and for empty of its half; convert the tokens of this
-//                         warp; arrive on fp8_empty and on full
+//                         With KV_FP8, wait for empty of the upper half; load the quarters into it; they complete their
+//                         fp8_full
+//         [converters]    wait for empty of the lower half; quarter by quarter: wait for fp8_full; convert the tokens of
+//                         this warp, in the stage; arrive on full
 //     4.  [consumer]      quarter by quarter: wait for full; issue S^T = K_j Q^T
 //     5.  [consumer]      wait for S^T; mask; maxima over the tokens of each warp, then over the warps by shared memory;
 //                         online softmax; store P^T as a K-major operand; rescale O^T, if a row_max has changed
@@ -61,9 +61,6 @@
 #define CLUSTER 1  // CTAs with the same KV tiles
 
 #include "mla_producer.cuh"
-#if KV_FP8
-#include "mla_fp8_converter.cuh"
-#endif
 #include "mla_swap_ab_consumer.cuh"
 #include "mla_swap_ab_shared.cuh"
 
@@ -77,10 +74,9 @@ namespace attn_ops {
 // Loop invariant of the consumer, at the top for tile j: O^T, row_max and row_sum include the tiles before j, row_sum those
 //     tokens of them that the thread has, relative to row_max, which all its threads have alike.
 // Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes, or an
-//     arrival of each converter warp. fp8_full, one for each quarter: an arrival of producer KV, and the bytes, or one
-//     after the last tile. fp8_empty, one for each quarter: an arrival of each converter warp. empty, one for each stage
-//     and half: an arrival of each consumer warp. q_full: an arrival and the bytes, or an arrival of
-//     each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
+//     arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and the bytes, or one after the last
+//     tile. empty, one for each stage and half: an arrival of each consumer warp. q_full: an arrival and the bytes, or an
+//     arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
 //     consumer warp: an arrival of the warp, and the bytes from its partner. merge_ready, one for each consumer warp:
 //     an arrival of the partner. Named barrier: the threads of the consumer, when
 //     all have stored maxima or sums, or P, or columns of the result, or have read the latter.
@@ -134,9 +130,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
     for (auto& stage : shared.full)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : 1);
 #if KV_FP8
-    for (uint64& barrier : shared.fp8_full) init_barrier(shared_address(&barrier), 1);
-    for (uint64& barrier : shared.fp8_empty) init_barrier(shared_address(&barrier), kConverterWarps);
-    shared.fp8_end = 0;
+    for (auto& stage : shared.fp8_full)
+      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), 1);
+    for (int& end : shared.fp8_end) end = 0;
 #endif
     for (auto& stage : shared.empty)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kConsumerWarps);
@@ -162,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
 #if KV_FP8
   } else if (warp < kFirstConsumerWarp) {
     end_prologue();
-    convert_tiles(Fp8Type(kv_type), shared);
+    convert_tiles<false>(Fp8Type(kv_type), shared);
 #endif
   } else {
     const Results results = {.out = out, .lse = lse, .partial = partial, .slots = slots, .out_type = out_type};

@@ -101,16 +101,19 @@ struct Consumer {
   DEVICE void issue_qk(Product& logits, uint32 stage, uint32 parity) {
     const uint32 keys = this->keys + stage * (kTileBytes / 16);
 #pragma unroll
-    for (int quarter = 0; quarter < kQuarters; ++quarter) {
+    for (int i = 0; i < kQuarters; ++i) {
+      const int quarter = i ^ first_half<false>(stage) * 2, blocks = i == kQuarters - 1 ? 3 : 2;
       wait(full + (stage * kQuarters + quarter) * 8, parity);
       mark(kWaitKeys);
       wgmma_fence();
 #pragma unroll
-      for (int block = quarter * 2; block < (quarter == kQuarters - 1 ? kBlocks : quarter * 2 + 2); ++block)
+      for (int b = 0; b < blocks; ++b) {
+        const int block = b == 2 ? kRotary : quarter * 2 + b;
 #pragma unroll
         for (int step = 0; step < 4; ++step)
           wgmma_ss(logits, operand(keys + block * (kBlockBytes / 16) + step * 2),
-                   operand(query + block * (kQueryBlockBytes / 16) + step * 2), block > 0 || step > 0);
+                   operand(query + block * (kQueryBlockBytes / 16) + step * 2), i > 0 || b > 0 || step > 0);
+      }
       wgmma_commit();
       mark(kQk);
     }

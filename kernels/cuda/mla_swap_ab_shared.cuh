@@ -17,16 +17,11 @@ constexpr int kStagedRowBytes = kStagedColumns * 4 + 16;  // by the 16, lanes st
 constexpr int kMergeBytes = merge_bytes(kValueBlocks * kPackedRows / 2, kPackedRows / 4);  // of a warp
 enum NamedBarrier { kConsumer = 1 };
 
-constexpr int kConverterWarps = KV_FP8 ? 4 : 0;
-constexpr int kFirstConsumerWarp = kProducerThreads / 32 + kConverterWarps;
 constexpr int kThreads = kFirstConsumerWarp * 32 + kConsumerThreads;
 
 struct Shared {
   alignas(1024) char query[kBlocks * kQueryBlockBytes];
   alignas(1024) char kv[2][kTileBytes];
-#if KV_FP8
-  alignas(1024) char fp8[kTileBytes / 2];  // the quarters of the latent columns, then the rotary columns
-#endif
   alignas(1024) char p[kQueryBlockBytes];  // rows of 64 tokens
   alignas(16) char staged[kPackedRows * kStagedRowBytes];
   alignas(16) float reduced[kPackedRows][kConsumerWarps];  // maxima or sums of the warps
@@ -35,8 +30,8 @@ struct Shared {
   uint64 full[2][kQuarters], empty[2][2], q_full, q_empty;
   uint64 merge_full[kConsumerWarps], merge_ready[kConsumerWarps];  // of each consumer warp
 #if KV_FP8
-  uint64 fp8_full[kQuarters], fp8_empty[kQuarters];
-  int fp8_end;  // there is no further tile
+  uint64 fp8_full[2][kQuarters];
+  int fp8_end[2];  // of a stage: there is no further tile
 #endif
 };
 

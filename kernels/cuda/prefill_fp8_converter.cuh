@@ -44,33 +44,26 @@ struct ConvertedPart {
     store_shared(chunk ^ 16, second);
   }
 
-  // Loops, whose instructions stay in the cache: the mainloop of consumers fills it.
-  DEVICE void convert(Fp8Type type) const {
+  // A loop, whose instructions stay in the cache: the mainloop of consumers fills it.
+  template <Fp8Type TYPE>
+  DEVICE void convert() const {
     constexpr int kAtOnce = kChunks % 4 ? 2 : 4;
     static_assert(kChunks % kAtOnce == 0);
-    FiniteFp8 finite(type);
 #pragma unroll 1
     for (int i = 0; i < kChunks; i += kAtOnce) {
       uint4 x[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) x[j] = load(i + j);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) store(i + j, finite.widen(x[j].x, x[j].y), finite.widen(x[j].z, x[j].w));
+      for (int j = 0; j < kAtOnce; ++j) store(i + j, widen<TYPE>(x[j].x, x[j].y), widen<TYPE>(x[j].z, x[j].w));
     }
-    if (finite.all_finite()) return;
-    if (type == kFp8E4M3)
-      convert_any<kFp8E4M3>();
-    else
-      convert_any<kFp8E5M2>();
   }
 
-  template <Fp8Type TYPE>
-  DEVICE void convert_any() const {
-#pragma unroll 1
-    for (int i = 0; i < kChunks; ++i) {
-      const uint4 x = load(i);
-      store(i, widen<TYPE>(x.x, x.y), widen<TYPE>(x.z, x.w));
-    }
+  DEVICE void convert(Fp8Type type) const {
+    if (type == kFp8E4M3)
+      convert<kFp8E4M3>();
+    else
+      convert<kFp8E5M2>();
   }
 };
 

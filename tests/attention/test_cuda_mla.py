@@ -24,6 +24,7 @@ BASE = Mla(
 
 WHOLE: dict[str, Any] = {"planner": {"num_ctas": 0}}
 SPLIT: dict[str, Any] = {"planner": {"num_ctas": 12}}
+FP8: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn}
 ROWS: dict[str, Any] = {"qo_lens": (3, 1, 70), "kv_lens": (200, 2, 310), "causal": True}
 
 CASES = [
@@ -62,11 +63,11 @@ CASES = [
             "many units": {"qo_lens": (1,) * 150, "kv_lens": tuple(range(0, 600, 4)), **WHOLE},
         }.items()
     ),
+    *(replace(BASE, name=f"FP8, {heads} heads", heads=heads, **FP8) for heads in (1, 16, 20, 64, 80, 128, 192)),
     *(
-        replace(BASE, name=f"FP8, {name}", **({"kv_dtype": torch.float8_e4m3fn, "heads": 16} | options))
+        replace(BASE, name=f"FP8, {heads} heads, {name}", **FP8 | {"heads": heads} | options)
+        for heads in (16, 64, 128)
         for name, options in {
-            "16 heads": {},
-            "1 head": {"heads": 1},
             "whole": WHOLE,
             "split": SPLIT,
             "scales": {"kv_scale": (0.5, 3.0)},
@@ -75,7 +76,8 @@ CASES = [
             "whole tiles": {"kv_lens": (64, 128, 0, 192), **WHOLE},
             "all but one token": {"kv_lens": (63, 127, 0, 191), **WHOLE},
             "no tokens": {"kv_lens": (0, 0, 0, 0)},
-            "causal": {**ROWS, "heads": 5, "planner": {"tile_rows": 3}},
+            "causal": ROWS,
+            "tiles of three rows": {**ROWS, "heads": 5 * heads // 16, "planner": {"tile_rows": 3}},
             "many units": {"qo_lens": (1,) * 150, "kv_lens": tuple(range(0, 600, 4)), **WHOLE},
         }.items()
     ),

@@ -170,7 +170,7 @@ STAGED = "fence_async_shared();\n  __syncwarp();"
 BULK_STORE = """if (lane % 4 == 0 && exists[r])
       store_bulk(to.values + (row[r] * kLatent + first_column) / 2, staged + (lane / 4 + 8 * r) * kStagedRowBytes,
                  kStored * 2)"""
-STORE = "store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments.results, unit)"
+STORE = "store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments, unit)"
 FENCE = "if (SPLITS > 1) fence_async_shared();  // before a query is loaded"
 
 MLA_FAULTS = {
@@ -254,34 +254,42 @@ SWAPPED_FAULTS = {
     "columns are staged before all are read": Planted(Fault("sync();  // columns are read\n", ""), "race"),
 }
 
-LATENT_CONVERTED = "conversion.quarter(quarter, type);\n      fence_async_shared();\n      __syncwarp();"
-FP8_EMPTY = "for (uint64& barrier : shared.fp8_empty) init_barrier(shared_address(&barrier), kConverterWarps);"
+LATENT_CONVERTED = (
+    "if (i == kQuarters - 1) conversion.convert_rotary();\n      fence_async_shared();\n      __syncwarp();"
+)
+OVER_P = "rotary columns are loaded over P, which lies elsewhere with swapped operands"
 
-SWAPPED_FP8_FAULTS = {
+MLA_FP8_FAULTS = {
     "no proxy fence after conversions": Planted(
         Fault(LATENT_CONVERTED, LATENT_CONVERTED.replace("fence_async_shared();", "")), "no proxy fence"
     ),
     "lane 0 arrives for lanes that still convert": Planted(
         Fault(LATENT_CONVERTED, LATENT_CONVERTED.replace("__syncwarp();", "")), "race|no proxy fence"
     ),
+    "chunks are overwritten before all lanes have read theirs": Planted(
+        Fault("x[j] = load_shared(from(j));\n    __syncwarp();", "x[j] = load_shared(from(j));"), "race"
+    ),
     "a quarter is converted before it has arrived": Planted(
-        Fault("wait(fp8_full + quarter * 8, tile & 1);", ""), "race|uninitialised"
+        Fault("wait(shared_address(&shared.fp8_full[stage][i]), parity);", ""), "race|uninitialised"
     ),
-    "a quarter is loaded over one that is converted": Planted(
-        Fault("wait(shared_address(&shared.fp8_empty[quarter]), tile & 1 ^ 1);", ""), "race|more arrivals"
-    ),
-    "no wait for a stage": Planted(
-        Fault("if (quarter % 2 == 0) wait(empty + (stage * 2 + quarter / 2) * 8, tile >> 1 & 1 ^ 1);", ""),
+    "a tile is loaded over one that is multiplied": Planted(
+        Fault("wait(shared_address(&shared.empty[stage][1 - tile.first]), number >> 1 & 1 ^ 1);", ""),
         "race|more arrivals",
+    ),
+    OVER_P: Planted(
+        Fault("if (last) wait(shared_address(&shared.empty[stage][tile.first]), number >> 1 & 1 ^ 1);", ""),
+        "race|more arrivals",
+    ),
+    "a quarter is converted over one that is multiplied": Planted(
+        Fault("if (i == 0) wait(shared_address(&shared.empty[stage][first]), parity ^ 1);", ""), "race|more arrivals"
     ),
     "the end is passed on while tiles are converted": Planted(
-        Fault("wait(shared_address(&shared.fp8_empty[0]), tile & 1 ^ 1);", ""),
+        Fault("wait(shared_address(&shared.empty[stage][half]), number >> 1 & 1 ^ 1);", ";"),
         "race|more arrivals",
     ),
-    "the end is not passed on": Planted(Fault("arrive(shared_address(&shared.fp8_full[0]));", ""), "deadlock"),
-    "a quarter is not released": Planted(Fault(FP8_EMPTY, FP8_EMPTY.replace("Warps)", "Warps + 1)")), "deadlock"),
+    "the end is not passed on": Planted(Fault("arrive(shared_address(&shared.fp8_full[stage][0]));", ""), "deadlock"),
     "a converted quarter is not passed on": Planted(
-        Fault("arrive(full + (stage * kQuarters + quarter) * 8);", ""), "deadlock"
+        Fault("arrive(shared_address(&shared.full[stage][conversion.tile.quarter(i)]));", ";"), "deadlock"
     ),
     "the rotary columns are not waited for": Planted(
         Fault(
@@ -355,9 +363,12 @@ def test_faults_of_swapped_operands_are_noticed(name: str) -> None:
         mla_cases.check(case, op=mla_op)
 
 
-@pytest.mark.parametrize("name", ["", *SWAPPED_FP8_FAULTS])
-def test_faults_of_an_fp8_cache_are_noticed(name: str) -> None:
-    case = swapped("faulty", 16, qo_lens=(1, 1), kv_lens=(300, 70), **FP8_KV)
-    noticed = pytest.raises(HostError, match=SWAPPED_FP8_FAULTS[name].message) if name else contextlib.nullcontext()
-    with _faulty(SWAPPED_FP8_FAULTS, name).installed(), noticed:
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [(name, heads) for heads in (16, 128) for name in ("", *MLA_FP8_FAULTS) if (name, heads) != (OVER_P, 16)],
+)
+def test_faults_of_an_fp8_cache_are_noticed(name: str, heads: int) -> None:
+    case = swapped("faulty", heads, qo_lens=(1, 1), kv_lens=(300, 70), **FP8_KV)
+    noticed = pytest.raises(HostError, match=MLA_FP8_FAULTS[name].message) if name else contextlib.nullcontext()
+    with _faulty(MLA_FP8_FAULTS, name).installed(), noticed:
         mla_cases.check(case, op=mla_op)

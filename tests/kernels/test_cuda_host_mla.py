@@ -62,27 +62,33 @@ def test_mla_of_few_packed_rows(seed: int, case: mla_cases.Mla) -> None:
 
 
 FP8 = [
-    *(swapped(f"{heads} heads", heads, **FP8_KV) for heads in (1, 12, 16)),
-    swapped("no keys", 16, **FP8_KV | NO_KEYS, dtype=torch.float16),
+    *(swapped(f"{heads} heads", heads, **FP8_KV) for heads in (1, 12, 16, 20, 64, 128, 192)),
+    *(swapped(f"no keys, {heads} heads", heads, **FP8_KV | NO_KEYS, dtype=torch.float16) for heads in (16, 32, 128)),
     swapped("rows of 4", 4, **FP8_KV | ROWS, packed=True, page_size=128, planner={"tile_rows": 4}),
+    swapped("rows of 24", 24, **FP8_KV | ROWS, packed=True, page_size=128, planner={"tile_rows": 4, "num_ctas": 6}),
+    swapped("rows of 150", 150, **FP8_KV | ROWS, planner={"num_ctas": 4, "tile_rows": 1}, out_dtype=torch.float32),
     swapped("rows of 7", 7, **FP8_KV | ROWS, planner={"tile_rows": 2, "fixed_split_size": 1}),
     swapped("e5m2", 16, kv_dtype=torch.float8_e5m2, dtype=torch.float16),
     swapped("e5m2 to bfloat16", 5, kv_dtype=torch.float8_e5m2, out_dtype=torch.float32),
+    swapped("e5m2, 128 heads", 128, kv_dtype=torch.float8_e5m2),
     swapped("keys times 0", 16, kv_dtype=torch.float8_e4m3fn, kv_scale=(0.0, 2.0)),
-    swapped("negative scales", 16, kv_dtype=torch.float8_e4m3fn, kv_scale=(-0.5, -2.0)),
+    *(
+        swapped(f"negative scales, {heads} heads", heads, kv_dtype=torch.float8_e4m3fn, kv_scale=(-0.5, -2.0))
+        for heads in (16, 64)
+    ),
 ]
 
 
+@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(("seed", "case"), list(enumerate(FP8)), ids=str)
-def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with a plan for clusters that divide KV."""
-    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: 2)
+def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters = splits if (case.planner or {}).get("tile_rows", 1) * case.heads <= 64 or case.heads > 128 else 1
+    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: clusters)
     host = Host(sms=4, seed=seed)
     with host.installed():
         mla_cases.check(case, op=mla_op)
     (name,) = host.launched
-    assert name.startswith("mla_swap_ab ")
-    assert "KV_FP8=1 SPLITS=1" in name
+    assert f"KV_FP8=1 SPLITS={clusters}" in name
 
 
 @pytest.mark.parametrize("part", ["ckv_cache", "kpe_cache"])

@@ -23,9 +23,10 @@ from torch import Tensor
 import attn_ops
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
+from attn_ops.ops.options import FP8
 
-SPILL_BYTES = 16
-"""Of a thread that may be spilled: values that are needed again after a loop."""
+SPILL_BYTES = {False: 16, True: 48}
+"""Of a thread that may be spilled: values that are needed again after a loop. By whether the cache is FP8."""
 
 
 def _numbered(*shape: int) -> Tensor:
@@ -73,12 +74,15 @@ def test_other_head_counts_are_copied(heads: int, packed_rows: int) -> None:
     assert _is_valid(one)
 
 
-@pytest.mark.parametrize("columns", [mla.LATENT, mla.ROTARY])
-def test_a_map_of_the_cache_has_every_token(columns: int) -> None:
+@pytest.mark.parametrize(
+    ("columns", "itemsize", "box"),
+    [(512, 2, (64, 64)), (64, 2, (64, 64)), (512, 1, (64, 128)), (64, 1, (16, 64))],
+)
+def test_a_map_of_the_cache_has_every_token(columns: int, itemsize: int, box: tuple[int, int]) -> None:
     cache = _numbered(5, 128, 576)[..., 576 - columns :]
-    one = mla.cache_map(cache)
-    assert _is_valid(one)
-    assert one.box == (1, mla.TILE, COLUMNS)
+    one = mla.cache_map(cache, itemsize)
+    assert one.box == (1, *box)
+    assert one.swizzle == box[1] * itemsize
     assert torch.equal(_mapped(one), cache)
 
 
@@ -142,13 +146,14 @@ def disassembled() -> None:
 def test_registers_suffice_and_products_overlap(key: tuple[Any, ...]) -> None:
     """Where the assembler does not see that products can overlap, it adds waits between them."""
     one = mla.SPECIALIZATIONS[key]
-    assert usage_of(one).stack <= SPILL_BYTES
+    assert usage_of(one).stack <= SPILL_BYTES[key[4]]
     code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     keys_first = ["0", "0", "1", "0", "0", "0"]  # a first tile; S, peer's P V, own P V; the peer's last tile
     keys_last = ["0", "0", "2", "0", "0", "0"]
     swapped = ["0", "1", "0"]  # S; each half of the values
-    assert sorted([waits[:6], waits[6:]]) == [keys_first, keys_last] if key[0] == "mla" else waits == swapped
+    of_consumers = [keys_last if key[4] else keys_first, keys_last]  # with an FP8 cache, no consumer takes keys first
+    assert sorted([waits[:6], waits[6:]]) == of_consumers if key[0] == "mla" else waits == swapped
     assert ("STAS.128" in code) == (key[2] > 1)  # asynchronous stores to other CTAs
     assert "UBLKCP" in code  # bulk stores
     assert ("UTMALDG.3D.MULTICAST" in code) == (key[1] > 64)
@@ -233,6 +238,8 @@ TAKEN: list[dict[str, Any]] = [
     {"layout": MemoryLayout(joinable=False)},
     {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
     {"options": tuple(sorted(unsupported.CUDA_MLA_OPTIONS))},
+    {"kv_dtype": torch.float8_e4m3fn, "options": tuple(sorted(unsupported.CUDA_MLA_OPTIONS | {"kv_scale"}))},
+    {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2, "num_qo_heads": 5, "tile_rows": 3},
 ]
 
 
@@ -240,12 +247,14 @@ TAKEN: list[dict[str, Any]] = [
 def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_mla(problem) == []
-    assert on_hopper == [one for key, one in mla.SPECIALIZATIONS.items() if key[3:] == (problem.dtype, False)]
+    assert on_hopper == [
+        one for key, one in mla.SPECIALIZATIONS.items() if key[3:] == (problem.dtype, problem.kv_dtype in FP8)
+    ]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
-    ({"kv_dtype": torch.float8_e4m3fn}, "the cache is torch.float8_e4m3fn"),
+    ({"kv_dtype": torch.float16}, "the cache is torch.float16, neither torch.bfloat16 nor FP8"),
     ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 320, "head_dim_vo": 256}, "the head is not 512 + 64 wide"),
     ({"page_size": 32}, "pages of 32 tokens are not whole KV tiles of 64"),
@@ -262,36 +271,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_reasons_one_by_one(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
     assert unsupported.cuda_mla(replace(GOOD, **fields)) == [reason]
     assert not on_hopper  # nothing is compiled for a call that another kernel runs
-
-
-FP8_TAKEN: list[dict[str, Any]] = [
-    {},
-    {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2},
-    {"num_qo_heads": 5, "tile_rows": 3},
-    {"options": tuple(sorted(unsupported.CUDA_MLA_OPTIONS | {"kv_scale"}))},
-]
-GOOD_FP8 = replace(GOOD, kv_dtype=torch.float8_e4m3fn, num_qo_heads=16)
-
-
-@pytest.mark.parametrize("fields", FP8_TAKEN, ids=str)
-def test_calls_with_an_fp8_cache_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
-    problem = replace(GOOD_FP8, **fields)
-    assert unsupported.cuda_mla_fp8(problem) == []
-    assert on_hopper == [mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, problem.dtype, True]]
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"kv_dtype": torch.bfloat16}, "the cache is torch.bfloat16, not FP8"),
-        ({"num_qo_heads": 6, "tile_rows": 3}, "query tiles have 18 packed rows, more than 16"),
-        ({"options": ("sinks",)}, "it does not implement sinks"),
-    ],
-    ids=str,
-)
-def test_reasons_of_an_fp8_cache(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
-    assert unsupported.cuda_mla_fp8(replace(GOOD_FP8, **fields)) == [reason]
-    assert not on_hopper
 
 
 def test_without_triton_nothing_combines(monkeypatch: pytest.MonkeyPatch, on_hopper: list[Specialization]) -> None:

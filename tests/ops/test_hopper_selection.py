@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("on_hopper")
 
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
 GENERAL, PREFILL, FP8_PREFILL = "triton", "cuda.prefill", "cuda.prefill_fp8"
-MLA, FP8_MLA = "cuda.mla", "cuda.mla_fp8"
+MLA = "cuda.mla"
 E4M3_PREFILL = "cuda.prefill_e4m3"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -79,8 +79,10 @@ def _lines(op: str, arguments: dict[str, Any]) -> dict[str, str]:
         _prefill(storage="fused"),
         _mla(),
         _mla(page_size=192, dtype=torch.float16, causal=True),
+        _mla(kv_dtype=E4M3, kv_scale=torch.ones(2)),
+        _mla(kv_dtype=E5M2, tile_rows=1),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, Any]]) -> None:
     kernel = MLA if call[0] == "batch_mla" else PREFILL
@@ -88,20 +90,11 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     assert _chosen(*call, lowerable=True) == GENERAL
     assert _chosen(*call, lowerable=True, images=True) == kernel
     lines = _lines(*call)
-    of_fp8 = [GENERAL, FP8_MLA] if kernel == MLA else [E4M3_PREFILL, FP8_PREFILL, GENERAL]
-    assert list(lines) == [kernel, *of_fp8, "cpu.sdpa", "reference"]
+    of_fp8 = [] if kernel == MLA else [E4M3_PREFILL, FP8_PREFILL]
+    assert list(lines) == [kernel, *of_fp8, GENERAL, "cpu.sdpa", "reference"]
     assert lines[kernel] == f"runs it, kernel {kernel.partition('.')[2]}; packages launch its image"
     assert lines[GENERAL] == "can run it, kernel prefill"
     assert lines["reference"] == "can run it"
-
-
-def test_mla_of_an_fp8_cache_has_a_kernel_that_is_asked_for_by_name() -> None:
-    call = _mla(kv_dtype=E4M3, tile_rows=1)
-    assert _chosen(*call) == GENERAL
-    by_name = _lines(call[0], call[1] | {"backend": "cuda"})
-    assert by_name[FP8_MLA].startswith("runs it, kernel mla_fp8")
-    more = _lines(*_mla(kv_dtype=E4M3, tile_rows=2))
-    assert more[FP8_MLA] == "query tiles have 32 packed rows, more than 16"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +109,6 @@ def test_mla_of_an_fp8_cache_has_a_kernel_that_is_asked_for_by_name() -> None:
         (_prefill(kv_scale=(1.0, 2.0)), "does not implement kv_scale"),
         (_prefill("ragged", kv_lens=(0, 0)), "keys and values have no elements"),
         (_mla(dtype=torch.float32), "not a 16-bit dtype"),
-        (_mla(kv_dtype=torch.float8_e4m3fn), "the cache is torch.float8_e4m3fn"),
         (_mla(dims=(256, 64)), "not 512 + 64"),
         (_mla(page_size=32), "pages of 32 tokens"),
         (_mla(shift=1), "not aligned to 16 bytes"),

@@ -31,8 +31,6 @@ DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
   return chosen;
 }
 
-DEVICE uint32 max_of_halves(uint32 a, uint32 b) { return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a >> 16, b >> 16) << 16; }
-
 DEVICE uint32 float16_pair(float low, float high) {
   return host::to_float16(low) | uint32(host::to_float16(high)) << 16;
 }

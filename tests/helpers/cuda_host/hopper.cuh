@@ -83,14 +83,6 @@ DEVICE void store_transposed(uint32 row, const uint32 (&m)[4]) {
 
 DEVICE uint32 pack(float low, float high) { return DTYPE == 2 ? bfloat16_pair(low, high) : float16_pair(low, high); }
 
-DEVICE uint32 multiply_pair(uint32 a, uint32 b) {
-  const auto value = [](uint32 pair, int half) {
-    const uint16 bits = uint16(pair >> 16 * half);
-    return DTYPE == 2 ? host::from_bfloat16(bits) : host::from_float16(bits);
-  };
-  return pack(value(a, 0) * value(b, 0), value(a, 1) * value(b, 1));
-}
-
 DEVICE void wgmma_fence() { host::wgmma_fence(); }
 DEVICE void wgmma_commit() { host::wgmma_commit(); }
 template <int PENDING>
