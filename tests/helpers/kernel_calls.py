@@ -83,6 +83,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         "batch_mla",
         SPLIT | BF16 | FP8 | LATENT | {"causal": True, "planner": {"num_ctas": 33, "tile_rows": 1}},
     ),
+    "MLA of 512 and 64, FP8 cache, clusters": ("batch_mla", BF16 | FP8 | LATENT | {"heads": (128, 1)}),
     "append FP8": ("append_kv", {"dtype": torch.float8_e5m2, "kv_layout": "HND", "page_size": 3}),
 }
 
@@ -91,7 +92,7 @@ ATTENTION_ON_CUDA = (
     "prefill of 256, options",
     *("ragged of 128", "ragged of 192/128", "single"),
     *("MLA of 512 and 64", "MLA of 512 and 64, float16", "MLA of 512 and 64, few packed rows"),
-    "MLA of 512 and 64, FP8 cache",
+    *("MLA of 512 and 64, FP8 cache", "MLA of 512 and 64, FP8 cache, clusters"),
 )
 
 ON_CUDA: dict[str, tuple[str, dict[str, Any]]] = {
