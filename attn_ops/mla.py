@@ -231,7 +231,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             if dtypes.o in FP8 and output_dtype is None:
                 dtypes.o = torch.bfloat16
         elif kv_data_type is not None:
-            as_dtype(where, "kv_data_type", kv_data_type)
+            as_dtype(where, "kv_data_type", kv_data_type)  # refuses what is no dtype
         options = bounded(where, AttentionOptions(sm_scale=scale, causal=bool(causal)))
         table = table._replace(qo_indptr=index(where, "qo_indptr", rows))
         out = None if output_dtype is None else checked_output_dtype(where, "output_dtype", output_dtype)

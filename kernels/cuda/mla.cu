@@ -73,7 +73,7 @@
 // The row maximum passes through the tiles in order: the owner of tile j continues with the row_max that it read in
 // step 9 of tile j-1. A consumer of kKeysFirst issues step 5 of its tile before step 9 of the preceding one, which
 // then overlaps step 6; the other issues it after. So one of them has a product in flight while the other computes a
-// softmax.
+// softmax. With KV_FP8 both issue it after: step 5 may wait for a conversion, and step 9 releases a stage.
 //
 // Memory after the last token may hold NaN, which a probability of 0 would not hide. Where the KV ends inside a tile,
 // each consumer sets its half of these values to 0 before it multiplies them: after step 7, and in step 9. Then all

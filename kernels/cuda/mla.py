@@ -53,11 +53,12 @@ def _kernel(name: str, **of_fp8: str) -> Kernel:
     return Kernel(f"{name}.cu", name, parameters, writes=writes, aligned=aligned)
 
 
-_OF_FP8: dict[bool, dict[str, str]] = {False: {}, True: {"kv_type": "i32", "kv_scale": "pointer"}}
-
-KERNELS = {(name, fp8): _kernel(name, **_OF_FP8[fp8]) for name in ("mla", "mla_swap_ab") for fp8 in (False, True)}
+KERNELS = {
+    (name, fp8): _kernel(name, **({"kv_type": "i32", "kv_scale": "pointer"} if fp8 else {}))
+    for name in ("mla", "mla_swap_ab")
+    for fp8 in (False, True)
+}
 """By name, and whether the cache is FP8."""
-
 
 _TILE_BYTES, _ROW_BYTES = 2 * TILE * (LATENT + ROTARY), 2 * (LATENT + ROTARY)
 

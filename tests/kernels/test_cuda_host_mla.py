@@ -18,6 +18,8 @@ from helpers.cuda_host import Host, needs_a_compiler
 from helpers.cuda_host.calls import FP8_KV, mla_op, swapped
 
 from attn_ops.ops import unsupported
+from attn_ops.plan.sizing import packed_rows_of_tile
+from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -82,13 +84,18 @@ FP8 = [
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(("seed", "case"), list(enumerate(FP8)), ids=str)
 def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clusters = splits if (case.planner or {}).get("tile_rows", 1) * case.heads <= 64 or case.heads > 128 else 1
-    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: clusters)
+    of_plan: list[int] = []
+
+    def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:
+        of_plan.append(min(splits, 2 // mla.mla_cluster(packed_rows_of_tile(PlanProblem.of(plan.problem)))))
+        return of_plan[-1]
+
+    monkeypatch.setattr(mla, "cluster_splits_of", cluster_splits_of)
     host = Host(sms=4, seed=seed)
     with host.installed():
         mla_cases.check(case, op=mla_op)
     (name,) = host.launched
-    assert f"KV_FP8=1 SPLITS={clusters}" in name
+    assert f"KV_FP8=1 SPLITS={of_plan[-1]}" in name
 
 
 @pytest.mark.parametrize("part", ["ckv_cache", "kpe_cache"])
