@@ -162,11 +162,17 @@ def test_registers_suffice_and_products_overlap(key: tuple[Any, ...]) -> None:
 SMS = 132
 
 
-def _call(rows: int = 9, heads: int = 128, page_size: int = 64, tile_rows: int | None = None) -> dict[str, Any]:
+def _call(
+    rows: int = 9,
+    heads: int = 128,
+    page_size: int = 64,
+    tile_rows: int | None = None,
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
     sizes = {"page_size": page_size, "num_qo_heads": heads, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
     planner = attn_ops.PrefillPlanner(5, 1000, 40, num_ctas=6, tile_rows=tile_rows, **sizes)
     q_nope, q_pe = torch.zeros(rows, heads, 576, dtype=torch.bfloat16).split((512, 64), -1)
-    ckv, kpe = torch.zeros(10, page_size, 576, dtype=torch.bfloat16).split((512, 64), -1)
+    ckv, kpe = torch.zeros(10, page_size, 576).to(kv_dtype).split((512, 64), -1)
     tensors = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv, "kpe_cache": kpe, "plan": list(planner.state)}
     return tensors | {"workspace": planner.workspace}
 
@@ -202,12 +208,15 @@ def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
 @needs_nvrtc
 @needs_the_module
 @pytest.mark.usefixtures("without_combine")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize(("heads", "function"), [(128, "mla"), (12, "mla_swap_ab")])
 def test_a_package_takes_any_number_of_rows(
-    heads: int, function: str, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    heads: int, function: str, kv_dtype: torch.dtype, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
-    fixed = _call(50, heads, tile_rows=1)
+    fixed = _call(50, heads, tile_rows=1, kv_dtype=kv_dtype)
+    if kv_dtype in FP8:
+        fixed["kv_scale"] = torch.tensor([0.5, 2.0])
 
     def call(rows: Tensor) -> Tensor:
         q = {name: rows.new_zeros(rows.shape[0], heads, n) for name, n in (("q_nope", 512), ("q_pe", 64))}

@@ -59,7 +59,6 @@ KINDS = {
     ),
     "mla": Kind("batch_mla", ("mla", "combine_prefill_kernel"), (128, 1), (576, 512), 64, {}),
 }
-FP8_PREFILL = KINDS["prefill"]._replace(kv_dtype=torch.float8_e4m3fn)
 
 
 class Attend(nn.Module):
@@ -130,7 +129,7 @@ def _call(built_planner: Any, kind: Kind, case: int) -> Call:
         for rows, t in zip(q.split(qo_lens), tokens, strict=True)
     ]
     if latent:
-        tensors = (*q.split((512, 64), -1), *cache[:, :, 0].split((512, 64), -1))
+        tensors = (*q.split((512, 64), -1), *cache[:, :, 0].to(kind.kv_dtype).split((512, 64), -1))
     else:
         tensors = (q, *cache.to(kind.kv_dtype).split(kind.dims, -1))
     on_gpu = tuple(t.contiguous().cuda() for t in tensors)
@@ -244,9 +243,10 @@ def test_in_python(built: Built, tmp_path: Path) -> None:
     _assert_equal([*expected, *expected], results, "in Python")
 
 
-def test_fp8_keys_and_values_are_read_by_the_kernel_of_eager_calls(tmp_path: Path) -> None:
-    """``auto`` takes the same one in the package: its query tiles have 256 packed rows."""
-    built = _build(FP8_PREFILL, tmp_path)
+@pytest.mark.parametrize("name", ["prefill", "mla"])
+def test_fp8_keys_and_values_are_read_by_the_kernel_of_eager_calls(name: str, tmp_path: Path) -> None:
+    """``auto`` takes the same one in the package."""
+    built = _build(KINDS[name]._replace(kv_dtype=torch.float8_e4m3fn), tmp_path)
     test_the_package_contains_the_images(built)
     test_in_python(built, tmp_path)
 
