@@ -44,9 +44,10 @@
 //     3.  [producer KV]   wait for empty[own], an arrival of each warp that read it in CLUSTER CTAs; load the quarters
 //                         of V[own], this CTA's blocks of 64 columns, to these CTAs; they complete their full
 //     4.  [producer KV]   wait for empty[peer]; the same for V[peer]. The rotary columns count for the last quarter.
-//                         With KV_FP8, in place of steps 3 and 4: wait for empty[peer]; load the quarters, this CTA's
-//                         half of them, into V[peer] of these CTAs; they complete their fp8_full
-//         [converters]    wait for empty[own]; quarter by quarter, those of V[own] first: wait for fp8_full; convert the
+//                         With KV_FP8, in place of steps 3 and 4: wait for empty[own]; load the quarters, this CTA's
+//                         half of them, into V[own] of these CTAs, and when empty[peer] is complete, the rotary columns;
+//                         they complete their fp8_full
+//         [converters]    wait for empty[peer]; quarter by quarter, those of V[peer] first: wait for fp8_full; convert the
 //                         tokens of this warp, in the stage; arrive on full
 //     5.  [consumer own]  quarter by quarter: wait for full; issue S_j = Q K_j^T
 //     6.  [consumer own]  wait for S_j; mask, online softmax: store row_max for the peer; P_j and alpha

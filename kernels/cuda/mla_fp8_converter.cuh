@@ -64,8 +64,7 @@ struct Conversion {
   }
 };
 
-// One warpgroup: all tiles of the CTA, quarter by quarter. ALTERNATE: of every second tile the upper half of the latent
-// columns is converted first.
+// One warpgroup: all tiles of the CTA, quarter by quarter, in the order of `first_half`.
 template <bool ALTERNATE, Fp8Type TYPE, class Shared>
 DEVICE void convert_tiles_of(Shared& shared) {
   for (uint32 number = 0;; ++number) {

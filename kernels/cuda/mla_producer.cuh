@@ -67,7 +67,7 @@ DEVICE void end_fp8_tiles(Shared& shared, uint32 number) {
 
 // One warp: the KV tiles of all units. Page numbers are loaded for 32 tiles at a time, and 32 tiles ahead. At the end
 // it waits until all CTAs of the cluster have read what it loaded, and their arrivals at barriers of this one are here.
-// ALTERNATE: of every second tile the upper half of the latent columns is loaded first.
+// ALTERNATE: as of `first_half`.
 template <int CTAS, bool ALTERNATE, class Shared>
 DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int rank) {
   const int lane = threadIdx.x % 32;

@@ -37,10 +37,10 @@
 // mainloop, for each KV tile j of the unit
 //     3.  [producer KV]   half by half: wait for empty; load its two quarters; they complete their full. The rotary
 //                         columns count for the last quarter.
-//                         With KV_FP8, wait for empty of the upper half; load the quarters into it; they complete their
-//                         fp8_full
-//         [converters]    wait for empty of the lower half; quarter by quarter: wait for fp8_full; convert the tokens of
-//                         this warp, in the stage; arrive on full
+//                         With KV_FP8, wait for empty of the lower half; load the quarters into it, and when the upper
+//                         half is empty, the rotary columns; they complete their fp8_full
+//         [converters]    wait for empty of the upper half; quarter by quarter, the upper ones first: wait for fp8_full;
+//                         convert the tokens of this warp, in the stage; arrive on full
 //     4.  [consumer]      quarter by quarter: wait for full; issue S^T = K_j Q^T
 //     5.  [consumer]      wait for S^T; mask; maxima over the tokens of each warp, then over the warps by shared memory;
 //                         online softmax; store P^T as a K-major operand; rescale O^T, if a row_max has changed
