@@ -35,7 +35,7 @@ struct Conversion {
   int row = threadIdx.x % 32 / 4, chunk = threadIdx.x % 4;
   uint32 to = tile.stage + (warp * kConvertedTokens + row) * kRowBytes + (chunk * 2 ^ row) * 16;  // in block 0
 
-  // N chunks: chunk j from `from(j)`, into the two at `to(j)`. They may overlap those of other lanes and j.
+  // N chunks: chunk j from `from(j)`, into the two at `to(j)`, which may overlap what any lane of the warp loads here.
   template <int N, class From, class To>
   DEVICE void convert(From from, To to) const {
     uint4 x[N];

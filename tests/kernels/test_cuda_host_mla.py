@@ -101,7 +101,7 @@ def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, splits: int, monkey
 @pytest.mark.parametrize("part", ["ckv_cache", "kpe_cache"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_nan_in_an_fp8_cache_stays_nan(dtype: torch.dtype, part: str) -> None:
-    """Most numbers are converted by instructions that would make a number of NaN."""
+    """In the request that has it, and in no other one."""
     sizes = {"page_size": 64, "num_qo_heads": 8, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
     planner = attn_ops.PrefillPlanner(2, 2, 4, **sizes, num_ctas=0, tile_rows=1)
     plan = planner.plan(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [0, 2, 4], range(4), [36, 36])))
