@@ -28,12 +28,11 @@ from attn_ops.plan.planner_base import (
     validates,
 )
 from attn_ops.plan.sizing import (
-    MAX_PACKED_ROWS,
     count_splits,
     ctas_per_head,
-    least_packed_rows,
     max_splits_for,
     most_tiles,
+    packed_rows_of_tiles,
     rows_per_tile,
     splits_per_head,
 )
@@ -202,8 +201,8 @@ class PrefillPlanner(PlannerBase):
         causal: plan for causal attention, so that keys after a tile's rows cost no work.
         window_right: plan for a window on the right, so that keys after it cost no work; -1 for no window. It has no
             effect with ``causal``.
-        tile_rows: query rows of a query tile; default 256 over the query heads per KV head, or fewer if
-            ``max_tokens`` is less than that per request.
+        tile_rows: query rows of a query tile; default 256 over the query heads per KV head, 384 with heads of 64 on
+            Hopper, or fewer if ``max_tokens`` is less than that per request.
         num_ctas: capacity for splits: work items of one KV head that tiles are split into for load balance. It is taken
             for twice the query tiles that the device computes at a time, or for one and a half times with head dims of
             values over 128. 0 never splits; default by the device, and for MLA on Hopper by ``max_batch`` and
@@ -261,7 +260,7 @@ class PrefillPlanner(PlannerBase):
                 "page_size 1 and a number of tokens",
                 "give max_kv_len, or max_pages for a paged cache",
             )
-        rows = MAX_PACKED_ROWS if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
+        rows = None if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         super().__init__()
         self.context = context
         in_range("max_batch", max_batch)
@@ -269,10 +268,12 @@ class PrefillPlanner(PlannerBase):
         in_range("max_pages", max_pages, least=0)
         in_range("cache_pages", cache_pages)
         in_range("num_ctas", num_ctas, least=0)
+        self.device = torch.empty(0, device=device).device
         if tile_rows is None:
             replicas = max(1, head_shards) if num_kv_heads == 1 else 1
-            least = least_packed_rows(max(head_dim, head_dim_vo or 0))
-            tile_rows = rows_per_tile(num_qo_heads // replicas, num_kv_heads, rows, least)
+            dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
+            sizes = packed_rows_of_tiles(*dims, self.device)
+            tile_rows = rows_per_tile(num_qo_heads // replicas, num_kv_heads, rows, sizes)
         self.problem = planner_problem(
             fixed_split_size=fixed_split_size,
             window_left=window_left,
@@ -289,7 +290,6 @@ class PrefillPlanner(PlannerBase):
         )
         of_rank = rank_problem(self.problem, head_shards)
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
-        self.device = torch.empty(0, device=device).device
         prepare(self.device)
         max_splits = num_ctas
         if max_splits is None:

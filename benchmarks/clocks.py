@@ -26,6 +26,7 @@ from benchmarks.prefill_rows import MLA_ROWS, PREFILL_FP8_ROWS, PREFILL_ROWS
 from benchmarks.timing import Call
 
 CONSUMERS = {"consumer 0": (4, 5, 6, 7), "consumer 1": (8, 9, 10, 11)}
+CONSUMER_2 = {"consumer 2": (12, 13, 14, 15)}
 CONSUMERS_AFTER_CONVERTERS = {name: tuple(warp + 4 for warp in warps) for name, warps in CONSUMERS.items()}
 CONVERTERS = {"converter K": (4, 5), "converter V": (6, 7)}
 MLA_PRODUCERS = {"producer KV": (0,), "producer Q": (2,)}
@@ -37,6 +38,7 @@ ROLES = {
     "mla, one consumer": {**MLA_PRODUCERS, "consumer 0": CONSUMERS["consumer 0"]},
     "mla, one consumer KV_FP8": {**MLA_PRODUCERS, "converter": (4, 5, 6, 7), "consumer 0": CONSUMERS["consumer 1"]},
     "prefill": {**PREFILL_PRODUCERS, **CONSUMERS},
+    "prefill, three consumers": {**PREFILL_PRODUCERS, **CONSUMERS, **CONSUMER_2},
     "prefill KV_FP8": {
         **PREFILL_PRODUCERS,
         **CONVERTERS,
@@ -161,7 +163,9 @@ def _roles(kernel: str, row: Any) -> str:
     if kernel == "mla":
         consumers = "mla" if mla.units_of(row.num_heads).kernel == kernel else "mla, one consumer"
         return f"{consumers} KV_FP8" if row.fp8 else consumers
-    return "prefill KV_FP8" if row.fp8 and not row.fp8_query else "prefill"
+    if row.fp8:
+        return "prefill" if row.fp8_query else "prefill KV_FP8"
+    return "prefill, three consumers" if prefill.TILES[row.head_dim, row.head_dim_vo].consumers == 3 else "prefill"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -497,7 +497,7 @@ def measured(table: PageTable, spec: PlanSpec) -> tuple[PageTable, BatchSize]:
     trimmed, size = table.measured(spec.page_size)
     if spec.fixed_split_size is None or spec.decode:
         return trimmed, size
-    problem = problem_of(spec, size.kv_len or 1)
+    problem = problem_of(spec, table.kv_indptr.device, size.kv_len or 1)
     return trimmed, size._replace(splits=count_splits(problem, *table.lengths(spec.page_size)))
 
 

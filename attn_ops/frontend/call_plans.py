@@ -20,9 +20,9 @@ from attn_ops.plan.page_table import uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.sizing import (
     ctas_per_head,
-    least_packed_rows,
     max_splits_for,
     most_tiles,
+    packed_rows_of_tiles,
     rows_per_tile,
     splits_per_head,
     tiles_per_wave,
@@ -47,10 +47,10 @@ MIN_IDLE_BLOCKS = 64
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 
-def problem_of(spec: PlanSpec, max_kv_len: int, rows: int = 1) -> PlanProblem:
+def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int = 1) -> PlanProblem:
     """``rows``: query rows of a request, approximately."""
-    least = least_packed_rows(max(spec.head_dim_qk, spec.head_dim_vo))
-    tile_rows = spec.tile_rows or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows, least)
+    sizes = packed_rows_of_tiles(spec.head_dim_qk, spec.head_dim_vo, device)
+    tile_rows = spec.tile_rows or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows, sizes)
     return PlanProblem(
         page_size=spec.page_size,
         num_qo_heads=spec.num_qo_heads,
@@ -70,7 +70,7 @@ def splits_pay(spec: PlanSpec, rows: int, kv_len: int, device: torch.device) -> 
 
     Without splits, the CTAs that the last wave of query tiles leaves idle could read the keys that all tiles see.
     """
-    if spec.num_kv_heads == 0 or splits_per_head(device, problem_of(spec, kv_len)) == 0:
+    if spec.num_kv_heads == 0 or splits_per_head(device, problem_of(spec, device, kv_len)) == 0:
         return False
     keys = kv_len - rows if keys_ahead(spec.causal, spec.window_right) else kv_len
     if spec.window_left >= 0:
@@ -78,7 +78,7 @@ def splits_pay(spec: PlanSpec, rows: int, kv_len: int, device: torch.device) -> 
     least = MIN_IDLE_BLOCKS * KV_BLOCK
     if not decide(keys >= least):  # before the tiles, whose size is another condition on symbolic sizes
         return False
-    problem = problem_of(spec, kv_len, rows)
+    problem = problem_of(spec, device, kv_len, rows)
     wave, tiles = tiles_per_wave(problem, splits_per_head(device, problem)), full_tiles(problem, rows)
     idle_tiles = (tiles + wave - 1) // wave * wave - tiles
     return decide(keys * idle_tiles >= least * wave)
@@ -115,9 +115,10 @@ def _last_page_len(plan: DecodePlan | PrefillPlan) -> Tensor:
 
 def with_rows(plan: DecodePlan, spec: PlanSpec, batch: int, rows: int) -> PrefillPlan:
     """The first ``batch`` requests in a new plan of ``spec``, a prefill of ``rows`` query rows of each."""
-    problem = problem_of(spec, PlanProblem.of(plan.problem).max_kv_len, rows)
-    pages, qo_indptr = plan.kv_indices.shape[0], uniform_indptr(batch, rows, plan.kv_len.device)
-    splits = splits_per_head(qo_indptr.device, problem, most_tiles(problem, batch, batch * rows))
+    device = plan.kv_len.device
+    problem = problem_of(spec, device, PlanProblem.of(plan.problem).max_kv_len, rows)
+    pages, qo_indptr = plan.kv_indices.shape[0], uniform_indptr(batch, rows, device)
+    splits = splits_per_head(device, problem, most_tiles(problem, batch, batch * rows))
     if problem.split:
         splits = max_splits_for(problem, batch, batch * rows, pages * spec.page_size)
     table = plan.kv_indptr[: batch + 1], plan.kv_indices, _last_page_len(plan)[:batch]
@@ -168,7 +169,7 @@ class BlockTables(NamedTuple):
         page_size, device = self.spec.page_size, self.block_tables.device
         kv_lens = self.seq_lens if self.keys is None else self.keys.visible(self.seq_lens)
         table = call_op("page_table", self.block_tables, kv_lens, page_size)
-        problem = problem_of(self.spec, width * page_size, -(-self.rows // batch))
+        problem = problem_of(self.spec, device, width * page_size, -(-self.rows // batch))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
             ctas = ctas_per_head(device, self.spec.num_kv_heads)
@@ -210,11 +211,10 @@ class RaggedLengths(NamedTuple):
     def plan(self) -> PrefillPlan:
         batch = max(1, self.qo_indptr.shape[0] - 1)
         longest = self.keys if self.max_kv_len is None else self.max_kv_len
-        problem = problem_of(self.spec, longest, -(-self.rows // batch))
+        device = self.qo_indptr.device
+        problem = problem_of(self.spec, device, longest, -(-self.rows // batch))
         table = self.kv_indptr, self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
-        return _prefill(
-            problem, self.qo_indptr, table, (batch, self.rows, 0), splits_per_head(self.qo_indptr.device, problem)
-        )
+        return _prefill(problem, self.qo_indptr, table, (batch, self.rows, 0), splits_per_head(device, problem))
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
         return with_workspace(self.plan()), options

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.planner_base import WORKSPACE
-from attn_ops.plan.sizing import MAX_PACKED_ROWS, MLA_HEAD_DIMS, power_of_two_from, rows_per_tile
+from attn_ops.plan.sizing import MLA_HEAD_DIMS, power_of_two_from, rows_per_tile
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
@@ -53,7 +53,7 @@ class PlanSpec(NamedTuple):
         """Query rows of a prefill tile if they must not depend on the batch, else None."""
         if not self.unsplit and self.fixed_split_size is None:
             return None
-        return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows or MAX_PACKED_ROWS)
+        return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows)
 
 
 class SizedPlanner(NamedTuple):

@@ -7,6 +7,7 @@ query tiles of a batch and their splits of fixed size, on any device.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,11 +30,20 @@ CTA_MULTIPLE = 8
 MIN_PACKED_ROWS, MAX_PACKED_ROWS = 64, 256
 """Packed rows (query rows times query heads per KV head) of a prefill tile by default."""
 
-MLA_PACKED_ROWS = 16
-"""The fewest packed rows of a tile for heads above :data:`LARGE_HEAD_DIM`: of a unit of ``cuda.mla`` for few heads."""
+PACKED_ROWS = (MIN_PACKED_ROWS, 128, MAX_PACKED_ROWS)
+"""Packed rows of query tiles by default: the fewest that hold a request, or the most."""
+
+MLA_PACKED_ROWS = (16, 32, *PACKED_ROWS)
+"""The same for heads above :data:`LARGE_HEAD_DIM`. A unit of ``cuda.mla`` for few heads has 16."""
+
+THREE_CONSUMERS_PACKED_ROWS = (MIN_PACKED_ROWS, 192, 384)
+"""The same for heads of :data:`THREE_CONSUMERS_HEAD_DIM` on Hopper."""
 
 CTA_PACKED_ROWS = 128
 """Packed rows that a CTA of a prefill kernel holds."""
+
+THREE_CONSUMERS_HEAD_DIM, THREE_CONSUMERS_CTA_PACKED_ROWS = 64, 192
+"""Head dim of the CUDA prefill kernel with three consumers, and packed rows that a CTA of it holds."""
 
 HOPPER = 9
 """Major compute capability of the GPUs whose prefill kernel has one CTA per SM, also for few packed rows."""
@@ -54,22 +64,26 @@ def power_of_two_from(size: int) -> int:
 
 
 def rows_per_tile(
-    num_qo_heads: int, num_kv_heads: int, rows: int = MAX_PACKED_ROWS, least: int = MIN_PACKED_ROWS
+    num_qo_heads: int, num_kv_heads: int, rows: int | None = None, packed_rows: Sequence[int] = PACKED_ROWS
 ) -> int:
     """Default ``tile_rows`` of a prefill plan, in query rows.
 
-    ``rows`` is the number of query rows of a request, ``least`` the smallest number of packed rows.
+    ``rows`` is the number of query rows of a request, or None for the largest tile. ``packed_rows`` are the sizes of
+    tiles, ascending.
     """
     group = max(1, num_qo_heads // max(1, num_kv_heads))  # the head counts are checked later, with a message
-    packed_rows = least
-    while packed_rows < MAX_PACKED_ROWS and not decide(rows * group <= packed_rows):
-        packed_rows *= 2
-    return max(1, packed_rows // group)
+    for size in packed_rows[:-1]:
+        if rows is not None and decide(rows * group <= size):
+            return max(1, size // group)
+    return max(1, packed_rows[-1] // group)
 
 
-def least_packed_rows(head_dim: int) -> int:
-    """``least`` of :func:`rows_per_tile`, of a plan whose splits do not have a fixed size."""
-    return MLA_PACKED_ROWS if head_dim > LARGE_HEAD_DIM else MIN_PACKED_ROWS
+def packed_rows_of_tiles(head_dim_qk: int, head_dim_vo: int, device: torch.device) -> tuple[int, ...]:
+    """``packed_rows`` of :func:`rows_per_tile`, of a plan whose splits do not have a fixed size."""
+    if max(head_dim_qk, head_dim_vo) > LARGE_HEAD_DIM:
+        return MLA_PACKED_ROWS
+    three_consumers = head_dim_qk == head_dim_vo == THREE_CONSUMERS_HEAD_DIM and is_hopper(device)
+    return THREE_CONSUMERS_PACKED_ROWS if three_consumers else PACKED_ROWS
 
 
 def has_large_head_dim(problem: PlanProblem) -> bool:
@@ -80,9 +94,20 @@ def packed_rows_of_tile(problem: PlanProblem) -> int:
     return problem.tile_rows * problem.num_qo_heads // problem.num_kv_heads
 
 
+def cta_packed_rows(problem: PlanProblem) -> int:
+    """Packed rows that a CTA of a prefill kernel holds.
+
+    Heads of 64 have those of the CUDA kernel on every device: tiles of :data:`PACKED_ROWS` take as many CTAs with 128.
+    """
+    if has_large_head_dim(problem):
+        return MIN_PACKED_ROWS
+    three_consumers = problem.head_dim_qk == problem.head_dim_vo == THREE_CONSUMERS_HEAD_DIM
+    return THREE_CONSUMERS_CTA_PACKED_ROWS if three_consumers else CTA_PACKED_ROWS
+
+
 def ctas_of_tile(problem: PlanProblem) -> int:
     """CTAs that compute a query tile for one KV head, each a part of its packed rows."""
-    return -(-packed_rows_of_tile(problem) // (MIN_PACKED_ROWS if has_large_head_dim(problem) else CTA_PACKED_ROWS))
+    return -(-packed_rows_of_tile(problem) // cta_packed_rows(problem))
 
 
 def mla_cluster(packed_rows: int) -> int:
@@ -121,13 +146,16 @@ def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:
     return cluster_splits(sms, problem, at_least(tiles, tiles_per_wave(problem, max_splits)))
 
 
+def is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_properties(device).major == HOPPER
+
+
 @functools.cache  # one entry for each device
 def hopper_sms(device: torch.device) -> int:
     """SMs of a Hopper GPU, 0 for another device."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 0
-    gpu = torch.cuda.get_device_properties(device)
-    return gpu.multi_processor_count if gpu.major == HOPPER else 0
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_hopper(device) else 0
 
 
 def planned_cluster_splits(plan: PrefillPlan) -> int:

@@ -196,6 +196,14 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Keeps exponentials before the next wait for WGMMA, behind which the assembler moves them unless a loop before it depends
+// on them. This loop runs while `sum` is negative, which no sum of probabilities is: it costs a branch.
+DEVICE void keep_before(float sum) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\nL:\n@!p bra D;\nnanosleep.u32 100;\nbra L;\nD:\n}" ::"f"(sum)
+      : "memory");
+}
+
 // The compiler moves no use of the accumulator over this.
 template <int N>
 DEVICE void fence_registers(float (&d)[N]) {

@@ -1,5 +1,5 @@
-// Prefill on Hopper: persistent and warp-specialised, one producer and two consumer warpgroups in each CTA, and with FP8
-// keys and values one of converters.
+// Prefill on Hopper: persistent and warp-specialised, one producer and kConsumers consumer warpgroups in each CTA, and with
+// FP8 keys and values one of converters.
 //
 // Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16) and at most one of
 //     KV_FP8  1 if keys and values are FP8, and converted to the type of the query
@@ -7,9 +7,8 @@
 // Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
-// unit is a block of packed rows of one work item for one KV head: 128 of them, 64 for each consumer. If a work item
-// has 64 at most, a unit has 64: both consumers have all of them, take alternate KV tiles and reduce their states at
-// the end (`split_kv`).
+// unit is a block of packed rows of one work item for one KV head: 64 for each consumer. If a work item has 64 at most,
+// a unit has 64: two consumers have all of them, take alternate KV tiles and reduce their states at the end (`split_kv`).
 //
 // Roles
 // -----
@@ -20,6 +19,8 @@
 //                   thread is the scheduler, which passes the units of the CTA to the producers. With FP8 products they
 //                   also transpose values
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
+// warpgroup 3       consumer 2, with heads of 64 in 16 bits, whose consumers take fewer registers. It has no rows if blocks
+//                   of a work item have at most 128
 //
 // With FP8 keys and values, consumers are warpgroups 2 and 3:
 // warps 4, 5        converters K: FP8 keys into the ring
@@ -115,10 +116,10 @@ namespace attn_ops {
 //     an arrival of each converter. fp8_full and fp8_empty, one for each FP8 tile: as full barriers without FP8, and an
 //     arrival of each converter. k_empty and v_empty, one for each stage: an arrival of each warp that reads
 //     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
-//     q_empty: an arrival of each consumer warp. unit_full: an arrival of the scheduler. unit_empty: an arrival of
+//     q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the scheduler. unit_empty: an arrival of
 //     producers K and V each, and of each thread that loads queries; with FP8 products of each producer warp.
-//     staging: an arrival of producer V, and the bytes. A named barrier of all consumer threads, around the exchange of
-//     step 12. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
+//     staging: an arrival of producer V, and the bytes. A named barrier of the threads of two consumers, around the exchange
+//     of step 12. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
 //     transposes, and t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
@@ -151,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const float* kv_scale,                    // [2] or null
 #endif
     int tile_rows,                            // query rows of a work item
+    int unit_rows,                            // packed rows of a unit: 64, or 64 for each consumer that has rows
     int num_items,
 #if CLOCKS
     int out_type, uint64* clocks) {
@@ -163,12 +165,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
       .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,
       .max_items = max_items, .max_batch = max_batch, .num_kv_heads = num_kv_heads, .group = group,
-      .page_size = page_size, .box = box, .tile_rows = tile_rows, .num_items = num_items,
+      .page_size = page_size, .box = box, .tile_rows = tile_rows, .unit_rows = unit_rows, .num_items = num_items,
       .slots = slots, .queue = queue,
   };
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
-    const int readers = kConsumerWarps * (p.split_kv() ? 1 : 2);
+    const int readers = kConsumerWarps * (p.block_rows() / kPackedRows);
     const int writers = KV_FP8 ? kWarpsOfTensor : 1;
     for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
@@ -188,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     for (int& end : shared.fp8_end) end = 0;
 #endif
     for (uint64& barrier : shared.q_full) init_barrier(shared_address(&barrier), q_box_rows ? 1 : kQueryThreads);
-    for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), 2 * kConsumerWarps);
+    for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), p.consumers() * kConsumerWarps);
     init_barrier(shared_address(&shared.unit_full), 1);
     init_barrier(shared_address(&shared.unit_empty),
                  Q_FP8 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));
@@ -222,7 +224,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #if !KV_FP8 && !Q_FP8
     constexpr const float* kv_scale = nullptr;
 #endif
-    consume((warp - kFirstConsumerWarp) / kConsumerWarps, p, {scale, cap, {sinks, out, lse, partial, out_type, kv_scale}}, shared);
+    const int consumer = (warp - kFirstConsumerWarp) / kConsumerWarps;
+    if (kConsumers == 2 || consumer < p.consumers())
+      consume(consumer, p, {scale, cap, {sinks, out, lse, partial, out_type, kv_scale}}, shared);
   }
   stop_clocks();
 }

@@ -26,7 +26,7 @@ from attn_ops.ops.unsupported import CUDA_PREFILL_FP8_HEAD_DIMS, CUDA_PREFILL_HE
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
-"""Packed rows of a consumer warpgroup, of which a CTA has two."""
+"""Packed rows of a consumer warpgroup."""
 
 NO_WINDOW = 1 << 30
 """``kNone`` of the source."""
@@ -45,7 +45,7 @@ def _kernel(**of_fp8: str) -> Kernel:
         **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size"), "i32"),
         **dict.fromkeys(("box", "k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
         **of_fp8,
-        **dict.fromkeys(("tile_rows", "num_items", "out_type"), "i32"),
+        **dict.fromkeys(("tile_rows", "unit_rows", "num_items", "out_type"), "i32"),
     }
     return Kernel("prefill.cu", "prefill", parameters, writes=("out", "lse", "partial"), aligned=("q", "out"))
 
@@ -58,6 +58,7 @@ Q_FP8_KERNEL = _kernel(kv_scale="pointer")
 class Tile(NamedTuple):
     """Sizes of a pair of head dims, ``kTile``, ``kKeyStages``, ``kValueStages`` and ``kQueries`` of the source.
 
+    consumers          ``kConsumers``: consumer warpgroups
     box                ``kRaggedBox``: most tokens of a TMA box of keys and values. Boxes after the last token are not
                        read, and values after it in the last box are cleared; but a box, with ragged KV of 64 columns,
                        is an instruction
@@ -72,18 +73,24 @@ class Tile(NamedTuple):
     box: int
     transposed_stages: int = 0
     converted: bool = False
+    consumers: int = 2
 
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int) -> int:
         """Shared memory of a CTA: query buffers, rings, and a KiB for statistics and barriers."""
-        rows = self.queries * 2 * PACKED_ROWS * dim_qk
+        rows = self.queries * self.consumers * PACKED_ROWS * dim_qk
         of_token = self.key_stages * dim_qk + (self.value_stages + self.transposed_stages) * dim_vo
         fp8 = self.tokens * (dim_qk + dim_vo) if self.converted else 0
         return itemsize * (rows + self.tokens * of_token) + fp8 + 1024
 
     @property
     def threads(self) -> int:
-        """Of a CTA: a warpgroup of producers and two of consumers, with FP8 KV that is converted one of converters."""
-        return 512 if self.converted else 384
+        """Of a CTA: a warpgroup of producers, those of consumers, and one of converters where FP8 KV is converted."""
+        return 128 * (1 + self.converted + self.consumers)
+
+    def unit_rows(self, packed_rows: int) -> int:
+        """Packed rows of a unit: those of a work item in as few units as hold them, of equal size."""
+        parts = -(-packed_rows // PACKED_ROWS)
+        return -(-parts // -(-parts // self.consumers)) * PACKED_ROWS
 
     @property
     def row_bytes(self) -> int:
@@ -92,7 +99,7 @@ class Tile(NamedTuple):
 
 
 TILES = {
-    (64, 64): Tile(192, 4, 4, 2, 64),
+    (64, 64): Tile(128, 4, 4, 2, 64, consumers=3),
     (128, 128): Tile(128, 2, 2, 2, 32),
     (192, 128): Tile(128, 2, 2, 1, 128),
     (256, 256): Tile(64, 3, 2, 1, 32),
@@ -202,13 +209,15 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     fp8 = x.k.dtype in FP8
-    of_kv = kv_arguments(x, paged, page_size, tile_of(dims, x.q.dtype, fp8))
+    tile = tile_of(dims, x.q.dtype, fp8)
+    of_kv = kv_arguments(x, paged, page_size, tile)
     if fp8:
         of_kv["kv_scale"] = o.kv_scale
         if x.q.dtype not in FP8:
             of_kv["kv_type"] = FP8_TYPES[x.k.dtype]
     q_map, q_box_rows = query_map(x.q, group)
-    num_units = num_items * num_kv_heads * -(-tile_rows * group // (2 * PACKED_ROWS))
+    unit_rows = tile.unit_rows(tile_rows * group)
+    num_units = num_items * num_kv_heads * -(-tile_rows * group // unit_rows)
     launch(
         SPECIALIZATIONS[(*dims, paged, x.q.dtype, fp8)],
         (persistent_grid(num_units, x.q.device),),
@@ -235,6 +244,7 @@ def launch_tiles(
         group=group,
         page_size=page_size,
         tile_rows=tile_rows,
+        unit_rows=unit_rows,
         num_items=num_items,
         out_type=0 if out.dtype == LIKE_QUERY[x.q.dtype] else OUT_TYPES[out.dtype],
     )

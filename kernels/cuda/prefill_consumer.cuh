@@ -56,10 +56,9 @@ DEVICE uint32 columns_before(int end) {
   end = max(min(end, kTile), 0);
   return static_cast<uint32>((uint64(1) << (end / 8 * 2 + min(end % 8, 2))) - 1);
 }
+static_assert(kTile <= 128);
 
-// By bits, of which an instruction makes seven predicates, where 32 bits suffice.
-constexpr bool kMaskByBits = kTile <= 128;
-
+// By bits, of which an instruction makes seven predicates.
 DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -68,11 +67,8 @@ DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 #pragma unroll
     for (int i = 0; i < kTile / 8; ++i)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int token = 8 * i + c;
-        const bool hidden = kMaskByBits ? !(visible >> (2 * i + c) % 32 & 1) : token < low || token >= count;
-        if (hidden) logits[4 * i + 2 * r + c] = -kInfinity;
-      }
+      for (int c = 0; c < 2; ++c)
+        if (!(visible >> (2 * i + c) & 1)) logits[4 * i + 2 * r + c] = -kInfinity;
   }
 }
 
@@ -91,11 +87,11 @@ DEVICE float update_max(const Logits& logits, Rows& rows, float factor, float (&
   return anchor;
 }
 
-// Then its logits become probabilities.
-template <int ROW>
+// Then its logits become probabilities: those of tokens 8 * BEGIN to 8 * END of the tile.
+template <int ROW, int BEGIN = 0, int END = kTile / 8>
 DEVICE void exponentiate(Logits& logits, Rows& rows, float factor, float anchor) {
 #pragma unroll
-  for (int i = 0; i < kTile / 8; ++i)
+  for (int i = BEGIN; i < END; ++i)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float& x = logits[4 * i + 2 * ROW + c];
@@ -315,12 +311,13 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         fence_registers(logits);
         arrive_by_warp(k_empty + number % kKeyStages * 8);
         mark(kQk);
-        // O += P V of the tile before, which is complete already. Without a loop here, and unless that depends on the sum
-        // of row 0, the assembler may move the exponentials behind the wait. The sum is not negative: the barrier is the
-        // same.
-        const auto finish_previous = [&] {
-          const bool negative = rows.row_sum[0] < 0;
-          wait(v_full.of(previous) + negative, v_full.parity(previous));
+        // O += P V of the tile before, which is complete already. The assembler would move exponentials behind the wait for
+        // it: see keep_before. With wide heads a barrier that is complete is waited for again, which takes fewer registers.
+        const auto finish_previous = [&](float kept) {
+          if (kFinishEarly)
+            keep_before(kept);
+          else
+            wait(v_full.of(previous) + (rows.row_sum[0] < 0), v_full.parity(previous));
           wgmma_wait<0>();
           finish_pv(output, partial, probabilities, values_of(previous), alpha_before);
           arrive_by_warp(v_empty + previous % kPvStages * 8);
@@ -328,13 +325,18 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
           round_row<0>(probabilities, logits);
         };
         mask_tile(start + tile * kTile);
-        exponentiate<0>(logits, rows, factor, update_max<0>(logits, rows, factor, alpha));
-        const float anchor = update_max<1>(logits, rows, factor, alpha);
-        if (kFinishEarly) finish_previous();
-        exponentiate<1>(logits, rows, factor, anchor);
+        // The last quarter of row 0 fills the latency of keep_before.
+        constexpr int kKept = kTile / 8 * 3 / 4;
+        const float anchor_0 = update_max<0>(logits, rows, factor, alpha);
+        exponentiate<0, 0, kKept>(logits, rows, factor, anchor_0);
+        const float kept = rows.row_sum[0];
+        exponentiate<0, kKept>(logits, rows, factor, anchor_0);
+        const float anchor_1 = update_max<1>(logits, rows, factor, alpha);
+        if (kFinishEarly) finish_previous(kept);
+        exponentiate<1>(logits, rows, factor, anchor_1);
         fence_registers(logits);
         mark(kSoftmax);
-        if (!kFinishEarly) finish_previous();
+        if (!kFinishEarly) finish_previous(kept);
         alpha_before[0] = alpha[0], alpha_before[1] = alpha[1];
         round_row<1>(probabilities, logits);
         mark(kPv);

@@ -18,8 +18,8 @@ constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 // Sizes by head dims are those of TILES, KV_FP8_TILES and FP8_TILES in prefill.py.
-constexpr int kTile =  // tokens of a KV tile
-    kDimVo > 128 || (KV_FP8 && kDimQk > 128) ? 64 : kDimQk == 64 && !KV_FP8 && !kFp8Products ? 192 : 128;
+constexpr int kConsumers = kDimQk == 64 && !KV_FP8 && !kFp8Products ? 3 : 2;
+constexpr int kTile = kDimVo > 128 || (KV_FP8 && kDimQk > 128) ? 64 : 128;  // tokens of a KV tile
 constexpr int kKeyStages =  // KV tiles of the ring of keys
     kFp8Products ? 4 : kDimQk == 64 ? (KV_FP8 ? 3 : 4) : kDimQk == 256 && !KV_FP8 ? 3 : 2;
 constexpr int kValueStages = kFp8Products || kDimQk > 64 ? 2 : kKeyStages;  // and of values
@@ -44,14 +44,16 @@ static_assert(kLoadedTile % kRaggedBox == 0);
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 constexpr int kConverterWarps = KV_FP8 ? 4 : 0, kFirstConsumerWarp = kProducerWarps + kConverterWarps;
 constexpr int kWarpsOfTensor = kConverterWarps / 2;  // that convert keys, or values
-constexpr int kThreads = 32 * (kFirstConsumerWarp + 2 * kConsumerWarps);
+constexpr int kThreads = 32 * (kFirstConsumerWarp + kConsumers * kConsumerWarps);
 // Of a thread. More than the CTA has from its launch would never become free. Producers that transpose spill less with
 // more, which consumers of heads of 64 can spare.
 constexpr bool kSparesRegisters = kDimQk == 64 && kFp8Products;
-constexpr int kProducerRegisters = kSparesRegisters ? 56 : 40, kConverterRegisters = KV_FP8 ? 56 : 0;
-constexpr int kConsumerRegisters = KV_FP8 ? 208 : kSparesRegisters ? 224 : 232;
-constexpr int kLaunchRegisters = KV_FP8 ? 128 : 168;
-static_assert(kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters <= kThreads / 128 * kLaunchRegisters);
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSparesRegisters ? 56 : 40;
+constexpr int kConverterRegisters = KV_FP8 ? 56 : 0;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : KV_FP8 ? 208 : kSparesRegisters ? 224 : 232;
+constexpr int kLaunchRegisters = kThreads == 512 ? 128 : 168;
+static_assert(kProducerRegisters + kConverterRegisters + kConsumers * kConsumerRegisters <=
+              kThreads / 128 * kLaunchRegisters);
 constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr int kMaxGroup = 1 << 15;                               // CUDA_PREFILL_GROUP: see DivideByGroup
 constexpr int kBeforeAll = -1024;                                // less than any token plus a row of a unit
@@ -83,7 +85,7 @@ struct Unit : Item {     // `start` to `end` are loaded. No unit follows if `cou
 };
 
 struct Shared {
-  alignas(1024) char query[kQueries][2][kQueryBytes];
+  alignas(1024) char query[kQueries][kConsumers][kQueryBytes];
   alignas(1024) char keys[kKeyStages][kKeyBytes];
   alignas(1024) char values[kValueStages][kValueBytes];
 #if Q_FP8
@@ -110,12 +112,14 @@ struct Shared {
 struct Problem {
   const int *qo_indptr, *kv_indices, *work;
   int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
-  int page_size, box, tile_rows, num_items, slots;
+  int page_size, box, tile_rows, unit_rows, num_items, slots;
   int* queue;  // of the plan; null without one
 
   DEVICE bool split_kv() const { return tile_rows * group <= kPackedRows; }
-  DEVICE int block_rows() const { return split_kv() ? kPackedRows : 2 * kPackedRows; }
+  // Packed rows of a unit: `unit_rows`, which is the constant with two consumers, for the sake of registers.
+  DEVICE int block_rows() const { return kConsumers == 3 ? unit_rows : split_kv() ? kPackedRows : 2 * kPackedRows; }
   DEVICE int blocks() const { return (tile_rows * group + block_rows() - 1) / block_rows(); }
+  DEVICE int consumers() const { return split_kv() ? 2 : block_rows() / kPackedRows; }  // that have rows
 };
 
 // Keys or values in global memory. A page adds `page_step` and a head `head_step` to the outermost index.
@@ -132,7 +136,7 @@ DEVICE int bound(int position, int rows, int window) {
 
 // position + rows + window, clamped to [kBeforeAll, kMaxTokens], so that adding a row of a unit or the size of a tile
 // does not overflow 32 bits. `none` of a window without a bound.
-static_assert(kBeforeAll + 2 * kPackedRows <= 0);
+static_assert(kBeforeAll + kConsumers * kPackedRows <= 0);
 DEVICE int relative_bound(int position, int rows, int window, int none) {
   if (window == kNone || window == -kNone) return none;
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(kBeforeAll)));

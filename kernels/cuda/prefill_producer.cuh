@@ -41,9 +41,9 @@ struct LoadedTiles {
   DEVICE void wait_for_empty(uint32 tile) const { wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1); }
 };
 
-// The boxes of a unit's paged KV, in order. Page numbers are loaded for kPageLanes boxes at a time, one by each lane, and
-// as many boxes ahead. They make up whole tiles: 24 do if a tile of 192 tokens has 3, 6, 12 or 24.
-constexpr int kPageLanes = kLoadedTile % 3 ? 32 : 24;
+// The boxes of a unit's paged KV, in order. Page numbers are loaded for 32 boxes at a time, one by each lane, and as many
+// boxes ahead. They make up whole tiles.
+constexpr int kPageLanes = 32;
 
 struct PagedBoxes {
   int outer;         // of this lane's box: its index in the outermost dimension of the map. -1, outside of it, after the end

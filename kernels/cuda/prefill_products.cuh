@@ -49,9 +49,7 @@ struct Query {
   }
 };
 
-// The logits of 2 * COUNT tokens.
-template <int COUNT>
-DEVICE void issue_qk_part(float (&logits)[COUNT], const Query& query, uint64 keys) {
+DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys) {
 #pragma unroll
   for (int part = 0; part < kQueryParts; ++part) {
     const int box = part / 4, step = part % 4 * 2;
@@ -61,17 +59,8 @@ DEVICE void issue_qk_part(float (&logits)[COUNT], const Query& query, uint64 key
     else
       wgmma_ss(logits, query.shared + (box * kPackedRows * kRowBytes / 16 + step), of_keys, part > 0);
   }
-}
-
-// The logits of a KV tile, by products of up to 128 tokens.
-DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys) {
-  constexpr int kFirst = kTile < 128 ? kTile / 2 : 64;
-  issue_qk_part(reinterpret_cast<float(&)[kFirst]>(logits), query, keys);
-  if constexpr (kTile > 128)
-    issue_qk_part(reinterpret_cast<float(&)[32]>(logits[kTile / 2 - 32]), query, keys + TileLayout<kDimQk>::kGroup);
   wgmma_commit();
 }
-static_assert(kTile <= 128 || kTile == 192);
 
 // Products of 256 columns at once need more than the registers of the launch with 512 threads.
 constexpr int kPvParts = KV_FP8 && kDimVo > 128 ? 2 : 1;

@@ -13,6 +13,7 @@ import triton
 from attn_ops.kernels.triton.config_decode import shared_memory
 from attn_ops.kernels.triton.launch import Options
 
+from attn_ops.plan.sizing import CTA_PACKED_ROWS
 from attn_ops.plan.state import KV_BLOCK
 
 RESERVED_SHARED_BYTES = 2048
@@ -96,6 +97,8 @@ def prefill_tile(
 ) -> PrefillTile:
     """The first tile of the problem's table that fits in shared memory and has no more rows than the query tiles.
 
+    One of more than CTA_PACKED_ROWS must leave no more rows unused than one of these: 256 would of 384.
+
     shared       values are part A of the keys, and are loaded once
     packed_rows  of the plan's query tiles; a query tile with more than ``rows`` packed rows takes several CTAs
     """
@@ -112,6 +115,9 @@ def prefill_tile(
         two_copies = not shared or (tile.rows >= 64 and tensor_memory(device))
         token_bytes = row_bytes + (pad(dim_vo) * dtype.itemsize if two_copies else 0)
         used = tile.rows * row_bytes + tile.options.num_stages * tile.kv * token_bytes
-        if used <= budget - RESERVED_SHARED_BYTES and tile.rows <= max(MIN_DOT, triton.next_power_of_2(packed_rows)):
+        fits = tile.rows <= max(MIN_DOT, triton.next_power_of_2(packed_rows))
+        if tile.rows > CTA_PACKED_ROWS:
+            fits = fits and -packed_rows % tile.rows <= -packed_rows % CTA_PACKED_ROWS
+        if fits and used <= budget - RESERVED_SHARED_BYTES:
             return tile
     return table[-1]

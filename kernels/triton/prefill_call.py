@@ -18,7 +18,7 @@ from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.sizing import rows_per_tile
+from attn_ops.plan.sizing import packed_rows_of_tiles, rows_per_tile
 from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
 
 
@@ -68,7 +68,8 @@ def attend(
     o: AttentionOptions,
 ) -> None:
     """Write ``out`` and, unless it has no elements, ``lse``."""
-    tile_rows = rows_per_tile(*x.heads)
+    dim_a, dim_b, dim_vo = x.dims
+    tile_rows = rows_per_tile(*x.heads, packed_rows=packed_rows_of_tiles(dim_a + dim_b, dim_vo, x.q.device))
     num_items = partials = 0
     if plan is not None:
         tile_rows, partials = PlanProblem.of(plan.problem).tile_rows, num_partials(plan)

@@ -38,7 +38,9 @@ PHASES = {
 """Phases in which each role is seen."""
 
 
-def _planner(heads: int, kv_heads: int, head_dim: int, head_dim_vo: int, rows: int) -> attn_ops.PrefillPlanner:
+def _planner(
+    heads: int, kv_heads: int, head_dim: int, head_dim_vo: int, rows: int, tile_rows: int | None = None
+) -> attn_ops.PrefillPlanner:
     tables = page_table(KV_LENS, 64)
     batch = len(KV_LENS)
     planner = attn_ops.PrefillPlanner(
@@ -51,6 +53,7 @@ def _planner(heads: int, kv_heads: int, head_dim: int, head_dim_vo: int, rows: i
         head_dim=head_dim,
         head_dim_vo=head_dim_vo,
         max_kv_len=max(KV_LENS),
+        tile_rows=tile_rows,
     )
     planner.plan(indptr((rows,) * batch), *tables)
     return planner
@@ -63,10 +66,12 @@ def _mla(heads: int, kv_dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Te
     return mla.batch_mla(q_nope, q_pe, ckv, kpe, list(planner.state), planner.workspace)
 
 
-def _prefill(kv_dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    planner = _planner(2, 1, 128, 128, 100)
-    q = torch.randn(300, 2, 128).bfloat16()
-    k, v = (torch.randn(planner.max_pages, 64, 1, 128).to(kv_dtype) for _ in range(2))
+def _prefill(
+    kv_dtype: torch.dtype = torch.bfloat16, dim: int = 128, tile_rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    planner = _planner(2, 1, dim, dim, 100, tile_rows)
+    q = torch.randn(300, 2, dim).bfloat16()
+    k, v = (torch.randn(planner.max_pages, 64, 1, dim).to(kv_dtype) for _ in range(2))
     return prefill.batch_prefill(q, k, v, list(planner.state), planner.workspace)
 
 
@@ -79,6 +84,7 @@ def _prefill(kv_dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
         ("mla, one consumer", functools.partial(_mla, 16)),
         ("mla, one consumer KV_FP8", functools.partial(_mla, 16, torch.float8_e4m3fn)),
         ("prefill", _prefill),
+        ("prefill, three consumers", functools.partial(_prefill, dim=64, tile_rows=96)),
         ("prefill KV_FP8", functools.partial(_prefill, torch.float8_e4m3fn)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -110,8 +116,8 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
         assert sum(consumers) == TILES * (2 if call.args == (128,) else 1)
     elif kernel.startswith("mla, one consumer"):
         assert consumers == [TILES]
-    else:  # tiles of 128 tokens; 200 packed rows, of which each consumer has 64 of every 128
-        assert consumers == [2 * (3 + 1 + 2)] * 2
+    else:  # tiles of 128 tokens; 200 packed rows, of which each consumer has 64 of every 128 or 192
+        assert consumers == [2 * (3 + 1 + 2)] * (3 if "three" in kernel else 2)
     assert len(clocks.account(found[None], roles)) == len(roles)
     assert clocks.span(found[None]).startswith("last start ")
 

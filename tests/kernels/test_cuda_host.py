@@ -58,6 +58,17 @@ PREFILL = [
     ("ragged", _case("ragged, E5M2", **F16_64 | SPLIT, causal=True, out_dtype=torch.float8_e5m2)),
     ("prefill", _case("64, pages, cap", **LONGER_64, causal=True, logits_soft_cap=5.0, page_size=8)),
     ("prefill", _case("64, window", **LONGER_64, window_left=230, sinks=1.0, page_size=48)),
+    *(
+        (
+            "prefill",
+            _case(
+                f"64, tiles of {4 * rows} packed rows",
+                **F16_64 | SPLIT | {"qo_lens": (110, 0, 33, 2), "planner": {"num_ctas": 12, "tile_rows": rows}},
+                causal=True,
+            ),
+        )
+        for rows in (16, 32, 48, 50, 64, 96)
+    ),
     (
         "ragged",
         _case("192/128", head_dims=(192, 128), heads=(4, 1), causal=True, sinks=1.0, logits_soft_cap=30.0),

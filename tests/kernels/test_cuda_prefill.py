@@ -30,7 +30,7 @@ E4M3 = torch.float8_e4m3fn
 
 PAGES, PAGE_SIZE, HEADS, DIM = 5, 24, 3, 128
 
-SPILL_BYTES = 64
+SPILL_BYTES = 80
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
 exponentials of a soft cap."""
 
@@ -40,7 +40,8 @@ def _spills(key: tuple[Any, ...]) -> tuple[int, int]:
 
     Masked tiles alone load the bounds.
     """
-    return (4, 0) if key[:2] == (128, 128) and key[3] == E4M3 else (0, 0)
+    three_consumers = key[:2] == (64, 64) and not key[4]
+    return (4, 0) if three_consumers or (key[:2] == (128, 128) and key[3] == E4M3) else (0, 0)
 
 
 def _finishes_early(key: tuple[Any, ...]) -> bool:
@@ -221,7 +222,7 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]
     softmax = step.rpartition("MUFU.RCP")[2]  # after the soft cap
     exponentials = tokens / 2 * 15 / 16  # at least: of a thread, as a warpgroup has 64 packed rows and a KV tile
     if _finishes_early(key):
-        assert softmax.count("MUFU.EX2") >= exponentials / 2
+        assert softmax.count("MUFU.EX2") >= exponentials / 2 * 3 / 4  # of row 0: keep_before
         finishing = rest.rpartition("MUFU.EX2")[0]
         if len(pv) == 1:  # between the exponentials of row 1, few of which come before the wait, is most of O
             assert rest.count("MUFU.EX2") >= tokens / 4 * 3 / 4

@@ -12,13 +12,14 @@ from helpers import cuda_host, hostile_plans
 from helpers.page_tables import indptr, page_table
 
 import attn_ops
+from attn_ops.plan.sizing import packed_rows_of_tile
 from attn_ops.plan.state import PlanProblem, num_partials
 
 prefill = pytest.importorskip("attn_ops.kernels.cuda.prefill", exc_type=ImportError)
 
 pytestmark = cuda_host.needs_a_compiler
 
-HEADS, NO_WINDOW, TILE, PACKED_ROWS = 2, 1 << 30, 128, 64
+HEADS, NO_WINDOW, TILE = 2, 1 << 30, 128
 
 MAIN = (
     cuda_host.READ_NUMBERS
@@ -26,7 +27,8 @@ MAIN = (
   Problem p = {.qo_indptr = array(), .work = array()};
   int* const queue = p.queue = const_cast<int*>(array());
   for (int* field : {&p.window_left, &p.window_right, &p.rows, &p.kv_rows, &p.num_pages, &p.max_pages, &p.max_items,
-                     &p.max_batch, &p.num_kv_heads, &p.group, &p.page_size, &p.box, &p.tile_rows, &p.num_items})
+                     &p.max_batch, &p.num_kv_heads, &p.group, &p.page_size, &p.box, &p.tile_rows, &p.unit_rows,
+                     &p.num_items})
     *field = *at++;
   gridDim.x = *at++;
   std::vector<Schedule> running(gridDim.x);
@@ -62,25 +64,36 @@ class Unit(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def programs() -> dict[bool, Path]:
-    """Programs that print the units of a plan, by whether KV is paged."""
-    chosen = {paged: prefill.SPECIALIZATIONS[128, 128, paged, torch.bfloat16, False] for paged in (False, True)}
-    return {paged: cuda_host.program(one, MAIN) for paged, one in chosen.items()}
+def programs() -> dict[tuple[int, bool], Path]:
+    """Programs that print the units of a plan, by head dim and whether KV is paged."""
+    keys = [(dim, paged) for dim in (64, 128) for paged in (False, True)]
+    chosen = {(dim, paged): prefill.SPECIALIZATIONS[dim, dim, paged, torch.bfloat16, False] for dim, paged in keys}
+    return {key: cuda_host.program(one, MAIN) for key, one in chosen.items()}
+
+
+def _unit_rows(plan: attn_ops.PrefillPlan) -> int:
+    problem = PlanProblem.of(plan.problem)
+    tile = prefill.TILES[problem.head_dim_qk, problem.head_dim_vo]
+    rows: int = tile.unit_rows(packed_rows_of_tile(problem))
+    return rows
 
 
 def _units(program: Path, plan: attn_ops.PrefillPlan, rows: int, box: int, ctas: int, **p: int) -> list[Unit]:
     problem = PlanProblem.of(plan.problem)
     group, tile_rows = problem.num_qo_heads // HEADS, problem.tile_rows
     items = plan.kv_len.shape[0] + num_partials(plan) - (-rows // tile_rows)
-    block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
-    units = items * HEADS * -(-tile_rows * group // block_rows)
+    unit_rows = _unit_rows(plan)
+    units = items * HEADS * -(-tile_rows * group // unit_rows)
     numbers = [plan.qo_indptr.numel(), *plan.qo_indptr.tolist(), plan.work.numel(), *plan.work.flatten().tolist()]
     numbers += [plan.queue.numel(), *plan.queue.tolist()]
     numbers += [p.get("left", NO_WINDOW), p.get("right", NO_WINDOW), rows, p.get("kv_rows", 0), p.get("pages", 0)]
     numbers += [plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], HEADS, group, problem.page_size]
-    numbers += [box, tile_rows, items, min(ctas, units)]
+    numbers += [box, tile_rows, unit_rows, items, min(ctas, units)]
     return [Unit(*row) for row in cuda_host.rows_of(program, numbers)]
 
+
+THREE_CONSUMERS = [(64, 7, packed) for packed in (64, 128, 192, 256, 384)]
+"""Head dim, group and packed rows of a query tile, 0 for the default: units of 64, 128 and 192 packed rows."""
 
 BATCHES = {
     "several": ((100, 3, 7, 0, 5, 300), (700, 9, 40, 2, 0, 300)),
@@ -92,10 +105,10 @@ BATCHES = {
 
 @pytest.mark.parametrize("page_size", [0, 8, 16, 48, 128])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize(("dim", "group", "packed"), [(128, 1, 0), (128, 4, 0), (128, 7, 0), *THREE_CONSUMERS])
 @pytest.mark.parametrize("name", BATCHES)
 def test_units_are_the_work_of_the_plan(
-    name: str, group: int, causal: bool, page_size: int, programs: dict[bool, Path]
+    name: str, dim: int, group: int, packed: int, causal: bool, page_size: int, programs: dict[tuple[int, bool], Path]
 ) -> None:
     """Every pair of a query row and a head is in one unit for every key that it sees, and units have no other keys."""
     qo_lens, kv_lens = BATCHES[name]
@@ -108,20 +121,20 @@ def test_units_are_the_work_of_the_plan(
         page_size=page_size or 1,
         num_qo_heads=group * HEADS,
         num_kv_heads=HEADS,
-        head_dim=128,
+        head_dim=dim,
         max_kv_len=max(kv_lens),
         causal=causal,
+        tile_rows=packed // group or None,
         num_ctas=16,
     )
     plan = planner.plan(indptr(qo_lens), *(tables if paged else (indptr(kv_lens),)))
-    box = prefill.TILES[128, 128].box
+    box = prefill.TILES[dim, dim].box
     box = prefill.box_of_pages(page_size, box) if paged else box
     sizes = {"pages": 1 << 20} if paged else {"kv_rows": sum(kv_lens)}
     right = {"right": 0} if causal else {}
-    units = _units(programs[paged], plan, total + padding, box, 13, **sizes, **right)
+    units = _units(programs[dim, paged], plan, total + padding, box, 13, **sizes, **right)
 
-    tile_rows = PlanProblem.of(plan.problem).tile_rows
-    block_rows = PACKED_ROWS if tile_rows * group <= PACKED_ROWS else 2 * PACKED_ROWS
+    unit_rows = _unit_rows(plan)
     starts = indptr(qo_lens).tolist()
     seen: Counter[tuple[int, int]] = Counter()  # (row, head) -> keys
     visits: Counter[tuple[int, int]] = Counter()
@@ -129,7 +142,7 @@ def test_units_are_the_work_of_the_plan(
         assert 0 <= u.start <= u.end
         assert 0 <= u.hidden < box
         assert u.hidden == 0 or u.slot < 0, "a split begins inside of a box"
-        for packed in range(u.first_packed_row, min(u.first_packed_row + block_rows, u.count * group)):
+        for packed in range(u.first_packed_row, min(u.first_packed_row + unit_rows, u.count * group)):
             row, head = u.row + packed // group, u.kv_head * group + packed % group
             high = min(u.end, u.position + packed // group + 1) if causal else u.end
             visits[row, head] += 1
@@ -143,15 +156,15 @@ def test_units_are_the_work_of_the_plan(
 
 
 @pytest.mark.parametrize("listed", [hostile_plans.LEAST, -1, 0, 3, 300, hostile_plans.MOST])
-def test_a_wrong_number_of_items_repeats_no_unit(listed: int, programs: dict[bool, Path]) -> None:
+def test_a_wrong_number_of_items_repeats_no_unit(listed: int, programs: dict[tuple[int, bool], Path]) -> None:
     """Memory safety: the number in the plan decides how many units run, none twice, all of them of its work items."""
     qo_lens, kv_lens = BATCHES["several"]
     sizes = {"page_size": 1, "num_qo_heads": 4 * HEADS, "num_kv_heads": HEADS, "head_dim": 128, "max_kv_len": 700}
     planner = attn_ops.PrefillPlanner(8, 500, 0, **sizes)
     plan = planner.plan(indptr(qo_lens), indptr(kv_lens))
-    usual = _units(programs[False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))
+    usual = _units(programs[128, False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))
     plan.queue[1] = listed
-    units = [u._replace(cta=0) for u in _units(programs[False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))]
+    units = [u._replace(cta=0) for u in _units(programs[128, False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))]
     assert len(set(units)) == len(units)
     assert set(units) <= {u._replace(cta=0) for u in usual}
 

@@ -20,7 +20,7 @@ REGISTERS = 2
 SPILLED_AGAIN = 8
 """How many more bytes of a thread may be spilled: nvrtc spills 8 more of the same sources in some processes."""
 
-SPILL_BYTES = 64
+SPILL_BYTES = 80
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
 exponentials of a soft cap."""
 
@@ -46,13 +46,15 @@ REALLOCATING = [s for s in specializations() if s.threads >= 384 and s.kernel.fu
 
 @pytest.mark.parametrize("one", REALLOCATING, ids=lambda one: one.name)
 def test_warpgroups_take_the_registers_of_the_launch(one: Specialization) -> None:
-    """Two of consumers, which have most, and one of each other role: ``setmaxnreg`` waits for ever for more than the
-    CTA has.
+    """Two or three of consumers, which have most, and one of each other role: ``setmaxnreg`` waits for ever for more
+    than the CTA has.
     """
-    taken = {int(n, 16) for n in re.findall(r"USETMAXREG\S* .*?0x([0-9a-f]+)", disassembly(one))}
-    assert all(n % 8 == 0 for n in taken)
-    assert len(taken) == one.threads // 128 - 1
-    assert sum(taken) + max(taken) <= one.threads // 128 * usage_of(one).registers
+    *others, most = sorted({int(n, 16) for n in re.findall(r"USETMAXREG\S* .*?0x([0-9a-f]+)", disassembly(one))})
+    assert all(n % 8 == 0 for n in (*others, most))
+    warpgroups = one.threads // 128
+    consumers = warpgroups - len(others)
+    assert consumers == (3 if "HEAD_DIM_QK=64" in one.name and "FP8" not in one.name else 2)
+    assert sum(others) + consumers * most <= warpgroups * usage_of(one).registers
 
 
 @pytest.mark.skipif(compiler_version() not in read(), reason=f"resources_cuda.json has no {compiler_version()}")

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
+from attn_ops.kernels.triton.config_prefill import prefill_tile  # noqa: E402
 from attn_ops.kernels.triton.launch import Options, constexpr_table, launch  # noqa: E402
 from helpers import cpp_runner  # noqa: E402
 from helpers.offline_compile import Driver  # noqa: E402
@@ -63,6 +64,14 @@ def test_missing_and_unknown_arguments_are_listed(change: dict[str, Any]) -> Non
         launch(scale_kernel, (1,), **arguments)
     assert str(error.value).startswith(f"scale_kernel: launched without {missing} and with unknown {unknown}; expected")
     assert "stride_x" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("packed_rows", "rows"),
+    [(16, 16), (64, 64), (192, 256), (250, 256), (256, 256), (380, 128), (384, 128), (512, 256)],
+)
+def test_a_tile_of_prefill_leaves_few_rows_unused(packed_rows: int, rows: int) -> None:
+    assert prefill_tile(torch.device("cpu"), torch.bfloat16, 64, 64, False, packed_rows).rows == rows
 
 
 def test_the_repr_of_a_table_evaluates_to_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
 from attn_ops.errors import PlanError
 from attn_ops.plan.plan_checks import check_plan
-from attn_ops.plan.sizing import rows_per_tile
+from attn_ops.plan.sizing import ctas_of_tile, packed_rows_of_tiles, rows_per_tile
 from attn_ops.plan.state import PlanProblem, num_slots
 
 SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -272,6 +273,31 @@ def test_head_shards_divide_the_heads(shards: int, message: str) -> None:
 )
 def test_default_rows_of_a_query_tile(heads: tuple[int, int], rows: int, tile_rows: int) -> None:
     assert rows_per_tile(*heads, rows) == tile_rows
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "tile_rows"), [((8, 2), 16, 16), ((8, 2), 17, 48), ((8, 2), 49, 96), ((7, 1), 1000, 54)]
+)
+def test_query_tiles_of_heads_of_64_fill_three_consumers_on_hopper(
+    heads: tuple[int, int], rows: int, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "max_kv_len": 5000}
+    default = rows_per_tile(*heads, rows)
+    for major, dims, expected in ((9, (64, 64), tile_rows), (9, (64, 128), default), (8, (64, 64), default)):
+        gpu = SimpleNamespace(multi_processor_count=132, major=major)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
+        packed_rows = packed_rows_of_tiles(*dims, torch.device("cuda"))
+        assert rows_per_tile(*heads, rows, packed_rows) == expected
+    on_cpu = PrefillPlanner(3, 3 * rows, 0, head_dim=64, **sizes)
+    assert on_cpu.problem.tile_rows == default
+
+
+def test_tiles_of_heads_of_64_take_as_many_ctas_of_128_rows_as_of_192() -> None:
+    for rows in (16, 32, 64):
+        of_64, of_128 = (PlanProblem(1, 8, 2, dim, dim, 1000, rows) for dim in (64, 128))
+        assert ctas_of_tile(of_64) == ctas_of_tile(of_128)
+    assert [ctas_of_tile(PlanProblem(1, 8, 2, 64, 64, 1000, rows)) for rows in (48, 96)] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -77,5 +77,6 @@ void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int pending);
 void check_registers(const float* d, int count);  // that no product in flight has them
+void check_sum(float sum);                        // that a sum of probabilities is not negative
 
 }  // namespace host

@@ -218,6 +218,10 @@ void wgmma_wait(int pending) {
   });
 }
 
+void check_sum(float sum) {
+  if (sum < 0) fail("a sum of probabilities is negative");
+}
+
 void check_registers(const float* d, int count) {
   const std::uint32_t pc = PC;
   for (const InFlight& one : self->in_flight)
