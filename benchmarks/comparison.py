@@ -118,7 +118,7 @@ class Comparison:
         self.ours, self.peers = ours, peers
         self.not_measured: list[NotMeasured] = []
         self._left_out = [name for name in all_peers if name not in peers]
-        self._gave_up: set[str] = set()
+        self._gave_up: dict[str, str] = {}  # in which row
         self._spread = 0.0  # of the last row
 
     def rows(self, rows: Sequence[R], measure: Callable[[R], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -156,6 +156,8 @@ class Comparison:
         for name, prepare in self.peers.items():
             check_ended()
             if name in self._gave_up:
+                reason = f"it took more than {MAX_FAILURE_SECONDS:g} s to fail in {self._gave_up[name]}"
+                self.not_measured.append(NotMeasured(name, row, reason))
                 continue
             start = time.perf_counter()
             try:
@@ -166,7 +168,7 @@ class Comparison:
                 self.not_measured.append(NotMeasured(name, row, reason_of(error)))
                 print(f"{row}: {name} not measured: {reason_of(error)}", flush=True)
                 if time.perf_counter() - start > MAX_FAILURE_SECONDS:
-                    self._gave_up.add(name)
+                    self._gave_up[name] = row
         rounds = ROUNDS_OF_LONG_CALLS if expected > LONG_CALL_MICROSECONDS else ROUNDS
         found = device_rounds(calls, problem.copies, expected, rounds)
         medians = {name: statistics.median(times) for name, times in found.items()}

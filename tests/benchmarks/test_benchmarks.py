@@ -214,7 +214,9 @@ def test_a_peer_that_fails_slowly_is_tried_once(timed: list[str], monkeypatch: p
     found = Comparison({"ours": decode.ours}, {"fails": _peer(_fails)})
     for row in ("first", "second"):
         found.times(row, DecodeProblem(SMALL, device="cpu"), 1.0)
-    assert [entry.row for entry in found.not_measured] == ["first"]
+    first, second = found.not_measured
+    assert (first.row, second.row) == ("first", "second")
+    assert second.reason == "it took more than 0 s to fail in first"
 
 
 def test_a_report_names_what_was_not_measured() -> None:
