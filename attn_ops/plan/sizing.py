@@ -72,14 +72,13 @@ def rows_per_tile(
     tiles, ascending.
     """
     group = max(1, num_qo_heads // max(1, num_kv_heads))  # the head counts are checked later, with a message
-    for size in packed_rows[:-1]:
-        if rows is not None and decide(rows * group <= size):
-            return max(1, size // group)
-    return max(1, packed_rows[-1] // group)
+    *sizes, most = packed_rows
+    size = most if rows is None else next((size for size in sizes if decide(rows * group <= size)), most)
+    return max(1, size // group)
 
 
 def packed_rows_of_tiles(head_dim_qk: int, head_dim_vo: int, device: torch.device) -> tuple[int, ...]:
-    """``packed_rows`` of :func:`rows_per_tile`, of a plan whose splits do not have a fixed size."""
+    """``packed_rows`` of :func:`rows_per_tile` for these head dims."""
     if max(head_dim_qk, head_dim_vo) > LARGE_HEAD_DIM:
         return MLA_PACKED_ROWS
     three_consumers = head_dim_qk == head_dim_vo == THREE_CONSUMERS_HEAD_DIM and is_hopper(device)

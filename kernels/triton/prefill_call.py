@@ -68,12 +68,13 @@ def attend(
     o: AttentionOptions,
 ) -> None:
     """Write ``out`` and, unless it has no elements, ``lse``."""
-    dim_a, dim_b, dim_vo = x.dims
-    tile_rows = rows_per_tile(*x.heads, packed_rows=packed_rows_of_tiles(dim_a + dim_b, dim_vo, x.q.device))
     num_items = partials = 0
     if plan is not None:
         tile_rows, partials = PlanProblem.of(plan.problem).tile_rows, num_partials(plan)
         num_items = plan.kv_len.shape[0] + partials
+    else:
+        dim_a, dim_b, dim_vo = x.dims
+        tile_rows = rows_per_tile(*x.heads, packed_rows=packed_rows_of_tiles(dim_a + dim_b, dim_vo, x.q.device))
     num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
     launch_tiles(x, out, lse, plan, workspace, tile_rows, num_items, o)
     if workspace is not None and plan is not None and partials:
