@@ -23,7 +23,7 @@ from attn_ops.plan.block_sparse import (
 from attn_ops.plan.page_table import INTEGERS
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.planner_base import in_range, validates
-from attn_ops.plan.sizing import rows_per_tile
+from attn_ops.plan.sizing import rows_per_tile, unsplit_packed_rows
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 from attn_ops.planner import PrefillPlanner
 from attn_ops.typed import typed
@@ -79,6 +79,12 @@ def _check(name: str, t: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dty
         fail(DTypeError, "plan", f"{name} is {dtype_name(t.dtype)}", expected, "convert it")
     if tuple(t.shape) != shape:
         fail(ShapeError, "plan", f"{name} is {list(t.shape)}", f"{list(shape)}", "make the planner for these blocks")
+
+
+def _packed_rows(head_dim: int, head_dim_vo: int | None, device: str | torch.device | None) -> tuple[int, ...]:
+    """Packed rows of query tiles: see :func:`rows_per_tile`."""
+    on = torch.empty(0, device=device).device
+    return unsplit_packed_rows(head_dim, head_dim if head_dim_vo is None else head_dim_vo, on)
 
 
 class BlockSparsePlanner(_SparsePlanner):
@@ -141,6 +147,9 @@ class BlockSparsePlanner(_SparsePlanner):
         self._cols, self._col_block = num_keys // col_block, col_block
         self._rows = -(-num_rows // row_block)
         self._max_pages = max_blocks * most_requests(block_rows)
+        if tile_rows is None:
+            packed_rows = _packed_rows(head_dim, head_dim_vo, device)
+            tile_rows = rows_per_tile(num_qo_heads, num_kv_heads, row_block, packed_rows)
         planner = PrefillPlanner(
             len(block_rows),
             num_rows,
@@ -151,7 +160,7 @@ class BlockSparsePlanner(_SparsePlanner):
             head_dim=head_dim,
             head_dim_vo=head_dim_vo,
             max_kv_len=num_keys,
-            tile_rows=rows_per_tile(num_qo_heads, num_kv_heads, row_block) if tile_rows is None else tile_rows,
+            tile_rows=tile_rows,
             num_ctas=num_ctas,
             device=device,
         )
@@ -246,6 +255,9 @@ class VariableBlockSparsePlanner(_SparsePlanner):
         self.causal, self.num_rows, self.num_keys = causal, num_rows, num_keys
         self._shape = num_kv_heads, num_block_rows, num_block_cols
         group, rows = num_qo_heads // num_kv_heads, -(-num_rows // num_block_rows)
+        if tile_rows is None:
+            packed_rows = _packed_rows(head_dim, head_dim_vo, device)
+            tile_rows = rows_per_tile(group, 1, rows, packed_rows)
         planner = PrefillPlanner(
             num_kv_heads * (num_block_rows + (num_block_cols if causal else 0)),
             num_kv_heads * num_rows,
@@ -256,7 +268,7 @@ class VariableBlockSparsePlanner(_SparsePlanner):
             head_dim=head_dim,
             head_dim_vo=head_dim_vo,
             max_kv_len=num_keys,
-            tile_rows=rows_per_tile(group, 1, rows) if tile_rows is None else tile_rows,
+            tile_rows=tile_rows,
             num_ctas=num_ctas,
             device=device,
         )

@@ -50,7 +50,7 @@ Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int = 1) -> PlanProblem:
     """``rows``: query rows of a request, approximately."""
     sizes = packed_rows_of_tiles(spec.head_dim_qk, spec.head_dim_vo, device)
-    tile_rows = spec.tile_rows or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows, sizes)
+    tile_rows = spec.tile_rows(device) or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows, sizes)
     return PlanProblem(
         page_size=spec.page_size,
         num_qo_heads=spec.num_qo_heads,

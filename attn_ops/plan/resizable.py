@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.planner_base import WORKSPACE
-from attn_ops.plan.sizing import MLA_HEAD_DIMS, power_of_two_from, rows_per_tile
+from attn_ops.plan.sizing import MLA_HEAD_DIMS, power_of_two_from, rows_per_tile, unsplit_packed_rows
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
@@ -48,12 +48,12 @@ class PlanSpec(NamedTuple):
     fixed_split_size: int | None = None
     rows: int | None = None
 
-    @property
-    def tile_rows(self) -> int | None:
+    def tile_rows(self, device: torch.device) -> int | None:
         """Query rows of a prefill tile if they must not depend on the batch, else None."""
         if not self.unsplit and self.fixed_split_size is None:
             return None
-        return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows)
+        sizes = unsplit_packed_rows(self.head_dim_qk, self.head_dim_vo, device)
+        return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows, sizes)
 
 
 class SizedPlanner(NamedTuple):
@@ -150,7 +150,7 @@ class ResizablePlan:
             causal=spec.causal,
             window_right=spec.window_right,
             window_left=spec.window_left,
-            tile_rows=spec.tile_rows,
+            tile_rows=spec.tile_rows(self.device),
             num_ctas=0 if spec.unsplit else capacity.splits if spec.fixed_split_size else None,
             fixed_split_size=spec.fixed_split_size,
             device=self.device,

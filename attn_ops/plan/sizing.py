@@ -81,8 +81,18 @@ def packed_rows_of_tiles(head_dim_qk: int, head_dim_vo: int, device: torch.devic
     """``packed_rows`` of :func:`rows_per_tile` for these head dims."""
     if max(head_dim_qk, head_dim_vo) > LARGE_HEAD_DIM:
         return MLA_PACKED_ROWS
-    three_consumers = head_dim_qk == head_dim_vo == THREE_CONSUMERS_HEAD_DIM and is_hopper(device)
+    three_consumers = has_three_consumers(head_dim_qk, head_dim_vo) and is_hopper(device)
     return THREE_CONSUMERS_PACKED_ROWS if three_consumers else PACKED_ROWS
+
+
+def unsplit_packed_rows(head_dim_qk: int, head_dim_vo: int, device: torch.device) -> tuple[int, ...]:
+    """The same from :data:`MIN_PACKED_ROWS` on, for plans without splits, and of blocks of rows."""
+    return tuple(size for size in packed_rows_of_tiles(head_dim_qk, head_dim_vo, device) if size >= MIN_PACKED_ROWS)
+
+
+def has_three_consumers(head_dim_qk: int, head_dim_vo: int) -> bool:
+    """Whether the CUDA prefill kernel has three consumers for these head dims in 16 bits."""
+    return head_dim_qk == head_dim_vo == THREE_CONSUMERS_HEAD_DIM
 
 
 def has_large_head_dim(problem: PlanProblem) -> bool:
@@ -100,7 +110,7 @@ def cta_packed_rows(problem: PlanProblem) -> int:
     """
     if has_large_head_dim(problem):
         return MIN_PACKED_ROWS
-    three_consumers = problem.head_dim_qk == problem.head_dim_vo == THREE_CONSUMERS_HEAD_DIM
+    three_consumers = has_three_consumers(problem.head_dim_qk, problem.head_dim_vo)
     return THREE_CONSUMERS_CTA_PACKED_ROWS if three_consumers else CTA_PACKED_ROWS
 
 
@@ -146,6 +156,7 @@ def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:
 
 
 def is_hopper(device: torch.device) -> bool:
+    """Whether the device is a GPU of compute capability 9."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_properties(device).major == HOPPER

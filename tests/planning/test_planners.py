@@ -18,7 +18,8 @@ import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
 from attn_ops.errors import PlanError
 from attn_ops.plan.plan_checks import check_plan
-from attn_ops.plan.sizing import ctas_of_tile, packed_rows_of_tiles, rows_per_tile
+from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.sizing import ctas_of_tile, packed_rows_of_tiles, rows_per_tile, unsplit_packed_rows
 from attn_ops.plan.state import PlanProblem, num_slots
 
 SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -291,6 +292,16 @@ def test_query_tiles_of_heads_of_64_fill_three_consumers_on_hopper(
         assert rows_per_tile(*heads, rows, packed_rows) == expected
     on_cpu = PrefillPlanner(3, 3 * rows, 0, head_dim=64, **sizes)
     assert on_cpu.problem.tile_rows == default
+
+
+def test_tiles_of_plans_without_splits_have_64_packed_rows_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unsplit_packed_rows(576, 512, torch.device("cpu")) == (64, 128, 256)
+    gpu = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    spec = PlanSpec(False, True, 16, 8, 2, 64, 64, fixed_split_size=2)
+    assert spec.tile_rows(torch.device("cuda")) == 96
+    assert spec.tile_rows(torch.device("cpu")) == 64
 
 
 def test_tiles_of_heads_of_64_take_as_many_ctas_of_128_rows_as_of_192() -> None:
