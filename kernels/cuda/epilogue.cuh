@@ -23,14 +23,14 @@ DEVICE float sum_of_quad(float x) {
 constexpr float kRescaleThreshold = 8;
 
 // `row_max` from a KV tile on whose largest logit is `largest`.
-DEVICE float next_row_max(float row_max, float largest, float threshold = kRescaleThreshold) {
-  return largest <= row_max + threshold ? row_max : largest;
+DEVICE float next_row_max(float row_max, float largest) {
+  return largest <= row_max + kRescaleThreshold ? row_max : largest;
 }
 
 // An arrival of this warp.
 DEVICE void arrive_by_warp(uint32 barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive(barrier);
+  if (elect()) arrive(barrier);
 }
 
 // Probabilities of row ROW as an operand in registers, of 16 tokens in each row of it.

@@ -24,7 +24,7 @@ struct FullBarriers {
 
 // A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.
 struct Rows {
-  float row_max[2], row_sum[2];  // row_max is less kLogScale (next_row_max); row_sum is relative to it, over own columns
+  float row_max[2], row_sum[2];  // row_max is less kLogScale; row_sum is relative to it, over own columns
   int low[2], high[2];           // tokens that the row sees
 };
 
@@ -72,30 +72,81 @@ DEVICE void mask(Logits& logits, const Rows& rows, int first) {
   }
 }
 
-// The online softmax over one more KV tile, of row ROW of this thread. First its row_max, which is returned, or 0 if the row
-// sees no token. `alpha` rescales sums over the tiles before.
+// The online softmax over one more KV tile with lazy rescaling, of row ROW of this thread. Its logits become exponents,
+// relative to its row_max, whose base-2 exponentials are the probabilities.
+
+// Of a unit's first tile, whose largest logit is row_max.
 template <int ROW>
-DEVICE float update_max(const Logits& logits, Rows& rows, float factor, float (&alpha)[2]) {
+DEVICE void subtract_first_max(Logits& logits, Rows& rows, float factor) {
   float largest = -kInfinity;
 #pragma unroll
   for (int i = 0; i < kTile / 8; ++i)
     largest = fmaxf(largest, fmaxf(logits[4 * i + 2 * ROW], logits[4 * i + 2 * ROW + 1]));
-  const float row_max = next_row_max(rows.row_max[ROW], max_of_quad(largest) * factor - kLogScale, kThreshold);
-  const float anchor = finite(row_max);
-  alpha[ROW] = exp2_approx(rows.row_max[ROW] - anchor);
-  rows.row_max[ROW] = row_max, rows.row_sum[ROW] *= alpha[ROW];
-  return anchor;
+  rows.row_max[ROW] = max_of_quad(largest) * factor - kLogScale;
+  const float anchor = finite(rows.row_max[ROW]);
+#pragma unroll
+  for (int i = 0; i < kTile / 8; ++i)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float& x = logits[4 * i + 2 * ROW + c];
+      x = x * factor - anchor;
+    }
 }
 
-// Then its logits become probabilities: those of tokens 8 * BEGIN to 8 * END of the tile.
+// The same with the row_max of the tiles before. Almost no tile raises one: so not the maximum of the row is returned, but
+// an integer over that of kMostExponent if an exponent is, or if the row saw no token so far. Positive floats have the
+// order of their bits as integers, of which one instruction takes the maximum of three; negative ones do not matter.
+template <int ROW>
+DEVICE int subtract_max(Logits& logits, const Rows& rows, float factor) {
+  const float anchor = finite(rows.row_max[ROW]);
+  int largest = __float_as_int(rows.row_max[ROW] > -kInfinity ? 0 : kInfinity);
+#pragma unroll
+  for (int i = 0; i < kTile / 8; ++i) {
+    float &a = logits[4 * i + 2 * ROW], &b = logits[4 * i + 2 * ROW + 1];
+    a = a * factor - anchor, b = b * factor - anchor;
+    largest = max(max(largest, __float_as_int(a)), __float_as_int(b));
+  }
+  return largest;
+}
+
+// Raises row_max of rows that saw no token so far, and of those that have an exponent over kMostExponent, to the largest
+// logit so far. `alpha` rescales sums over the tiles before.
+template <int ROW>
+DEVICE void raise_max(Logits& exponents, Rows& rows, float& alpha) {
+  float largest = -kInfinity;
+#pragma unroll
+  for (int i = 0; i < kTile / 8; ++i)
+    largest = fmaxf(largest, fmaxf(exponents[4 * i + 2 * ROW], exponents[4 * i + 2 * ROW + 1]));
+  largest = max_of_quad(largest);
+  const float before = rows.row_max[ROW], anchor_before = finite(before);
+  const bool keep = before > -kInfinity && largest <= kMostExponent;
+  const float row_max = keep ? before : anchor_before + (largest - kLogScale), anchor = finite(row_max);
+#pragma unroll
+  for (int i = 0; i < kTile / 8; ++i)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) exponents[4 * i + 2 * ROW + c] -= anchor - anchor_before;
+  alpha = exp2_approx(before - anchor);
+  rows.row_max[ROW] = row_max, rows.row_sum[ROW] *= alpha;
+}
+
+// Whether row_max of a row of this warp was raised: else `alpha` is 1.
+template <int ROW>
+DEVICE bool raise_if_over(int largest, Logits& exponents, Rows& rows, float (&alpha)[2]) {
+  alpha[ROW] = 1;
+  const bool raised = __any_sync(~0u, largest > __float_as_int(kMostExponent));
+  if (raised) raise_max<ROW>(exponents, rows, alpha[ROW]);
+  return raised;
+}
+
+// Exponents of tokens 8 * BEGIN to 8 * END of the tile become probabilities.
 template <int ROW, int BEGIN = 0, int END = kTile / 8>
-DEVICE void exponentiate(Logits& logits, Rows& rows, float factor, float anchor) {
+DEVICE void exponentiate(Logits& exponents, Rows& rows) {
 #pragma unroll
   for (int i = BEGIN; i < END; ++i)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      float& x = logits[4 * i + 2 * ROW + c];
-      x = exp2_approx(x * factor - anchor);
+      float& x = exponents[4 * i + 2 * ROW + c];
+      x = exp2_approx(x);
       rows.row_sum[ROW] += x;
     }
 }
@@ -209,6 +260,32 @@ DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 
   fence_async_shared();
 }
 
+// Consumers begin the exponentials of a KV tile one after another, each when the one before has those of its rows 0 (an
+// OrderedSequenceBarrier in CUTLASS). Left alone, they come to compute exponentials all at once, and then to wait for
+// products. With other heads, with FP8 KV and with a soft cap they are faster alone.
+constexpr bool kOrdered = kConsumers == 3 || (kDimQk == 128 && !KV_FP8);
+
+struct Order {
+  const Problem& p;
+  int own;  // named barrier, on which the consumer before arrives; 0 without an order
+
+  DEVICE Order(int consumer, const Problem& p, float cap) : p(p), own(0) {
+    // Consumers with alternate tiles may have one more or less.
+    if (!kOrdered || cap > 0 || p.split_kv()) return;
+    own = kFirstInOrder + consumer;
+    if (consumer == p.consumers() - 1) arrive();
+  }
+
+  DEVICE void wait() const {
+    if (own) named_sync(own, 2 * kConsumerThreads);
+  }
+
+  DEVICE void arrive() const {
+    const int end = kFirstInOrder + (kConsumers == 2 ? 2 : p.consumers());
+    if (own) named_arrive(own + 1 < end ? own + 1 : kFirstInOrder, 2 * kConsumerThreads);
+  }
+};
+
 // One warpgroup: the attention of its packed rows, or of its KV tiles, for all units.
 DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, Shared& shared) {
   const bool split_kv = p.split_kv();
@@ -237,6 +314,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     wgmma_fence();
     issue_qk(logits, query, keys + tile % kKeyStages * (kKeyBytes / 16));
   };
+  const Order order(consumer, p, arguments.cap);
   Logits logits;
   bool first_logits = false;  // of the unit are complete
   uint32 base = 0;            // number of the unit's first KV tile among all of this CTA
@@ -276,7 +354,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       Probabilities probabilities;
       float alpha[2], alpha_before[2];
       const auto mask_tile = [&](int first) {
-        if (first + kTile <= plain_end && first >= visible_begin) return;
+        if (first + kTile <= plain_end && first >= visible_begin) [[likely]] return;
         const bool visible_to_all = first + kTile <= visible_end && first >= visible_begin;
         if (!folded) multiply(logits, kv_scale[0]);
         if (arguments.cap > 0) soft_cap(logits, to_cap, visible_to_all && all_rows);
@@ -293,9 +371,9 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       }
       first_logits = false;
       mask_tile(start + tile * kTile);
-      exponentiate<0>(logits, rows, factor, update_max<0>(logits, rows, factor, alpha));
-      exponentiate<1>(logits, rows, factor, update_max<1>(logits, rows, factor, alpha));
-      alpha_before[0] = alpha[0], alpha_before[1] = alpha[1];
+      subtract_first_max<0>(logits, rows, factor), exponentiate<0>(logits, rows);
+      subtract_first_max<1>(logits, rows, factor), exponentiate<1>(logits, rows);
+      alpha_before[0] = alpha_before[1] = 1;
       round_row<0>(probabilities, logits), round_row<1>(probabilities, logits);
       mark(kSoftmax);
       tally(kTiles);
@@ -313,7 +391,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         mark(kQk);
         // O += P V of the tile before, which is complete already. The assembler would move exponentials behind the wait for
         // it: see keep_before. With wide heads a barrier that is complete is waited for again, which takes fewer registers.
-        const auto finish_previous = [&](float kept) {
+        const auto finish_previous = [&](float kept, bool raised) {
           if (kFinishEarly)
             keep_before(kept);
           else
@@ -321,22 +399,26 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
           wgmma_wait<0>();
           finish_pv(output, partial, probabilities, values_of(previous), alpha_before);
           arrive_by_warp(v_empty + previous % kPvStages * 8);
-          rescale_for_next(output, alpha);
+          if (raised) rescale_for_next(output, alpha);
           round_row<0>(probabilities, logits);
         };
         mask_tile(start + tile * kTile);
         // The last quarter of row 0 fills the latency of keep_before.
         constexpr int kKept = kTile / 8 * 3 / 4;
-        const float anchor_0 = update_max<0>(logits, rows, factor, alpha);
-        exponentiate<0, 0, kKept>(logits, rows, factor, anchor_0);
+        const int largest_0 = subtract_max<0>(logits, rows, factor);
+        order.wait();
+        bool raised = raise_if_over<0>(largest_0, logits, rows, alpha);
+        exponentiate<0, 0, kKept>(logits, rows);
         const float kept = rows.row_sum[0];
-        exponentiate<0, kKept>(logits, rows, factor, anchor_0);
-        const float anchor_1 = update_max<1>(logits, rows, factor, alpha);
-        if (kFinishEarly) finish_previous(kept);
-        exponentiate<1>(logits, rows, factor, anchor_1);
+        exponentiate<0, kKept>(logits, rows);
+        const int largest_1 = subtract_max<1>(logits, rows, factor);
+        order.arrive();
+        raised |= raise_if_over<1>(largest_1, logits, rows, alpha);
+        if (kFinishEarly) finish_previous(kept, raised);
+        exponentiate<1>(logits, rows);
         fence_registers(logits);
         mark(kSoftmax);
-        if (!kFinishEarly) finish_previous(kept);
+        if (!kFinishEarly) finish_previous(kept, raised);
         alpha_before[0] = alpha[0], alpha_before[1] = alpha[1];
         round_row<1>(probabilities, logits);
         mark(kPv);

@@ -9,8 +9,8 @@
 //
 // Probabilities
 // -------------
-// They are at most 2^kLogScale and lose precision below 2^-6, the smallest normal number of e4m3: below 2^-14 of the
-// largest one. Row sums are those of the probabilities before they are rounded.
+// They lose precision below 2^-6, the smallest normal number of e4m3, which is 2^-11 of one at row_max. Row sums are
+// those of the probabilities before they are rounded.
 //
 // Sums
 // ----
@@ -35,8 +35,8 @@ using Partial = float[kDimVo / 2 / kPvParts];
 
 constexpr bool kFinishEarly = kDimVo > 64;  // as measured; prefill_products.cuh says what it is
 
-constexpr float kLogScale = 8;   // probabilities are those of the online softmax times 2^kLogScale
-constexpr float kThreshold = 0;  // e4m3 ends at 448, and rescaling O takes no instruction of its own
+constexpr float kLogScale = 5;         // probabilities are those of the online softmax times 2^kLogScale
+constexpr float kMostExponent = 8.75;  // of a probability: e4m3 ends at 448
 
 // The ring from which PV reads values.
 constexpr int kPvStages = kTransposedStages;

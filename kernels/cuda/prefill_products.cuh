@@ -18,7 +18,7 @@ struct Partial {};  // PV adds to the output itself
 constexpr bool kFinishEarly = kDimVo <= 128;
 
 constexpr float kLogScale = 0;  // probabilities are those of the online softmax times 2^kLogScale
-constexpr float kThreshold = kRescaleThreshold;
+constexpr float kMostExponent = kRescaleThreshold;  // of a probability
 
 // The ring from which PV reads values.
 constexpr int kPvStages = kValueStages;
@@ -83,7 +83,7 @@ DEVICE void finish_pv(Output& output, Partial&, const Probabilities&, uint64, co
 }
 
 // Before PV of the next tile.
-DEVICE void rescale_for_next(Output& output, const float (&alpha)[2]) { rescale_if_changed(output, alpha); }
+DEVICE void rescale_for_next(Output& output, const float (&alpha)[2]) { rescale(output, alpha); }
 
 }  // namespace
 }  // namespace attn_ops

@@ -5,8 +5,8 @@ most 2^-4 of the weighted mean of ``|v|``. With many keys it differs by far less
 standard deviation is at most ``RELATIVE`` of each weight, and that of the output ``RELATIVE * sqrt(sum((w * v)^2))``.
 ``DEVIATIONS`` of these are allowed. They are more than the greatest difference for 12 keys or fewer.
 
-The largest probability is scaled to ``SCALE``; one that is then below 2^-6 has an absolute error of at most 2^-10. The
-row sum and the LSE are those of the probabilities before they are rounded.
+A probability at the row maximum is scaled to ``SCALE``; one that is then below 2^-6 has an absolute error of at most
+2^-10. The row sum and the LSE are those of the probabilities before they are rounded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from helpers.oracle import Expected, attention
 
-SCALE = 2.0**8
+SCALE = 2.0**5
 RELATIVE = 2.0**-4 / math.sqrt(3)
 DEVIATIONS = 6
 TENSOR_CORE_EPS = 2.0**-14

@@ -30,6 +30,7 @@ pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 F16_64: dict[str, Any] = {"dtype": torch.float16, "head_dims": (64, 64)}
 LONGER: dict[str, Any] = {"kv_lens": (470, 0, 210, 2)}
 LONGER_64 = F16_64 | LONGER
+UNSEEN: dict[str, Any] = {"qo_lens": (300, 2), "kv_lens": (500, 2), "heads": (2, 2), "window_left": 30, "sinks": 1.0}
 F16_256: dict[str, Any] = {"dtype": torch.float16, "head_dims": (256, 256), "heads": (4, 2)}
 
 PREFILL = [
@@ -44,6 +45,9 @@ PREFILL = [
     ("prefill", _case("splits, window", **SPLIT, causal=True, window_left=200, heads=(10, 2), page_size=24)),
     ("prefill", _case("FP8", out_dtype=torch.float8_e4m3fn, heads=(5, 1), planner={"tile_rows": 64})),
     ("prefill", _case("boxes beyond a warp's lanes", kv_lens=(700, 0, 150, 2), window_left=420, page_size=8)),
+    # Rows of one head: the last ones of a unit see no token of its first KV tile.
+    ("prefill", _case("first tile unseen", **UNSEEN, page_size=16)),
+    ("ragged", _case("64, first tile unseen", **UNSEEN | F16_64)),
     ("prefill", _case("row_max rises in most tiles", **LONGER, causal=True, sm_scale=2.0)),
     ("prefill", _case("256, row_max rises", **F16_256 | LONGER, sm_scale=2.0)),
     ("ragged", _case("64, row_max rises", **LONGER_64, sm_scale=2.0)),

@@ -77,6 +77,9 @@ PREFILL_FAULTS = {
         ),
         r"race: (.|\n)*read by wgmma(.|\n)*TMA",
     ),
+    "a consumer passes on no turn": Planted(
+        Fault("        order.arrive();\n", ""), "deadlock(.|\n)*bar.sync", case="three consumers"
+    ),
     "logits are used in flight": Planted(
         Fault("wgmma_wait<1>();\n        fence_registers(logits);", "fence_registers(logits);"),
         "before wgmma.wait_group",
@@ -125,8 +128,8 @@ PREFILL_FAULTS = {
     ),
     "lane 0 arrives for lanes that still read": Planted(
         Fault(
-            "__syncwarp();\n  if (threadIdx.x % 32 == 0) arrive(barrier);",
-            "if (threadIdx.x % 32 == 0) arrive(barrier);",
+            "__syncwarp();\n  if (elect()) arrive(barrier);",
+            "if (elect()) arrive(barrier);",
         ),
         "race",
         case="odd",
@@ -312,6 +315,7 @@ PREFILL_CASES = (
     prefill_case("odd", **SIZES, heads=(3, 1), planner={"tile_rows": 20}),
     # Products of heads of 128 read queries from registers, which these read from shared memory.
     prefill_case("odd of 64", **SIZES, heads=(3, 1), head_dims=(64, 64), planner={"tile_rows": 20}),
+    prefill_case("three consumers", kv_lens=(400,), qo_lens=(70,), heads=(4, 1), head_dims=(64, 64)),
 )
 
 

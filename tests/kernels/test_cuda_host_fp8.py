@@ -37,6 +37,8 @@ CASES = [
     ("prefill", _case("splits, window", **SPLIT, causal=True, window_left=200, heads=(10, 2), page_size=24)),
     ("prefill", _case("scales", kv_scale=(0.5, 3.0), out_dtype=None, heads=(5, 1), planner={"tile_rows": 64})),
     ("prefill", _case("negative scale", kv_scale=(-2.0, -0.5), logits_soft_cap=5.0, sm_scale=0.2)),
+    ("prefill", _case("first tile unseen", qo_lens=(300, 2), kv_lens=(500, 2), heads=(2, 2), window_left=30)),
+    ("prefill", _case("row_max rises", kv_lens=(470, 0, 210, 2), sm_scale=2.0)),
     ("prefill", _case("peaks", sm_scale=3.0, causal=True, out_dtype=torch.float16)),
     ("prefill", _case("64", **OF_64, causal=True, page_size=16)),
     ("prefill", _case("64, splits", **OF_64 | SPLIT, heads=(6, 2), window_left=300)),

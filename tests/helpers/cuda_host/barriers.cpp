@@ -32,18 +32,23 @@ void end_phase(Barrier& b) {
 
 namespace {
 
-void meet_at(Rendezvous& r, int threads, const char* instruction, std::uint32_t pc) {
-  join(r.view, self->view);
-  if (++r.arrived < threads) return block(r.waiting, instruction, pc, nullptr, 0, threads);
-  r.waiting.threads.push_back(self);
+// All have arrived: those that wait know what each of them did.
+void complete(Rendezvous& r) {
   for (Thread* t : r.waiting.threads) {
     join(t->view, r.view);
     ++t->time();
   }
-  r.waiting.threads.pop_back();
   r.arrived = 0;
   std::memset(&r.view, 0, sizeof r.view);
   wake(r.waiting);
+}
+
+void meet_at(Rendezvous& r, int threads, const char* instruction, std::uint32_t pc) {
+  join(r.view, self->view);
+  if (++r.arrived < threads) return block(r.waiting, instruction, pc, nullptr, 0, threads);
+  join(self->view, r.view);
+  ++self->time();
+  complete(r);
 }
 
 // What all lanes of the warp give.
@@ -68,6 +73,13 @@ const std::uint64_t* gather(std::uint64_t value, const char* instruction, std::u
 
 void sync_threads() { meet_at(self->cta->all, launch->threads, "__syncthreads", PC); }
 void sync_named(int id, int threads) { meet_at(self->cta->named[id], threads, "bar.sync", PC); }
+void arrive_named(int id, int threads) {
+  Rendezvous& r = self->cta->named[id];
+  join(r.view, self->view);
+  ++self->time();
+  if (++r.arrived == threads) complete(r);
+}
+
 void sync_warp() { meet_at(self->cta->warps[self->index / 32], 32, "__syncwarp", PC); }
 
 void arrive_at_cluster() {

@@ -18,6 +18,7 @@ DEVICE void arrive_expect(uint32 barrier, uint32 bytes) { host::arrive(barrier, 
 DEVICE void wait(uint32 barrier, uint32 parity) { host::wait(barrier, parity); }
 
 DEVICE void named_sync(int id, int threads) { host::sync_named(id, threads); }
+DEVICE void named_arrive(int id, int threads) { host::arrive_named(id, threads); }
 template <int N>
 DEVICE void increase_registers() {}
 template <int N>

@@ -23,6 +23,7 @@ extern SpecialRegisters registers;
 
 void sync_threads();                      // all threads of the CTA
 void sync_named(int id, int threads);     // bar.sync
+void arrive_named(int id, int threads);   // bar.arrive
 void sync_warp();
 void arrive_at_cluster();                 // once, without order of memory, but for fenced initialisations of mbarriers
 void wait_for_cluster();
