@@ -52,8 +52,10 @@
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
 //     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
 //     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
-//     8.  [consumer]    soft cap, mask; online softmax: both row_max of each thread, and alpha; probabilities of its row 0
-//     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if a row_max of the warp has changed; round P_j of
+//     8.  [consumer]    soft cap, mask; subtract row_max from row 0 of each thread; in order: wait until it is this
+//                       consumer's turn; raise row_max if a logit of the warp is too large; probabilities of row 0; subtract
+//                       row_max from row 1; pass the turn on; raise row_max if need be
+//     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if a row_max of the warp was raised; round P_j of
 //                       row 0
 //     10. [consumer]    probabilities of row 1; round P_j of row 1
 // epilogue of the unit
@@ -118,9 +120,10 @@ namespace attn_ops {
 //     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
 //     q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the scheduler. unit_empty: an arrival of
 //     producers K and V each, and of each thread that loads queries; with FP8 products of each producer warp.
-//     staging: an arrival of producer V, and the bytes. A named barrier of the threads of two consumers, around the exchange
-//     of step 12. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
-//     transposes, and t_empty those that v_empty has otherwise.
+//     staging: an arrival of producer V, and the bytes. Named barriers: one for each consumer in order, of its threads and
+//     those of the consumer before it (step 8); one of the threads of two consumers, around the exchange of step 12. With
+//     FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that transposes, and
+//     t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
