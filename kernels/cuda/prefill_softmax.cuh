@@ -65,7 +65,7 @@ DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 // The online softmax over one more KV tile with lazy rescaling, of row ROW of this thread. Its logits become exponents,
 // relative to its row_max, whose base-2 exponentials are the probabilities.
 
-// Of a unit's first tile, whose largest logit is row_max.
+// Of the first tile that this consumer has of a unit: row_max is its largest logit.
 template <int ROW>
 DEVICE void subtract_first_max(Logits& logits, Rows& rows, float factor) {
   float largest = -kInfinity;
