@@ -216,6 +216,14 @@ DEVICE void fence_registers(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Ends the life of an accumulator's values. A product that does not accumulate reads none, but the assembly of one has the
+// registers as operands, for which the compiler would keep them until then.
+template <int N>
+DEVICE void discard_registers(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i]));
+}
+
 #define R8(d, i)                                                                                              \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
   "+f"(d[i + 7])

@@ -1,6 +1,8 @@
 // kernels/cuda/hopper.cuh on the host.
 #pragma once
 
+#include <limits>
+
 #include "basics.cuh"
 
 namespace attn_ops {
@@ -96,6 +98,11 @@ DEVICE void keep_before(float sum) {
 template <int N>
 DEVICE void fence_registers(float (&d)[N]) {
   host::check_registers(d, N);
+}
+template <int N>
+DEVICE void discard_registers(float (&d)[N]) {
+  host::check_registers(d, N);
+  for (float& x : d) x = std::numeric_limits<float>::quiet_NaN();
 }
 constexpr host::Operands kOperands = DTYPE == 2 ? host::Operands::kBFloat16 : host::Operands::kFloat16;
 template <int N>
