@@ -403,6 +403,9 @@ def flash_attn_with_kvcache(
     if rotary is not None:
         required(where, k=new)
         assert new is not None
+        if new[0].shape[-1] != k_cache.shape[-1]:
+            shown = f"k has head_dim {new[0].shape[-1]}"
+            fail(ShapeError, where, shown, f"{k_cache.shape[-1]} as in k_cache", "make them agree")
         starts = cached if rotary_seqlens is None else CacheLengths.of(where, "rotary_seqlens", rotary_seqlens)
         begin = starts.before(where, requests, INT32_MAX, q.device)
         by_row = options.causal or chunk > 0 or max(options.window_left, options.window_right) >= 0

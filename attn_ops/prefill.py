@@ -327,7 +327,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         where = f"{self._name}.workspace_size"
         tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         sized = num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo
-        given = inspect.signature(self.plan).bind(*tables, *sized, *args, head_dim=head_dim, **kwargs).arguments
+        kwargs.pop("non_blocking", None)  # of plan() alone, also by position
+        signature = inspect.signature(self.plan)
+        parameters = [one for name, one in signature.parameters.items() if name != "non_blocking"]
+        signature = signature.replace(parameters=parameters)
+        given = signature.bind(*tables, *sized, *args, head_dim=head_dim, **kwargs).arguments
         spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         masked = any(given.get(mask) is not None for mask in ("custom_mask", "packed_custom_mask", "prefix_len_ptr"))
         spec = spec._replace(

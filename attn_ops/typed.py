@@ -251,7 +251,7 @@ def _unavailable(device: Any) -> str:
     """Why nothing can be allocated on ``device``, and what to pass; nothing if something can."""
     try:
         torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return "; expected a device of PyTorch; pass cuda or cpu"
     try:
         torch.empty(0, device=device)

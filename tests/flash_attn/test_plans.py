@@ -322,6 +322,9 @@ def test_metadata_of_varlen_calls_over_pages(plans: list[str]) -> None:
     assert len(plans) == 1
 
 
+LEFTPADS = torch.tensor([2, 0, 1, 3])
+
+
 @pytest.mark.parametrize(
     ("q_len", "made", "options", "message"),
     [
@@ -329,7 +332,10 @@ def test_metadata_of_varlen_calls_over_pages(plans: list[str]) -> None:
         (1, {"attention_chunk": 8}, {}, "scheduler_metadata was made for 8 keys of a chunk; expected 0"),
         (3, {}, {"causal": False}, "the plan was made for causal attention and causal is False"),
         (3, {"window_size": (5, 0)}, {}, "window_left is -1 and the plan was made for window_left 5"),
-        (1, {"page_size": 32}, {}, "the plan was made for page_size 32; expected a plan for page_size 16"),
+        (1, {"page_size": 32}, {}, "scheduler_metadata was made for 32 tokens of a page; expected 16"),
+        (1, {"page_size": 32, "attention_chunk": 5}, {"attention_chunk": 5}, "made for 32 tokens of a page"),
+        (1, {"page_size": 32, "cache_leftpad": LEFTPADS}, {"cache_leftpad": LEFTPADS}, "made for 32 tokens of a page"),
+        (1, {"page_size": 32, "cache_leftpad": LEFTPADS}, {}, "made for 32 tokens of a page; expected 16"),
     ],
 )
 def test_metadata_of_another_batch(q_len: int, made: dict[str, Any], options: dict[str, Any], message: str) -> None:

@@ -173,6 +173,23 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rotary_cos": torch.ones(64, 40), "rotary_sin": torch.ones(64, 40)}, "rotary_dim at most 64"),
     ({"rotary_cos": torch.ones(64, 4), "rotary_sin": torch.ones(64, 4), "k": None, "v": None}, "k is missing"),
+    *(
+        (
+            {
+                "rotary_cos": torch.ones(64, 32),
+                "rotary_sin": torch.ones(64, 32),
+                "rotary_interleaved": interleaved,
+                "k": torch.ones(2, 1, 2, 32).half(),
+            },
+            "k has head_dim 32; expected 64 as in k_cache",
+        )
+        for interleaved in (False, True)
+    ),
+    (
+        {"rotary_cos": torch.ones(64, 4, requires_grad=True), "rotary_sin": torch.ones(64, 4)},
+        "rotary_cos requires grad; expected inference",
+    ),
+    ({"k_cache": torch.ones(2, 40, 2, 64).half().requires_grad_()}, "k_cache requires grad; .* detach k_cache"),
     ({"qv": torch.ones(2, 1, 4, 64).half()}, "qv is given and k_cache has 2 KV heads; expected 1"),
     (
         {"qv": torch.ones(2, 1, 4, 64).half(), "k_cache": torch.ones(2, 40, 1, 64).half()},

@@ -13,6 +13,7 @@ from helpers.wrapper_requests import DEVICE, Requests
 from torch import Tensor
 
 from attn_ops.flash_attn import (
+    SchedulerMetadata,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -185,6 +186,21 @@ def test_dynamic_lengths_and_batches_share_a_graph() -> None:
             q, k, v = dense(*sizes)
             out = compiled(q, k, v)
         expected(list(zip(q, k, v, strict=True)), causal=True).check(out.flatten(0, 1))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_metadata_of_any_batch_is_an_input_of_a_graph(dynamic: bool | None) -> None:
+    """Its sizes are symbolic after another kind of batch, or at once."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, made: SchedulerMetadata, options: dict[str, Any]) -> Tensor:
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, scheduler_metadata=made, **options)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
+    q, k, v = (torch.randn(2, n, h, 16, device=DEVICE).half() for n, h in ((1, 4), (24, 2), (24, 2)))
+    lens, pad, rows = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([9, 13], [1, 2], [1, 0]))
+    for options in ({}, {"cache_batch_idx": rows}, {"cache_leftpad": pad}, {"attention_chunk": 5}):
+        made = get_scheduler_metadata(2, 1, 24, 4, 2, 16, lens, **options)
+        same(compiled(q, k, v, lens, made, options), call(q, k, v, lens, made, options))
 
 
 def test_a_program_with_a_dynamic_batch() -> None:

@@ -282,6 +282,13 @@ def test_workspace_size_takes_the_arguments_of_plan() -> None:
     size, integers = wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, causal=True, sm_scale=0.1)
     assert 0 <= size < 16 << 20
     assert 0 < integers < 16 << 20
+    to_o_data_type = (None, None, None, True, "NONE", False, None, -1, None, None, None, "float16", None, None)
+    to_max_sequence_kv, splits = (None, None, 0, None, None, None, None, None, None), (1, False)
+    others = *to_o_data_type, *to_max_sequence_kv
+    by_name = wrapper.workspace_size(
+        r.qo_indptr, *r.table, *r.sizes, *others, fixed_split_size=1, disable_split_kv=False
+    )
+    assert wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, *others, *splits) == by_name != (size, integers)
     with pytest.raises(TypeError, match="casual"):
         wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, casual=True)
 

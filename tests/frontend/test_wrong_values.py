@@ -123,6 +123,8 @@ def test_values_of_the_right_type_that_nothing_takes() -> None:
     with pytest.raises(errors.DeviceError, match="BatchAttention: device is 'e4m3'; expected a device of PyTorch"):
         flashinfer.BatchAttention(device="e4m3")
     sizes = {"page_size": 4, "num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    with pytest.raises(errors.DeviceError, match="DecodePlanner: device is 'True'; expected a device of PyTorch"):
+        flashinfer.DecodePlanner(1, 1, device=True, **sizes)
     with pytest.raises(errors.DeviceError, match="DecodePlanner: device is 'cuda:99', which is not available: "):
         flashinfer.DecodePlanner(1, 1, device=torch.device("cuda", 99), **sizes)
     with pytest.raises(errors.DeviceError, match="get_scheduler_metadata: device is 'cuda:99', which is not available"):

@@ -119,7 +119,7 @@ class CacheBatch(NamedTuple):
 
     @property
     def form(self) -> BatchForm:
-        return BatchForm(self.requests, self.rows, self.appended, self.chunk, self.tables)
+        return BatchForm(self.requests, self.rows, self.appended, self.chunk, self.spec.page_size, self.tables)
 
     @property
     def tables(self) -> int:

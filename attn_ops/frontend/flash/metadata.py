@@ -71,12 +71,16 @@ calls alone have. Plain integers, which trace."""
 
 
 class BatchForm(NamedTuple):
-    """What a plan's own shapes do not tell exactly: sizes of its batch, and what it knows."""
+    """What a plan's own shapes do not tell exactly: sizes of its batch and of the cache's pages, and what it knows.
+
+    ``page_size``: of the cache, 0 without one. The plan's pages are of one token if requests begin within pages.
+    """
 
     requests: int
     rows: int
     appended: int = 0
     chunk: int = 0
+    page_size: int = 0
     tables: int = 0
 
     @classmethod
@@ -87,7 +91,8 @@ class BatchForm(NamedTuple):
         """Whether calls of ``batch`` plan for themselves: what they append, or where, the metadata does not know."""
         if self.tables & NO_TOTALS:
             return True
-        return bool(batch.tables & ~self.tables) or self.appended > batch.appended == 0
+        knows_tables = (self.tables & batch.tables) == batch.tables  # without ~, which no size of a graph has
+        return not knows_tables or self.appended > batch.appended == 0
 
     def as_shape_tensor(self, device: torch.device) -> Tensor:
         return torch.empty((0, *self), dtype=torch.int32, device=device)
@@ -122,10 +127,18 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
             ArgumentError,
             where,
             f"form of scheduler_metadata is {dims}",
-            "a tensor [0, requests, query rows, appended tokens, keys of a chunk, tables]",
+            "a tensor [0, requests, query rows, appended tokens, keys of a chunk, page size, tables]",
             "make it with attn_ops.flash_attn.get_scheduler_metadata",
         )
     made = BatchForm.of(given)
+    if made.tables & MISSING and not form.tables & PAGES:
+        fail(
+            ArgumentError,
+            where,
+            "scheduler_metadata was made without the block table",
+            "block_table in the call, or in get_scheduler_metadata, so that all layers share the plan",
+            "pass it",
+        )
     for name, size, wanted in zip(_FORM, made, form, strict=False):
         if size != wanted and not made.plans_for_others(form):
             fail(
@@ -135,21 +148,19 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
                 f"{wanted}, which the tensors have",
                 "make it for this batch",
             )
-    if made.tables & MISSING and not form.tables & PAGES:
-        fail(
-            ArgumentError,
-            where,
-            "scheduler_metadata was made without the block table",
-            "block_table in the call, or in get_scheduler_metadata, so that all layers share the plan",
-            "pass it",
-        )
     if isinstance(given.plan, DecodePlan) != decode:
         rows = "one query row per request" if isinstance(given.plan, DecodePlan) else "cumulative query rows"
         fail(PlanError, where, f"scheduler_metadata was made for {rows}", "a plan of this query", "make it for it")
     return given
 
 
-_FORM = {"requests": "requests", "rows": "query rows", "appended": "appended tokens", "chunk": "keys of a chunk"}
+_FORM = {
+    "requests": "requests",
+    "rows": "query rows",
+    "appended": "appended tokens",
+    "chunk": "keys of a chunk",
+    "page_size": "tokens of a page",
+}
 
 Make = Callable[[], SchedulerMetadata]
 

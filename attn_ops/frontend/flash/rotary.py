@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail
+from attn_ops.errors import ArgumentError, DTypeError, GradientError, PageTableError, ShapeError, dtype_name, fail
 from attn_ops.plan.page_table import seen
 
 
@@ -43,6 +43,9 @@ class Rotary(NamedTuple):
                 )
             if not t.is_floating_point():
                 fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "float", "convert it")
+            if torch.is_grad_enabled() and t.requires_grad:
+                expected, fix = "inference, there is no backward", f"call under torch.no_grad() or detach {name}"
+                fail(GradientError, where, f"{name} requires grad", expected, fix)
         return cls(cos.to(device), sin.to(device), interleaved)
 
     def check(self, where: str, positions: Tensor) -> None:

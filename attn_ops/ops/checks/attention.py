@@ -58,7 +58,7 @@ def _attention(
     op.options(q, options)
     if options.pos_encoding == "ROPE_LLAMA" and int(q.shape[2]) % 2:
         op.fail(ShapeError, f"q has head_dim {q.shape[2]}", "an even one for ROPE_LLAMA", "pad the heads")
-    op.no_grad(q=q, k=k, v=v, sinks=options.sinks, kv_scale=options.kv_scale)
+    op.no_grad(**{"q": q, names[0]: k, names[1]: v}, sinks=options.sinks, kv_scale=options.kv_scale)
     return _problem(
         op,
         q,

@@ -88,7 +88,7 @@ def _options() -> list[Bad]:
                 "q has head_dim 63",
                 "an even one for ROPE_LLAMA",
             ),
-            *(Bad(op, {name: leaf}, GradientError, f"{n} requires grad", "inf") for name, n in _names(key, value)),
+            *(Bad(op, {name: leaf}, GradientError, f"{name} requires grad", "inf") for name in ("q", key, value)),
         ]
         if op.startswith("batch"):
             one_head = {value: dims(slice(None), slice(None), slice(1))}
@@ -104,10 +104,6 @@ def _options() -> list[Bad]:
                 Bad(op, {"mask": mask[None]}, ShapeError, "mask has rank 2", "1, [bytes]"),
             ]
     return bad
-
-
-def _names(key: str, value: str) -> list[tuple[str, str]]:
-    return [("q", "q"), (key, "k"), (value, "v")]
 
 
 def _latent() -> list[Bad]:
