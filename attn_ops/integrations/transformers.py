@@ -155,6 +155,10 @@ def attention_forward(
             key, value = mla.expand(module, key, value)
         else:
             query, options["qv"] = mla.absorb(module, query)
+    if "qv" in options:
+        query, key, value, options["qv"] = _autocast(query, key, value, options["qv"])
+    else:
+        query, key, value = _autocast(query, key, value)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if cache is not None or "block_table" in kwargs:
         return _continuous(module, query, key, value, cache, causal, sliding_window, options, kwargs), None
@@ -174,6 +178,15 @@ def attention_forward(
     assert attention_mask is not None
     out = _bounded(query, key, value, attention_mask, options)
     return (mla.project(module, out) if "qv" in options else out), None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All in the dtype of autocast, as sdpa casts them: projections are of it, and rotary embeddings of float32."""
+    device = tensors[0].device.type
+    if len({t.dtype for t in tensors}) == 1 or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) for t in tensors)
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:

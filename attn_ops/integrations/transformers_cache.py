@@ -7,6 +7,8 @@ buffer. Their strides stay the same while there is room, so that a step makes th
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import functools
 from collections.abc import Container
 from typing import Any
@@ -101,5 +103,25 @@ def _growing(layer_class: Any) -> Any:
             if self.keys is k.view and self.values is v.view:
                 return True
             return k.holds(self.keys, key_states) and v.holds(self.values, value_states)
+
+        def _state(self) -> dict[str, Any]:
+            """Without buffers: a copy that appended to them would write over the tokens that this layer appends."""
+            return {name: value for name, value in self.__dict__.items() if name != "buffers"}
+
+        def __copy__(self) -> GrowingLayer:
+            other = type(self).__new__(type(self))
+            other.__dict__.update(self._state())
+            return other
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
+            other = type(self).__new__(type(self))
+            memo[id(self)] = other
+            other.__dict__.update(copy.deepcopy(self._state(), memo))
+            return other
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Pickled as a layer of transformers, with the tokens in use alone."""
+            held = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self._state().items()}
+            return copyreg._reconstructor, (layer_class, object, None), held  # type: ignore[attr-defined]
 
     return GrowingLayer

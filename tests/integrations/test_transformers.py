@@ -67,6 +67,21 @@ def test_logits_of_padded_batches(name: str, model: Model) -> None:
     torch.testing.assert_close(logits[:1, 4:], unpadded, **TOLERANCE)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "deepseek-v3"])
+def test_autocast(name: str, compiled: bool, model: Model) -> None:
+    """Rotary embeddings return float32 queries and keys, beside values in the dtype of autocast."""
+    ids, mask = padded(tokens())
+    found = model(name, "attn_ops")
+    run = torch.compile(found, fullgraph=True, backend="eager") if compiled else found
+    with torch.autocast("cpu", torch.bfloat16):
+        for more, rows in (({}, mask >= 0), ({"attention_mask": mask}, mask.bool())):
+            expected, logits = model(name, "eager")(ids, **more).logits, run(ids, **more).logits
+            torch.testing.assert_close(logits[rows], expected[rows], rtol=0.1, atol=0.1 * float(expected.abs().max()))
+        if not compiled:
+            assert generate(found, ids, mask).shape == generate(model(name, "eager"), ids, mask).shape
+
+
 def test_padding_on_the_right(model: Model) -> None:
     ids, mask = tokens(), torch.ones_like(tokens())
     mask[1, 6:] = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -267,6 +269,39 @@ def test_a_copy_of_a_cache_has_memory_of_its_own(transformers: Any) -> None:
     other.update(*(t + 1 for t in new), 0)
     assert all(map(torch.equal, first, (cache.layers[0].keys, cache.layers[0].values)))
     assert torch.equal(other.layers[0].keys[:, :, -1:], new[0] + 1)
+
+
+def test_a_fork_of_a_cache_appends_to_memory_of_its_own(transformers: Any) -> None:
+    """A shallow copy of its layers shares the tokens so far."""
+    cache = growing(transformers, 9)
+    fork = copy.copy(cache)
+    fork.layers = [copy.copy(layer) for layer in cache.layers]
+    assert fork.layers[0].keys is cache.layers[0].keys
+    new = torch.randn(2, 2, 2, 1, 16).unbind()
+    first = [t.clone() for t in cache.update(*new, 0)]
+    second = [t.clone() for t in fork.update(*(t + 1 for t in new), 0)]
+    assert all(map(torch.equal, first, (cache.layers[0].keys, cache.layers[0].values)))
+    assert torch.equal(second[0][:, :, :-1], first[0][:, :, :-1])
+    assert torch.equal(second[0][:, :, -1:], new[0] + 1)
+
+
+def test_a_cache_is_saved_as_a_layer_of_transformers(transformers: Any) -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    cache = growing(transformers, 9)
+    for read in (pickle.loads(pickle.dumps(cache)), torch.load(_saved(cache), weights_only=False)):
+        (layer,) = read.layers
+        assert type(layer) is DynamicLayer
+        assert torch.equal(layer.keys, cache.layers[0].keys)
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+        assert read.update(*torch.randn(2, 2, 2, 1, 16).unbind(), 0)[0].shape[2] == 10
+
+
+def _saved(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
 
 
 def test_a_cache_of_inference_mode_is_used_outside_of_it(transformers: Any) -> None:
