@@ -327,7 +327,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         where = f"{self._name}.workspace_size"
         tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         sized = num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo
-        kwargs.pop("non_blocking", None)  # that of plan() alone: by position, those after it follow o_data_type
+        kwargs.pop("non_blocking", None)  # FlashInfer has it in plan() alone: arguments after it come one place earlier
         signature = inspect.signature(self.plan)
         parameters = [one for name, one in signature.parameters.items() if name != "non_blocking"]
         signature = signature.replace(parameters=parameters)

@@ -181,7 +181,7 @@ def attention_forward(
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All in the dtype of autocast, as sdpa casts them: projections are of it, and rotary embeddings of float32."""
+    """In one dtype: under autocast, projections have its dtype, and rotary embeddings return float32."""
     device = tensors[0].device.type
     if len({t.dtype for t in tensors}) == 1 or not torch.is_autocast_enabled(device):
         return tensors

@@ -70,7 +70,7 @@ def test_logits_of_padded_batches(name: str, model: Model) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt-oss", "deepseek-v3"])
 def test_autocast(name: str, compiled: bool, model: Model) -> None:
-    """Rotary embeddings return float32 queries and keys, beside values in the dtype of autocast."""
+    """Rotary embeddings return float32 queries and keys; values have the dtype of autocast."""
     ids, mask = padded(tokens())
     found = model(name, "attn_ops")
     run = torch.compile(found, fullgraph=True, backend="eager") if compiled else found

@@ -91,7 +91,7 @@ class BatchForm(NamedTuple):
         """Whether calls of ``batch`` plan for themselves: what they append, or where, the metadata does not know."""
         if self.tables & NO_TOTALS:
             return True
-        knows_tables = (self.tables & batch.tables) == batch.tables  # without ~, which no size of a graph has
+        knows_tables = (self.tables & batch.tables) == batch.tables  # Dynamo does not trace ~ of a size
         return not knows_tables or self.appended > batch.appended == 0
 
     def as_shape_tensor(self, device: torch.device) -> Tensor:
