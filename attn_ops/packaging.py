@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from attn_ops.errors import ArgumentError, OptionError, UnsupportedError, dtype_name, fail
@@ -78,7 +79,8 @@ def export_package(
         module: a step, which takes the plan and the workspace as arguments of ``forward``.
         planner: the planner of that plan. Its capacities are those of the package.
         inputs: example arguments of ``forward``, with ``planner.state`` and ``planner.workspace`` among them. The plan
-            may be empty. The example has 2 or more of what is dynamic.
+            may be empty. The example has 2 or more of what is dynamic. Views of one tensor, such as ``cache[:, 0]`` and
+            ``cache[:, 1]``, are inputs of their own: all but the first are copied for the export.
         path: the file to write, ``*.pt2``.
         dynamic_shapes: by the name of an argument, as for ``torch.export.export``. Arguments that are left out have
             fixed sizes; plan and workspace always have.
@@ -169,7 +171,7 @@ def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, input
             if not isinstance(leaf, Tensor):
                 kind = type(leaf).__name__
                 fail(UnsupportedError, WHERE, f"{name} has a value of type {kind}", "tensors", "make it an attribute")
-    return arguments
+    return _with_own_storage(arguments, planner)
 
 
 def _check_apart(arguments: dict[str, Any]) -> None:
@@ -181,6 +183,29 @@ def _check_apart(arguments: dict[str, Any]) -> None:
             if isinstance(leaf, Tensor) and held.setdefault(id(leaf), name) != name:
                 shown, expected = f"{name} is the same tensor as {held[id(leaf)]}", "an example of its own for each"
                 fail(ArgumentError, WHERE, shown, expected, f"pass a copy as {name}")
+
+
+def _with_own_storage(arguments: dict[str, Any], planner: DecodePlanner | PrefillPlanner) -> dict[str, Any]:
+    """``arguments``, in which views that share storage with an earlier one are copies with the same strides.
+
+    AOTAutograd fails where a step writes one of two such views. The planner's tensors stay as they are.
+    """
+    planned = planner.state, planner.workspace
+    seen = {StorageWeakRef(leaf.untyped_storage()) for leaf in pytree.tree_leaves(planned)}
+
+    def own(leaf: Tensor) -> Tensor:
+        storage = StorageWeakRef(leaf.untyped_storage())
+        if storage not in seen:
+            seen.add(storage)
+            return leaf
+        sizes, strides = leaf.size(), leaf.stride()
+        span = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if leaf.numel() else 0
+        return leaf.detach().as_strided((span,), (1,)).clone().as_strided(sizes, strides)
+
+    return {
+        name: value if any(value is one for one in planned) else pytree.tree_map(own, value)
+        for name, value in arguments.items()
+    }
 
 
 def _dynamic_shapes(

@@ -85,6 +85,39 @@ def test_the_plan_of_a_package_is_that_of_the_planner(prefill_package: Package) 
             torch.testing.assert_close(one, other)
 
 
+class Append(nn.Module):
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, caches: list[Tensor], plan: attn_ops.DecodePlan, workspace: Tensor
+    ) -> Tensor:
+        rows = torch.arange(len(k), dtype=torch.int32)
+        torch.ops.attn.append_kv(k, v, *caches, rows, plan.kv_len - 1, plan.kv_indices, plan.kv_indptr)
+        return torch.ops.attn.batch_decode(q, *caches, plan, workspace)[0]
+
+
+@pytest.mark.slow
+def test_inputs_may_be_views_of_one_tensor(tmp_path: Path) -> None:
+    """Here the keys and values of one cache, both of which the step writes."""
+    from torch._inductor.package import load_package
+
+    planner = attn_ops.DecodePlanner(
+        max_batch=3, max_pages=12, page_size=4, num_qo_heads=4, num_kv_heads=2, head_dim=16
+    )
+    cache = torch.randn(12, 2, 4, 2, 16)
+    before = cache.clone()
+    q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    views = [cache[:, 0], cache[:, 1]]
+    inputs = (q, k, v, views, planner.state, planner.workspace)
+    package = attn_ops.export_package(Append(), planner, inputs, tmp_path / "step.pt2")
+    assert torch.equal(cache, before), "the caller's example is not written"
+
+    plan = planner.plan(torch.tensor([0, 3, 4, 6]), torch.randperm(12), torch.tensor([2, 1, 4]))
+    expected_cache = cache.clone()
+    expected = Append()(q, k, v, [expected_cache[:, 0], expected_cache[:, 1]], plan, planner.workspace)
+    torch.testing.assert_close(load_package(package, "model")(q, k, v, views, plan, planner.workspace), expected)
+    assert torch.equal(cache, expected_cache)
+    assert not torch.equal(cache, before)
+
+
 class Scaled(nn.Module):
     def forward(self, q: Tensor, cache: Tensor, scale: float, plan: attn_ops.DecodePlan, workspace: Tensor) -> Tensor:
         return torch.ops.attn.batch_decode(q, cache[:, 0], cache[:, 1], plan, workspace, sm_scale=scale)[0]
