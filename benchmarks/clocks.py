@@ -158,14 +158,14 @@ KERNELS: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Ca
 }
 
 
-def _roles(kernel: str, row: Any) -> str:
-    """Its name in :data:`ROLES`."""
+def _roles(kernel: str, row: Any, threads: int) -> str:
+    """The name in :data:`ROLES` of a kernel with CTAs of ``threads`` threads."""
     if kernel == "mla":
         consumers = "mla" if mla.units_of(row.num_heads).kernel == kernel else "mla, one consumer"
         return f"{consumers} KV_FP8" if row.fp8 else consumers
     if row.fp8:
         return "prefill" if row.fp8_query else "prefill KV_FP8"
-    return "prefill, three consumers" if prefill.TILES[row.head_dim, row.head_dim_vo].consumers == 3 else "prefill"
+    return "prefill, three consumers" if threads == prefill.LARGE_BATCH_TILES[128, 128].threads else "prefill"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,6 +188,6 @@ def run(args: argparse.Namespace) -> None:
             torch.cuda.synchronize()
             clocks = torch.stack(launches[WARM_UP:]).cpu()
             print(f"\n{name}, {rows[index].name}: us from the first start: {span(clocks)}\n")
-            print("\n".join(report.table(account(clocks, ROLES[_roles(name, rows[index])]))))
+            print("\n".join(report.table(account(clocks, ROLES[_roles(name, rows[index], 32 * clocks.shape[2])]))))
             del problem, call, launches
             release_memory()

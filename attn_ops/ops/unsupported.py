@@ -71,6 +71,9 @@ CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)
 CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """The same where both products are of FP8."""
 
+CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS = frozenset({(128, 128)})
+"""Those of 16-bit kernels of which there is another for plans of large batches."""
+
 CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 """Ops of ``kernels/cuda/prefill.py`` over paged KV."""
 
@@ -278,10 +281,12 @@ def _cuda_prefill(
 ) -> list[str]:
     """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
+    sizes = (False, True) if dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS and not fp8 else (False,)
+    keys = [(*dims, p.op in CUDA_PAGED_PREFILLS, p.dtype, fp8, large_batch) for large_batch in sizes]
     return _cuda(
         p,
         "prefill",
-        [(*dims, p.op in CUDA_PAGED_PREFILLS, p.dtype, fp8)],
+        keys,
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             (dims in head_dims, f"head dimensions {dims[0]} and {dims[1]} have no tile"),

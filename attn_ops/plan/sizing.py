@@ -39,11 +39,18 @@ MLA_PACKED_ROWS = (16, 32, *PACKED_ROWS)
 THREE_CONSUMERS_PACKED_ROWS = (MIN_PACKED_ROWS, 192, 384)
 """The same for heads of :data:`THREE_CONSUMERS_HEAD_DIM` on Hopper."""
 
+LARGE_BATCH_PACKED_ROWS = (MIN_PACKED_ROWS, 128, 192, 384)
+"""The same for heads of :data:`LARGE_BATCH_HEAD_DIM` on Hopper, if a full batch has :data:`LARGE_BATCH_WAVES`."""
+
 CTA_PACKED_ROWS = 128
 """Packed rows that a CTA of a prefill kernel holds."""
 
 THREE_CONSUMERS_HEAD_DIM, THREE_CONSUMERS_CTA_PACKED_ROWS = 64, 192
-"""Head dim of the CUDA prefill kernel with three consumers, and packed rows that a CTA of it holds."""
+"""Head dim of the CUDA prefill kernel that always has three consumers, and packed rows that a CTA of it holds."""
+
+LARGE_BATCH_HEAD_DIM, LARGE_BATCH_WAVES = 128, 8
+"""Head dim of the CUDA prefill kernel that has three consumers if query tiles fill them, and how many units each SM has
+then at least: with few, the larger units leave more SMs idle in the last wave."""
 
 HOPPER = 9
 """Major compute capability of the GPUs whose prefill kernel has one CTA per SM, also for few packed rows."""
@@ -77,12 +84,22 @@ def rows_per_tile(
     return max(1, size // group)
 
 
-def packed_rows_of_tiles(head_dim_qk: int, head_dim_vo: int, device: torch.device) -> tuple[int, ...]:
-    """``packed_rows`` of :func:`rows_per_tile` for these head dims."""
+def packed_rows_of_tiles(
+    head_dim_qk: int, head_dim_vo: int, device: torch.device, batch_rows: int = 0
+) -> tuple[int, ...]:
+    """``packed_rows`` of :func:`rows_per_tile` for these head dims.
+
+    ``batch_rows`` are the packed rows of a full batch, of all KV heads; 0 if tiles do not depend on them.
+    """
     if max(head_dim_qk, head_dim_vo) > LARGE_HEAD_DIM:
         return MLA_PACKED_ROWS
-    three_consumers = has_three_consumers(head_dim_qk, head_dim_vo) and is_hopper(device)
-    return THREE_CONSUMERS_PACKED_ROWS if three_consumers else PACKED_ROWS
+    if head_dim_qk != head_dim_vo or not is_hopper(device):
+        return PACKED_ROWS
+    if head_dim_qk == THREE_CONSUMERS_HEAD_DIM:
+        return THREE_CONSUMERS_PACKED_ROWS
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    least = LARGE_BATCH_WAVES * sms * THREE_CONSUMERS_CTA_PACKED_ROWS
+    return LARGE_BATCH_PACKED_ROWS if head_dim_qk == LARGE_BATCH_HEAD_DIM and batch_rows >= least else PACKED_ROWS
 
 
 def unsplit_packed_rows(head_dim_qk: int, head_dim_vo: int, device: torch.device) -> tuple[int, ...]:
@@ -90,9 +107,17 @@ def unsplit_packed_rows(head_dim_qk: int, head_dim_vo: int, device: torch.device
     return tuple(size for size in packed_rows_of_tiles(head_dim_qk, head_dim_vo, device) if size >= MIN_PACKED_ROWS)
 
 
-def has_three_consumers(head_dim_qk: int, head_dim_vo: int) -> bool:
-    """Whether the CUDA prefill kernel has three consumers for these head dims in 16 bits."""
-    return head_dim_qk == head_dim_vo == THREE_CONSUMERS_HEAD_DIM
+def fills_three_consumers(packed_rows: int) -> bool:
+    """Whether the packed rows of a query tile are units of three consumers of the CUDA prefill kernel."""
+    return -(-packed_rows // MIN_PACKED_ROWS) % 3 == 0
+
+
+def has_three_consumers(problem: PlanProblem) -> bool:
+    """Whether the CUDA prefill kernel has three consumers in 16 bits."""
+    if problem.head_dim_qk != problem.head_dim_vo:
+        return False
+    large_batch = problem.head_dim_qk == LARGE_BATCH_HEAD_DIM and fills_three_consumers(packed_rows_of_tile(problem))
+    return problem.head_dim_qk == THREE_CONSUMERS_HEAD_DIM or large_batch
 
 
 def has_large_head_dim(problem: PlanProblem) -> bool:
@@ -110,8 +135,7 @@ def cta_packed_rows(problem: PlanProblem) -> int:
     """
     if has_large_head_dim(problem):
         return MIN_PACKED_ROWS
-    three_consumers = has_three_consumers(problem.head_dim_qk, problem.head_dim_vo)
-    return THREE_CONSUMERS_CTA_PACKED_ROWS if three_consumers else CTA_PACKED_ROWS
+    return THREE_CONSUMERS_CTA_PACKED_ROWS if has_three_consumers(problem) else CTA_PACKED_ROWS
 
 
 def ctas_of_tile(problem: PlanProblem) -> int:

@@ -22,7 +22,12 @@ from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefi
 from torch import Tensor
 
 from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.ops.unsupported import CUDA_PREFILL_FP8_HEAD_DIMS, CUDA_PREFILL_HEAD_DIMS
+from attn_ops.ops.unsupported import (
+    CUDA_PREFILL_FP8_HEAD_DIMS,
+    CUDA_PREFILL_HEAD_DIMS,
+    CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
+)
+from attn_ops.plan.sizing import fills_three_consumers
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
@@ -106,6 +111,9 @@ TILES = {
 }
 """By the head dims of keys and of values, of 16-bit products."""
 
+LARGE_BATCH_TILES = {(128, 128): Tile(64, 4, 4, 2, 32, consumers=3)}
+"""The same, of query tiles that fill three consumers, which plans for large batches have."""
+
 KV_FP8_TILES = {
     (64, 64): Tile(128, 3, 3, 2, 64, converted=True),
     (128, 128): Tile(128, 2, 2, 2, 32, converted=True),
@@ -123,24 +131,40 @@ FP8_TILES = {
 
 assert TILES.keys() == KV_FP8_TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
+assert LARGE_BATCH_TILES.keys() == CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
 
 E4M3 = torch.float8_e4m3fn
 
 
-def tile_of(dims: tuple[int, int], dtype: torch.dtype, fp8: bool) -> Tile:
-    """By the head dims, the dtype of the query, and whether KV is FP8."""
-    return (FP8_TILES if dtype == E4M3 else KV_FP8_TILES if fp8 else TILES)[dims]
+def is_large_batch(dims: tuple[int, int], fp8: bool, packed_rows: int) -> bool:
+    """Whether the tile is one of :data:`LARGE_BATCH_TILES`."""
+    return dims in LARGE_BATCH_TILES and not fp8 and fills_three_consumers(packed_rows)
+
+
+def tile_of(dims: tuple[int, int], dtype: torch.dtype, fp8: bool, packed_rows: int) -> Tile:
+    """By the head dims, the dtype of the query, whether KV is FP8, and the packed rows of a query tile."""
+    if fp8:
+        return (FP8_TILES if dtype == E4M3 else KV_FP8_TILES)[dims]
+    return (LARGE_BATCH_TILES if is_large_batch(dims, fp8, packed_rows) else TILES)[dims]
 
 
 SPECIALIZATIONS = {
-    (*dims, paged, dtype, fp8): Specialization(
+    (*dims, paged, dtype, fp8, tiles is LARGE_BATCH_TILES): Specialization(
         kernel,
-        {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "PAGED": paged, "DTYPE": DTYPES.get(dtype, 2), **macros},
+        {
+            "HEAD_DIM_QK": dims[0],
+            "HEAD_DIM_VO": dims[1],
+            "PAGED": paged,
+            "DTYPE": DTYPES.get(dtype, 2),
+            "CONSUMERS": tile.consumers,
+            **macros,
+        },
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(*dims, dtype.itemsize),
     )
     for tiles, dtypes, fp8, kernel, macros in (
         (TILES, tuple(DTYPES), False, KERNEL, {}),
+        (LARGE_BATCH_TILES, tuple(DTYPES), False, KERNEL, {}),
         (KV_FP8_TILES, tuple(DTYPES), True, KV_FP8_KERNEL, {"KV_FP8": 1}),
         (FP8_TILES, (E4M3,), True, Q_FP8_KERNEL, {"Q_FP8": 1}),
     )
@@ -148,7 +172,7 @@ SPECIALIZATIONS = {
     for paged in (False, True)
     for dtype in dtypes
 }
-"""By head dims, whether KV is paged, dtype of the query, and whether KV is FP8."""
+"""By head dims, whether KV is paged, dtype of the query, whether KV is FP8, and :func:`is_large_batch`."""
 
 LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
 """By dtype of the query: that of outputs whose threads store 16 bytes at a time, ``kLikeQuery``."""
@@ -209,17 +233,18 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     fp8 = x.k.dtype in FP8
-    tile = tile_of(dims, x.q.dtype, fp8)
+    packed_rows = tile_rows * group
+    tile = tile_of(dims, x.q.dtype, fp8, packed_rows)
     of_kv = kv_arguments(x, paged, page_size, tile)
     if fp8:
         of_kv["kv_scale"] = o.kv_scale
         if x.q.dtype not in FP8:
             of_kv["kv_type"] = FP8_TYPES[x.k.dtype]
     q_map, q_box_rows = query_map(x.q, group)
-    unit_rows = tile.unit_rows(tile_rows * group)
-    num_units = num_items * num_kv_heads * -(-tile_rows * group // unit_rows)
+    unit_rows = tile.unit_rows(packed_rows)
+    num_units = num_items * num_kv_heads * -(-packed_rows // unit_rows)
     launch(
-        SPECIALIZATIONS[(*dims, paged, x.q.dtype, fp8)],
+        SPECIALIZATIONS[(*dims, paged, x.q.dtype, fp8, is_large_batch(dims, fp8, packed_rows))],
         (persistent_grid(num_units, x.q.device),),
         q=x.q,
         q_map=q_map,

@@ -28,22 +28,22 @@ DEVICE uint64 pv_values(Shared& shared) {
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.v_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); }
 
-// The queries of a unit as operands: in registers for heads of 128, where QK then reads a third less of shared memory. With
-// other heads consumers have no registers for them.
-constexpr bool kQueryInRegisters = kDimQk == 128 && !KV_FP8;
-constexpr int kQueryParts = kDimQk / 16;  // of 16 columns
+// The queries of a unit as operands, in parts of 16 columns: in registers for heads of 128, where QK then reads a third less
+// of shared memory. Three consumers have registers for half of them, and with other heads there are none.
+constexpr int kQueryParts = kDimQk / 16;
+constexpr int kRegisterParts = kDimQk != 128 || KV_FP8 ? 0 : kThreeOf128 ? kQueryParts / 2 : kQueryParts;
 
 struct Query {
-  uint32 registers[kQueryInRegisters ? kQueryParts : 1][4];
+  uint32 registers[kRegisterParts > 0 ? kRegisterParts : 1][4];
   uint64 shared;
 
   // `address` of 64 packed rows.
   DEVICE void load(uint32 address) {
     shared = k_major(address, kGroupBytes, kRowBytes);
-    if (!kQueryInRegisters) return;
+    if (kRegisterParts == 0) return;
     const int lane = threadIdx.x % 32, row = threadIdx.x % kConsumerThreads / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int part = 0; part < kQueryParts; ++part)
+    for (int part = 0; part < kRegisterParts; ++part)
       load_matrices(registers[part], address + part / 4 * kPackedRows * kRowBytes +
                                          swizzled(row * kRowBytes + (part % 4 * 2 + lane / 16) * 16));
   }
@@ -54,8 +54,8 @@ DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys) {
   for (int part = 0; part < kQueryParts; ++part) {
     const int box = part / 4, step = part % 4 * 2;
     const uint64 of_keys = keys + (box * TileLayout<kDimQk>::kColumn / 16 + step);
-    if constexpr (kQueryInRegisters)
-      wgmma_rs(logits, query.registers[part], of_keys, part > 0);
+    if (part < kRegisterParts)
+      wgmma_rs(logits, query.registers[part < kRegisterParts ? part : 0], of_keys, part > 0);
     else
       wgmma_ss(logits, query.shared + (box * kPackedRows * kRowBytes / 16 + step), of_keys, part > 0);
   }

@@ -120,6 +120,19 @@ FP8: tuple[dict[str, Any], ...] = (
 CASES += [replace(case, name=f"FP8 KV, {case}", **FP8[i % 2]) for i, case in enumerate(CASES)]
 
 
+def _large_batch(case: Case, packed_rows: int) -> Case:
+    """With query tiles that fill three consumers, as plans of large batches have."""
+    planner = {**case.planner, "tile_rows": packed_rows // (case.heads[0] // case.heads[1])}
+    return replace(case, name=f"large batch, {packed_rows} packed rows, {case}", planner=planner)
+
+
+CASES += [
+    _large_batch(case, (192, 384)[i % 2])
+    for i, case in enumerate(c for c in CASES if c.head_dims == (128, 128) and not c.kv_dtype)
+    if "tile_rows" not in case.planner
+]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_paged_matches_oracle(case: Case, launches: list[Any]) -> None:
     setup = Setup("prefill", case, "cuda")

@@ -34,6 +34,7 @@ WINDOWS = [
     *(("prefill", replace(case, causal=False)) for case in _windows(PREFILL, causal=False)),
     *(("prefill", case) for case in _windows(HOPPER)),
     *(("prefill", replace(case, planner={"tile_rows": 8})) for case in _windows(HOPPER, tile_rows=8)),
+    *(("prefill", replace(case, planner={"tile_rows": 48})) for case in _windows(HOPPER, tile_rows=48)),
     *(("ragged", case) for case in (*_windows(PREFILL), *_windows(HOPPER))),
 ]
 

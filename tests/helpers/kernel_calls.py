@@ -50,6 +50,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill, mask": ("batch_prefill", {"masked": 0.5, "dtype": torch.float16, "storage": "padded"}),
     "prefill, FP8 and RoPE": ("batch_prefill", BF16 | FP8 | {"pos_encoding": "ROPE_LLAMA"}),
     "prefill of 128": ("batch_prefill", SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 32}}),
+    "prefill of 128, large batch": (
+        "batch_prefill",
+        SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 48}},
+    ),
     "prefill of 128, alternating warpgroups": (
         "batch_prefill",
         SPLIT | BF16 | ROWS | {"planner": {"num_ctas": 33, "tile_rows": 8}},
@@ -89,6 +93,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 ATTENTION_ON_CUDA = (
     *("prefill of 128", "prefill of 128, alternating warpgroups", "prefill of 128, FP8 cache"),
+    "prefill of 128, large batch",
     "prefill of 256, options",
     *("ragged of 128", "ragged of 192/128", "single"),
     *("MLA of 512 and 64", "MLA of 512 and 64, float16", "MLA of 512 and 64, few packed rows"),

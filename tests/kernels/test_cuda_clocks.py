@@ -25,8 +25,8 @@ KERNELS = {
     "mla": mla.SPECIALIZATIONS["mla", 128, 1, torch.bfloat16, False],
     "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, 2, torch.bfloat16, False],
     "mla, FP8": mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, torch.bfloat16, True],
-    "prefill": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, False],
-    "prefill FP8": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, True],
+    "prefill": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, False, False],
+    "prefill FP8": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, True, False],
 }
 
 
@@ -75,6 +75,9 @@ def _prefill(
     return prefill.batch_prefill(q, k, v, list(planner.state), planner.workspace)
 
 
+LARGE_BATCH = functools.partial(_prefill, tile_rows=96)
+
+
 @needs_a_compiler
 @pytest.mark.parametrize(
     ("kernel", "call"),
@@ -85,6 +88,7 @@ def _prefill(
         ("mla, one consumer KV_FP8", functools.partial(_mla, 16, torch.float8_e4m3fn)),
         ("prefill", _prefill),
         ("prefill, three consumers", functools.partial(_prefill, dim=64, tile_rows=96)),
+        ("prefill, three consumers", LARGE_BATCH),
         ("prefill KV_FP8", functools.partial(_prefill, torch.float8_e4m3fn)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -116,8 +120,9 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
         assert sum(consumers) == TILES * (2 if call.args == (128,) else 1)
     elif kernel.startswith("mla, one consumer"):
         assert consumers == [TILES]
-    else:  # tiles of 128 tokens; 200 packed rows, of which each consumer has 64 of every 128 or 192
-        assert consumers == [2 * (3 + 1 + 2)] * (3 if "three" in kernel else 2)
+    else:  # 200 packed rows, of which each consumer has 64 of every 128 or 192; tiles of 128 tokens, or of 64 as in MLA
+        tiles = TILES if call is LARGE_BATCH else 3 + 1 + 2
+        assert consumers == [2 * tiles] * (3 if "three" in kernel else 2)
     assert len(clocks.account(found[None], roles)) == len(roles)
     assert clocks.span(found[None]).startswith("last start ")
 

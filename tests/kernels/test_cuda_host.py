@@ -31,6 +31,9 @@ F16_64: dict[str, Any] = {"dtype": torch.float16, "head_dims": (64, 64)}
 LONGER: dict[str, Any] = {"kv_lens": (470, 0, 210, 2)}
 LONGER_64 = F16_64 | LONGER
 UNSEEN: dict[str, Any] = {"qo_lens": (300, 2), "kv_lens": (500, 2), "heads": (2, 2), "window_left": 30, "sinks": 1.0}
+LARGE_BATCH: dict[str, Any] = {"qo_lens": (110, 0, 33, 2), "kv_lens": (200, 0, 150, 2), "planner": {"tile_rows": 48}}
+SPLIT_LARGE = SPLIT | {"qo_lens": (110, 0, 33, 2), "planner": {"num_ctas": 12, "tile_rows": 96}}
+"""Query tiles of heads of 128 that fill three consumers, as plans of large batches have."""
 F16_256: dict[str, Any] = {"dtype": torch.float16, "head_dims": (256, 256), "heads": (4, 2)}
 
 PREFILL = [
@@ -77,6 +80,10 @@ PREFILL = [
         "ragged",
         _case("192/128", head_dims=(192, 128), heads=(4, 1), causal=True, sinks=1.0, logits_soft_cap=30.0),
     ),
+    ("prefill", _case("large batch", **LARGE_BATCH, causal=True, padding=3, page_size=8)),
+    ("ragged", _case("large batch, cap", **LARGE_BATCH, window_left=100, logits_soft_cap=5.0, sinks=1.0)),
+    ("ragged", _case("large batch, row_max rises", **LARGE_BATCH | LONGER, dtype=torch.float16, sm_scale=2.0)),
+    ("prefill", _case("large batch, splits", **LARGE_BATCH | SPLIT_LARGE, causal=True, page_size=64)),
 ]
 
 FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.25)}

@@ -46,6 +46,11 @@ def _spills(key: tuple[Any, ...]) -> tuple[int, int]:
     return (4, 0) if three_consumers else (0, 0)
 
 
+def _tile(key: tuple[Any, ...]) -> prefill.Tile:
+    tile: prefill.Tile = prefill.tile_of(key[:2], *key[3:5], 192 if key[5] else 256)
+    return tile
+
+
 def _finishes_early(key: tuple[Any, ...]) -> bool:
     """``kFinishEarly``: O of the tile before is finished between the exponentials of row 1."""
     return key[3] == E4M3 or key[1] <= 128
@@ -155,7 +160,7 @@ def test_groups_that_do_not_divide_64_are_copied(group: int) -> None:
 @pytest.mark.parametrize("key", [k for k in prefill.SPECIALIZATIONS if k[3] != torch.float16], ids=str)
 def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
-    one, tile = prefill.SPECIALIZATIONS[key], prefill.tile_of(key[:2], *key[3:])
+    one, tile = prefill.SPECIALIZATIONS[key], _tile(key)
     row_bytes = min(ROW_BYTES, key[0] * key[3].itemsize)
     expected = {
         "sizeof(Shared)": one.shared_bytes,
@@ -181,7 +186,8 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         check_syntax(one, 'static_assert(kTile == 1, "");\n')
 
 
-TILES = [tile for table in (prefill.TILES, prefill.KV_FP8_TILES, prefill.FP8_TILES) for tile in table.values()]
+TABLES = prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.KV_FP8_TILES, prefill.FP8_TILES
+TILES = [tile for table in TABLES for tile in table.values()]
 
 
 def test_a_tile_is_whole_boxes_of_whole_groups() -> None:
@@ -212,7 +218,7 @@ def disassembled() -> None:
 @pytest.mark.parametrize("key", prefill.SPECIALIZATIONS, ids=str)
 def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]) -> None:
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
-    one, tile = prefill.SPECIALIZATIONS[key], prefill.tile_of(key[:2], *key[3:])
+    one, tile = prefill.SPECIALIZATIONS[key], _tile(key)
     tokens = tile.tokens
     assert usage_of(one).stack <= SPILL_BYTES
     code = disassembly(one)
@@ -325,7 +331,7 @@ FP8_TAKEN: list[dict[str, Any]] = [
 def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
     assert unsupported.cuda_prefill_fp8(problem) == []
-    assert on_hopper == [prefill.SPECIALIZATIONS[128, 128, problem.op == "batch_prefill", problem.dtype, True]]
+    assert on_hopper == [prefill.SPECIALIZATIONS[128, 128, problem.op == "batch_prefill", problem.dtype, True, False]]
 
 
 FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -360,7 +366,7 @@ def test_calls_with_fp8_queries_that_it_runs(fields: dict[str, Any], on_hopper: 
     problem = replace(GOOD, **OF_E4M3 | fields)
     assert unsupported.cuda_prefill_e4m3(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, problem.op == "batch_prefill", problem.dtype, True)]]
+    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, problem.op == "batch_prefill", problem.dtype, True, False)]]
 
 
 E4M3_REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -385,7 +391,9 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_prefill(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, problem.op == "batch_prefill", problem.dtype, False)]]
+    key = (*dims, problem.op == "batch_prefill", problem.dtype, False)
+    large_batch = [prefill.SPECIALIZATIONS[(*key, True)]] if dims == (128, 128) else []
+    assert on_hopper == [prefill.SPECIALIZATIONS[(*key, False)], *large_batch]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -63,18 +63,26 @@ class Unit(NamedTuple):
     kv_head: int
 
 
+Programs = dict[tuple[int, bool, bool], Path]
+
+
 @pytest.fixture(scope="module")
-def programs() -> dict[tuple[int, bool], Path]:
-    """Programs that print the units of a plan, by head dim and whether KV is paged."""
-    keys = [(dim, paged) for dim in (64, 128) for paged in (False, True)]
-    chosen = {(dim, paged): prefill.SPECIALIZATIONS[dim, dim, paged, torch.bfloat16, False] for dim, paged in keys}
-    return {key: cuda_host.program(one, MAIN) for key, one in chosen.items()}
+def programs() -> Programs:
+    """Programs that print the units of a plan, by head dim, whether KV is paged, and ``is_large_batch``."""
+    keys = [(dim, paged, large) for dim, large in ((64, False), (128, False), (128, True)) for paged in (False, True)]
+    return {
+        (dim, paged, large): cuda_host.program(
+            prefill.SPECIALIZATIONS[dim, dim, paged, torch.bfloat16, False, large], MAIN
+        )
+        for dim, paged, large in keys
+    }
 
 
 def _unit_rows(plan: attn_ops.PrefillPlan) -> int:
     problem = PlanProblem.of(plan.problem)
-    tile = prefill.TILES[problem.head_dim_qk, problem.head_dim_vo]
-    rows: int = tile.unit_rows(packed_rows_of_tile(problem))
+    packed_rows = packed_rows_of_tile(problem)
+    tile = prefill.tile_of((problem.head_dim_qk, problem.head_dim_vo), torch.bfloat16, False, packed_rows)
+    rows: int = tile.unit_rows(packed_rows)
     return rows
 
 
@@ -92,7 +100,7 @@ def _units(program: Path, plan: attn_ops.PrefillPlan, rows: int, box: int, ctas:
     return [Unit(*row) for row in cuda_host.rows_of(program, numbers)]
 
 
-THREE_CONSUMERS = [(64, 7, packed) for packed in (64, 128, 192, 256, 384)]
+THREE_CONSUMERS = [*((64, 7, packed) for packed in (64, 128, 192, 256, 384)), (128, 7, 192), (128, 4, 384)]
 """Head dim, group and packed rows of a query tile, 0 for the default: units of 64, 128 and 192 packed rows."""
 
 BATCHES = {
@@ -108,7 +116,7 @@ BATCHES = {
 @pytest.mark.parametrize(("dim", "group", "packed"), [(128, 1, 0), (128, 4, 0), (128, 7, 0), *THREE_CONSUMERS])
 @pytest.mark.parametrize("name", BATCHES)
 def test_units_are_the_work_of_the_plan(
-    name: str, dim: int, group: int, packed: int, causal: bool, page_size: int, programs: dict[tuple[int, bool], Path]
+    name: str, dim: int, group: int, packed: int, causal: bool, page_size: int, programs: Programs
 ) -> None:
     """Every pair of a query row and a head is in one unit for every key that it sees, and units have no other keys."""
     qo_lens, kv_lens = BATCHES[name]
@@ -132,7 +140,8 @@ def test_units_are_the_work_of_the_plan(
     box = prefill.box_of_pages(page_size, box) if paged else box
     sizes = {"pages": 1 << 20} if paged else {"kv_rows": sum(kv_lens)}
     right = {"right": 0} if causal else {}
-    units = _units(programs[dim, paged], plan, total + padding, box, 13, **sizes, **right)
+    large_batch = prefill.is_large_batch((dim, dim), False, packed_rows_of_tile(planner.problem))
+    units = _units(programs[dim, paged, large_batch], plan, total + padding, box, 13, **sizes, **right)
 
     unit_rows = _unit_rows(plan)
     starts = indptr(qo_lens).tolist()
@@ -156,15 +165,15 @@ def test_units_are_the_work_of_the_plan(
 
 
 @pytest.mark.parametrize("listed", [hostile_plans.LEAST, -1, 0, 3, 300, hostile_plans.MOST])
-def test_a_wrong_number_of_items_repeats_no_unit(listed: int, programs: dict[tuple[int, bool], Path]) -> None:
+def test_a_wrong_number_of_items_repeats_no_unit(listed: int, programs: Programs) -> None:
     """Memory safety: the number in the plan decides how many units run, none twice, all of them of its work items."""
     qo_lens, kv_lens = BATCHES["several"]
     sizes = {"page_size": 1, "num_qo_heads": 4 * HEADS, "num_kv_heads": HEADS, "head_dim": 128, "max_kv_len": 700}
     planner = attn_ops.PrefillPlanner(8, 500, 0, **sizes)
     plan = planner.plan(indptr(qo_lens), indptr(kv_lens))
-    usual = _units(programs[128, False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))
+    usual = _units(programs[128, False, False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))
     plan.queue[1] = listed
-    units = [u._replace(cta=0) for u in _units(programs[128, False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))]
+    units = [u._replace(cta=0) for u in _units(programs[128, False, False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))]
     assert len(set(units)) == len(units)
     assert set(units) <= {u._replace(cta=0) for u in usual}
 
@@ -204,7 +213,7 @@ def test_divisions_by_multiplication_are_exact() -> None:
 
     For groups above 512 from group - 2 on: before that the quotient is 0, since it is monotonic.
     """
-    one = prefill.SPECIALIZATIONS[128, 128, False, torch.bfloat16, False]
+    one = prefill.SPECIALIZATIONS[128, 128, False, torch.bfloat16, False, False]
     of_groups, of_any = cuda_host.rows_of(cuda_host.program(one, DIVISIONS), ())
     for compared, differences in (of_groups, of_any):
         assert compared > 3_000_000

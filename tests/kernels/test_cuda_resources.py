@@ -53,7 +53,7 @@ def test_warpgroups_take_the_registers_of_the_launch(one: Specialization) -> Non
     assert all(n % 8 == 0 for n in (*others, most))
     warpgroups = one.threads // 128
     consumers = warpgroups - len(others)
-    assert consumers == (3 if "HEAD_DIM_QK=64" in one.name and "FP8" not in one.name else 2)
+    assert consumers == dict(one.macros).get("CONSUMERS", 2)
     assert sum(others) + consumers * most <= warpgroups * usage_of(one).registers
 
 

@@ -19,7 +19,14 @@ from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
 from attn_ops.errors import PlanError
 from attn_ops.plan.plan_checks import check_plan
 from attn_ops.plan.resizable import PlanSpec
-from attn_ops.plan.sizing import ctas_of_tile, packed_rows_of_tiles, rows_per_tile, unsplit_packed_rows
+from attn_ops.plan.sizing import (
+    PACKED_ROWS,
+    ctas_of_tile,
+    fills_three_consumers,
+    packed_rows_of_tiles,
+    rows_per_tile,
+    unsplit_packed_rows,
+)
 from attn_ops.plan.state import PlanProblem, num_slots
 
 SIZES: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -292,6 +299,28 @@ def test_query_tiles_of_heads_of_64_fill_three_consumers_on_hopper(
         assert rows_per_tile(*heads, rows, packed_rows) == expected
     on_cpu = PrefillPlanner(3, 3 * rows, 0, head_dim=64, **sizes)
     assert on_cpu.problem.tile_rows == default
+
+
+def test_query_tiles_of_large_batches_fill_three_consumers_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 128, from eight units of 192 packed rows for each SM on."""
+    gpu = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    least, cuda = 8 * 132 * 192, torch.device("cuda")
+    assert packed_rows_of_tiles(128, 128, cuda, least) == (64, 128, 192, 384)
+    assert packed_rows_of_tiles(64, 64, cuda, least) == packed_rows_of_tiles(64, 64, cuda)
+    for head_dims, device, batch_rows in (
+        ((128, 128), cuda, least - 1),
+        ((128, 128), cuda, 0),
+        ((192, 128), cuda, least),
+        ((128, 128), torch.device("cpu"), least),
+    ):
+        assert packed_rows_of_tiles(*head_dims, device, batch_rows) == PACKED_ROWS
+
+
+def test_a_cta_holds_the_packed_rows_of_its_consumers() -> None:
+    assert [ctas_of_tile(PlanProblem(1, 8, 2, 128, 128, 1000, rows)) for rows in (48, 64, 95, 96)] == [1, 2, 2, 2]
+    assert [rows for rows in (64, 128, 192, 250, 256, 321, 384) if fills_three_consumers(rows)] == [192, 321, 384]
 
 
 def test_tiles_of_plans_without_splits_have_64_packed_rows_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
