@@ -354,11 +354,11 @@ def _admits(value: Any, annotation: Any) -> bool:
 
 
 def _tensors(argument: _Argument) -> Iterator[_Argument]:
-    """The tensors of an argument that its annotation admits."""
-    name, value, _ = argument
-    if isinstance(value, Tensor):
+    """The tensors of an argument. Those that may be of any type are left out: such an argument takes every tensor."""
+    name, value, annotation = argument
+    if isinstance(value, Tensor) and annotation is not Any:
         yield argument
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, tuple | list) and not any(Any in typing.get_args(option) for option in _options(annotation)):
         for i, element in enumerate(value):
             if isinstance(element, Tensor):
                 yield _Argument(f"{name}[{i}]", element, Tensor)

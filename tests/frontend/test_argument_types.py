@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -227,6 +227,22 @@ def test_a_flag_that_is_none_is_not_blamed_for_other_errors() -> None:
         _typed_call("size", flag=None, size=2**70)  # type: ignore[arg-type]
     with pytest.raises(errors.ArgumentError, match=r"^_typed_call: x is sparse_coo; expected a strided tensor"):
         _typed_call("tensor", flag=None, x=torch.eye(3).to_sparse())  # type: ignore[arg-type]
+
+
+@typed
+def _typed_lists(anything: Sequence[Any], one: Any, tensors: Sequence[Tensor] = ()) -> Any:
+    """Fails for a reason of its own."""
+    raise RuntimeError("something else")
+
+
+def test_a_tensor_of_any_kind_is_not_blamed_where_any_is_taken() -> None:
+    anything = torch.tensor(2.0), torch.ones(1, dtype=torch.complex64), torch.eye(3).to_sparse()
+    for one in anything:
+        with pytest.raises(RuntimeError, match="something else") as raised:
+            _typed_lists(anything, one, [torch.ones(1)])
+        assert not isinstance(raised.value, errors.AttnOpsError)
+    with pytest.raises(errors.ShapeError, match=r"^_typed_lists: tensors\[1\] is a tensor without dimensions"):
+        _typed_lists(anything, anything[0], [torch.ones(1), torch.ones(())])
 
 
 def test_a_flag_that_is_none_is_named_where_nothing_takes_it() -> None:
