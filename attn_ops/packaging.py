@@ -101,7 +101,8 @@ def export_package(
     target = os.fspath(path)
     if not target.endswith(".pt2"):
         fail(OptionError, WHERE, f"path is {target!r}", "a name that ends with .pt2", "rename the file")
-    arguments = _arguments(module, planner, inputs)
+    bound = _bound(module, planner, inputs)
+    arguments = bound.arguments
     shapes = _dynamic_shapes(planner, arguments, dynamic_shapes or {})
     configs = dict(inductor_configs or {})
     own = configs.pop(METADATA, {})
@@ -109,7 +110,7 @@ def export_package(
         fail(UnsupportedError, WHERE, f"{METADATA} is {own!r}", "strings by name", "convert keys and values to strings")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        step = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=shapes, strict=strict)
+        step = torch.export.export(module, bound.args, dynamic_shapes=shapes, strict=strict)
         metadata = {**own, **_plan_metadata(planner), **_input_metadata(planner, arguments, step)}
         plan = _export_plan(planner)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
@@ -137,8 +138,8 @@ def _architecture(configs: Mapping[str, Any]) -> dict[str, str]:
     return {"cpp.march": ARCHITECTURES.get(bits, "x86-64")} if known and bits is not None else {}
 
 
-def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, inputs: Sequence[Any]) -> dict[str, Any]:
-    """``inputs`` by the names of the arguments of ``forward``, in its order."""
+def _bound(module: nn.Module, planner: DecodePlanner | PrefillPlanner, inputs: Sequence[Any]) -> inspect.BoundArguments:
+    """``inputs`` by the names of the arguments of ``forward``, in its order; those of ``*args`` are a tuple."""
     if not isinstance(inputs, Sequence):
         kind = type(inputs).__name__
         fail(ArgumentError, WHERE, f"inputs is of type {kind}", "a tuple", "pass the arguments of forward in its order")
@@ -152,7 +153,7 @@ def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, input
             "one example for each argument",
             "pass them in the order of forward, which takes them by position",
         )
-    arguments = dict(bound.arguments)
+    arguments = bound.arguments
     if not any(value is planner.state for value in arguments.values()):
         fail(
             ArgumentError,
@@ -171,7 +172,8 @@ def _arguments(module: nn.Module, planner: DecodePlanner | PrefillPlanner, input
             if not isinstance(leaf, Tensor):
                 kind = type(leaf).__name__
                 fail(UnsupportedError, WHERE, f"{name} has a value of type {kind}", "tensors", "make it an attribute")
-    return _with_own_storage(arguments, planner)
+    bound.arguments = _with_own_storage(arguments, planner)
+    return bound
 
 
 def _check_apart(arguments: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import decoder as d
 from torch import Tensor, nn
+from torch.export import Dim
 from tracing.conftest import Package
 
 import attn_ops
@@ -116,6 +117,37 @@ def test_inputs_may_be_views_of_one_tensor(tmp_path: Path) -> None:
     torch.testing.assert_close(load_package(package, "model")(q, k, v, views, plan, planner.workspace), expected)
     assert torch.equal(cache, expected_cache)
     assert not torch.equal(cache, before)
+
+
+class Layers(nn.Module):
+    def forward(self, q: Tensor, plan: attn_ops.DecodePlan, workspace: Tensor, *caches: Tensor) -> Tensor:
+        for cache in caches:
+            q = torch.ops.attn.batch_decode(q, *cache.unbind(1), plan, workspace)[0]
+        return q
+
+
+@pytest.mark.slow
+def test_forward_may_take_any_number_of_caches(tmp_path: Path) -> None:
+    from torch._inductor.package import load_package
+
+    planner = attn_ops.DecodePlanner(
+        max_batch=3, max_pages=12, page_size=4, num_qo_heads=4, num_kv_heads=2, head_dim=16
+    )
+    caches = torch.randn(12, 2, 4, 2, 16), torch.randn(9, 2, 4, 2, 16)
+    inputs = torch.randn(3, 4, 16), planner.state, planner.workspace, *caches
+    shapes = {"q": {0: Dim("batch", min=1, max=3)}, "caches": ({}, {0: Dim("pages", min=2, max=99)})}
+    path = tmp_path / "step.pt2"
+    package = attn_ops.export_package(Layers(), planner, inputs, path, dynamic_shapes=shapes)
+    found = [text for name, text in _metadata(package, "model").items() if text.startswith("input ")]
+    assert sorted(found) == [
+        "input caches[0] float32 cpu 12,2,4,2,16 256,128,32,16,1 read",
+        "input caches[1] float32 cpu ?,2,4,2,16 256,128,32,16,1 read",
+        "input q float32 cpu ?,4,16 64,16,1 read",
+    ]
+    plan = planner.plan(torch.tensor([0, 3, 4]), torch.tensor([7, 0, 8, 2]), torch.tensor([2, 1]))
+    q = torch.randn(2, 4, 16)
+    expected = Layers()(q, plan, planner.workspace, *caches)
+    torch.testing.assert_close(load_package(package, "model")(q, plan, planner.workspace, *caches), expected)
 
 
 class Scaled(nn.Module):
