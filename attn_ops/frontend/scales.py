@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import finite
 from attn_ops.ops.options import BOUNDS, MAX_SCALAR, MIN_SCALAR
 from attn_ops.plan.page_table import seen
@@ -60,19 +60,31 @@ def reciprocal(where: str, name: str, scale: Scale) -> Scale:
     """``1 / scale`` of a scale that the output is divided by."""
     if scale is None or isinstance(scale, Tensor):
         return scale if scale is None else scale.float().reciprocal()
-    if not 0 < scale < math.inf:
-        fail(OptionError, where, f"{name} is {scale}", "a positive number", "change it")
-    return 1 / scale
+    return 1 / positive_number(where, name, scale)
+
+
+def as_number(where: str, name: str, scale: float) -> float:
+    """A scale that is a number. ``float`` takes strings and bools too."""
+    if isinstance(scale, str | bool):
+        shown = f"{name} is {scale!r}, of type {type(scale).__name__}"
+        fail(ArgumentError, where, shown, "a number or a tensor or None", "pass a number")
+    number = float(scale)
+    finite(where, name, number)
+    return number
+
+
+def positive_number(where: str, name: str, scale: float) -> float:
+    """:func:`as_number` of one that must be positive."""
+    number = as_number(where, name, scale)
+    if number <= 0:
+        fail(OptionError, where, f"{name} is {number}", "a positive number", "change it")
+    return number
 
 
 def as_factor(where: str, name: str, scale: Scale, device: torch.device, heads: Heads | None) -> Scale:
     """A number, a float32 tensor of no dimensions, with ``heads`` one of a value per query head, or one per row too."""
     if not isinstance(scale, Tensor):
-        if scale is None:
-            return None
-        number = float(scale)
-        finite(where, name, number)
-        return number
+        return None if scale is None else as_number(where, name, scale)
     if name in PER_ROW and scale.dim():
         return scale
     if seen(scale):

@@ -107,7 +107,41 @@ def test_compiled(dynamic: bool) -> None:
     check_dense(expected(requests(q, k, v), causal=True), compiled(q, k, v, causal=True, **SCALES))
 
 
-def test_other_shapes_and_values() -> None:
+FORMS: dict[str, Callable[[float], Any]] = {
+    "a number": lambda value: value,
+    "one element": lambda value: torch.tensor(value),
+    "one element, expanded": lambda value: torch.tensor([value]).expand(BATCH, KV_HEADS),
+    "one of many": lambda value: torch.tensor([[1.0, value]] * BATCH),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_are_positive(name: str, form: str) -> None:
+    """Where their contents can be read without waiting for a device."""
+    q, k, v = tensors()
+    for value, wanted in (
+        (-1.0, "a positive number"),
+        (0.0, "a positive number"),
+        (float("nan"), "a finite number"),
+        (float("inf"), "a finite number"),
+    ):
+        with pytest.raises(errors.OptionError, match=f"^flash_attn_func: {name} is {value}; expected {wanted}"):
+            flash_attn_func(q, k, v, **{name: FORMS[form](value)})
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_strings_and_bools_are_no_scales(name: str) -> None:
+    q, k, v = tensors()
+    for value in ("2", True):
+        message = f"^flash_attn_func: {name} is {value!r}, of type {type(value).__name__}; expected a number"
+        for _ in range(2):
+            with pytest.raises(errors.ArgumentError, match=message):
+                flash_attn_func(q, k, v, **{name: value})
+            flash_attn_func(q, k, v, **{name: 1.0})
+
+
+def test_other_shapes() -> None:
     q, k, v = tensors()
     offsets = [torch.arange(BATCH + 1, device=DEVICE) * n for n in (Q_LEN, KV_LEN)]
     packed = [t.flatten(0, 1) for t in (q, k, v)]
@@ -120,8 +154,5 @@ def test_other_shapes_and_values() -> None:
         ):
             with pytest.raises(errors.ShapeError, match=rf"{name} is \[2, 2\]; expected one value, or \[3, 2\]"):
                 call()
-        bad = torch.tensor([[1.0, float("nan")]] * 3)
-        with pytest.raises(errors.OptionError, match=f"{name} is nan; expected a finite number"):
-            flash_attn_func(q, k, v, **{name: bad})
     with pytest.raises(errors.ShapeError, match="3 query heads do not share 2 KV heads evenly"):
         flash_attn_func(q[:, :, :3], k, v, **SCALES)

@@ -222,6 +222,18 @@ def test_a_bad_o_scale() -> None:
         planned_ragged(r, o_data_type=E4M3).run(r.q, *r.ragged(), o_scale=0.0)
 
 
+def test_strings_and_bools_are_no_scales() -> None:
+    """A negative scale of the values is one."""
+    r = prefill_requests()
+    wrapper = planned_ragged(r, o_data_type=E4M3)
+    for name in ("q_scale", "k_scale", "v_scale", "o_scale"):
+        for value in ("2", True):
+            with pytest.raises(errors.ArgumentError, match=f"{name} is {value!r}, of type .*; expected a number or a"):
+                wrapper.run(r.q, *r.ragged(), **{name: value})
+    negative, positive = (wrapper.run(r.q, *r.ragged(), v_scale=value) for value in (-2.0, 2.0))
+    assert torch.equal(negative.float(), -positive.float())
+
+
 # ------------------------------------------------------------------------------------------------------------ queries
 
 

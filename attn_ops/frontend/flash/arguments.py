@@ -10,8 +10,8 @@ from torch import Tensor
 from attn_ops.call import as_sinks
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import finite, refuse_listed, renamed
-from attn_ops.frontend.scales import Scale, ScaleFactors
+from attn_ops.frontend.arguments import refuse_listed, renamed
+from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen
 from attn_ops.typed import integers
@@ -154,20 +154,15 @@ class Descales(NamedTuple):
         (rows, num_heads, _), num_kv_heads = q.shape, k.shape[-2]
         logits: dict[str, Scale] = {}
         for name, scale in zip(self._fields, scales, strict=True):
-            logits[name] = scale
-            if not isinstance(scale, Tensor):
-                continue
-            if _is_one_value(scale):
-                logits[name] = scale[(0,) * scale.dim()]
-                continue
-            if tuple(scale.shape) != (requests, num_kv_heads):
+            if isinstance(scale, Tensor) and _is_one_value(scale):
+                scale = scale[(0,) * scale.dim()]
+            elif isinstance(scale, Tensor) and tuple(scale.shape) != (requests, num_kv_heads):
                 expected = f"one value, or {[requests, num_kv_heads]}: one per request and KV head"
                 fail(ShapeError, where, f"{name} is {list(scale.shape)}", expected, "correct it")
-            if seen(scale):
-                for number in scale.flatten().tolist():
-                    finite(where, name, number)
-                    if number <= 0:
-                        fail(OptionError, where, f"{name} has the value {number}", "positive scales", "correct it")
+            _check_positive(where, name, scale)
+            logits[name] = scale
+            if not isinstance(scale, Tensor) or scale.dim() == 0:
+                continue
             by_head = scale.to(q.device, torch.float32).repeat_interleave(num_heads // max(1, num_kv_heads), 1)
             if by_head.shape[1] != num_heads:  # which the op refuses
                 logits[name] = None
@@ -181,6 +176,16 @@ class Descales(NamedTuple):
 
 
 _NO_FACTORS = ScaleFactors()
+
+
+def _check_positive(where: str, name: str, scale: Scale) -> None:
+    """Numbers, and the contents of a tensor that is :func:`~attn_ops.plan.page_table.seen`, are positive."""
+    if isinstance(scale, Tensor):
+        numbers = scale.flatten().tolist() if seen(scale) else []
+    else:
+        numbers = [] if scale is None else [scale]
+    for number in numbers:
+        positive_number(where, name, number)
 
 
 def _is_one_value(scale: Tensor) -> bool:
