@@ -210,6 +210,44 @@ def test_decode(decode: tuple[str, attn_ops.DecodePlanner], prefill_package: Pac
         assert not any(t.any() for t in result.state)
 
 
+class Biased(nn.Module):
+    """The tensors of a decode step after the plan, in a dictionary."""
+
+    def forward(self, plan: attn_ops.DecodePlan, workspace: Tensor, x: dict[str, Tensor], cache: Tensor) -> Any:
+        q, (k_cache, v_cache) = x["q"] + x["bias"], cache.unbind(1)
+        return torch.ops.attn.batch_decode(q, k_cache, v_cache, plan, workspace, return_lse=True)
+
+
+@pytest.mark.slow
+def test_a_plan_of_one_page_and_sizes_that_disagree(tmp_path: Path) -> None:
+    """A batch may have no page: that one is a fixed size of the package. Errors of dynamic sizes name the tensor."""
+    planner = attn_ops.DecodePlanner(3, 1, **SIZES, cache_pages=PAGES)
+    batch, cache = Dim("batch", min=1, max=3), _cache()
+    inputs = (planner.state, planner.workspace, {"q": _q(2), "bias": _q(3)[:2]}, cache)
+    path, shapes = tmp_path / "biased.pt2", {"x": {"q": {0: batch}, "bias": {0: batch}}}
+    package = attn_ops.export_package(Biased(), planner, inputs, path, dynamic_shapes=shapes)
+    tables = {
+        "one page": page_table([3, 0], PAGE),
+        "none": page_table([0, 0], PAGE),
+        "none, and a page number": (int32([0, 0, 0]), int32([5]), int32([0, 0])),
+        "two pages": page_table([3, 1], PAGE),
+        "no page number": (int32([0, 1, 1]), int32([]), int32([3, 0])),
+    }
+    q, bias = _q(2), _q(3)
+    results = _run(
+        package, [*((table, [q, bias[:2], cache]) for table in tables.values()), ([], [q, bias, cache])], tmp_path
+    )
+    for (name, table), result in zip(tables.items(), results, strict=False):
+        assert result.message == _python(planner.plan, *table), name
+        if result.message == "ok":
+            assert all(map(torch.equal, result.state, planner.state)), name
+            _assert_equal(result.outputs, _expected(q + bias[:2], cache, table, [1] * 2, causal=False))
+    assert [result.message == "ok" for result in results] == [True, True, True, False, False, False]
+    fix = "pass tensors like the exported ones, or export the program for these sizes"
+    if torch.__version__ >= "2.13":  # before, the loader prints the message
+        assert results[-1].message == f"ShapeError: run: size 0 of x['bias'] is 3; expected 2; {fix}"
+
+
 MISALIGNED = (
     "run: cache starts 4 bytes after a multiple of 16 bytes; expected an address that is a multiple of 16 bytes, since "
     "the step writes the tensor; allocate it on its own, or as a view that starts at such an address"

@@ -51,7 +51,7 @@ class Package {
   // workspace. On CUDA, work is on the current stream.
   //
   // Number, dtypes, devices, sizes, strides and alignment are checked before anything runs. The package itself checks
-  // what is dynamic: capacities, and that sizes agree. Both throw before anything is written.
+  // what is dynamic: capacities, and that sizes agree. Both errors name the tensor, and come before anything is written.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Planner& planner) {
     check_plan(planner);
     size_t expected = 0;
@@ -74,7 +74,7 @@ class Package {
     }
     std::unique_lock<std::mutex> lock(running_, std::defer_lock);
     if (one_runner_) lock.lock();
-    return detail::run(*loader_, device_, all);
+    return detail::run("run", *loader_, device_, all, [this](size_t i) { return metadata_.inputs[i].name; });
   }
 
   // Tensors of zeros for the inputs that the argument `name` of forward() has, such as the KV caches: one for each

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -97,7 +98,23 @@ inline std::unique_ptr<Loader> load(const std::string& path, const char* model, 
   }
 }
 
-inline std::vector<at::Tensor> run(Loader& loader, c10::Device device, const std::vector<at::Tensor>& inputs) {
+// A size guard of a package counts the inputs. Raise its message by the name of the tensor; return for other messages.
+template <class Name>
+void refuse_size(const std::string& where, const std::string& what, size_t inputs, const Name& name) {
+  const std::string begin = "package: ", counted = " of input ";
+  const size_t at = what.find(counted);
+  if (what.rfind(begin, 0) != 0 || at == std::string::npos) return;
+  char* rest = nullptr;
+  const size_t i = std::strtoul(what.c_str() + at + counted.size(), &rest, 10);
+  if (i >= inputs) return;
+  throw ShapeError(where + ": " + what.substr(begin.size(), at - begin.size()) + " of " + name(i) + rest);
+}
+
+// `name(i)` is that of an input. Dtypes and device types have been checked.
+template <class Name>
+std::vector<at::Tensor> run(
+    const std::string& where, Loader& loader, c10::Device device, const std::vector<at::Tensor>& inputs,
+    const Name& name) {
   const c10::InferenceMode inference_mode;
   const c10::DeviceGuard on_device(device);
   try {
@@ -105,6 +122,7 @@ inline std::vector<at::Tensor> run(Loader& loader, c10::Device device, const std
   } catch (const std::exception& error) {
     const std::string what = message(error);
     if (what.find("the plan capacity for") != std::string::npos) throw CapacityError(what);
+    refuse_size(where, what, inputs.size(), name);
     throw Error(what);
   }
 }
@@ -263,8 +281,12 @@ class Planner {
     const c10::Device device = on_device ? device_ : c10::Device(at::kCPU);
     for (const detail::Table& table : tables) detail::check_table(table, device);
     std::vector<at::Tensor> inputs = device.is_cpu() ? from_host(tables) : from_device(tables);
+    at::Tensor& pages = inputs[tables.size() - 2];
+    if (max_pages() == 1 && pages.numel() == 0) pages = at::zeros({1}, pages.options());  // the graph takes one
     inputs.insert(inputs.end(), state_.begin(), state_.end());
-    detail::run(*loader_, device_, inputs);
+    detail::run("plan", *loader_, device_, inputs, [&](size_t i) {
+      return i < tables.size() ? tables[i].name : "plan." + metadata_.fields[i - tables.size()].first;
+    });
   }
 
   // A page table on the GPU, of which the host knows the sizes.
