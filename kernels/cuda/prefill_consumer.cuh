@@ -129,7 +129,7 @@ DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 
 // OrderedSequenceBarrier in CUTLASS). Without an order they come to compute exponentials all at the same time, and then to
 // wait for products. Soft caps, 16-bit heads of 192/128 and 256, three consumers of heads of 128, and FP8 caches were measured
 // to be faster without it.
-constexpr bool kOrdered = kDimQk <= 128 && !KV_FP8 && !kThreeOf128;
+constexpr bool kOrdered = kDimQk <= 128 && !KV_FP8 && !kLargeBatch;
 
 struct Order {
   const Problem& p;

@@ -22,18 +22,18 @@ constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and 
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 constexpr int kConsumers = CONSUMERS;
 // Sizes by head dims are those of the tables of tiles in prefill.py.
-constexpr bool kThreeOf128 = kConsumers == 3 && kDimQk == 128;  // consumers of heads of 128, with few registers
-constexpr int kTile = kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kThreeOf128 ? 64 : 128;  // tokens of a KV tile
+constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
+constexpr int kTile = kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kLargeBatch ? 64 : 128;  // tokens of a KV tile
 constexpr int kKeyStages =  // KV tiles of the ring of keys
     kFp8Products || kConsumers == 3 ? 4 : kDimQk == 64 || (kDimQk == 256 && !KV_FP8) ? 3 : 2;
-constexpr int kValueStages = kThreeOf128 || (kDimQk == 64 && !kFp8Products) ? kKeyStages : 2;  // and of values
+constexpr int kValueStages = kLargeBatch || (kDimQk == 64 && !kFp8Products) ? kKeyStages : 2;  // and of values
 constexpr int kRaggedBox =  // most tokens of a TMA box, the size of those of ragged keys and values
     kDimQk == 64 ? 64 : kDimQk == 192 && !KV_FP8 ? 128 : 32;
-constexpr int kTransposedStages = 4;                 // and of transposed values, of FP8 products
-constexpr int kTilesAhead = kKeyStages > 2 && !kThreeOf128 ? 1 : 3;  // KV tiles left to load when the next unit is taken
-constexpr int kQueries = kDimQk > 128 ? 1 : 2;       // query buffers
-constexpr int kQueryBlocks = 2 * kQueries;           // units whose QueryBlock is kept
-constexpr int kPackedRows = 64;                      // of a consumer
+constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
+constexpr int kTilesAhead = kKeyStages > 2 && !kLargeBatch ? 1 : 3;  // KV tiles left to load when the next unit is taken
+constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
+constexpr int kQueryBlocks = 2 * kQueries;                           // units whose QueryBlock is kept
+constexpr int kPackedRows = 64;                                      // of a consumer
 // A row in shared memory, as wide as the swizzle, has kColumns columns. Wider heads have several such blocks of columns.
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
 constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;

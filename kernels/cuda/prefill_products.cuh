@@ -31,7 +31,7 @@ DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); 
 // The queries of a unit as operands, in parts of 16 columns: in registers for heads of 128, where QK then reads a third less
 // of shared memory. Three consumers have registers for half of them, and with other heads there are none.
 constexpr int kQueryParts = kDimQk / 16;
-constexpr int kRegisterParts = kDimQk != 128 || KV_FP8 ? 0 : kThreeOf128 ? kQueryParts / 2 : kQueryParts;
+constexpr int kRegisterParts = kDimQk != 128 || KV_FP8 ? 0 : kLargeBatch ? kQueryParts / 2 : kQueryParts;
 
 struct Query {
   uint32 registers[kRegisterParts > 0 ? kRegisterParts : 1][4];
