@@ -30,7 +30,7 @@ constexpr int kValueStages = kLargeBatch || (kDimQk == 64 && !kFp8Products) ? kK
 constexpr int kRaggedBox =  // most tokens of a TMA box, the size of those of ragged keys and values
     kDimQk == 64 ? 64 : kDimQk == 192 && !KV_FP8 ? 128 : 32;
 constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
-constexpr int kTilesAhead = kKeyStages > 2 && !kLargeBatch ? 1 : 3;  // KV tiles left to load when the next unit is taken
+constexpr int kTilesAhead = kKeyStages > 2 && !kLargeBatch ? 1 : 3;  // KV tiles left to load when a unit is taken
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
 constexpr int kQueryBlocks = 2 * kQueries;                           // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                      // of a consumer
