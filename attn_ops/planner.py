@@ -30,6 +30,7 @@ from attn_ops.plan.planner_base import (
 from attn_ops.plan.sizing import (
     count_splits,
     ctas_per_head,
+    is_large_batch,
     max_splits_for,
     most_tiles,
     packed_rows_of_tiles,
@@ -202,8 +203,8 @@ class PrefillPlanner(PlannerBase):
         window_right: plan for a window on the right, so that keys after it cost no work; -1 for no window. It has no
             effect with ``causal``.
         tile_rows: query rows of a query tile; default 256 over the query heads per KV head, or fewer if ``max_tokens``
-            is less than that per request. On Hopper 384 with heads of 64, and with heads of 128 if ``max_tokens`` are
-            eight waves or more.
+            is less than that per request. On Hopper 384 with heads of 64, and 768 with heads of 128 if ``max_tokens``
+            are eight waves or more, of long requests.
         num_ctas: capacity for splits: work items of one KV head that tiles are split into for load balance. It is taken
             for twice the query tiles that the device computes at a time, or for one and a half times with head dims of
             values over 128. 0 never splits; default by the device, and for MLA on Hopper by ``max_batch`` and
@@ -273,8 +274,9 @@ class PrefillPlanner(PlannerBase):
         if tile_rows is None:
             replicas = max(1, head_shards) if num_kv_heads == 1 else 1
             dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
-            batch_rows = 0 if rows is None else max_tokens * num_qo_heads // max(1, head_shards)
-            sizes = packed_rows_of_tiles(*dims, self.device, batch_rows)
+            heads_of_rank = num_qo_heads // max(1, head_shards), -(-num_kv_heads // max(1, head_shards))
+            large = rows is not None and is_large_batch(*heads_of_rank, max_batch, max_tokens, self.device)
+            sizes = packed_rows_of_tiles(*dims, self.device, large)
             tile_rows = rows_per_tile(num_qo_heads // replicas, num_kv_heads, rows, sizes)
         self.problem = planner_problem(
             fixed_split_size=fixed_split_size,

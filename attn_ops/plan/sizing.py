@@ -39,8 +39,8 @@ MLA_PACKED_ROWS = (16, 32, *PACKED_ROWS)
 THREE_CONSUMERS_PACKED_ROWS = (MIN_PACKED_ROWS, 192, 384)
 """The same for heads of :data:`THREE_CONSUMERS_HEAD_DIM` on Hopper."""
 
-LARGE_BATCH_PACKED_ROWS = (MIN_PACKED_ROWS, 128, 192, 384)
-"""The same for heads of :data:`LARGE_BATCH_HEAD_DIM` on Hopper, if a full batch has :data:`LARGE_BATCH_WAVES`."""
+LARGE_BATCH_PACKED_ROWS = 768
+"""Packed rows of a query tile of large batches: whole units of three and of two consumers, and whole Triton tiles."""
 
 CTA_PACKED_ROWS = 128
 """Packed rows that a CTA of a prefill kernel holds."""
@@ -48,9 +48,14 @@ CTA_PACKED_ROWS = 128
 THREE_CONSUMERS_HEAD_DIM, THREE_CONSUMERS_CTA_PACKED_ROWS = 64, 192
 """Head dim of the CUDA prefill kernel that always has three consumers, and packed rows that a CTA of it holds."""
 
-LARGE_BATCH_HEAD_DIM, LARGE_BATCH_WAVES = 128, 8
-"""Head dim of the CUDA prefill kernel that has three consumers if query tiles fill them, and how many units each SM has
-then at least: with few, the larger units leave more SMs idle in the last wave."""
+LARGE_BATCH_HEAD_DIM = 128
+"""Head dim of the CUDA prefill kernel that has three consumers if query tiles fill them."""
+
+LARGE_BATCH_WAVES, LARGE_BATCH_REQUEST_ROWS = 8, 1024
+"""Units of three consumers for each SM, and packed rows of a request, that large batches have at least.
+
+With fewer units more SMs are idle in the last wave. A unit of few rows, as of decode, takes as long as a full one.
+"""
 
 HOPPER = 9
 """Major compute capability of the GPUs whose prefill kernel has one CTA per SM, also for few packed rows."""
@@ -85,21 +90,35 @@ def rows_per_tile(
 
 
 def packed_rows_of_tiles(
-    head_dim_qk: int, head_dim_vo: int, device: torch.device, batch_rows: int = 0
+    head_dim_qk: int, head_dim_vo: int, device: torch.device, large_batch: bool = False
 ) -> tuple[int, ...]:
-    """``packed_rows`` of :func:`rows_per_tile` for these head dims.
-
-    ``batch_rows`` are the packed rows of a full batch, of all KV heads; 0 if tiles do not depend on them.
-    """
+    """``packed_rows`` of :func:`rows_per_tile` for these head dims."""
     if max(head_dim_qk, head_dim_vo) > LARGE_HEAD_DIM:
         return MLA_PACKED_ROWS
     if head_dim_qk != head_dim_vo or not is_hopper(device):
         return PACKED_ROWS
     if head_dim_qk == THREE_CONSUMERS_HEAD_DIM:
         return THREE_CONSUMERS_PACKED_ROWS
+    large_batch = large_batch and head_dim_qk == LARGE_BATCH_HEAD_DIM
+    return (*PACKED_ROWS, LARGE_BATCH_PACKED_ROWS) if large_batch else PACKED_ROWS
+
+
+def is_large_batch(num_qo_heads: int, num_kv_heads: int, batch: int, rows: int, device: torch.device) -> bool:
+    """Whether plans for ``batch`` requests and ``rows`` query rows in all are for units of three consumers.
+
+    The partial results of their splits must not take more workspace than those of other plans.
+    """
+    if num_kv_heads == 0 or not is_hopper(device):
+        return False
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    least = LARGE_BATCH_WAVES * sms * THREE_CONSUMERS_CTA_PACKED_ROWS
-    return LARGE_BATCH_PACKED_ROWS if head_dim_qk == LARGE_BATCH_HEAD_DIM and batch_rows >= least else PACKED_ROWS
+    units = rows * num_qo_heads // THREE_CONSUMERS_CTA_PACKED_ROWS
+    request_rows = rows * num_qo_heads // num_kv_heads // max(1, batch)
+    units_of_tile = LARGE_BATCH_PACKED_ROWS // THREE_CONSUMERS_CTA_PACKED_ROWS
+    return (
+        units >= LARGE_BATCH_WAVES * sms
+        and request_rows >= LARGE_BATCH_REQUEST_ROWS
+        and num_kv_heads * units_of_tile <= sms
+    )
 
 
 def unsplit_packed_rows(head_dim_qk: int, head_dim_vo: int, device: torch.device) -> tuple[int, ...]:

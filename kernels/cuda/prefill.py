@@ -136,7 +136,7 @@ assert LARGE_BATCH_TILES.keys() == CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
 E4M3 = torch.float8_e4m3fn
 
 
-def is_large_batch(dims: tuple[int, int], fp8: bool, packed_rows: int) -> bool:
+def for_large_batches(dims: tuple[int, int], fp8: bool, packed_rows: int) -> bool:
     """Whether the tile is one of :data:`LARGE_BATCH_TILES`."""
     return dims in LARGE_BATCH_TILES and not fp8 and fills_three_consumers(packed_rows)
 
@@ -145,7 +145,7 @@ def tile_of(dims: tuple[int, int], dtype: torch.dtype, fp8: bool, packed_rows: i
     """By the head dims, the dtype of the query, whether KV is FP8, and the packed rows of a query tile."""
     if fp8:
         return (FP8_TILES if dtype == E4M3 else KV_FP8_TILES)[dims]
-    return (LARGE_BATCH_TILES if is_large_batch(dims, fp8, packed_rows) else TILES)[dims]
+    return (LARGE_BATCH_TILES if for_large_batches(dims, fp8, packed_rows) else TILES)[dims]
 
 
 SPECIALIZATIONS = {
@@ -172,7 +172,7 @@ SPECIALIZATIONS = {
     for paged in (False, True)
     for dtype in dtypes
 }
-"""By head dims, whether KV is paged, dtype of the query, whether KV is FP8, and :func:`is_large_batch`."""
+"""By head dims, whether KV is paged, dtype of the query, whether KV is FP8, and :func:`for_large_batches`."""
 
 LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
 """By dtype of the query: that of outputs whose threads store 16 bytes at a time, ``kLikeQuery``."""
@@ -244,7 +244,7 @@ def launch_tiles(
     unit_rows = tile.unit_rows(packed_rows)
     num_units = num_items * num_kv_heads * -(-packed_rows // unit_rows)
     launch(
-        SPECIALIZATIONS[(*dims, paged, x.q.dtype, fp8, is_large_batch(dims, fp8, packed_rows))],
+        SPECIALIZATIONS[(*dims, paged, x.q.dtype, fp8, for_large_batches(dims, fp8, packed_rows))],
         (persistent_grid(num_units, x.q.device),),
         q=x.q,
         q_map=q_map,

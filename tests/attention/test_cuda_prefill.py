@@ -127,7 +127,7 @@ def _large_batch(case: Case, packed_rows: int) -> Case:
 
 
 CASES += [
-    _large_batch(case, (192, 384)[i % 2])
+    _large_batch(case, (192, 384, 768)[i % 3])
     for i, case in enumerate(c for c in CASES if c.head_dims == (128, 128) and not c.kv_dtype)
     if "tile_rows" not in case.planner
 ]

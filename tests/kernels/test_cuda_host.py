@@ -32,7 +32,7 @@ LONGER: dict[str, Any] = {"kv_lens": (470, 0, 210, 2)}
 LONGER_64 = F16_64 | LONGER
 UNSEEN: dict[str, Any] = {"qo_lens": (300, 2), "kv_lens": (500, 2), "heads": (2, 2), "window_left": 30, "sinks": 1.0}
 LARGE_BATCH: dict[str, Any] = {"qo_lens": (110, 0, 33, 2), "kv_lens": (200, 0, 150, 2), "planner": {"tile_rows": 48}}
-SPLIT_LARGE = SPLIT | {"qo_lens": (110, 0, 33, 2), "planner": {"num_ctas": 12, "tile_rows": 96}}
+SPLIT_LARGE = SPLIT | {"qo_lens": (110, 0, 33, 2), "planner": {"num_ctas": 12, "tile_rows": 192}}
 """Query tiles of heads of 128 that fill three consumers, as plans of large batches have."""
 F16_256: dict[str, Any] = {"dtype": torch.float16, "head_dims": (256, 256), "heads": (4, 2)}
 

@@ -68,7 +68,7 @@ Programs = dict[tuple[int, bool, bool], Path]
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
-    """Programs that print the units of a plan, by head dim, whether KV is paged, and ``is_large_batch``."""
+    """Programs that print the units of a plan, by head dim, whether KV is paged, and ``for_large_batches``."""
     keys = [(dim, paged, large) for dim, large in ((64, False), (128, False), (128, True)) for paged in (False, True)]
     return {
         (dim, paged, large): cuda_host.program(
@@ -100,7 +100,7 @@ def _units(program: Path, plan: attn_ops.PrefillPlan, rows: int, box: int, ctas:
     return [Unit(*row) for row in cuda_host.rows_of(program, numbers)]
 
 
-THREE_CONSUMERS = [*((64, 7, packed) for packed in (64, 128, 192, 256, 384)), (128, 7, 192), (128, 4, 384)]
+THREE_CONSUMERS = [*((64, 7, packed) for packed in (64, 128, 192, 256, 384)), (128, 7, 192), (128, 4, 768)]
 """Head dim, group and packed rows of a query tile, 0 for the default: units of 64, 128 and 192 packed rows."""
 
 BATCHES = {
@@ -140,7 +140,7 @@ def test_units_are_the_work_of_the_plan(
     box = prefill.box_of_pages(page_size, box) if paged else box
     sizes = {"pages": 1 << 20} if paged else {"kv_rows": sum(kv_lens)}
     right = {"right": 0} if causal else {}
-    large_batch = prefill.is_large_batch((dim, dim), False, packed_rows_of_tile(planner.problem))
+    large_batch = prefill.for_large_batches((dim, dim), False, packed_rows_of_tile(planner.problem))
     units = _units(programs[dim, paged, large_batch], plan, total + padding, box, 13, **sizes, **right)
 
     unit_rows = _unit_rows(plan)

@@ -68,7 +68,7 @@ def test_missing_and_unknown_arguments_are_listed(change: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     ("packed_rows", "rows"),
-    [(16, 16), (64, 64), (192, 256), (250, 256), (256, 256), (380, 128), (384, 128), (512, 256)],
+    [(16, 16), (64, 64), (192, 256), (250, 256), (256, 256), (380, 128), (384, 128), (512, 256), (768, 256)],
 )
 def test_a_tile_of_prefill_leaves_few_rows_unused(packed_rows: int, rows: int) -> None:
     assert prefill_tile(torch.device("cpu"), torch.bfloat16, 64, 64, False, packed_rows).rows == rows

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
 from attn_ops.errors import PlanError
+from attn_ops.plan import sizing
 from attn_ops.plan.plan_checks import check_plan
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.sizing import (
-    PACKED_ROWS,
     ctas_of_tile,
     fills_three_consumers,
     packed_rows_of_tiles,
@@ -301,26 +301,44 @@ def test_query_tiles_of_heads_of_64_fill_three_consumers_on_hopper(
     assert on_cpu.problem.tile_rows == default
 
 
-def test_query_tiles_of_large_batches_fill_three_consumers_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of 128, from eight units of 192 packed rows for each SM on."""
+@pytest.mark.parametrize(
+    ("batch", "rows", "changes", "expected"),
+    [
+        (1, 6336, {}, 192),  # 8 units of 192 packed rows for each of 132 SMs
+        (1, 6335, {}, 64),
+        (24, 24 * 264, {}, 192),
+        (25, 25 * 255, {}, 64),  # 1020 packed rows of a request
+        (1, 6336, {"head_dim": 96}, 64),
+        (1, 6336, {"fixed_split_size": 64}, 64),
+        (1, 6336, {"num_qo_heads": 132, "num_kv_heads": 33}, 192),
+        (1, 6336, {"num_qo_heads": 136, "num_kv_heads": 34}, 64),  # the workspace would be larger
+        (1, 6336, {"head_shards": 2}, 64),
+    ],
+)
+def test_query_tiles_of_large_batches_fill_three_consumers_on_hopper(
+    batch: int, rows: int, changes: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    least, cuda = 8 * 132 * 192, torch.device("cuda")
-    assert packed_rows_of_tiles(128, 128, cuda, least) == (64, 128, 192, 384)
-    assert packed_rows_of_tiles(64, 64, cuda, least) == packed_rows_of_tiles(64, 64, cuda)
-    for head_dims, device, batch_rows in (
-        ((128, 128), cuda, least - 1),
-        ((128, 128), cuda, 0),
-        ((192, 128), cuda, least),
-        ((128, 128), torch.device("cpu"), least),
-    ):
-        assert packed_rows_of_tiles(*head_dims, device, batch_rows) == PACKED_ROWS
+    monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
+    sizes: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_kv_len": 10000} | changes
+    assert PrefillPlanner(batch, rows, 0, num_ctas=0, **sizes).problem.tile_rows == expected
+
+
+def test_large_batches_take_no_more_workspace_than_others_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    for num_kv_heads in range(1, 34):
+        problem = PlanProblem(1, num_kv_heads, num_kv_heads, 128, 128, 1000, sizing.LARGE_BATCH_PACKED_ROWS)
+        slots = sizing.splits_per_head(torch.device("cuda"), problem)
+        assert slots * num_kv_heads * sizing.LARGE_BATCH_PACKED_ROWS * 129 * 4 <= 28 << 20
 
 
 def test_a_cta_holds_the_packed_rows_of_its_consumers() -> None:
-    assert [ctas_of_tile(PlanProblem(1, 8, 2, 128, 128, 1000, rows)) for rows in (48, 64, 95, 96)] == [1, 2, 2, 2]
-    assert [rows for rows in (64, 128, 192, 250, 256, 321, 384) if fills_three_consumers(rows)] == [192, 321, 384]
+    problems = [PlanProblem(1, 8, 2, 128, 128, 1000, rows) for rows in (48, 64, 95, 96, 192)]
+    assert list(map(ctas_of_tile, problems)) == [1, 2, 2, 2, 4]
+    assert [rows for rows in (64, 128, 192, 250, 256, 321, 768) if fills_three_consumers(rows)] == [192, 321, 768]
 
 
 def test_tiles_of_plans_without_splits_have_64_packed_rows_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
