@@ -162,7 +162,10 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
         {"cache_seqlens": torch.tensor([3, 40])},
         "a request has 41 tokens and its cache room for 40; expected at most 40; pass a larger cache",
     ),
-    ({"cache_seqlens": 41}, "cache_seqlens is 41 and a request has room for 40 tokens"),
+    *(
+        ({"cache_seqlens": given}, "a request has 41 tokens and its cache room for 40; expected at most 40")
+        for given in (41, torch.tensor([3, 41]))
+    ),
     ({"cache_seqlens": -1}, "cache_seqlens is -1; expected 0 or more tokens; correct it"),
     ({"cache_seqlens": torch.tensor([3, -1])}, "cache_seqlens has a length of -1"),
     ({"k": torch.ones(3, 1, 2, 64)}, r"k is \[3, 1, 2, 64\]; expected \[2, 1, ...\]"),
@@ -209,6 +212,17 @@ def test_cache_calls(options: dict[str, Any], message: str) -> None:
         moved["cache_seqlens"] = options["cache_seqlens"]  # lengths on a GPU are not read
     with pytest.raises(errors.AttnOpsError, match=message):
         cache_call(**moved)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+def test_more_tokens_than_a_cache_holds(paged: bool) -> None:
+    """A number and a tensor are refused alike."""
+    refused = []
+    for seqlens in (41, torch.tensor([3, 41])):
+        with pytest.raises(errors.PageTableError, match="a request has 41 tokens and ") as found:
+            cache_call(cache_seqlens=seqlens, k=None, v=None, **({"block_table": TABLE} if paged else {}))
+        refused.append(str(found.value))
+    assert len(set(refused)) == 1
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="positions on the host")

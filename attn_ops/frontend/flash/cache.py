@@ -14,7 +14,7 @@ from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.prepared_call import OpCall
-from attn_ops.errors import ArgumentError, CapacityError, PageTableError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables
 from attn_ops.frontend.flash.calls import DENSE, VARLEN, FlashCall, Result, plan_spec
@@ -78,9 +78,7 @@ class CacheLengths(NamedTuple):
         if number < 0:
             fail(PageTableError, where, f"{self.name} is {number}", "0 or more tokens", "correct it")
         if number > capacity:
-            shown = f"{self.name} is {number} and a request has room for {capacity} tokens"
-            fix = "pass a larger cache" if table is None else f"pass a wider {table}"
-            fail(CapacityError, where, shown, f"0 to {capacity}", fix)
+            too_long(where, number, capacity, table)
         return torch.full((batch,), number, dtype=torch.int32, device=device)
 
 
