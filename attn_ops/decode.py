@@ -27,6 +27,7 @@ from attn_ops.frontend.plan_spec import splitting
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing, plan_batch
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.page import get_seq_lens
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.resizable import PlanSpec
@@ -112,7 +113,7 @@ def single_decode_with_kv_cache(
     return _OneRow(call) if return_lse else call
 
 
-class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
     """Decoding for a batch over a paged KV cache: plan() once for a batch, run() in every layer.
 
     Args:
@@ -391,10 +392,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             )
         return None if q_len_per_req == planned else q_len_per_req
 
-    def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`run` with ``return_lse``."""
-        return self.run(q, paged_kv_cache, *args, **kwargs, return_lse=True)
-
     @typed
     def forward(
         self,
@@ -426,10 +423,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         output = OutputSpec(return_lse=return_lse)
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return self._paged_call(where, q, paged_kv_cache, output, **scales, **changes).execute()
-
-    def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`forward` with the LSE."""
-        return self.forward(q, paged_kv_cache, *args, **kwargs, return_lse=True)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

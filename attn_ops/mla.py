@@ -32,6 +32,7 @@ from attn_ops.frontend.one_shot import TableNames, block_table, latent_call, len
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
+from attn_ops.frontend.with_lse import RunWithLse
 from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions, bounded
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
@@ -115,7 +116,7 @@ class GroupScales(NamedTuple):
         return q_nope, q_pe, latents, rotated
 
 
-class BatchMLAPagedAttentionWrapper(Wrapper):
+class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
     """MLA for a batch: plan() once for a batch, run() in every layer; or forward() with a page table at hand.
 
     Args:
@@ -376,10 +377,6 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         there is one, else those of 512 + 64.
         """
         return self.run(query=q, kv_cache=kv_cache, page_table=page_table, kv_len=seq_lens)
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`run` with ``return_lse``."""
-        return self.run(*args, **{**kwargs, "return_lse": True})
 
     def _dequantized_pages(self, pages: Tensor) -> Tensor:
         """The page table of dequantized pages. Eager calls keep it: prepared calls are evicted with it."""

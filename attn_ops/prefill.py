@@ -39,6 +39,7 @@ from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache
+from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.plan.page_table import PageTable
 from attn_ops.typed import typed
 
@@ -140,7 +141,7 @@ def single_prefill_with_kv_cache_return_lse(q: Tensor, k: Tensor, v: Tensor, *ar
     return single_prefill_with_kv_cache(q, k, v, *args, **{**kwargs, "return_lse": True})
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
     """Prefill or append for a batch over a paged KV cache: plan() once for a batch, run() in every layer.
 
     Args:
@@ -392,10 +393,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
         return self._paged_call(where, q, paged_kv_cache, output, window_left=window_left, **given)
 
-    def run_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`run` with ``return_lse``."""
-        return self.run(q, paged_kv_cache, *args, **kwargs, return_lse=True)
-
     @typed
     def forward(
         self,
@@ -429,7 +426,3 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         output = OutputSpec(return_lse=return_lse)
         scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         return self._paged_call(where, q, paged_kv_cache, output, **scales, **changes).execute()
-
-    def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`forward` with the LSE."""
-        return self.forward(q, paged_kv_cache, *args, **kwargs, return_lse=True)

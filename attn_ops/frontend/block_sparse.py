@@ -205,10 +205,6 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         output = OutputSpec(out, lse, return_lse)
         return self._dense_call(f"{self._name}.run", q, k, v, (scale_q, scale_k, scale_v), output)
 
-    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`run` with ``return_lse``."""
-        return self.run(q, k, v, *args, **{**kwargs, "return_lse": True})
-
     def _dense_call(
         self,
         where: str,

@@ -25,11 +25,12 @@ from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
+from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.plan.page_table import PageTable
 from attn_ops.typed import typed
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
     """Prefill or append for a batch over ragged keys and values: plan() once for a batch, run() in every layer.
 
     Args:
@@ -231,10 +232,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
         return self._ragged_call(where, (q, k, v), output, o_scale=o_scale, window_left=window_left, **given)
 
-    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`run` with ``return_lse``."""
-        return self.run(q, k, v, *args, **kwargs, return_lse=True)
-
     @typed
     def forward(
         self,
@@ -265,7 +262,3 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             rope_theta=rope_theta,
         )
         return self._ragged_call(where, (q, k, v), OutputSpec(return_lse=return_lse), **changes).execute()
-
-    def forward_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`forward` with the LSE."""
-        return self.forward(q, k, v, *args, **kwargs, return_lse=True)

@@ -13,6 +13,7 @@ from attn_ops.errors import ShapeError, UnsupportedError, dtype_name, fail
 from attn_ops.frontend.arguments import ranked
 from attn_ops.frontend.base import Wrapper
 from attn_ops.frontend.prepared_plan import PreparedPlan
+from attn_ops.frontend.with_lse import RunWithLse
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.block_sparse import place_rows
 from attn_ops.plan.page_table import PageTable
@@ -30,7 +31,7 @@ class Positions:
     tensor: Tensor
 
 
-class SparseWrapper(Wrapper):
+class SparseWrapper(RunWithLse, Wrapper):
     """A wrapper whose requests are block rows. Its plan is for one number of keys, ``_keys``."""
 
     _keys: int

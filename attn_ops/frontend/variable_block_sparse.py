@@ -142,10 +142,6 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         """
         return self._folded(f"{self._name}.run", q, k, v, out, lse, return_lse)
 
-    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`run` with ``return_lse``."""
-        return self.run(q, k, v, *args, **{**kwargs, "return_lse": True})
-
     @typed
     def forward(
         self,

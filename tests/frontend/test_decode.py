@@ -207,6 +207,8 @@ def test_begin_forward_and_forward() -> None:
     out, lse = wrapper.forward_return_lse(r.q, r.cache(), "ROPE_LLAMA", window_left=9, logits_soft_cap=3.0)
     r.expected(pos_encoding="ROPE_LLAMA", window_left=9, logits_soft_cap=3.0).check(out, lse)
     r.expected().check(*wrapper.run_return_lse(r.q, r.cache()))
+    for of_pair in (wrapper.run_return_lse, wrapper.forward_return_lse):
+        r.expected().check(*of_pair(r.q, r.cache(), return_lse=False))  # which the name overrules
     wrapper.begin_forward(*r.table, *r.sizes, data_type="float16", logits_soft_cap=2.0)
     r.expected(logits_soft_cap=2.0).check(wrapper.forward(r.q, r.cache()))
     r.expected().check(wrapper.forward(r.q, r.cache(), logits_soft_cap=0.0))

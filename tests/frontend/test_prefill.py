@@ -273,6 +273,8 @@ def test_old_names_and_interface(kind: str) -> None:
     r.expected().check(wrapper.forward(*arguments))
     r.expected(causal=True, sm_scale=0.2).check(*wrapper.forward_return_lse(*arguments, causal=True, sm_scale=0.2))
     r.expected().check(*wrapper.run_return_lse(*arguments))
+    for of_pair in (wrapper.run_return_lse, wrapper.forward_return_lse):
+        r.expected().check(*of_pair(*arguments, return_lse=False))  # which the name overrules
     wrapper.end_forward()
 
 
