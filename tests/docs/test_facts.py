@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ PAGES = [
 ]
 PATH = re.compile(r"`((?:attn_ops|kernels|meta|examples|tests|docs|benchmarks|\.github)/[\w./*-]*|\.ci/run)`")
 ARCHITECTURE = ROOT / "docs" / "contributing" / "architecture.md"
+DESIGN = ROOT / "docs" / "contributing" / "kernels" / "design.md"
 
 
 def test_the_architecture_has_every_module() -> None:
@@ -51,6 +53,24 @@ def test_figures_are_those_of_their_scripts(monkeypatch: pytest.MonkeyPatch) -> 
     drawn |= {file: schedule_figure.draw(figure()) for file, figure in schedule_figure.FIGURES.items()}
     for file, image in drawn.items():
         assert file.read_text(encoding="utf-8") == image, f"{file.name}: run its script in docs/_ext again"
+
+
+def test_sizes_of_prefill_tiles_are_those_of_the_kernel() -> None:
+    prefill = pytest.importorskip("attn_ops.kernels.cuda.prefill", exc_type=ImportError)
+    row = re.compile(r"^\| (\d+)(?:/(\d+))?(.*) \| (\d+) \| ([\d, ]+) \| (\d+) \| (\d+) \|", re.MULTILINE)
+    listed = Counter(
+        ((int(qk), int(vo or qk)), 3 if "three consumers" in kind else 2, int(tokens), stages, int(queries), int(kib))
+        for qk, vo, kind, tokens, stages, queries, kib in row.findall(DESIGN.read_text(encoding="utf-8"))
+    )
+    found: Counter[object] = Counter()
+    for tiles in (prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.KV_FP8_TILES, prefill.FP8_TILES):
+        itemsize = 1 if tiles is prefill.FP8_TILES else 2
+        for dims, tile in tiles.items():
+            stages = (tile.key_stages, tile.value_stages, tile.transposed_stages)
+            text = ", ".join(str(number) for number in stages if number)
+            kib = tile.shared_bytes(*dims, itemsize) / 1024
+            found[dims, tile.consumers, tile.tokens, text, tile.queries, kib] += 1
+    assert listed == found
 
 
 def name_of(node: ast.AST) -> str:
@@ -93,3 +113,21 @@ def test_caches_and_module_state_are_listed() -> None:
     }
     assert len(found) > 10
     assert not sorted(entry for entry in found if entry.partition(": ")[2] not in listed)
+
+
+def test_listed_caches_and_module_state_exist() -> None:
+    """Each name of the column "where" occurs in the file that follows it."""
+    section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Caches and module state")[2]
+    named = set()
+    for row in re.findall(r"^\| .* \|$", section, re.MULTILINE)[1:]:
+        for part in row.split(" | ")[1].split("; "):
+            names: list[str] = []
+            for word in re.findall(r"`([\w./]+)(?:\(\))?`", part):
+                if "/" in word:
+                    named |= {(word, name) for name in names}
+                    names = []
+                else:
+                    names.append(word)
+    assert len(named) > 40
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file, _ in named}
+    assert not sorted((file, word) for file, word in named if not re.search(rf"\b{re.escape(word)}\b", texts[file]))
