@@ -94,8 +94,8 @@ DEVICE float reciprocal_approx(float x) {
   return y;
 }
 
-// Four bytes of `low`, numbers 0 to 3, and `high`, 4 to 7: the four lowest digits of `selector` choose them, the first one
-// that of the lowest byte.
+// Four bytes of `low`, numbers 0 to 3, and `high`, 4 to 7: the four lowest digits of `selector` choose them, the first
+// one that of the lowest byte.
 DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
   uint32 chosen;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(low), "r"(high), "r"(selector));

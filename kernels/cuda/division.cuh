@@ -1,5 +1,6 @@
-// Division by numbers that are known at run time, by a multiplication with the inverse. A division of integers takes some 30
-// instructions, three of them of the special function unit (MUFU), which also computes the exponentials of consumers.
+// Division by numbers that are known at run time, by a multiplication with the inverse. A division of integers takes
+// some 30 instructions, three of them of the special function unit (MUFU), which also computes the exponentials of
+// consumers.
 #pragma once
 
 #include "basics.cuh"

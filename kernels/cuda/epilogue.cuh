@@ -17,9 +17,9 @@ DEVICE float sum_of_quad(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The online softmax with lazy rescaling, as in FlashAttention 4. Exponentials of a row are relative to `row_max`. Until a
-// logit exceeds that by more than the threshold, in base 2, it stays and no sum is rescaled; then it becomes the largest
-// logit so far. Probabilities are at most 2^threshold.
+// The online softmax with lazy rescaling, as in FlashAttention 4. Exponentials of a row are relative to `row_max`.
+// Until a logit exceeds that by more than the threshold, in base 2, it stays and no sum is rescaled; then it becomes
+// the largest logit so far. Probabilities are at most 2^threshold.
 constexpr float kRescaleThreshold = 8;
 
 // `row_max` from a KV tile on whose largest logit is `largest`.
@@ -65,8 +65,8 @@ DEVICE uint4 transpose_quad(uint32 w0, uint32 w1, uint32 w2, uint32 w3) {
 
 // ---- Stores -------------------------------------------------------------------------------------------------------
 
-// Stores N / 2 columns of the two rows of this thread from `first_column` on, from registers. A row has WIDTH columns, and
-// `row` counts them in the whole result.
+// Stores N / 2 columns of the two rows of this thread from `first_column` on, from registers. A row has WIDTH columns,
+// and `row` counts them in the whole result.
 template <OutType TYPE, int WIDTH, int N>
 DEVICE void store_rows(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
                        const bool (&exists)[2]) {

@@ -152,8 +152,8 @@ DEVICE uint4 load_shared(uint32 from) {
   return v;
 }
 
-// Four matrices of 8 rows of 16 bytes. Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m. Lane l gets 4 bytes
-// of row l / 4 of each, from byte 4 (l % 4) on.
+// Four matrices of 8 rows of 16 bytes. Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m. Lane l gets 4
+// bytes of row l / 4 of each, from byte 4 (l % 4) on.
 DEVICE void load_matrices(uint32 (&m)[4], uint32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -161,8 +161,8 @@ DEVICE void load_matrices(uint32 (&m)[4], uint32 row) {
                : "memory");
 }
 
-// Four matrices of 8 rows of 16 bytes, transposed as matrices of 16-bit elements. Lanes 8 m to 8 m + 7 give the addresses
-// of the rows of matrix m. Lane l gets element l / 4 of rows 2 (l % 4) and the next one of each.
+// Four matrices of 8 rows of 16 bytes, transposed as matrices of 16-bit elements. Lanes 8 m to 8 m + 7 give the
+// addresses of the rows of matrix m. Lane l gets element l / 4 of rows 2 (l % 4) and the next one of each.
 DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -170,8 +170,8 @@ DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
                : "memory");
 }
 
-// Four matrices of 8 x 8 16-bit elements, of which each lane has two neighbours: lane l columns 2 (l % 4) and the next one
-// of row l / 4. Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m.
+// Four matrices of 8 x 8 16-bit elements, of which each lane has two neighbours: lane l columns 2 (l % 4) and the next
+// one of row l / 4. Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m.
 DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
                "r"(m[2]), "r"(m[3])
@@ -201,8 +201,8 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps exponentials before the next wait for WGMMA, behind which the assembler moves them unless a loop before it depends
-// on them. This loop runs while `sum` is negative, which no sum of probabilities is: it costs a branch.
+// Keeps exponentials before the next wait for WGMMA, behind which the assembler moves them unless a loop before it
+// depends on them. This loop runs while `sum` is negative, which no sum of probabilities is: it costs a branch.
 DEVICE void keep_before(float sum) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\nL:\n@!p bra D;\nnanosleep.u32 100;\nbra L;\nD:\n}" ::"f"(sum)
@@ -216,8 +216,8 @@ DEVICE void fence_registers(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Ends the life of an accumulator's values. A product that does not accumulate reads none, but the assembly of one has the
-// registers as operands, for which the compiler would keep them until then.
+// Ends the life of an accumulator's values. A product that does not accumulate reads none, but the assembly of one has
+// the registers as operands, for which the compiler would keep them until then.
 template <int N>
 DEVICE void discard_registers(float (&d)[N]) {
 #pragma unroll

@@ -82,19 +82,21 @@ struct Softmax {
   __device__ __forceinline__ float lse() const { return row_max + log2_approx(row_sum); }
 };
 
-// How packed rows and their Vectors lie over CTAs. Most threads make a few loads and end: divisions would take them longer
-// than the rest before the first load, so they are multiplications by ceil(2^32 / divisor).
+// How packed rows and their Vectors lie over CTAs. Most threads make a few loads and end: divisions would take them
+// longer than the rest before the first load, so they are multiplications by ceil(2^32 / divisor).
 struct Layout {
   int64 packed_rows;  // rows * heads
   int heads, vectors;
   int64 of_heads, of_vectors;  // ceil(2^32 / heads) and of vectors
 
   // n / divisor while n * divisor < 2^32: the inverse exceeds 2^32 / divisor by less than 1.
-  __device__ __forceinline__ static uint32 divide(uint32 n, int64 inverse) { return n * static_cast<uint64>(inverse) >> 32; }
+  __device__ __forceinline__ static uint32 divide(uint32 n, int64 inverse) {
+    return n * static_cast<uint64>(inverse) >> 32;
+  }
 };
 
-// What a thread owns: the Vector from element `column` on of a packed row, of which a CTA has `rows`. `group` numbers the
-// rows of all threads: with several parts, those after `rows` are the same rows again.
+// What a thread owns: the Vector from element `column` on of a packed row, of which a CTA has `rows`. `group` numbers
+// the rows of all threads: with several parts, those after `rows` are the same rows again.
 struct Place {
   int64 packed_row, row;
   int head, column, group;
@@ -111,8 +113,8 @@ struct Place {
   }
 };
 
-// Loads that do not allocate in L1 are faster while the output fits in L2, ordinary loads beyond that. The limit is half of
-// the 50 MB L2 cache of a Hopper GPU, in Vectors.
+// Loads that do not allocate in L1 are faster while the output fits in L2, ordinary loads beyond that. The limit is
+// half of the 50 MB L2 cache of a Hopper GPU, in Vectors.
 constexpr int64 kLargeOutput = (25 << 20) / sizeof(Vector);
 
 DEVICE Vector load_state(const Element* v, bool large_output) { return large_output ? load(v) : load_streaming(v); }

@@ -11,10 +11,12 @@ from attn_ops.meta.outputs import merge_state as allocate_merge_state
 from attn_ops.meta.outputs import merge_states as allocate_merge_states
 from torch import Tensor
 
-THREADS = 128
+from attn_ops.ops.unsupported import CUDA_MERGE_VECTORS, CUDA_VECTOR
+
+THREADS = CUDA_MERGE_VECTORS
 """``kThreads`` of the source. A row of a head has at most so many vectors."""
 
-VECTOR_BYTES = 16
+VECTOR_BYTES = CUDA_VECTOR
 
 PART_STATES = 8
 """States of a part at least, which are loaded at once."""

@@ -2,15 +2,15 @@
 // each CTA.
 //
 // Compiled for CLUSTER (CTAs with the same KV tiles: 1 or 2), SPLITS (CTAs with the same packed rows: 1, or 2 where
-// CLUSTER is 1), DTYPE (1 float16, 2 bfloat16) and KV_FP8 (1 if the cache is FP8, which is converted to that type). Head
-// count, strides, page size, the causal bound and the type of the output are parameters.
+// CLUSTER is 1), DTYPE (1 float16, 2 bfloat16) and KV_FP8 (1 if the cache is FP8, which is converted to that type).
+// Head count, strides, page size, the causal bound and the type of the output are parameters.
 //
 // There is one KV head. The key of a token is 512 latent and 64 rotary columns, and its value is the latent: a KV tile
 // of 64 tokens is loaded once and read twice. It lies in one page. Packed row p of a work item is query row p / heads
 // of the item and head p % heads. A unit is a block of 64 * CLUSTER packed rows of one work item. A cluster has it.
-// With CLUSTER 2, each of its CTAs has 64 of the packed rows, loads a part of every KV tile and multicasts it to both, so
-// that a tile is read from L2 once. With SPLITS 2, its CTAs have the same packed rows and each half of the KV tiles, and
-// merge their results (`mla_merge.cuh`).
+// With CLUSTER 2, each of its CTAs has 64 of the packed rows, loads a part of every KV tile and multicasts it to both,
+// so that a tile is read from L2 once. With SPLITS 2, its CTAs have the same packed rows and each half of the KV tiles,
+// and merge their results (`mla_merge.cuh`).
 //
 // Both consumers of a CTA have its 64 packed rows. Each computes the logits of every second KV tile, its own, and
 // multiplies the probabilities of all tiles with its half of the value columns: the accumulator [64, 512] does not fit
@@ -45,10 +45,10 @@
 //                         of V[own], this CTA's blocks of 64 columns, to these CTAs; they complete their full
 //     4.  [producer KV]   wait for empty[peer]; the same for V[peer]. The rotary columns count for the last quarter.
 //                         With KV_FP8, in place of steps 3 and 4: wait for empty[own]; load the quarters, this CTA's
-//                         half of them, into V[own] of these CTAs, and when empty[peer] is complete, the rotary columns;
-//                         they complete their fp8_full
-//         [converters]    wait for empty[peer]; quarter by quarter, those of V[peer] first: wait for fp8_full; convert the
-//                         tokens of this warp, in the stage; arrive on full
+//                         half of them, into V[own] of these CTAs, and when empty[peer] is complete, the rotary
+//                         columns; they complete their fp8_full
+//         [converters]    wait for empty[peer]; quarter by quarter, those of V[peer] first: wait for fp8_full; convert
+//                         the tokens of this warp, in the stage; arrive on full
 //     5.  [consumer own]  quarter by quarter: wait for full; issue S_j = Q K_j^T
 //     6.  [consumer own]  wait for S_j; mask, online softmax: store row_max for the peer; P_j and alpha
 //     7.  [consumer own]  when all its warps have S_j: store P_j over the rotary columns; arrive on p_stored[own]
@@ -59,9 +59,9 @@
 // epilogue of the unit
 //     10. [consumer]      arrive on q_empty, but with SPLITS 2 or for a partial result; exchange the row_sum of own
 //                         tiles. With that both consumers have read the query
-//     11. [consumer]      with SPLITS 2, each warp with the same one of the other CTA: expect bytes on merge_full; arrive
-//                         on merge_ready of the partner; wait for merge_ready; send it row_max, row_sum and half of the
-//                         columns of O, into the memory of its query, which completes its merge_full; wait for
+//     11. [consumer]      with SPLITS 2, each warp with the same one of the other CTA: expect bytes on merge_full;
+//                         arrive on merge_ready of the partner; wait for merge_ready; send it row_max, row_sum and half
+//                         of the columns of O, into the memory of its query, which completes its merge_full; wait for
 //                         merge_full; add what has come
 //     12. [consumer]      divide by l; store the columns of the output, and the LSE with the first one. Or the partial
 //                         result, through the memory of the query, by bulk stores; when they have read it, or with
@@ -93,14 +93,14 @@ namespace attn_ops {
 // Loop invariant of a consumer, at the top for own tile j: O, row_max and row_sum include the tiles up to j-2, own ones
 //     alone in row_sum, relative to row_max; the stage of tile j-1 holds its P or will.
 // Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes
-//     that CLUSTER CTAs load, or an arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and the
-//     bytes that CLUSTER CTAs load, or one after the last tile. empty, one for each stage and half: an arrival of each warp of that half's consumer in
-//     each CTA. p_stored, one for each consumer: an arrival of each of its warps. q_full: an arrival and the bytes, or
-//     an arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
-//     consumer warp, with a phase for each unit of which it has rows: an arrival of the warp, and the bytes from its
-//     partner. merge_ready, the same: an arrival of the partner. Named barriers: the threads of a consumer, when all
-//     have their logits; all consumer threads, when both have stored row_sum, and with that have read the query. A
-//     cluster barrier at the start.
+//     that CLUSTER CTAs load, or an arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and
+//     the bytes that CLUSTER CTAs load, or one after the last tile. empty, one for each stage and half: an arrival of
+//     each warp of that half's consumer in each CTA. p_stored, one for each consumer: an arrival of each of its warps.
+//     q_full: an arrival and the bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer
+//     warp. merge_full, one for each consumer warp, with a phase for each unit of which it has rows: an arrival of the
+//     warp, and the bytes from its partner. merge_ready, the same: an arrival of the partner. Named barriers: the
+//     threads of a consumer, when all have their logits; all consumer threads, when both have stored row_sum, and with
+//     that have read the query. A cluster barrier at the start.
 // Bound by: tensor cores for 128 heads, with reading KV from memory close; reading KV for few heads.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
     const char* q_nope,                            // [rows, heads, 512]

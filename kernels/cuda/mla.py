@@ -14,15 +14,15 @@ from attn_ops.kernels.triton.prefill_call import plan_arguments
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import FP8, MLA_SM_SCALE, AttentionOptions
-from attn_ops.ops.unsupported import CUDA_MLA_KERNELS, CUDA_MLA_SWAPPED_ROWS
+from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
+from attn_ops.ops.unsupported import CUDA_MLA_KERNELS, CUDA_MLA_PAGE, CUDA_MLA_SWAPPED_ROWS
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
 
-LATENT, ROTARY = 512, 64
+LATENT, ROTARY = MLA_DIMS
 """Columns of the two parts of a key."""
 
-TILE = 64
+TILE = CUDA_MLA_PAGE
 """Tokens of a KV tile. Page sizes are multiples of it."""
 
 CONVERTER_WARPS = 4

@@ -9,10 +9,11 @@ namespace {
 
 constexpr int kConvertedTokens = kTile / kConverterWarps;  // of a warp
 
-// Where an FP8 tile lies in its stage. The half `first` of the latent columns is converted first. The FP8 numbers of both
-// halves are in the blocks of the other one, a quarter of the columns in each, in the order of their conversion: the
-// blocks that a quarter is converted into have earlier ones, or at the end this one. A converter warp overwrites tokens
-// of its own alone. The rotary columns, of half as many bytes, are where they will be, by the tokens of each warp.
+// Where an FP8 tile lies in its stage. The half `first` of the latent columns is converted first. The FP8 numbers of
+// both halves are in the blocks of the other one, a quarter of the columns in each, in the order of their conversion:
+// the blocks that a quarter is converted into have earlier ones, or at the end this one. A converter warp overwrites
+// tokens of its own alone. The rotary columns, of half as many bytes, are where they will be, by the tokens of each
+// warp.
 struct Fp8Tile {
   uint32 stage;
   int first;
@@ -22,10 +23,10 @@ struct Fp8Tile {
   DEVICE uint32 rotary(int warp) const { return stage + kRotary * kBlockBytes + warp * kConvertedTokens * kRowBytes; }
 };
 
-// The tokens of one warp. A row of a quarter is 128 bytes, whose 16-byte chunks are swizzled as in hopper.cuh; a row of the
-// rotary columns is 64 bytes, swizzled by 64 bytes. Each chunk becomes two neighbouring ones. Lanes 4 r to 4 r + 3 have
-// the token r of eight, and four of its chunks: the lower half of a quarter for even tokens and the upper one for odd
-// tokens, then the other half. So eight lanes load and store in different banks.
+// The tokens of one warp. A row of a quarter is 128 bytes, whose 16-byte chunks are swizzled as in hopper.cuh; a row of
+// the rotary columns is 64 bytes, swizzled by 64 bytes. Each chunk becomes two neighbouring ones. Lanes 4 r to 4 r + 3
+// have the token r of eight, and four of its chunks: the lower half of a quarter for even tokens and the upper one for
+// odd tokens, then the other half. So eight lanes load and store in different banks.
 template <Fp8Type TYPE>
 struct Conversion {
   static constexpr int kGroups = kConvertedTokens / 8;

@@ -1,6 +1,6 @@
-// MLA: partial results of splits, in float16 with block scaling: kScaleColumns columns of a row share a scale, a power of
-// two. The largest scaled magnitude of a block is in [2^14, 2^15), so numbers of at least 2^-28 of it keep the 11 bits of
-// float16. Half as many bytes are written and read again as in float32.
+// MLA: partial results of splits, in float16 with block scaling: kScaleColumns columns of a row share a scale, a power
+// of two. The largest scaled magnitude of a block is in [2^14, 2^15), so numbers of at least 2^-28 of it keep the 11
+// bits of float16. Half as many bytes are written and read again as in float32.
 #pragma once
 
 #include "epilogue.cuh"

@@ -23,9 +23,9 @@ constexpr int kRotary = kBlocks - 1;        // the block of the rotary columns
 constexpr int kTileBytes = kBlocks * kBlockBytes;
 constexpr int kQuarters = 4;  // of the latent columns, two blocks each
 
-// The half of the latent columns whose quarters a consumer takes first. A stage is released half by half, half 0 first, or
-// with ALTERNATE the half of this number: 16-bit quarters are loaded in this order. FP8 quarters are loaded into the half
-// that is released first, and converted into the other one first.
+// The half of the latent columns whose quarters a consumer takes first. A stage is released half by half, half 0 first,
+// or with ALTERNATE the half of this number: 16-bit quarters are loaded in this order. FP8 quarters are loaded into the
+// half that is released first, and converted into the other one first.
 template <bool ALTERNATE>
 constexpr DEVICE int first_half(int stage) {
   return (ALTERNATE ? stage : 0) ^ KV_FP8;
@@ -110,8 +110,8 @@ struct Schedule : Walk<true> {
     return true;
   }
 
-  // As `next`; the first call also ends the prologue, which overlaps the preceding kernel. A role calls it in one place:
-  // the first tile of a launch waits until these instructions are fetched.
+  // As `next`; the first call also ends the prologue, which overlaps the preceding kernel. A role calls it in one
+  // place: the first tile of a launch waits until these instructions are fetched.
   DEVICE bool next_after_prologue(const Problem& p, Unit& unit) {
     const bool first = wave == 0;
     if (first && p.early)

@@ -26,8 +26,8 @@ DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, in
 }
 
 #if KV_FP8
-// An FP8 tile, quarter by quarter in the order of their conversion. The rotary columns count for the last one, and lie where
-// consumers may read until both halves are released.
+// An FP8 tile, quarter by quarter in the order of their conversion. The rotary columns count for the last one, and lie
+// where consumers may read until both halves are released.
 template <int CTAS, class Shared>
 DEVICE void load_fp8_tile(const Cache& cache, Shared& shared, const Fp8Tile& tile, uint32 number, int token, int page,
                           int rank, uint64 policy) {

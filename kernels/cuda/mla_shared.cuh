@@ -17,8 +17,8 @@ constexpr int kStagedRowBytes = kStored * 2 + 16;  // of a partial result; by th
 // Of a warp, in the memory of the query: what the other CTA sends, and later 16 rows of a partial result.
 constexpr int kResultBytes = merge_bytes(kHalf / 2, 2);
 static_assert(16 * kStagedRowBytes <= kResultBytes && 2 * kConsumerWarps * kResultBytes <= kTileBytes);
-constexpr int kPvColumns = KV_FP8 ? kHalf / 2 : kHalf;  // of a product of values: 512 threads have too few registers for
-                                                        // a product of 256
+// Columns of a product of values: 512 threads have too few registers for 256.
+constexpr int kPvColumns = KV_FP8 ? kHalf / 2 : kHalf;
 struct Registers {
   int producer, converter, consumer;  // of a thread
 };

@@ -1,12 +1,12 @@
-// Multi-head latent attention on Hopper for few packed rows: with swapped operands, persistent and warp-specialised, one
-// producer and one consumer warpgroup in each CTA.
+// Multi-head latent attention on Hopper for few packed rows: with swapped operands, persistent and warp-specialised,
+// one producer and one consumer warpgroup in each CTA.
 //
-// Compiled for SPLITS (CTAs with the same packed rows: 1 or 2), DTYPE (1 float16, 2 bfloat16), and KV_FP8 (1 if the cache is
-// FP8, which is converted to that type). The other sizes are parameters, as of `mla.cu`.
+// Compiled for SPLITS (CTAs with the same packed rows: 1 or 2), DTYPE (1 float16, 2 bfloat16), and KV_FP8 (1 if the
+// cache is FP8, which is converted to that type). The other sizes are parameters, as of `mla.cu`.
 //
-// Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and its
-// N is packed rows. So 16 packed rows take a quarter of the products that 64 take, and one warpgroup holds all 512 value
-// columns of its rows. A KV tile is both K-major (keys) and MN-major (values) operand A.
+// Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and
+// its N is packed rows. So 16 packed rows take a quarter of the products that 64 take, and one warpgroup holds all 512
+// value columns of its rows. A KV tile is both K-major (keys) and MN-major (values) operand A.
 //
 // Packed row p of a work item is query row p / heads of the item and head p % heads. A unit is 16 packed rows of
 // one work item. With SPLITS 2, each CTA of a cluster has half of its KV tiles, and they merge their results
@@ -39,18 +39,18 @@
 //                         columns count for the last quarter.
 //                         With KV_FP8, wait for empty of the lower half; load the quarters into it, and when the upper
 //                         half is empty, the rotary columns; they complete their fp8_full
-//         [converters]    wait for empty of the upper half; quarter by quarter, the upper ones first: wait for fp8_full;
-//                         convert the tokens of this warp, in the stage; arrive on full
+//         [converters]    wait for empty of the upper half; quarter by quarter, the upper ones first: wait for
+//                         fp8_full; convert the tokens of this warp, in the stage; arrive on full
 //     4.  [consumer]      quarter by quarter: wait for full; issue S^T = K_j Q^T
-//     5.  [consumer]      wait for S^T; mask; maxima over the tokens of each warp, then over the warps by shared memory;
-//                         online softmax; store P^T as a K-major operand; rescale O^T, if a row_max has changed
+//     5.  [consumer]      wait for S^T; mask; maxima over the tokens of each warp, then over the warps by shared
+//                         memory; online softmax; store P^T as a K-major operand; rescale O^T, if a row_max has changed
 //     6.  [consumer]      half by half: O^T += V_j^T P^T; arrive on empty
 // epilogue of the unit
 //     7.  [consumer]      arrive on q_empty; sums over the warps
-//     8.  [consumer]      with SPLITS 2, each warp with the same one of the other CTA: expect bytes on merge_full; arrive
-//                         on merge_ready of the partner; wait for merge_ready; send it row_max, row_sum and half of the
-//                         columns of O, into its `merged`, which completes its merge_full; wait for merge_full; add
-//                         what has come
+//     8.  [consumer]      with SPLITS 2, each warp with the same one of the other CTA: expect bytes on merge_full;
+//                         arrive on merge_ready of the partner; wait for merge_ready; send it row_max, row_sum and half
+//                         of the columns of O, into its `merged`, which completes its merge_full; wait for merge_full;
+//                         add what has come
 //     9.  [consumer]      divide by l; store the LSE; 256 columns at a time: O, transposed, to shared memory, and
 //                         from there to global memory, partial results by bulk stores
 //
@@ -71,14 +71,14 @@ namespace attn_ops {
 //     waves in turn forwards and backwards balance.
 // Owns: a CTA the rows of its packed rows of each unit in `out` and `lse`, or their partial results in `partial`;
 //     of these 1 / SPLITS of the columns, and the LSE if it has the first.
-// Loop invariant of the consumer, at the top for tile j: O^T, row_max and row_sum include the tiles before j, row_sum those
-//     tokens of them that the thread has, relative to row_max, which all its threads have alike.
+// Loop invariant of the consumer, at the top for tile j: O^T, row_max and row_sum include the tiles before j, row_sum
+//     those tokens of them that the thread has, relative to row_max, which all its threads have alike.
 // Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes, or an
-//     arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and the bytes, or one after the last
-//     tile. empty, one for each stage and half: an arrival of each consumer warp. q_full: an arrival and the bytes, or an
-//     arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for each
-//     consumer warp: an arrival of the warp, and the bytes from its partner. merge_ready, one for each consumer warp:
-//     an arrival of the partner. Named barrier: the threads of the consumer, when
+//     arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and the bytes, or one after the
+//     last tile. empty, one for each stage and half: an arrival of each consumer warp. q_full: an arrival and the
+//     bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for
+//     each consumer warp: an arrival of the warp, and the bytes from its partner. merge_ready, one for each consumer
+//     warp: an arrival of the partner. Named barrier: the threads of the consumer, when
 //     all have stored maxima or sums, or P, or columns of the result, or have read the latter.
 // Bound by: reading KV from memory.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(

@@ -26,8 +26,8 @@ struct Sum {
   DEVICE float operator()(float a, float b) const { return a + b; }
 };
 
-// Reduces `x` of own rows over the eight lanes of the warp that have the same ones, and stores the result of each warp in
-// `to` [packed rows, warps]. In each step a lane keeps half of its rows, as long as it has several.
+// Reduces `x` of own rows over the eight lanes of the warp that have the same ones, and stores the result of each warp
+// in `to` [packed rows, warps]. In each step a lane keeps half of its rows, as long as it has several.
 template <int N, int MASK, class Combine>
 DEVICE void reduce_to(float* to, const float (&x)[N], int first, Combine combine) {
   if constexpr (N > 1) {

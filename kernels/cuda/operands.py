@@ -11,6 +11,7 @@ from attn_ops.kernels.cuda.kernel import TensorMap
 from torch import Tensor
 
 from attn_ops.native.images import NoImageError
+from attn_ops.ops.unsupported import CUDA_PAGE
 from attn_ops.plan.state import KV_BLOCK
 
 ROW_BYTES = 128
@@ -25,7 +26,7 @@ def row_columns(t: Tensor, row_bytes: int = ROW_BYTES) -> int:
     return min(int(t.shape[-1]), row_bytes // t.element_size())
 
 
-GROUP_TOKENS = 8
+GROUP_TOKENS = CUDA_PAGE
 """Tokens of a page are loaded in groups, so that a page is one box with all columns of a head."""
 
 DTYPES = {torch.float16: 1, torch.bfloat16: 2}

@@ -1,14 +1,16 @@
-// Prefill on Hopper: persistent and warp-specialised, one producer and kConsumers consumer warpgroups in each CTA, and with
-// FP8 keys and values one of converters.
+// Prefill on Hopper: persistent and warp-specialised, one producer and kConsumers consumer warpgroups in each CTA, and
+// with FP8 keys and values one of converters.
 //
-// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16) and at most one of
+// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16), CONSUMERS and at most one of
 //     KV_FP8  1 if keys and values are FP8, and converted to the type of the query
-//     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the query"
+//     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the
+//             query"
 // Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
 // unit is a block of packed rows of one work item for one KV head: 64 for each consumer. If a work item has 64 at most,
-// a unit has 64: two consumers have all of them, take alternate KV tiles and reduce their states at the end (`split_kv`).
+// a unit has 64: two consumers have all of them, take alternate KV tiles and reduce their states at the end
+// (`split_kv`).
 //
 // Roles
 // -----
@@ -19,16 +21,16 @@
 //                   thread is the scheduler, which passes the units of the CTA to the producers. With FP8 products they
 //                   also transpose values
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
-// warpgroup 3       consumer 2, with heads of 64 in 16 bits, whose consumers take fewer registers. It has no rows if blocks
-//                   of a work item have at most 128
+// warpgroup 3       consumer 2 of three, in 16 bits: with heads of 64, and with heads of 128 and shorter KV tiles in
+//                   large batches. It has no rows if blocks of a work item have at most 128
 //
 // With FP8 keys and values, consumers are warpgroups 2 and 3:
 // warps 4, 5        converters K: FP8 keys into the ring
 // warps 6, 7        converters V: FP8 values into the ring
 //
-// The scheduler takes the next unit from a counter (`Schedule`) when producer K has kTilesAhead tiles of a unit left: early
-// enough that nobody waits for it, and as late as that allows, so that CTAs end together. The unit goes to the producers
-// through `unit` in shared memory, and from producer Q to the consumers with the queries.
+// The scheduler takes the next unit from a counter (`Schedule`) when producer K has kTilesAhead tiles of a unit left:
+// early enough that nobody waits for it, and as late as that allows, so that CTAs end together. The unit goes to the
+// producers through `unit` in shared memory, and from producer Q to the consumers with the queries.
 //
 // Schedule
 // --------
@@ -46,56 +48,57 @@
 //     2.  [consumer]    wait for q_full[b]; with heads of 128 in 16 bits, load Q into registers
 // mainloop, for each KV tile j of the unit
 //     3.  [producer K]  wait for k_empty[j]; expect the bytes of the tile on k_full[j]; issue a TMA load for each box;
-//                       load the page numbers of tile j+1. With kTilesAhead tiles of the unit left: arrive on unit_empty
+//                       load the page numbers of tile j+1. With kTilesAhead tiles of the unit left: arrive on
+//                       unit_empty
 //     4.  [producer V]  the same with v. Where the KV ends, or a window begins, inside a box: wait for the loads on
 //                       `staging`, set the other rows of the box to 0, arrive on v_full[j]
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
 //     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
 //     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
 //     8.  [consumer]    soft cap, mask; subtract row_max from row 0 of each thread; in order: wait until it is this
-//                       consumer's turn; raise row_max if a logit of the warp is too large; probabilities of row 0; subtract
-//                       row_max from row 1; pass the turn on; raise row_max if need be
-//     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if a row_max of the warp was raised; round P_j of
-//                       row 0
+//                       consumer's turn; raise row_max if a logit of the warp is too large; probabilities of row 0;
+//                       subtract row_max from row 1; pass the turn on; raise row_max if need be
+//     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if a row_max of the warp was raised; round P_j
+//                       of row 0
 //     10. [consumer]    probabilities of row 1; round P_j of row 1
 // epilogue of the unit
 //     11. [consumer]    arrive on q_empty[b]; wait for v_full of the last tile; issue O += P V; with two query buffers,
 //                       without split_kv and if unit n+1 has KV tiles: its steps 2 and 5; wait for O; arrive on v_empty
-//     12. [consumer]    split_kv: the one with the odd tiles stores its state (m, l, O) in the query buffer, the one with
-//                       the even ones adds it to its own; both arrive on q_empty[b] here, not in step 11
+//     12. [consumer]    split_kv: the one with the odd tiles stores its state (m, l, O) in the query buffer, the one
+//                       with the even ones adds it to its own; both arrive on q_empty[b] here, not in step 11
 //     13. [consumer]    join the sink, divide by l; store output and LSE, or the partial result in its slot. With
 //                       split_kv the consumer with the even tiles alone
 //     14. [consumer]    wait for the first logits of unit n+1, if they were issued: their QK product overlaps step 13;
 //                       arrive on k_empty
 //
-// Exponentials take every eighth issue slot of a warp. In the others, step 9 is done beside those of step 10: O is complete
-// by then. With wide heads (kFinishEarly is false) it is not, and step 9 follows step 10.
+// Exponentials take every eighth issue slot of a warp. In the others, step 9 is done beside those of step 10: O is
+// complete by then. With wide heads (kFinishEarly is false) it is not, and step 9 follows step 10.
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
 //
 // FP8 keys and values
 // -------------------
-// The rings have 16-bit tiles as otherwise, and consumers do the same. Producers load to FP8 tiles, kFp8Stages of keys and
-// as many of values, which together are a KV tile. Below x is k or v:
+// The rings have 16-bit tiles as otherwise, and consumers do the same. Producers load to FP8 tiles, kFp8Stages of keys
+// and as many of values, which together are a KV tile. Below x is k or v:
 //     3, 4.  [producer]   for each part i of KV tile j: steps 3 and 4 with fp8_empty[x][i] and fp8_full[x][i]
-//     4c.    [converter]  for each part i: wait for fp8_full[x][i]; for the first one, wait for x_empty[j]; convert into
-//                         the ring; proxy fence; arrive on fp8_empty[x][i]. Then arrive on x_full[j]
+//     4c.    [converter]  for each part i: wait for fp8_full[x][i]; for the first one, wait for x_empty[j]; convert
+//                         into the ring; proxy fence; arrive on fp8_empty[x][i]. Then arrive on x_full[j]
 // After the last unit a producer waits until all is converted, sets fp8_end[x] and arrives on fp8_full[x][0].
 //
 // FP8 products
 // ------------
-// WGMMA takes 8-bit operands K-major alone, and values are [tokens, columns]. So step 4 fills a ring that consumers do not
-// read, and warps 2 and 3 transpose from it into a third ring, of kTransposedStages. They take these steps:
+// WGMMA takes 8-bit operands K-major alone, and values are [tokens, columns]. So step 4 fills a ring that consumers do
+// not read, and warps 2 and 3 transpose from it into a third ring, of kTransposedStages. They take these steps:
 //     1.  as otherwise, but for the scheduler, and with an arrival of each of the two warps on unit_empty
-//     4b. for each KV tile j of the unit: wait for v_full[j] and t_empty[j]; transpose, each warp half of the columns; proxy
-//         fence; arrive on v_empty[j] and t_full[j]. Before the last tile, or at once without tiles: the scheduler's part of
-//         step 1 for unit n+1; for unit 0 at the beginning
-// The scheduler also waits for the last tile of producer K, which waits for consumers, which wait for transposed values: but
-// only for those of earlier tiles. Consumers wait for t_full in place of v_full, and arrive on t_empty. The product of a
-// tile is added to O in float32: steps 6 and 11 issue D = P V, and step 9 and the epilogue do O = alpha O + D once it is
-// complete, with the alpha of the tile of D. With heads of 256, D has 64 columns: the other three products are issued,
-// awaited and added there, one after the other. A query buffer has half the size of an accumulator: in step 12, O goes
-// through it in two parts.
+//     4b. for each KV tile j of the unit: wait for v_full[j] and t_empty[j]; transpose, each warp half of the columns;
+//         proxy fence; arrive on v_empty[j] and t_full[j]. Before the last tile, or at once without tiles: the
+//         scheduler's part of step 1 for unit n+1; for unit 0 at the beginning
+// The scheduler also waits for the last tile of producer K, which waits for consumers, which wait for transposed
+// values: but only for those of earlier tiles. Consumers wait for t_full in place of v_full, and arrive on t_empty. The
+// product of a tile is added to O in float32: steps 6 and 11 issue D = P V, and step 9 and the epilogue do O = alpha O
+// + D once it is complete, with the alpha of the tile of D. With heads of 256, D has 64 columns: the other three
+// products are issued, awaited and added there, one after the other. A query buffer has half the size of an
+// accumulator: in step 12, O goes through it in two parts.
 #include "prefill_consumer.cuh"
 #include "prefill_problem.cuh"
 #include "prefill_producer.cuh"
@@ -107,23 +110,23 @@
 
 namespace attn_ops {
 
-// Grid: any number n of CTAs; the host launches one for each SM, or for each unit if there are fewer. CTA c runs unit c,
-//     then those that it takes from the counter in `queue`. Without a plan it runs units c, 2n - 1 - c, 2n + c,
+// Grid: any number n of CTAs; the host launches one for each SM, or for each unit if there are fewer. CTA c runs unit
+//     c, then those that it takes from the counter in `queue`. Without a plan it runs units c, 2n - 1 - c, 2n + c,
 //     4n - 1 - c and so on.
 // Owns: the rows of its units in `out` and `lse`, or their partial results in `partial`.
 // Loop invariant of a consumer, before it takes KV tile j: P holds the probabilities of its last tile, row_max and
-//     row_sum include that tile, O includes those before it and is relative to row_max (with FP8 products, to the maximum
-//     before that tile).
+//     row_sum include that tile, O includes those before it and is relative to row_max (with FP8 products, to the
+//     maximum before that tile).
 // Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes of the tile; with FP8 KV
 //     an arrival of each converter. fp8_full and fp8_empty, one for each FP8 tile: as full barriers without FP8, and an
 //     arrival of each converter. k_empty and v_empty, one for each stage: an arrival of each warp that reads
 //     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
-//     q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the scheduler. unit_empty: an arrival of
-//     producers K and V each, and of each thread that loads queries; with FP8 products of each producer warp.
-//     staging: an arrival of producer V, and the bytes. Named barriers: one for each consumer in order, of its threads and
-//     those of the consumer before it (step 8); one of the threads of two consumers, around the exchange of step 12. With
-//     FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that transposes, and
-//     t_empty those that v_empty has otherwise.
+//     q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the scheduler. unit_empty: an
+//     arrival of producers K and V each, and of each thread that loads queries; with FP8 products of each producer
+//     warp. staging: an arrival of producer V, and the bytes. Named barriers: one for each consumer in order, of its
+//     threads and those of the consumer before it (step 8); one of the threads of two consumers, around the exchange of
+//     step 12. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
+//     transposes, and t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]

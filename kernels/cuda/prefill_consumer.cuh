@@ -126,9 +126,9 @@ DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 
 }
 
 // Consumers begin the exponentials of a KV tile one after another, each when the one before has those of its rows 0 (an
-// OrderedSequenceBarrier in CUTLASS). Without an order they come to compute exponentials all at the same time, and then to
-// wait for products. Soft caps, 16-bit heads of 192/128 and 256, three consumers of heads of 128, and FP8 caches were measured
-// to be faster without it.
+// OrderedSequenceBarrier in CUTLASS). Without an order they come to compute exponentials all at the same time, and then
+// to wait for products. Soft caps, 16-bit heads of 192/128 and 256, three consumers of heads of 128, and FP8 caches
+// were measured to be faster without it.
 constexpr bool kOrdered = kDimQk <= 128 && !KV_FP8 && !kLargeBatch;
 
 struct Order {
@@ -255,8 +255,9 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         fence_registers(logits);
         arrive_by_warp(k_empty + number % kKeyStages * 8);
         mark(kQk);
-        // O += P V of the tile before, which is complete already. The assembler would move exponentials behind the wait for
-        // it: see keep_before. With wide heads a barrier that is complete is waited for again, which takes fewer registers.
+        // O += P V of the tile before, which is complete already. The assembler would move exponentials behind the wait
+        // for it: see keep_before. With wide heads a barrier that is complete is waited for again, which takes fewer
+        // registers.
         const auto finish_previous = [&](float kept, bool raised) {
           if (kFinishEarly)
             keep_before(kept);

@@ -2,10 +2,10 @@
 //
 // Keys of a KV tile as operands of PV
 // -----------------------------------
-// Of the logits of 32 keys, a thread with c = lane % 4 has those of keys 8 i + 2 c + e, i < 4 and e < 2. As operand of PV,
-// it needs columns 16 h + 4 c + j, h < 2 and j < 4. So column 16 h + 4 c + 2 i + e of the operand is key
-// 16 h + 8 i + 2 c + e, for i < 2: each thread rounds what it has, and the transposed values have their tokens in the same
-// order (`prefill_fp8_transpose.cuh`).
+// Of the logits of 32 keys, a thread with c = lane % 4 has those of keys 8 i + 2 c + e, i < 4 and e < 2. As operand of
+// PV, it needs columns 16 h + 4 c + j, h < 2 and j < 4. So column 16 h + 4 c + 2 i + e of the operand is key
+// 16 h + 8 i + 2 c + e, for i < 2: each thread rounds what it has, and the transposed values have their tokens in the
+// same order (`prefill_fp8_transpose.cuh`).
 //
 // Probabilities
 // -------------
@@ -14,9 +14,10 @@
 //
 // Sums
 // ----
-// The tensor cores add FP8 products, and to them the accumulator, with about 14 bits, and drop those below. Over thousands
-// of keys the accumulator would lose most of what a KV tile adds to it. So the product of each tile is an accumulator of
-// its own, `Partial`, which is added to the output in float32. For wide heads it has a part of the columns at a time.
+// The tensor cores add FP8 products, and to them the accumulator, with about 14 bits, and drop those below. Over
+// thousands of keys the accumulator would lose most of what a KV tile adds to it. So the product of each tile is an
+// accumulator of its own, `Partial`, which is added to the output in float32. For wide heads it has a part of the
+// columns at a time.
 #pragma once
 
 #include "descriptors.cuh"
@@ -83,8 +84,8 @@ DEVICE void issue_pv(Output&, Partial& partial, const Probabilities& p, uint64 v
   issue_part(partial, p, values, 0);
 }
 
-// Rescales the output by `alpha`, of the tile whose product this is, and adds that: the first part, which is complete, and
-// the others, which are computed here.
+// Rescales the output by `alpha`, of the tile whose product this is, and adds that: the first part, which is complete,
+// and the others, which are computed here.
 static_assert(kPvParts == 1 || kQueries == 1);  // no other product is under way
 DEVICE void finish_pv(Output& output, Partial& partial, const Probabilities& p, uint64 values,
                       const float (&alpha)[2]) {

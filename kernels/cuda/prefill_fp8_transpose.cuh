@@ -12,12 +12,12 @@ static_assert(kTile == 64 || kTile == 128);  // a row of transposed values is as
 
 // A part of a tile: all tokens, and the columns of this warp.
 //
-// A step loads 32 tokens of 16 columns as four matrices of 8 tokens of 8 16-bit elements, pairs of columns, transposed: a
-// lane gets of columns 2 g and 2 g + 1, g = lane / 4, the tokens 8 i + 2 (lane % 4) and the next one, for i < 4. Two byte
-// permutations for i = 0 and 1 give the four tokens of one column that the order of tokens (prefill_fp8_products.cuh)
-// wants side by side, and of the other. Four matrices of 8 columns of 16 tokens are stored: of i < 2 and the others, in
-// one the even columns of the first 8 and the odd ones of the last 8, in one the rest. So the 8 rows of a matrix are in
-// different banks.
+// A step loads 32 tokens of 16 columns as four matrices of 8 tokens of 8 16-bit elements, pairs of columns, transposed:
+// a lane gets of columns 2 g and 2 g + 1, g = lane / 4, the tokens 8 i + 2 (lane % 4) and the next one, for i < 4. Two
+// byte permutations for i = 0 and 1 give the four tokens of one column that the order of tokens
+// (prefill_fp8_products.cuh) wants side by side, and of the other. Four matrices of 8 columns of 16 tokens are stored:
+// of i < 2 and the others, in one the even columns of the first 8 and the odd ones of the last 8, in one the rest. So
+// the 8 rows of a matrix are in different banks.
 DEVICE void transpose(uint32 from, uint32 to, int warp, int lane) {
   using Layout = TileLayout<kDimVo>;
   constexpr int kChunksOfWarp = kDimVo / 16 / kTransposeWarps, kSteps = kTile / 32, kAtOnce = 2;
@@ -47,8 +47,8 @@ DEVICE void transpose(uint32 from, uint32 to, int warp, int lane) {
   }
 }
 
-// Two warps: the queries of all units, and the transposed values of their KV tiles. The first thread is the scheduler. It
-// takes the next unit before the last tile of one, so that producers load for it while this tile is transposed.
+// Two warps: the queries of all units, and the transposed values of their KV tiles. The first thread is the scheduler.
+// It takes the next unit before the last tile of one, so that producers load for it while this tile is transposed.
 DEVICE void produce_queries_and_transpose(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads, lane = thread % 32, warp = uniform(thread / 32);
   const uint32 values = shared_address(shared.values[0]), transposed = shared_address(shared.transposed[0]);

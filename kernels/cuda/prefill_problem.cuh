@@ -34,7 +34,8 @@ constexpr int kTilesAhead = kKeyStages > 2 && !kLargeBatch ? 1 : 3;  // KV tiles
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
 constexpr int kQueryBlocks = 2 * kQueries;                           // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                      // of a consumer
-// A row in shared memory, as wide as the swizzle, has kColumns columns. Wider heads have several such blocks of columns.
+// A row in shared memory, as wide as the swizzle, has kColumns columns. Wider heads have several such blocks of
+// columns.
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
 constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
 constexpr int kGroupBytes = 8 * kRowBytes;  // of 8 rows of a block of columns
@@ -225,7 +226,8 @@ DEVICE void release_unit(Shared& shared) {
 }
 
 // Where a KV tile of DIM columns has what, in bytes. A box is a page or a part of one: its tokens are in groups of
-// 8, each with all its columns. Ragged KV begins at any token: all tokens of a block of columns, then those of the next.
+// 8, each with all its columns. Ragged KV begins at any token: all tokens of a block of columns, then those of the
+// next.
 template <int DIM, int TOKENS = kTile, int ROW_BYTES = kRowBytes, int BYTES = kElementBytes>
 struct TileLayout {
   static constexpr int kRow = ROW_BYTES;

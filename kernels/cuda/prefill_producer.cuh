@@ -41,12 +41,12 @@ struct LoadedTiles {
   DEVICE void wait_for_empty(uint32 tile) const { wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1); }
 };
 
-// The boxes of a unit's paged KV, in order. Page numbers are loaded for 32 boxes at a time, one by each lane, and as many
-// boxes ahead. They make up whole tiles.
+// The boxes of a unit's paged KV, in order. Page numbers are loaded for 32 boxes at a time, one by each lane, and as
+// many boxes ahead. They make up whole tiles.
 constexpr int kPageLanes = 32;
 
 struct PagedBoxes {
-  int outer;         // of this lane's box: its index in the outermost dimension of the map. -1, outside of it, after the end
+  int outer;         // index of this lane's box in the outermost dimension of the map; -1, outside of it, after the end
   int next;          // the lane that has the next box, kPageLanes for the first of the following boxes
   int group;         // of 8 tokens, in the page: where the next box begins
   uint32 following;  // page number of this lane's box of those that follow
@@ -81,8 +81,8 @@ DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, 
 // Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
 // 0, since a probability of 0 times NaN is NaN.
 //
-// These warps share the issue slots and the special function unit of their SM sub-partition with consumers: the loop has
-// few instructions.
+// These warps share the issue slots and the special function unit of their SM sub-partition with consumers: the loop
+// has few instructions.
 template <bool VALUES>
 DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   using Tiles = LoadedTiles<VALUES>;
@@ -218,8 +218,8 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
   mark(kIssue);
 }
 
-// Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end. The first thread is
-// the scheduler.
+// Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end. The first thread
+// is the scheduler.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   if (q.box_rows && thread) return;

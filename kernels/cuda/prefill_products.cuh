@@ -13,8 +13,8 @@ using Output = float[kDimVo / 2];
 using Probabilities = uint32[kTile / 16][4];
 struct Partial {};  // PV adds to the output itself
 
-// Exponentials of a row leave issue slots, in which O of the tile before is finished: it is complete by then, unless heads
-// are wide.
+// Exponentials of a row leave issue slots, in which O of the tile before is finished: it is complete by then, unless
+// heads are wide.
 constexpr bool kFinishEarly = kDimVo <= 128;
 
 constexpr float kLogScale = 0;  // probabilities are those of the online softmax times 2^kLogScale
@@ -28,8 +28,8 @@ DEVICE uint64 pv_values(Shared& shared) {
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.v_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); }
 
-// The queries of a unit as operands, in parts of 16 columns: in registers for heads of 128, where QK then reads a third less
-// of shared memory. Three consumers have registers for half of them, and with other heads there are none.
+// The queries of a unit as operands, in parts of 16 columns: in registers for heads of 128, where QK then reads a third
+// less of shared memory. Three consumers have registers for half of them, and with other heads there are none.
 constexpr int kQueryParts = kDimQk / 16;
 constexpr int kRegisterParts = kDimQk != 128 || KV_FP8 ? 0 : kLargeBatch ? kQueryParts / 2 : kQueryParts;
 

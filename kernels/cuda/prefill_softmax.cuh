@@ -83,9 +83,10 @@ DEVICE void subtract_first_max(Logits& logits, Rows& rows, float factor) {
     }
 }
 
-// The same with the row_max of the tiles before. Almost no tile raises one: so not the maximum of the row is returned, but
-// an integer over that of kMostExponent if an exponent is, or if the row saw no token so far. Positive floats have the
-// order of their bits as integers, of which one instruction takes the maximum of three; negative ones do not matter.
+// The same with the row_max of the tiles before. Almost no tile raises one: so not the maximum of the row is returned,
+// but an integer over that of kMostExponent if an exponent is, or if the row saw no token so far. Positive floats have
+// the order of their bits as integers, of which one instruction takes the maximum of three; negative ones do not
+// matter.
 template <int ROW>
 DEVICE int subtract_max(Logits& logits, const Rows& rows, float factor) {
   const float anchor = finite(rows.row_max[ROW]);
@@ -99,8 +100,8 @@ DEVICE int subtract_max(Logits& logits, const Rows& rows, float factor) {
   return largest;
 }
 
-// Raises row_max of rows that saw no token so far, and of those that have an exponent over kMostExponent, to the largest
-// logit so far. `alpha` rescales sums over the tiles before.
+// Raises row_max of rows that saw no token so far, and of those that have an exponent over kMostExponent, to the
+// largest logit so far. `alpha` rescales sums over the tiles before.
 template <int ROW>
 DEVICE void raise_max(Logits& exponents, Rows& rows, float& alpha) {
   float largest = -kInfinity;

@@ -19,8 +19,8 @@ struct Item {
   int slot;        // of the partial result, negative without a split
 };
 
-// Of `walkers` CTAs or clusters, the unit of walker w in a wave: w, 2 * walkers - 1 - w, 2 * walkers + w and so on. Plans
-// sort their items by length, so waves in turn forwards and backwards balance.
+// Of `walkers` CTAs or clusters, the unit of walker w in a wave: w, 2 * walkers - 1 - w, 2 * walkers + w and so on.
+// Plans sort their items by length, so waves in turn forwards and backwards balance.
 DEVICE int64 unit_of_wave(int wave, int walker, int walkers) {
   return int64(wave) * walkers + (wave & 1 ? walkers - 1 - walker : walker);
 }
@@ -67,11 +67,12 @@ struct Walk {
   }
 };
 
-// The next unit of a walker that has anything to do. An item has `of_item` units. `schedule.locate(p, item, unit)` reads
-// the item, or returns a later one to go on with, and `schedule.take(p, number, unit)` the rest of the unit, or returns
-// false.
+// The next unit of a walker that has anything to do. An item has `of_item` units. `schedule.locate(p, item, unit)`
+// reads the item, or returns a later one to go on with, and `schedule.take(p, number, unit)` the rest of the unit, or
+// returns false.
 template <class Schedule, class Problem, class Unit>
-DEVICE bool next_unit(Schedule& schedule, const Problem& p, Unit& unit, int walker, int walkers, int units, int of_item) {
+DEVICE bool next_unit(
+    Schedule& schedule, const Problem& p, Unit& unit, int walker, int walkers, int units, int of_item) {
   for (;; ++schedule.wave) {
     const int64 u = unit_of_wave(schedule.wave, walker, walkers);
     if (int64(schedule.wave) * walkers >= units) return false;

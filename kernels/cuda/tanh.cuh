@@ -12,8 +12,8 @@ DEVICE float tanh_exact(float x) {
 
 constexpr float kSmallTanh = 0.5f;
 
-// tanh(scale * x) for |scale * x| <= kSmallTanh and |scale| from kLeastTanhScale to its inverse, whose powers are finite:
-// the polynomial in x^2 of least relative error, 6e-7, with the scale in its coefficients.
+// tanh(scale * x) for |scale * x| <= kSmallTanh and |scale| from kLeastTanhScale to its inverse, whose powers are
+// finite: the polynomial in x^2 of least relative error, 6e-7, with the scale in its coefficients.
 struct SmallTanh {
   float c0, c1, c2, c3;
 
