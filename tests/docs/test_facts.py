@@ -17,6 +17,7 @@ PAGES = [
     *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),
 ]
 PATH = re.compile(r"`((?:attn_ops|kernels|meta|examples|tests|docs|benchmarks|\.github)/[\w./*-]*|\.ci/run)`")
+FENCE = re.compile(r"^ *(```+).*?^ *\1$", re.MULTILINE | re.DOTALL)
 ARCHITECTURE = ROOT / "docs" / "contributing" / "architecture.md"
 DESIGN = ROOT / "docs" / "contributing" / "kernels" / "design.md"
 
@@ -34,6 +35,13 @@ def test_the_architecture_has_every_module() -> None:
 def test_named_paths_exist(page: Path) -> None:
     named = set(PATH.findall(page.read_text(encoding="utf-8"))) - {"docs/_build/html"}
     assert not [path for path in sorted(named) if not any(ROOT.glob(path.rstrip("/")))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_has_at_most_120_columns(page: Path) -> None:
+    """Tables, images and code blocks may have more."""
+    prose = FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()
+    assert not [line for line in prose if len(line) > 120 and not line.lstrip().startswith(("|", "!["))]
 
 
 def test_each_folder_of_tests_has_a_budget() -> None:
