@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attn_ops.ops.options import FLOATS, FP8
+from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, MLA_HEAD_DIMS
 
 if TYPE_CHECKING:
     from attn_ops.ops.backends import Problem
@@ -102,12 +102,13 @@ UNJOINABLE = "keys and values have too many elements for pages and heads in one 
 CUDA_MLA_PAGE = 64
 """Tokens that a page is a multiple of: those of a KV tile."""
 
-CUDA_MLA_HEAD_DIMS = (576, 512)
-
 CUDA_MLA_SWAPPED_ROWS = 16
 """Packed rows of a query tile, up to which MLA swaps its operands."""
 
-CUDA_MLA_KERNELS = (("mla_swap_ab", 16, 1), ("mla_swap_ab", 16, 2), ("mla", 64, 1), ("mla", 64, 2), ("mla", 128, 1))
+CUDA_MLA_KERNELS = (
+    *(("mla_swap_ab", CUDA_MLA_SWAPPED_ROWS, ctas) for ctas in (1, 2)),
+    *(("mla", 64, 1), ("mla", 64, 2), ("mla", 128, 1)),
+)
 """CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit. The plan chooses one."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
@@ -224,7 +225,7 @@ def cuda_mla(p: Problem) -> list[str]:
             (fp8 or p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}, neither {p.dtype} nor FP8"),
             (p.layout.aligned, "rows are not aligned to 16 bytes"),
             (p.layout.mappable, UNMAPPABLE),
-            ((p.head_dim_qk, p.head_dim_vo) == CUDA_MLA_HEAD_DIMS, "the head is not 512 + 64 wide"),
+            ((p.head_dim_qk, p.head_dim_vo) == MLA_HEAD_DIMS, "the head is not {} + {} wide".format(*MLA_DIMS)),
             (
                 p.page_size % CUDA_MLA_PAGE == 0,
                 f"pages of {p.page_size} tokens are not whole KV tiles of {CUDA_MLA_PAGE}",

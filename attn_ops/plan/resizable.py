@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.ops.options import MLA_HEAD_DIMS
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.planner_base import WORKSPACE
-from attn_ops.plan.sizing import MLA_HEAD_DIMS, power_of_two_from, rows_per_tile, unsplit_packed_rows
+from attn_ops.plan.sizing import power_of_two_from, rows_per_tile, unsplit_packed_rows
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)

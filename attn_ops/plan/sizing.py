@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.ops.options import MLA_HEAD_DIMS
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import (
     CTAS_PER_SM,
@@ -59,9 +60,6 @@ With fewer units more SMs are idle in the last wave. A unit of few rows, as of d
 
 HOPPER = 9
 """Major compute capability of the GPUs whose prefill kernel has one CTA per SM, also for few packed rows."""
-
-MLA_HEAD_DIMS = (576, 512)
-"""``(head_dim_qk, head_dim_vo)`` of CUDA MLA."""
 
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
