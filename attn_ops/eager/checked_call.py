@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 
 from attn_ops.eager.captured_call import _C
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
-from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, Undispatched
+from attn_ops.eager.prepared_call import OP_CACHES, Undispatched, call_cache, insert
 
 
 class Bases(NamedTuple):
@@ -58,10 +58,10 @@ class CheckedCalls(Undispatched):
         self.op: Callable[..., Any] = self._uncached
         self.direct: Callable[..., Any] = self._dispatched
         if _C is not None:
-            grad, checks = torch.is_grad_enabled, INTERPOSITION_CHECKS
-            self.op = _C.CallCache(self._entries, grad, self._on_miss, (), False, False)
-            self.direct = _C.CallCache(self._entries, grad, self._on_undispatched_miss, checks, False, False)
-            self.passes = _C.CallCache(self._passed, grad, self._on_unchecked, (), False, False)
+            checks = INTERPOSITION_CHECKS
+            self.op = call_cache(self._entries, self._on_miss, on_cuda=False)
+            self.direct = call_cache(self._entries, self._on_undispatched_miss, checks, on_cuda=False)
+            self.passes = call_cache(self._passed, self._on_unchecked, on_cuda=False)
 
     def clear(self) -> None:
         self._entries.clear()
@@ -73,9 +73,7 @@ class CheckedCalls(Undispatched):
     def _on_unchecked(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.check(args, kwargs)
         if key is not None:
-            if len(self._passed) >= MAX_ENTRIES:
-                self._passed.clear()
-            self._passed[key] = _passed
+            insert(self._passed, key, _passed)
 
     def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         return self.check(args, kwargs)(*args, **kwargs)
@@ -83,9 +81,7 @@ class CheckedCalls(Undispatched):
     def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         function: Callable[..., Any] = self.check(args, kwargs)
         if key is not None:
-            if len(self._entries) >= MAX_ENTRIES:
-                self._entries.clear()
-            self._entries[key] = function
+            insert(self._entries, key, function)
         return function(*args, **kwargs)
 
 

@@ -39,6 +39,33 @@ MAX_ENTRIES = 4096
 """Entries of a cache. An insertion beyond it first evicts all of them."""
 
 
+def insert(entries: dict[Any, Any], key: Hashable, entry: Any) -> bool:
+    """Into a cache of at most :data:`MAX_ENTRIES`. Whether it was full: all other entries are evicted then."""
+    full = len(entries) >= MAX_ENTRIES
+    if full:
+        entries.clear()
+    entries[key] = entry
+    return full
+
+
+def call_cache(
+    entries: dict[Hashable, Any],
+    on_miss: Callable[..., Any],
+    checks: tuple[Callable[[], Any], ...] = (),
+    *,
+    on_cuda: bool,
+    of_method: bool = False,
+    tuple_is_plan: bool = False,
+    takes_tensors: bool = False,
+) -> Any:
+    """``CallCache`` of the extension module, by the names of its arguments in ``_C.pyi``.
+
+    ``checks``: its ``interposition_checks``.
+    """
+    grad_mode = torch.is_grad_enabled
+    return _C.CallCache(entries, grad_mode, on_miss, checks, of_method, on_cuda, tuple_is_plan, takes_tensors)
+
+
 def current_stream(device: torch.device) -> int | None:
     """The address of a GPU's current stream; None of other devices."""
     if device.type != "cuda":
@@ -117,10 +144,12 @@ class OpCache(Undispatched):
         self.planned: Callable[..., Any] = self._dispatched
         self.direct: Callable[..., Any] = self._dispatched
         if _C is not None:
-            grad, checks = torch.is_grad_enabled, INTERPOSITION_CHECKS
-            self.op = _C.CallCache(self._entries, grad, self._on_miss, (), False, True)
-            self.planned = _C.CallCache(self._entries, grad, self._on_undispatched_miss, checks, False, True, True)
-            self.direct = _C.CallCache(self._direct_entries, grad, self._on_direct_miss, checks, False, True)
+            checks = INTERPOSITION_CHECKS
+            self.op = call_cache(self._entries, self._on_miss, on_cuda=True)
+            self.planned = call_cache(
+                self._entries, self._on_undispatched_miss, checks, on_cuda=True, tuple_is_plan=True
+            )
+            self.direct = call_cache(self._direct_entries, self._on_direct_miss, checks, on_cuda=True)
 
     @property
     def num_entries(self) -> int:
@@ -136,9 +165,7 @@ class OpCache(Undispatched):
             return self._dispatched(*args, **kwargs)
         result, captured = self.first_call(args, converted)
         prepared_call = captured and captured.bind(arguments, unpack=not isinstance(result, tuple))
-        if len(self._direct_entries) >= MAX_ENTRIES:
-            self._direct_entries.clear()
-        self._direct_entries[key] = prepared_call or self._dispatched
+        insert(self._direct_entries, key, prepared_call or self._dispatched)
         return result
 
     def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -150,10 +177,8 @@ class OpCache(Undispatched):
         prepared_call = captured.bind(arguments, plans, unpack=not isinstance(result, tuple))
         if prepared_call is None:
             return result
-        if len(self._entries) >= MAX_ENTRIES:
-            self._entries.clear()
+        if insert(self._entries, key, prepared_call):
             self._plans.clear()
-        self._entries[key] = prepared_call
         self._plans[key] = [weakref.ref(t, lambda _: self._evict(key)) for t in plans]
         return result
 
@@ -368,13 +393,11 @@ def _cache_of(make: Make, of_method: bool, on_cuda: bool) -> Any:
         executable, arguments, constants = make(*args, **kwargs)
         if key is None or has_gradients(arguments):
             return executable.execute()
-        if len(entries) >= MAX_ENTRIES:
-            entries.clear()
         result, entry = first_call(executable, arguments, constants)
-        entries[key] = entry or _not_repeated
+        insert(entries, key, entry or _not_repeated)
         return result
 
-    return _C.CallCache(entries, torch.is_grad_enabled, on_miss, INTERPOSITION_CHECKS, of_method, on_cuda, False, True)
+    return call_cache(entries, on_miss, INTERPOSITION_CHECKS, on_cuda=on_cuda, of_method=of_method, takes_tensors=True)
 
 
 def _first_prepared_call(

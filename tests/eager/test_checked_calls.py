@@ -12,7 +12,7 @@ from helpers.harness import Setup
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_ops.eager import checked_call
+from attn_ops.eager import prepared_call
 from attn_ops.eager.checked_call import CHECKED_CALLS, CheckedCalls, call_op
 from attn_ops.errors import AttnOpsError, GradientError
 
@@ -91,7 +91,7 @@ def test_a_refused_call_is_refused_again() -> None:
 
 
 def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_call, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(prepared_call, "MAX_ENTRIES", 3)
     op = Op()
     for n in range(10):
         assert op.is_checked(torch.zeros(n))
