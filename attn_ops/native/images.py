@@ -54,6 +54,9 @@ MAP_TYPES = {
 ALIGNMENT = 16
 """Bytes of which addresses are multiples where kernels are compiled for that: the widest loads, and tensor maps."""
 
+OBJECT_PREFIX = "attn_ops_images_"
+"""Of the names of object files with images."""
+
 MAX_LOADED = 4096
 """Kernels that a backend keeps ready for eager launches. An insertion beyond it first drops all of them."""
 
@@ -157,7 +160,7 @@ class ImageSet:
         digest = hashlib.sha256(repr((command, sorted(self.images))).encode())
         for path in (*LAUNCHER, entry):
             digest.update(path.read_bytes())
-        target = folder / f"attn_ops_images_{digest.hexdigest()[:24]}.o"
+        target = folder / f"{OBJECT_PREFIX}{digest.hexdigest()[:24]}.o"
         if target.exists():
             return target
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,9 +27,7 @@ log = logging.getLogger(__name__)
 Traced = TypeVar("Traced")
 
 DEVICES = ("cuda",)
-"""Device types of packages with images."""
-
-OBJECT_PREFIX = "attn_ops_images_"
+"""Device types of packages with images. Tests set it to ``("cpu",)``."""
 
 
 def traced(graph: Any, device: torch.device | None, trace: Callable[[], Traced]) -> Traced:
@@ -144,5 +142,5 @@ def _link(target: Path) -> None:
     from torch._inductor.codecache import CUDACodeCache
 
     objects = CUDACodeCache.aot_kernels_o
-    objects[:] = [path for path in objects if not Path(path).name.startswith(OBJECT_PREFIX)]
+    objects[:] = [path for path in objects if not Path(path).name.startswith(images.OBJECT_PREFIX)]
     objects.append(str(target))
