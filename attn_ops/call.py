@@ -8,7 +8,6 @@ Nothing is written before every check has passed.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -17,14 +16,12 @@ from torch import Tensor
 
 from attn_ops.eager.checked_call import CHECKED_CALLS, call_op
 from attn_ops.eager.prepared_call import OpCall
-from attn_ops.errors import ArgumentError, DTypeError, OptionError, dtype_name, fail
 from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Heads, ScaleFactors, fold
 from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.fp8_queries import FP8_QUERY_OPS, QUERY
 from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
@@ -158,22 +155,3 @@ class AttentionCall(NamedTuple):
         dtype = computed_dtype(self.tensors[0].dtype, self.tensors[-1].dtype)
         queries = (q.to(dtype) if factor is None else (q.float() * factor).to(dtype) for q in self.tensors[:parts])
         return (*queries, *self.tensors[parts:])
-
-
-def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") -> Tensor | None:
-    """float32 ``[num_qo_heads]`` on ``device``, from that shape, ``[num_kv_heads, group]``, or a list of one tensor."""
-    if sinks is None:
-        return None
-    if isinstance(sinks, list | tuple):
-        if len(sinks) != 1:
-            fail(ArgumentError, where, f"{name} has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
-        sinks = sinks[0]
-    if not isinstance(sinks, Tensor):
-        fail(ArgumentError, where, f"{name} is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
-    if sinks.dim() == 2:
-        sinks = sinks.flatten()
-    if sinks.is_complex():
-        fail(DTypeError, where, f"{name} is {dtype_name(sinks.dtype)}", "float32", "convert it")
-    if seen(sinks) and not bool((sinks.float() < math.inf).all()):
-        fail(OptionError, where, f"{name} has a NaN or an infinity", "logits, or -inf for no sink", "correct it")
-    return sinks.to(device, torch.float32).contiguous()

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.call import as_sinks
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import (
     DType,
     DTypes,
     as_dtype,
+    as_sinks,
     computed_dtype,
     finite,
     positive,

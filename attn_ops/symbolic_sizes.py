@@ -28,6 +28,12 @@ def statically_known_true(condition: Any) -> bool:
     return condition if isinstance(condition, bool) else _guards().statically_known_true(condition)
 
 
+def has_static_value(size: Any) -> bool:
+    """Whether ``size`` is one number for all sizes that the graph leaves open, without a guard."""
+    static: bool = _guards().has_static_value(size)
+    return static
+
+
 def at_most(size: int, most: int) -> int:
     """``min(size, most)``, without a guard on symbols. Dynamo of torch 2.11 traces no ``torch.sym_min`` of integers."""
     return min(size, most) if type(size) is int and type(most) is int else torch.sym_min(size, most)

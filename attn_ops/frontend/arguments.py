@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from attn_ops.errors import (
 from attn_ops.frontend.policy import NEGLIGIBLE, UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
 from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions, bounded
-from attn_ops.plan.page_table import INT32_MAX
+from attn_ops.plan.page_table import INT32_MAX, seen
 from attn_ops.typed import integers
 
 DType = str | torch.dtype
@@ -203,6 +204,25 @@ def refuse_sparse(where: str, **arguments: Any) -> None:
                 f"{where}: {name} is given with enable_block_sparse_attention, which is not supported: KV heads are "
                 f"requests of their own; leave out {name}"
             )
+
+
+def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") -> Tensor | None:
+    """float32 ``[num_qo_heads]`` on ``device``, from that shape, ``[num_kv_heads, group]``, or a list of one tensor."""
+    if sinks is None:
+        return None
+    if isinstance(sinks, list | tuple):
+        if len(sinks) != 1:
+            fail(ArgumentError, where, f"{name} has {len(sinks)} tensors", "one", "pass one float32 [num_qo_heads]")
+        sinks = sinks[0]
+    if not isinstance(sinks, Tensor):
+        fail(ArgumentError, where, f"{name} is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
+    if sinks.dim() == 2:
+        sinks = sinks.flatten()
+    if sinks.is_complex():
+        fail(DTypeError, where, f"{name} is {dtype_name(sinks.dtype)}", "float32", "convert it")
+    if seen(sinks) and not bool((sinks.float() < math.inf).all()):
+        fail(OptionError, where, f"{name} has a NaN or an infinity", "logits, or -inf for no sink", "correct it")
+    return sinks.to(device, torch.float32).contiguous()
 
 
 def own_backend(name: str) -> str:

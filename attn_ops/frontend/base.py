@@ -10,13 +10,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall, Planned, PlanSource, as_sinks
+from attn_ops.call import AttentionCall, Planned, PlanSource
 from attn_ops.eager.bound_call import caches_for
 from attn_ops.eager.prepared_call import PreparedCalls
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, dtype_name, fail
 from attn_ops.frontend import masks
-from attn_ops.frontend.arguments import DTypes, layout, own_backend, positional, positive, refuse
+from attn_ops.frontend.arguments import DTypes, as_sinks, layout, own_backend, positional, positive, refuse
 from attn_ops.frontend.call_plans import problem_of, with_rows, with_workspace, without_window
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.kv_cache import paged_sizes

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.call import as_sinks
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import output_dtype, own_backend, positive, ranked, required
+from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.one_shot import TableNames, block_table, block_table_call, lengths, ragged_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.call import as_sinks
 from attn_ops.errors import OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import check_dtypes, own_backend, refuse, required
+from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, refuse, required
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, rank_keys, uniform_rows

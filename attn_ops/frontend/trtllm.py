@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.call import as_sinks
 from attn_ops.errors import ShapeError, fail
 from attn_ops.frontend.arguments import (
     DType,
+    as_sinks,
     check_dtypes,
     given_tensor,
     layout,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attn_ops.call import as_sinks
 from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import layout, refuse, required
+from attn_ops.frontend.arguments import as_sinks, layout, refuse, required
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import check_tree_mask
 from attn_ops.frontend.one_shot import TableNames, block_table, block_table_call, latent_call, uniform_rows

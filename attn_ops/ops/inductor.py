@@ -184,3 +184,9 @@ def mark_static(*tensors: torch.Tensor) -> None:
     if tensors[0].is_cuda and not torch.compiler.is_compiling():
         for t in tensors:
             torch._dynamo.mark_static_address(t, guard=False)
+
+
+def mark_static_size(t: torch.Tensor) -> None:
+    """Graphs take the first size of ``t`` as a constant."""
+    # torch._dynamo.mark_static(t, 0) without the import of torch._dynamo
+    t._dynamo_static_indices = {0}  # type: ignore[attr-defined]

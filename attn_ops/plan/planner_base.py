@@ -18,7 +18,7 @@ from attn_ops.errors import (
     dtype_name,
     fail,
 )
-from attn_ops.ops.inductor import mark_static
+from attn_ops.ops.inductor import mark_static, mark_static_size
 from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import INTEGERS, real, seen
@@ -179,9 +179,8 @@ class PlannerBase:
         self._prepared = new_caches(self.device) if self.context is None else None
         mark_static(*plan, workspace)
         if isinstance(plan, PrefillPlan):
-            # Dynamo gives equal sizes one symbol: a batch as large as the queue would become a constant, as its size
-            # is. This is torch._dynamo.mark_static(plan.queue, 0) without the import of torch._dynamo.
-            plan.queue._dynamo_static_indices = {0}  # type: ignore[attr-defined]
+            # Dynamo gives equal sizes one symbol: a batch as large as the queue would become a constant, as it is.
+            mark_static_size(plan.queue)
 
     def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
         return self._prepared

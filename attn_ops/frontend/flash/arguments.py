@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.call import as_sinks
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import refuse_listed, renamed
+from attn_ops.frontend.arguments import as_sinks, refuse_listed, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen

@@ -38,6 +38,7 @@ from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.symbolic_sizes import has_static_value
 
 
 class CacheLengths(NamedTuple):
@@ -329,8 +330,6 @@ def has_symbolic_pages(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether a graph is for pages of any size, which kernels are compiled for. They may be taken apart into tokens."""
     if not is_compiling():
         return False
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports SymPy
-
     if has_static_value(k_cache.shape[1]) or k_cache.shape[:2] != v_cache.shape[:2]:
         return False
     return has_pages_in_a_row(k_cache) and has_pages_in_a_row(v_cache)
