@@ -25,13 +25,10 @@ from attn_ops.frontend.flash.cache import (
     CacheTensors,
     as_token_pages,
     cache_spec,
-    check_latent,
-    check_tables,
     has_symbolic_pages,
-    new_tokens,
-    one_of,
     rotate,
 )
+from attn_ops.frontend.flash.cache_checks import check_latent, check_requests, check_tables, new_tokens, one_of
 from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, dense_attention, requests_of, unpack, varlen_attention
 from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
 from attn_ops.frontend.flash.padded import SpreadCall, Used
@@ -39,7 +36,6 @@ from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.flash.scheduler import get_scheduler_metadata
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Scale
-from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.typed import typed
 
 __all__ = [
@@ -96,8 +92,8 @@ def flash_attn_func(
         window_size: ``(left, right)``: row i sees keys from ``i + seqlen_k - seqlen_q - left`` to the same ``+ right``,
             both included; -1 or None for no limit. ``causal`` limits the right side to 0.
         softcap: ``softcap * tanh(logits / softcap)``; 0 is off.
-        qv: ``[batch, seqlen_q, num_heads, head_dim of v]``: logits are ``q k + qv v``, as of MLA before absorption is
-            undone. The default scale is ``1 / sqrt(head_dim + head_dim of v)``.
+        qv: ``[batch, seqlen_q, num_heads, head_dim of v]``: logits are ``q k + qv v``, as in MLA with absorbed
+            weights. The default scale is ``1 / sqrt(head_dim + head_dim of v)``.
         attention_chunk: row i sees the keys of its chunk alone: those with ``(i + seqlen_k - seqlen_q) //
             attention_chunk`` as their own position has; 0 is off.
         q_descale, k_descale, v_descale: scales of FP8 tensors: a number, a tensor of one element, which may be
@@ -121,7 +117,7 @@ def flash_attn_func(
     arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     options = arguments.options(
         where,
-        q.device,
+        q,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -192,11 +188,10 @@ def flash_attn_varlen_func(
     """
     where = "flash_attn_varlen_func"
     arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
-    if qv is not None and block_table is not None and softmax_scale is None:
-        softmax_scale = (q.shape[-1] + qv.shape[-1]) ** -0.5
     options = arguments.options(
         where,
-        q.device,
+        q,
+        qv=None if block_table is None else qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -241,12 +236,12 @@ def flash_attn_varlen_func(
         positive(where, num_heads=q.shape[1])
         check_latent(where, q, qv, (k, v), options)
         batch = CacheBatch(
-            cache_spec(q, k, v, qv, options, decode=False),
-            block_table,
-            block_table.shape[0],
-            CacheLengths.of(where, "seqused_k", seqused_k, None if seqused_k is not None else cu_seqlens_k),
-            q.shape[0],
-            q.device,
+            spec=cache_spec(q, k, v, qv, options, decode=False),
+            table=block_table,
+            requests=block_table.shape[0],
+            lengths=CacheLengths.of(where, "seqused_k", seqused_k, None if seqused_k is not None else cu_seqlens_k),
+            rows=q.shape[0],
+            device=q.device,
             cu_seqlens_q=cu_seqlens_q,
             places=k.shape[0],
             chunk=chunk,
@@ -332,11 +327,10 @@ def flash_attn_with_kvcache(
     """
     where = "flash_attn_with_kvcache"
     arguments.refuse(where, alibi_slopes=alibi_slopes)
-    if qv is not None and softmax_scale is None:
-        softmax_scale = (q.shape[-1] + qv.shape[-1]) ** -0.5
     options = arguments.options(
         where,
-        q.device,
+        q,
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -355,24 +349,9 @@ def flash_attn_with_kvcache(
     check_latent(where, q, qv, (k_cache, v_cache), options)
     shape = None if cu_seqlens_q is not None else (q.shape[0], q.shape[1])
     requests = q.shape[0] if cu_seqlens_q is None else requests_of(where, "cu_seqlens_q", cu_seqlens_q)
-    rows_of = table if cache_batch_idx is None else cache_batch_idx
-    if rows_of is not None and rows_of.shape[0] != requests:
-        fail(
-            ShapeError,
-            where,
-            f"{table_name if rows_of is table else 'cache_batch_idx'} has {rows_of.shape[0]} rows",
-            f"{requests}, as q has requests",
-            "correct it",
-        )
-    if rows_of is None and scheduler_metadata is None and requests > k_cache.shape[0]:
-        fail(
-            ShapeError,
-            where,
-            f"k_cache has {k_cache.shape[0]} rows for {requests} requests",
-            f"{requests} or more, one per request",
-            "pass a larger cache, or the row of each request in cache_batch_idx",
-        )
-    if table is None and scheduler_metadata is None and has_symbolic_pages(k_cache, v_cache):
+    planned = scheduler_metadata is not None
+    check_requests(where, requests, k_cache, table_name, table, cache_batch_idx, planned=planned)
+    if table is None and not planned and has_symbolic_pages(k_cache, v_cache):
         k_cache, v_cache, table = as_token_pages(where, k_cache, v_cache, requests, cache_batch_idx)
         cache_batch_idx = None
     rows = q if shape is None else q.flatten(0, 1)
@@ -383,34 +362,26 @@ def flash_attn_with_kvcache(
     if qv is None and not chunk and shape is not None and shape[1] == 1:  # a branch, as traced sizes are no bool
         decode = True
     batch = CacheBatch(
-        cache_spec(q, k_cache, v_cache, qv, options, decode=decode),
-        table,
-        requests,
-        cached,
-        rows.shape[0],
-        q.device,
-        cu_seqlens_q,
-        0 if new is None else new[0].shape[0],
-        cu_seqlens_k_new,
-        k_cache.shape[0],
-        cache_batch_idx,
-        cache_leftpad,
-        chunk,
-        None if table is None else table_name,
+        spec=cache_spec(q, k_cache, v_cache, qv, options, decode=decode),
+        table=table,
+        requests=requests,
+        lengths=cached,
+        rows=rows.shape[0],
+        device=q.device,
+        cu_seqlens_q=cu_seqlens_q,
+        appended=0 if new is None else new[0].shape[0],
+        cu_new=cu_seqlens_k_new,
+        places=k_cache.shape[0],
+        cache_batch_idx=cache_batch_idx,
+        leftpad=cache_leftpad,
+        chunk=chunk,
+        table_name=None if table is None else table_name,
     )
     rotary = Rotary.of(where, rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1], q.device)
     found = batch.metadata(where, scheduler_metadata)
     if rotary is not None:
-        required(where, k=new)
-        assert new is not None
-        if new[0].shape[-1] != k_cache.shape[-1]:
-            shown = f"k has head_dim {new[0].shape[-1]}"
-            fail(ShapeError, where, shown, f"{k_cache.shape[-1]} as in k_cache", "make them agree")
         starts = cached if rotary_seqlens is None else CacheLengths.of(where, "rotary_seqlens", rotary_seqlens)
-        begin = starts.before(where, requests, INT32_MAX, q.device)
-        by_row = options.causal or chunk > 0 or max(options.window_left, options.window_right) >= 0
-        rows, key = rotate(where, rotary, rows, new[0], batch, begin, by_row)
-        new = key, new[1]
+        rows, new = rotate(where, rotary, rows, new, k_cache, batch, starts, options)
     tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode).for_plan(
         where, found.metadata, k_cache.shape[1]
     )

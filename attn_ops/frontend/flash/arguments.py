@@ -102,8 +102,9 @@ def _is_pair_on_host(window_size: Tensor) -> bool:
 
 def options(
     where: str,
-    device: torch.device,
+    q: Tensor,
     *,
+    qv: Tensor | None = None,
     softmax_scale: float | None,
     causal: bool,
     window_size: WindowSize,
@@ -111,12 +112,17 @@ def options(
     s_aux: Tensor | None,
     learnable_sink: Tensor | None = None,
 ) -> AttentionOptions:
-    """FlashAttention's options as those of the ops, checked. ``learnable_sink`` is another name of ``s_aux``."""
+    """FlashAttention's options as those of the ops, checked. ``learnable_sink`` is another name of ``s_aux``.
+
+    ``qv``: the latent query of MLA, whose width counts in the default scale.
+    """
     if isinstance(softmax_scale, bool):
         fail(ArgumentError, where, f"softmax_scale is {softmax_scale}", "a number or None", _BY_NAME)
     sinks = renamed(where, "learnable_sink", learnable_sink, "s_aux", s_aux)
     if sinks is not None:
-        sinks = as_sinks(where, sinks, device, "s_aux" if learnable_sink is None else "learnable_sink")
+        sinks = as_sinks(where, sinks, q.device, "s_aux" if learnable_sink is None else "learnable_sink")
+    if qv is not None and softmax_scale is None:
+        softmax_scale = (q.shape[-1] + qv.shape[-1]) ** -0.5
     sides = window(where, window_size, causal)
     given = AttentionOptions(
         sm_scale=softmax_scale,

@@ -15,9 +15,9 @@ from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, PageTableError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import positive, ranked, required
+from attn_ops.frontend.arguments import positive, required
 from attn_ops.frontend.call_plans import BlockTables
-from attn_ops.frontend.flash.calls import DENSE, VARLEN, FlashCall, Result, plan_spec
+from attn_ops.frontend.flash.calls import FlashCall, Result, plan_spec
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
     LEFTPAD,
@@ -435,41 +435,38 @@ class CacheTensors(NamedTuple):
 
 
 def rotate(
-    where: str, rotary: Rotary, q: Tensor, k: Tensor, batch: CacheBatch, starts: Tensor, by_row: bool
-) -> tuple[Tensor, Tensor]:
-    """The query rows and the new keys at their positions.
+    where: str,
+    rotary: Rotary,
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    k_cache: Tensor,
+    batch: CacheBatch,
+    lengths_before: CacheLengths,
+    options: AttentionOptions,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The query rows, and the new keys with their values, at their positions.
 
-    starts  int32 ``[batch]``: the position of each request's first new token
-    by_row  row i of a request has position ``start + i``; otherwise all its rows have position ``start``
+    Those of a request begin at ``lengths_before``. Row i of the query has position ``start + i`` where a mask compares
+    positions; otherwise all rows have position ``start``.
     """
+    required(where, k=new)
+    assert new is not None
+    k, v = new
+    if k.shape[-1] != k_cache.shape[-1]:
+        shown = f"k has head_dim {k.shape[-1]}"
+        fail(ShapeError, where, shown, f"{k_cache.shape[-1]} as in k_cache", "make them agree")
+    starts = lengths_before.before(where, batch.requests, INT32_MAX, q.device)
+    by_row = options.causal or batch.chunk > 0 or max(options.window_left, options.window_right) >= 0
     qo_indptr, new_indptr = batch.qo_indptr(where), batch.new_indptr(where)
 
     def places(indptr: Tensor, rows: int, steps: bool) -> Tensor:
         request, position = call_op("batch_indices_positions", indptr, starts + indptr.diff(), rows)
         return position if steps else starts[request.clamp(min=0)]
 
-    old, new = places(qo_indptr, batch.rows, by_row), places(new_indptr, batch.appended, True)
-    for positions in (new, old):
+    old, added = places(qo_indptr, batch.rows, by_row), places(new_indptr, batch.appended, True)
+    for positions in (added, old):
         rotary.check(where, positions)
-    return rotary.apply(q, old), rotary.apply(k, new)
-
-
-def one_of(where: str, **given: Any) -> tuple[str, Any]:
-    """The name and the value of the one argument that is given, of several that exclude each other."""
-    found = [(name, value) for name, value in given.items() if value is not None]
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        fail(ArgumentError, where, f"{names} are both given", "one of them", "drop one")
-    return found[0] if found else (next(iter(given)), None)
-
-
-def check_tables(where: str, name: str, table: Tensor | None, **by_request: Tensor | None) -> None:
-    """The rank of a block table, and of tensors ``[batch]``."""
-    if table is not None:
-        ranked(where, name, table, "[batch, max_pages_per_sequence]")
-    for other, t in by_request.items():
-        if t is not None:
-            ranked(where, other, t, "[batch]")
+    return rotary.apply(q, old), (rotary.apply(k, added), v)
 
 
 def cache_spec(
@@ -480,49 +477,3 @@ def cache_spec(
         options = options._replace(causal=False, window_right=-1)
     spec = plan_spec(q, k, v, options, decode=decode, paged=True, page_size=k.shape[1])
     return spec if qv is None else spec._replace(head_dim_qk=q.shape[-1] + qv.shape[-1])
-
-
-def check_latent(
-    where: str, q: Tensor, qv: Tensor | None, caches: tuple[Tensor, Tensor], options: AttentionOptions
-) -> None:
-    """Of a latent query and its caches, if there is one."""
-    if qv is None:
-        return
-    if options.window_right >= 0:
-        raise UnsupportedError(
-            f"{where}: window_size has a right side of {options.window_right} with qv, which is not supported: MLA has "
-            "no window on the right; pass causal=True or a right side of -1"
-        )
-    if qv.shape[:-1] != q.shape[:-1]:
-        fail(ShapeError, where, f"qv is {list(qv.shape)}", f"{[*q.shape[:-1], 'head_dim_v']}, as q", "correct it")
-    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
-        if cache.shape[2] != 1:
-            fail(
-                ShapeError,
-                where,
-                f"qv is given and {name} has {cache.shape[2]} KV heads",
-                "1, the latent that all heads share",
-                "pass caches of one head",
-            )
-
-
-def new_tokens(
-    where: str,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    cu_seqlens_k_new: Tensor | None,
-    requests: int,
-) -> tuple[Tensor, Tensor] | None:
-    """The tokens to append, ``[appended, num_kv_heads, head_dim]``."""
-    if k is None and v is None:
-        return None
-    required(where, k=k, v=v, cache_seqlens=cache_seqlens)
-    assert k is not None
-    assert v is not None
-    for name, t in (("k", k), ("v", v)):
-        ranked(where, name, t, DENSE if cu_seqlens_k_new is None else VARLEN)
-        if cu_seqlens_k_new is None and (t.shape[0] != requests or t.shape[1] != k.shape[1]):
-            expected = f"[{requests}, {k.shape[1]}, ...], with the requests of q and the tokens of k"
-            fail(ShapeError, where, f"{name} is {list(t.shape)}", expected, "make them agree")
-    return (k, v) if cu_seqlens_k_new is not None else (k.flatten(0, 1), v.flatten(0, 1))

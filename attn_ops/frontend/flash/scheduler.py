@@ -9,7 +9,8 @@ from attn_ops.errors import OptionError, fail
 from attn_ops.frontend.arguments import positive
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
-from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths, check_tables, one_of
+from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
+from attn_ops.frontend.flash.cache_checks import check_tables, one_of
 from attn_ops.frontend.flash.metadata import MISSING, NO_TOTALS, SchedulerMetadata
 from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.resizable import PlanSpec
