@@ -92,7 +92,7 @@ def constexpr_table(cls: Table) -> Table:
 
 
 @functools.cache  # one entry for each GPU
-def _hopper(device: torch.device) -> bool:
+def _has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -110,7 +110,7 @@ def supports_pdl(t: Tensor, image: bool = False) -> bool:
     is an image, which is launched with it.
     """
     launched_here = not isinstance(t, FakeTensor) or (image and collecting() is not None)
-    return DIRECT_LAUNCH and launched_here and _hopper(t.device)
+    return DIRECT_LAUNCH and launched_here and _has_pdl(t.device)
 
 
 class Parameters(NamedTuple):

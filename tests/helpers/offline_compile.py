@@ -77,7 +77,7 @@ def compiling_for(capability: int, compiles: bool | Callable[..., bool] = True) 
             patch.object(config_decode, "shared_memory", shared_memory),
             patch.object(config_prefill, "shared_memory", shared_memory),
             patch.object(config_prefill, "tensor_memory", lambda device: capability // 10 == 10),
-            patch.object(launch, "_hopper", lambda device: capability >= 90),
+            patch.object(launch, "_has_pdl", lambda device: capability >= 90),
             patch.object(decode_call, "min_shared_for_even_spread", lambda device, programs: 0),
         ):
             yield compiled
