@@ -79,7 +79,6 @@ def merge_context(
         _check_exchange(exchange, group, rank, world)
     if exchange is not None and exchange.unavailable is None:
         _check_device(out, "exchange.buffers", exchange.buffers)
-    if exchange is not None and exchange.unavailable is None:
         out, lse = exchange.merge(out, lse, scatter_heads, sinks)
         sinks = None
     elif world > 1:

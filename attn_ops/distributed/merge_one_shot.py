@@ -51,7 +51,7 @@ def bytes_of_states(packed_rows: int, head_dim: int, dtype: torch.dtype) -> int:
     return -(-packed_rows // 16) * 16 * (head_dim * dtype.itemsize + 4)
 
 
-def _check(v: Tensor, s: Tensor, half_bytes: int) -> None:
+def _check(v: Tensor, half_bytes: int) -> None:
     rows, heads, dim = v.shape
     needed = bytes_of_states(rows * heads, dim, v.dtype)
     if needed > half_bytes:
@@ -88,7 +88,7 @@ def _merge(
 ) -> tuple[Tensor, Tensor]:
     from attn_ops.kernels.triton.merge_context import merge_context
 
-    _check(v, s, half_bytes)
+    _check(v, half_bytes)
     out, lse = _outputs(v, buffers, scatter_heads)
     sinks = None if sinks is None else sinks.contiguous()
     merge_context(v.contiguous(), s.contiguous(), buffers, epochs, rank, half_bytes, timeout_ms, out, lse, sinks)
@@ -106,7 +106,7 @@ def _fake(
     scatter_heads: bool = False,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(v, s, half_bytes)
+    _check(v, half_bytes)
     return _outputs(v, buffers, scatter_heads)
 
 
