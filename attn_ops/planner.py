@@ -262,7 +262,6 @@ class PrefillPlanner(PlannerBase):
                 "page_size 1 and a number of tokens",
                 "give max_kv_len, or max_pages for a paged cache",
             )
-        rows = None if fixed_split_size is not None else -(-max_tokens // max(1, max_batch))
         super().__init__()
         self.context = context
         in_range("max_batch", max_batch)
@@ -271,13 +270,10 @@ class PrefillPlanner(PlannerBase):
         in_range("cache_pages", cache_pages)
         in_range("num_ctas", num_ctas, least=0)
         self.device = torch.empty(0, device=device).device
+        dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
         if tile_rows is None:
-            replicas = max(1, head_shards) if num_kv_heads == 1 else 1
-            dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
-            heads_of_rank = num_qo_heads // max(1, head_shards), -(-num_kv_heads // max(1, head_shards))
-            large = rows is not None and is_large_batch(*heads_of_rank, max_batch, max_tokens, self.device)
-            sizes = packed_rows_of_tiles(*dims, self.device, large)
-            tile_rows = rows_per_tile(num_qo_heads // replicas, num_kv_heads, rows, sizes)
+            size = None if fixed_split_size is not None else (max_batch, max_tokens)
+            tile_rows = _default_tile_rows(self.device, num_qo_heads, num_kv_heads, dims, head_shards, size)
         self.problem = planner_problem(
             fixed_split_size=fixed_split_size,
             window_left=window_left,
@@ -286,8 +282,8 @@ class PrefillPlanner(PlannerBase):
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim,
-            head_dim_vo=head_dim if head_dim_vo is None else head_dim_vo,
+            head_dim_qk=dims[0],
+            head_dim_vo=dims[1],
             max_kv_len=default_max_kv_len(max_pages, page_size) if max_kv_len is None else max_kv_len,
             tile_rows=tile_rows,
             context=context,
@@ -296,12 +292,11 @@ class PrefillPlanner(PlannerBase):
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         prepare(self.device)
         max_splits = num_ctas
-        if max_splits is None:
-            tiles = most_tiles(of_rank, max_batch, max_tokens)
-            max_splits = splits_per_head(self.device, of_rank, tiles)
-            if self.problem.split:
-                longest = max_pages * page_size if max_kv_len is None else max_kv_len
-                max_splits = max_splits_for(self.problem, max_batch, max_tokens, longest)
+        if max_splits is None and self.problem.split:
+            longest = max_pages * page_size if max_kv_len is None else max_kv_len
+            max_splits = max_splits_for(self.problem, max_batch, max_tokens, longest)
+        elif max_splits is None:
+            max_splits = splits_per_head(self.device, of_rank, most_tiles(of_rank, max_batch, max_tokens))
         max_splits = max_splits // 2 * 2
         shapes = prefill_shapes(max_batch, full_tiles(self.problem, max_tokens), max_pages, max_splits)
         check_products("planner", self.problem, max_pages, shapes)
@@ -416,3 +411,22 @@ class PrefillPlanner(PlannerBase):
                 f"num_ctas of at least {needed}",
                 "make the planner with that num_ctas, or with a larger fixed_split_size",
             )
+
+
+def _default_tile_rows(
+    device: torch.device,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dims: tuple[int, int],
+    head_shards: int,
+    capacity: tuple[int, int] | None,
+) -> int:
+    """Query rows of a query tile, by ``capacity`` for requests and query rows; None if they must not depend on it."""
+    shards = max(1, head_shards)
+    rows, large = None, False
+    if capacity is not None:
+        max_batch, max_tokens = capacity
+        rows = -(-max_tokens // max(1, max_batch))
+        large = is_large_batch(num_qo_heads // shards, -(-num_kv_heads // shards), max_batch, max_tokens, device)
+    sizes = packed_rows_of_tiles(*head_dims, device, large)
+    return rows_per_tile(num_qo_heads // (shards if num_kv_heads == 1 else 1), num_kv_heads, rows, sizes)
