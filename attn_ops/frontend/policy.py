@@ -63,27 +63,6 @@ NO_EFFECT: dict[str, str] = {
 """name -> why. ``block_tables`` and the lengths matter where a function takes what it attends to from them, and the
 lengths tell offsets in elements from those in tokens where ``backend`` is ``cudnn``."""
 
-_FOLLOW = "dtypes follow the tensors of run()"
-_NO_ROTATION = "no positional encoding is applied"
-_ONE_ROW = "one query row sees every key, causal or not"
-_DIVIDED = "bmm2_scale is divided by it already"
-NO_EFFECT_HERE: dict[str, str] = {
-    "attention.plan.q_data_type": _FOLLOW,
-    "attention.plan.kv_data_type": _FOLLOW,
-    "mla.plan.query_layout": "run() recognises packed and split queries",
-    "mla.plan.kv_cache_layout": "run() recognises packed and split caches",
-    "mla.plan.scale_mode": "run() takes numbers and tensors",
-    "mla.plan.use_sinks": "run() honours sinks wherever they are given",
-    "pod.run.causal_d": _ONE_ROW,
-    "decode.plan.is_causal": _ONE_ROW,
-    "trtllm decode.call.o_scale": _DIVIDED,
-    "xqa decode.call.o_scale": _DIVIDED,
-    "shared prefix, prefill.forward.rope_scale": _NO_ROTATION,
-    "shared prefix, prefill.forward.rope_theta": _NO_ROTATION,
-}
-"""Arguments that have no effect in one place, named by the surfaces of ``tests/helpers/surfaces/``."""
-
-
 _FP4 = "4-bit caches are not read here; use a float16, bfloat16, float32 or FP8 cache"
 _SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
 _FP4_OUT = "4-bit outputs are not written here; use a float16, bfloat16, float32 or FP8 output"

@@ -11,10 +11,11 @@ import pytest
 import torch
 from helpers.surfaces import ELSEWHERE, SURFACES
 from helpers.surfaces.base import Raises, Surface
+from helpers.surfaces.without_effect import NO_EFFECT_HERE
 from helpers.wrapper_requests import DEVICE
 
 from attn_ops import errors, exports
-from attn_ops.frontend.policy import NO_EFFECT, NO_EFFECT_HERE, UNSUPPORTED
+from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
 
 NEEDED_IN_GRAPH_MODE = {
     "paged_kv_indptr_buffer",
