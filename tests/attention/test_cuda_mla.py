@@ -10,6 +10,7 @@ import torch
 from helpers.calls import positional
 from helpers.mla_cases import Mla, check
 from helpers.page_tables import indptr, page_table
+from helpers.tensors import shifted
 from torch import Tensor
 
 import attn_ops
@@ -192,9 +193,6 @@ def test_a_cuda_graph_runs_new_plans(heads: int, launches: list[Any]) -> None:
 @pytest.mark.parametrize("shift", ["plan", "workspace"])
 def test_plan_and_workspace_may_lie_at_any_multiple_of_four_bytes(shift: str, launches: list[Any]) -> None:
     step = Decode(3, 3000, 128)
-
-    def shifted(t: Tensor) -> Tensor:
-        return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) if t.numel() else t
 
     plan, workspace = step.planner.state, step.planner.workspace
     changed = type(plan)(*map(shifted, plan)) if shift == "plan" else shifted(workspace)

@@ -13,6 +13,7 @@ from helpers.calls import positional
 from helpers.cases import Case, one_at_a_time
 from helpers.harness import Setup
 from helpers.page_tables import indptr, page_table
+from helpers.tensors import shifted
 from torch._inductor.utils import run_and_get_code
 
 import attn_ops
@@ -224,9 +225,6 @@ def test_capped_logits_depend_on_their_request_alone(launches: list[Any]) -> Non
 
 def test_plan_and_workspace_may_lie_at_any_multiple_of_four_bytes(launches: list[Any]) -> None:
     setup = Setup("prefill", replace(BASE, name="split", **_SPLIT), "cuda")
-
-    def shifted(t: torch.Tensor) -> torch.Tensor:
-        return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) if t.numel() else t
 
     arguments = setup.arguments
     arguments["plan"] = type(arguments["plan"])(*map(shifted, arguments["plan"]))

@@ -18,7 +18,7 @@ import attn_ops as flashinfer
 from attn_ops import errors
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16 = torch.bfloat16, torch.float16
 QO_LENS = (1, 5, 0, 40)
 KV_LENS = (70, 3, 9, 130)
 

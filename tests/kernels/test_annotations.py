@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.syntax_trees import name_of
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "triton"
 DEVICE_DECORATORS = frozenset({"jit", "constexpr_function"})
@@ -17,18 +18,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def host_functions(tree: ast.AST) -> Iterator[Function]:
     """All functions of ``tree`` but those that Triton compiles, and what lies in them."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, Function) and DEVICE_DECORATORS.intersection(map(decorator, node.decorator_list)):
+        if isinstance(node, Function) and DEVICE_DECORATORS.intersection(map(name_of, node.decorator_list)):
             continue
         if isinstance(node, Function):
             yield node
         yield from host_functions(node)
-
-
-def decorator(node: ast.expr) -> str:
-    """``jit`` of ``@triton.jit`` and of ``@triton.jit(do_not_specialize=...)``."""
-    if isinstance(node, ast.Call):
-        node = node.func
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def unannotated(function: Function) -> list[str]:

@@ -18,6 +18,7 @@ from attn_ops.kernels.cuda.operands import COLUMNS
 from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from helpers.packaged_calls import packaged_image
+from helpers.tensors import tensor_of_map
 from torch import Tensor
 
 import attn_ops
@@ -32,11 +33,6 @@ SPILL_BYTES, MERGE_SPILL_BYTES = 16, 40
 def _numbered(*shape: int) -> Tensor:
     """A tensor whose elements are their addresses."""
     return torch.arange(torch.Size(shape).numel()).view(shape)
-
-
-def _mapped(one: Any) -> Tensor:
-    """The tensor that a map describes. Elements outside of the storage are an error."""
-    return one.base.as_strided(one.shape, one.strides, one.base.storage_offset())
 
 
 def _is_valid(one: Any, itemsize: int = 2) -> bool:
@@ -58,7 +54,7 @@ def test_a_box_of_queries_is_a_group_of_packed_rows(heads: int, packed_rows: int
     assert boxed
     assert _is_valid(one)
     assert one.box[1] * one.box[2] == packed_rows
-    mapped = _mapped(one)
+    mapped = tensor_of_map(one)
     for first_packed_row in (0, packed_rows, 2 * packed_rows):
         row, head = 1 + first_packed_row // heads, first_packed_row % heads
         box = mapped[:, row : row + one.box[1], head : head + one.box[2]]
@@ -84,7 +80,7 @@ def test_a_map_of_the_cache_has_every_token(columns: int, itemsize: int, box: tu
     one = mla.cache_map(cache, itemsize)
     assert _is_valid(one, itemsize)
     assert one.box == (1, *box)
-    assert torch.equal(_mapped(one), cache)
+    assert torch.equal(tensor_of_map(one), cache)
 
 
 UNITS = {

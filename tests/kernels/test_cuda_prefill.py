@@ -19,6 +19,7 @@ from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES, box_of_pages
 from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from helpers.packaged_calls import packaged_image
+from helpers.tensors import tensor_of_map
 from torch import Tensor
 
 from attn_ops.ops import unsupported
@@ -86,11 +87,6 @@ def _padded() -> Tensor:
 LAYOUTS = {f.__name__.strip("_"): f for f in (_nhd, _hnd, _values_of_fused, _halves_of_heads, _padded)}
 
 
-def _mapped(one: Any) -> Tensor:
-    """The tensor that a map describes. Elements outside of the storage are an error."""
-    return one.base.as_strided(one.shape, one.strides, one.base.storage_offset())
-
-
 def _is_valid(one: Any) -> bool:
     """What the driver asks of a map: sizes of boxes, and strides of 16 bytes, 8 elements of 16 bits."""
     within = all(0 < b <= 256 for b in one.box) and one.box[-1] * 2 == one.swizzle
@@ -104,7 +100,7 @@ def test_a_map_of_pages_has_every_token(layout: str, box: int) -> None:
     one, page_step, head_step = prefill.paged_map(t, (t.stride(0), t.stride(1), t.stride(2)), HEADS, PAGE_SIZE, box)
     assert _is_valid(one)
     assert one.box == (1, box // 8, DIM // 64, 8, 64)
-    mapped = _mapped(one)
+    mapped = tensor_of_map(one)
     for page in range(PAGES):
         for head in range(HEADS):
             of_head = mapped[page * page_step + head * head_step]  # groups, blocks, 8 tokens, 64 columns
@@ -126,7 +122,7 @@ def test_a_map_of_ragged_tokens_has_every_token(layout: str) -> None:
     assert _is_valid(one)
     assert one.box == (1, 1, 64, 64)
     assert (page_step, one.shape[2]) == (0, tokens)
-    mapped = _mapped(one)
+    mapped = tensor_of_map(one)
     for head in range(HEADS):
         assert torch.equal(mapped[head * head_step].permute(1, 0, 2).reshape(tokens, DIM), t[:, head])
 
@@ -140,7 +136,7 @@ def test_a_box_of_queries_is_64_packed_rows(group: int, padding: int) -> None:
     assert _is_valid(one)
     assert box_rows * group == prefill.PACKED_ROWS
     assert one.box == (DIM // 64, box_rows, group, 64)
-    mapped = _mapped(one)
+    mapped = tensor_of_map(one)
     for kv_head in range(kv_heads):
         first, head = 3, kv_head * group
         box = mapped[:, first : first + box_rows, head : head + group]

@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 from attn_ops.kernels.cuda.build import specializations
+from helpers.syntax_trees import name_of
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "triton"
 MAX_PARAMETERS = 40
 BARRIERS = frozenset({"debug_barrier", "allocate_barriers", "warp_specialize"})
-
-
-def attribute(node: ast.expr) -> str:
-    """``jit`` of ``triton.jit`` and ``triton.jit(do_not_specialize=...)``."""
-    if isinstance(node, ast.Call):
-        node = node.func
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def kernels(source: str) -> list[ast.FunctionDef]:
@@ -28,7 +22,7 @@ def kernels(source: str) -> list[ast.FunctionDef]:
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef)
         and node.name.endswith("_kernel")
-        and "jit" in map(attribute, node.decorator_list)
+        and "jit" in map(name_of, node.decorator_list)
     ]
 
 
@@ -36,10 +30,10 @@ def missing(kernel: ast.FunctionDef) -> list[str]:
     """What the docstring of a kernel lacks, and a number of parameters that is too large."""
     text = ast.get_docstring(kernel) or ""
     loops = any(
-        isinstance(node, ast.While) or (isinstance(node, ast.For) and attribute(node.iter) == "range")
+        isinstance(node, ast.While) or (isinstance(node, ast.For) and name_of(node.iter) == "range")
         for node in ast.walk(kernel)
     )
-    barriers = any(isinstance(node, ast.Call) and attribute(node) in BARRIERS for node in ast.walk(kernel))
+    barriers = any(isinstance(node, ast.Call) and name_of(node) in BARRIERS for node in ast.walk(kernel))
     required = [
         ("Grid: the programs of a launch", r"\AGrid: "),
         ("Owns: what a program computes", r"\b[Oo]wns\b"),

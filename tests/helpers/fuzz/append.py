@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.fuzz.attention import tensors_of
 from helpers.fuzz.batch import Batch, Shape
-from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.draw import Call, Draw, tensors_of
 
 ops = torch.ops.attn
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attn_ops
 from helpers.fuzz.batch import FP8, Batch, Shape, draw_options, draw_prefill_options, tolerance
-from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.draw import Call, Draw, tensors_of
 from helpers.fuzz.oracle import Options, attend_all
 from helpers.fuzz.rounding import check_rounded
 from helpers.oracle import Expected
@@ -43,10 +43,6 @@ def op_options(op: str, o: Options, shape: Shape, d: Draw, mask: Tensor | None =
     if mask is not None:
         options["mask"] = mask
     return options
-
-
-def tensors_of(*found: Any) -> list[Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, Tensor)]
 
 
 def attention_call(

@@ -102,6 +102,11 @@ class Guard:
             )
 
 
+def tensors_of(*found: Any) -> list[Tensor]:
+    """The tensors in trees of Python values."""
+    return [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, Tensor)]
+
+
 def _bytes(t: Tensor) -> Tensor:
     storage = t.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attn_ops as flashinfer
 from helpers.fuzz.batch import FP8, Batch, Shape, draw_options
-from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.draw import Call, Draw, tensors_of
 from helpers.fuzz.oracle import Options, Request, attend_all
 from helpers.fuzz.rounding import check_rounded
 
@@ -79,11 +79,7 @@ class Query:
             check_rounded(expected, flat, lse, self.computed, **tolerance)
 
         text = f"{self.batch}, {self.o}, {list(self.arguments)}, out_dtype={self.out_dtype}, {[*map(len, self.scales)]}"
-        return Call(name, text, run, check, _tensors(reads, self.arguments), prepare=prepare)
-
-
-def _tensors(*found: Any) -> list[Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, Tensor)]
+        return Call(name, text, run, check, tensors_of(reads, self.arguments), prepare=prepare)
 
 
 def _planned(o: Options) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import attn_ops as flashinfer
 from helpers.fuzz.append import append_call
 from helpers.fuzz.attention import latent_values
 from helpers.fuzz.batch import Batch, Shape, draw_options, draw_prefill_options
-from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.draw import Call, Draw, tensors_of
 from helpers.fuzz.merge import merge_call
 from helpers.fuzz.oracle import Options, attend_all, scaled
 from helpers.fuzz.public import (
@@ -24,7 +24,6 @@ from helpers.fuzz.public import (
     draw_scales,
     draw_workspace,
     public_call,
-    tensors,
 )
 
 
@@ -111,7 +110,7 @@ def _table_decode(d: Draw, name: str, function: Callable[..., Any], *, lse: bool
     exact = replace(o, sm_scale=bmm1, v_scale=bmm2)
     return public_call(
         d, name, shape, o, lambda: batch.expected(exact), lambda: function(**arguments), arguments, f"{batch}, {o}",
-        lse=lse, outputs=tuple(tensors(arguments.get("out"))), workspace=arguments["workspace_buffer"], rounded=2,
+        lse=lse, outputs=tuple(tensors_of(arguments.get("out"))), workspace=arguments["workspace_buffer"], rounded=2,
     )  # fmt: skip
 
 
@@ -159,7 +158,7 @@ def trtllm_context(d: Draw) -> Call:
     return public_call(
         d, "trtllm context", shape, o, lambda: batch.expected(exact),
         lambda: flashinfer.trtllm_batch_context_with_kv_cache(**arguments), arguments, f"{batch}, {o}", lse=lse,
-        outputs=tuple(tensors(arguments.get("out"))), workspace=workspace, rounded=2,
+        outputs=tuple(tensors_of(arguments.get("out"))), workspace=workspace, rounded=2,
     )  # fmt: skip
 
 
@@ -195,7 +194,7 @@ def deepseek(d: Draw) -> Call:
     return public_call(
         d, "deepseek", shape, o, lambda: attend_all(batch.requests(), exact),
         lambda: flashinfer.trtllm_ragged_attention_deepseek(**arguments), arguments, f"{batch}, {o}", lse=lse,
-        outputs=tuple(tensors(arguments.get("out"))), rounded=2,
+        outputs=tuple(tensors_of(arguments.get("out"))), rounded=2,
     )  # fmt: skip
 
 
@@ -222,7 +221,7 @@ def cudnn_decode(d: Draw) -> Call:
     return public_call(
         d, "cudnn decode", shape, o, lambda: batch.expected(o),
         lambda: flashinfer.cudnn_batch_decode_with_kv_cache(q, k, v, o.sm_scale, workspace, **arguments),
-        (q, k, v, arguments), f"{batch}, {o}", lse=lse, outputs=tuple(tensors(arguments.get("out"))),
+        (q, k, v, arguments), f"{batch}, {o}", lse=lse, outputs=tuple(tensors_of(arguments.get("out"))),
         workspace=workspace,
     )  # fmt: skip
 
@@ -294,7 +293,7 @@ def xqa(d: Draw) -> Call:
         d, "xqa", shape, o, lambda: batch.expected(exact),
         lambda: flashinfer.xqa(q, *caches, table, lens, **arguments), (q, caches, table, lens, arguments),
         f"{batch}, {o}, {q_scale}, {kv_scale}, {out_scale}", lse=False,
-        outputs=tuple(tensors(arguments["output"])), returns=arguments["output"] is None, rounded=3,
+        outputs=tuple(tensors_of(arguments["output"])), returns=arguments["output"] is None, rounded=3,
     )  # fmt: skip
 
 
@@ -347,7 +346,7 @@ def _mla_decode(d: Draw, name: str, function: Callable[..., Any], *, xqa: bool) 
     exact = replace(o, sm_scale=bmm1, v_scale=bmm2, causal=True)
     return public_call(
         d, name, shape, o, lambda: batch.expected(exact), lambda: function(**arguments), arguments, f"{batch}, {o}",
-        lse=lse, outputs=tuple(tensors(arguments.get("out"))), rounded=2,
+        lse=lse, outputs=tuple(tensors_of(arguments.get("out"))), rounded=2,
     )  # fmt: skip
 
 

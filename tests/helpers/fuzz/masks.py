@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attn_ops as flashinfer
 from helpers.fuzz.batch import Batch, Shape, draw_options, tolerance
-from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.draw import Call, Draw, tensors_of
 from helpers.fuzz.oracle import Options, attend_all
 
 TREE_DTYPES = {torch.uint16: torch.int16, torch.int16: torch.int16, torch.uint32: torch.int32, torch.int32: torch.int32}
@@ -28,8 +28,7 @@ def _call(d: Draw, name: str, batch: Batch, o: Options, run: Callable[[], Any], 
         assert out.dtype == batch.shape.dtype
         expected.check(out.reshape(expected.out.shape), lse, **tolerated)
 
-    tensors = [t for t in torch.utils._pytree.tree_leaves(reads) if isinstance(t, Tensor)]
-    return Call(name, f"{batch}, {o}", run, check, tensors, **more)
+    return Call(name, f"{batch}, {o}", run, check, tensors_of(reads), **more)
 
 
 def tree(d: Draw, rows: int) -> Tensor:

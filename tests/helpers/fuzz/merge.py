@@ -23,7 +23,7 @@ def states(d: Draw, *leading: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _some_empty(d: Draw, v: Tensor, s: Tensor) -> Tensor:
+def _some_empty(d: Draw, s: Tensor) -> Tensor:
     if d.chance(0.5):
         s[torch.rand(s.shape, generator=d.generator) < 0.3] = -math.inf
     return s
@@ -46,7 +46,7 @@ def merge_call(d: Draw, op: str, call: Callable[..., Any]) -> Call:
         v, s = states(d, rows, d.pick(0, 1, 2, 5, 33))
     else:
         v, s = states(d, rows)
-    s = _some_empty(d, v, s)
+    s = _some_empty(d, s)
     mask, written = None, list[Tensor]()
     if op == "merge_states_varlen":
         cuts = sorted(d.integer(0, rows) for _ in range(d.pick(0, 1, 4)))

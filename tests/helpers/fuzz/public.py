@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from helpers.fuzz.batch import Batch, Shape, tolerance
-from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.draw import Call, Draw, tensors_of
 from helpers.fuzz.oracle import Options
 from helpers.oracle import Expected
 
 Arguments = dict[str, Any]
-
-
-def tensors(*found: Any) -> list[Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, Tensor)]
 
 
 def draw_workspace(d: Draw, *, fixed_split: bool = False) -> Tensor:
@@ -99,5 +95,5 @@ def public_call(
         base_2 = None if sums is None else (sums / math.log(2) if natural else sums).reshape(exact.lse.shape)
         exact.check(flat, base_2, **tolerated)
 
-    writes = [*outputs, *tensors(workspace)]
-    return Call(name, text, run, check, tensors(arguments), writes, prepare, traceable)
+    writes = [*outputs, *tensors_of(workspace)]
+    return Call(name, text, run, check, tensors_of(arguments), writes, prepare, traceable)

@@ -17,9 +17,9 @@ import attn_ops
 from attn_ops.distributed import ContextShard
 from attn_ops.distributed.merge import _add_sinks, _packed, _unpacked
 from attn_ops.distributed.sharding_plan import local_plan
-from helpers.fuzz.attention import COUNTERS, latent_values, op_options, poison_plan, tensors_of
+from helpers.fuzz.attention import COUNTERS, latent_values, op_options, poison_plan
 from helpers.fuzz.batch import Batch, Shape, draw_options, draw_prefill_options, tolerance
-from helpers.fuzz.draw import Call, Draw
+from helpers.fuzz.draw import Call, Draw, tensors_of
 from helpers.fuzz.oracle import Options, attend_all
 
 ops = torch.ops.attn
