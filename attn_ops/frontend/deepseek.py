@@ -51,7 +51,7 @@ def _decode(
     if query.dim() != rank or query.shape[-1] != sum(dims):
         fail(ShapeError, where, f"query is {list(query.shape)}", form.format(sum(dims)), "reshape it")
     check_dtypes(where, query, kv_cache)
-    flat, (ckv, kpe) = query.reshape(-1, *query.shape[-2:]), latent(where, kv_cache, dims[0])
+    flat, (ckv, kpe) = query.flatten(end_dim=-3), latent(where, kv_cache, dims[0])
     if kpe.shape[-1] != dims[1]:
         fail(ShapeError, where, f"kv_cache is {list(kv_cache.shape)}", f"{sum(dims)} at the end", "correct the sizes")
     tables = block_table(where, "block_tables", block_tables, query.device)

@@ -67,7 +67,7 @@ def lengths(
         fail(PageTableError, where, f"{name} has a length of {int(t.min())}", "0 or more", "correct it")
     if capacity is not None and seen(t) and batch and int(t.max()) > capacity:
         too_long(where, int(t.max()), capacity, table)
-    return t.reshape(batch).to(device, torch.int32)
+    return as_int32(where, name, t.reshape(batch)).to(device).contiguous()
 
 
 def too_long(where: str, tokens: int, capacity: int, table: str | None) -> NoReturn:

@@ -53,6 +53,8 @@ class SparseWrapper(RunWithLse, Wrapper):
         qo_indptr, kv_indptr, kv_indices, kv_last_page_len = table
         pages = PageTable.of(where, kv_indptr, kv_indices, kv_last_page_len, qo_indptr)
         prepared = self._prepare(where, _OP, pages, *args, **kwargs)
+        if positions is not None:
+            positions = positions.to(self.device)
         return prepared.with_state(_positions=None if positions is None else Positions(positions), _keys=keys)
 
     def _check_kv(self, where: str, k: Tensor, v: Tensor, dims: str) -> None:

@@ -85,6 +85,8 @@ class PageTable(NamedTuple):
             *(None if t is None else index(where, name, t) for name, t in optional.items()),
         )
         batch = tables.kv_indptr.shape[0] - 1
+        if batch < 0:
+            fail(ShapeError, where, "kv_indptr is [0]", "[batch + 1], which is [1] for no requests", "pass one 0")
         for name, t, length in (
             ("kv_last_page_len", tables.kv_last_page_len, batch),
             ("qo_indptr", tables.qo_indptr, batch + 1),
@@ -162,7 +164,7 @@ def as_int32(where: str, name: str, t: Tensor) -> Tensor:
 
 def cumulative(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: Tensor) -> Tensor:
     """Cumulative lengths ``t`` as int32 ``[batch + 1]`` on the device of ``rows [n, ...]``, which they index."""
-    return offsets(where, name, t, batch, rows_name, rows.shape[0]).to(rows.device)
+    return offsets(where, name, t, batch, rows_name, rows.shape[0]).to(rows.device).contiguous()
 
 
 def offsets(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: int) -> Tensor:

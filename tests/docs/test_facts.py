@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.cpu_time import BUDGET
+from helpers.syntax_trees import name_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -79,13 +80,6 @@ def test_sizes_of_prefill_tiles_are_those_of_the_kernel() -> None:
             kib = tile.shared_bytes(*dims, itemsize) / 1024
             found[dims, tile.consumers, tile.tokens, text, tile.queries, kib] += 1
     assert listed == found
-
-
-def name_of(node: ast.AST) -> str:
-    """``cache`` of ``functools.cache`` and of ``functools.lru_cache(maxsize=1)``."""
-    if isinstance(node, ast.Call):
-        node = node.func
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def module_state(tree: ast.Module) -> Iterator[str]:

@@ -48,6 +48,19 @@ def test_trtllm_decode(kv_layout: str, as_tensor: bool) -> None:
     r.expected(sm_scale=0.2, v_scale=3.0, window_left=40, sinks=True).check(out, lse)
 
 
+def test_lengths_and_offsets_may_be_columns() -> None:
+    """Of packed metadata, in int32."""
+    r = Requests(kv_layout="HND")
+    columns = torch.stack((r.seq_lens, r.seq_lens), 1)
+    tables = r.block_tables()
+    call = functools.partial(flashinfer.trtllm_batch_decode_with_kv_cache, r.q, r.cache(), workspace(), tables)
+    of_rows = torch.arange(len(r.seq_lens) + 1, device=DEVICE, dtype=torch.int32)
+    offsets = {"cum_seq_lens_q": torch.stack((of_rows, of_rows), 1)[:, 0], "max_q_len": 1}
+    expected = call(r.seq_lens, 130, SCALE)
+    assert torch.equal(call(columns[:, 0], 130, SCALE), expected)
+    assert torch.equal(call(columns[:, 0], 130, SCALE, **offsets), expected)
+
+
 def test_lengths_fill_their_rows_of_the_table_at_most() -> None:
     r = Requests(kv_lens=(128, 3), kv_layout="HND")
     tables, more = r.block_tables(spare=0), torch.tensor([129, 3])

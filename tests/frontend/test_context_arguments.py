@@ -164,6 +164,11 @@ def test_a_world_of_one_is_the_call_on_all_keys(call: Any, rows: int) -> None:
     assert torch.equal(call(rows, **world, sinks=sinks, causal_seqlens_kv_global=lengths), plain)
 
 
+def test_lengths_beyond_int32_do_not_wrap() -> None:
+    with pytest.raises(PageTableError, match="causal_seqlens_kv_global has a number beyond int32"):
+        _decode(causal_seqlens_kv_global=torch.tensor([2**32 + 10, 9]))
+
+
 def test_traced() -> None:
     compiled = torch.compile(lambda: _decode(rows=3, **GLOBAL), backend="eager", fullgraph=True)
     assert torch.equal(compiled(), _decode(rows=3, **GLOBAL))

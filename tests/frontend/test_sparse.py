@@ -100,6 +100,16 @@ def test_run_is_one_op_and_stays_compiled(causal: bool) -> None:
     assert recorder.ops == ["block_sparse_prefill"]
 
 
+def test_a_causal_plan_takes_tables_on_another_device() -> None:
+    """Those of a plan on `meta`, as the tables of one on a GPU may be on the host."""
+    elsewhere = torch.empty(1 << 22, dtype=torch.uint8, device="meta")
+    m, maps = matrix(1, True), variable(1, True)
+    blocks = flashinfer.BlockSparseAttentionWrapper(elsewhere)
+    blocks.plan(*m.bsr, ROWS, KEYS, R, C, *HEADS, DIM, causal=True, q_data_type=torch.float32)
+    of_heads = flashinfer.VariableBlockSparseAttentionWrapper(elsewhere)
+    of_heads.plan(maps.map, maps.rows, maps.cols, *HEADS, DIM, causal=True, q_data_type=torch.float32)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_exported_step_follows_the_map(causal: bool) -> None:
     m = matrix(1, causal)

@@ -47,6 +47,14 @@ def missing(kernel: ast.FunctionDef) -> list[str]:
     return found + [f"{count} parameters, at most {MAX_PARAMETERS}"] * (count > MAX_PARAMETERS)
 
 
+CUDA = FOLDER.parent / "cuda"
+
+
+@pytest.mark.parametrize("path", sorted(CUDA.glob("*.cu*h")) + sorted(CUDA.glob("*.cu")), ids=lambda path: path.name)
+def test_cuda_sources_have_at_most_120_columns(path: Path) -> None:
+    assert [line for line in path.read_text(encoding="utf-8").splitlines() if len(line) > 120] == []
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_kernels_have_docstrings_and_few_parameters(path: Path) -> None:
     found = {kernel.name: missing(kernel) for kernel in kernels(path.read_text(encoding="utf-8"))}

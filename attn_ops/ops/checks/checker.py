@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attn_ops.errors import (
+    ArgumentError,
     AttnOpsError,
     CapacityError,
     DeviceError,
@@ -43,6 +44,8 @@ class OpChecker:
 
     def tensor(self, name: str, t: Tensor, dims: str, dtypes: Sequence[torch.dtype], like: Tensor | None) -> None:
         """Rank (counted from ``dims``, such as ``"[batch, heads, head_dim]"``), dtype, device and last stride."""
+        if t is None:  # PyTorch's schemas let it through
+            self.fail(ArgumentError, f"{name} is None", f"a tensor {dims}", f"pass {name}")
         rank = dims.count(",") + 1
         if t.dim() != rank:
             self.fail(ShapeError, f"{name} has rank {t.dim()}", f"{rank}, {dims}", f"reshape {name}")

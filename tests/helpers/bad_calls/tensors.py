@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_ops.errors import (
+    ArgumentError,
     DeviceError,
     DTypeError,
     ShapeError,
@@ -19,7 +20,7 @@ from helpers.bad_calls.base import (
 
 
 def _rows() -> list[Bad]:
-    """Rank, dtype, device and stride of every tensor argument."""
+    """Rank, dtype, device and stride of every tensor argument, and None."""
     bad = []
     fp8 = " or float8_e4m3fn or float8_e5m2"
     floats, int32 = "float16 or bfloat16 or float32", "int32"
@@ -58,6 +59,8 @@ def _rows() -> list[Bad]:
                 Bad(op, {name: dims(None)}, ShapeError, f"{name} has rank {rank + 1}", f"{rank}, ["),
                 Bad(op, {name: to(torch.float64)}, DTypeError, f"{name} is float64", dtypes),
             ]
+            if len(named) > 1:  # PyTorch dispatches by the other tensors
+                bad.append(Bad(op, {name: None}, ArgumentError, f"{name} is None", "a tensor ["))
             if name != "workspace":
                 what = f"{name} has stride 2 in its last dimension"
                 bad.append(Bad(op, {name: every_other}, ShapeError, what, "1"))
