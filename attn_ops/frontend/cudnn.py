@@ -278,9 +278,9 @@ def cudnn_batch_prefill_with_kv_cache(
         )
         result = call.execute()
         return result if return_lse else (result, None)
-    kv_indptr = _indptr(where, "actual_seq_lens_kv", actual_seq_lens_kv, "k_cache", k_cache)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         ranked(where, name, t, ROWS)
+    kv_indptr = _indptr(where, "actual_seq_lens_kv", actual_seq_lens_kv, "k_cache", k_cache)
     kv_heads = k_cache.shape[1]
     _check_offsets(
         where,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, fail
-from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, refuse, required
+from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, required
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
-from attn_ops.frontend.one_shot import block_table, latent_call, ragged_call, rank_keys, uniform_rows
+from attn_ops.frontend.one_shot import ROWS, block_table, latent_call, ragged_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
@@ -246,6 +246,8 @@ def trtllm_ragged_attention_deepseek(
     )
     required(where, cum_seq_lens_q=cum_seq_lens_q, cum_seq_lens_kv=cum_seq_lens_kv)
     integers(where, batch_size=batch_size)
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        ranked(where, name, t, ROWS)
     qo_indptr, kv_indptr = (
         cumulative(where, name, indptr, batch_size, rows_name, rows)
         for name, indptr, rows_name, rows in (

@@ -138,6 +138,7 @@ def _decode(
         rows = uniform_rows(where, query.shape[0], table.shape[0], q_len, query.device)
         added: int | Tensor = q_len
     else:
+        ranked(where, "query", query, ROWS)
         q_len, rows = 1, cumulative(where, name, indptr, table.shape[0], "the query", query)
         added = rows
     if mask is not None:
@@ -364,6 +365,7 @@ def trtllm_batch_context_with_kv_cache(
         uses_spcompress=uses_spcompress,
     )
     required(where, cum_seq_lens_q=cum_seq_lens_q)
+    ranked(where, "query", query, ROWS)
     caches, tables = _pages(where, kv_cache, block_tables, query.device, kv_layout, uses_shared_paged_kv_idx)
     check_dtypes(where, query, *caches)
     integers(where, batch_size=batch_size)

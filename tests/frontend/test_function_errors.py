@@ -107,6 +107,15 @@ CASES: dict[str, Case] = {
         errors.ArgumentError,
         "cum_seq_lens_q is missing",
     ),
+    **{
+        f"{name} of another rank": (lambda call=call: call(H.q[0]), errors.ShapeError, message)
+        for name, call, message in (
+            ("context", context, "query is [4, 64]; expected [rows, num_qo_heads, head_dim]; reshape query"),
+            ("several rows", several, "query is [4, 64]; expected [rows, num_qo_heads, head_dim]"),
+            ("deepseek", deepseek, "query is [4, 64]; expected [rows, num_qo_heads, head_dim]"),
+            ("cudnn", cudnn, "q is [4, 64]; expected [rows, heads, head_dim]"),
+        )
+    },
     "no values of xqa": (
         lambda: flashinfer.xqa(R.q, R.cache()[0], None, TABLES, LENS),
         errors.ArgumentError,
@@ -376,10 +385,10 @@ CASES: dict[str, Case] = {
             f"{what}; expected [rows, ",
         )
         for call, q, what in (
-            (context, H.q, "the query is [46, 256]"),
-            (several, H.q, "the query is [46, 256]"),
+            (context, H.q, "query is [46, 256]"),
+            (several, H.q, "query is [46, 256]"),
             (latent, empty(46, 4, 576), "query is [46, 2304]"),
-            (deepseek, H.q, "the query is [46, 256]"),
+            (deepseek, H.q, "query is [46, 256]"),
             (cudnn, H.q, "q is [46, 256]"),
         )
     },
