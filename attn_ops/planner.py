@@ -203,8 +203,9 @@ class PrefillPlanner(PlannerBase):
         window_right: plan for a window on the right, so that keys after it cost no work; -1 for no window. It has no
             effect with ``causal``.
         tile_rows: query rows of a query tile; default 256 over the query heads per KV head, or fewer if ``max_tokens``
-            is less than that per request. On Hopper 384 with heads of 64, and 768 with heads of 128 if ``max_tokens``
-            are eight waves or more, of long requests.
+            is less than that per request. On Hopper 384 with heads of 64, and 768 with heads of 128 for large batches:
+            ``max_tokens * num_qo_heads`` at least 1,536 for each SM, and 1,024 for each request and KV head. The
+            capacities are best no larger than batches are.
         num_ctas: capacity for splits: work items of one KV head that tiles are split into for load balance. It is taken
             for twice the query tiles that the device computes at a time, or for one and a half times with head dims of
             values over 128. 0 never splits; default by the device, and for MLA on Hopper by ``max_batch`` and

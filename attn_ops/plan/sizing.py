@@ -106,9 +106,9 @@ def is_large_batch(num_qo_heads: int, num_kv_heads: int, batch: int, rows: int, 
 
     The partial results of their splits must not take more workspace than those of other plans.
     """
-    if num_kv_heads == 0 or not is_hopper(device):
+    sms = hopper_sms(device)
+    if num_kv_heads == 0 or sms == 0:
         return False
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
     units = rows * num_qo_heads // THREE_CONSUMERS_CTA_PACKED_ROWS
     request_rows = rows * num_qo_heads // num_kv_heads // max(1, batch)
     units_of_tile = LARGE_BATCH_PACKED_ROWS // THREE_CONSUMERS_CTA_PACKED_ROWS

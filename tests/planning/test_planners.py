@@ -318,9 +318,7 @@ def test_query_tiles_of_heads_of_64_fill_three_consumers_on_hopper(
 def test_query_tiles_of_large_batches_fill_three_consumers_on_hopper(
     batch: int, rows: int, changes: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimpleNamespace(multi_processor_count=132, major=9)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
     monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
     sizes: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_kv_len": 10000} | changes
     assert PrefillPlanner(batch, rows, 0, num_ctas=0, **sizes).problem.tile_rows == expected
