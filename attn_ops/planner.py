@@ -428,6 +428,7 @@ def _default_tile_rows(
     if capacity is not None:
         max_batch, max_tokens = capacity
         rows = -(-max_tokens // max(1, max_batch))
-        large = is_large_batch(num_qo_heads // shards, -(-num_kv_heads // shards), max_batch, max_tokens, device)
+        heads = num_qo_heads // shards, -(-num_kv_heads // shards)
+        large = is_large_batch(*heads, head_dims, max_batch, max_tokens, device)
     sizes = packed_rows_of_tiles(*head_dims, device, large)
     return rows_per_tile(num_qo_heads // (shards if num_kv_heads == 1 else 1), num_kv_heads, rows, sizes)

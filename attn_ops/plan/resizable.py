@@ -12,7 +12,13 @@ from torch import Tensor
 from attn_ops.ops.options import MLA_HEAD_DIMS
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.planner_base import WORKSPACE
-from attn_ops.plan.sizing import power_of_two_from, rows_per_tile, unsplit_packed_rows
+from attn_ops.plan.sizing import (
+    is_large_batch,
+    packed_rows_of_tiles,
+    power_of_two_from,
+    rows_per_tile,
+    unsplit_packed_rows,
+)
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
@@ -33,6 +39,7 @@ class PlanSpec(NamedTuple):
     unsplit           split no request
     fixed_split_size  pages of a split, the same in every batch; None if splits are made for load balance
     rows              query rows of every request, if all have the same number
+    large_batch       query tiles are those of :func:`is_large_batch`
     """
 
     decode: bool
@@ -48,13 +55,33 @@ class PlanSpec(NamedTuple):
     unsplit: bool = False
     fixed_split_size: int | None = None
     rows: int | None = None
+    large_batch: bool = False
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether query tiles and splits may be other ones in another batch."""
+        return not self.unsplit and self.fixed_split_size is None
 
     def tile_rows(self, device: torch.device) -> int | None:
         """Query rows of a prefill tile if they must not depend on the batch, else None."""
-        if not self.unsplit and self.fixed_split_size is None:
+        if self.depends_on_batch:
             return None
         sizes = unsplit_packed_rows(self.head_dim_qk, self.head_dim_vo, device)
         return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows, sizes)
+
+    def capacity_tile_rows(self, device: torch.device, capacity: BatchSize) -> int:
+        """:meth:`tile_rows`, or the query rows for a plan of this capacity."""
+        sizes = packed_rows_of_tiles(self.head_dim_qk, self.head_dim_vo, device, self.large_batch)
+        rows = -(-capacity.rows // capacity.batch)
+        return self.tile_rows(device) or rows_per_tile(self.num_qo_heads, self.num_kv_heads, rows, sizes)
+
+    def of_batch(self, device: torch.device, size: BatchSize) -> PlanSpec:
+        """The spec for a batch of this size, whatever the capacity of its plan."""
+        if self.decode or not self.depends_on_batch:
+            return self
+        dims = self.head_dim_qk, self.head_dim_vo
+        large = is_large_batch(self.num_qo_heads, self.num_kv_heads, dims, size.batch, size.rows, device)
+        return self._replace(large_batch=large)
 
 
 class SizedPlanner(NamedTuple):
@@ -67,7 +94,7 @@ class SizedPlanner(NamedTuple):
 
 @dataclass
 class ResizablePlan:
-    """Holds one planner, and replaces it by one of larger capacity when a batch does not fit.
+    """Holds a planner, and replaces it by one of larger capacity when a batch does not fit.
 
     A batch is planned in two steps. :meth:`prepare` checks it and allocates, and changes neither the held plan nor any
     buffer of the caller. :meth:`commit` writes the plan and holds its planner.
@@ -76,19 +103,22 @@ class ResizablePlan:
     own_workspace  planners allocate a workspace; otherwise the caller passes one to each call
     storage        fields of the plan that live in the caller's buffers, by name
     held           the planner of the last commit
+    previous       the last planner before it that was for another spec, as when large and small batches alternate
     """
 
     device: torch.device
     own_workspace: bool = False
     storage: Mapping[str, Tensor] | None = None
     held: SizedPlanner | None = None
+    previous: SizedPlanner | None = None
 
     def fit(self, spec: PlanSpec, needed: BatchSize, fixed: BatchSize | None = None) -> SizedPlanner:
-        """The held planner if it is for ``spec`` and has capacity for ``needed``, else a new planner.
+        """A planner that is held if it is for ``spec`` and has capacity for ``needed``, else a new planner.
 
         ``fixed`` is the exact capacity of the plan, in CUDA-graph mode.
         """
-        held = self.held if self.held is not None and self.held.spec == spec else None
+        spec = spec.of_batch(self.device, fixed or needed)
+        held = next((sized for sized in (self.held, self.previous) if sized is not None and sized.spec == spec), None)
         capacity = fixed
         if capacity is None:
             have = least_capacity(spec) if held is None else held.capacity
@@ -117,6 +147,8 @@ class ResizablePlan:
     def commit(self, sized: SizedPlanner, table: PageTable) -> None:
         """Write the plan of a batch that :meth:`prepare` has checked, and hold its planner."""
         sized.planner.plan(*_plan_arguments(sized, table), validate=False)
+        if self.held is not None and self.held.spec != sized.spec:
+            self.previous = self.held
         self.held = sized
 
     def _make(self, spec: PlanSpec, capacity: BatchSize) -> DecodePlanner | PrefillPlanner:
@@ -151,7 +183,7 @@ class ResizablePlan:
             causal=spec.causal,
             window_right=spec.window_right,
             window_left=spec.window_left,
-            tile_rows=spec.tile_rows(self.device),
+            tile_rows=spec.capacity_tile_rows(self.device, capacity),
             num_ctas=0 if spec.unsplit else capacity.splits if spec.fixed_split_size else None,
             fixed_split_size=spec.fixed_split_size,
             device=self.device,

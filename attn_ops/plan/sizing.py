@@ -97,17 +97,19 @@ def packed_rows_of_tiles(
         return PACKED_ROWS
     if head_dim_qk == THREE_CONSUMERS_HEAD_DIM:
         return THREE_CONSUMERS_PACKED_ROWS
-    large_batch = large_batch and head_dim_qk == LARGE_BATCH_HEAD_DIM
     return (*PACKED_ROWS, LARGE_BATCH_PACKED_ROWS) if large_batch else PACKED_ROWS
 
 
-def is_large_batch(num_qo_heads: int, num_kv_heads: int, batch: int, rows: int, device: torch.device) -> bool:
+def is_large_batch(
+    num_qo_heads: int, num_kv_heads: int, head_dims: tuple[int, int], batch: int, rows: int, device: torch.device
+) -> bool:
     """Whether plans for ``batch`` requests and ``rows`` query rows in all are for units of three consumers.
 
-    The partial results of their splits must not take more workspace than those of other plans.
+    ``head_dims`` are those of keys and values. The partial results of the splits must not take more workspace than
+    those of other plans.
     """
     sms = hopper_sms(device)
-    if num_kv_heads == 0 or sms == 0:
+    if num_kv_heads == 0 or sms == 0 or head_dims != (LARGE_BATCH_HEAD_DIM, LARGE_BATCH_HEAD_DIM):
         return False
     units = rows * num_qo_heads // THREE_CONSUMERS_CTA_PACKED_ROWS
     request_rows = rows * num_qo_heads // num_kv_heads // max(1, batch)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.page_tables import int32, items, page_table
+from helpers.page_tables import indptr, int32, items, page_table
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,8 +18,9 @@ import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
 from attn_ops.errors import PlanError
 from attn_ops.plan import sizing
+from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.plan_checks import check_plan
-from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.resizable import PlanSpec, ResizablePlan
 from attn_ops.plan.sizing import (
     ctas_of_tile,
     fills_three_consumers,
@@ -322,6 +323,43 @@ def test_query_tiles_of_large_batches_fill_three_consumers_on_hopper(
     monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
     sizes: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_kv_len": 10000} | changes
     assert PrefillPlanner(batch, rows, 0, num_ctas=0, **sizes).problem.tile_rows == expected
+
+
+def test_tiles_of_a_resizable_plan_depend_on_the_batch_and_not_on_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small batch after a large one has tiles for small batches, and both planners are kept."""
+    monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
+    monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
+    spec = PlanSpec(False, False, 1, 32, 8, 128, 128, causal=True)
+    resizable = ResizablePlan(torch.device("cpu"))
+
+    def planner_of(*rows: int) -> PrefillPlanner:
+        table = PageTable(indptr(rows), None, None, indptr(rows))
+        sized = resizable.prepare(spec, BatchSize(len(rows), sum(rows), 0, max(rows)), table)
+        resizable.commit(sized, table)
+        planner = sized.planner
+        assert isinstance(planner, PrefillPlanner)
+        expected = sum(-(-n // planner.problem.tile_rows) for n in rows)
+        assert planner.state.queue.tolist() == [0, expected]
+        return planner
+
+    large, small = planner_of(6336), planner_of(600)
+    assert (large.problem.tile_rows, small.problem.tile_rows) == (192, 64)
+    assert planner_of(8192) is large
+    assert planner_of(300, 300) is small
+    # A batch of many short requests, in a plan that grows: rows per request of the capacity are few, not of the batch.
+    many = planner_of(*[100] * 64)
+    assert many.problem.tile_rows == 64
+    assert planner_of(*[2048] * 8).problem.tile_rows == 192
+    assert planner_of(*[10] * 64) is many
+
+
+def test_fixed_capacity_decides_on_the_tiles_of_a_resizable_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
+    monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
+    spec, small = PlanSpec(False, False, 1, 32, 8, 128, 128), BatchSize(1, 600, 0, 600)
+    for changes, tile_rows in (({}, 192), ({"unsplit": True}, 64), ({"fixed_split_size": 64}, 64)):
+        sized = ResizablePlan(torch.device("cpu")).fit(spec._replace(**changes), small, BatchSize(1, 6336, 0, 6336))
+        assert sized.planner.problem.tile_rows == tile_rows
 
 
 def test_large_batches_take_no_more_workspace_than_others_may(monkeypatch: pytest.MonkeyPatch) -> None:
