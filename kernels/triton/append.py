@@ -9,11 +9,17 @@ from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ELEMENTS_PER_PROGRAM = 4096
+BLOCK_TOKENS = 2
+"""Tokens of a program. Their page numbers take three loads in a row, each of which needs the one before."""
+
+ELEMENTS_PER_TOKEN = 4096
 """Elements of the keys of one token that a program copies, and of its values: at most."""
 
+ELEMENTS_PER_WARP, MAX_WARPS = 256, 8
+"""Elements of the keys that a warp copies: 16 bytes of 16 bits in each thread."""
 
-@triton.jit(do_not_specialize=["batch", "num_indices", "num_pages"])
+
+@triton.jit(do_not_specialize=["tokens", "batch", "num_indices", "num_pages"])
 def append_kernel(
     k,  # [tokens, HEADS, DIM_QK]
     v,  # [tokens, HEADS, DIM_VO]
@@ -23,6 +29,7 @@ def append_kernel(
     positions,  # [tokens]: position in the request's KV sequence
     kv_indices,  # [num_indices]
     kv_indptr,  # [batch + 1]
+    tokens,
     batch,
     num_indices,
     num_pages,
@@ -40,38 +47,44 @@ def append_kernel(
     DIM_QK: tl.constexpr,
     DIM_VO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QK: tl.constexpr,
     BLOCK_VO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (tokens, blocks of BLOCK_HEADS heads).
+    """Grid: (blocks of BLOCK_TOKENS tokens, blocks of BLOCK_HEADS heads).
 
-    A program owns one token and one block of heads, and copies their keys and values to the token's page. A token
-    without a place in the page table (request, position or page out of range) is skipped.
+    A program owns a block of tokens and of heads, and copies their keys and values to the pages of the tokens. It loads
+    them while it looks the pages up. A token without a place in the page table (request, position or page out of range)
+    is not stored.
     With PDL it waits for the preceding kernel before its first load, then lets the next kernel start.
     Bound by memory bandwidth; small batches by launch latency.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    request, position = tl.load(batch_indices + token), tl.load(positions + token)
+    token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
+    heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[None, :, None]
+    d_qk, d_vo = tl.arange(0, BLOCK_QK)[None, None, :], tl.arange(0, BLOCK_VO)[None, None, :]
+    is_token = token < tokens
+    copied = is_token[:, None, None] & (heads < HEADS)
+    k_at, v_at = k + (token * stride_k_token)[:, None, None], v + (token * stride_v_token)[:, None, None]
+    key = tl.load(k_at + heads * stride_k_head + d_qk, mask=copied & (d_qk < DIM_QK))
+    value = tl.load(v_at + heads * stride_v_head + d_vo, mask=copied & (d_vo < DIM_VO))
+
+    request = tl.load(batch_indices + token, mask=is_token, other=-1)
+    position = tl.load(positions + token, mask=is_token, other=-1)
     valid = (request >= 0) & (request < batch)
     entry = tl.load(kv_indptr + request, mask=valid, other=0) + position // PAGE_SIZE
     listed = valid & (position >= 0) & (entry < tl.load(kv_indptr + request + 1, mask=valid, other=0))
     page = tl.load(kv_indices + entry, mask=listed & within(entry, num_indices), other=-1)
-    if within(page, num_pages):
-        offset = (position % PAGE_SIZE).to(tl.int64)
-        heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
-        d_qk, d_vo = tl.arange(0, BLOCK_QK)[None, :], tl.arange(0, BLOCK_VO)[None, :]
-        k_mask, v_mask = (heads < HEADS) & (d_qk < DIM_QK), (heads < HEADS) & (d_vo < DIM_VO)
-        key = tl.load(k + token * stride_k_token + heads * stride_k_head + d_qk, mask=k_mask)
-        value = tl.load(v + token * stride_v_token + heads * stride_v_head + d_vo, mask=v_mask)
-        k_cache += page.to(tl.int64) * stride_kc_page + offset * stride_kc_token
-        v_cache += page.to(tl.int64) * stride_vc_page + offset * stride_vc_token
-        tl.store(k_cache + heads * stride_kc_head + d_qk, key, mask=k_mask)
-        tl.store(v_cache + heads * stride_vc_head + d_vo, value, mask=v_mask)
+    copied &= within(page, num_pages)[:, None, None]
+    page, offset = page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64)
+    k_cache_at = k_cache + (page * stride_kc_page + offset * stride_kc_token)[:, None, None]
+    v_cache_at = v_cache + (page * stride_vc_page + offset * stride_vc_token)[:, None, None]
+    tl.store(k_cache_at + heads * stride_kc_head + d_qk, key, mask=copied & (d_qk < DIM_QK))
+    tl.store(v_cache_at + heads * stride_vc_head + d_vo, value, mask=copied & (d_vo < DIM_VO))
 
 
 def _append(
@@ -84,17 +97,20 @@ def _append(
     """``sizes`` is (heads, dim of keys, dim of values, page size); ``page_table`` and ``strides`` by parameter."""
     heads, dim_qk, dim_vo, page_size = sizes
     block_qk, block_vo = padded(dim_qk), padded(dim_vo)
-    block_heads = min(padded(heads), max(1, ELEMENTS_PER_PROGRAM // max(block_qk, block_vo)))
+    block_dim, tokens = max(block_qk, block_vo), new[0].shape[0]
+    block_heads = min(padded(heads), max(1, ELEMENTS_PER_TOKEN // block_dim))
+    num_warps = min(MAX_WARPS, max(1, BLOCK_TOKENS * block_heads * block_dim // ELEMENTS_PER_WARP))
     pdl = supports_pdl(caches[0])
     launch(
         append_kernel,
-        (new[0].shape[0], triton.cdiv(heads, block_heads)),
-        Options(launch_pdl=pdl),
+        (triton.cdiv(tokens, BLOCK_TOKENS), triton.cdiv(heads, block_heads)),
+        Options(num_warps=num_warps, launch_pdl=pdl),
         k=new[0],
         v=new[1],
         k_cache=caches[0],
         v_cache=caches[1],
         **page_table,
+        tokens=tokens,
         batch=page_table["kv_indptr"].shape[0] - 1,
         num_indices=page_table["kv_indices"].shape[0],
         num_pages=caches[0].shape[0],
@@ -103,6 +119,7 @@ def _append(
         DIM_QK=dim_qk,
         DIM_VO=dim_vo,
         PAGE_SIZE=page_size,
+        BLOCK_TOKENS=BLOCK_TOKENS,
         BLOCK_HEADS=block_heads,
         BLOCK_QK=block_qk,
         BLOCK_VO=block_vo,
