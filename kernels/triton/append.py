@@ -15,8 +15,8 @@ BLOCK_TOKENS = 2
 ELEMENTS_PER_TOKEN = 4096
 """Elements of the keys of one token that a program copies, and of its values: at most."""
 
-ELEMENTS_PER_WARP, MAX_WARPS = 256, 8
-"""Elements of the keys that a warp copies: 16 bytes of 16 bits in each thread."""
+BYTES_PER_WARP, MAX_WARPS = 512, 8
+"""Bytes of the keys that a warp copies, 16 in each thread, up to the largest number of warps."""
 
 
 @triton.jit(do_not_specialize=["tokens", "batch", "num_indices", "num_pages"])
@@ -99,7 +99,8 @@ def _append(
     block_qk, block_vo = padded(dim_qk), padded(dim_vo)
     block_dim, tokens = max(block_qk, block_vo), new[0].shape[0]
     block_heads = min(padded(heads), max(1, ELEMENTS_PER_TOKEN // block_dim))
-    num_warps = min(MAX_WARPS, max(1, BLOCK_TOKENS * block_heads * block_dim // ELEMENTS_PER_WARP))
+    num_bytes = BLOCK_TOKENS * block_heads * block_dim * new[0].element_size()
+    num_warps = min(MAX_WARPS, max(1, num_bytes // BYTES_PER_WARP))
     pdl = supports_pdl(caches[0])
     launch(
         append_kernel,
