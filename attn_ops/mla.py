@@ -19,6 +19,7 @@ from attn_ops.frontend.arguments import (
     computed_dtype,
     finite,
     positive,
+    ranked,
     refuse,
     renamed,
     required,
@@ -79,6 +80,14 @@ def _check_scales(where: str, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any
         fail(OptionError, where, "kpe_scale is None for an FP8 cache", "a number", f"pass it, {unscaled}")
 
 
+def _scaled_by_ratio(q_pe: Tensor, kv_dtype: torch.dtype, ckv_scale: float | None, kpe_scale: float | None) -> Tensor:
+    """``q_pe`` times ``kpe_scale / ckv_scale``, as all logits are multiplied by ``ckv_scale``. None is 1."""
+    ckv, kpe = (1.0 if scale is None else scale for scale in (ckv_scale, kpe_scale))
+    if kpe == ckv or ckv == 0:  # a ckv_scale of 0 is refused with the other factors of the logits
+        return q_pe
+    return q_pe.to(computed_dtype(q_pe.dtype, kv_dtype)) * (kpe / ckv)
+
+
 class GroupScales(NamedTuple):
     """Scales of an FP8 cache: ``ckv_scale_arr [pages, page_size, ckv / SCALE_GROUP]``, and one number for ``kpe``."""
 
@@ -87,6 +96,7 @@ class GroupScales(NamedTuple):
 
     @classmethod
     def of(cls, where: str, ckv_scale_arr: Tensor, ckv_cache: Tensor, kpe_scale: float | None) -> GroupScales:
+        ranked(where, "ckv_cache", ckv_cache, "[pages, page_size, ckv]")
         pages, page_size, dim = ckv_cache.shape
         if dim % SCALE_GROUP or tuple(ckv_scale_arr.shape) != (pages, page_size, dim // SCALE_GROUP):
             fail(
@@ -212,7 +222,8 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         assert page_size is not None
         positive(where, num_heads=num_heads, page_size=page_size)
         table = self._table(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
-        ckv, kpe = head_dim_ckv or 512, 64 if head_dim_kpe is None else head_dim_kpe
+        ckv = MLA_DIMS[0] if head_dim_ckv is None else head_dim_ckv
+        kpe = MLA_DIMS[1] if head_dim_kpe is None else head_dim_kpe
         positive(where, head_dim_ckv=ckv)
         integers(where, head_dim_kpe=kpe)
         spec = PlanSpec(
@@ -328,8 +339,8 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         groups = None
         if ckv_scale_arr is not None:
             groups = GroupScales.of(where, ckv_scale_arr, ckv, kpe_scale)
-        elif (kpe_scale or 1.0) != (ckv_scale or 1.0):
-            pe = pe.to(computed_dtype(pe.dtype, ckv.dtype)) * ((kpe_scale or 1.0) / (ckv_scale or 1.0))
+        else:
+            pe = _scaled_by_ratio(pe, ckv.dtype, ckv_scale, kpe_scale)
         dtype = self._dtype_of_output(nope, out)
         if o_scale is not None and dtype not in FP8:
             shown = f"o_scale is given and the output is {dtype_name(dtype)}"
@@ -408,10 +419,12 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         if q_nope is not None or q_pe is not None:
             fail(ArgumentError, where, "query and q_nope, q_pe are both given", "one form", "drop one")
         if not isinstance(query, Tensor):
+            if len(query) != 2:
+                fail(ShapeError, where, f"the query has {len(query)} parts", "2, q_nope and q_pe", "pass a pair")
             return query[0], query[1]
         if query.dim() == 4 and query.shape[1] == 1:
             query = query.squeeze(1)
-        ckv = 512 if self._planned is None else self._planned.spec.head_dim_vo
+        ckv = MLA_DIMS[0] if self._planned is None else self._planned.spec.head_dim_vo
         if query.dim() != 3 or query.shape[2] < ckv:
             fail(
                 ShapeError,

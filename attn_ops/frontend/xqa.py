@@ -11,7 +11,7 @@ from attn_ops.frontend.masks import check_tree_mask
 from attn_ops.frontend.one_shot import ROWS, TableNames, block_table, block_table_call, latent_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.ops.options import MAX_WINDOW, AttentionOptions
+from attn_ops.ops.options import MAX_WINDOW, MLA_DIMS, AttentionOptions
 from attn_ops.plan.page_table import cumulative, real, uniform_indptr
 from attn_ops.typed import integers, typed
 
@@ -111,10 +111,9 @@ def xqa(
     if mask is not None:
         check_tree_mask(where, mask, flat.shape[0], q_len)
     integers(where, sliding_win_size=sliding_win_size)
-    if sliding_win_size < 0:
-        fail(ShapeError, where, f"sliding_win_size is {sliding_win_size}", "tokens, or 0 for no window", "change it")
-    if sliding_win_size > MAX_WINDOW + 1:
-        fail(OptionError, where, f"sliding_win_size is {sliding_win_size}", f"at most {MAX_WINDOW + 1}", "change it")
+    if not 0 <= sliding_win_size <= MAX_WINDOW + 1:
+        expected = f"1 to {MAX_WINDOW + 1} tokens, or 0 for no window"
+        fail(OptionError, where, f"sliding_win_size is {sliding_win_size}", expected, "change it")
     window_left, sinks = sliding_win_size - 1, as_sinks(where, sinks, q.device)
     result = block_table_call(
         where,
@@ -163,7 +162,7 @@ def xqa_mla(
     """
     where = "xqa_mla"
     required(where, k_cache=k_cache, v_cache=v_cache)
-    ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else 512
+    ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else MLA_DIMS[0]
     cache = k_cache.squeeze(2) if k_cache.dim() == 4 and k_cache.shape[2] == 1 else k_cache
     if cache.dim() == 2 and page_size and cache.shape[0] % page_size == 0:
         cache = cache.unflatten(0, (-1, page_size))

@@ -447,6 +447,9 @@ def test_wrong_scales_per_group() -> None:
     ):
         with pytest.raises(error, match=message):
             wrapper.run(*tensors, ckv_scale_arr=scales.to(DEVICE), kpe_scale=1.0)
+    *queries, ckv, kpe = tensors
+    with pytest.raises(errors.ShapeError, match=r"ckv_cache is .* expected \[pages, page_size, ckv\]"):
+        wrapper.run(*queries, ckv[:, :, None], kpe, ckv_scale_arr=scales.float().to(DEVICE), kpe_scale=1.0)
 
 
 @pytest.mark.parametrize("planned", [True, False])

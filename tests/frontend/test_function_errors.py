@@ -116,6 +116,11 @@ CASES: dict[str, Case] = {
             ("cudnn", cudnn, "q is [4, 64]; expected [rows, heads, head_dim]"),
         )
     },
+    "negative window of xqa": (
+        lambda: flashinfer.xqa(R.q, *R.cache(), TABLES, LENS, sliding_win_size=-1),
+        errors.OptionError,
+        "sliding_win_size is -1; expected 1 to 1073741824 tokens, or 0 for no window",
+    ),
     "no values of xqa": (
         lambda: flashinfer.xqa(R.q, R.cache()[0], None, TABLES, LENS),
         errors.ArgumentError,

@@ -77,6 +77,14 @@ def test_scales_and_sinks() -> None:
     m.expected(sm_scale=0.3).check(out / 4)
 
 
+@pytest.mark.parametrize(("ckv_scale", "kpe_scale"), [(0.5, 0.0), (None, 0.0), (0.5, None), (None, 2.0)])
+def test_a_scale_of_none_is_one_and_a_scale_of_zero_is_zero(ckv_scale: float | None, kpe_scale: float | None) -> None:
+    m = Latents(dtype=torch.float32)
+    ckv, kpe = (1.0 if scale is None else scale for scale in (ckv_scale, kpe_scale))
+    out = planned(m).run(*m.split(m.q), *m.split(m.cache), ckv_scale=ckv_scale, kpe_scale=kpe_scale)
+    m.expected(ckv, kpe, sm_scale=0.1).check(out)
+
+
 def test_table_with_more_pages_than_tokens() -> None:
     m = Latents()
     starts, indices, tokens = (t.tolist() for t in m.table)

@@ -426,6 +426,20 @@ CASES: dict[str, Case] = {
         errors.PageTableError,
         "request 0 has 86 tokens and 5 pages of 16; expected 6 pages",
     ),
+    "MLA of latents without columns": (
+        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
+            P.qo_indptr, *P.table[:2], P.seq_lens, 4, 0, 64, 16
+        ),
+        errors.OptionError,
+        "head_dim_ckv is 0; expected 1 or more",
+    ),
+    "MLA query of one part": (
+        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).run(
+            query=[empty(46, 4, 512)], kv_cache=empty(17, 16, 576)
+        ),
+        errors.ShapeError,
+        "the query has 1 parts; expected 2, q_nope and q_pe",
+    ),
     "MLA block tables too narrow": (
         lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
             P.qo_indptr,
