@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import (
     DType,
     DTypes,
     as_dtype,
     as_sinks,
-    computed_dtype,
-    finite,
     positive,
-    ranked,
     refuse,
     renamed,
     required,
@@ -29,6 +27,7 @@ from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
 from attn_ops.frontend.call_plans import with_pages
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache, latent
+from attn_ops.frontend.latent_scales import GroupScales, check_scales, scaled_by_ratio
 from attn_ops.frontend.one_shot import TableNames, block_table, latent_call, lengths
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
@@ -49,8 +48,6 @@ __all__ = [
 Latent = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 LSE_MODES = {"none": None, "base2": "log2", "basee": "ln"}
 OUTPUT_SCALES = ("none", "per-tensor")
-SCALE_GROUP = 128
-"""Columns of the latents that share a scale in ``ckv_scale_arr``."""
 
 
 def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
@@ -64,66 +61,6 @@ def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
             "pass sm_scale, 1 / sqrt of the key's width before absorption",
         )
     return MLA_SM_SCALE
-
-
-def _check_scales(where: str, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any, required: bool) -> None:
-    """Both scales if they are required, and one kind for the latents. FlashInfer's callers match the words."""
-    rule = "Exactly one of ckv_scale or ckv_scale_arr scales the latents"
-    if ckv_scale is not None and ckv_scale_arr is not None:
-        fail(OptionError, where, f"{rule}: both are given", "one of them", "leave out the other")
-    if not required:
-        return
-    unscaled = "1.0 for values that were not scaled"
-    if ckv_scale is None and ckv_scale_arr is None:
-        fail(OptionError, where, f"{rule} of an FP8 cache: none is given", "one of them", f"pass ckv_scale, {unscaled}")
-    if kpe_scale is None:
-        fail(OptionError, where, "kpe_scale is None for an FP8 cache", "a number", f"pass it, {unscaled}")
-
-
-def _scaled_by_ratio(q_pe: Tensor, kv_dtype: torch.dtype, ckv_scale: float | None, kpe_scale: float | None) -> Tensor:
-    """``q_pe`` times ``kpe_scale / ckv_scale``, as all logits are multiplied by ``ckv_scale``. None is 1."""
-    ckv, kpe = (1.0 if scale is None else scale for scale in (ckv_scale, kpe_scale))
-    if kpe == ckv or ckv == 0:  # a ckv_scale of 0 is refused with the other factors of the logits
-        return q_pe
-    return q_pe.to(computed_dtype(q_pe.dtype, kv_dtype)) * (kpe / ckv)
-
-
-class GroupScales(NamedTuple):
-    """Scales of an FP8 cache: ``ckv_scale_arr [pages, page_size, ckv / SCALE_GROUP]``, and one number for ``kpe``."""
-
-    ckv: Tensor
-    kpe: float
-
-    @classmethod
-    def of(cls, where: str, ckv_scale_arr: Tensor, ckv_cache: Tensor, kpe_scale: float | None) -> GroupScales:
-        ranked(where, "ckv_cache", ckv_cache, "[pages, page_size, ckv]")
-        pages, page_size, dim = ckv_cache.shape
-        if dim % SCALE_GROUP or tuple(ckv_scale_arr.shape) != (pages, page_size, dim // SCALE_GROUP):
-            fail(
-                ShapeError,
-                where,
-                f"Invalid shape of ckv_scale_arr: {list(ckv_scale_arr.shape)} for a cache {list(ckv_cache.shape)}",
-                f"[pages, page_size, ckv / {SCALE_GROUP}]",
-                f"pass a scale for every token and {SCALE_GROUP} columns",
-            )
-        if ckv_scale_arr.dtype != torch.float32:
-            shown = f"ckv_scale_arr is {dtype_name(ckv_scale_arr.dtype)}"
-            fail(DTypeError, where, shown, "float32", "convert it")
-        if ckv_scale_arr.device != ckv_cache.device:
-            on = ckv_scale_arr.device
-            fail(DeviceError, where, f"ckv_scale_arr is on {on}", f"{ckv_cache.device}, where the cache is", "move it")
-        return cls(ckv_scale_arr, 1.0 if kpe_scale is None else kpe_scale)
-
-    def dequantize(
-        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], page_table: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The op's tensors with caches of the pages in ``page_table [entries]`` alone, in that order."""
-        q_nope, q_pe, ckv, kpe = tensors
-        pages = page_table.clamp(0, max(0, ckv.shape[0] - 1)).long() if ckv.shape[0] else page_table[:0].long()
-        dtype = torch.bfloat16 if q_nope.dtype in FP8 else q_nope.dtype
-        groups = ckv[pages].float().unflatten(-1, (-1, SCALE_GROUP)) * self.ckv[pages][..., None]
-        latents, rotated = groups.flatten(-2).to(dtype), (kpe[pages].float() * self.kpe).to(dtype)
-        return q_nope, q_pe, latents, rotated
 
 
 class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
@@ -332,15 +269,13 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         if page_table is None and self._planned is not None:
             self._planned.check_query_dtypes(where, q_nope=nope, q_pe=pe)
         ckv, kpe = self._cache(where, ckv_cache, kpe_cache, kv_cache, nope.shape[-1])
-        finite(where, "ckv_scale", ckv_scale)
-        finite(where, "kpe_scale", kpe_scale)
         requires_scales = ckv.dtype in FP8 and page_table is None and bmm1_scale is None
-        _check_scales(where, ckv_scale, ckv_scale_arr, kpe_scale, requires_scales)
+        check_scales(where, ckv_scale, ckv_scale_arr, kpe_scale, requires_scales)
         groups = None
         if ckv_scale_arr is not None:
             groups = GroupScales.of(where, ckv_scale_arr, ckv, kpe_scale)
         else:
-            pe = _scaled_by_ratio(pe, ckv.dtype, ckv_scale, kpe_scale)
+            pe = scaled_by_ratio(pe, ckv.dtype, ckv_scale, kpe_scale)
         dtype = self._dtype_of_output(nope, out)
         if o_scale is not None and dtype not in FP8:
             shown = f"o_scale is given and the output is {dtype_name(dtype)}"
@@ -349,37 +284,58 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale},
             {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale, "o_scale": reciprocal(where, "o_scale", o_scale)},
         )
-        base = "ln" if return_lse_base_on_e else self._lse_base or "log2"
-        output = OutputSpec(out, lse, return_lse, dtype, base)
+        output = OutputSpec(out, lse, return_lse, dtype, "ln" if return_lse_base_on_e else self._lse_base or "log2")
+        sm_scale = None if bmm1_scale is None else 1.0  # whose place bmm1_scale takes
         tensors = nope, pe, ckv, kpe
         if page_table is not None:
-            softmax_scale = 1.0 if bmm1_scale is not None else self._scale(where, nope, pe)
-            options = AttentionOptions(sm_scale=softmax_scale, sinks=as_sinks(where, sinks, nope.device), causal=True)
-            tables, lens, rows = self._block_tables(where, nope, page_table, kv_len)
-            if groups is not None:
-                tensors = groups.dequantize(tensors, tables.flatten())
-                tables = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device).view(tables.shape)
-            names = TableNames("page_table", "kv_len")
-            return latent_call(where, tensors, tables, lens, rows, options, output, scales, names=names)
+            return self._unplanned_call(where, tensors, page_table, kv_len, output, scales, sinks, sm_scale, groups)
         if kv_len is not None:
             required(where, page_table=page_table)
-        sm_scale = None if bmm1_scale is None else 1.0
         call = self._call(where, tensors, output, scales, sinks=sinks, sm_scale=sm_scale)
+        return call if groups is None else self._over_dequantized_pages(call, groups)
+
+    def _unplanned_call(
+        self,
+        where: str,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+        page_table: Tensor,
+        kv_len: Tensor | None,
+        output: OutputSpec,
+        scales: ScaleFactors,
+        sinks: Tensor | None,
+        sm_scale: float | None,
+        groups: GroupScales | None,
+    ) -> AttentionCall:
+        """The call of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` over a page table. The default scale is the plan's."""
+        q_nope, q_pe, *_ = tensors
+        options = AttentionOptions(
+            sm_scale=self._scale(where, q_nope, q_pe) if sm_scale is None else sm_scale,
+            sinks=as_sinks(where, sinks, q_nope.device),
+            causal=True,
+        )
+        tables, lens, rows = self._block_tables(where, q_nope, page_table, kv_len)
         if groups is not None:
-            p = self._planned
-            assert p is not None
-            assert isinstance(p.plan, PrefillPlan)
-            p.check(call)
-            pages = p.plan.kv_indices
-            # Made first: kernels may read a plan before the preceding kernel, one of dequantize's, has ended.
-            dequantized = self._dequantized_pages(pages)
-            tensors = groups.dequantize(tensors, pages)
-            if torch.compiler.is_compiling():  # the compiler may make it last: planning publishes what it writes
-                plan = with_pages(p.plan, dequantized)
-            else:
-                plan = p.plan._replace(kv_indices=dequantized)
-            call = call._replace(tensors=tensors, plan=replace(p, plan=plan, dtypes=None))
-        return call
+            tensors = groups.dequantize(tensors, tables.flatten())
+            tables = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device).view(tables.shape)
+        names = TableNames("page_table", "kv_len")
+        return latent_call(where, tensors, tables, lens, rows, options, output, scales, names=names)
+
+    def _over_dequantized_pages(self, call: AttentionCall, groups: GroupScales) -> AttentionCall:
+        """A planned ``call`` over copies of the batch's pages, which are dequantized, in the order of the plan."""
+        p = self._planned
+        assert p is not None
+        assert isinstance(p.plan, PrefillPlan)
+        p.check(call)
+        pages = p.plan.kv_indices
+        # Made first: kernels may read a plan before the preceding kernel, one of dequantize's, has ended.
+        dequantized = self._dequantized_pages(pages)
+        q_nope, q_pe, ckv, kpe = call.tensors
+        tensors = groups.dequantize((q_nope, q_pe, ckv, kpe), pages)
+        if torch.compiler.is_compiling():  # the compiler may make it last: planning publishes what it writes
+            plan = with_pages(p.plan, dequantized)
+        else:
+            plan = p.plan._replace(kv_indices=dequantized)
+        return call._replace(tensors=tensors, plan=replace(p, plan=plan, dtypes=None))
 
     def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Tensor:
         """Decode without a plan: ``q [batch, num_heads, ckv + kpe]`` or a pair, by ``page_table`` and ``seq_lens``.

@@ -1,0 +1,79 @@
+"""Scales of an FP8 latent cache: one number for each part of a key, or one of every token and group of columns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail
+from attn_ops.frontend.arguments import computed_dtype, finite, ranked
+from attn_ops.ops.options import FP8
+
+SCALE_GROUP = 128
+"""Columns of the latents that share a scale in ``ckv_scale_arr``."""
+
+
+def check_scales(
+    where: str, ckv_scale: float | None, ckv_scale_arr: Tensor | None, kpe_scale: float | None, required: bool
+) -> None:
+    """Both scales if they are ``required``, and one kind for the latents. FlashInfer's callers match the words."""
+    finite(where, "ckv_scale", ckv_scale)
+    finite(where, "kpe_scale", kpe_scale)
+    rule = "Exactly one of ckv_scale or ckv_scale_arr scales the latents"
+    if ckv_scale is not None and ckv_scale_arr is not None:
+        fail(OptionError, where, f"{rule}: both are given", "one of them", "leave out the other")
+    if not required:
+        return
+    unscaled = "1.0 for values that were not scaled"
+    if ckv_scale is None and ckv_scale_arr is None:
+        fail(OptionError, where, f"{rule} of an FP8 cache: none is given", "one of them", f"pass ckv_scale, {unscaled}")
+    if kpe_scale is None:
+        fail(OptionError, where, "kpe_scale is None for an FP8 cache", "a number", f"pass it, {unscaled}")
+
+
+def scaled_by_ratio(q_pe: Tensor, kv_dtype: torch.dtype, ckv_scale: float | None, kpe_scale: float | None) -> Tensor:
+    """``q_pe`` times ``kpe_scale / ckv_scale``, as all logits are multiplied by ``ckv_scale``. None is 1."""
+    ckv, kpe = (1.0 if scale is None else scale for scale in (ckv_scale, kpe_scale))
+    if kpe == ckv or ckv == 0:  # a ckv_scale of 0 is refused with the other factors of the logits
+        return q_pe
+    return q_pe.to(computed_dtype(q_pe.dtype, kv_dtype)) * (kpe / ckv)
+
+
+class GroupScales(NamedTuple):
+    """Scales of an FP8 cache: ``ckv_scale_arr [pages, page_size, ckv / SCALE_GROUP]``, and one number for ``kpe``."""
+
+    ckv: Tensor
+    kpe: float
+
+    @classmethod
+    def of(cls, where: str, ckv_scale_arr: Tensor, ckv_cache: Tensor, kpe_scale: float | None) -> GroupScales:
+        ranked(where, "ckv_cache", ckv_cache, "[pages, page_size, ckv]")
+        pages, page_size, dim = ckv_cache.shape
+        if dim % SCALE_GROUP or tuple(ckv_scale_arr.shape) != (pages, page_size, dim // SCALE_GROUP):
+            fail(
+                ShapeError,
+                where,
+                f"Invalid shape of ckv_scale_arr: {list(ckv_scale_arr.shape)} for a cache {list(ckv_cache.shape)}",
+                f"[pages, page_size, ckv / {SCALE_GROUP}]",
+                f"pass a scale for every token and {SCALE_GROUP} columns",
+            )
+        if ckv_scale_arr.dtype != torch.float32:
+            shown = f"ckv_scale_arr is {dtype_name(ckv_scale_arr.dtype)}"
+            fail(DTypeError, where, shown, "float32", "convert it")
+        if ckv_scale_arr.device != ckv_cache.device:
+            on = ckv_scale_arr.device
+            fail(DeviceError, where, f"ckv_scale_arr is on {on}", f"{ckv_cache.device}, where the cache is", "move it")
+        return cls(ckv_scale_arr, 1.0 if kpe_scale is None else kpe_scale)
+
+    def dequantize(
+        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], page_table: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The op's tensors with caches of the pages in ``page_table [entries]`` alone, in that order."""
+        q_nope, q_pe, ckv, kpe = tensors
+        pages = page_table.clamp(0, max(0, ckv.shape[0] - 1)).long() if ckv.shape[0] else page_table[:0].long()
+        dtype = torch.bfloat16 if q_nope.dtype in FP8 else q_nope.dtype
+        groups = ckv[pages].float().unflatten(-1, (-1, SCALE_GROUP)) * self.ckv[pages][..., None]
+        latents, rotated = groups.flatten(-2).to(dtype), (kpe[pages].float() * self.kpe).to(dtype)
+        return q_nope, q_pe, latents, rotated
