@@ -15,7 +15,7 @@ from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import OpCall, prepared, prepared_function
 from attn_ops.errors import PlanError, ShapeError, fail
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, positive, refuse, required
-from attn_ops.frontend.base import graph_buffers
+from attn_ops.frontend.base import Batch, graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.flash.metadata import FoundCall
@@ -212,7 +212,25 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         """
         where = f"{self._name}.plan"
         refuse(where, window_right=window_right)
-        positive(where, q_len_per_req=q_len_per_req)
+        batch = self._batch(
+            where,
+            (indptr, indices, last_page_len),
+            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            q_len_per_req=q_len_per_req,
+            is_causal=is_causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         if self._graph is not None and self._planned is not None and q_len_per_req != self._q_len_per_req:
             fail(
                 PlanError,
@@ -221,70 +239,49 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
                 f"{self._q_len_per_req} as in the first plan, in CUDA-graph mode",
                 "make a wrapper for each number of rows",
             )
-        table, spec = self._spec(
-            where,
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            window_left,
-            fixed_split_size,
-            disable_split_kv,
-            q_len_per_req,
-            is_causal,
-        )
-        options = attention_options(
-            where,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        options = options._replace(causal=spec.causal)
-        dtypes = DTypes(where, q_data_type, kv_data_type, o_data_type, data_type)
-        op = "batch_decode" if spec.decode else "batch_prefill"
-        return self._prepare(where, op, table, spec, options, dtypes).with_state(_q_len_per_req=q_len_per_req)
+        return self._prepare(where, *batch).with_state(_q_len_per_req=q_len_per_req)
 
     begin_forward = plan = committing(prepare_plan)
 
-    def _spec(
+    def _batch(
         self,
         where: str,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
+        table: tuple[Tensor, Tensor, Tensor],
+        dtypes: DTypes,
+        *,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        window_left: int,
         fixed_split_size: int | None,
         disable_split_kv: bool,
         q_len_per_req: int,
-        is_causal: bool | None,
-    ) -> tuple[PageTable, PlanSpec]:
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> Batch:
+        """The arguments of plan() as those of the op. ``options`` are :func:`attention_options`."""
+        indptr, indices, last_page_len = table
         required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
         positive(where, q_len_per_req=q_len_per_req)
-        qo_indptr = None if q_len_per_req == 1 else torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
+        decode, qo_indptr = q_len_per_req == 1, None
+        if not decode:
+            qo_indptr = torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
         spec = PlanSpec(
-            decode=q_len_per_req == 1,
+            decode=decode,
             paged=True,
             page_size=page_size,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim,
             head_dim_vo=head_dim,
-            window_left=window_left,
-            causal=q_len_per_req > 1 and (is_causal is None or bool(is_causal)),
+            window_left=options["window_left"],
+            causal=not decode and (is_causal is None or bool(is_causal)),
             **splitting(where, fixed_split_size, disable_split_kv),
             rows=q_len_per_req,
         )
-        return PageTable.of(where, indptr, indices, last_page_len, qo_indptr), spec
+        pages = PageTable.of(where, indptr, indices, last_page_len, qo_indptr)
+        given = attention_options(where, **options)._replace(causal=spec.causal)
+        return Batch("batch_decode" if decode else "batch_prefill", pages, spec, given, dtypes)
 
     @typed
     def workspace_size(
@@ -314,23 +311,25 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
     ) -> tuple[int, int]:
         """Bytes that plan() with these arguments needs of the float workspace, and bytes of integers it holds."""
         where = f"{self._name}.workspace_size"
-        return self._sizes(
-            *self._spec(
-                where,
-                indptr,
-                indices,
-                last_page_len,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                window_left,
-                fixed_split_size,
-                disable_split_kv,
-                q_len_per_req,
-                None,
-            )
+        batch = self._batch(
+            where,
+            (indptr, indices, last_page_len),
+            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            q_len_per_req=q_len_per_req,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
         )
+        return self._sizes(*batch)
 
     @typed
     @prepared

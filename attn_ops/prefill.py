@@ -40,7 +40,9 @@ from attn_ops.frontend.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import PageTable
+from attn_ops.plan.resizable import PlanSpec
 from attn_ops.typed import typed
 
 __all__ = [
@@ -267,9 +269,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             paged_kv_indices=paged_kv_indices,
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
-        if self._element_offsets:
-            rows_of = seq_lens if seq_lens_q is None else seq_lens_q
-            qo_indptr = token_offsets(qo_indptr, rows_of, spec.num_qo_heads * spec.head_dim_qk)
+        qo_indptr = self._rows(qo_indptr, seq_lens if seq_lens_q is None else seq_lens_q, spec)
         table = PageTable.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
         custom_mask = multi_item_mask(
             where,
@@ -305,6 +305,12 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
 
     begin_forward = plan = committing(prepare_plan)
 
+    def _rows(self, qo_indptr: Tensor, qo_lens: Tensor | None, spec: PlanSpec) -> Tensor:
+        """``qo_indptr`` in query rows. With ``backend="cudnn"`` it counts elements where ``qo_lens`` say so."""
+        if not self._element_offsets:
+            return qo_indptr
+        return token_offsets(qo_indptr, qo_lens, spec.num_qo_heads * spec.head_dim_qk)
+
     @typed
     def workspace_size(
         self,
@@ -323,7 +329,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
     ) -> tuple[int, int]:
         """Bytes of float workspace that plan() with these arguments needs, and bytes of integers it holds.
 
-        The arguments that follow are plan()'s, of which those about splits, masks and windows count.
+        The arguments that follow are plan()'s, of which those about splits, masks, windows and lengths count.
         """
         where = f"{self._name}.workspace_size"
         tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
@@ -341,7 +347,9 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             window_right=given.get("window_right", -1),
             **splitting(where, given.get("fixed_split_size"), given.get("disable_split_kv", False)),
         )
-        return self._sizes(PageTable.of(where, *tables[1:], qo_indptr), spec)
+        qo_lens = given.get("seq_lens") if given.get("seq_lens_q") is None else given["seq_lens_q"]
+        table = PageTable.of(where, *tables[1:], self._rows(qo_indptr, qo_lens, spec))
+        return self._sizes("batch_prefill", table, spec, AttentionOptions(causal=spec.causal), None)
 
     @typed
     @prepared

@@ -67,6 +67,19 @@ def positional_arguments(where: str, jit_args: Any) -> tuple[str, str]:
     return SCALES_BY_POSITION
 
 
+class Batch(NamedTuple):
+    """A batch that plan() is called for: the op of its calls, its page table, and what it is planned for.
+
+    dtypes  of query, KV and output; None if they follow the tensors of run()
+    """
+
+    op: str
+    table: PageTable
+    spec: PlanSpec
+    options: AttentionOptions
+    dtypes: DTypes | None
+
+
 @dataclass
 class PlannedBatch:
     """What plan() stores for run(): the op, its plan, its options. It is the plan source of the wrapper's calls.
@@ -368,11 +381,8 @@ class Wrapper:
             exact = self._graph is None  # engines capture several batch sizes with one mask
             mask = masks.packed_mask(where, custom_mask, packed_custom_mask, *lengths, self.device, exact)
             spec = spec._replace(causal=False)
-        table, size = self._size(op, table, spec, options, dtypes)
-        fixed = None
-        if self._graph is not None:
-            held = self._resizable.held
-            fixed = self._graph.capacity(spec.page_size, size if held is None else held.capacity)
+        table, size, fixed = self._size(op, table, spec, options, dtypes)
+        if self._graph is not None and fixed is not None:
             self._graph.check(where, size, fixed, mask)
         sized = self._resizable.prepare(spec, size, table, fixed)
         workspace = sized.planner.workspace
@@ -409,25 +419,35 @@ class Wrapper:
 
     def _size(
         self, op: str, table: PageTable, spec: PlanSpec, options: AttentionOptions, dtypes: DTypes | None
-    ) -> tuple[PageTable, BatchSize]:
-        """The table and the size of a batch, from shapes alone where no kernel's work depends on the capacity."""
-        if spec.decode and table.kv_indptr.is_cuda and dtypes is not None:
-            problem = backends.Problem(
-                op=op,
-                device=table.kv_indptr.device,
-                dtype=dtypes.computed,
-                kv_dtype=dtypes.kv,
-                out_dtype=dtypes.o,
-                num_qo_heads=spec.num_qo_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim_qk=spec.head_dim_qk,
-                head_dim_vo=spec.head_dim_vo,
-                page_size=spec.page_size,
-                options=options.given(),
-            )
-            if not backends.choose(problem, self._backend).capacity_bound:
-                return table.bounded()
-        return measured(table, spec)
+    ) -> tuple[PageTable, BatchSize, BatchSize | None]:
+        """The table and the size of a batch, and the capacity of its plan where the buffers of a CUDA graph fix it."""
+        bounded = self._sized_by_shapes(op, table, spec, options, dtypes)
+        table, size = table.bounded() if bounded else measured(table, spec)
+        if self._graph is None:
+            return table, size, None
+        held = self._resizable.held
+        return table, size, self._graph.capacity(spec.page_size, size if held is None else held.capacity)
+
+    def _sized_by_shapes(
+        self, op: str, table: PageTable, spec: PlanSpec, options: AttentionOptions, dtypes: DTypes | None
+    ) -> bool:
+        """Whether the size of a batch is that of its shapes: of decode on CUDA, if no work depends on the capacity."""
+        if not spec.decode or not table.kv_indptr.is_cuda or dtypes is None:
+            return False
+        problem = backends.Problem(
+            op=op,
+            device=table.kv_indptr.device,
+            dtype=dtypes.computed,
+            kv_dtype=dtypes.kv,
+            out_dtype=dtypes.o,
+            num_qo_heads=spec.num_qo_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim_qk=spec.head_dim_qk,
+            head_dim_vo=spec.head_dim_vo,
+            page_size=spec.page_size,
+            options=options.given(),
+        )
+        return not backends.choose(problem, self._backend).capacity_bound
 
     def _hold_mask(self, mask: Tensor) -> Tensor:
         """``mask`` in a buffer whose address and size the next batch keeps."""

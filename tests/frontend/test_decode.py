@@ -12,6 +12,7 @@ from helpers.wrapper_requests import DEVICE, Requests, sink_variant, workspace
 
 import attn_ops as flashinfer
 from attn_ops import DecodePlan, errors
+from attn_ops.frontend.base import Wrapper
 from attn_ops.plan.page_table import PageTable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -309,6 +310,22 @@ def test_workspace_size_and_reset() -> None:
     assert 0 <= size < 16 << 20
     assert 0 < integers < 16 << 20
     wrapper.reset_workspace_buffer(workspace(max(size, 1)), workspace(1))
+    r.expected().check(wrapper.run(r.q, r.cache()))
+
+
+@pytest.mark.parametrize("by_shapes", [False, True])
+def test_plan_fits_in_a_workspace_of_the_size_for_it(by_shapes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page numbers that no request uses count where lengths are not read, as on a GPU."""
+    if by_shapes:
+        monkeypatch.setattr(Wrapper, "_sized_by_shapes", lambda *_: True)
+    r = Requests()
+    kv_indptr, kv_indices, last = r.table
+    table = kv_indptr, torch.cat((kv_indices, kv_indices.new_zeros(1000))), last
+    size, integers = planned(r).workspace_size(*table, *r.sizes, fixed_split_size=4)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(size))
+    wrapper.plan(*table, *r.sizes, fixed_split_size=4)
+    assert wrapper._plan_info is not None
+    assert integers == 4 * sum(t.numel() for t in wrapper._plan_info)
     r.expected().check(wrapper.run(r.q, r.cache()))
 
 

@@ -295,6 +295,30 @@ def test_workspace_size_takes_the_arguments_of_plan() -> None:
         wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, casual=True)
 
 
+def test_workspace_size_of_offsets_in_elements() -> None:
+    r = requests("paged")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="cudnn")
+    options = {"seq_lens_q": r.qo_indptr.diff(), "fixed_split_size": 1}
+    elements = r.qo_indptr * r.heads[0] * r.head_dims[0]
+    in_tokens, in_elements = (
+        wrapper.workspace_size(rows, *r.table, *r.sizes, **options) for rows in (r.qo_indptr, elements)
+    )
+    assert in_elements == in_tokens
+
+
+def test_workspace_size_in_cuda_graph_mode_is_that_of_the_first_plan() -> None:
+    """Which decides the capacity for query rows and splits, also of smaller batches."""
+    first, small = requests("paged"), requests("paged", kv_lens=(7, 8, 100, 1), qo_lens=(3, 0, 20, 1))
+    sizes = {"qo_indptr_buf": 5, "paged_kv_indptr_buf": 5, "paged_kv_indices_buf": 40, "paged_kv_last_page_len_buf": 4}
+    buffers = {name: torch.zeros(n, dtype=torch.int32, device=DEVICE) for name, n in sizes.items()}
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), use_cuda_graph=True, **buffers)
+    wrapper.plan(first.qo_indptr, *first.table, *first.sizes, fixed_split_size=4)
+    found = [wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, fixed_split_size=4) for r in (first, small)]
+    assert found[0] == found[1]
+    assert wrapper._plan_info is not None
+    assert found[1][1] == 4 * sum(t.numel() for t in wrapper._plan_info)
+
+
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
 def test_cuda_graph_mode(kind: str) -> None:
     r, s = requests(kind), requests(kind, kv_lens=(7, 8, 100, 1), qo_lens=(3, 0, 20, 1), seed=1)
