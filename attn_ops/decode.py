@@ -15,7 +15,7 @@ from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import OpCall, prepared, prepared_function
 from attn_ops.errors import PlanError, ShapeError, fail
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, positive, refuse, required
-from attn_ops.frontend.base import Batch, graph_buffers
+from attn_ops.frontend.base import graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.flash.metadata import FoundCall
@@ -24,6 +24,7 @@ from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper, forward_changes
 from attn_ops.frontend.plan_spec import splitting
+from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing, plan_batch
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache

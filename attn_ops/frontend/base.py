@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall, Planned, PlanSource
-from attn_ops.eager.bound_call import caches_for
+from attn_ops.call import AttentionCall, PlanSource
 from attn_ops.eager.prepared_call import PreparedCalls
 from attn_ops.eager.startup import prepare
-from attn_ops.errors import CapacityError, DeviceError, DTypeError, PlanError, ShapeError, dtype_name, fail
+from attn_ops.errors import CapacityError, DeviceError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
 from attn_ops.frontend.arguments import DTypes, as_sinks, layout, own_backend, positional, positive, refuse
-from attn_ops.frontend.call_plans import problem_of, with_rows, with_workspace, without_window
+from attn_ops.frontend.call_plans import problem_of
 from attn_ops.frontend.cuda_graph import GraphBuffers
-from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.planned_batch import PlannedBatch, RowsOfCall
 from attn_ops.frontend.prepared_plan import PreparedPlan, RepeatablePlan
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops import backends
@@ -39,16 +38,6 @@ FP8_SCALES_BY_POSITION = ("q_scale", "k_scale", "v_scale")
 """Arguments of run() that may follow the cache by position: in general, of FlashInfer's AttentionSink variant, and
 three of them with an FP8 query."""
 
-NAMES = {
-    "batch_mla": ("q_nope", "ckv_cache", "kpe_cache"),
-    "ragged_prefill": ("q", "k", "v"),
-    "block_sparse_prefill": ("q", "k", "v"),
-}
-"""Arguments of ``run()`` that are the first and the last two tensors of an op: a query, and what it attends to."""
-
-PAGED_NAMES = "q", "the KV cache", "the KV cache"
-"""Those of other ops."""
-
 _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 """Entries 7, 9 and 11 of ``jit_args`` for that variant: names of its tensors, names of its scalars, its own name."""
 
@@ -65,167 +54,6 @@ def positional_arguments(where: str, jit_args: Any) -> tuple[str, str]:
         return SINK_BY_POSITION
     refuse(where, jit_args=jit_args)
     return SCALES_BY_POSITION
-
-
-class Batch(NamedTuple):
-    """A batch that plan() is called for: the op of its calls, its page table, and what it is planned for.
-
-    dtypes  of query, KV and output; None if they follow the tensors of run()
-    """
-
-    op: str
-    table: PageTable
-    spec: PlanSpec
-    options: AttentionOptions
-    dtypes: DTypes | None
-
-
-@dataclass
-class PlannedBatch:
-    """What plan() stores for run(): the op, its plan, its options. It is the plan source of the wrapper's calls.
-
-    rows    ``[n, 0]``, with the planned number of query rows in its shape: a compiled run() need not specialise on it
-    exact   the query has that many rows; otherwise more rows may follow, as padding
-    dtypes  of query, KV and output; None means those of the tensors
-    keys    ``[n, 0]``, likewise with the planned number of ragged keys; more may follow
-    state   attributes of the wrapper that belong to the plan
-    """
-
-    op: str
-    plan: DecodePlan | PrefillPlan
-    workspace: Tensor
-    spec: PlanSpec
-    options: AttentionOptions
-    dtypes: DTypes | None
-    rows: Tensor
-    exact: bool
-    keys: Tensor | None = None
-    state: Mapping[str, Any] = field(default_factory=dict)
-    prepared: tuple[PreparedCalls, int] | None = field(default=None, init=False)
-    """The prepared calls of run(), with the planned numbers of rows and ragged keys in one integer; bound calls
-    on the CPU; None without the extension module, and on other devices."""
-
-    def __post_init__(self) -> None:
-        rows, keys = self.rows.shape[0], self.keys
-        self.prepared = caches_for(self.workspace.device, rows if keys is None else rows << 32 | keys.shape[0])
-
-    def keep_prepared(self, earlier: PlannedBatch | None) -> None:
-        """Take the prepared calls of an earlier batch whose calls differ in the number of rows and keys alone."""
-        if earlier is None or earlier.prepared is None or self.prepared is None:
-            return
-        if self._identity() == earlier._identity():
-            self.prepared = earlier.prepared[0], self.prepared[1]
-
-    def _identity(self) -> tuple[Any, ...]:
-        """What run() depends on, apart from these numbers; tensors by identity."""
-        dtypes = None if self.dtypes is None else (self.dtypes.q, self.dtypes.kv, self.dtypes.o)
-        options = (id(x) if isinstance(x, Tensor) else x for x in self.options)
-        return self.op, id(self.plan), id(self.workspace), self.spec, dtypes, self.exact, dict(self.state), *options
-
-    @property
-    def head_dims(self) -> tuple[int, int]:
-        return self.spec.head_dim_qk, self.spec.head_dim_vo
-
-    def check(self, call: AttentionCall) -> None:
-        where, q, kv = call.where, call.tensors[0], call.tensors[-1]
-        self.check_tensors(call)
-        rows, planned = q.shape[0], self.rows.shape[0]
-        if rows != planned and (self.exact or rows < planned):
-            fail(
-                ShapeError,
-                where,
-                f"{NAMES.get(call.op, PAGED_NAMES)[0]} has {rows} rows",
-                f"{planned} as planned{_rows_of_a_request(self.spec.rows)}{'' if self.exact else ', or more'}",
-                "call plan() for this batch first",
-            )
-        if self.keys is not None and kv.dim() == 3:
-            keys, planned = kv.shape[0 if call.kv_layout == "NHD" else 1], self.keys.shape[0]
-            if keys < planned:
-                expected = f"{planned} as planned by kv_indptr, or more"
-                fix = "pass the keys of all requests, or call plan() for this batch first"
-                fail(ShapeError, where, f"k and v have {keys} rows", expected, fix)
-
-    def check_query_dtypes(self, where: str, **tensors: Tensor) -> None:
-        """The parts of a query have the planned dtype."""
-        if self.dtypes is not None:
-            for name, t in tensors.items():
-                _check_dtype(where, name, t, self.dtypes.q)
-
-    def check_tensors(self, call: AttentionCall) -> None:
-        """Dtypes and layout of the call's tensors are as planned."""
-        where, (q, *_, k, v) = call.where, call.tensors
-        if self.dtypes is not None:
-            dtypes = self.dtypes.q, self.dtypes.kv, self.dtypes.kv
-            for name, t, dtype in zip(NAMES.get(call.op, PAGED_NAMES), (q, k, v), dtypes, strict=True):
-                _check_dtype(where, name, t, dtype)
-        if self.spec.paged and v.dim() == 4:
-            self._check_layout(where, v, call.kv_layout)
-
-    def _check_layout(self, where: str, kv: Tensor, kv_layout: str) -> None:
-        """The likeliest mistake, which the op would report as a wrong number of heads or tokens."""
-        planned = self.spec.page_size, self.spec.num_kv_heads
-        page_size, heads = paged_sizes(where, kv, kv_layout)
-        if (page_size, heads) != planned == (heads, page_size):
-            other = "HND" if kv_layout == "NHD" else "NHD"
-            fail(
-                ShapeError,
-                where,
-                f"in layout {kv_layout} the KV cache has pages of {page_size} tokens and {heads} heads",
-                f"{planned[0]} tokens and {planned[1]} heads as planned",
-                f"name kv_layout={other!r}, or pass a cache in {kv_layout}",
-            )
-
-    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
-        plan = self.plan
-        if self.spec.window_left >= 0 and not 0 <= options.window_left <= self.spec.window_left:
-            plan = without_window(plan)
-        return Planned(plan, self.workspace), options
-
-
-class RowsOfCall(NamedTuple):
-    """The plan source of a call with ``rows`` query rows per request, over a batch that is planned with one of each.
-
-    The rows are the last tokens of their request, causal among themselves. The call plans them.
-    """
-
-    planned: PlannedBatch
-    rows: int
-
-    @property
-    def head_dims(self) -> tuple[int, int]:
-        return self.planned.head_dims
-
-    @property
-    def batch(self) -> int:
-        return self.planned.rows.shape[0]
-
-    def check(self, call: AttentionCall) -> None:
-        self.planned.check_tensors(call)
-        rows, needed = call.tensors[0].shape[0], self.batch * self.rows
-        if rows != needed:
-            expected = f"{needed}{_rows_of_a_request(self.rows)}"
-            fail(ShapeError, call.where, f"q has {rows} rows", expected, "correct q or q_len_per_req")
-
-    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
-        plan, spec = self.planned.plan, self.planned.spec
-        assert isinstance(plan, DecodePlan)
-        spec = spec._replace(decode=False, causal=True, window_left=options.window_left, rows=self.rows)
-        return with_workspace(with_rows(plan, spec, self.batch, self.rows)), options._replace(causal=True)
-
-
-def _check_dtype(where: str, name: str, t: Tensor, planned: torch.dtype) -> None:
-    if t.dtype != planned:
-        fail(
-            DTypeError,
-            where,
-            f"{name} dtype is {dtype_name(t.dtype)}",
-            f"{dtype_name(planned)} as planned",
-            "name it in plan(), as q_data_type and kv_data_type, or convert the tensor",
-        )
-
-
-def _rows_of_a_request(rows: int | None) -> str:
-    return "" if rows is None or rows == 1 else f", q_len_per_req {rows} of each request"
 
 
 def _planned_option(name: str) -> Any:

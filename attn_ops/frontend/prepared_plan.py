@@ -24,7 +24,8 @@ from attn_ops.plan.resizable import SizedPlanner
 from attn_ops.typed import typed
 
 if TYPE_CHECKING:
-    from attn_ops.frontend.base import PlannedBatch, Wrapper
+    from attn_ops.frontend.base import Wrapper
+    from attn_ops.frontend.planned_batch import PlannedBatch
 
 P = ParamSpec("P")
 

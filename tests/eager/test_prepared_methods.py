@@ -17,7 +17,7 @@ import attn_ops
 from attn_ops.eager import prepared_call
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
 from attn_ops.eager.prepared_call import OpCall, PreparedCalls, prepared
-from attn_ops.frontend import base
+from attn_ops.frontend import planned_batch
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
 
@@ -261,7 +261,7 @@ def count_launches(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> 
     """``count_launches()``: how many launches the fake driver has counted, one for each replay."""
     for op in ("batch_decode", "ragged_prefill"):
         monkeypatch.setitem(prepared_call.OP_CACHES, op, FakeCache(op, 0, 2))
-    monkeypatch.setattr(base, "caches_for", lambda device, number: (PreparedCalls(), number))
+    monkeypatch.setattr(planned_batch, "caches_for", lambda device, number: (PreparedCalls(), number))
     return lambda: fake_driver.get("launches")
 
 

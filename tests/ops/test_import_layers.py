@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontend",),
     ("call",),
     ("frontend.call_plans",),
-    ("frontend.flash.metadata",),
+    ("frontend.flash.metadata", "frontend.planned_batch"),
     ("frontend.one_shot",),
     ("frontend.base", "frontend.cudnn", "frontend.deepseek", "frontend.flash", "frontend.trtllm", "frontend.xqa"),
     ("frontend.paged",),
