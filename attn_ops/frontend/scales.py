@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import finite
-from attn_ops.ops.options import BOUNDS, MAX_SCALAR, MIN_SCALAR
+from attn_ops.ops.options import BOUNDS, MAX_SCALAR, MIN_SCALAR, softmax_scale
 from attn_ops.plan.page_table import seen
 
 Scale = float | Tensor | None
@@ -128,7 +127,7 @@ def fold(
     scale, key = _product([as_factor(where, name, s, device, heads) for name, s in logits.items()])
     output, value = _product([as_factor(where, name, s, device, heads) for name, s in values.items()])
     if scale != 1.0:
-        scale *= 1 / math.sqrt(head_dim) if sm_scale is None else sm_scale
+        scale *= softmax_scale(sm_scale, head_dim)
         if not BOUNDS["sm_scale"].holds(scale):
             fail(
                 OptionError,

@@ -102,6 +102,11 @@ MLA_HEAD_DIMS = (sum(MLA_DIMS), MLA_DIMS[0])
 """Its ``(head_dim_qk, head_dim_vo)``."""
 
 
+def softmax_scale(sm_scale: float | None, head_dim: int) -> float:
+    """The factor of the logits of queries and keys with ``head_dim`` elements: ``sm_scale``, or its default."""
+    return 1 / math.sqrt(head_dim) if sm_scale is None else sm_scale
+
+
 class Bound(NamedTuple):
     """Which values a scalar option takes, and how an error message says it."""
 

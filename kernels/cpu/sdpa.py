@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attn_ops.eager.captured_call import _C, reinterpret
 from attn_ops.eager.checked_call import Bases
-from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions
+from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions, softmax_scale
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu
@@ -246,7 +246,7 @@ class Form(NamedTuple):
         o: AttentionOptions,
         shape: tuple[int, ...] | None,
     ) -> Form:
-        scale, dtype = 1 / math.sqrt(head_dim) if o.sm_scale is None else o.sm_scale, o.out_dtype or q.dtype
+        scale, dtype = softmax_scale(o.sm_scale, head_dim), o.out_dtype or q.dtype
         rescaled = o.sinks is not None or o.kv_scale is not None
         exact = return_lse or rescaled or not q.dtype == dtype == torch.bfloat16
         sees = Sees(o.causal, o.window_left, o.window_right)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from attn_ops.kernels.cuda.operands import (
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from torch import Tensor
 
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
 from attn_ops.ops.unsupported import (
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_HEAD_DIMS,
@@ -255,7 +254,7 @@ def launch_tiles(
         partial=workspace,
         **plan_arguments(plan),
         queue=None if plan is None else plan.queue,
-        scale=o.sm_scale or 1 / math.sqrt(dims[0]),
+        scale=softmax_scale(o.sm_scale, dims[0]),
         cap=o.logits_soft_cap,
         window_left=NO_WINDOW if o.window_left < 0 else o.window_left,
         window_right=0 if o.causal else NO_WINDOW if o.window_right < 0 else o.window_right,

@@ -18,7 +18,7 @@ from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
 from attn_ops.symbolic_sizes import any_zero, guard_or_true
@@ -84,7 +84,7 @@ def _logits(t: Tiles, keys: Tensor, opts: AttentionOptions) -> Tensor:
     # Packed rows (PackGQA): [N, Hkv, R * group, D] @ [N, Hkv, D, L]
     packed_q = q.unflatten(2, heads).permute(0, 2, 1, 3, 4).flatten(2, 3)
     logits = (packed_q @ k.permute(0, 2, 3, 1)).unflatten(2, (q.shape[1], heads[1]))
-    logits = logits * (1 / math.sqrt(dim) if opts.sm_scale is None else opts.sm_scale)
+    logits = logits * softmax_scale(opts.sm_scale, dim)
     if opts.kv_scale is not None:
         logits = logits * opts.kv_scale[0]
     if opts.pos_encoding == "ALIBI":

@@ -17,7 +17,7 @@ from attn_ops.kernels.triton.pdl import read_plan_early
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import AttentionOptions, softmax_scale
 from attn_ops.plan.state import DecodePlan, PlanProblem, num_slots
 
 COMBINE_STEP_ELEMENTS = 16384
@@ -109,7 +109,7 @@ def _option_arguments(o: AttentionOptions, problem: PlanProblem) -> dict[str, An
     return {
         "sinks": o.sinks,
         "kv_scale": o.kv_scale,
-        "scale": o.sm_scale or 1 / math.sqrt(problem.head_dim_qk),
+        "scale": softmax_scale(o.sm_scale, problem.head_dim_qk),
         "cap": o.logits_soft_cap,
         "window_left": o.window_left,
         "log2_theta": math.log2(o.rope_theta),

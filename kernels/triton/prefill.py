@@ -56,7 +56,7 @@ from attn_ops.kernels.triton.work_item import (
 )
 from torch import Tensor
 
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import AttentionOptions, softmax_scale
 from attn_ops.plan.plan_checks import MAX_QUERY_ROWS
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
@@ -517,7 +517,7 @@ def launch_tiles(
         partial=workspace,
         kv_len=None if plan is None else plan.kv_len,
         **plan_arguments(plan),
-        scale=o.sm_scale or 1 / math.sqrt(dim_a + dim_b),
+        scale=softmax_scale(o.sm_scale, dim_a + dim_b),
         cap=o.logits_soft_cap,
         window_left=o.window_left,
         window_right=o.window_right,
