@@ -316,6 +316,11 @@ def num_partials(plan: PrefillPlan) -> int:
     return 2 * int(plan.split_tiles.shape[0])
 
 
+def max_work_items(plan: PrefillPlan, rows: int) -> int:
+    """The most work items of a batch with ``rows`` query rows in all: its query tiles, and those that splits add."""
+    return full_tiles(PlanProblem.of(plan.problem), rows) + plan.kv_len.shape[0] + num_partials(plan)
+
+
 def workspace_size(plan: DecodePlan | PrefillPlan) -> int:
     """float32 elements of workspace that an attention op needs for this plan."""
     problem = PlanProblem.of(plan.problem)

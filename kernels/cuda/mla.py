@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
 from attn_ops.ops.unsupported import CUDA_MLA_KERNELS, CUDA_MLA_PAGE, CUDA_MLA_SWAPPED_ROWS
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
-from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, num_partials
+from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, max_work_items, num_partials
 
 LATENT, ROTARY = MLA_DIMS
 """Columns of the two parts of a key."""
@@ -155,15 +155,14 @@ def batch_mla(
 ) -> tuple[Tensor, Tensor]:
     o, p = AttentionOptions(**options), PrefillPlan(*plan)
     out, lse = allocate(q_nope, return_lse=return_lse, out_dtype=o.out_dtype)
-    problem, partials = PlanProblem.of(p.problem), num_partials(p)
-    rows, heads, max_batch = q_nope.shape[0], int(q_nope.shape[1]), p.kv_len.shape[0]
+    problem, rows, heads = PlanProblem.of(p.problem), q_nope.shape[0], int(q_nope.shape[1])
     units = units_of(problem.tile_rows * heads)
     sms, fp8 = num_sms(q_nope.device), ckv_cache.dtype in FP8
     key = units.kernel, units.rows, cluster_splits_of(sms, p), q_nope.dtype, fp8
     specialization = SPECIALIZATIONS[key]
     of_fp8 = {"kv_type": FP8_TYPES[ckv_cache.dtype], "kv_scale": o.kv_scale} if fp8 else {}
     cluster = specialization.cluster[0]
-    num_items = (rows + problem.tile_rows - 1) // problem.tile_rows + max_batch + partials
+    num_items = max_work_items(p, rows)
     num_units = num_items * units.blocks
     q_nope_map, boxed = query_map(q_nope, units.box_rows)
     q_pe_map, _ = query_map(q_pe, units.box_rows)
@@ -194,10 +193,10 @@ def batch_mla(
         num_items=num_items,
         num_units=num_units,
         causal=o.causal,
-        early=bool(max_batch <= MAX_PUBLISHED_REQUESTS),
+        early=bool(p.kv_len.shape[0] <= MAX_PUBLISHED_REQUESTS),
         **of_fp8,
         out_type=0 if out.dtype == q_nope.dtype else OUT_TYPES[out.dtype],
     )
-    if partials:
+    if num_partials(p):
         combine_split_tiles(out, lse, workspace, None, p, scaled=units.kernel == "mla")
     return out, lse

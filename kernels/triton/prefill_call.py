@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.sizing import packed_rows_of_tiles, rows_per_tile
-from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
+from attn_ops.plan.state import PlanProblem, PrefillPlan, max_work_items, num_partials
 
 
 class Operands(NamedTuple):
@@ -68,16 +68,15 @@ def attend(
     o: AttentionOptions,
 ) -> None:
     """Write ``out`` and, unless it has no elements, ``lse``."""
-    num_items = partials = 0
-    if plan is not None:
-        tile_rows, partials = PlanProblem.of(plan.problem).tile_rows, num_partials(plan)
-        num_items = plan.kv_len.shape[0] + partials
-    else:
+    rows = x.q.shape[0]
+    if plan is None:
         dim_a, dim_b, dim_vo = x.dims
         tile_rows = rows_per_tile(*x.heads, packed_rows=packed_rows_of_tiles(dim_a + dim_b, dim_vo, x.q.device))
-    num_items = num_items + triton.cdiv(x.q.shape[0], tile_rows)
-    launch_tiles(x, out, lse, plan, workspace, tile_rows, num_items, o)
-    if workspace is not None and plan is not None and partials:
+        launch_tiles(x, out, lse, None, None, tile_rows, triton.cdiv(rows, tile_rows), o)
+        return
+    tile_rows = PlanProblem.of(plan.problem).tile_rows
+    launch_tiles(x, out, lse, plan, workspace, tile_rows, max_work_items(plan, rows), o)
+    if workspace is not None and num_partials(plan):
         combine_split_tiles(out, lse, workspace, o.sinks, plan)
 
 
